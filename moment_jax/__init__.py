@@ -1,0 +1,70 @@
+"""moment_jax: the mean and covariance of a Transformer with Gaussian weights, in one analytic pass.
+
+Every layer is a pure function `(mean, cov, params) -> (mean, cov)` of one (T, D) sequence: jit it, vmap
+it, differentiate it. The type of `cov` says what is kept of the covariance.
+"""
+
+from moment_jax import expectations, nn, objectives, posterior, reference
+from moment_jax.covariance import (
+    STRUCTURES,
+    Covariance,
+    Diagonal,
+    Full,
+    TokenBlock,
+    TokenCorrelated,
+)
+from moment_jax.layers import (
+    AttentionParams,
+    DenseParams,
+    EncoderBlockParams,
+    FeedForwardParams,
+    NormParams,
+    activation,
+    attention,
+    dense,
+    encoder_block,
+    feed_forward,
+    gelu,
+    layer_norm,
+    matmul,
+    mean_pool,
+    relu,
+    softmax,
+)
+from moment_jax.nn import DEFAULT_STRUCTURE
+from moment_jax.reference import monte_carlo
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEFAULT_STRUCTURE",
+    "STRUCTURES",
+    "AttentionParams",
+    "Covariance",
+    "DenseParams",
+    "Diagonal",
+    "EncoderBlockParams",
+    "FeedForwardParams",
+    "Full",
+    "NormParams",
+    "TokenBlock",
+    "TokenCorrelated",
+    "__version__",
+    "activation",
+    "attention",
+    "dense",
+    "encoder_block",
+    "expectations",
+    "feed_forward",
+    "gelu",
+    "layer_norm",
+    "matmul",
+    "mean_pool",
+    "monte_carlo",
+    "nn",
+    "objectives",
+    "posterior",
+    "reference",
+    "relu",
+    "softmax",
+]

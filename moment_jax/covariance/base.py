@@ -1,0 +1,194 @@
+"""What every covariance structure can do.
+
+A structure is a linear subspace (or a manifold) of covariances of a (T, D) array, and a type. Its
+`project` sends any covariance to the structure. The law that defines and tests all methods is
+
+    op(S) == project(op(Full(S.to_dense())))
+
+for every linear operation `op`: a method computes what the textbook formula on the dense
+(T, D, T, D) array would give, and keeps of it what the structure can hold, without forming it.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+class RandomKernel(Protocol):
+    """Second moments of a random (D, O) kernel, as `Covariance.weight_noise` asks for them."""
+
+    def noise_variance(self, mean: Array, variance: Array) -> Array:
+        """sum_ij (diag(variance) + mean mean^T)_ij Cov[w_io, w_jo]: (..., D), (..., D) -> (..., O)."""
+        ...
+
+    def noise_block(self, moment: Array) -> Array:
+        """sum_ij moment_ij Cov[w_io, w_jp]: (..., D, D) -> (..., O, O)."""
+        ...
+
+    def input_metric(self) -> Array:
+        """sum_o Cov[w_io, w_jo]: (D,) where it is diagonal, else (D, D)."""
+        ...
+
+
+class ElementwiseGain(Protocol):
+    """Moments of an elementwise function of a Gaussian, as `Covariance.elementwise` asks for them."""
+
+    @property
+    def variance(self) -> Array:
+        """Var[f(x)], (T, D)."""
+        ...
+
+    @property
+    def gain(self) -> Array:
+        """E[f'(x)], (T, D)."""
+        ...
+
+    @property
+    def second(self) -> Array:
+        """Var[x] E[f''(x)] / sqrt(2), the coefficient of the second Hermite polynomial, (T, D)."""
+        ...
+
+
+class Covariance(abc.ABC):
+    """Covariance of a (T, D) array: T tokens in rows, D features in columns.
+
+    All subclasses are frozen pytree dataclasses: they pass through `jit`, `vmap`, `grad` and `scan`.
+    No method checks values; shapes are checked while tracing.
+    """
+
+    # -- making ---------------------------------------------------------------------------------
+
+    @classmethod
+    @abc.abstractmethod
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+        """Covariance of a constant array of this (T, D) shape."""
+
+    @classmethod
+    @abc.abstractmethod
+    def project(cls, dense: Array) -> Self:
+        """What this structure keeps of a dense (T, D, T, D) covariance."""
+
+    @classmethod
+    @abc.abstractmethod
+    def shared(cls, num_tokens: int, cov: Array) -> Self:
+        """Covariance of one random vector repeated at every token (a random bias).
+
+        Args:
+          num_tokens: T.
+          cov: the vector's covariance (D, D), or its variances (D,) where entries are independent.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def independent(cls, variance: Array) -> Self:
+        """Covariance of independent entries with these (T, D) variances."""
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(T, D), the shape of the array whose covariance this is."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> jnp.dtype:
+        """The floating-point type of the moments."""
+
+    @abc.abstractmethod
+    def variance(self) -> Array:
+        """Var[x_td], (T, D), never negative."""
+
+    @abc.abstractmethod
+    def to_dense(self) -> Array:
+        """Cov[x_td, x_se] as a (T, D, T, D) array: for tests and small problems."""
+
+    @abc.abstractmethod
+    def token_blocks(self) -> Array:
+        """Each token's own feature covariance Cov[x_td, x_te], (T, D, D)."""
+
+    @abc.abstractmethod
+    def token_gram(self, metric: Array | None = None) -> Array:
+        """sum_ij Cov[x_ti, x_sj] metric_ij, (T, T).
+
+        Args:
+          metric: (D, D), not necessarily symmetric; (D,) for a diagonal one; None for the identity.
+        """
+
+    @abc.abstractmethod
+    def token_matvec(self, vectors: Array) -> Array:
+        """Each token's own feature covariance times a vector: sum_j Cov[x_ti, x_tj] v_tj, (T, D)."""
+
+    @abc.abstractmethod
+    def token_square_trace(self) -> Array:
+        """sum_ij Cov[x_ti, x_tj]^2, (T,): the trace of each token's squared covariance."""
+
+    # -- linear maps ----------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def rescale(self, factor: Array) -> Self:
+        """Covariance of `x * factor`, factor (T, D)."""
+
+    @abc.abstractmethod
+    def map_features(self, kernel: Array) -> Self:
+        """Covariance of `x @ kernel`, kernel (D, O)."""
+
+    @abc.abstractmethod
+    def map_tokens(self, weights: Array) -> Self:
+        """Covariance of `weights @ x`, weights (U, T)."""
+
+    @abc.abstractmethod
+    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
+        """Covariance after the token-wise maps x_t -> gain_t * x_t + left_t (right_t^T x_t).
+
+        Args:
+          gain: (T, D).
+          left: (T, D, k).
+          right: (T, D, k).
+        """
+
+    @abc.abstractmethod
+    def add(self, *others: Self) -> Self:
+        """Covariance of the sum of independent arrays."""
+
+    # -- noise of random parameters, and nonlinearities -------------------------------------------
+
+    @abc.abstractmethod
+    def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
+        """What the randomness of an independent kernel W adds to Cov[x @ W].
+
+        That is sum_ij (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_io, W_jp] (Prop. 2 of the Transformer
+        derivation, its first two terms).
+        """
+
+    @abc.abstractmethod
+    def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
+        """What a random gain g, shared by the tokens, adds to Cov[g * x].
+
+        That is (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[g_i, g_j]; gain_cov is (D, D) or (D,).
+        """
+
+    @abc.abstractmethod
+    def elementwise(self, moments: ElementwiseGain) -> Self:
+        """Covariance of f(x), f elementwise, for Gaussian x.
+
+        By the Hermite (Mehler) expansion Cov[f(x), f(y)] = gain gain' c + second second' corr^2 + ...
+        The first two terms are kept between different entries, the exact variance on the diagonal.
+        """
+
+
+
+def check_dense(dense: Array) -> None:
+    """Raise unless `dense` has the shape (T, D, T, D)."""
+    if dense.ndim != 4 or dense.shape[:2] != dense.shape[2:]:
+        raise ValueError(
+            "A dense covariance needs the shape (T, D, T, D). Got "
+            f"{tuple(dense.shape)}. For the covariance of the flattened array, use "
+            "cov.reshape(T, D, T, D)."
+        )

@@ -1,0 +1,120 @@
+"""`Diagonal`: every entry independent of every other. Keeps T D numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.numerics import vector_variance
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Diagonal(Covariance):
+    """Variance only: Cov[x_td, x_se] = [t = s][d = e] v_td.
+
+    Assumes that all entries are independent. Weight noise is shared by the tokens, so on a
+    Transformer this loses much of the predictive variance; it is here as the cheapest structure.
+
+    Args:
+      variances: v, (T, D).
+
+    >>> import jax.numpy as jnp
+    >>> cov = Diagonal(jnp.array([[1.0, 4.0]]))
+    >>> cov.map_features(jnp.array([[1.0], [1.0]])).variance()
+    Array([[5.]], dtype=float32)
+    """
+
+    variances: Array
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+        return cls(jnp.zeros(shape, dtype))
+
+    @classmethod
+    def project(cls, dense: Array) -> Self:
+        check_dense(dense)
+        return cls(jnp.einsum("tdtd->td", dense))
+
+    @classmethod
+    def shared(cls, num_tokens: int, cov: Array) -> Self:
+        variance = vector_variance(cov)
+        return cls(jnp.broadcast_to(variance[None, :], (num_tokens, *variance.shape)))
+
+    @classmethod
+    def independent(cls, variance: Array) -> Self:
+        return cls(variance)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.variances.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.variances.dtype
+
+    def variance(self) -> Array:
+        return self.variances
+
+    def to_dense(self) -> Array:
+        t, d = self.shape
+        return jnp.diag(self.variances.ravel()).reshape(t, d, t, d)
+
+    def token_blocks(self) -> Array:
+        return jax.vmap(jnp.diag)(self.variances)
+
+    def token_gram(self, metric: Array | None = None) -> Array:
+        if metric is None:
+            return jnp.diag(jnp.sum(self.variances, axis=1))
+        return jnp.diag(self.variances @ vector_variance(metric))
+
+    def token_matvec(self, vectors: Array) -> Array:
+        return self.variances * vectors
+
+    def token_square_trace(self) -> Array:
+        return jnp.sum(self.variances**2, axis=1)
+
+    def rescale(self, factor: Array) -> Self:
+        return type(self)(self.variances * factor**2)
+
+    def map_features(self, kernel: Array) -> Self:
+        return type(self)(self.variances @ kernel**2)
+
+    def map_tokens(self, weights: Array) -> Self:
+        return type(self)(weights**2 @ self.variances)
+
+    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
+        return type(self)(low_rank_variance(self.variances, gain, left, right))
+
+    def add(self, *others: Self) -> Self:
+        return type(self)(sum((other.variances for other in others), self.variances))
+
+    def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
+        return type(self)(weights.noise_variance(mean, self.variances))
+
+    def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
+        return type(self)((self.variances + mean**2) * vector_variance(gain_cov)[None, :])
+
+    def elementwise(self, moments: ElementwiseGain) -> Self:
+        return type(self)(moments.variance)
+
+
+def low_rank_variance(variance: Array, gain: Array, left: Array, right: Array) -> Array:
+    """Variances after x_t -> gain_t x_t + left_t (right_t^T x_t), features of a token independent.
+
+    Args:
+      variance: (T, D).
+      gain: (T, D).
+      left: (T, D, k).
+      right: (T, D, k).
+    """
+    own = gain**2 + 2 * gain * jnp.sum(left * right, axis=-1)
+    inner = jnp.einsum("tjk,tj,tjl->tkl", right, variance, right)
+    # A sum of squares in exact arithmetic; rounding can leave a hair below zero.
+    return jnp.maximum(own * variance + jnp.einsum("tik,tkl,til->ti", left, inner, left), 0)

@@ -1,0 +1,119 @@
+"""`Full`: everything. Keeps T^2 D^2 numbers; the reference of all other structures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.numerics import safe_divide, vector_cov
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Full(Covariance):
+    """The dense covariance of all entries: Cov[x_td, x_se] = C_tdse.
+
+    Assumes nothing. C reshaped to (T D, T D) is the covariance of the flattened array.
+
+    Args:
+      cov: C, (T, D, T, D).
+    """
+
+    cov: Array
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+        return cls(jnp.zeros((*shape, *shape), dtype))
+
+    @classmethod
+    def project(cls, dense: Array) -> Self:
+        check_dense(dense)
+        return cls(dense)
+
+    @classmethod
+    def shared(cls, num_tokens: int, cov: Array) -> Self:
+        block = vector_cov(cov)
+        d = block.shape[0]
+        return cls(jnp.broadcast_to(block[None, :, None, :], (num_tokens, d, num_tokens, d)))
+
+    @classmethod
+    def independent(cls, variance: Array) -> Self:
+        return cls(jnp.diag(variance.ravel()).reshape(*variance.shape, *variance.shape))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.cov.shape[0], self.cov.shape[1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.cov.dtype
+
+    def variance(self) -> Array:
+        return jnp.einsum("tdtd->td", self.cov)
+
+    def to_dense(self) -> Array:
+        return self.cov
+
+    def token_blocks(self) -> Array:
+        return jnp.einsum("tdte->tde", self.cov)
+
+    def token_gram(self, metric: Array | None = None) -> Array:
+        if metric is None:
+            return jnp.einsum("tdsd->ts", self.cov)
+        if metric.ndim == 1:
+            return jnp.einsum("tdsd,d->ts", self.cov, metric)
+        return jnp.einsum("tisj,ij->ts", self.cov, metric)
+
+    def token_matvec(self, vectors: Array) -> Array:
+        return jnp.einsum("titj,tj->ti", self.cov, vectors)
+
+    def token_square_trace(self) -> Array:
+        return jnp.sum(jnp.einsum("titj->tij", self.cov) ** 2, axis=(1, 2))
+
+    def rescale(self, factor: Array) -> Self:
+        return type(self)(factor[:, :, None, None] * self.cov * factor[None, None])
+
+    def map_features(self, kernel: Array) -> Self:
+        return type(self)(jnp.einsum("io,tisj,jp->tosp", kernel, self.cov, kernel))
+
+    def map_tokens(self, weights: Array) -> Self:
+        return type(self)(jnp.einsum("ut,tisj,vs->uivj", weights, self.cov, weights))
+
+    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
+        half = gain[:, :, None, None] * self.cov + jnp.einsum(
+            "tik,tjk,tjsd->tisd", left, right, self.cov
+        )
+        return type(self)(
+            half * gain[None, None] + jnp.einsum("tisd,sdk,sjk->tisj", half, right, left)
+        )
+
+    def add(self, *others: Self) -> Self:
+        return type(self)(sum((other.cov for other in others), self.cov))
+
+    def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
+        moment = self.cov + mean[:, :, None, None] * mean[None, None]
+        noise = weights.noise_block(jnp.swapaxes(moment, 1, 2))
+        return type(self)(jnp.swapaxes(noise, 1, 2))
+
+    def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
+        moment = self.cov + mean[:, :, None, None] * mean[None, None]
+        return type(self)(moment * vector_cov(gain_cov)[None, :, None, :])
+
+    def elementwise(self, moments: ElementwiseGain) -> Self:
+        t, d = self.shape
+        variance = self.variance()
+        squared_corr = safe_divide(self.cov**2, variance[:, :, None, None] * variance[None, None])
+        gain, second = moments.gain, moments.second
+        kept = (
+            gain[:, :, None, None] * self.cov * gain[None, None]
+            + second[:, :, None, None] * squared_corr * second[None, None]
+        )
+        # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
+        rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
+        return type(self)(kept + jnp.diag(rest.ravel()).reshape(t, d, t, d))

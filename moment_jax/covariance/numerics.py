@@ -1,0 +1,41 @@
+"""Square roots and quotients that stay finite, with finite gradients, at zero variance."""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def safe_sqrt(x: Array) -> Array:
+    """sqrt(max(x, 0)), with gradient 0 where x <= 0.
+
+    At a variance of exactly zero the true derivative is infinite; the variance itself does not pass
+    through this root, so nothing is lost but that infinity.
+    """
+    positive = x > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+
+
+def safe_divide(x: Array, y: Array, otherwise: float = 0.0) -> Array:
+    """x / y, and `otherwise` where y is zero (or so small that the quotient would overflow)."""
+    usable = jnp.abs(y) > jnp.finfo(y.dtype).tiny
+    return jnp.where(usable, x / jnp.where(usable, y, 1), otherwise)
+
+
+def gram(a: Array, b: Array, metric: Array | None = None) -> Array:
+    """a A b^T for token arrays (T, D), (S, D): A is None (identity), (D,) diagonal or (D, D)."""
+    if metric is None:
+        return a @ b.T
+    if metric.ndim == 1:
+        return (a * metric[None, :]) @ b.T
+    return (a @ metric) @ b.T
+
+
+def vector_variance(cov: Array) -> Array:
+    """The variances (D,) of a vector whose covariance is given as (D,) variances or as (D, D)."""
+    return cov if cov.ndim == 1 else jnp.diagonal(cov)
+
+
+def vector_cov(cov: Array) -> Array:
+    """The covariance (D, D) of a vector whose covariance is given as (D,) variances or as (D, D)."""
+    return jnp.diag(cov) if cov.ndim == 1 else cov

@@ -1,0 +1,117 @@
+"""`TokenBlock`: each token's full feature covariance, tokens independent. Keeps T D^2 numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.numerics import safe_divide, vector_cov
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenBlock(Covariance):
+    """One (D, D) covariance a token: Cov[x_td, x_se] = [t = s] B_tde.
+
+    Assumes independent tokens: right for networks that see one token or one row at a time (an MLP),
+    wrong by up to five times in the standard deviation where tokens share random weights.
+
+    Args:
+      blocks: B, (T, D, D), symmetric positive semidefinite.
+    """
+
+    blocks: Array
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+        return cls(jnp.zeros((*shape, shape[1]), dtype))
+
+    @classmethod
+    def project(cls, dense: Array) -> Self:
+        check_dense(dense)
+        return cls(jnp.einsum("tdte->tde", dense))
+
+    @classmethod
+    def shared(cls, num_tokens: int, cov: Array) -> Self:
+        block = vector_cov(cov)
+        return cls(jnp.broadcast_to(block[None], (num_tokens, *block.shape)))
+
+    @classmethod
+    def independent(cls, variance: Array) -> Self:
+        return cls(jax.vmap(jnp.diag)(variance))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.blocks.shape[0], self.blocks.shape[1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.blocks.dtype
+
+    def variance(self) -> Array:
+        return jnp.einsum("tdd->td", self.blocks)
+
+    def to_dense(self) -> Array:
+        tokens = jnp.eye(self.shape[0], dtype=self.dtype)
+        return jnp.einsum("tde,ts->tdse", self.blocks, tokens)
+
+    def token_blocks(self) -> Array:
+        return self.blocks
+
+    def token_gram(self, metric: Array | None = None) -> Array:
+        if metric is None:
+            return jnp.diag(jnp.einsum("tdd->t", self.blocks))
+        if metric.ndim == 1:
+            return jnp.diag(self.variance() @ metric)
+        return jnp.diag(jnp.einsum("tij,ij->t", self.blocks, metric))
+
+    def token_matvec(self, vectors: Array) -> Array:
+        return jnp.einsum("tij,tj->ti", self.blocks, vectors)
+
+    def token_square_trace(self) -> Array:
+        return jnp.sum(self.blocks**2, axis=(1, 2))
+
+    def rescale(self, factor: Array) -> Self:
+        return type(self)(factor[:, :, None] * self.blocks * factor[:, None, :])
+
+    def map_features(self, kernel: Array) -> Self:
+        return type(self)(jnp.einsum("io,tij,jp->top", kernel, self.blocks, kernel))
+
+    def map_tokens(self, weights: Array) -> Self:
+        return type(self)(jnp.einsum("ut,tij->uij", weights**2, self.blocks))
+
+    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
+        half = gain[:, :, None] * self.blocks + jnp.einsum(
+            "tik,tjk,tjd->tid", left, right, self.blocks
+        )
+        return type(self)(
+            half * gain[:, None, :] + jnp.einsum("tid,tdk,tjk->tij", half, right, left)
+        )
+
+    def add(self, *others: Self) -> Self:
+        return type(self)(sum((other.blocks for other in others), self.blocks))
+
+    def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
+        return type(self)(weights.noise_block(self.blocks + mean[:, :, None] * mean[:, None, :]))
+
+    def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
+        moment = self.blocks + mean[:, :, None] * mean[:, None, :]
+        return type(self)(moment * vector_cov(gain_cov)[None])
+
+    def elementwise(self, moments: ElementwiseGain) -> Self:
+        variance = self.variance()
+        squared_corr = safe_divide(self.blocks**2, variance[:, :, None] * variance[:, None, :])
+        gain, second = moments.gain, moments.second
+        kept = (
+            gain[:, :, None] * self.blocks * gain[:, None, :]
+            + second[:, :, None] * squared_corr * second[:, None, :]
+        )
+        # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
+        rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
+        return type(self)(kept + rest[:, :, None] * jnp.eye(self.shape[1], dtype=self.dtype)[None])

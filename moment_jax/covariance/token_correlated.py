@@ -1,0 +1,153 @@
+"""`TokenCorrelated`: a scale for each entry, one correlation between tokens. Keeps T D + T^2."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.diagonal import low_rank_variance
+from moment_jax.covariance.numerics import gram, safe_divide, safe_sqrt, vector_variance
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenCorrelated(Covariance):
+    """Features independent, one token correlation for all: Cov[x_td, x_se] = [d = e] s_td s_sd r_ts.
+
+    The projection keeps the variances and the token Gram matrix sum_d Cov[x_td, x_sd], both exactly:
+    s_td = sqrt(Var[x_td]) and r_ts = sum_d Cov[x_td, x_sd] / sum_d s_td s_sd. The scale is signed, so
+    that factors of either sign (`rescale`) stay exact.
+
+    Assumes that different features are uncorrelated, and that the pattern of correlation between
+    tokens is the same for all features: what noise of shared weights makes, to a good approximation.
+
+    Args:
+      scale: s, (T, D), signed.
+      correlation: r, (T, T), unit diagonal.
+    """
+
+    scale: Array
+    correlation: Array
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+        return cls(jnp.zeros(shape, dtype), jnp.eye(shape[0], dtype=dtype))
+
+    @classmethod
+    def project(cls, dense: Array) -> Self:
+        check_dense(dense)
+        return cls.from_moments(jnp.einsum("tdtd->td", dense), jnp.einsum("tdsd->ts", dense))
+
+    @classmethod
+    def from_moments(cls, variance: Array, token_gram: Array) -> Self:
+        """The structure of these variances (T, D) and this token Gram matrix (T, T)."""
+        scale = safe_sqrt(variance)
+        correlation = safe_divide(token_gram, scale @ scale.T)
+        # Cauchy-Schwarz bounds it; rounding does not know that. The diagonal is one by definition.
+        correlation = jnp.clip(correlation, -1, 1)
+        unit = jnp.eye(scale.shape[0], dtype=bool)
+        result = cls(scale, jnp.where(unit, jnp.ones((), scale.dtype), correlation))
+        # `add` asks for the Gram matrix that we have just had: remember it while this object lives.
+        # It is no field, so a transformation boundary forgets it and `token_gram` forms it anew.
+        result.__dict__["_token_gram"] = token_gram
+        return result
+
+    @classmethod
+    def shared(cls, num_tokens: int, cov: Array) -> Self:
+        variance = vector_variance(cov)
+        gram = jnp.broadcast_to(jnp.sum(variance), (num_tokens, num_tokens))
+        return cls.from_moments(
+            jnp.broadcast_to(variance[None, :], (num_tokens, *variance.shape)), gram
+        )
+
+    @classmethod
+    def independent(cls, variance: Array) -> Self:
+        return cls.from_moments(variance, jnp.diag(jnp.sum(variance, axis=1)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.scale.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.scale.dtype
+
+    def variance(self) -> Array:
+        return self.scale**2
+
+    def to_dense(self) -> Array:
+        features = jnp.eye(self.shape[1], dtype=self.dtype)
+        per_feature = jnp.einsum("td,sd,ts->tds", self.scale, self.scale, self.correlation)
+        return jnp.einsum("tds,de->tdse", per_feature, features)
+
+    def token_blocks(self) -> Array:
+        return jax.vmap(jnp.diag)(self.variance())
+
+    def token_gram(self, metric: Array | None = None) -> Array:
+        if metric is None:
+            known = self.__dict__.get("_token_gram")
+            return self.correlation * (self.scale @ self.scale.T) if known is None else known
+        return self.correlation * gram(self.scale, self.scale, vector_variance(metric))
+
+    def token_matvec(self, vectors: Array) -> Array:
+        return self.variance() * vectors
+
+    def token_square_trace(self) -> Array:
+        return jnp.sum(self.variance() ** 2, axis=1)
+
+    def rescale(self, factor: Array) -> Self:
+        return type(self)(self.scale * factor, self.correlation)
+
+    def map_features(self, kernel: Array) -> Self:
+        squared = kernel**2
+        return self.from_moments(self.variance() @ squared, self.token_gram(jnp.sum(squared, 1)))
+
+    def map_tokens(self, weights: Array) -> Self:
+        weighted = weights[:, :, None] * self.scale[None]
+        partial = jnp.einsum("utd,ts->usd", weighted, self.correlation)
+        variance = jnp.maximum(jnp.sum(partial * weighted, axis=1), 0)
+        return self.from_moments(variance, weights @ self.token_gram() @ weights.T)
+
+    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
+        variance = low_rank_variance(self.variance(), gain, left, right)
+        both = jnp.sum(left * right, axis=-1)
+        straight, bent = self.scale * (gain + both), self.scale * both
+        right = right * self.scale[:, :, None]
+        inner = jnp.einsum("tik,sil->tskl", left, left) * jnp.einsum("tjk,sjl->tskl", right, right)
+        pattern = straight @ straight.T - bent @ bent.T + jnp.sum(inner, axis=(2, 3))
+        return self.from_moments(variance, self.correlation * pattern)
+
+    def add(self, *others: Self) -> Self:
+        variance = sum((other.variance() for other in others), self.variance())
+        grams = sum((other.token_gram() for other in others), self.token_gram())
+        return self.from_moments(variance, grams)
+
+    def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
+        metric = weights.input_metric()
+        return self.from_moments(
+            weights.noise_variance(mean, self.variance()),
+            self.token_gram(metric) + gram(mean, mean, metric),
+        )
+
+    def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
+        metric = vector_variance(gain_cov)
+        return self.from_moments(
+            (self.variance() + mean**2) * metric[None, :],
+            self.token_gram(metric) + gram(mean, mean, metric),
+        )
+
+    def elementwise(self, moments: ElementwiseGain) -> Self:
+        first = self.scale * moments.gain
+        rest = jnp.maximum(moments.variance - first**2 - moments.second**2, 0)
+        token_gram = (
+            self.correlation * (first @ first.T)
+            + self.correlation**2 * (moments.second @ moments.second.T)
+            + jnp.diag(jnp.sum(rest, axis=1))
+        )
+        return self.from_moments(moments.variance, token_gram)

@@ -1,0 +1,36 @@
+"""Moment transforms of layers: (mean, cov, params) -> (mean, cov) for one (T, D) sequence."""
+
+from moment_jax.layers.activation import activation, gelu, relu
+from moment_jax.layers.attention import attention
+from moment_jax.layers.blocks import encoder_block
+from moment_jax.layers.dense import dense, matmul
+from moment_jax.layers.feed_forward import feed_forward
+from moment_jax.layers.norm import layer_norm
+from moment_jax.layers.params import (
+    AttentionParams,
+    DenseParams,
+    EncoderBlockParams,
+    FeedForwardParams,
+    NormParams,
+)
+from moment_jax.layers.pool import mean_pool
+from moment_jax.layers.softmax import softmax
+
+__all__ = [
+    "AttentionParams",
+    "DenseParams",
+    "EncoderBlockParams",
+    "FeedForwardParams",
+    "NormParams",
+    "activation",
+    "attention",
+    "dense",
+    "encoder_block",
+    "feed_forward",
+    "gelu",
+    "layer_norm",
+    "matmul",
+    "mean_pool",
+    "relu",
+    "softmax",
+]

@@ -1,0 +1,67 @@
+"""Elementwise nonlinearities of a random sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from moment_jax import expectations
+from moment_jax.covariance import Covariance
+from moment_jax.layers.checks import check_moments
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+
+
+def relu(mean: Array, cov: S) -> tuple[Array, S]:
+    """Moments of max(x, 0): means and variances in closed form.
+
+    Between different entries the first two terms of the Hermite expansion are kept, by Price's theorem
+    E[relu'] E[relu'] Cov + ..., in the place of the derivation's first-order Taylor at the mean.
+
+    Assumes that x is Gaussian.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+
+    Returns:
+      Mean (T, D) and covariance of relu(x), in the structure of `cov`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+
+    Source: Transformer derivation, section 4.6; rectified-Gaussian moments.
+    """
+    check_moments("relu", mean, cov)
+    moments = expectations.rectified(mean, cov.variance())
+    return moments.mean, cov.elementwise(moments)
+
+
+def gelu(mean: Array, cov: S) -> tuple[Array, S]:
+    """Moments of x Phi(x), the exact GELU; arguments, results and assumptions as in `relu`."""
+    check_moments("gelu", mean, cov)
+    moments = expectations.gelu(mean, cov.variance())
+    return moments.mean, cov.elementwise(moments)
+
+
+def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array, S]:
+    """Moments of `fn(x)` for any smooth scalar function, by Gauss-Hermite quadrature.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+      fn: a smooth JAX function of a scalar, such as `jnp.tanh` (static: it must be hashable). For ReLU
+        and GELU use `relu` and `gelu`, which are exact.
+
+    Returns:
+      Mean (T, D) and covariance of fn(x), in the structure of `cov`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    check_moments("activation", mean, cov)
+    moments = expectations.elementwise(fn, mean, cov.variance())
+    return moments.mean, cov.elementwise(moments)

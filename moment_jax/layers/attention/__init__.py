@@ -1,0 +1,5 @@
+"""Multi-head attention: one file a structure, one public function."""
+
+from moment_jax.layers.attention.multi_head import attention
+
+__all__ = ["attention"]

@@ -1,0 +1,55 @@
+"""What the attention of every structure starts from: moments of queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+
+from moment_jax.covariance import Covariance
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+
+
+class Projection(NamedTuple, Generic[S]):
+    """Moments of all heads' queries (or keys, or values): mean (T, H K) and covariance."""
+
+    mean: Array
+    cov: S
+
+
+class SharedInput(NamedTuple, Generic[S]):
+    """The random sequence that queries, keys and values have in common, and how it enters each.
+
+    Their weights are independent, so Cov[q, k] = query_kernel^T Cov[x] key_kernel, and so on.
+    """
+
+    cov: S
+    query_kernel: Array  # (D, H K), mean of the query kernel
+    key_kernel: Array  # (D, H K)
+    value_kernel: Array  # (D, H K)
+
+
+class Inputs(NamedTuple, Generic[S]):
+    """All that the attention of one structure needs, before the output projection."""
+
+    query: Projection[S]
+    key: Projection[S]
+    value: Projection[S]
+    shared: SharedInput[S] | None  # None where the queries' input is independent of the keys'
+    mask: Array | None  # (H, T, S) boolean, True where a query may look
+    num_heads: int
+    order: int
+
+
+def split_heads(array: Array, num_heads: int) -> Array:
+    """(T, H K) -> (H, T, K), heads outermost in the features."""
+    t, width = array.shape
+    return array.reshape(t, num_heads, width // num_heads).swapaxes(0, 1)
+
+
+def merge_heads(array: Array) -> Array:
+    """(H, T, K) -> (T, H K)."""
+    h, t, k = array.shape
+    return array.swapaxes(0, 1).reshape(t, h * k)

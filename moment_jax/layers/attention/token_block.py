@@ -1,0 +1,93 @@
+"""Attention for `TokenBlock`: exact per-token blocks, all heads jointly, tokens independent."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import TokenBlock
+from moment_jax.layers.attention.inputs import Inputs, SharedInput, merge_heads, split_heads
+from moment_jax.layers.softmax import masked_softmax, tilted_mean
+
+Array = jax.Array
+
+
+def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Array]:
+    """Moments of the concatenated heads: mean (T, H K), token blocks, and weights (H, T, S).
+
+    With independent tokens the covariance of a query's scores is
+    Cov[S_hac, S_gaf] = k_hc Cov[q_ha, q_ga] k_gf + 1[c=f] (q_ha Cov[k_hc, k_gc] q_ga + trace), over K.
+    """
+    h = inputs.num_heads
+    q, k, v = (split_heads(p.mean, h) for p in (inputs.query, inputs.key, inputs.value))
+    query_cov, key_cov, value_cov = (
+        _head_blocks(p.cov, h) for p in (inputs.query, inputs.key, inputs.value)
+    )
+    width = q.shape[2]
+    # Noise of single keys: sum_dd' E[q_had q_gad'] Cov[k_hcd, k_gcd'], (H, H, T, S).
+    query_moment = query_cov + jnp.einsum("had,gae->ahdge", q, q)
+    own = jnp.einsum("ahdge,chdge->hgac", query_moment, key_cov) / width
+    scores = jnp.einsum("had,hcd->hac", q, k)
+    if inputs.order == 2 and inputs.shared is not None:
+        scores = scores + _shared_scores(inputs.shared, h)
+    scores = scores / jnp.sqrt(jnp.asarray(width, scores.dtype))
+    weights = masked_softmax(scores, inputs.mask)
+    if inputs.order == 2:
+        head_own = jnp.einsum("hhac->hac", own)
+        own_query = jnp.einsum("ahdhe->hade", query_cov) / width
+
+        def matvec(a: Array) -> Array:
+            keys = jnp.einsum("haf,hfe->hae", a, k)
+            return jnp.einsum("hade,hae,hcd->hac", own_query, keys, k) + head_own * a
+
+        variance = head_own + jnp.einsum("hade,hce,hcd->hac", own_query, k, k)
+        weights = tilted_mean(scores, variance, matvec, inputs.mask, weights)
+    mean = jnp.einsum("hac,hcd->had", weights, v)
+    blocks = _output_blocks(weights, mean, k, v, query_cov, value_cov, own)
+    t = mean.shape[1]
+    cov = TokenBlock(blocks.reshape(t, h * width, h * width))
+    return merge_heads(mean), cov, weights
+
+
+def _head_blocks(cov: TokenBlock, num_heads: int) -> Array:
+    """(T, H K, H K) -> (T, H, K, H, K)."""
+    t, width = cov.shape
+    k = width // num_heads
+    return cov.blocks.reshape(t, num_heads, k, num_heads, k)
+
+
+def _shared_scores(shared: SharedInput[TokenBlock], num_heads: int) -> Array:
+    """sum_d Cov[q_had, k_had]: with independent tokens, only of a token with itself, (H, T, T)."""
+    query, key = (split_heads(m, num_heads) for m in (shared.query_kernel, shared.key_kernel))
+    metric = jnp.einsum("hik,hjk->hij", query, key)
+    return jax.vmap(jnp.diag)(jnp.einsum("tij,hij->ht", shared.cov.blocks, metric))
+
+
+def _output_blocks(
+    weights: Array,
+    mean: Array,
+    k: Array,
+    v: Array,
+    query_cov: Array,
+    value_cov: Array,
+    own: Array,
+) -> Array:
+    """Cov[A_had, A_gae], (T, H, K, H, K): of queries, of keys, of values, and of keys with values."""
+    width = k.shape[2]
+    # u_hac^d = W_hac (v_hcd - A_had): the derivative of A_had with respect to the scores.
+    keys = jnp.einsum("hac,hce->hae", weights, k)
+    slope = jnp.einsum("hac,hcd,hce->hade", weights, v, k) - mean[..., None] * keys[:, :, None, :]
+    by_query = jnp.einsum("hadp,ahpgq,gaeq->ahdge", slope, query_cov, slope) / width
+    # sum_c W_hac W_gac own_hgac (v_hc - A_ha) (v_gc - A_ga)^T, multiplied out so that nothing of
+    # size T S K^2 is formed.
+    pair = jnp.einsum("hac,gac,hgac->hgac", weights, weights, own)
+    v_moment = jnp.einsum("hcd,gce->chdge", v, v) + value_cov
+    mixed = jnp.einsum("hgac,hcd,gae->ahdge", pair, v, mean)
+    by_key = (
+        jnp.einsum("hgac,chdge->ahdge", pair, v_moment)
+        - mixed
+        - jnp.einsum("hgac,gce,had->ahdge", pair, v, mean)
+        + jnp.einsum("hga,had,gae->ahdge", jnp.sum(pair, axis=3), mean, mean)
+    )
+    by_value = jnp.einsum("hac,gac,chdge->ahdge", weights, weights, value_cov)
+    return by_query + by_key + by_value

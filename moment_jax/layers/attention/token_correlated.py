@@ -1,0 +1,222 @@
+"""Attention for `TokenCorrelated`: one head at a time, in T x T Gram matrices.
+
+Per head, Cov[S_ac, S_bf] of the scores S = q k^T / sqrt(K) is projected onto
+
+    alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (Qc + QQ) / K^2,    beta = Qc / K^2,
+
+with the Gram matrices Qc = sum_d Cov[q_ad, q_bd], QQ = q q^T and likewise for keys and values: the sum
+over features of products is replaced by the product of sums. The T^4 covariance is never formed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import TokenCorrelated
+from moment_jax.covariance.numerics import safe_divide
+from moment_jax.layers.attention.inputs import (
+    Inputs,
+    Projection,
+    SharedInput,
+    merge_heads,
+    split_heads,
+)
+from moment_jax.layers.softmax import masked_softmax, tilted_mean
+
+Array = jax.Array
+
+
+class _Head(NamedTuple):
+    """One head's part of a projection: mean and scale (T, K), token correlation (T, T)."""
+
+    mean: Array
+    scale: Array
+    correlation: Array
+
+    def variance(self) -> Array:
+        return self.scale**2
+
+    def token_gram(self) -> Array:
+        return self.correlation * (self.scale @ self.scale.T)
+
+
+class _SharedHead(NamedTuple):
+    """The input's scale (T, D) and correlation (T, T), and one head's kernels (D, K)."""
+
+    scale: Array
+    correlation: Array
+    query_kernel: Array
+    key_kernel: Array
+    value_kernel: Array
+
+
+class _RowCovariance(NamedTuple):
+    """Cov[S_ac, S_bf] = alpha_ab key_cov_cf + beta_ab key_mean_cf."""
+
+    alpha: Array  # (T, T)
+    beta: Array  # (T, T)
+    key_cov: Array  # (S, S)
+    key_mean: Array  # (S, S)
+
+    def matvec(self, weights: Array) -> Array:
+        """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
+        alpha, beta = jnp.diagonal(self.alpha)[:, None], jnp.diagonal(self.beta)[:, None]
+        return alpha * (weights @ self.key_cov) + beta * (weights @ self.key_mean)
+
+    def variance(self) -> Array:
+        """Var[S_ac], (T, S)."""
+        alpha, beta = jnp.diagonal(self.alpha)[:, None], jnp.diagonal(self.beta)[:, None]
+        return (
+            alpha * jnp.diagonal(self.key_cov)[None, :]
+            + beta * jnp.diagonal(self.key_mean)[None, :]
+        )
+
+
+def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenCorrelated, Array]:
+    """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S)."""
+    axes = _Head(0, 0, None)  # type: ignore[arg-type]
+    shared_axes = _SharedHead(None, None, 0, 0, 0)  # type: ignore[arg-type]
+    mean, variance, gram, weights = jax.vmap(
+        lambda q, k, v, shared, mask: _head(q, k, v, shared, mask, inputs.order),
+        in_axes=(
+            axes,
+            axes,
+            axes,
+            None if inputs.shared is None else shared_axes,
+            None if inputs.mask is None else 0,
+        ),
+    )(
+        _heads(inputs.query, inputs.num_heads),
+        _heads(inputs.key, inputs.num_heads),
+        _heads(inputs.value, inputs.num_heads),
+        _shared_heads(inputs.shared, inputs.num_heads),
+        inputs.mask,
+    )
+    cov = TokenCorrelated.from_moments(merge_heads(variance), jnp.sum(gram, axis=0))
+    return merge_heads(mean), cov, weights
+
+
+def _heads(projection: Projection[TokenCorrelated], num_heads: int) -> _Head:
+    return _Head(
+        split_heads(projection.mean, num_heads),
+        split_heads(projection.cov.scale, num_heads),
+        projection.cov.correlation,
+    )
+
+
+def _shared_heads(
+    shared: SharedInput[TokenCorrelated] | None, num_heads: int
+) -> _SharedHead | None:
+    if shared is None:
+        return None
+    return _SharedHead(
+        shared.cov.scale,
+        shared.cov.correlation,
+        split_heads(shared.query_kernel, num_heads),
+        split_heads(shared.key_kernel, num_heads),
+        split_heads(shared.value_kernel, num_heads),
+    )
+
+
+def _head(
+    q: _Head, k: _Head, v: _Head, shared: _SharedHead | None, mask: Array | None, order: int
+) -> tuple[Array, Array, Array, Array]:
+    """Mean (T, K), variance (T, K), token Gram matrix (T, T) and weights (T, S) of one head."""
+    rows, scores = _scores(q, k, shared, order)
+    weights = masked_softmax(scores, mask)
+    if order == 2:
+        weights = tilted_mean(scores, rows.variance(), rows.matvec, mask, weights)
+    mean = weights @ v.mean
+    variance, gram = _output_moments(q, k, v, rows, weights, mean)
+    if order == 2 and shared is not None:
+        mean = mean + _shared_mean(q, k, shared, weights)
+    return mean, variance, gram, weights
+
+
+def _scores(
+    q: _Head, k: _Head, shared: _SharedHead | None, order: int
+) -> tuple[_RowCovariance, Array]:
+    """Covariance and mean (T, S) of the scores."""
+    width = q.mean.shape[1]
+    query_cov, query_mean = q.token_gram(), q.mean @ q.mean.T
+    rows = _RowCovariance(
+        alpha=(query_cov + query_mean) / width**2,
+        beta=query_cov / width**2,
+        key_cov=k.token_gram(),
+        key_mean=k.mean @ k.mean.T,
+    )
+    scores = q.mean @ k.mean.T
+    if order == 2 and shared is not None:
+        # E[q . k] = E[q] . E[k] + sum_d Cov[q_d, k_d], through the input that both share.
+        metric = jnp.sum(shared.query_kernel * shared.key_kernel, axis=1)
+        scores = scores + shared.correlation * ((shared.scale * metric[None]) @ shared.scale.T)
+    return rows, scores / jnp.sqrt(jnp.asarray(width, scores.dtype))
+
+
+def _output_moments(
+    q: _Head, k: _Head, v: _Head, rows: _RowCovariance, weights: Array, mean: Array
+) -> tuple[Array, Array]:
+    """Variance (T, K) and token Gram matrix (T, T) of weights @ values."""
+    value_cov = v.token_gram()
+    value_moment = v.mean @ v.mean.T + value_cov
+    by_values = weights @ value_cov @ weights.T
+    crossed = value_moment @ weights.T  # sum_d E[v_cd A_bd], (S, T)
+    squared = weights @ crossed
+    gram = (
+        by_values
+        + rows.alpha * _quadratic(rows.key_cov, weights, value_moment, crossed, squared)
+        + rows.beta * _quadratic(rows.key_mean, weights, value_moment, crossed, squared)
+    )
+    # The variance of a token, shared out over the features in proportion to what they would have if
+    # the keys were independent.
+    squared_weights = weights**2
+    noisy = squared_weights * rows.variance()
+    variance = v.variance()
+    independent = (
+        squared_weights @ variance
+        + noisy @ (v.mean**2 + variance)
+        - 2 * mean * (noisy @ v.mean)
+        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
+    )
+    independent = jnp.maximum(independent, 0)
+    total = jnp.maximum(jnp.diagonal(gram), 0)[:, None]
+    share = safe_divide(independent, jnp.sum(independent, axis=1, keepdims=True))
+    return share * total, gram
+
+
+def _quadratic(
+    inner: Array, weights: Array, value_moment: Array, crossed: Array, squared: Array
+) -> Array:
+    """sum_cf inner_cf sum_d u_ac^d u_bf^d with u_ac^d = W_ac (v_cd - A_ad), (T, T)."""
+    pulled = inner @ weights.T
+    mixed = weights @ (crossed * pulled)
+    return (
+        weights @ (inner * value_moment) @ weights.T
+        - mixed
+        - mixed.T
+        + squared * (weights @ pulled)
+    )
+
+
+def _shared_mean(q: _Head, k: _Head, shared: _SharedHead, weights: Array) -> Array:
+    """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
+
+    By Stein's lemma Cov[W_ac, v_cd] = sum_f W_ac (1[c=f] - W_af) Cov[S_af, v_cd], and Cov[S_af, v_cd] =
+    (sum_i (q_a Mk^T)_i Cov[x_fi, x_ci] Mv_id + (k_f Mq^T)_i Cov[x_ai, x_ci] Mv_id) / sqrt(K).
+    """
+    scale = shared.scale
+    by_query = q.mean @ shared.key_kernel.T  # q_a Mk^T, (T, D)
+    by_key = k.mean @ shared.query_kernel.T  # k_f Mq^T, (S, D)
+    near = weights @ scale**2
+    # sum_cf W_ac W_af Cov[x_ci, x_fi], with the token pattern of the sum over the features.
+    gram = shared.correlation * (scale @ scale.T)
+    far = jnp.sum(weights * (weights @ gram), axis=1, keepdims=True)
+    far = safe_divide(far * near, jnp.sum(near, axis=1, keepdims=True))
+    linked = weights * shared.correlation
+    key_side = by_query * (near - far)
+    query_side = scale * (linked @ (scale * by_key) - (weights @ by_key) * (linked @ scale))
+    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
+    return (key_side + query_side) @ shared.value_kernel / jnp.sqrt(width)

@@ -1,0 +1,88 @@
+"""Checks of static facts, made while tracing: the invariant, what came, and the mend."""
+
+from __future__ import annotations
+
+import jax
+
+from moment_jax.covariance import STRUCTURES, Covariance
+from moment_jax.posterior import Posterior
+
+Array = jax.Array
+
+
+def check_moments(name: str, mean: Array, cov: Covariance) -> None:
+    """Raise unless `mean` is one (T, D) sequence and `cov` a structure of the same shape."""
+    if not isinstance(cov, Covariance):
+        raise TypeError(
+            f"`{name}(mean, cov)` needs a covariance structure. Got {type(cov).__name__}. "
+            f"Use one of {', '.join(STRUCTURES)}, for instance Diagonal.zeros(mean.shape)."
+        )
+    if mean.ndim != 2 or cov.shape != mean.shape:
+        raise ValueError(
+            f"`{name}(mean, cov)` needs a mean of shape (T, D) and cov.shape == mean.shape. "
+            f"Got {tuple(mean.shape)} and {tuple(cov.shape)}. For a batch, use jax.vmap({name})."
+        )
+
+
+def check_kernel(name: str, num_features: int, kernel: object) -> None:
+    """Raise unless `kernel` is a belief about a matrix with `num_features` rows."""
+    if not isinstance(kernel, Posterior):
+        raise TypeError(
+            f"`{name}` needs a belief about its kernel (a Posterior). Got "
+            f"{type(kernel).__name__}. For a certain kernel, use mj.posterior.Point(kernel)."
+        )
+    shape = tuple(kernel.shape)
+    if len(shape) != 2 or shape[0] != num_features:
+        raise ValueError(
+            f"`{name}` needs a kernel of shape (in, out) with in == {num_features}, the number of "
+            f"features of its input. Got {shape}. Kernels are (in, out), as Flax's are; transpose "
+            "one that comes from PyTorch."
+        )
+
+
+def check_vector(name: str, what: str, size: int, vector: object) -> None:
+    """Raise unless `vector` is a belief about `size` numbers."""
+    if not isinstance(vector, Posterior):
+        raise TypeError(
+            f"`{name}` needs a belief about its {what} (a Posterior). Got "
+            f"{type(vector).__name__}. For a certain {what}, use mj.posterior.Point({what})."
+        )
+    if tuple(vector.shape) != (size,):
+        raise ValueError(
+            f"`{name}` needs a {what} of shape ({size},), one number for each feature. Got "
+            f"{tuple(vector.shape)}."
+        )
+
+
+def check_order(name: str, order: int) -> None:
+    """Raise unless `order` is 1 or 2."""
+    if order not in (1, 2):
+        raise ValueError(
+            f"`{name}` needs order=1 (Taylor's first order, as derived) or order=2 (with the "
+            f"second-order correction of the mean). Got order={order!r}."
+        )
+
+
+def check_heads(name: str, num_heads: int, *widths: int) -> int:
+    """Raise unless `num_heads` divides every width; return the first width over it."""
+    for width in widths:
+        if num_heads < 1 or width % num_heads:
+            raise ValueError(
+                f"`{name}` needs num_heads to divide the width of query, key and value. Got "
+                f"num_heads={num_heads} and width {width}. Choose a divisor of {width}, or kernels "
+                "of another width."
+            )
+    return widths[0] // num_heads
+
+
+def check_mask(name: str, mask: Array | None, num_heads: int, queries: int, keys: int) -> None:
+    """Raise unless `mask` is boolean and of shape (T, S) or (H, T, S)."""
+    if mask is None:
+        return
+    allowed = ((queries, keys), (num_heads, queries, keys))
+    if tuple(mask.shape) not in allowed or mask.dtype != bool:
+        raise ValueError(
+            f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]} or (heads, "
+            f"queries, keys) == {allowed[1]}, True where a query may look. Got "
+            f"{tuple(mask.shape)} of {mask.dtype}."
+        )

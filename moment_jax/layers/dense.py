@@ -1,0 +1,109 @@
+"""Dense layers, and products of independent random matrices (Prop. 1 and 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers.checks import check_kernel, check_moments, check_vector
+from moment_jax.layers.params import DenseParams
+from moment_jax.posterior import Point
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+
+
+def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
+    """Moments of `x @ kernel + bias` for a random sequence, a random kernel and a random bias.
+
+    Exact for `Full`; every other structure keeps its projection of the exact covariance. Weight noise
+    is shared by all tokens, and so is the noise of the bias.
+
+    Assumes that x, the kernel and the bias are independent of each other.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+      params: beliefs about the kernel (D, O) and, unless it is None, the bias (O,).
+
+    Returns:
+      Mean (T, O) and covariance of the output, in the structure of `cov`.
+
+    Raises:
+      ValueError: if shapes do not fit. TypeError: if `cov` or a parameter is of another kind.
+
+    Source: Transformer derivation, Prop. 1, Prop. 2 (its trace transposed) and section 4.2.
+
+    >>> import jax.numpy as jnp
+    >>> import moment_jax as mj
+    >>> kernel = mj.posterior.Factorized(jnp.eye(2), jnp.full((2, 2), 0.5))
+    >>> mean, cov = mj.dense(jnp.ones((1, 2)), mj.Diagonal.zeros((1, 2)), mj.DenseParams(kernel))
+    >>> mean, cov.variance()
+    (Array([[1., 1.]], dtype=float32), Array([[1., 1.]], dtype=float32))
+    """
+    check_moments("dense", mean, cov)
+    kernel, bias = params.kernel, params.bias
+    check_kernel("dense", mean.shape[1], kernel)
+    out_mean = mean @ kernel.mean
+    parts = [] if isinstance(kernel, Point) else [cov.weight_noise(mean, kernel)]
+    if bias is not None:
+        check_vector("dense", "bias", kernel.shape[1], bias)
+        out_mean = out_mean + bias.mean[None, :]
+        if not isinstance(bias, Point):
+            parts.append(type(cov).shared(mean.shape[0], bias.vector_cov()))
+    out_cov = cov.map_features(kernel.mean)
+    return out_mean, out_cov.add(*parts) if parts else out_cov
+
+
+def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[Array, S]:
+    """Moments of `a @ b` for independent random matrices.
+
+    Exact for `Full` operands, cross-covariances between rows and columns of any kind included. In
+    other structures the result is the projection of the exact covariance of operands that have the
+    structures given.
+
+    Assumes that a and b are independent.
+
+    Args:
+      mean_a: E[a], (T, P).
+      cov_a: covariance of a, a structure of shape (T, P).
+      mean_b: E[b], (P, Q).
+      cov_b: covariance of b, a structure of shape (P, Q), not necessarily the same as `cov_a`'s.
+
+    Returns:
+      Mean (T, Q) and covariance of the product, in the structure of `cov_a`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+
+    Source: Transformer derivation, Prop. 1 and 2, with tr(A^T B) in the place of tr(A B).
+    """
+    check_moments("matmul", mean_a, cov_a)
+    check_moments("matmul", mean_b, cov_b)
+    if mean_a.shape[1] != mean_b.shape[0]:
+        raise ValueError(
+            "`matmul(mean_a, cov_a, mean_b, cov_b)` needs as many columns in a as rows in b. Got "
+            f"{tuple(mean_a.shape)} and {tuple(mean_b.shape)}."
+        )
+    mapped = cov_a.map_features(mean_b)
+    return mean_a @ mean_b, mapped.add(cov_a.weight_noise(mean_a, _RandomMatrix(cov_b)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RandomMatrix:
+    """A random (P, Q) matrix with a structured covariance, seen as a random kernel."""
+
+    cov: Covariance
+
+    def noise_variance(self, mean: Array, variance: Array) -> Array:
+        return variance @ self.cov.variance() + self.cov.map_tokens(mean).variance()
+
+    def noise_block(self, moment: Array) -> Array:
+        return jnp.einsum("...pr,poru->...ou", moment, self.cov.to_dense())
+
+    def input_metric(self) -> Array:
+        return self.cov.token_gram()

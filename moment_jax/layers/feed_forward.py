@@ -1,0 +1,82 @@
+"""The feed-forward layer of a Transformer block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers.checks import check_moments
+from moment_jax.layers.dense import dense
+from moment_jax.layers.params import FeedForwardParams
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+Activation = Callable[[Array, S], tuple[Array, S]]
+
+
+class FeedForwardTangent(NamedTuple):
+    """The feed-forward layer linearised, with the expected gain of its activation."""
+
+    hidden_kernel: Array  # (D, F)
+    gain: Array  # E[f'] at every hidden unit, (T, F)
+    output_kernel: Array  # (F, D)
+
+    def __call__(self, change: Array) -> Array:
+        """The change of the output, (T, D), with a change of the input, (T, D)."""
+        return ((change @ self.hidden_kernel) * self.gain) @ self.output_kernel
+
+    def diagonal(self) -> Array:
+        """How much of itself each feature gets back: the Jacobian's diagonal, (T, D)."""
+        return self.gain @ (self.hidden_kernel.T * self.output_kernel)
+
+    def jacobian(self) -> Array:
+        """Every token's Jacobian, input features first, (T, D, D)."""
+        return jnp.einsum("if,tf,fo->tio", self.hidden_kernel, self.gain, self.output_kernel)
+
+
+def feed_forward(
+    mean: Array, cov: S, params: FeedForwardParams, *, activation: Activation
+) -> tuple[Array, S]:
+    """Moments of `activation(x @ hidden) @ output`, each dense layer with its bias.
+
+    Assumes that x and the four parameters are independent.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+      params: beliefs about the two dense layers, (D, F) and (F, D).
+      activation: an elementwise transform such as `mj.relu`.
+
+    Returns:
+      Mean (T, D) and covariance of the output, in the structure of `cov`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+
+    Source: Transformer derivation, section 4.6.
+    """
+    check_moments("feed_forward", mean, cov)
+    out_mean, out_cov, _ = feed_forward_and_tangent(mean, cov, params, activation)
+    return out_mean, out_cov
+
+
+def feed_forward_and_tangent(
+    mean: Array, cov: S, params: FeedForwardParams, activation: Activation
+) -> tuple[Array, S, FeedForwardTangent]:
+    """`feed_forward`, and the linear map by which its covariance carries the covariance of x."""
+    hidden, hidden_cov = dense(mean, cov, params.hidden)
+    # By Price's theorem the expected gain E[f'] is the derivative of the mean E[f].
+    (active, active_cov), gain = _with_gain(hidden, hidden_cov, activation)
+    out_mean, out_cov = dense(active, active_cov, params.output)
+    tangent = FeedForwardTangent(params.hidden.kernel.mean, gain, params.output.kernel.mean)
+    return out_mean, out_cov, tangent
+
+
+def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:
+    """The activation's moments, and its expected derivative at every entry, (T, F)."""
+    _, gain = jax.jvp(lambda m: activation(m, cov)[0], (mean,), (jnp.ones_like(mean),))
+    return activation(mean, cov), gain

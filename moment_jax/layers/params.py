@@ -1,0 +1,77 @@
+"""The parameters of layers: beliefs about weights, grouped as the functions take them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from moment_jax.posterior import Posterior
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseParams:
+    """Belief about a dense layer.
+
+    Args:
+      kernel: belief about the (in, out) kernel.
+      bias: belief about the (out,) bias, independent of the kernel; None for no bias.
+    """
+
+    kernel: Posterior
+    bias: Posterior | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NormParams:
+    """Belief about the gain and the bias of a layer normalisation.
+
+    Args:
+      scale: belief about the (D,) gain; None for a gain of one.
+      bias: belief about the (D,) bias, independent of the gain; None for no bias.
+    """
+
+    scale: Posterior | None = None
+    bias: Posterior | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionParams:
+    """Belief about multi-head attention; the four matrices are independent of each other.
+
+    Args:
+      query: kernel (D, H K), heads outermost.
+      key: kernel (D, H K).
+      value: kernel (D, H K).
+      output: kernel (H K, D).
+    """
+
+    query: DenseParams
+    key: DenseParams
+    value: DenseParams
+    output: DenseParams
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FeedForwardParams:
+    """Belief about a feed-forward layer: hidden (D, F) and output (F, D)."""
+
+    hidden: DenseParams
+    output: DenseParams
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EncoderBlockParams:
+    """Belief about a Transformer encoder block."""
+
+    attention: AttentionParams
+    norm1: NormParams
+    feed_forward: FeedForwardParams
+    norm2: NormParams

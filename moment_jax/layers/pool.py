@@ -1,0 +1,45 @@
+"""Pooling over tokens."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers.checks import check_moments
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+
+
+def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]:
+    """Moments of the mean over the tokens of a sequence.
+
+    Exact: the tokens' covariance enters with all that the structure holds of it.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+      mask: (T,) boolean, True for the tokens that count; None for all.
+
+    Returns:
+      Mean (1, D) and covariance of shape (1, D): a sequence of one token.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    check_moments("mean_pool", mean, cov)
+    num_tokens = mean.shape[0]
+    if mask is None:
+        weights = jnp.full((1, num_tokens), 1 / num_tokens, mean.dtype)
+    else:
+        if tuple(mask.shape) != (num_tokens,):
+            raise ValueError(
+                f"`mean_pool` needs a mask of shape (T,) == ({num_tokens},), True for the tokens "
+                f"that count. Got {tuple(mask.shape)}."
+            )
+        weights = jnp.where(mask, 1, 0).astype(mean.dtype)[None, :]
+        weights = weights / jnp.maximum(jnp.sum(weights), 1)
+    return weights @ mean, cov.map_tokens(weights)

@@ -1,0 +1,50 @@
+"""Flax NNX modules that own variational parameters and call the moment transforms."""
+
+from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.encoder import Encoder, EncoderBlock, MultiHeadAttention
+from moment_jax.nn.mlp import MLP
+from moment_jax.nn.plain import (
+    PlainEncoder,
+    PlainEncoderBlock,
+    PlainMLP,
+    PlainVisionTransformer,
+    plain_attention,
+    plain_linear,
+    plain_norm,
+)
+from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings
+from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
+from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams
+
+__all__ = [
+    "ACTIVATIONS",
+    "DEFAULT_STRUCTURE",
+    "MLP",
+    "Activation",
+    "BayesianModule",
+    "Belief",
+    "Dense",
+    "Encoder",
+    "EncoderBlock",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "Patches",
+    "PlainEncoder",
+    "PlainEncoderBlock",
+    "PlainMLP",
+    "PlainVisionTransformer",
+    "PriorScale",
+    "Settings",
+    "VariationalMean",
+    "VariationalScale",
+    "VisionTransformer",
+    "VisionTransformerParams",
+    "find_activation",
+    "plain_attention",
+    "plain_linear",
+    "plain_norm",
+    "total_kl",
+]

@@ -1,0 +1,39 @@
+"""Activations by name: the moment transform and the plain function that it is the moments of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.layers import activation, gelu, relu
+
+Array = jax.Array
+
+
+class Activation(NamedTuple):
+    """A nonlinearity in both forms."""
+
+    moments: Callable[..., Any]
+    plain: Callable[[Array], Array]
+
+
+ACTIVATIONS = {
+    "relu": Activation(relu, jax.nn.relu),
+    "gelu": Activation(gelu, partial(jax.nn.gelu, approximate=False)),
+    "tanh": Activation(partial(activation, fn=jnp.tanh), jnp.tanh),
+    "silu": Activation(partial(activation, fn=jax.nn.silu), jax.nn.silu),
+}
+"""The activations that modules know by name."""
+
+
+def find_activation(name: str) -> Activation:
+    """The activation of this name; ValueError names those there are."""
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            f"A module needs an activation, one of {', '.join(ACTIVATIONS)}. Got {name!r}."
+        )
+    return ACTIVATIONS[name]

@@ -1,0 +1,56 @@
+"""What all Bayesian modules share: their KL divergence, and plain networks drawn from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.posterior import Posterior
+from moment_jax.reference import sample_params
+
+Array = jax.Array
+
+
+class BayesianModule(nnx.Module):
+    """A module that owns beliefs about its weights.
+
+    Subclasses give `params`, the parameter group of the layer they call, and `network(params)`, the plain
+    Flax network with arrays in the place of the beliefs.
+    """
+
+    @property
+    def params(self) -> Any:
+        """The parameter group with a `Posterior` for every array."""
+        raise AttributeError(f"{type(self).__name__} has to define `params`.")
+
+    def network(self, params: Any) -> nnx.Module:
+        """The plain Flax network with these arrays, a group like `params`."""
+        raise AttributeError(f"{type(self).__name__} has to define `network`.")
+
+    def kl(self) -> Array:
+        """KL(posterior || prior) of all weights, a scalar in nats: the complexity loss (Eq. 12)."""
+        return total_kl(self)
+
+    def sample(self, key: Array) -> nnx.Module:
+        """The plain Flax network of one draw of the weights."""
+        return self.network(sample_params(self.params, key))
+
+    def mean_network(self) -> nnx.Module:
+        """The plain Flax network at the means of the weights."""
+        means = jax.tree.map(
+            lambda belief: belief.mean, self.params, is_leaf=lambda x: isinstance(x, Posterior)
+        )
+        return self.network(means)
+
+
+def set_mean(belief: Belief, value: Array) -> None:
+    """Start a belief at another mean, for instance a trained weight."""
+    if value.size != belief.mean.size:
+        raise ValueError(
+            f"A belief about an array of shape {tuple(belief.mean.shape)} needs a mean of that "
+            f"shape. Got {tuple(value.shape)}."
+        )
+    belief.mean.set_value(value.reshape(belief.mean.shape).astype(belief.mean.dtype))

@@ -1,0 +1,130 @@
+"""A Gaussian belief about one weight array: its variational parameters, and its prior."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moment_jax import posterior as families
+from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
+from moment_jax.posterior import GaussianPrior, Posterior
+
+Array = jax.Array
+
+VECTOR_FAMILIES = (families.Point, families.Factorized, families.FullNormal)
+MATRIX_FAMILIES = (*VECTOR_FAMILIES, families.OutputShared, families.MatrixNormal)
+
+
+class Belief(nnx.Module):
+    """Variational parameters of one array, and its prior N(0, prior_scale^2).
+
+    Standard deviations are softplus of what is stored; covariances are L L^T of what is stored, L lower
+    triangular with a positive diagonal. So all parameters are unconstrained.
+
+    Args:
+      mean: where the mean starts, of any shape.
+      family: `Point`, `Factorized`, `OutputShared`, `MatrixNormal` or `FullNormal` of
+        `mj.posterior`; `OutputShared` and `MatrixNormal` are about matrices only.
+      scale: where the standard deviation of every entry starts.
+      prior_scale: standard deviation of the prior, or where it starts.
+      learn_prior: learn the standard deviation of the prior by the same objective.
+
+    Raises:
+      ValueError: if a scale is not positive, or the family does not fit the array. TypeError: if the
+        family is of another kind.
+    """
+
+    def __init__(
+        self,
+        mean: Array,
+        *,
+        family: type[Posterior] = families.Factorized,
+        scale: float = 0.01,
+        prior_scale: float = 1.0,
+        learn_prior: bool = False,
+    ) -> None:
+        if family not in MATRIX_FAMILIES:
+            names = ", ".join(known.__name__ for known in MATRIX_FAMILIES)
+            raise TypeError(f"`Belief` needs a posterior family, one of {names}. Got {family!r}.")
+        if scale <= 0 or prior_scale <= 0:
+            raise ValueError(
+                "`Belief` needs positive scale and prior_scale. Got "
+                f"{scale} and {prior_scale}. For a certain array, use family=Point."
+            )
+        if mean.ndim != 2 and family not in VECTOR_FAMILIES:
+            raise ValueError(
+                f"`Belief` needs a matrix for {family.__name__}. Got an array of shape "
+                f"{tuple(mean.shape)}; for biases, gains and positions use Factorized."
+            )
+        self.family = family
+        self.mean = VariationalMean(mean)
+        self.raw = nnx.data(_initial_raw(family, mean, scale))
+        log_scale = jnp.asarray(math.log(prior_scale), mean.dtype)
+        self.prior_scale = float(prior_scale)
+        self.prior_log_scale = nnx.data(PriorScale(log_scale) if learn_prior else None)
+
+    @property
+    def posterior(self) -> Posterior:
+        """The belief as a `mj.posterior` family."""
+        mean = self.mean[...]
+        raw = {name: value[...] for name, value in self.raw.items()}
+        if self.family is families.Point:
+            return families.Point(mean)
+        if self.family is families.MatrixNormal:
+            return families.MatrixNormal(mean, _covariance(raw["rows"]), _covariance(raw["columns"]))
+        if self.family is families.FullNormal:
+            return families.FullNormal(
+                mean, _covariance(raw["entries"]).reshape(*mean.shape, *mean.shape)
+            )
+        return self.family(mean, jax.nn.softplus(raw["scale"]) ** 2)  # type: ignore[call-arg]
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior of every entry."""
+        if self.prior_log_scale is None:
+            return GaussianPrior(0.0, self.prior_scale**2)
+        return GaussianPrior(0.0, jnp.exp(2 * self.prior_log_scale[...]))
+
+    def kl(self) -> Array:
+        """KL(belief || prior), a scalar, in nats."""
+        return self.posterior.kl(self.prior)
+
+
+def total_kl(module: nnx.Module) -> Array:
+    """The sum of the KL divergences of all beliefs in a module: the complexity loss, in nats."""
+    beliefs = [node for _, node in nnx.iter_graph(module) if isinstance(node, Belief)]
+    if not beliefs:
+        raise ValueError(
+            f"`total_kl` needs a module that owns beliefs. Got {type(module).__name__} without any; "
+            "use the modules of mj.nn."
+        )
+    return sum((belief.kl() for belief in beliefs[1:]), beliefs[0].kl())
+
+
+def _initial_raw(
+    family: type[Posterior], mean: Array, scale: float
+) -> dict[str, VariationalScale]:
+    raw = math.log(math.expm1(scale))  # softplus(raw) == scale
+    if family is families.Point:
+        return {}
+    if family is families.OutputShared:
+        return {"scale": VariationalScale(jnp.full((mean.shape[1],), raw, mean.dtype))}
+    if family is families.MatrixNormal:
+        # The product of the two standard deviations is the entry's: one factor each.
+        root = math.log(math.expm1(math.sqrt(scale)))
+        return {
+            "rows": VariationalScale(root * jnp.eye(mean.shape[0], dtype=mean.dtype)),
+            "columns": VariationalScale(root * jnp.eye(mean.shape[1], dtype=mean.dtype)),
+        }
+    if family is families.FullNormal:
+        return {"entries": VariationalScale(raw * jnp.eye(mean.size, dtype=mean.dtype))}
+    return {"scale": VariationalScale(jnp.full(mean.shape, raw, mean.dtype))}
+
+
+def _covariance(raw: Array) -> Array:
+    """L L^T, L with the strictly lower triangle of `raw` and softplus of its diagonal."""
+    factor = jnp.tril(raw, -1) + jnp.diag(jax.nn.softplus(jnp.diagonal(raw)))
+    return factor @ factor.T

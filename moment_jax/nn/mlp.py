@@ -1,0 +1,99 @@
+"""`MLP`: dense layers with an activation between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers import DenseParams, dense
+from moment_jax.nn.activations import find_activation
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.batching import over_batch
+from moment_jax.nn.dense import Dense
+from moment_jax.nn.plain import PlainMLP, plain_linear
+from moment_jax.nn.settings import Settings
+
+Array = jax.Array
+
+
+class MLP(BayesianModule):
+    """A multilayer perceptron with beliefs about all its weights.
+
+    The rows of its input are the tokens of the structures: with `TokenCorrelated` or `Full` the output
+    covariance holds how the predictions of different rows vary together; with `TokenBlock` each row has
+    the full covariance of its outputs.
+
+    Args:
+      features: widths, from the input's to the output's.
+      activation: "relu", "gelu", "tanh" or "silu".
+      rngs: Flax random streams.
+      settings: keyword arguments of `Settings`.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> import moment_jax as mj
+    >>> mlp = mj.nn.MLP([8, 16, 1], structure=mj.TokenBlock, rngs=nnx.Rngs(0))
+    >>> mean, cov = mlp(jnp.ones((10, 8)))
+    >>> mean.shape, cov.variance().shape
+    ((10, 1), (10, 1))
+    """
+
+    def __init__(
+        self,
+        features: Sequence[int],
+        *,
+        activation: str = "relu",
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        if len(features) < 2:
+            raise ValueError(
+                "`MLP` needs the widths of its input and its output at least, such as [8, 50, 1]. "
+                f"Got {list(features)}."
+            )
+        self.settings = Settings(**settings)
+        self.activation = activation
+        find_activation(activation)
+        self.layers = nnx.List(
+            Dense(a, b, rngs=rngs, **settings)
+            for a, b in zip(features[:-1], features[1:], strict=True)
+        )
+
+    @classmethod
+    def from_deterministic(cls, mlp: PlainMLP, *, activation: str = "relu", **settings: Any) -> MLP:
+        """Beliefs that start at the weights of a plain MLP (anything with `layers` of nnx.Linear)."""
+        widths = [layer.kernel.shape[0] for layer in mlp.layers]
+        widths.append(mlp.layers[-1].kernel.shape[1])
+        new = cls(widths, activation=activation, rngs=nnx.Rngs(0), **settings)
+        for mine, theirs in zip(new.layers, mlp.layers, strict=True):
+            mine.load(theirs)
+        return new
+
+    @property
+    def params(self) -> list[DenseParams]:
+        """Beliefs about all layers."""
+        return [layer.params for layer in self.layers]
+
+    def network(self, params: list[DenseParams]) -> PlainMLP:
+        """The plain MLP with these arrays."""
+        plain = find_activation(self.activation).plain
+        return PlainMLP([plain_linear(layer) for layer in params], plain)
+
+    def _moments(
+        self, mean: Array, cov: Covariance, params: list[DenseParams]
+    ) -> tuple[Array, Covariance]:
+        activation = find_activation(self.activation).moments
+        for layer in params[:-1]:
+            mean, cov = activation(*dense(mean, cov, layer))
+        return dense(mean, cov, params[-1])
+
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+        """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
+        params = self.params
+        return over_batch(
+            lambda m, c: self._moments(m, c, params), mean, cov, self.settings.structure
+        )

@@ -1,0 +1,164 @@
+"""Plain Flax networks of one draw of the weights: nothing here but Flax's own layers.
+
+They are the deterministic networks that Monte Carlo samples, so they share no code with the moment
+transforms. Each is built from the same parameter groups as the transforms, with arrays where those
+have beliefs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+from flax import nnx
+
+from moment_jax.layers.params import AttentionParams, DenseParams, EncoderBlockParams, NormParams
+
+Array = jax.Array
+ScalarFunction = Callable[[Array], Array]
+
+
+def plain_linear(params: DenseParams) -> nnx.Linear:
+    """`nnx.Linear` with this (in, out) kernel and this bias."""
+    kernel, bias = params.kernel, params.bias
+    layer = nnx.Linear(
+        *kernel.shape,
+        use_bias=bias is not None,
+        param_dtype=kernel.dtype,  # type: ignore[attr-defined]
+        rngs=nnx.Rngs(0),
+    )
+    layer.kernel.set_value(kernel)
+    if bias is not None:
+        layer.bias.set_value(bias)
+    return layer
+
+
+def plain_norm(params: NormParams, num_features: int, epsilon: float) -> nnx.LayerNorm:
+    """`nnx.LayerNorm` with this gain and bias."""
+    gain, bias = params.scale, params.bias
+    layer = nnx.LayerNorm(
+        num_features,
+        epsilon=epsilon,
+        use_scale=gain is not None,
+        use_bias=bias is not None,
+        use_fast_variance=False,
+        rngs=nnx.Rngs(0),
+    )
+    if gain is not None:
+        layer.scale.set_value(gain)
+    if bias is not None:
+        layer.bias.set_value(bias)
+    return layer
+
+
+def plain_attention(params: AttentionParams, num_heads: int) -> nnx.MultiHeadAttention:
+    """`nnx.MultiHeadAttention` with these kernels, heads outermost in (D, H K) and (H K, D)."""
+    features, width = params.query.kernel.shape
+    out_features = params.output.kernel.shape[1]
+    layer = nnx.MultiHeadAttention(
+        num_heads,
+        features,
+        qkv_features=width,
+        out_features=out_features,
+        use_bias=params.query.bias is not None,
+        param_dtype=params.query.kernel.dtype,  # type: ignore[attr-defined]
+        decode=False,
+        rngs=nnx.Rngs(0),
+    )
+    head = width // num_heads
+    for name in ("query", "key", "value"):
+        dense: DenseParams = getattr(params, name)
+        target = getattr(layer, name)
+        target.kernel.set_value(dense.kernel.reshape(features, num_heads, head))  # type: ignore[attr-defined]
+        if dense.bias is not None:
+            target.bias.set_value(dense.bias.reshape(num_heads, head))  # type: ignore[attr-defined]
+    layer.out.kernel.set_value(params.output.kernel.reshape(num_heads, head, out_features))  # type: ignore[attr-defined]
+    if params.output.bias is not None:
+        layer.out.bias.set_value(params.output.bias)
+    return layer
+
+
+class PlainMLP(nnx.Module):
+    """Linear layers with an activation between them."""
+
+    def __init__(self, layers: Sequence[nnx.Linear], activation: ScalarFunction) -> None:
+        self.layers = nnx.List(layers)
+        self.activation = activation
+
+    def __call__(self, x: Array) -> Array:
+        """(..., in) -> (..., out)."""
+        for layer in self.layers[:-1]:
+            x = self.activation(layer(x))
+        return self.layers[-1](x)
+
+
+class PlainEncoderBlock(nnx.Module):
+    """A Transformer encoder block of Flax layers, post-norm or pre-norm."""
+
+    def __init__(
+        self,
+        params: EncoderBlockParams,
+        *,
+        num_heads: int,
+        norm_first: bool,
+        activation: ScalarFunction,
+        epsilon: float,
+    ) -> None:
+        features = params.attention.query.kernel.shape[0]
+        self.attention = plain_attention(params.attention, num_heads)
+        self.norm1 = plain_norm(params.norm1, features, epsilon)
+        self.hidden = plain_linear(params.feed_forward.hidden)
+        self.output = plain_linear(params.feed_forward.output)
+        self.norm2 = plain_norm(params.norm2, features, epsilon)
+        self.norm_first = norm_first
+        self.activation = activation
+
+    def _feed_forward(self, x: Array) -> Array:
+        return self.output(self.activation(self.hidden(x)))
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """(..., T, D) -> (..., T, D)."""
+        if self.norm_first:
+            x = x + self.attention(self.norm1(x), mask=mask)
+            return x + self._feed_forward(self.norm2(x))
+        x = self.norm1(x + self.attention(x, mask=mask))
+        return self.norm2(x + self._feed_forward(x))
+
+
+class PlainEncoder(nnx.Module):
+    """A stack of encoder blocks, with a final normalisation where there is one."""
+
+    def __init__(
+        self, blocks: Sequence[PlainEncoderBlock], final_norm: nnx.LayerNorm | None
+    ) -> None:
+        self.blocks = nnx.List(blocks)
+        self.final_norm = nnx.data(final_norm)
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """(..., T, D) -> (..., T, D)."""
+        for block in self.blocks:
+            x = block(x, mask)
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+class PlainVisionTransformer(nnx.Module):
+    """Patches, positions, encoder, mean over tokens, linear head."""
+
+    def __init__(
+        self,
+        embed: nnx.Linear,
+        position: Array,
+        encoder: PlainEncoder,
+        head: nnx.Linear,
+        patches: ScalarFunction,
+    ) -> None:
+        self.embed = embed
+        self.position = nnx.Param(position)
+        self.encoder = encoder
+        self.head = head
+        self.patches = patches
+
+    def __call__(self, images: Array) -> Array:
+        """(..., height, width[, channels]) -> logits (..., classes)."""
+        x = self.embed(self.patches(images)) + self.position[...]
+        return self.head(self.encoder(x).mean(axis=-2))

@@ -1,0 +1,79 @@
+"""What all Bayesian modules are told alike: the structure, the family, where to start, the prior."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moment_jax import posterior as families
+from moment_jax.covariance import STRUCTURES, Covariance, TokenCorrelated
+from moment_jax.nn.belief import Belief
+from moment_jax.posterior import Posterior
+
+Array = jax.Array
+
+DEFAULT_STRUCTURE: type[Covariance] = TokenCorrelated
+"""The structure that modules use when none is named."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of a Bayesian module; every module takes them as keyword arguments.
+
+    Args:
+      structure: the covariance structure in which moments are propagated.
+      posterior: the family of the beliefs about weights.
+      relative_scale: where standard deviations start: relative_scale / sqrt(fan_in) for a kernel,
+        and relative_scale / sqrt(D) for a bias, a gain or a position of D numbers.
+      prior_scale: standard deviation of the prior N(0, prior_scale^2) of every parameter.
+      learn_prior: learn one prior standard deviation for each array (empirical Bayes).
+      dtype: floating-point type of the parameters.
+
+    Raises:
+      TypeError: if the structure or the family is not one.
+    """
+
+    structure: type[Covariance] = DEFAULT_STRUCTURE
+    posterior: type[Posterior] = families.Factorized
+    relative_scale: float = 0.1
+    prior_scale: float = 1.0
+    learn_prior: bool = False
+    dtype: jnp.dtype | type = jnp.float32
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.structure, type) and issubclass(self.structure, Covariance)):
+            raise TypeError(
+                f"A module needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
+                f"itself, such as mj.TokenCorrelated). Got {self.structure!r}."
+            )
+
+    def kernel(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:
+        """A belief about an (in, out) kernel, its mean drawn as Flax does (LeCun normal)."""
+        mean = nnx.initializers.lecun_normal()(rngs.params(), shape, self.dtype)
+        return self._belief(mean, self.posterior, shape[0])
+
+    def vector(self, size: int, value: float = 0.0) -> Belief:
+        """A belief about a bias or gain of `size` numbers, its mean at `value`."""
+        family = self.posterior if self.posterior is families.FullNormal else self._entrywise
+        return self._belief(jnp.full((size,), value, self.dtype), family, size)
+
+    def entries(self, mean: Array, fan_in: int) -> Belief:
+        """A belief about an array that multiplies nothing, such as positions, entry by entry."""
+        return self._belief(mean, self._entrywise, fan_in)
+
+    @property
+    def _entrywise(self) -> type[Posterior]:
+        """`OutputShared` and `MatrixNormal` are about matrices; other arrays are `Factorized`."""
+        return families.Point if self.posterior is families.Point else families.Factorized
+
+    def _belief(self, mean: Array, family: type[Posterior], fan_in: int) -> Belief:
+        return Belief(
+            mean,
+            family=family,
+            scale=self.relative_scale / fan_in**0.5,
+            prior_scale=self.prior_scale,
+            learn_prior=self.learn_prior,
+        )

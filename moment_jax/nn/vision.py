@@ -1,0 +1,179 @@
+"""`VisionTransformer`: images in, moments of the logits out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moment_jax.covariance import Covariance, TokenBlock
+from moment_jax.layers import dense, mean_pool
+from moment_jax.layers.params import DenseParams
+from moment_jax.nn.base import BayesianModule, set_mean
+from moment_jax.nn.dense import Dense
+from moment_jax.nn.encoder import Encoder
+from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
+from moment_jax.nn.settings import Settings
+from moment_jax.posterior import Point, Posterior
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Patches:
+    """Cuts images into the tokens of a sequence, patch by patch in rows.
+
+    Args:
+      size: height and width of a patch.
+      channels: number of channels; images of one channel may leave the axis out.
+    """
+
+    size: int
+    channels: int = 1
+
+    def __call__(self, images: Array) -> Array:
+        """(..., height, width[, channels]) -> (..., tokens, size * size * channels)."""
+        if self.channels == 1 and (images.ndim < 3 or images.shape[-1] != 1):
+            images = images[..., None]
+        *batch, height, width, channels = images.shape
+        if height % self.size or width % self.size or channels != self.channels:
+            raise ValueError(
+                f"Patches of {self.size} x {self.size} need images (..., height, width, "
+                f"{self.channels}) with sides divisible by {self.size}. Got {tuple(images.shape)}."
+            )
+        rows, columns = height // self.size, width // self.size
+        cut = images.reshape(*batch, rows, self.size, columns, self.size, channels)
+        cut = jnp.moveaxis(cut, -4, -3)
+        return cut.reshape(*batch, rows * columns, self.size * self.size * channels)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VisionTransformerParams:
+    """Beliefs about a vision Transformer."""
+
+    embed: DenseParams
+    position: Posterior
+    encoder: Any
+    head: DenseParams
+
+
+class VisionTransformer(BayesianModule):
+    """Patches -> dense embedding + learned positions -> encoder -> mean over tokens -> linear head.
+
+    All its weights are random, the positions too. The head sees each image's own feature covariance, so
+    the covariance of the logits between classes is kept whatever the structure of the encoder.
+
+    Args:
+      image_size: height and width of the images.
+      patch_size: height and width of a patch, a divisor of image_size.
+      num_classes: C.
+      channels: channels of the images.
+      num_features: D.
+      num_heads: H.
+      num_blocks: L.
+      norm_first: pre-norm if True.
+      hidden_features: width of the feed-forward layers; 4 D where None.
+      activation: "relu", "gelu", "tanh" or "silu".
+      rngs: Flax random streams.
+      settings: keyword arguments of `Settings`.
+
+    Raises:
+      ValueError: if patches do not divide the image or heads do not divide the features.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        patch_size: int,
+        num_classes: int,
+        channels: int = 1,
+        num_features: int = 64,
+        num_heads: int = 4,
+        num_blocks: int = 2,
+        norm_first: bool = True,
+        hidden_features: int | None = None,
+        activation: str = "gelu",
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        if image_size % patch_size:
+            raise ValueError(
+                "`VisionTransformer` needs patch_size to divide image_size. Got "
+                f"{patch_size} and {image_size}."
+            )
+        self.settings = Settings(**settings)
+        self.patches = Patches(patch_size, channels)
+        num_tokens = (image_size // patch_size) ** 2
+        self.embed = Dense(patch_size**2 * channels, num_features, rngs=rngs, **settings)
+        shape = (num_tokens, num_features)
+        start = 0.02 * jax.random.normal(rngs.params(), shape, self.settings.dtype)
+        self.position = self.settings.entries(start, num_features)
+        self.encoder = Encoder(
+            num_blocks,
+            num_features,
+            num_heads,
+            norm_first=norm_first,
+            hidden_features=hidden_features,
+            activation=activation,
+            rngs=rngs,
+            **settings,
+        )
+        self.head = Dense(num_features, num_classes, rngs=rngs, **settings)
+
+    def load(self, network: PlainVisionTransformer) -> None:
+        """Take the weights of a trained plain network as means."""
+        self.embed.load(network.embed)
+        set_mean(self.position, network.position[...])
+        self.encoder.load(network.encoder)
+        self.head.load(network.head)
+
+    @property
+    def params(self) -> VisionTransformerParams:
+        """Beliefs about all weights."""
+        return VisionTransformerParams(
+            self.embed.params, self.position.posterior, self.encoder.params, self.head.params
+        )
+
+    def network(self, params: VisionTransformerParams) -> PlainVisionTransformer:
+        """The plain network with these arrays."""
+        return PlainVisionTransformer(
+            plain_linear(params.embed),
+            params.position,  # type: ignore[arg-type]
+            self.encoder.network(params.encoder),
+            plain_linear(params.head),
+            self.patches,
+        )
+
+    def __call__(self, images: Array) -> tuple[Array, Array]:
+        """Moments of the logits.
+
+        Args:
+          images: (..., height, width), or (..., height, width, channels), certain.
+
+        Returns:
+          Mean (..., C) and covariance (..., C, C) of the logits.
+        """
+        params = self.params
+        tokens = self.patches(images)
+        batch = tokens.shape[:-2]
+        flat = tokens.reshape(-1, *tokens.shape[-2:])
+        mean, cov = jax.vmap(lambda x: self._moments(x, params))(flat)
+        return mean.reshape(*batch, -1), cov.reshape(*batch, *cov.shape[-2:])
+
+    def _moments(self, tokens: Array, params: VisionTransformerParams) -> tuple[Array, Array]:
+        start: Covariance = self.settings.structure.zeros(tokens.shape, tokens.dtype)
+        mean, cov = dense(tokens, start, params.embed)
+        mean = mean + params.position.mean
+        if not isinstance(params.position, Point):
+            cov = cov.add(cov.independent(params.position.marginal_variance()))
+        mean, cov = self.encoder.moments(mean, cov, params.encoder, None)
+        pooled, pooled_cov = mean_pool(mean, cov)
+        block = TokenBlock(pooled_cov.token_blocks())
+        logits, logit_cov = dense(pooled, block, params.head)
+        return logits[0], logit_cov.blocks[0]
+

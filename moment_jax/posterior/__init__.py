@@ -1,0 +1,32 @@
+"""Gaussian beliefs about one array of weights: one family a file.
+
+| family | Cov[w_io, w_jp] of a kernel (in, out) | numbers kept | also for |
+|---|---|---|---|
+| `Point` | 0 | in out | any array |
+| `Factorized` | [i = j][o = p] v_io | 2 in out | any array |
+| `OutputShared` | [i = j][o = p] v_o, the derivation's | in out + out | |
+| `MatrixNormal` | A_ij B_op | in out + in^2 + out^2 | |
+| `FullNormal` | everything | in out + (in out)^2 | any array |
+
+"Any array" includes a bias or a gain (D,). A belief is immutable and a pytree: it passes through
+`jit`, `vmap`, `grad` and `scan`, and its arrays are what an optimiser moves. A stack of beliefs (of
+layers, say) has leading axes on every array; its methods are called under `jax.vmap`.
+"""
+
+from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.factorized import Factorized
+from moment_jax.posterior.full_normal import FullNormal
+from moment_jax.posterior.matrix_normal import MatrixNormal
+from moment_jax.posterior.output_shared import OutputShared
+from moment_jax.posterior.point import Point
+from moment_jax.posterior.prior import GaussianPrior
+
+__all__ = [
+    "Factorized",
+    "FullNormal",
+    "GaussianPrior",
+    "MatrixNormal",
+    "OutputShared",
+    "Point",
+    "Posterior",
+]

@@ -1,0 +1,133 @@
+"""Random means, covariances and beliefs that the tests share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import STRUCTURES, Covariance, TokenCorrelated
+from moment_jax.layers import (
+    AttentionParams,
+    DenseParams,
+    EncoderBlockParams,
+    FeedForwardParams,
+    NormParams,
+)
+from moment_jax.posterior import (
+    Factorized,
+    FullNormal,
+    MatrixNormal,
+    OutputShared,
+    Point,
+    Posterior,
+)
+
+Array = jax.Array
+
+ALL_STRUCTURES = list(STRUCTURES.values())
+KERNEL_FAMILIES = [Point, Factorized, OutputShared, MatrixNormal, FullNormal]
+VECTOR_FAMILIES = [Point, Factorized, FullNormal]
+
+
+def random_psd(key: Array, size: int, rank: int | None = None) -> Array:
+    """A random positive semidefinite matrix with a trace of about its size."""
+    factor = jax.random.normal(key, (size, rank or 2 * size))
+    return factor @ factor.T / factor.shape[1]
+
+
+def random_dense(key: Array, shape: tuple[int, int], scale: float = 1.0) -> Array:
+    """A random dense (T, D, T, D) covariance."""
+    t, d = shape
+    return (scale**2 * random_psd(key, t * d)).reshape(t, d, t, d)
+
+
+def random_cov(
+    key: Array, structure: type[Covariance], shape: tuple[int, int], scale: float = 1.0
+) -> Covariance:
+    """A random member of a structure; signed scales where the structure has them."""
+    cov = structure.project(random_dense(key, shape, scale))
+    if isinstance(cov, TokenCorrelated):
+        return cov.rescale(jnp.sign(jax.random.normal(key, shape)))
+    return cov
+
+
+def random_kernel(
+    key: Array, family: type[Posterior], shape: tuple[int, int], scale: float = 1.0
+) -> Posterior:
+    """A random belief about a kernel, of any family."""
+    keys = jax.random.split(key, 3)
+    mean = jax.random.normal(keys[0], shape) / shape[0] ** 0.5
+    size = scale**2 / shape[0]
+    if family is Point:
+        return Point(mean)
+    if family is Factorized:
+        return Factorized(mean, size * jax.random.uniform(keys[1], shape, minval=0.2))
+    if family is OutputShared:
+        return OutputShared(mean, size * jax.random.uniform(keys[1], shape[1:], minval=0.2))
+    if family is MatrixNormal:
+        return MatrixNormal(
+            mean, size * random_psd(keys[1], shape[0]), random_psd(keys[2], shape[1])
+        )
+    cov = size * random_psd(keys[1], shape[0] * shape[1])
+    return FullNormal(mean, cov.reshape(*shape, *shape))
+
+
+def random_vector(
+    key: Array, family: type[Posterior], size: int, scale: float = 1.0, centre: float = 0.0
+) -> Posterior:
+    """A random belief about a bias or a gain, of any family."""
+    keys = jax.random.split(key)
+    mean = centre + 0.5 * jax.random.normal(keys[0], (size,))
+    if family is Point:
+        return Point(mean)
+    if family is FullNormal:
+        return FullNormal(mean, scale**2 * random_psd(keys[1], size))
+    return Factorized(mean, scale**2 * jax.random.uniform(keys[1], (size,), minval=0.2))
+
+
+def random_dense_params(
+    key: Array, family: type[Posterior], shape: tuple[int, int], scale: float = 1.0
+) -> DenseParams:
+    """A random dense layer; the bias is of the same family where that fits a vector."""
+    keys = jax.random.split(key)
+    vector = family if family in VECTOR_FAMILIES else Factorized
+    return DenseParams(
+        random_kernel(keys[0], family, shape, scale),
+        random_vector(keys[1], vector, shape[1], 0.3 * scale),
+    )
+
+
+def random_block(
+    key: Array,
+    features: int,
+    hidden: int,
+    scale: float = 0.1,
+    family: type[Posterior] = Factorized,
+) -> EncoderBlockParams:
+    """A random encoder block whose weights have a sd of about scale / sqrt(fan_in)."""
+    keys = jax.random.split(key, 10)
+
+    def dense(index: int, shape: tuple[int, int]) -> DenseParams:
+        return random_dense_params(keys[index], family, shape, scale)
+
+    def norm(index: int) -> NormParams:
+        vector = family if family in VECTOR_FAMILIES else Factorized
+        return NormParams(
+            random_vector(keys[index], vector, features, 0.3 * scale, 1.0),
+            random_vector(keys[index + 1], vector, features, 0.3 * scale),
+        )
+
+    square = (features, features)
+    return EncoderBlockParams(
+        AttentionParams(*(dense(i, square) for i in range(4))),
+        norm(4),
+        FeedForwardParams(dense(6, (features, hidden)), dense(7, (hidden, features))),
+        norm(8),
+    )
+
+
+def assert_close(actual: Array, expected: Array, tolerance: float = 1e-10) -> None:
+    """Equality of float64 arrays up to rounding, relative to the largest entry."""
+    difference = float(jnp.max(jnp.abs(actual - expected)))
+    size = max(1.0, float(jnp.max(jnp.abs(expected))))
+    assert difference <= tolerance * size, f"largest difference {difference}, of {size}"

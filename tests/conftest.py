@@ -1,0 +1,6 @@
+"""Settings of every test: float64 is available, and ranks are never promoted silently."""
+
+import jax
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
