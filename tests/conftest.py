@@ -4,3 +4,5 @@ import jax
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# The programs here are many and tiny: compiling them is what costs.
+jax.config.update("jax_disable_most_optimizations", True)

@@ -183,7 +183,6 @@ class Covariance(abc.ABC):
         """
 
 
-
 def check_dense(dense: Array) -> None:
     """Raise unless `dense` has the shape (T, D, T, D)."""
     if dense.ndim != 4 or dense.shape[:2] != dense.shape[2:]:

@@ -27,8 +27,8 @@ class Diagonal(Covariance):
 
     >>> import jax.numpy as jnp
     >>> cov = Diagonal(jnp.array([[1.0, 4.0]]))
-    >>> cov.map_features(jnp.array([[1.0], [1.0]])).variance()
-    Array([[5.]], dtype=float32)
+    >>> print(cov.map_features(jnp.array([[1.0], [1.0]])).variance())
+    [[5.]]
     """
 
     variances: Array
@@ -53,7 +53,7 @@ class Diagonal(Covariance):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.variances.shape
+        return self.variances.shape[0], self.variances.shape[1]
 
     @property
     def dtype(self) -> jnp.dtype:

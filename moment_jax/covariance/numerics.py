@@ -17,13 +17,13 @@ def safe_sqrt(x: Array) -> Array:
 
 
 def safe_divide(x: Array, y: Array, otherwise: float = 0.0) -> Array:
-    """x / y, and `otherwise` where y is zero (or so small that the quotient would overflow)."""
+    """Quotient x / y, and `otherwise` where y is zero (or so small that the quotient would overflow)."""
     usable = jnp.abs(y) > jnp.finfo(y.dtype).tiny
     return jnp.where(usable, x / jnp.where(usable, y, 1), otherwise)
 
 
 def gram(a: Array, b: Array, metric: Array | None = None) -> Array:
-    """a A b^T for token arrays (T, D), (S, D): A is None (identity), (D,) diagonal or (D, D)."""
+    """The product a A b^T of (T, D) and (S, D) arrays: A None (identity), (D,) diagonal or (D, D)."""
     if metric is None:
         return a @ b.T
     if metric.ndim == 1:

@@ -72,7 +72,7 @@ class TokenCorrelated(Covariance):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.scale.shape
+        return self.scale.shape[0], self.scale.shape[1]
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -33,8 +33,8 @@ def encoder_block(
 ) -> tuple[Array, S]:
     """Moments of one Transformer encoder block.
 
-    With `norm_first=False` z = norm1(x + attention(x)), y = norm2(z + feed_forward(z)), as the derivation
-    has it; with `norm_first=True` z = x + attention(norm1(x)), y = z + feed_forward(norm2(z)).
+    With `norm_first=False` z = norm1(x + attention(x)), y = norm2(z + feed_forward(z)), as in the
+    derivation; with `norm_first=True` z = x + attention(norm1(x)), y = z + feed_forward(norm2(z)).
     The covariance between a residual stream and its branch is kept as far as the structure can.
 
     Assumes that x and the parameters of all sublayers are independent of each other.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from functools import singledispatch
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Covariance, TokenCorrelated
+from moment_jax.covariance.diagonal import low_rank_variance
+from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.layers.checks import check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
@@ -30,9 +33,7 @@ class NormTangent(NamedTuple):
 
     def rescaled(self, gain: Array) -> NormTangent:
         """The same normalisation followed by a (D,) gain."""
-        return NormTangent(
-            self.gain * gain[None, :], self.left * gain[None, :, None], self.right
-        )
+        return NormTangent(self.gain * gain[None, :], self.left * gain[None, :, None], self.right)
 
     def jacobian(self) -> Array:
         """Every token's Jacobian, input features first, (T, D, D)."""
@@ -50,7 +51,8 @@ def layer_norm(
     sample variance q = Var_d(E[x]) + tr(P Cov P)/D + epsilon, P = I - 11^T/D, and the mean has its
     second-order correction; with order 1 both are Taylor's first order at the mean.
 
-    Assumes that x, the gain and the bias are independent of each other, and x Gaussian (order 2).
+    Assumes that x, the gain and the bias are independent of each other, and x Gaussian (order 2);
+    with `TokenCorrelated`, that normalising leaves the correlation between tokens as it is.
 
     Args:
       mean: E[x], (T, D).
@@ -79,7 +81,7 @@ def layer_norm_and_tangent(
     check_moments("layer_norm", mean, cov)
     check_order("layer_norm", order)
     mean, tangent = _normalize(mean, cov, epsilon, order)
-    cov = cov.map_low_rank(*tangent)
+    cov = _carry(cov, tangent)
     gain, bias = params.scale, params.bias
     parts = []
     if gain is not None:
@@ -123,6 +125,24 @@ def _normalize(
         )
         normal = _corrected(normal, cov.token_matvec(normal), squares, spread)
     return normal, tangent
+
+
+@singledispatch
+def _carry(cov: Any, tangent: NormTangent) -> Any:
+    """The covariance of the normalised array."""
+    return cov.map_low_rank(*tangent)
+
+
+@_carry.register
+def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> TokenCorrelated:
+    """Exact variances; the token correlation passes as it is.
+
+    Tokens lose different directions n_t, which would leave one correlation for all features a matter of
+    the scales' pattern, and no longer surely positive semidefinite. The directions are two of D.
+    """
+    variance = low_rank_variance(cov.variance(), *tangent)
+    sign = jnp.where(cov.scale < 0, -1, 1).astype(cov.dtype)
+    return TokenCorrelated(sign * safe_sqrt(variance), cov.correlation)
 
 
 def _corrected(normal: Array, pulled: Array, squares: Array, spread: Array) -> Array:

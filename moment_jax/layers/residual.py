@@ -57,9 +57,7 @@ def _add(cov: Any, branch: Any, tangent: Tangent, norm: NormTangent | None) -> A
 
 
 @_add.register
-def _add_full(
-    cov: Full, branch: Full, tangent: Tangent, norm: NormTangent | None
-) -> Full:
+def _add_full(cov: Full, branch: Full, tangent: Tangent, norm: NormTangent | None) -> Full:
     def carried(change: Array) -> Array:
         return tangent(change if norm is None else norm(change))
 
@@ -74,7 +72,7 @@ def _add_token_block(
     if isinstance(tangent, FeedForwardTangent):
         jacobian = tangent.jacobian()
     else:
-        h, t, _ = tangent.weights.shape
+        h = tangent.weights.shape[0]
         value = tangent.value_kernel.reshape(tangent.value_kernel.shape[0], h, -1)
         output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
         own = jnp.einsum("htt->ht", tangent.weights)
@@ -131,5 +129,3 @@ def _bounded(cross: Array, cov: Covariance, branch: Covariance) -> Array:
     """A covariance between x and its branch within Cauchy and Schwarz, entry by entry."""
     bound = safe_sqrt(cov.variance()) * safe_sqrt(branch.variance())
     return jnp.clip(cross, -bound, bound)
-
-

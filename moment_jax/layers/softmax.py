@@ -15,9 +15,7 @@ Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
-def softmax(
-    mean: Array, cov: S, *, order: int = 2, mask: Array | None = None
-) -> tuple[Array, S]:
+def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -> tuple[Array, S]:
     """Moments of the softmax over the last axis, row by row.
 
     Covariances, also those between different rows, pass the Jacobians J_t = diag(w_t) - w_t w_t^T. With

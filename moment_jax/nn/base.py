@@ -17,8 +17,8 @@ Array = jax.Array
 class BayesianModule(nnx.Module):
     """A module that owns beliefs about its weights.
 
-    Subclasses give `params`, the parameter group of the layer they call, and `network(params)`, the plain
-    Flax network with arrays in the place of the beliefs.
+    Subclasses give `params`, the parameter group of the layer they call, and `network(params)`, the
+    plain Flax network with arrays in the place of the beliefs.
     """
 
     @property

@@ -13,7 +13,10 @@ Array = jax.Array
 
 
 def over_batch(
-    layer: Callable[[Array, Covariance], Any], mean: Array, cov: Covariance | None, structure: type
+    layer: Callable[[Array, Covariance], Any],
+    mean: Array,
+    cov: Covariance | None,
+    structure: type[Covariance],
 ) -> Any:
     """Apply `layer` to every sequence of a batch (..., T, D).
 
@@ -32,4 +35,6 @@ def over_batch(
         if cov is None:
             return jax.vmap(lambda m: over_batch(layer, m, None, structure))(mean)
         return jax.vmap(lambda m, c: over_batch(layer, m, c, structure))(mean, cov)
-    return layer(mean, structure.zeros(mean.shape, mean.dtype) if cov is None else cov)
+    return layer(
+        mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype) if cov is None else cov
+    )

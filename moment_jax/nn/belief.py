@@ -74,7 +74,9 @@ class Belief(nnx.Module):
         if self.family is families.Point:
             return families.Point(mean)
         if self.family is families.MatrixNormal:
-            return families.MatrixNormal(mean, _covariance(raw["rows"]), _covariance(raw["columns"]))
+            return families.MatrixNormal(
+                mean, _covariance(raw["rows"]), _covariance(raw["columns"])
+            )
         if self.family is families.FullNormal:
             return families.FullNormal(
                 mean, _covariance(raw["entries"]).reshape(*mean.shape, *mean.shape)
@@ -104,9 +106,7 @@ def total_kl(module: nnx.Module) -> Array:
     return sum((belief.kl() for belief in beliefs[1:]), beliefs[0].kl())
 
 
-def _initial_raw(
-    family: type[Posterior], mean: Array, scale: float
-) -> dict[str, VariationalScale]:
+def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str, VariationalScale]:
     raw = math.log(math.expm1(scale))  # softplus(raw) == scale
     if family is families.Point:
         return {}

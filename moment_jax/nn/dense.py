@@ -58,7 +58,7 @@ class Dense(BayesianModule):
         new.load(layer)
         return new
 
-    def load(self, layer: nnx.Module) -> None:
+    def load(self, layer: Any) -> None:
         """Take the weights of an `nnx.Linear` (or a `LinearGeneral` of an attention) as means."""
         set_mean(self.kernel, layer.kernel[...])
         if self.bias is not None:

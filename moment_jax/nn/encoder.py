@@ -244,7 +244,7 @@ class Encoder(BayesianModule):
         """Take the weights of a plain encoder as means."""
         for mine, theirs in zip(self.blocks, encoder.blocks, strict=True):
             mine.load(theirs)
-        if self.final_norm is not None:
+        if self.final_norm is not None and encoder.final_norm is not None:
             self.final_norm.load(encoder.final_norm)
 
     @property

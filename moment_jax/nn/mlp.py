@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ class MLP(BayesianModule):
         find_activation(activation)
         self.layers = nnx.List(
             Dense(a, b, rngs=rngs, **settings)
-            for a, b in zip(features[:-1], features[1:], strict=True)
+            for a, b in pairwise(features)
         )
 
     @classmethod

@@ -1,39 +1,40 @@
 """Plain Flax networks of one draw of the weights: nothing here but Flax's own layers.
 
 They are the deterministic networks that Monte Carlo samples, so they share no code with the moment
-transforms. Each is built from the same parameter groups as the transforms, with arrays where those
-have beliefs.
+transforms. Each is built from the same parameter groups as the transforms (`DenseParams`, `NormParams`,
+`AttentionParams`, `EncoderBlockParams`), with arrays where those have beliefs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
 
-from moment_jax.layers.params import AttentionParams, DenseParams, EncoderBlockParams, NormParams
-
 Array = jax.Array
 ScalarFunction = Callable[[Array], Array]
+# A parameter group with arrays in the place of its beliefs.
+Arrays = Any
 
 
-def plain_linear(params: DenseParams) -> nnx.Linear:
+def plain_linear(params: Arrays) -> nnx.Linear:
     """`nnx.Linear` with this (in, out) kernel and this bias."""
     kernel, bias = params.kernel, params.bias
     layer = nnx.Linear(
         *kernel.shape,
         use_bias=bias is not None,
-        param_dtype=kernel.dtype,  # type: ignore[attr-defined]
+        param_dtype=kernel.dtype,
         rngs=nnx.Rngs(0),
     )
     layer.kernel.set_value(kernel)
-    if bias is not None:
+    if layer.bias is not None:
         layer.bias.set_value(bias)
     return layer
 
 
-def plain_norm(params: NormParams, num_features: int, epsilon: float) -> nnx.LayerNorm:
+def plain_norm(params: Arrays, num_features: int, epsilon: float) -> nnx.LayerNorm:
     """`nnx.LayerNorm` with this gain and bias."""
     gain, bias = params.scale, params.bias
     layer = nnx.LayerNorm(
@@ -44,14 +45,14 @@ def plain_norm(params: NormParams, num_features: int, epsilon: float) -> nnx.Lay
         use_fast_variance=False,
         rngs=nnx.Rngs(0),
     )
-    if gain is not None:
+    if layer.scale is not None:
         layer.scale.set_value(gain)
-    if bias is not None:
+    if layer.bias is not None:
         layer.bias.set_value(bias)
     return layer
 
 
-def plain_attention(params: AttentionParams, num_heads: int) -> nnx.MultiHeadAttention:
+def plain_attention(params: Arrays, num_heads: int) -> nnx.MultiHeadAttention:
     """`nnx.MultiHeadAttention` with these kernels, heads outermost in (D, H K) and (H K, D)."""
     features, width = params.query.kernel.shape
     out_features = params.output.kernel.shape[1]
@@ -61,19 +62,19 @@ def plain_attention(params: AttentionParams, num_heads: int) -> nnx.MultiHeadAtt
         qkv_features=width,
         out_features=out_features,
         use_bias=params.query.bias is not None,
-        param_dtype=params.query.kernel.dtype,  # type: ignore[attr-defined]
+        param_dtype=params.query.kernel.dtype,
         decode=False,
         rngs=nnx.Rngs(0),
     )
     head = width // num_heads
     for name in ("query", "key", "value"):
-        dense: DenseParams = getattr(params, name)
+        dense: Arrays = getattr(params, name)
         target = getattr(layer, name)
-        target.kernel.set_value(dense.kernel.reshape(features, num_heads, head))  # type: ignore[attr-defined]
+        target.kernel.set_value(dense.kernel.reshape(features, num_heads, head))
         if dense.bias is not None:
-            target.bias.set_value(dense.bias.reshape(num_heads, head))  # type: ignore[attr-defined]
-    layer.out.kernel.set_value(params.output.kernel.reshape(num_heads, head, out_features))  # type: ignore[attr-defined]
-    if params.output.bias is not None:
+            target.bias.set_value(dense.bias.reshape(num_heads, head))
+    layer.out.kernel.set_value(params.output.kernel.reshape(num_heads, head, out_features))
+    if layer.out.bias is not None:
         layer.out.bias.set_value(params.output.bias)
     return layer
 
@@ -97,7 +98,7 @@ class PlainEncoderBlock(nnx.Module):
 
     def __init__(
         self,
-        params: EncoderBlockParams,
+        params: Arrays,
         *,
         num_heads: int,
         norm_first: bool,

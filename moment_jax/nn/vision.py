@@ -166,7 +166,9 @@ class VisionTransformer(BayesianModule):
         return mean.reshape(*batch, -1), cov.reshape(*batch, *cov.shape[-2:])
 
     def _moments(self, tokens: Array, params: VisionTransformerParams) -> tuple[Array, Array]:
-        start: Covariance = self.settings.structure.zeros(tokens.shape, tokens.dtype)
+        start: Covariance = self.settings.structure.zeros(
+            (tokens.shape[0], tokens.shape[1]), tokens.dtype
+        )
         mean, cov = dense(tokens, start, params.embed)
         mean = mean + params.position.mean
         if not isinstance(params.position, Point):
@@ -176,4 +178,3 @@ class VisionTransformer(BayesianModule):
         block = TokenBlock(pooled_cov.token_blocks())
         logits, logit_cov = dense(pooled, block, params.head)
         return logits[0], logit_cov.blocks[0]
-

@@ -50,8 +50,9 @@ class Posterior(abc.ABC):
     def kl(self, prior: GaussianPrior) -> Array:
         """KL(self || prior) in nats, in closed form, summed over all entries: a scalar.
 
-        It is +inf, never NaN, where the belief is singular. Gradients to the belief and to the
-        prior's mean and variance are right wherever the variance is positive.
+        It is +inf, never NaN, where the belief is singular (for a dense covariance: where it has no
+        Cholesky factor). Gradients to the belief and to the prior's mean and variance are right
+        wherever the variance is positive.
         """
 
     # -- kernels (in, out) ------------------------------------------------------------------------

@@ -35,8 +35,8 @@ def _lyapunov(root: Array, right: Array) -> Array:
     def solve(_: object, right: Array) -> Array:
         values, vectors = jnp.linalg.eigh(root)
         total = values[:, None] + values[None, :]
-        # A zero eigenvalue of root^2 came out of eigh as one of a few eps times the greatest, for any
-        # n; what two such eigenvalues would divide is noise.
+        # A zero eigenvalue of root^2 came out of eigh as a few eps times the greatest, for any n;
+        # what two such eigenvalues would divide is noise.
         usable = total > 2 * (10 * jnp.finfo(values.dtype).eps) ** 0.5 * jnp.max(values)
         coefficients = vectors.T @ right @ vectors
         solution = jnp.where(usable, coefficients / jnp.where(usable, total, 1), 0)
@@ -49,7 +49,8 @@ def _lyapunov(root: Array, right: Array) -> Array:
 def psd_logdet(cov: Array) -> Array:
     """Log-determinant of a PSD matrix (n, n), by Cholesky: a scalar, -inf where it is singular.
 
-    There its derivative, infinite too, is taken as zero.
+    There its derivative, infinite too, is taken as zero. A matrix that is singular but for rounding
+    may be found regular, with a logarithm of about log(eps) for each lost dimension.
     """
     return _logdet_and_factor(cov)[0]
 

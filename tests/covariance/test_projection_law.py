@@ -39,7 +39,10 @@ OPERATIONS = {
     "map_features": lambda cov: cov.map_features(jax.random.normal(KEYS[4], (5, 3))),
     "map_tokens": lambda cov: cov.map_tokens(jax.random.normal(KEYS[5], (3, 4))),
     "map_low_rank": lambda cov: cov.map_low_rank(
-        *(jax.random.normal(key, (*SHAPE, *rest)) for key, rest in zip(KEYS[6:9], [(), (2,), (2,)], strict=True))
+        *(
+            jax.random.normal(key, (*SHAPE, *rest))
+            for key, rest in zip(KEYS[6:9], [(), (2,), (2,)], strict=True)
+        )
     ),
     "add": lambda cov: cov.add(cov.map_features(jax.random.normal(KEYS[4], (5, 5)))),
     "add_shared": lambda cov: cov.add(type(cov).shared(4, random_psd(KEYS[9], 5))),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Full
-from moment_jax.layers.attention.inputs import Inputs, Projection, split_heads
+from moment_jax.layers.attention.inputs import Inputs, split_heads
 from moment_jax.layers.softmax import masked_softmax, tilted_mean
 
 Array = jax.Array
@@ -64,10 +64,10 @@ def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Array]:
 def _joint(inputs: Inputs[Full]) -> _Joint:
     h = inputs.num_heads
     q, k, v = (split_heads(p.mean, h) for p in (inputs.query, inputs.key, inputs.value))
-    own = [_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value)]
+    qq, kk, vv = (_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value))
     shared = inputs.shared
     if shared is None:
-        return _Joint(q, k, v, *own, None, None, None)
+        return _Joint(q, k, v, qq, kk, vv, None, None, None)
 
     def cross(left: Array, right: Array) -> Array:
         return _split_both(jnp.einsum("ip,tisj,jq->tpsq", left, shared.cov.cov, right), h)
@@ -76,7 +76,9 @@ def _joint(inputs: Inputs[Full]) -> _Joint:
         q,
         k,
         v,
-        *own,
+        qq,
+        kk,
+        vv,
         cross(shared.query_kernel, shared.key_kernel),
         cross(shared.query_kernel, shared.value_kernel),
         cross(shared.key_kernel, shared.value_kernel),

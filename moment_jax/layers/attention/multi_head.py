@@ -103,12 +103,12 @@ def attention_and_tangent(
     check_mask("attention", mask, num_heads, t, t)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (num_heads, t, t))
-    kernels = (params.query.kernel, params.key.kernel, params.value.kernel)
+    kernels = (params.query.kernel.mean, params.key.kernel.mean, params.value.kernel.mean)
     inputs = Inputs(
         Projection(*dense(mean, cov, params.query)),
         Projection(*dense(mean, cov, params.key)),
         Projection(*dense(mean, cov, params.value)),
-        SharedInput(cov, *(kernel.mean for kernel in kernels)),
+        SharedInput(cov, *kernels),
         mask,
         num_heads,
         order,
@@ -119,7 +119,7 @@ def attention_and_tangent(
         inputs.key.mean,
         inputs.value.mean,
         weights,
-        *(kernel.mean for kernel in kernels),
+        *kernels,
         params.output.kernel.mean,
     )
     return *dense(mixed, mixed_cov, params.output), tangent

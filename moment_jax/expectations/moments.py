@@ -1,0 +1,54 @@
+"""The moments that a nonlinear function of a Gaussian variable has, and the check of what goes in."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class ElementwiseMoments(NamedTuple):
+    """Moments of f(x) for x ~ N(m, v), elementwise: four arrays of the shape of m.
+
+    `gain` and `second` are the first two coefficients of f in the Hermite basis of x: for jointly
+    Gaussian x and y of equal kind, Cov[f(x), f(y)] = gain_x gain_y Cov[x, y]
+    + second_x second_y corr[x, y]^2 + terms of third and higher order in the correlation. Hence
+    (Parseval) gain^2 v + second^2 <= variance.
+
+    Attributes:
+        mean: E[f(x)].
+        variance: Var[f(x)], never negative.
+        gain: E[f'(x)], which is Cov[f(x), x] / v (Stein) and also d mean / d m.
+        second: v E[f''(x)] / sqrt(2), which is sqrt(2) v d mean / d v (Price).
+    """
+
+    mean: jax.Array
+    variance: jax.Array
+    gain: jax.Array
+    second: jax.Array
+
+
+def checked(name: str, mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both arrays in their common floating dtype.
+
+    Args:
+        name: the function that the caller called, for the message.
+        mean: means, any shape.
+        variance: variances, the same shape.
+
+    Raises:
+        ValueError: the shapes differ.
+        TypeError: the dtype is not a real floating one.
+    """
+    mean, variance = jnp.asarray(mean), jnp.asarray(variance)
+    if mean.shape != variance.shape:
+        raise ValueError(
+            f"`{name}(mean, variance)` needs variance.shape == mean.shape. "
+            f"Got {variance.shape} and {mean.shape}. For one variance use jnp.full_like(mean, v)."
+        )
+    dtype = jnp.result_type(mean, variance)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"`{name}(mean, variance)` needs real floating-point arrays. Got {mean.dtype} and "
+            f"{variance.dtype}. Use mean.astype(float)."
+        )
+    return mean.astype(dtype), variance.astype(dtype)

@@ -1,0 +1,109 @@
+"""Exact moments of a rectified Gaussian, relu(x) for x ~ N(m, v)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import erfc
+
+from moment_jax.expectations.moments import ElementwiseMoments, checked
+
+# Beyond this many standard deviations the density is zero in float64 too, and t^2 cannot overflow.
+_FAR = 40.0
+
+
+def rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
+    """Exact moments of relu(x) = max(x, 0) for x ~ N(mean, variance), elementwise.
+
+    With s = sqrt(v), t = m / s, Phi and phi the normal distribution and density:
+    E = m Phi(t) + s phi(t), gain = Phi(t), second = s phi(t) / sqrt(2), and for t <= 0
+    Var = v ((t^2 + 1) Phi + t phi) - E^2; for t > 0 the identity relu(x) = x + relu(-x) gives
+    Var(t) = v (1 - 2 Phi(-t)) + Var(-t), in which nothing large cancels.
+
+    At variance 0 the result is that of the function itself: mean relu(m), variance 0,
+    gain 1[m > 0] (1/2 at m = 0), second 0. Derivatives follow Price's theorem,
+    dE/dm = E[relu'] and dE/dv = E[relu''] / 2, where E[relu''] is the density of x at 0, taken as 0
+    when v = 0. They are finite everywhere.
+
+    Args:
+        mean: means m, any shape.
+        variance: variances v >= 0, the same shape. Negative values (rounding) count as 0.
+
+    Returns:
+        Mean, variance, gain and second, each of the shape of mean.
+
+    Raises:
+        ValueError: the shapes differ.
+        TypeError: the arrays are not real floating-point ones.
+
+    Source: replaces the Taylor step of Transformer derivation, section 4.6.
+    """
+    return _rectified(*checked("rectified", mean, variance))
+
+
+@jax.custom_jvp
+def _rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
+    return _moments(mean, variance, *_standardise(mean, variance))
+
+
+@_rectified.defjvp
+def _rectified_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[ElementwiseMoments, ElementwiseMoments]:
+    mean, variance = primals
+    d_mean, d_variance = tangents
+    out = _rectified(mean, variance)
+    inverse, standard = _standardise(mean, variance)
+    depth = jnp.abs(standard)
+    unit, tail = _density(depth), _tail(depth)
+    curvature = unit * inverse  # E[relu''], the density of x at 0
+    third = -standard * curvature * inverse
+    below = jnp.where(standard > 0.0, tail, 1.0 - tail)  # P[x < 0]
+    # E[relu] E[relu''] without the scale, so that it has its limit 1 / (2 pi) at m = 0, v -> 0.
+    overlap = unit * (jnp.maximum(standard, 0.0) + unit - depth * tail)
+    half_second = 0.5**1.5 * curvature * (1.0 + standard * standard)
+    return out, ElementwiseMoments(
+        mean=out.gain * d_mean + 0.5 * curvature * d_variance,
+        variance=2.0 * out.mean * below * d_mean + (out.gain - overlap) * d_variance,
+        gain=curvature * d_mean + 0.5 * third * d_variance,
+        second=-(0.5**0.5) * standard * unit * d_mean + half_second * d_variance,
+    )
+
+
+def _moments(
+    mean: jax.Array, variance: jax.Array, inverse: jax.Array, standard: jax.Array
+) -> ElementwiseMoments:
+    variance = jnp.maximum(variance, 0.0)
+    scale, depth = variance * inverse, jnp.abs(standard)
+    density, tail = _density(depth), _tail(depth)
+    # Moments of relu(-|x|) in units of s: the part that lies beyond zero.
+    excess = jnp.maximum(density - depth * tail, 0.0)
+    spread = (depth * depth + 1.0) * tail - depth * density - excess * excess
+    # Parseval's inequality holds exactly, and rounding may not break it.
+    spread = jnp.maximum(spread, tail * tail + 0.5 * density * density)
+    positive = standard > 0.0
+    return ElementwiseMoments(
+        mean=jnp.maximum(mean, 0.0) + scale * excess,
+        variance=variance * jnp.where(positive, 1.0 - 2.0 * tail + spread, spread),
+        gain=jnp.where(positive, 1.0 - tail, tail),
+        second=0.5**0.5 * scale * density,
+    )
+
+
+def _standardise(mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return 1 / s and m / s, or 0 and +-40 where |m| > 40 s (0 where m = v = 0): x is as good as m."""
+    # Below this (5e-26 in float32) v^(-3/2), which second derivatives need, would overflow.
+    usable = variance > float(jnp.finfo(variance.dtype).tiny) ** (2 / 3)
+    inverse = jax.lax.rsqrt(jnp.where(usable, variance, 1.0))
+    near = usable & (jnp.abs(mean) * inverse < _FAR)
+    inverse = jnp.where(near, inverse, 0.0)
+    return inverse, jnp.where(near, mean * inverse, _FAR * jnp.sign(mean))
+
+
+def _density(t: jax.Array) -> jax.Array:
+    """Standard normal density."""
+    return (0.5 / np.pi) ** 0.5 * jnp.exp(-0.5 * t * t)
+
+
+def _tail(t: jax.Array) -> jax.Array:
+    """P[z > t] for a standard normal z and t >= 0, with full relative accuracy."""
+    return 0.5 * erfc(0.5**0.5 * t)

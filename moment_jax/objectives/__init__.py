@@ -1,0 +1,52 @@
+"""What to maximise and how to score: likelihoods, the ELBO, predictions and metrics.
+
+Everything works on plain means and covariances of the network's output.
+"""
+
+from moment_jax.objectives.elbo import elbo, kl_warmup, monte_carlo_expected_log_likelihood
+from moment_jax.objectives.expected_log_likelihood import expected_log_likelihood
+from moment_jax.objectives.likelihoods import (
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+)
+from moment_jax.objectives.log_marginal import log_marginal
+from moment_jax.objectives.metrics import (
+    ReliabilityCurve,
+    accuracy,
+    brier_score,
+    expected_calibration_error,
+    gaussian_negative_log_likelihood,
+    interval_coverage,
+    negative_log_likelihood,
+    reliability_curve,
+)
+from moment_jax.objectives.predictive import (
+    class_probabilities,
+    log_class_probabilities,
+    predictive_gaussian,
+)
+
+__all__ = [
+    "Categorical",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "ReliabilityCurve",
+    "accuracy",
+    "brier_score",
+    "class_probabilities",
+    "elbo",
+    "expected_calibration_error",
+    "expected_log_likelihood",
+    "gaussian_negative_log_likelihood",
+    "interval_coverage",
+    "kl_warmup",
+    "log_class_probabilities",
+    "log_marginal",
+    "monte_carlo_expected_log_likelihood",
+    "negative_log_likelihood",
+    "predictive_gaussian",
+    "reliability_curve",
+]

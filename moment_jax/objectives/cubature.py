@@ -1,0 +1,160 @@
+"""E[log softmax(f)] and log E[softmax(f)] for Gaussian logits f, by a fixed set of points.
+
+The points are f_k = mean + L z_k with L L^T = cov and z_k a rank-1 lattice mapped to the normal
+law, its reflection -z_k, and a linear map that makes their second moments exactly those of the
+normal law. So polynomials of degree three are integrated exactly, nothing is random, and the error
+falls about as 1 / num_points instead of 1 / sqrt(num_points).
+
+Derivatives follow Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, taken over the
+same points. They are finite at any covariance, singular and zero ones included, where the
+derivative of the root L is infinite. They are themselves differentiable; second derivatives with
+respect to the covariance pass through L and are right where the covariance is positive definite.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+Tangents = tuple[Array, Array]
+
+_GOLDEN = (5**0.5 - 1) / 2
+# The weight of every coordinate in the lattice's worst-case error; 0.03 to 0.3 do equally well.
+_COORDINATE_WEIGHT = 0.1
+
+
+def count_points(num_points: int | None, num_dims: int, default: int = 128) -> int:
+    """The number of points, a power of two: as asked for, or `default`, or 8 a dimension.
+
+    Raises:
+      ValueError: if fewer points than 4 for each dimension are asked for.
+    """
+    if num_points is None:
+        num_points = max(default, 8 * num_dims)
+    if num_points < 4 * num_dims:
+        raise ValueError(
+            f"The cubature over {num_dims} classes needs num_points >= {4 * num_dims}, 4 for each "
+            f"class. Got {num_points}. Pass more, or None for the default."
+        )
+    return 1 << (max(num_points, 8) - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=32)
+def normal_points(num_dims: int, num_points: int) -> np.ndarray:
+    """Points (num_points, num_dims) with mean 0 and second moment exactly the identity.
+
+    Args:
+      num_dims: C.
+      num_points: a power of two, at least 4 C (see `count_points`).
+
+    The lattice is built one coordinate at a time, each taking the generator of least worst-case
+    error for smooth periodic functions. Every coordinate is shifted by another number of cells plus
+    a quarter, which spreads a coordinate and its reflection evenly over all num_points cells.
+    """
+    half = num_points // 2
+    index = np.arange(half)
+    generators = np.arange(1, half, 2)
+    fraction = (generators[:, None] * index[None, :] % half) / half
+    kernel = 1 + _COORDINATE_WEIGHT * 2 * np.pi**2 * (fraction**2 - fraction + 1 / 6)
+    product = np.ones(half)
+    used = np.zeros(generators.size)
+    uniform = np.empty((half, num_dims))
+    for dim in range(num_dims):
+        best = int(np.argmin(kernel @ product + used))
+        used[best] = np.inf
+        product = product * kernel[best]
+        product = product / product.mean()
+        cells = np.floor(half * ((dim + 1) * _GOLDEN % 1))
+        uniform[:, dim] = (fraction[best] + (cells + 0.25) / half) % 1
+    quantiles = {u: statistics.NormalDist().inv_cdf(u) for u in np.unique(uniform).tolist()}
+    points = np.vectorize(quantiles.__getitem__, otypes=[float])(uniform)
+    points = np.concatenate([points, -points])
+    eigenvalues, vectors = np.linalg.eigh(points.T @ points / num_points)
+    points = points @ (vectors / np.sqrt(eigenvalues)) @ vectors.T
+    points.flags.writeable = False
+    return points
+
+
+def psd_root(cov: Array) -> Array:
+    """Lower-triangular L with L L^T = cov, (C, C), for any positive semidefinite covariance.
+
+    Cholesky's algorithm with the columns of vanishing pivots left out: a singular or zero
+    covariance has a root, where LAPACK's Cholesky has none, and no jitter is added.
+    """
+    size = cov.shape[0]
+    rows = jnp.arange(size)
+    tolerance = size * jnp.finfo(cov.dtype).eps
+
+    def add_column(j: Array, root: Array) -> Array:
+        column = cov[:, j] - root @ root[j]
+        pivot = column[j]
+        usable = pivot > tolerance * cov[j, j]
+        column = column / jnp.sqrt(jnp.where(usable, pivot, 1))
+        return root.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
+
+    return jax.lax.fori_loop(0, size, add_column, jnp.zeros_like(cov))
+
+
+def gaussian_points(mean: Array, cov: Array, num_points: int) -> Array:
+    """The cubature's points for N(mean, cov), (num_points, C); cov is (C,) variances or (C, C)."""
+    points = jnp.asarray(normal_points(mean.shape[0], num_points), mean.dtype)
+    if cov.ndim == 1:
+        positive = cov > 0
+        scale = jnp.where(positive, jnp.sqrt(jnp.where(positive, cov, 1)), 0)
+        return mean[None, :] + points * scale[None, :]
+    return mean[None, :] + points @ psd_root(cov).T
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def expected_logsumexp(mean: Array, cov: Array, num_points: int) -> Array:
+    """E[logsumexp(f)], a scalar, f ~ N(mean, cov) with cov (C,) or (C, C)."""
+    points = gaussian_points(mean, cov, num_points)
+    return jnp.mean(jax.nn.logsumexp(points, axis=1))
+
+
+@expected_logsumexp.defjvp
+def _expected_logsumexp_jvp(
+    num_points: int, primals: Tangents, tangents: Tangents
+) -> tuple[Array, Array]:
+    points = gaussian_points(*primals, num_points)
+    weights = jax.nn.softmax(points, axis=1)
+    mean_dot, cov_dot = tangents
+    diagonal, pulled = _curvature_terms(weights, cov_dot)
+    slope = jnp.mean(weights, axis=0) @ (mean_dot + diagonal / 2)
+    tangent = slope - jnp.mean(jnp.sum(weights * pulled, axis=1)) / 2
+    return jnp.mean(jax.nn.logsumexp(points, axis=1)), tangent
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def log_expected_softmax(mean: Array, cov: Array, num_points: int) -> Array:
+    """Log E[softmax(f)], (C,), f ~ N(mean, cov) with cov (C,) or (C, C); exp of it sums to one."""
+    log_weights = jax.nn.log_softmax(gaussian_points(mean, cov, num_points), axis=1)
+    return jax.nn.logsumexp(log_weights, axis=0) - math.log(num_points)
+
+
+@log_expected_softmax.defjvp
+def _log_expected_softmax_jvp(
+    num_points: int, primals: Tangents, tangents: Tangents
+) -> tuple[Array, Array]:
+    log_weights = jax.nn.log_softmax(gaussian_points(*primals, num_points), axis=1)
+    weights = jnp.exp(log_weights)
+    # How much each point has to say about each class: columns sum to one even where exp underflows.
+    shares = jax.nn.softmax(log_weights, axis=0)
+    mean_dot, cov_dot = tangents
+    diagonal, pulled = _curvature_terms(weights, cov_dot)
+    common = -weights @ (mean_dot + diagonal / 2) + jnp.sum(weights * pulled, axis=1)
+    tangent = mean_dot + diagonal / 2 - jnp.sum(shares * pulled, axis=0) + common @ shares
+    return jax.nn.logsumexp(log_weights, axis=0) - math.log(num_points), tangent
+
+
+def _curvature_terms(weights: Array, cov_dot: Array) -> Tangents:
+    """The diagonal of a change of the covariance, and that change times each point's weights."""
+    if cov_dot.ndim == 1:
+        return cov_dot, weights * cov_dot[None, :]
+    return jnp.diagonal(cov_dot), weights @ ((cov_dot + cov_dot.T) / 2)

@@ -1,0 +1,138 @@
+"""E_q[log p(y | f)], the data term of the ELBO, from the output's mean and covariance."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.objectives.cubature import count_points, expected_logsumexp
+from moment_jax.objectives.likelihoods import (
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+)
+from moment_jax.objectives.moments import (
+    Cov,
+    check_cov,
+    check_label,
+    check_logits,
+    check_output,
+    has_pairs,
+    token_blocks,
+    variances,
+)
+from moment_jax.objectives.noise import noise_array, noise_like
+
+Array = jax.Array
+_NAME = "expected_log_likelihood"
+
+
+def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
+    """E[log p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats.
+
+    It is never above `log_marginal`, log E[p(target | f)] (Jensen): this one punishes every bit of
+    parameter uncertainty and is what the ELBO needs; that one is the score of the prediction.
+
+    Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2. Covariances between outputs matter
+      only
+    where the noise N is correlated.
+
+    HeteroscedasticGaussian: closed form. exp(-g) tilts the Gaussian of the mean output mu by its
+    covariance c with the log variance g, so
+    E[exp(-g) (y - mu)^2] = exp(-E g + Var g / 2) ((y - E mu + c)^2 + Var mu).
+
+    Categorical: mean[y] - E[logsumexp(f)] by a deterministic cubature (`cubature`), exact to third
+      order
+    in f. Mean error over 200 random problems of 10 classes against 524,288 scrambled Sobol points,
+    in nats, beside `expected_log_likelihood_bound`:
+
+    ============================  ======  ======  ======  ======
+    sd of the logits              0.3     1       2       3
+    ============================  ======  ======  ======  ======
+    128 points (default)          TODO
+    ============================  ======  ======  ======  ======
+
+    Args:
+      likelihood: the observation model.
+      target: Gaussian: y, of the mean's shape. HeteroscedasticGaussian: y, (D,). Categorical: an
+        integer class index of shape ().
+      mean: Gaussian: (D,) or (T, D). HeteroscedasticGaussian: (2 D,). Categorical: (C,) logits.
+      cov: variances in the mean's shape, or all covariances, in the mean's shape twice. For
+        Gaussian also a structure such as `Diagonal` or `Full`.
+
+    Returns:
+      A scalar: the sum over the features (and tokens) of one example.
+
+    Raises:
+      ValueError: if shapes do not fit.
+      TypeError: if the likelihood or the covariance is of another type.
+
+    Source: Transformer derivation, Eq. 5, 6 and 13 (with observation noise, and with the trace that
+    makes it an expectation of a logarithm).
+    """
+    target = jnp.asarray(target)
+    if isinstance(likelihood, Gaussian):
+        return _gaussian(likelihood, target, mean, cov)
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        return _heteroscedastic(target, mean, cov)
+    if isinstance(likelihood, Categorical):
+        return _categorical(likelihood, target, mean, cov)
+    raise TypeError(
+        f"`{_NAME}` needs Gaussian, HeteroscedasticGaussian or Categorical. Got "
+        f"{type(likelihood).__name__}."
+    )
+
+
+def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
+    check_output(_NAME, target, mean, cov)
+    noise = noise_array(_NAME, likelihood, mean)
+    residual = target - mean
+    constant = mean.size * math.log(2 * math.pi)
+    if noise.ndim == 1:
+        noise = noise_like(noise, mean)
+        quadratic = (residual**2 + variances(mean, cov)) / noise
+        return -0.5 * (constant + jnp.sum(jnp.log(noise) + quadratic))
+    factor = jnp.linalg.cholesky(noise)
+    precision = jax.scipy.linalg.cho_solve(
+        (factor, True), jnp.eye(noise.shape[0], dtype=noise.dtype)
+    )
+    rows = jnp.atleast_2d(residual)
+    log_det = 2 * rows.shape[0] * jnp.sum(jnp.log(jnp.diagonal(factor)))
+    quadratic = jnp.sum((rows @ precision) * rows)
+    if has_pairs(mean, cov):
+        spread = jnp.einsum("tde,de->", token_blocks(mean, cov), precision)
+    else:
+        spread = jnp.sum(jnp.atleast_2d(variances(mean, cov)) @ jnp.diagonal(precision))
+    return -0.5 * (constant + log_det + quadratic + spread)
+
+
+def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
+    size = target.shape[0] if target.ndim == 1 else -1
+    if mean.shape != (2 * size,):
+        raise ValueError(
+            f"`{_NAME}` with HeteroscedasticGaussian needs a target (D,) and 2 D outputs: D means, "
+            f"then D log noise variances. Got {tuple(target.shape)} and {tuple(mean.shape)}. "
+            "For a batch, use jax.vmap."
+        )
+    check_cov(_NAME, tuple(mean.shape), cov)
+    variance = variances(mean, cov)
+    cross = 0.0 if not has_pairs(mean, cov) else jnp.diagonal(token_blocks(mean, cov)[0], size)
+    precision = bounded_exp(-mean[size:] + variance[size:] / 2)
+    quadratic = precision * ((target - mean[:size] + cross) ** 2 + variance[:size])
+    return -0.5 * jnp.sum(math.log(2 * math.pi) + mean[size:] + quadratic)
+
+
+def bounded_exp(exponent: Array) -> Array:
+    """Exp, held (with zero slope) at the root of the largest number, lest products overflow."""
+    return jnp.exp(jnp.minimum(exponent, math.log(float(jnp.finfo(exponent.dtype).max)) / 2))
+
+
+def _categorical(likelihood: Categorical, target: Array, mean: Array, cov: Cov) -> Array:
+    check_label(_NAME, target)
+    logits_cov = check_logits(_NAME, mean, cov)
+    num_points = count_points(likelihood.num_points, mean.shape[0])
+    # Relative to the target's own logit nothing large is subtracted from anything large.
+    return -expected_logsumexp(mean - mean[target], logits_cov, num_points)

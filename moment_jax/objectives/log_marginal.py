@@ -1,0 +1,84 @@
+"""log E_q[p(y | f)], the score of a prediction, from the output's mean and covariance."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.objectives.cubature import count_points, log_expected_softmax
+from moment_jax.objectives.likelihoods import Categorical, Gaussian, Likelihood
+from moment_jax.objectives.moments import (
+    Cov,
+    check_label,
+    check_logits,
+    check_output,
+    has_pairs,
+    matrix,
+    variances,
+)
+from moment_jax.objectives.noise import noise_array, noise_like, noise_matrix
+
+Array = jax.Array
+_NAME = "log_marginal"
+
+
+def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
+    """Log E[p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats.
+
+    This is the logarithm of the posterior predictive (Eq. 1), never below `expected_log_likelihood`
+    (Jensen). A variational objective made of it is no bound on the evidence: uncertainty that helps
+    the fit costs nothing here. Use it to score predictions, or as Eq. 13 has it, knowingly.
+
+    Gaussian: log N(target; mean, cov + noise), by Cholesky. Eq. 13 as printed has the propagated
+    covariance alone, which is uncertainty about parameters, may be singular, and leaves out the
+    noise.
+
+    Categorical: the logarithm of the target's predictive probability, by the same cubature as
+    `class_probabilities`, and finite where that probability underflows.
+
+    Args:
+      likelihood: Gaussian or Categorical.
+      target: Gaussian: y, of the mean's shape. Categorical: an integer class index of shape ().
+      mean: Gaussian: (D,), or (T, D) for a whole sequence. Categorical: (C,) logits.
+      cov: variances in the mean's shape, or all covariances, in the mean's shape twice. For
+        Gaussian also a structure such as `Diagonal` or `Full`. Tokens correlate as `cov` says;
+        their noises are independent.
+
+    Returns:
+      A scalar: the joint log density of one example's features and tokens.
+
+    Raises:
+      ValueError: if shapes do not fit.
+      TypeError: if the likelihood has no such closed form, or the covariance is of another type.
+
+    Source: Transformer derivation, Eq. 1 and 13.
+    """
+    target = jnp.asarray(target)
+    if isinstance(likelihood, Gaussian):
+        return _gaussian(likelihood, target, mean, cov)
+    if isinstance(likelihood, Categorical):
+        check_label(_NAME, target)
+        logits_cov = check_logits(_NAME, mean, cov)
+        num_points = count_points(likelihood.num_points, mean.shape[0])
+        return log_expected_softmax(mean, logits_cov, num_points)[target]
+    raise TypeError(
+        f"`{_NAME}` needs Gaussian or Categorical. Got {type(likelihood).__name__}. With a random "
+        "noise variance there is no closed form: score predictive_gaussian's moments with "
+        "gaussian_negative_log_likelihood."
+    )
+
+
+def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
+    check_output(_NAME, target, mean, cov)
+    noise = noise_array(_NAME, likelihood, mean)
+    residual = target - mean
+    constant = mean.size * math.log(2 * math.pi)
+    if noise.ndim == 1 and not has_pairs(mean, cov):
+        total = variances(mean, cov) + noise_like(noise, mean)
+        return -0.5 * (constant + jnp.sum(jnp.log(total) + residual**2 / total))
+    factor = jnp.linalg.cholesky(matrix(mean, cov) + noise_matrix(noise, mean))
+    white = jax.scipy.linalg.solve_triangular(factor, residual.reshape(-1), lower=True)
+    log_det = 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
+    return -0.5 * (constant + log_det + jnp.sum(white**2))

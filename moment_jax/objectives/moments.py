@@ -1,0 +1,119 @@
+"""The forms in which an output's covariance may come, and the checks that it fits its mean."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+@runtime_checkable
+class Structured(Protocol):
+    """A covariance structure of a (T, D) array, known here by three members only."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T, D)."""
+        ...
+
+    def variance(self) -> Array:
+        """(T, D)."""
+        ...
+
+    def to_dense(self) -> Array:
+        """(T, D, T, D)."""
+        ...
+
+
+Cov = Array | Structured
+
+
+def check_output(name: str, target: Array, mean: Array, cov: Cov) -> None:
+    """Raise unless target and mean agree, (D,) or (T, D), and `cov` is a covariance of the like.
+
+    A covariance is an array of variances of the mean's shape, an array of the mean's shape twice,
+    or a structure of the mean's shape.
+    """
+    shape = tuple(mean.shape)
+    if len(shape) not in (1, 2) or tuple(target.shape) != shape:
+        raise ValueError(
+            f"`{name}` needs target.shape == mean.shape, (D,) or (T, D). Got {tuple(target.shape)} "
+            f"and {shape}. For a batch, use jax.vmap({name}, in_axes=(None, 0, 0, 0))."
+        )
+    check_cov(name, shape, cov)
+
+
+def check_cov(name: str, shape: tuple[int, ...], cov: Cov) -> None:
+    """Raise unless `cov` is a covariance of an array of this shape."""
+    if not hasattr(cov, "shape"):
+        raise TypeError(
+            f"`{name}` needs a covariance: an array or a structure. Got {type(cov).__name__}."
+        )
+    allowed = (shape,) if isinstance(cov, Structured) else (shape, shape + shape)
+    if tuple(cov.shape) not in allowed:
+        wanted = " or ".join(str(form) for form in allowed)
+        raise ValueError(
+            f"`{name}` needs a covariance of shape {wanted} (variances, or every pair) for a mean "
+            f"of shape {shape}. Got {tuple(cov.shape)}. For a batch, use jax.vmap."
+        )
+
+
+def check_logits(name: str, mean: Array, cov: Cov) -> Array:
+    """`cov`, once `mean` holds (C,) logits and `cov` their variances (C,) or covariance (C, C)."""
+    if mean.ndim != 1:
+        raise ValueError(
+            f"`{name}` needs the logits of one example, of shape (C,). Got {tuple(mean.shape)}. "
+            f"For a batch, use jax.vmap."
+        )
+    if isinstance(cov, Structured):
+        raise TypeError(
+            f"`{name}` needs the logits' covariance as an array, (C,) or (C, C). "
+            f"Got {type(cov).__name__}. Take cov.variance()[t] or cov.to_dense()[t, :, t]."
+        )
+    check_cov(name, tuple(mean.shape), cov)
+    return cov
+
+
+def check_label(name: str, target: Array) -> None:
+    """Raise unless `target` is one integer class index."""
+    if target.ndim != 0 or not jnp.issubdtype(target.dtype, jnp.integer):
+        raise ValueError(
+            f"`{name}` with Categorical needs an integer class index of shape (). Got "
+            f"{tuple(target.shape)} of {target.dtype}. For a batch, use jax.vmap; for one-hot "
+            "targets, pass jnp.argmax(target)."
+        )
+
+
+def has_pairs(mean: Array, cov: Cov) -> bool:
+    """Whether `cov` may hold more than the variances of `mean`."""
+    return isinstance(cov, Structured) or cov.ndim != mean.ndim
+
+
+def variances(mean: Array, cov: Cov) -> Array:
+    """Var[f], in the shape of the mean."""
+    if isinstance(cov, Structured):
+        return cov.variance()
+    if cov.ndim == mean.ndim:
+        return cov
+    return jnp.diagonal(cov.reshape(mean.size, mean.size)).reshape(mean.shape)
+
+
+def matrix(mean: Array, cov: Cov) -> Array:
+    """The covariance of the flattened output, (M, M)."""
+    if isinstance(cov, Structured):
+        cov = cov.to_dense()
+    if cov.ndim == mean.ndim:
+        return jnp.diag(cov.reshape(mean.size))
+    return cov.reshape(mean.size, mean.size)
+
+
+def token_blocks(mean: Array, cov: Cov) -> Array:
+    """Each token's own covariance, (T, D, D); a vector counts as one token."""
+    if isinstance(cov, Structured):
+        cov = cov.to_dense()
+    if cov.ndim == mean.ndim:
+        return jax.vmap(jnp.diag)(jnp.atleast_2d(cov))
+    return cov[None] if mean.ndim == 1 else jnp.einsum("tdte->tde", cov)

@@ -1,0 +1,85 @@
+"""The posterior predictive p(y* | x*) from the moments of the network's output (Eq. 1)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.objectives.cubature import count_points, log_expected_softmax
+from moment_jax.objectives.expected_log_likelihood import bounded_exp
+from moment_jax.objectives.likelihoods import Gaussian, HeteroscedasticGaussian
+from moment_jax.objectives.moments import Cov, check_cov, check_logits, variances
+from moment_jax.objectives.noise import noise_array, noise_like
+
+Array = jax.Array
+
+
+def log_class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:
+    """Log E[softmax(f)], f ~ N(mean, cov): `class_probabilities` without underflow."""
+    check_logits("class_probabilities", mean, cov)
+    return log_expected_softmax(mean, cov, count_points(num_points, mean.shape[0], default=512))
+
+
+def class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:
+    """Predictive class probabilities E[softmax(f)], f ~ N(mean, cov), by a deterministic cubature.
+
+    They are positive, sum to one, and have finite derivatives at any covariance, a singular or zero
+    one included. Mean over TODO
+
+    Args:
+      mean: (C,) mean logits.
+      cov: their variances (C,), or covariance (C, C), positive semidefinite.
+      num_points: points of the cubature, rounded up to a power of two; None for 512, or 8 for each
+        class where that is more.
+
+    Returns:
+      (C,) probabilities.
+
+    Raises:
+      ValueError: if shapes do not fit, or fewer than 4 points for each class are asked for.
+      TypeError: if `cov` is a structure.
+
+    Source: Transformer derivation, Eq. 1.
+    """
+    return jnp.exp(log_class_probabilities(mean, cov, num_points=num_points))
+
+
+def predictive_gaussian(
+    mean: Array, cov: Cov, likelihood: Gaussian | HeteroscedasticGaussian
+) -> tuple[Array, Array]:
+    """Mean and total variance (parameters and noise) of a real-valued target.
+
+    With Gaussian noise the prediction is Gaussian. With a random noise variance exp(g) it is not,
+    and these are its exact moments: Var[y] = Var[mu] + exp(E[g] + Var[g] / 2).
+
+    Args:
+      mean: (D,) or (T, D) outputs; with HeteroscedasticGaussian (2 D,).
+      cov: variances in the mean's shape, all covariances in the mean's shape twice, or a structure.
+      likelihood: the observation model.
+
+    Returns:
+      Mean and variance of the target, both (D,), or (T, D).
+
+    Raises:
+      ValueError: if shapes do not fit.
+      TypeError: for another likelihood.
+
+    Source: Transformer derivation, Eq. 1.
+    """
+    check_cov("predictive_gaussian", tuple(mean.shape), cov)
+    variance = variances(mean, cov)
+    if isinstance(likelihood, Gaussian):
+        noise = noise_array("predictive_gaussian", likelihood, mean)
+        return mean, variance + noise_like(noise, mean)
+    if not isinstance(likelihood, HeteroscedasticGaussian):
+        raise TypeError(
+            "`predictive_gaussian` needs Gaussian or HeteroscedasticGaussian. Got "
+            f"{type(likelihood).__name__}. For classes, use class_probabilities."
+        )
+    if mean.ndim != 1 or mean.shape[0] % 2:
+        raise ValueError(
+            "`predictive_gaussian` with HeteroscedasticGaussian needs 2 D outputs of shape (2 D,): "
+            f"D means, then D log noise variances. Got {tuple(mean.shape)}."
+        )
+    size = mean.shape[0] // 2
+    return mean[:size], variance[:size] + bounded_exp(mean[size:] + variance[size:] / 2)

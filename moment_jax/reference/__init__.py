@@ -1,0 +1,56 @@
+"""What the transforms are checked against: sampled truth, and the derivation spelled out densely.
+
+`monte_carlo` outranks every formula. The formulas take and give dense covariances (T, D, T, D), at
+first order, corrected where the printed ones err (`*_as_printed` keeps those).
+"""
+
+from moment_jax.reference.beliefs import DenseMoments, dense_moments
+from moment_jax.reference.monte_carlo import MonteCarloMoments, monte_carlo, sample_params
+from moment_jax.reference.objective import complexity_loss, elbo, log_marginal
+from moment_jax.reference.propositions import (
+    normalized,
+    proposition1,
+    proposition2,
+    proposition2_as_printed,
+    proposition3,
+    proposition4,
+    proposition4_as_printed,
+)
+from moment_jax.reference.transformer import (
+    attention,
+    dense,
+    encoder_block,
+    feed_forward,
+    feed_forward_cross_cov,
+    layer_norm,
+    one_head,
+    relu,
+    softmax,
+)
+
+__all__ = [
+    "DenseMoments",
+    "MonteCarloMoments",
+    "attention",
+    "complexity_loss",
+    "dense",
+    "dense_moments",
+    "elbo",
+    "encoder_block",
+    "feed_forward",
+    "feed_forward_cross_cov",
+    "layer_norm",
+    "log_marginal",
+    "monte_carlo",
+    "normalized",
+    "one_head",
+    "proposition1",
+    "proposition2",
+    "proposition2_as_printed",
+    "proposition3",
+    "proposition4",
+    "proposition4_as_printed",
+    "relu",
+    "sample_params",
+    "softmax",
+]

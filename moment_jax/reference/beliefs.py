@@ -1,0 +1,78 @@
+"""Every belief written out: its mean and its dense covariance."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.posterior import (
+    Factorized,
+    FullNormal,
+    MatrixNormal,
+    OutputShared,
+    Point,
+    Posterior,
+)
+
+Array = jax.Array
+
+
+class DenseMoments(NamedTuple):
+    """Mean of a random array, and its covariance: `cov.shape == (*mean.shape, *mean.shape)`."""
+
+    mean: Array
+    cov: Array
+
+
+def dense_moments(belief: Posterior) -> DenseMoments:
+    """Mean and dense covariance of a belief: (in, out, in, out) for a kernel, (D, D) for a vector.
+
+    The derivation's covariance of the vectorised parameter, in the library's index order.
+
+    Args:
+      belief: a `Posterior` of any family.
+
+    Raises:
+      TypeError: if the family has no dense form here.
+
+    Source: Transformer derivation, sections 2 and 5 (where it prints standard deviations in the
+    diagonal blocks, variances are meant).
+    """
+    cov = _dense_cov(belief)
+    return DenseMoments(belief.mean, cov)
+
+
+@singledispatch
+def _dense_cov(belief: object) -> Array:
+    raise TypeError(
+        f"`dense_moments` knows no family {type(belief).__name__}. Register one with `_dense_cov`."
+    )
+
+
+@_dense_cov.register
+def _point(belief: Point) -> Array:
+    return jnp.zeros((*belief.shape, *belief.shape), belief.mean.dtype)
+
+
+@_dense_cov.register
+def _factorized(belief: Factorized) -> Array:
+    return jnp.diag(belief.variance.ravel()).reshape(*belief.shape, *belief.shape)
+
+
+@_dense_cov.register
+def _output_shared(belief: OutputShared) -> Array:
+    every_entry = jnp.broadcast_to(belief.variance[None, :], belief.shape)
+    return jnp.diag(every_entry.ravel()).reshape(*belief.shape, *belief.shape)
+
+
+@_dense_cov.register
+def _matrix_normal(belief: MatrixNormal) -> Array:
+    return jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov)
+
+
+@_dense_cov.register
+def _full_normal(belief: FullNormal) -> Array:
+    return belief.cov

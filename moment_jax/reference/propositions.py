@@ -1,0 +1,184 @@
+"""The derivation's four propositions, formula by formula, on dense covariances.
+
+Index convention: `cov[t, d, s, e]` is Cov[x_td, x_se]. The derivation's A^T B is our a b, so its
+column a_k of A is our row `a[k]`, and its Sigma_{a_k a_l} is `cov_a[k, :, l, :]`. Sizes are meant
+to be small: clarity comes before speed.
+
+Where the derivation errs the proposition is corrected, and stands beside its printed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def proposition1(mean_a: Array, mean_b: Array) -> Array:
+    """E[a b] = E[a] E[b], (T, Q), for independent a (T, P) and b (P, Q).
+
+    Source: Transformer derivation, Prop. 1, Eq. 8.
+    """
+    return mean_a @ mean_b
+
+
+@jax.jit
+def proposition2(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array) -> Array:
+    """Cov[(a b)_kl, (a b)_mn], (T, Q, T, Q), for independent a (T, P) and b (P, Q). Exact.
+
+    tr(Sa^T Sb) + E[a_k]^T Sb E[a_m] + E[b_l]^T Sa E[b_n], with Sa the covariance of the rows k and
+    m of a and Sb that of the columns l and n of b.
+
+    Args:
+      mean_a: E[a], (T, P).
+      cov_a: Cov[a], (T, P, T, P).
+      mean_b: E[b], (P, Q).
+      cov_b: Cov[b], (P, Q, P, Q).
+
+    Source: Transformer derivation, Prop. 2, Eq. 9, with the transpose that its proof drops from
+    E[a_m a_k^T]; i and j run to nq there, not to np.
+    """
+    return _product_cov(mean_a, cov_a, mean_b, cov_b, lambda sa, sb: jnp.trace(sa.T @ sb))
+
+
+@jax.jit
+def proposition2_as_printed(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array) -> Array:
+    """`proposition2` with tr(Sa Sb), as Eq. 9 has it: wrong where a block is not symmetric."""
+    return _product_cov(mean_a, cov_a, mean_b, cov_b, lambda sa, sb: jnp.trace(sa @ sb))
+
+
+def _product_cov(
+    mean_a: Array,
+    cov_a: Array,
+    mean_b: Array,
+    cov_b: Array,
+    trace: Callable[[Array, Array], Array],
+) -> Array:
+    """Eq. 9 at every index."""
+
+    def entry(row: Array, column: Array, other_row: Array, other_column: Array) -> Array:
+        block_a = cov_a[row, :, other_row, :]
+        block_b = cov_b[:, column, :, other_column]
+        return (
+            trace(block_a, block_b)
+            + mean_a[row] @ block_b @ mean_a[other_row]
+            + mean_b[:, column] @ block_a @ mean_b[:, other_column]
+        )
+
+    rows, columns = jnp.arange(mean_a.shape[0]), jnp.arange(mean_b.shape[1])
+    over_other_columns = jax.vmap(entry, (None, None, None, 0))
+    over_other_rows = jax.vmap(over_other_columns, (None, None, 0, None))
+    over_columns = jax.vmap(over_other_rows, (None, 0, None, None))
+    over_rows = jax.vmap(over_columns, (0, None, None, None))
+    return over_rows(rows, columns, rows, columns)
+
+
+@jax.jit
+def proposition3(mean: Array, cov: Array) -> Array:
+    """First-order Cov[phi_i(w_a), phi_k(w_b)] of the softmax of every two rows, (T, C, T, C).
+
+    sum_jl dphi_i/dx_j(E[w_a]) dphi_k/dx_l(E[w_b]) Cov[w_aj, w_bl], with
+    dphi_i/dx_j = phi_i (1[i = j] - phi_j). The mean that goes with it is the softmax at the mean
+    (Eq. 10).
+
+    Args:
+      mean: E[w], (T, C), one softmax a row.
+      cov: Cov[w], (T, C, T, C).
+
+    Source: Transformer derivation, Prop. 3, Eq. 11.
+    """
+
+    def jacobian(row: Array) -> Array:
+        phi = jax.nn.softmax(row)
+        return jnp.diag(phi) - phi[:, None] * phi[None, :]
+
+    jacobians = jax.vmap(jacobian)(mean)  # [a, i, j]
+    return jnp.einsum("aij,bkl,ajbl->aibk", jacobians, jacobians, cov)
+
+
+@partial(jax.jit, static_argnames="expected_variance")
+def proposition4(
+    mean: Array,
+    cov: Array,
+    gain: Array,
+    gain_cov: Array,
+    bias_cov: Array,
+    *,
+    epsilon: float = 1e-6,
+    expected_variance: bool = False,
+) -> Array:
+    """First-order covariance of a layer normalisation with random gain and bias, (T, D, T, D).
+
+    With n the normalised mean of a token, q = var_d(E[a]) + epsilon and the Jacobian
+    J = (I - 11^T/D - n n^T/D) / sqrt(q) of each token, C = J Cov[a] J^T and
+
+    Cov[z_td, z_se] = Cov[g_d, g_e] (C_tdse + n_td n_se) + E[g_d] E[g_e] C_tdse + Cov[b_d, b_e].
+
+    Assumes that the input, the gain and the bias are independent.
+
+    Args:
+      mean: E[a], (T, D).
+      cov: Cov[a], (T, D, T, D).
+      gain: E[g], (D,).
+      gain_cov: Cov[g], (D, D).
+      bias_cov: Cov[b], (D, D).
+      epsilon: added to the variance over the features.
+      expected_variance: take q at the expected sample variance: add tr(P Cov[a_t]) / D to it, with
+        P = I - 11^T/D.
+
+    Source: Transformer derivation, section 4.5 and Prop. 4, corrected: it divides by the standard
+    deviation, and the token's own mean and deviation depend on the token.
+    """
+    d = mean.shape[1]
+    normal, variance = normalized(mean, cov, epsilon=epsilon, expected_variance=expected_variance)
+
+    def jacobian(n: Array, q: Array) -> Array:
+        return (jnp.eye(d, dtype=n.dtype) - 1 / d - n[:, None] * n[None, :] / d) / jnp.sqrt(q)
+
+    jacobians = jax.vmap(jacobian)(normal, variance)
+    passed = jnp.einsum("tdi,sej,tisj->tdse", jacobians, jacobians, cov)
+    return _affine_cov(normal, passed, gain, gain_cov, bias_cov)
+
+
+@jax.jit
+def proposition4_as_printed(
+    mean: Array, cov: Array, gain: Array, gain_cov: Array, bias_cov: Array
+) -> Array:
+    """Prop. 4 as printed; arguments as in `proposition4`.
+
+    It divides by the variance over the features, in the place of the standard deviation, and takes
+    the token's mean and deviation as constants.
+    """
+    centred = mean - jnp.mean(mean, axis=1, keepdims=True)
+    variance = jnp.mean(centred**2, axis=1, keepdims=True)
+    passed = cov / variance[:, :, None, None] / variance[None, None, :, :]
+    return _affine_cov(centred / variance, passed, gain, gain_cov, bias_cov)
+
+
+@partial(jax.jit, static_argnames="expected_variance")
+def normalized(
+    mean: Array, cov: Array, *, epsilon: float = 1e-6, expected_variance: bool = False
+) -> tuple[Array, Array]:
+    """The normalised mean n (T, D) of `proposition4`, and its variance q over the features (T,)."""
+    d = mean.shape[1]
+    centring = jnp.eye(d, dtype=mean.dtype) - 1 / d
+    centred = mean @ centring
+    variance = jnp.mean(centred**2, axis=1) + epsilon
+    if expected_variance:
+        variance = variance + jnp.einsum("ij,tjti->t", centring, cov) / d
+    return centred / jnp.sqrt(variance)[:, None], variance
+
+
+def _affine_cov(normal: Array, cov: Array, gain: Array, gain_cov: Array, bias_cov: Array) -> Array:
+    """Cov[g * n + b] for independent g, n and b; g and b are shared by the tokens."""
+    second_moment = cov + normal[:, :, None, None] * normal[None, None]
+    gain_product = gain[:, None] * gain[None, :]
+    return (
+        gain_cov[None, :, None, :] * second_moment
+        + gain_product[None, :, None, :] * cov
+        + bias_cov[None, :, None, :]
+    )

@@ -1,0 +1,206 @@
+"""The derivation's Transformer block (post-norm), section by section, on dense covariances.
+
+The same names and arguments as the library's transforms, but `cov` is a (T, D, T, D) array, every
+mean is taken at first order (at the mean), and what the derivation takes as independent is so here:
+queries, keys and values of a random input, heads, and a residual stream and its branch. Sizes are
+meant to be small.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.layers.params import (
+    AttentionParams,
+    DenseParams,
+    EncoderBlockParams,
+    FeedForwardParams,
+    NormParams,
+)
+from moment_jax.posterior import Posterior
+from moment_jax.reference.beliefs import DenseMoments, dense_moments
+from moment_jax.reference.propositions import (
+    normalized,
+    proposition1,
+    proposition2,
+    proposition3,
+    proposition4,
+)
+
+Array = jax.Array
+
+
+def dense(mean: Array, cov: Array, params: DenseParams) -> DenseMoments:
+    """Moments of x @ kernel + bias, (T, O). Exact for independent x, kernel and bias.
+
+    Source: Transformer derivation, section 4.2.
+    """
+    kernel = dense_moments(params.kernel)
+    out_mean = proposition1(mean, kernel.mean)
+    out_cov = proposition2(mean, cov, kernel.mean, kernel.cov)
+    if params.bias is not None:
+        bias = dense_moments(params.bias)
+        out_mean = out_mean + bias.mean[None, :]
+        out_cov = out_cov + bias.cov[None, :, None, :]
+    return DenseMoments(out_mean, out_cov)
+
+
+def softmax(mean: Array, cov: Array) -> DenseMoments:
+    """First-order moments of the softmax of every row, (T, C).
+
+    Source: Transformer derivation, section 4.3.2, Eq. 10 and Prop. 3.
+    """
+    return DenseMoments(jax.nn.softmax(mean, axis=-1), proposition3(mean, cov))
+
+
+def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: int) -> DenseMoments:
+    """First-order moments of multi-head self-attention, (T, D).
+
+    Assumes that queries, keys and values are independent: they are if x is certain (cov zero).
+    Assumes that heads are: they are if, besides, the columns of each kernel are.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: Cov[x], (T, D, T, D).
+      params: beliefs about the kernels (D, H K), heads outermost, and (H K, D) of the output.
+      num_heads: H.
+
+    Source: Transformer derivation, sections 4.2 to 4.4 (where it prints mod D for the index of the
+    head, mod H is meant).
+    """
+    query = dense(mean, cov, params.query)
+    key = dense(mean, cov, params.key)
+    value = dense(mean, cov, params.value)
+    t, width = value.mean.shape
+    k = width // num_heads
+    means = []
+    joint_cov = jnp.zeros((t, num_heads, k, t, num_heads, k), mean.dtype)
+    for head in range(num_heads):
+        parts = (_head(moments, head, num_heads) for moments in (query, key, value))
+        head_mean, head_cov = one_head(*parts)
+        means.append(head_mean)
+        joint_cov = joint_cov.at[:, head, :, :, head, :].set(head_cov)
+    concatenated = jnp.concatenate(means, axis=1)
+    return dense(concatenated, joint_cov.reshape(t, width, t, width), params.output)
+
+
+@jax.jit
+def one_head(query: DenseMoments, key: DenseMoments, value: DenseMoments) -> DenseMoments:
+    """First-order moments of softmax(q k^T / sqrt(K)) v, (T, K), for independent q, k and v.
+
+    Source: Transformer derivation, section 4.3.
+    """
+    k = query.mean.shape[1]
+    key_transposed = DenseMoments(key.mean.T, jnp.transpose(key.cov, (1, 0, 3, 2)))
+    scores = proposition1(query.mean, key_transposed.mean) / k**0.5
+    score_cov = proposition2(*query, *key_transposed) / k
+    weights = softmax(scores, score_cov)
+    return DenseMoments(proposition1(weights.mean, value.mean), proposition2(*weights, *value))
+
+
+def _head(moments: DenseMoments, head: int, num_heads: int) -> DenseMoments:
+    """One head's columns."""
+    k = moments.mean.shape[1] // num_heads
+    columns = slice(head * k, (head + 1) * k)
+    return DenseMoments(moments.mean[:, columns], moments.cov[:, columns, :, columns])
+
+
+def layer_norm(
+    mean: Array, cov: Array, params: NormParams, *, epsilon: float = 1e-6
+) -> DenseMoments:
+    """First-order moments of gain * (x - avg(x)) / sqrt(var(x) + epsilon) + bias, (T, D).
+
+    Source: Transformer derivation, section 4.5 and Prop. 4, corrected as `proposition4` says.
+    """
+    d = mean.shape[1]
+    gain = _vector(params.scale, jnp.ones(d, mean.dtype))
+    bias = _vector(params.bias, jnp.zeros(d, mean.dtype))
+    normal, _ = normalized(mean, cov, epsilon=epsilon)
+    out_cov = proposition4(mean, cov, *gain, bias.cov, epsilon=epsilon)
+    return DenseMoments(normal * gain.mean[None, :] + bias.mean[None, :], out_cov)
+
+
+def _vector(belief: Posterior | None, certain: Array) -> DenseMoments:
+    if belief is None:
+        return DenseMoments(certain, jnp.zeros((certain.size, certain.size), certain.dtype))
+    return dense_moments(belief)
+
+
+@jax.jit
+def relu(mean: Array, cov: Array) -> DenseMoments:
+    """Moments of max(x, 0) for Gaussian x, (T, D), not by the derivation's first-order Taylor.
+
+    With F = P(x > 0) and p the density of x at 0, E[relu] = m F + v p and
+    E[relu^2] = (m^2 + v) F + m v p are exact, and so are the variances. Between different entries
+    the covariance c gives F F' c + p p' c^2 / 2, by Price's theorem to second order.
+
+    Source: Transformer derivation, section 4.6, corrected.
+    """
+    t, d = mean.shape
+    variance = jnp.einsum("tdtd->td", cov)
+    positive, density = _positive(mean, variance)
+    out_mean = mean * positive + variance * density
+    out_variance = (mean**2 + variance) * positive + mean * variance * density - out_mean**2
+    pairs = (
+        positive[:, :, None, None] * positive[None, None] * cov
+        + density[:, :, None, None] * density[None, None] * cov**2 / 2
+    )
+    same = jnp.eye(t * d, dtype=bool).reshape(t, d, t, d)
+    return DenseMoments(out_mean, jnp.where(same, out_variance[:, :, None, None], pairs))
+
+
+def _positive(mean: Array, variance: Array) -> tuple[Array, Array]:
+    """P(x > 0) and the density of x at 0 (none where x is certain), for Gaussian x."""
+    certain = variance == 0
+    deviation = jnp.sqrt(jnp.where(certain, 1, variance))
+    standard = mean / deviation
+    positive = jnp.where(certain, mean > 0, jax.scipy.stats.norm.cdf(standard))
+    density = jnp.where(certain, 0, jax.scipy.stats.norm.pdf(standard) / deviation)
+    return positive, density
+
+
+def feed_forward(mean: Array, cov: Array, params: FeedForwardParams) -> DenseMoments:
+    """Moments of relu(x @ hidden) @ output, (T, D), each dense layer with its bias.
+
+    Source: Transformer derivation, section 4.6.
+    """
+    hidden = dense(mean, cov, params.hidden)
+    active = relu(hidden.mean, hidden.cov)
+    return dense(active.mean, active.cov, params.output)
+
+
+def feed_forward_cross_cov(mean: Array, cov: Array, params: FeedForwardParams) -> Array:
+    """Cov[x, feed_forward(x)] to first order, (T, D, T, D): what a residual adds, twice.
+
+    Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation takes
+    it as zero, and says that it is not.
+
+    Source: Transformer derivation, section 4.6, corrected.
+    """
+    hidden = dense(mean, cov, params.hidden)
+    gain, _ = _positive(hidden.mean, jnp.einsum("tdtd->td", hidden.cov))
+    first, second = params.hidden.kernel.mean, params.output.kernel.mean
+    jacobians = jnp.einsum("if,sf,fo->sio", first, gain, second)
+    return jnp.einsum("tdsi,sio->tdso", cov, jacobians)
+
+
+def encoder_block(
+    mean: Array,
+    cov: Array,
+    params: EncoderBlockParams,
+    *,
+    num_heads: int,
+    epsilon: float = 1e-6,
+) -> DenseMoments:
+    """First-order moments of norm2(z + feed_forward(z)), z = norm1(x + attention(x)), (T, D).
+
+    Assumes what `attention` does, and that each branch is independent of its residual stream: true
+    of the first for certain x, never of the second (see `feed_forward_cross_cov`).
+
+    Source: Transformer derivation, section 4 and Figure 1.
+    """
+    branch = attention(mean, cov, params.attention, num_heads=num_heads)
+    mean, cov = layer_norm(mean + branch.mean, cov + branch.cov, params.norm1, epsilon=epsilon)
+    branch = feed_forward(mean, cov, params.feed_forward)
+    return layer_norm(mean + branch.mean, cov + branch.cov, params.norm2, epsilon=epsilon)

@@ -1,0 +1,70 @@
+"""Errors of shape and kind are raised while tracing, and say the mend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import moment_jax as mj
+from tests.builders import random_block, random_dense_params
+
+KEY = jax.random.key(3)
+MEAN = jnp.ones((3, 4))
+COV = mj.Diagonal.zeros((3, 4), jnp.float64)
+DENSE = random_dense_params(KEY, mj.posterior.Factorized, (4, 5))
+BLOCK = random_block(KEY, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: mj.dense(MEAN[None], COV, DENSE), ValueError, "use jax.vmap"),
+        (lambda: mj.dense(MEAN, mj.Diagonal.zeros((2, 4)), DENSE), ValueError, "cov.shape == mean"),
+        (lambda: mj.dense(MEAN, jnp.ones((3, 4)), DENSE), TypeError, "Use one of"),
+        (lambda: mj.dense(MEAN.T, mj.Diagonal.zeros((4, 3)), DENSE), ValueError, "in == 3"),
+        (
+            lambda: mj.dense(MEAN, COV, mj.DenseParams(jnp.ones((4, 5)))),
+            TypeError,
+            r"Point\(kernel\)",
+        ),
+        (
+            lambda: mj.dense(
+                MEAN, COV, mj.DenseParams(DENSE.kernel, mj.posterior.Point(jnp.ones(3)))
+            ),
+            ValueError,
+            "bias of shape",
+        ),
+        (lambda: mj.matmul(MEAN, COV, MEAN, COV), ValueError, "as many columns"),
+        (lambda: mj.softmax(MEAN, COV, order=3), ValueError, "order=1"),
+        (lambda: mj.softmax(MEAN, COV, mask=jnp.ones(4, bool)), ValueError, "mask"),
+        (
+            lambda: mj.layer_norm(MEAN, COV, mj.NormParams(mj.posterior.Point(jnp.ones(3)))),
+            ValueError,
+            "scale of shape",
+        ),
+        (lambda: mj.mean_pool(MEAN, COV, jnp.ones(4, bool)), ValueError, "mask of shape"),
+        (
+            lambda: mj.attention(MEAN, COV, BLOCK.attention, num_heads=3),
+            ValueError,
+            "num_heads to divide",
+        ),
+        (
+            lambda: mj.attention(MEAN, COV, BLOCK.attention, num_heads=2, mask=jnp.ones((3, 3))),
+            ValueError,
+            "boolean mask",
+        ),
+        (
+            lambda: mj.encoder_block(MEAN[0], COV, BLOCK, num_heads=2),
+            ValueError,
+            "encoder_block",
+        ),
+        (lambda: mj.nn.Dense(3, 2, rngs=None, structure="Full"), TypeError, "mj.TokenCorrelated"),
+        (lambda: mj.nn.MLP([3], rngs=None), ValueError, r"\[8, 50, 1\]"),
+    ],
+)
+def test_message(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+    with pytest.raises(error, match=words):
+        jax.jit(call)()

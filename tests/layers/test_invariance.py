@@ -1,0 +1,184 @@
+"""What holds for every structure whatever the numbers: jit, vmap, padding, masks, order of limits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moment_jax as mj
+from moment_jax.covariance import Covariance
+from tests.builders import (
+    ALL_STRUCTURES,
+    assert_close,
+    random_block,
+    random_cov,
+    random_vector,
+)
+
+KEYS = jax.random.split(jax.random.key(2), 8)
+SHAPE, HEADS = (4, 6), 2
+BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
+MEAN = jax.random.normal(KEYS[1], SHAPE)
+NORM = mj.NormParams(
+    random_vector(KEYS[2], mj.posterior.Factorized, SHAPE[1], 0.3, 1.0),
+    random_vector(KEYS[3], mj.posterior.Factorized, SHAPE[1], 0.3),
+)
+
+TRANSFORMS = {
+    "dense": lambda m, c: mj.dense(m, c, BLOCK.attention.query),
+    "softmax": mj.softmax,
+    "layer_norm": lambda m, c: mj.layer_norm(m, c, NORM),
+    "relu": mj.relu,
+    "gelu": mj.gelu,
+    "tanh": lambda m, c: mj.activation(m, c, jnp.tanh),
+    "attention": lambda m, c: mj.attention(m, c, BLOCK.attention, num_heads=HEADS),
+    "feed_forward": lambda m, c: mj.feed_forward(m, c, BLOCK.feed_forward, activation=mj.relu),
+    "post_norm": lambda m, c: mj.encoder_block(m, c, BLOCK, num_heads=HEADS),
+    "pre_norm": lambda m, c: mj.encoder_block(m, c, BLOCK, num_heads=HEADS, norm_first=True),
+    "mean_pool": mj.mean_pool,
+}
+
+
+def psd_batch(key, structure: type[Covariance], count: int) -> Covariance:
+    """Random members, large and small, of full and of low rank."""
+    scales = 10 ** jax.random.uniform(key, (count,), minval=-2, maxval=0.3)
+
+    def member(key, scale):
+        factor = jax.random.normal(key, (SHAPE[0] * SHAPE[1], 6))
+        dense = scale**2 * (factor @ factor.T).reshape(*SHAPE, *SHAPE) / 6
+        return structure.project(dense)
+
+    return jax.vmap(member)(jax.random.split(key, count), scales)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_positive_semidefinite_for_200_random_inputs(structure: type[Covariance], name: str):
+    covs = psd_batch(KEYS[4], structure, 200)
+    means = 2 * jax.random.normal(KEYS[5], (200, *SHAPE))
+
+    @jax.jit
+    @jax.vmap
+    def run(mean, cov):
+        mean, cov = TRANSFORMS[name](mean, cov)
+        return mean, cov.to_dense(), cov.variance()
+
+    means, dense, variance = run(means, covs)
+    size = dense.shape[1] * dense.shape[2]
+    flat = np.asarray(dense).reshape(200, size, size)
+    lowest = np.linalg.eigvalsh(flat)[:, 0]
+    largest = np.linalg.eigvalsh(flat)[:, -1]
+    assert np.isfinite(means).all()
+    assert (np.asarray(variance) >= 0).all()
+    assert (lowest >= -1e-10 * np.maximum(largest, 1)).all(), (lowest / largest).min()
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_block_does_not_see_jit_vmap_or_padding(structure: type[Covariance], norm_first: bool):
+    def block(mean, cov, mask=None):
+        mean, cov = mj.encoder_block(
+            mean, cov, BLOCK, num_heads=HEADS, norm_first=norm_first, mask=mask
+        )
+        return mean, cov.to_dense()
+
+    cov = random_cov(KEYS[6], structure, SHAPE, 0.3)
+    mean, dense = jax.jit(block)(MEAN, cov)
+    if not norm_first:  # once a structure: eager dispatch is what is slow here
+        with jax.disable_jit():
+            eager_mean, eager = block(MEAN, cov)
+        assert_close(eager_mean, mean)
+        assert_close(eager, dense)
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (MEAN, cov))
+    batch_mean, batch_dense = jax.jit(jax.vmap(block))(*batch)
+    assert_close(batch_mean[1], mean)
+    assert_close(batch_dense[1], dense)
+
+    padded_shape = (SHAPE[0] + 3, SHAPE[1])
+    full = 0.5 * jax.random.normal(KEYS[7], (*padded_shape, 40))
+    padded = jnp.einsum("tdk,sek->tdse", full, full) / 40
+    padded = padded.at[: SHAPE[0], :, : SHAPE[0]].set(cov.to_dense())
+    padded_mean = jnp.concatenate([MEAN, jnp.full((3, SHAPE[1]), 7.0)])
+    mask = jnp.broadcast_to(jnp.arange(7) < SHAPE[0], (7, 7))
+    if structure is not mj.TokenCorrelated:  # the projection reads signs off the dense array
+        padded_cov = structure.project(padded)
+    else:
+        scale = jnp.concatenate([cov.scale, jnp.ones((3, SHAPE[1]))])
+        correlation = jnp.eye(7).at[: SHAPE[0], : SHAPE[0]].set(cov.correlation)
+        padded_cov = mj.TokenCorrelated(scale, correlation)
+    padded_mean, padded_dense = jax.jit(block)(padded_mean, padded_cov, mask)
+    assert_close(padded_mean[: SHAPE[0]], mean)
+    assert_close(padded_dense[: SHAPE[0], :, : SHAPE[0]], dense)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_gradients_are_finite_at_zero_variance_and_at_huge_scores(
+    structure: type[Covariance], name: str
+):
+    @jax.jit
+    def gradients(mean, cov):
+        def total(mean, cov):
+            mean, cov = TRANSFORMS[name](mean, cov)
+            return jnp.sum(mean**2) + jnp.sum(cov.variance())
+
+        return jax.value_and_grad(total, argnums=(0, 1))(mean, cov)
+
+    zeros = structure.zeros(SHAPE, jnp.float32)
+    for scale in (0.0, 1.0, 1e4):
+        leaves = jax.tree.leaves(gradients(scale * MEAN.astype(jnp.float32), zeros))
+        assert all(leaf.dtype == jnp.float32 for leaf in leaves)
+        assert all(jnp.isfinite(leaf).all() for leaf in leaves), scale
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_masked_keys_have_no_weight(structure: type[Covariance]):
+    """With one key left, attention is that key's value: no other token matters, nor does the score."""
+    mask = jnp.zeros((4, 4), bool).at[:, 2].set(True)
+    run = jax.jit(lambda m, c: mj.attention(m, c, BLOCK.attention, num_heads=HEADS, mask=mask))
+    cov = random_cov(KEYS[6], structure, SHAPE, 0.3)
+    mean, result = run(MEAN, cov)
+    moved, moved_cov = run(MEAN.at[0].add(100.0), cov)
+    assert_close(moved, mean)
+    assert_close(moved_cov.variance(), result.variance())
+
+    def total(mean, cov):
+        mean, cov = run(mean, cov)
+        return jnp.sum(mean) + jnp.sum(cov.variance())
+
+    gradients = jax.grad(total)(1e4 * MEAN, structure.zeros(SHAPE, jnp.float64))
+    assert jnp.isfinite(gradients).all()
+    nothing = mj.softmax(MEAN, cov, mask=jnp.zeros(SHAPE, bool))
+    assert not nothing[0].any()
+    assert not nothing[1].variance().any()
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_causal_mask_hides_later_tokens(structure: type[Covariance]):
+    mask = jnp.tril(jnp.ones((4, 4), bool))
+    run = jax.jit(
+        lambda m, c: mj.encoder_block(m, c, BLOCK, num_heads=HEADS, norm_first=True, mask=mask)
+    )
+    cov = structure.independent(jnp.full(SHAPE, 0.1))
+    mean, result = run(MEAN, cov)
+    moved, moved_cov = run(MEAN.at[3].add(5.0), cov)
+    assert_close(moved[:3], mean[:3], 0.0)
+    assert_close(moved_cov.variance()[:3], result.variance()[:3], 0.0)
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_a_certain_network_is_the_plain_network(structure: type[Covariance]):
+    """With Point beliefs and a certain input the mean is Flax's output and the variance zero."""
+    certain = random_block(KEYS[0], SHAPE[1], 8, family=mj.posterior.Point)
+    mean, cov = mj.encoder_block(
+        MEAN, structure.zeros(SHAPE, jnp.float64), certain, num_heads=HEADS, norm_first=True
+    )
+    arrays = mj.reference.sample_params(certain, KEYS[1])
+    plain = mj.nn.PlainEncoderBlock(
+        arrays, num_heads=HEADS, norm_first=True, activation=jax.nn.relu, epsilon=1e-6
+    )
+    with jax.numpy_rank_promotion("allow"):
+        assert_close(mean, plain(MEAN))
+    assert not cov.variance().any()
