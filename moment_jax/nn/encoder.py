@@ -146,6 +146,24 @@ class EncoderBlock(BayesianModule):
         self.output = Dense(hidden, num_features, rngs=rngs, **settings)
         self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
 
+    @classmethod
+    def from_deterministic(
+        cls, block: PlainEncoderBlock, *, activation: str = "relu", **settings: Any
+    ) -> EncoderBlock:
+        """Beliefs that start at the weights of a trained plain block with this activation."""
+        new = cls(
+            block.hidden.in_features,
+            block.attention.num_heads,
+            hidden_features=block.hidden.out_features,
+            norm_first=block.norm_first,
+            activation=activation,
+            epsilon=block.norm1.epsilon,
+            rngs=nnx.Rngs(0),
+            **settings,
+        )
+        new.load(block)
+        return new
+
     def load(self, block: PlainEncoderBlock) -> None:
         """Take the weights of a plain block as means."""
         for name in ("attention", "norm1", "hidden", "output", "norm2"):
@@ -239,6 +257,26 @@ class Encoder(BayesianModule):
         self.final_norm = nnx.data(
             LayerNorm(num_features, epsilon=epsilon, **settings) if norm_first else None
         )
+
+    @classmethod
+    def from_deterministic(
+        cls, encoder: PlainEncoder, *, activation: str = "relu", **settings: Any
+    ) -> Encoder:
+        """Beliefs that start at the weights of a trained plain encoder with this activation."""
+        first = encoder.blocks[0]
+        new = cls(
+            len(encoder.blocks),
+            first.hidden.in_features,
+            first.attention.num_heads,
+            norm_first=first.norm_first,
+            epsilon=first.norm1.epsilon,
+            hidden_features=first.hidden.out_features,
+            activation=activation,
+            rngs=nnx.Rngs(0),
+            **settings,
+        )
+        new.load(encoder)
+        return new
 
     def load(self, encoder: PlainEncoder) -> None:
         """Take the weights of a plain encoder as means."""

@@ -125,6 +125,36 @@ class VisionTransformer(BayesianModule):
         )
         self.head = Dense(num_features, num_classes, rngs=rngs, **settings)
 
+    @classmethod
+    def from_deterministic(
+        cls, network: PlainVisionTransformer, *, activation: str = "gelu", **settings: Any
+    ) -> VisionTransformer:
+        """Beliefs that start at the weights of a trained plain network with this activation."""
+        first = network.encoder.blocks[0]
+        patches = network.patches
+        if not isinstance(patches, Patches):
+            raise TypeError(
+                "`VisionTransformer.from_deterministic` needs a network whose `patches` is a "
+                f"`mj.nn.Patches`. Got {type(patches).__name__}."
+            )
+        side = round(network.position.shape[0] ** 0.5)
+        new = cls(
+            image_size=side * patches.size,
+            patch_size=patches.size,
+            num_classes=network.head.out_features,
+            channels=patches.channels,
+            num_features=first.hidden.in_features,
+            num_heads=first.attention.num_heads,
+            num_blocks=len(network.encoder.blocks),
+            norm_first=first.norm_first,
+            hidden_features=first.hidden.out_features,
+            activation=activation,
+            rngs=nnx.Rngs(0),
+            **settings,
+        )
+        new.load(network)
+        return new
+
     def load(self, network: PlainVisionTransformer) -> None:
         """Take the weights of a trained plain network as means."""
         self.embed.load(network.embed)

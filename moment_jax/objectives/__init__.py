@@ -3,6 +3,7 @@
 Everything works on plain means and covariances of the network's output.
 """
 
+from moment_jax.objectives.bound import expected_log_likelihood_bound
 from moment_jax.objectives.elbo import elbo, kl_warmup, monte_carlo_expected_log_likelihood
 from moment_jax.objectives.expected_log_likelihood import expected_log_likelihood
 from moment_jax.objectives.likelihoods import (
@@ -40,6 +41,7 @@ __all__ = [
     "elbo",
     "expected_calibration_error",
     "expected_log_likelihood",
+    "expected_log_likelihood_bound",
     "gaussian_negative_log_likelihood",
     "interval_coverage",
     "kl_warmup",

@@ -87,6 +87,7 @@ def psd_root(cov: Array) -> Array:
     Cholesky's algorithm with the columns of vanishing pivots left out: a singular or zero
     covariance has a root, where LAPACK's Cholesky has none, and no jitter is added.
     """
+    cov = jnp.asarray(cov)
     size = cov.shape[0]
     rows = jnp.arange(size)
     tolerance = size * jnp.finfo(cov.dtype).eps

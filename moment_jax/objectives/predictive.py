@@ -23,8 +23,23 @@ def log_class_probabilities(mean: Array, cov: Array, *, num_points: int | None =
 def class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:
     """Predictive class probabilities E[softmax(f)], f ~ N(mean, cov), by a deterministic cubature.
 
-    They are positive, sum to one, and have finite derivatives at any covariance, a singular or zero
-    one included. Mean over TODO
+    They are nonnegative, sum to one, and have finite derivatives at any covariance, a singular or
+    zero one included. What they cost in negative log-likelihood, KL(exact || this) in nats, over 180
+    problems of 10 classes (mean logits of sd 1.5 or 4; noise independent, of full rank, or of rank 3),
+    against 524,288 scrambled Sobol points, beside closed forms:
+
+    ======================================  ======  ======  ======  ======  ======
+    sd of the logits                        0.3     1       2       3       5
+    ======================================  ======  ======  ======  ======  ======
+    512 points (the default)                1e-8    1e-5    1e-4    3e-4    7e-4
+    128 points                              6e-8    4e-5    7e-4    2e-3    4e-3
+    tilted fixed point (`softmax_mean`)     6e-7    2e-3    0.08    0.6     2.4
+    softmax(m_i / sqrt(1 + pi/8 v_i))       7e-4    0.03    0.09    0.15    0.18
+    pairwise logistic, normalised           3e-4    0.015   0.05    0.10    0.13
+    ======================================  ======  ======  ======  ======  ======
+
+    Single probabilities far out in the tail are the least exact: where a class needs a rare draw of the
+    logits, only a few points see it.
 
     Args:
       mean: (C,) mean logits.

@@ -3,7 +3,7 @@
 import re
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from moment_jax.posterior import (
@@ -15,35 +15,35 @@ from moment_jax.posterior import (
     Point,
     Posterior,
 )
-from tests.posterior.families import IN, OUT, example
+from tests.posterior.families import IN, OUT, example, stack
 
-KERNEL, VECTOR, STACK = jnp.zeros((IN, OUT)), jnp.zeros((IN,)), jnp.zeros((4, IN, OUT))
-X = jnp.ones((5, IN))
+KERNEL, VECTOR, STACK = np.zeros((IN, OUT)), np.zeros((IN,)), np.zeros((4, IN, OUT))
+X = np.ones((5, IN))
 
 
 def stacked(family):
-    return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), example(family))
+    return stack([example(family)] * 2)
 
 
 CASES = {
     "factorized_scalar": (lambda: Factorized(KERNEL, 0.1), "(3, 2) and (). For one", "full_like"),
-    "factorized_shape": (lambda: Factorized(KERNEL, jnp.ones(OUT)), "(3, 2) and (2,)", "full_like"),
+    "factorized_shape": (lambda: Factorized(KERNEL, np.ones(OUT)), "(3, 2) and (2,)", "full_like"),
     "shared_vector": (lambda: OutputShared(VECTOR, VECTOR), "(in, out)", "use Factorized"),
-    "shared_inputs": (lambda: OutputShared(KERNEL, jnp.ones(IN)), "(3, 2) and (2,)", "Factorized"),
+    "shared_inputs": (lambda: OutputShared(KERNEL, np.ones(IN)), "(3, 2) and (2,)", "Factorized"),
     "shared_entries": (lambda: OutputShared(KERNEL, KERNEL), "(3, 2) and (3, 2)", "Factorized"),
     "matrix_vector": (
-        lambda: MatrixNormal(VECTOR, jnp.eye(IN), jnp.eye(1)),
+        lambda: MatrixNormal(VECTOR, np.eye(IN), np.eye(1)),
         "(in, out)",
         "use Factorized or FullNormal",
     ),
     "matrix_swapped": (
-        lambda: MatrixNormal(KERNEL, jnp.eye(OUT), jnp.eye(IN)),
+        lambda: MatrixNormal(KERNEL, np.eye(OUT), np.eye(IN)),
         "Got (3, 2) and (2, 2) and (3, 3)",
         "(in, in) and (out, out)",
     ),
-    "full_matrix": (lambda: FullNormal(KERNEL, jnp.eye(6)), "(3, 2, 3, 2)", "cov.reshape"),
+    "full_matrix": (lambda: FullNormal(KERNEL, np.eye(6)), "(3, 2, 3, 2)", "cov.reshape"),
     "full_scalar": (lambda: FullNormal(KERNEL, 1.0), "Got (3, 2) and ()", "cov.reshape"),
-    "full_vector": (lambda: FullNormal(VECTOR, jnp.ones(IN)), "(3, 3)", "cov.reshape"),
+    "full_vector": (lambda: FullNormal(VECTOR, np.ones(IN)), "(3, 3)", "cov.reshape"),
     "noise_of_vector": (
         lambda: Factorized(VECTOR, VECTOR).noise_variance(X, X),
         "Factorized.noise_variance",
@@ -61,7 +61,7 @@ CASES = {
         "broadcast_to",
     ),
     "block_inputs": (
-        lambda: example(FullNormal).noise_block(jnp.ones((4, 4))),
+        lambda: example(FullNormal).noise_block(np.ones((4, 4))),
         "in == 3. Got (4, 4)",
         "last",
     ),
@@ -83,12 +83,12 @@ CASES = {
         "jax.vmap",
     ),
     "prior_shape": (
-        lambda: example(Factorized).kl(GaussianPrior(0.0, jnp.ones(IN))),
+        lambda: example(Factorized).kl(GaussianPrior(0.0, np.ones(IN))),
         "(3, 2). Got () and (3,)",
         "Use scalars",
     ),
     "prior_rank": (
-        lambda: example(Factorized).kl(GaussianPrior(jnp.ones((1, IN, OUT)))),
+        lambda: example(Factorized).kl(GaussianPrior(np.ones((1, IN, OUT)))),
         "Got (1, 3, 2) and ()",
         "Use scalars",
     ),
@@ -113,7 +113,7 @@ def test_a_number_is_no_prior():
 
 def test_errors_are_raised_while_tracing():
     with pytest.raises(ValueError, match="full_like"):
-        jax.eval_shape(lambda variance: Factorized(KERNEL, variance), jnp.ones(OUT))
+        jax.eval_shape(lambda variance: Factorized(KERNEL, variance), np.ones(OUT))
 
 
 def test_the_interface_is_abstract():

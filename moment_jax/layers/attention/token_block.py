@@ -78,16 +78,19 @@ def _output_blocks(
     keys = jnp.einsum("hac,hce->hae", weights, k)
     slope = jnp.einsum("hac,hcd,hce->hade", weights, v, k) - mean[..., None] * keys[:, :, None, :]
     by_query = jnp.einsum("hadp,ahpgq,gaeq->ahdge", slope, query_cov, slope) / width
-    # sum_c W_hac W_gac own_hgac (v_hc - A_ha) (v_gc - A_ga)^T, multiplied out so that nothing of
-    # size T S K^2 is formed.
-    pair = jnp.einsum("hac,gac,hgac->hgac", weights, weights, own)
-    v_moment = jnp.einsum("hcd,gce->chdge", v, v) + value_cov
-    mixed = jnp.einsum("hgac,hcd,gae->ahdge", pair, v, mean)
-    by_key = (
-        jnp.einsum("hgac,chdge->ahdge", pair, v_moment)
-        - mixed
-        - jnp.einsum("hgac,gce,had->ahdge", pair, v, mean)
-        + jnp.einsum("hga,had,gae->ahdge", jnp.sum(pair, axis=3), mean, mean)
-    )
     by_value = jnp.einsum("hac,gac,chdge->ahdge", weights, weights, value_cov)
+    # sum_c W_hac W_gac own_hgac E[(v_hc - A_ha) (v_gc - A_ga)^T], multiplied out so that nothing of
+    # size T S K^2 is formed; A is as random as the values that it averages.
+    both = jnp.einsum("hac,gac->hgac", weights, weights)
+    pair = both * own
+    centred = pair * (1 - weights[:, None] - weights[None])
+    total = jnp.sum(pair, axis=3)
+    by_key = (
+        jnp.einsum("hgac,hcd,gce->ahdge", pair, v, v)
+        - jnp.einsum("hgac,hcd,gae->ahdge", pair, v, mean)
+        - jnp.einsum("hgac,gce,had->ahdge", pair, v, mean)
+        + jnp.einsum("hga,had,gae->ahdge", total, mean, mean)
+        + jnp.einsum("hgac,chdge->ahdge", centred, value_cov)
+        + jnp.einsum("hga,ahdge->ahdge", total, by_value)
+    )
     return by_query + by_key + by_value

@@ -1,0 +1,1 @@
+"""Experiments: one claim a file, each runnable as `python -m experiments NAME`."""

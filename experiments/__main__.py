@@ -1,0 +1,64 @@
+"""`python -m experiments [NAME] [options]`: without a name, the main job."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from experiments.command_line import InputError, Parser
+
+COMMANDS = {
+    "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
+    "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
+}
+"""Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""
+
+DEFAULT_COMMAND = "digits"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one experiment and return the exit status: 2 for bad input, 130 for Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(arguments)
+    except InputError as error:
+        return _say(error, 2)
+    except KeyboardInterrupt as error:
+        return _say(str(error) or "stopped", 130)
+    except BrokenPipeError:  # whoever read our output has closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    name = DEFAULT_COMMAND
+    if arguments and not arguments[0].startswith("-"):
+        name = arguments.pop(0)
+    if name not in COMMANDS:
+        raise InputError(f"there is no experiment {name!r}; take one of {', '.join(COMMANDS)}")
+    try:
+        experiment = importlib.import_module(f"experiments.{name}")
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{name} needs the package {error.name}; pip install 'moment_jax[experiments]'"
+        ) from error
+    listing = "\n".join(f"  {other:10s} {what}" for other, what in COMMANDS.items())
+    parser = Parser(
+        prog=f"python -m experiments {name}",
+        description=experiment.__doc__,
+        epilog=f"experiments (python -m experiments NAME --help explains each):\n{listing}",
+    )
+    experiment.add_arguments(parser)
+    experiment.run(parser.parse_args(arguments))
+
+
+def _say(message: object, status: int) -> int:
+    """One line on the standard error."""
+    print(f"experiments: {' '.join(str(message).split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Train a Bayesian vision Transformer on handwritten digits by the analytic ELBO.
+
+Compares it with the same plain network, and with networks sampled from the learned posterior.
+Writes metrics.json and figures, and prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from scipy import ndimage
+
+import moment_jax as mj
+from experiments import classifiers, data, figures, predictions, report
+from experiments.agreement import Agreement
+from experiments.checkpoints import Checkpoints
+from experiments.classifiers import POSTERIORS, Belief
+from experiments.command_line import number, one_of
+from experiments.data import Digits
+from experiments.outputs import writable_folder, write_json
+from experiments.predictions import Prediction
+from experiments.training import fit
+
+TURNED_DIGIT = 6  # upside down it is a nine
+ANGLES = np.linspace(0.0, 180.0, 37)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the main job."""
+    count, positive = number(int, least=1), number(float, above=0)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/digits"), metavar="DIR",
+        help="folder for metrics.json, figures and checkpoints (default: %(default)s)")
+    add("--resume", action="store_true",
+        help="go on from the last checkpoint in --out, with the same other options; without it, an "
+        "earlier run's checkpoints there are replaced")
+    add("--seed", type=number(int, least=0), default=0, metavar="N",
+        help="random seed of weights, batches and samples; never of the split (default: %(default)s)")
+    add("--structure", type=one_of(mj.STRUCTURES, "structure"), default="TokenCorrelated",
+        metavar="NAME", help=f"covariance structure: {', '.join(mj.STRUCTURES)} (default: "
+        "%(default)s); TokenBlock and Full are slow, for Full take --batch-size 4")
+    add("--posterior", type=one_of(POSTERIORS, "posterior"), default="factorized",
+        metavar="NAME", help=f"family of the beliefs about weights: {', '.join(POSTERIORS)} "
+        "(default: %(default)s)")
+    add("--steps", type=count, default=800, metavar="N",
+        help="updates of the Bayesian network (default: %(default)s)")
+    add("--batch-size", type=count, default=32, metavar="N",
+        help="training images for each update, of both networks (default: %(default)s)")
+    add("--learning-rate", type=positive, default=3e-3, metavar="X",
+        help="peak of the Bayesian network's cosine schedule (default: %(default)s)")
+    add("--kl-weight", type=number(float, least=0), default=0.05, metavar="X",
+        help="final weight of the KL divergence in the ELBO: 1 is Bayes' rule, less a cold posterior "
+        "(default: %(default)s)")
+    add("--warm-up", type=number(int, least=0), default=200, metavar="N",
+        help="updates in which the weight of the KL rises from 0 (default: %(default)s)")
+    add("--plain-steps", type=count, default=4000, metavar="N",
+        help="updates of the plain network (default: %(default)s)")
+    add("--plain-learning-rate", type=positive, default=5e-3, metavar="X",
+        help="peak of the plain network's cosine schedule (default: %(default)s)")
+    add("--weight-decay", type=number(float, least=0), default=1e-2, metavar="X",
+        help="AdamW weight decay of the plain network (default: %(default)s)")
+    add("--samples", type=number(int, least=2), default=1000, metavar="N",
+        help="networks sampled from the posterior to compare with (default: %(default)s)")
+    add("--save-every", type=count, default=200, metavar="N",
+        help="updates of the Bayesian network between checkpoints (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train both networks, compare them, write what came out."""
+    start = time.perf_counter()
+    out = writable_folder(args.out, "--out")
+    digits = data.load()
+    try:
+        plain, plain_seconds = _train_plain(args, digits)
+        network, bayesian_seconds = _train_bayesian(args, digits, plain)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
+        ) from None
+    turned, label = _turned(digits)
+    results = _predict(args, digits, plain, network, turned)
+    metrics = {
+        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "seconds": {"plain": plain_seconds, "bayesian": bayesian_seconds},
+        "kl": float(network.kl()),
+        **_compare(digits, results),
+    }
+    _draw(out, digits, turned, label, results)
+    metrics["seconds"]["total"] = time.perf_counter() - start
+    write_json(out / "metrics.json", metrics)
+    _print(out, metrics)
+
+
+def _train_plain(
+    args: argparse.Namespace, digits: Digits
+) -> tuple[mj.nn.PlainVisionTransformer, float]:
+    graph, params = nnx.split(classifiers.plain_network(args.seed))
+    options: dict[str, Any] = {
+        "num_steps": args.plain_steps,
+        "batch_size": min(args.batch_size, digits.train.labels.size),
+        "learning_rate": args.plain_learning_rate,
+        "weight_decay": args.weight_decay,
+    }
+    task = classifiers.plain_task(graph, digits, **options)
+    start = time.perf_counter()
+    settings = {"seed": args.seed, **options}
+    with Checkpoints(args.out / "checkpoints" / "plain", settings, resume=args.resume) as store:
+        # Its updates are so cheap that half a run is all that a checkpoint is worth.
+        state = fit(task, task.start(params, jax.random.key(args.seed)), store, args.plain_steps // 2)
+    assert state.best is not None
+    return nnx.merge(graph, state.best.params), time.perf_counter() - start
+
+
+def _train_bayesian(
+    args: argparse.Namespace, digits: Digits, plain: mj.nn.PlainVisionTransformer
+) -> tuple[mj.nn.VisionTransformer, float]:
+    """Start at the trained plain network's weights, with small spreads, and maximise the ELBO."""
+    belief = Belief(args.structure, args.posterior)
+    network = classifiers.bayesian_network(belief, args.seed)
+    network.load(plain)
+    graph, params = nnx.split(network)
+    options: dict[str, Any] = {
+        "num_steps": args.steps,
+        "batch_size": min(args.batch_size, digits.train.labels.size),
+        "learning_rate": args.learning_rate,
+        "kl_weight": args.kl_weight,
+        "warm_up_steps": args.warm_up,
+    }
+    task = classifiers.bayesian_task(graph, digits, **options)
+    start = time.perf_counter()
+    settings = {
+        "seed": args.seed, "structure": args.structure, "posterior": args.posterior,
+        "plain_steps": args.plain_steps, **options,
+    }  # fmt: skip
+    with Checkpoints(args.out / "checkpoints" / "bayesian", settings, resume=args.resume) as store:
+        key = jax.random.key(args.seed + 1)
+        state = fit(task, task.start(params, key), store, args.save_every)
+    return nnx.merge(graph, state.params), time.perf_counter() - start
+
+
+def _turned(digits: Digits) -> tuple[np.ndarray, int]:
+    """One test image at every angle of the sweep."""
+    image = digits.test.images[np.flatnonzero(digits.test.labels == TURNED_DIGIT)[0]]
+    turned = [
+        ndimage.rotate(image, angle, reshape=False, order=1, cval=digits.background)
+        for angle in ANGLES
+    ]
+    return np.stack(turned).astype(np.float32), TURNED_DIGIT
+
+
+def _predict(
+    args: argparse.Namespace,
+    digits: Digits,
+    plain: mj.nn.PlainVisionTransformer,
+    network: mj.nn.VisionTransformer,
+    turned: np.ndarray,
+) -> dict[str, Prediction]:
+    """Every predictor's word on the test images, and after them on the turned digit."""
+    images = np.concatenate([digits.test.images, turned])
+    key = jax.random.key(args.seed + 2)
+    return {
+        "plain network": predictions.plain(plain, images),
+        "Bayesian, analytic": predictions.analytic(network, images),
+        f"Bayesian, {args.samples:,} samples": predictions.sampled(
+            network, images, key, args.samples
+        ),
+    }
+
+
+def _compare(digits: Digits, results: dict[str, Prediction]) -> dict[str, Any]:
+    """Scores of all three on the test images, and how the analytic logits agree with sampled ones."""
+    test = slice(len(digits.test.labels))
+    networks = {
+        name: {
+            **predictions.scores(result.at(test).probabilities, digits.test.labels),
+            "seconds_per_image": result.seconds_per_image,
+        }
+        for name, result in results.items()
+    }
+    _, analytic, samples = (result.at(test) for result in results.values())
+    agreement = Agreement.of(
+        analytic.logit_mean, analytic.logit_sd, samples.logit_mean, samples.logit_sd
+    )
+    return {"test": networks, "logits": agreement._asdict()}
+
+
+def _draw(
+    out: Path, digits: Digits, turned: np.ndarray, label: int, results: dict[str, Prediction]
+) -> None:
+    test, sweep = slice(len(digits.test.labels)), slice(len(digits.test.labels), None)
+    plain, analytic, samples = (result.at(test) for result in results.values())
+    figures.save(figures.certainty(digits.test, analytic, samples), out / "certainty.png")
+    both = {"plain": plain, "Bayesian, analytic": analytic}
+    figures.save(figures.reliability(both, digits.test.labels), out / "reliability.png")
+    figures.save(figures.spread(analytic, samples), out / "spread.png")
+    _, analytic, samples = (result.at(sweep) for result in results.values())
+    figure = figures.rotation(ANGLES, turned, analytic, samples, label)
+    figures.save(figure, out / "rotation.png")
+
+
+def _print(out: Path, metrics: dict[str, Any]) -> None:
+    networks, logits = metrics["test"], metrics["logits"]
+    print(report.scores_table(networks))
+    _, analytic, samples = networks.values()
+    gap = analytic["nll"] - samples["nll"]
+    print(
+        f"analytic against sampled: NLL {gap:+.4f}; logit sd ratio {logits['sd_ratio']:.3f}, "
+        f"correlation {logits['sd_correlation']:.3f}, mean error {logits['mean_error']:.3f} sd"
+    )
+    print(f"KL weight {metrics['settings']['kl_weight']:g}; "
+          f"{metrics['seconds']['total']:.0f} s in all; figures and metrics.json in {out}")  # fmt: skip

@@ -1,0 +1,197 @@
+"""The figures of the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import moment_jax as mj
+from experiments.agreement import Agreement
+from experiments.data import NUM_CLASSES, Images
+from experiments.outputs import whole_file
+from experiments.predictions import Prediction
+
+STYLE = {
+    "figure.dpi": 140,
+    "figure.constrained_layout.use": True,
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "0.4",
+    "xtick.color": "0.3",
+    "ytick.color": "0.3",
+    "legend.frameon": False,
+}
+RIGHT, WRONG, OTHER, PLAIN, BAYES = "#2a9d5c", "#c8442f", "#b9c0c8", "#d1852b", "#2b6cb0"
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, whole or not at all, and close it."""
+    with whole_file(path) as temporary:
+        figure.savefig(temporary)
+    plt.close(figure)
+
+
+def certainty(test: Images, analytic: Prediction, samples: Prediction, count: int = 7) -> Figure:
+    """The most and the least certain test images, by the entropy of their class probabilities."""
+    p = analytic.probabilities
+    order = np.argsort(-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=1), kind="stable")
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(1.5 * count, 5.4))
+        halves = figure.subfigures(2, 1)
+        for half, chosen, title in zip(
+            halves,
+            (order[:count], order[::-1][:count]),
+            ("Most certain", "Least certain"),
+            strict=True,
+        ):
+            half.suptitle(title, x=0.01, ha="left", fontweight="bold")
+            axes = half.subplots(2, count, height_ratios=(1, 0.8))
+            for column, image in zip(axes.T, chosen, strict=True):
+                _image(column[0], test.images[image])
+                label, said = int(test.labels[image]), int(p[image].argmax())
+                verdict = "" if label == said else f", said {said}"
+                column[0].set_title(f"{label}{verdict}", color=RIGHT if label == said else WRONG)
+                _bars(column[1], p[image], samples.probabilities[image], label, said)
+            axes[1, 0].set_ylabel("probability")
+        halves[1].supxlabel(
+            "class; bars: analytic (green: the label, red: a wrong answer), dots: sampled networks",
+            fontsize=8,
+        )
+    return figure
+
+
+def _image(axes: Axes, image: np.ndarray) -> None:
+    axes.imshow(image, cmap="gray_r", interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(True)
+        side.set_color("0.8")
+
+
+def _bars(axes: Axes, analytic: np.ndarray, samples: np.ndarray, label: int, said: int) -> None:
+    colours = [OTHER] * NUM_CLASSES
+    colours[said], colours[label] = WRONG, RIGHT
+    classes = np.arange(NUM_CLASSES)
+    axes.bar(classes, analytic, color=colours, width=0.8)
+    axes.plot(classes, samples, "o", color="0.15", markersize=2.2)
+    axes.set(ylim=(0, 1.03), xlim=(-0.6, 9.6), xticks=classes, yticks=(0, 0.5, 1))
+    axes.tick_params(labelsize=6, length=2)
+    axes.tick_params(axis="x", length=0)
+
+
+def rotation(
+    angles: np.ndarray, images: np.ndarray, analytic: Prediction, samples: Prediction, label: int
+) -> Figure:
+    """One digit turned: the images, and each class's probability and logit against the angle."""
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(8.4, 6.6))
+        strip, below = figure.subfigures(2, 1, height_ratios=(1, 5.2))
+        shown = np.linspace(0, len(angles) - 1, 13).round().astype(int)
+        for axes, i in zip(strip.subplots(1, len(shown)), shown, strict=True):
+            _image(axes, images[i])
+            axes.set_title(f"{angles[i]:.0f}°", fontsize=8)
+        strip.suptitle(f"A {label} of the test set, turned", x=0.01, ha="left", fontweight="bold")
+        top, bottom = below.subplots(2, 1, sharex=True)
+        leading = analytic.probabilities.max(axis=0) > 0.25
+        colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+        for digit in range(NUM_CLASSES):
+            colour = colours[digit] if leading[digit] else OTHER
+            order = 3 if leading[digit] else 1
+            line = {"color": colour, "zorder": order}
+            top.plot(angles, analytic.probabilities[:, digit], linewidth=1.8, **line)
+            top.plot(angles, samples.probabilities[:, digit], ":", linewidth=1.2, **line)
+            mean, sd = analytic.logit_mean[:, digit], analytic.logit_sd[:, digit]
+            bottom.plot(angles, mean, linewidth=1.5, **line)
+            if leading[digit]:
+                bottom.fill_between(
+                    angles, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0, zorder=2
+                )
+                peak = int(analytic.probabilities[:, digit].argmax())
+                top.annotate(
+                    f"{digit}",
+                    (angles[peak], analytic.probabilities[peak, digit]),
+                    (0, 4),
+                    textcoords="offset points",
+                    color=colour,
+                    fontweight="bold",
+                    ha="center",
+                )
+        top.set(ylabel="probability of the class", ylim=(0, 1.1))
+        top.set_title("solid: analytic, dotted: sampled networks", loc="right", color="0.4")
+        bottom.set(ylabel="logit: mean ± sd", xlabel="angle (degrees)")
+        bottom.set(xlim=(angles[0], angles[-1]), xticks=angles[shown])
+        bottom.set_title("grey: classes that are never likely", loc="right", color="0.4")
+    return figure
+
+
+def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: int = 10) -> Figure:
+    """Accuracy against confidence, and how often each confidence is claimed."""
+    with plt.rc_context(STYLE):
+        figure, (top, bottom) = plt.subplots(
+            2, 1, figsize=(4.6, 5.6), height_ratios=(3, 1), sharex=True
+        )
+        top.plot((0, 1), (0, 1), color="0.75", linewidth=1, zorder=0)
+        width = 0.42 / bins
+        for k, (name, prediction) in enumerate(predictions.items()):
+            colour = (PLAIN, BAYES)[k % 2]
+            given = jnp.asarray(prediction.probabilities), jnp.asarray(labels)
+            curve = mj.objectives.reliability_curve(*given, num_bins=bins)
+            error = float(mj.objectives.expected_calibration_error(*given))
+            count = np.asarray(curve.count)
+            used = count > 0
+            confidence, accuracy = np.asarray(curve.confidence), np.asarray(curve.accuracy)
+            # What chance alone does to an accuracy, were the confidence right.
+            chance = np.sqrt(confidence * (1 - confidence) / np.maximum(count, 1))
+            top.errorbar(
+                confidence[used],
+                accuracy[used],
+                chance[used],
+                fmt="o-",
+                color=colour,
+                markersize=4,
+                linewidth=1.2,
+                elinewidth=0.8,
+                label=f"{name}: ECE {error:.3f}",
+            )
+            middles = (np.arange(bins) + 0.5) / bins
+            bottom.bar(middles + (k - 0.5) * width, count, width, color=colour)
+        top.legend(loc="upper left")
+        top.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.04), title="Reliability on the test set")
+        bottom.set(xlabel="confidence", ylabel="images", yscale="log")
+    return figure
+
+
+def spread(analytic: Prediction, samples: Prediction) -> Figure:
+    """The analytic standard deviation of every logit against that of the sampled networks."""
+    agreement = Agreement.of(
+        analytic.logit_mean, analytic.logit_sd, samples.logit_mean, samples.logit_sd
+    )
+    x, y = samples.logit_sd, analytic.logit_sd
+    low, high = 0.9 * min(x.min(), y.min()), 1.05 * max(x.max(), y.max())
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(4.8, 4.9))
+        axes.plot((low, high), (low, high), color="0.6", linewidth=1)
+        said = analytic.probabilities.argmax(axis=1)
+        top = np.arange(NUM_CLASSES)[None, :] == said[:, None]
+        points = {"markersize": 2.5, "markeredgewidth": 0, "alpha": 0.45}
+        axes.plot(x[~top], y[~top], "o", color=BAYES, label="other classes", **points)
+        axes.plot(x[top], y[top], "o", color=PLAIN, label="the predicted class", **points)
+        axes.legend(loc="upper left", markerscale=2)
+        axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+        axes.set(xlabel="sd of the logit, sampled networks", ylabel="sd of the logit, analytic")
+        axes.set_title(
+            f"analytic / sampled sd: {agreement.sd_ratio:.2f} on average, "
+            f"correlation {agreement.sd_correlation:.2f}"
+        )
+    return figure

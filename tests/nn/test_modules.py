@@ -1,0 +1,173 @@
+"""Modules own parameters and call the layers: nothing is computed otherwise, nothing gets lost."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.builders import ALL_STRUCTURES, KERNEL_FAMILIES, assert_close
+
+FEATURES, HEADS = 4, 2
+X = jax.random.normal(jax.random.key(0), (2, 3, FEATURES), jnp.float32)
+IMAGES = jax.random.normal(jax.random.key(1), (2, 4, 4), jnp.float32)
+
+
+def vision(**settings):
+    return mj.nn.VisionTransformer(
+        image_size=4,
+        patch_size=2,
+        num_classes=3,
+        num_features=FEATURES,
+        num_heads=HEADS,
+        num_blocks=1,
+        hidden_features=6,
+        rngs=nnx.Rngs(0),
+        **settings,
+    )
+
+
+MODULES = {
+    "dense": lambda **s: mj.nn.Dense(FEATURES, 3, rngs=nnx.Rngs(0), **s),
+    "norm": lambda **s: mj.nn.LayerNorm(FEATURES, **s),
+    "attention": lambda **s: mj.nn.MultiHeadAttention(FEATURES, HEADS, rngs=nnx.Rngs(0), **s),
+    "block": lambda **s: mj.nn.EncoderBlock(
+        FEATURES, HEADS, hidden_features=6, rngs=nnx.Rngs(0), **s
+    ),
+    "encoder": lambda **s: mj.nn.Encoder(
+        2, FEATURES, HEADS, hidden_features=6, norm_first=True, rngs=nnx.Rngs(0), **s
+    ),
+    "mlp": lambda **s: mj.nn.MLP([FEATURES, 6, 2], activation="tanh", rngs=nnx.Rngs(0), **s),
+    "vision": vision,
+}
+
+
+def inputs(name):
+    return IMAGES if name == "vision" else X
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_certain_module_is_its_plain_network(name: str):
+    """Point beliefs: the mean is Flax's output, nothing is uncertain, and `sample` is the mean."""
+    module = MODULES[name](posterior=mj.posterior.Point)
+    mean, cov = module(inputs(name))
+    with jax.numpy_rank_promotion("allow"):
+        assert_close(mean, module.sample(jax.random.key(2))(inputs(name)), 1e-5)
+        assert_close(mean, module.mean_network()(inputs(name)), 1e-5)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(variances(cov)))
+
+
+def variances(cov):
+    """Variances of a batch of structures, or the logits' covariance as it is."""
+    return cov if isinstance(cov, jax.Array) else jax.vmap(lambda c: c.variance())(cov)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_from_deterministic_starts_at_the_network(name: str):
+    module = MODULES[name]()
+    plain = module.sample(jax.random.key(3))
+    options = {"mlp": {"activation": "tanh"}}.get(name, {})
+    again = type(module).from_deterministic(plain, relative_scale=0.05, **options)
+    with jax.numpy_rank_promotion("allow"):
+        assert_close(again.mean_network()(inputs(name)), plain(inputs(name)), 1e-5)
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES)
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_every_family_with_every_structure(structure, family):
+    """One step of gradients through moments and KL is finite, of the parameters' type, and moves."""
+    module = MODULES["block"](structure=structure, posterior=family, learn_prior=True)
+
+    @nnx.jit
+    def step(module, x):
+        def loss(module):
+            mean, cov = module(x)
+            assert isinstance(cov, structure)
+            return jnp.mean(mean**2) + jnp.mean(variances(cov)) + 1e-3 * module.kl()
+
+        return nnx.value_and_grad(loss)(module)
+
+    value, gradients = step(module, X)
+    leaves = jax.tree.leaves(gradients)
+    assert jnp.isfinite(value)
+    assert value.dtype == jnp.float32
+    assert all(leaf.dtype == jnp.float32 and jnp.isfinite(leaf).all() for leaf in leaves)
+
+
+def test_batch_equals_loop_and_functions():
+    module = MODULES["block"]()
+    mean, cov = module(X)
+    for row in range(2):
+        one, one_cov = mj.encoder_block(
+            X[row], mj.TokenCorrelated.zeros(X.shape[1:]), module.params, num_heads=HEADS
+        )
+        assert_close(mean[row], one, 1e-5)
+        assert_close(cov.scale[row], one_cov.scale, 1e-5)
+    again, _ = module(mean, cov)
+    assert again.shape == X.shape
+
+
+def test_samples_agree_with_the_moments():
+    """The logits' mean and covariance against Flax networks drawn from the module."""
+    module = vision(relative_scale=0.2, structure=mj.Full)
+    mean, cov = jax.jit(lambda x: module(x))(IMAGES[:1])
+    with jax.numpy_rank_promotion("allow"):
+        truth = mj.monte_carlo(
+            lambda params: module.network(params)(IMAGES[:1]),
+            module.params,
+            jax.random.key(4),
+            20_000,
+        )
+    sd = jnp.sqrt(jnp.diagonal(cov[0]))
+    assert jnp.max(jnp.abs(sd / truth.standard_deviation[0] - 1)) < 0.05
+    assert jnp.max(jnp.abs(mean - truth.mean) / truth.standard_deviation) < 0.1
+
+
+def test_kl_is_the_sum_over_beliefs_and_prior_scales_learn():
+    module = mj.nn.Dense(3, 2, prior_scale=0.5, rngs=nnx.Rngs(0))
+    expected = sum(
+        belief.posterior.kl(mj.posterior.GaussianPrior(0.0, 0.25))
+        for belief in (module.kernel, module.bias)
+    )
+    assert_close(module.kl(), expected, 1e-6)
+    learned = mj.nn.Dense(3, 2, learn_prior=True, rngs=nnx.Rngs(0))
+    gradient = nnx.grad(lambda m: m.kl())(learned)
+    assert gradient["kernel"]["prior_log_scale"][...] != 0
+
+
+def test_parameters_are_of_their_kinds():
+    state = nnx.state(MODULES["dense"](learn_prior=True))
+    kinds = {type(leaf) for _, leaf in nnx.iter_graph(state) if isinstance(leaf, nnx.Variable)}
+    assert kinds >= {mj.nn.VariationalMean, mj.nn.VariationalScale, mj.nn.PriorScale}
+
+
+def test_patches_are_cut_in_rows():
+    image = jnp.arange(16.0).reshape(4, 4)
+    tokens = mj.nn.Patches(2)(image)
+    assert_close(tokens[1], jnp.array([2.0, 3.0, 6.0, 7.0]))
+    with pytest.raises(ValueError, match="divisible"):
+        mj.nn.Patches(3)(image)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: vision(structure="Full"), TypeError, "mj.TokenCorrelated"),
+        (lambda: vision(posterior=float), TypeError, "posterior family"),
+        (lambda: vision(prior_scale=0.0), ValueError, "positive"),
+        (lambda: MODULES["block"](activation="swish2"), ValueError, "gelu"),
+        (lambda: mj.nn.MultiHeadAttention(4, 3, rngs=nnx.Rngs(0)), ValueError, "divide"),
+        (lambda: MODULES["dense"]()(jnp.ones(4)), ValueError, r"x\[None, :\]"),
+        (lambda: mj.nn.total_kl(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), ValueError, "mj.nn"),
+        (
+            lambda: mj.nn.Belief(jnp.ones(3), family=mj.posterior.MatrixNormal),
+            ValueError,
+            "Factorized",
+        ),
+    ],
+)
+def test_messages(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

@@ -1,0 +1,138 @@
+"""Metrics beside scikit-learn's and beside their definitions in plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from moment_jax import objectives
+
+negative_log_likelihood = jax.jit(objectives.negative_log_likelihood)
+accuracy = jax.jit(objectives.accuracy)
+brier_score = jax.jit(objectives.brier_score)
+gaussian_negative_log_likelihood = jax.jit(objectives.gaussian_negative_log_likelihood)
+expected_calibration_error = jax.jit(objectives.expected_calibration_error, static_argnums=2)
+reliability_curve = jax.jit(objectives.reliability_curve, static_argnums=2)
+interval_coverage = jax.jit(objectives.interval_coverage, static_argnums=3)
+
+
+@pytest.fixture(scope="module", params=[2, 5])
+def predictions(request):
+    rng = np.random.default_rng(request.param)
+    probabilities = rng.dirichlet(np.full(request.param, 0.5), size=400)
+    labels = np.array([rng.choice(request.param, p=row) for row in probabilities])
+    return probabilities, labels
+
+
+def test_against_scikit_learn(predictions):
+    metrics = pytest.importorskip("sklearn.metrics")
+    probabilities, labels = predictions
+    classes = list(range(probabilities.shape[1]))
+    np.testing.assert_allclose(
+        negative_log_likelihood(probabilities, labels),
+        metrics.log_loss(labels, probabilities, labels=classes),
+        atol=1e-10,
+    )
+    hits = metrics.accuracy_score(labels, probabilities.argmax(axis=1))
+    np.testing.assert_allclose(accuracy(probabilities, labels), hits, atol=1e-12)
+    if len(classes) == 2:
+        binary = metrics.brier_score_loss(np.asarray(labels), np.asarray(probabilities[:, 1]))
+        np.testing.assert_allclose(brier_score(probabilities, labels), 2 * binary, atol=1e-10)
+
+
+def test_brier_score_by_its_definition(predictions):
+    probabilities, labels = map(np.asarray, predictions)
+    total = 0.0
+    for row, label in zip(probabilities, labels, strict=True):
+        total += sum((p - (c == label)) ** 2 for c, p in enumerate(row))
+    np.testing.assert_allclose(brier_score(*predictions), total / len(labels), atol=1e-10)
+
+
+@pytest.mark.parametrize("num_bins", [1, 7, 15])
+def test_calibration_by_its_definition(predictions, num_bins):
+    probabilities, labels = map(np.asarray, predictions)
+    confidence, hits = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    curve = reliability_curve(*predictions, num_bins)
+    error = 0.0
+    for b in range(num_bins):
+        inside = (confidence > b / num_bins) & (confidence <= (b + 1) / num_bins)
+        assert curve.num_examples[b] == inside.sum()
+        if inside.any():
+            np.testing.assert_allclose(curve.confidence[b], confidence[inside].mean(), atol=1e-12)
+            np.testing.assert_allclose(curve.accuracy[b], hits[inside].mean(), atol=1e-12)
+            error += inside.mean() * abs(confidence[inside].mean() - hits[inside].mean())
+        else:
+            assert curve.confidence[b] == curve.accuracy[b] == 0
+    np.testing.assert_allclose(
+        expected_calibration_error(*predictions, num_bins), error, atol=1e-12
+    )
+
+
+def test_extreme_predictions():
+    probabilities, labels = np.eye(3, dtype=np.float32), np.asarray([0, 1, 2])
+    for metric, perfect in (
+        (negative_log_likelihood, 0),
+        (accuracy, 1),
+        (brier_score, 0),
+        (expected_calibration_error, 0),
+    ):
+        assert metric(probabilities, labels) == perfect
+        assert np.isfinite(metric(probabilities, labels[::-1]))
+    np.testing.assert_allclose(brier_score(probabilities, np.roll(labels, 1)), 2)
+    np.testing.assert_allclose(expected_calibration_error(probabilities, np.roll(labels, 1)), 1)
+
+
+def test_gaussian_scores_against_scipy():
+    rng = np.random.default_rng(3)
+    mean, variance = rng.normal(size=(50, 2)), rng.uniform(0.5, 2, size=(50, 2))
+    targets = mean + np.sqrt(variance) * rng.normal(size=(50, 2))
+    args = (mean, variance, targets)
+    exact = -scipy.stats.norm(mean, np.sqrt(variance)).logpdf(targets).mean()
+    np.testing.assert_allclose(gaussian_negative_log_likelihood(*args), exact, atol=1e-10)
+    for level in (0.5, 0.95):
+        low, high = scipy.stats.norm(mean, np.sqrt(variance)).interval(level)
+        inside = np.mean((low <= targets) & (targets <= high))
+        np.testing.assert_allclose(interval_coverage(*args, level), inside, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["negative_log_likelihood", "accuracy", "brier_score", "expected_calibration_error"],
+)
+def test_jit_and_float32(name):
+    probabilities, labels = np.asarray([[0.7, 0.3], [0.4, 0.6]], np.float32), np.asarray([0, 0])
+    value = globals()[name](probabilities, labels)
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(getattr(objectives, name)(probabilities, labels), value, rtol=1e-6)
+
+
+def test_gradient_of_an_impossible_label_is_finite():
+    grad = jax.jit(jax.grad(objectives.negative_log_likelihood))(np.eye(2), np.asarray([1, 0]))
+    assert np.all(np.isfinite(grad))
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        negative_log_likelihood,
+        accuracy,
+        brier_score,
+        expected_calibration_error,
+        reliability_curve,
+    ],
+)
+def test_bad_classes(metric):
+    with pytest.raises(ValueError, match=r"probabilities \(N, C\) and labels \(N,\)"):
+        metric(np.ones((4, 3)), np.ones((4, 3), int))
+    with pytest.raises(ValueError, match="integer labels"):
+        metric(np.ones((4, 3)), np.ones(4))
+
+
+def test_bad_numbers():
+    with pytest.raises(ValueError, match="num_bins >= 1"):
+        reliability_curve(jnp.ones((4, 3)), jnp.zeros(4, int), 0)
+    with pytest.raises(ValueError, match="0 < level < 1"):
+        interval_coverage(jnp.ones(3), jnp.ones(3), jnp.ones(3), 95)
+    with pytest.raises(ValueError, match="of one shape"):
+        gaussian_negative_log_likelihood(jnp.ones(3), jnp.ones(3), jnp.ones((3, 1)))

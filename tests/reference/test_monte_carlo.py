@@ -1,0 +1,176 @@
+"""Sampled moments and their standard errors."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moment_jax.layers import DenseParams, EncoderBlockParams
+from moment_jax.posterior import Factorized, Point
+from moment_jax.reference import monte_carlo, sample_params
+from moment_jax.reference.sample_moments import CentralSums, JointSums, merge
+from tests.reference.examples import Examples
+
+KEY = jax.random.key(5)
+SPREAD = 0.35  # of the logarithm, in what follows
+BELIEF = Factorized(jnp.array([0.0, 0.5]), jnp.full(2, SPREAD**2))
+
+
+def lognormals(draw):
+    """Two lognormal variables and their sum."""
+    first, second = jnp.exp(draw)
+    return jnp.stack([first, second, first + second])
+
+
+def lognormal_moments():
+    """Mean (3,) and covariance (3, 3) of `lognormals`, in closed form."""
+    mean = jnp.exp(BELIEF.mean + SPREAD**2 / 2)
+    variance = mean**2 * (jnp.exp(SPREAD**2) - 1)
+    mix = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    return mix @ mean, (mix * variance[None, :]) @ mix.T
+
+
+@pytest.fixture(scope="module")
+def repeats():
+    """400 estimates of 2,000 draws each, for the same moments."""
+    keys = jax.random.split(KEY, 400)
+    sample = jax.jit(
+        jax.vmap(lambda key: monte_carlo(lognormals, BELIEF, key, 2000, covariance=True))
+    )
+    return sample(keys)
+
+
+def test_moments_and_errors_cover_the_truth(repeats):
+    """Deviations in standard errors have a mean of zero and a mean square of one."""
+    mean, cov = lognormal_moments()
+    variance = jnp.diagonal(cov)
+    bands = {
+        "mean": (repeats.mean - mean[None]) / repeats.mean_error,
+        "variance": (repeats.variance - variance[None]) / repeats.variance_error,
+        "deviation": (repeats.standard_deviation - jnp.sqrt(variance)[None]) / repeats.sd_error,
+        "covariance": (repeats.covariance - cov[None]) / repeats.covariance_error,
+    }
+    for scores in bands.values():
+        assert np.all(np.abs(np.mean(scores, axis=0)) < 5 / 400**0.5)
+        # The mean square of 400 standard normal scores has the standard error sqrt(2/400).
+        assert np.all(np.abs(np.mean(scores**2, axis=0) - 1) < 5 * (2 / 400) ** 0.5)
+
+
+def test_the_gaussian_error_of_a_deviation_would_not(repeats):
+    deviation = jnp.sqrt(jnp.diagonal(lognormal_moments()[1]))
+    gaussian_error = repeats.standard_deviation / (2 * 1999) ** 0.5
+    scores = (repeats.standard_deviation - deviation[None]) / gaussian_error
+    assert np.all(np.mean(scores**2, axis=0) > 1 + 5 * (2 / 400) ** 0.5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_any_batch_size_gives_the_moments_of_the_same_draws(batch_size):
+    n = 50
+    draw = jax.jit(jax.vmap(lambda i: sample_params(BELIEF, jax.random.fold_in(KEY, i))))
+    draws = np.asarray(jax.vmap(lognormals)(draw(jnp.arange(n))))
+    got = monte_carlo(lognormals, BELIEF, KEY, n, batch_size=batch_size, covariance=True)
+    centred = draws - draws.mean(0)
+    second, fourth = np.mean(centred**2, 0), np.mean(centred**4, 0)
+    variance_error = np.sqrt((fourth - second**2 * (n - 3) / (n - 1)) / n)
+    expected = {
+        "mean": draws.mean(0),
+        "variance": draws.var(0, ddof=1),
+        "standard_deviation": draws.std(0, ddof=1),
+        "mean_error": draws.std(0, ddof=1) / n**0.5,
+        "variance_error": variance_error,
+        "sd_error": variance_error / (2 * draws.std(0, ddof=1)),
+        "covariance": np.cov(draws.T),
+    }
+    for field, value in expected.items():
+        np.testing.assert_allclose(getattr(got, field), value, rtol=1e-10, err_msg=field)
+    np.testing.assert_allclose(jnp.diagonal(got.covariance_error), got.variance_error, rtol=1e-10)
+
+
+def test_sums_do_not_cancel_far_from_zero():
+    mix = np.array([[1.0, 0.5, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.1]])
+    draws = np.random.default_rng(0).normal(size=(900, 3)) @ mix + 3000
+    draws = draws.astype(np.float32)
+
+    @jax.jit
+    def moments(draws):
+        def sums(kind):
+            parts = [kind.of(batch, jnp.ones(300, bool)) for batch in jnp.split(draws, 3)]
+            return merge(merge(parts[0], parts[1]), parts[2])
+
+        return sums(CentralSums).variance(), sums(JointSums).covariance()
+
+    variance, covariance = moments(draws)
+    assert covariance.dtype == jnp.float32
+    expected = np.cov(draws.astype(np.float64).T)
+    scale = np.sqrt(np.diagonal(expected))
+    np.testing.assert_allclose(variance, scale**2, rtol=1e-4)
+    assert np.max(np.abs(covariance - expected) / np.outer(scale, scale)) < 1e-4
+
+
+def test_certain_outputs_and_gradients_at_them():
+    belief = Factorized(jnp.array([0.1, 1.0], jnp.float32), jnp.array([0.0, 0.5], jnp.float32))
+
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def gradient_and_moments(belief):
+        moments = monte_carlo(lambda draw: 3 * draw, belief, KEY, 300)
+        total = moments.standard_deviation + moments.sd_error + moments.mean_error
+        return jnp.sum(total), moments
+
+    gradient, moments = gradient_and_moments(belief)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+    assert moments.mean[0] == 3 * belief.mean[0]  # bit for bit
+    for value in (moments.standard_deviation, moments.mean_error, moments.sd_error):
+        assert value[0] <= jnp.finfo(jnp.float32).eps
+        assert value[1] > 0.01
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_moments_have_the_type_of_the_output(dtype):
+    belief = Factorized(jnp.zeros(2, dtype), jnp.ones(2, dtype))
+
+    def types(fn):
+        moments = jax.eval_shape(lambda: monte_carlo(fn, belief, KEY, 300, covariance=True))
+        return {field.dtype for field in jax.tree.leaves(moments)}
+
+    assert types(jnp.exp) == {jnp.dtype(dtype)}
+    assert types(lambda draw: draw > 0) == {jnp.dtype(float)}  # frequencies
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_samples": 1}, ValueError, r"needs num_samples >= 2. Got 1; a variance needs two"),
+        ({"batch_size": 0}, ValueError, r"needs batch_size >= 1. Got 0"),
+        ({"num_samples": 10.0}, TypeError, "integer"),
+        ({"fn": lambda draw: (draw, draw)}, TypeError, r"returns one array. Got tuple"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    arguments = {"fn": lognormals, "num_samples": 10, **arguments}
+    with pytest.raises(error, match=message):
+        monte_carlo(params=BELIEF, key=KEY, **arguments)
+
+
+def test_sample_params_keeps_the_tree():
+    params = Examples(30).block(Factorized)
+    draw = jax.eval_shape(sample_params, params, KEY)
+    assert isinstance(draw, EncoderBlockParams)
+    assert draw.attention.query.kernel.shape == params.attention.query.kernel.shape
+    beliefs = {"certain": DenseParams(Point(jnp.ones((2, 3)))), "other": (jnp.arange(3), None)}
+    drawn = sample_params(beliefs, KEY)
+    assert drawn["certain"].bias is None
+    assert drawn["other"][1] is None
+    np.testing.assert_array_equal(drawn["certain"].kernel, np.ones((2, 3)))
+    np.testing.assert_array_equal(drawn["other"][0], np.arange(3))
+    assert sample_params({}, KEY) == {}
+
+
+def test_sample_params_draws_leaves_independently():
+    belief = Factorized(jnp.zeros(2), jnp.ones(2))
+    first, second = sample_params((belief, belief), KEY)
+    assert not np.any(first == second)
+    again, _ = sample_params((belief, belief), KEY)
+    np.testing.assert_array_equal(first, again)

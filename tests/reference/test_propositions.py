@@ -1,0 +1,125 @@
+"""The propositions beside the fast transforms, their textbook forms, and the sampled truth."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moment_jax import reference
+from moment_jax.covariance import Full
+from moment_jax.layers import NormParams, dense, layer_norm, matmul, softmax
+from moment_jax.posterior import Point
+from tests.reference.examples import (
+    FEATURES,
+    KERNEL_FAMILIES,
+    TOKENS,
+    VECTOR_FAMILIES,
+    Examples,
+    assert_same,
+    name,
+    product_operands,
+)
+
+
+def asymmetry(cov, *axes):
+    """How far the cross-covariance block of two different rows (or columns) is from symmetric."""
+    block = np.asarray(jnp.transpose(cov, axes))[0, 1]
+    return np.max(np.abs(block - block.T))
+
+
+def test_proposition2_by_the_indices_of_the_derivation():
+    mean_a, cov_a, mean_b, cov_b = map(np.asarray, product_operands())
+    n, q = mean_a.shape[0], mean_b.shape[1]
+    columns_a, columns_b = mean_a, mean_b.T  # the derivation's A is the transpose of ours
+    expected = np.zeros((n * q, n * q))
+    for i in range(1, n * q + 1):
+        for j in range(1, n * q + 1):
+            k1, m1 = (i - 1) % n, (i - 1) // n
+            k2, m2 = (j - 1) % n, (j - 1) // n
+            block_a, block_b = cov_a[k1, :, k2, :], cov_b[:, m1, :, m2]
+            expected[i - 1, j - 1] = (
+                np.trace(block_a.T @ block_b)
+                + columns_a[k1] @ block_b @ columns_a[k2]
+                + columns_b[m1] @ block_a @ columns_b[m2]
+            )
+    stacked = reference.proposition2(mean_a, cov_a, mean_b, cov_b).transpose(1, 0, 3, 2)
+    np.testing.assert_allclose(stacked.reshape(n * q, n * q), expected, rtol=1e-12)
+
+
+def test_matmul_is_propositions_1_and_2():
+    mean_a, cov_a, mean_b, cov_b = product_operands()
+    assert asymmetry(cov_a, 0, 2, 1, 3) > 0.1
+    assert asymmetry(cov_b, 1, 3, 0, 2) > 0.1
+    expected = reference.proposition1(mean_a, mean_b)
+    expected_cov = reference.proposition2(mean_a, cov_a, mean_b, cov_b)
+    assert_same(matmul(mean_a, Full(cov_a), mean_b, Full(cov_b)), (expected, expected_cov))
+
+
+def test_the_two_forms_of_eq_9_agree_on_symmetric_blocks():
+    mean_a, _, mean_b, cov_b = product_operands()
+    make = Examples(1)
+    cov_a = jnp.einsum("ts,pq->tpsq", make.cov(2), make.cov(3))
+    np.testing.assert_allclose(
+        reference.proposition2_as_printed(mean_a, cov_a, mean_b, cov_b),
+        reference.proposition2(mean_a, cov_a, mean_b, cov_b),
+        rtol=1e-12,
+    )
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name)
+def test_dense_is_proposition_2(family):
+    make = Examples(2)
+    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+    params = make.dense(family, FEATURES, 2)
+    assert_same(dense(mean, Full(cov), params), reference.dense(mean, cov, params))
+
+
+def test_softmax_is_proposition_3_for_every_two_rows():
+    make = Examples(3, noise=1.0)
+    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+    expected = reference.softmax(mean, cov)
+    assert_same(softmax(mean, Full(cov), order=1), expected)
+    jacobian = jax.jacobian(lambda x: jax.nn.softmax(x, axis=-1))(mean)
+    by_autodiff = jnp.einsum("tdab,abij,seij->tdse", jacobian, cov, jacobian)
+    np.testing.assert_allclose(expected.cov, by_autodiff, rtol=1e-10, atol=1e-14)
+    assert np.min(np.abs(expected.cov[0, :, 1])) > 1e-6  # rows 0 and 1 are correlated
+
+
+@pytest.mark.parametrize("family", VECTOR_FAMILIES, ids=name)
+def test_layer_norm_is_proposition_4(family):
+    make = Examples(4)
+    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+    params = make.norm(family)
+    expected = reference.layer_norm(mean, cov, params, epsilon=1e-3)
+    assert_same(layer_norm(mean, Full(cov), params, epsilon=1e-3, order=1), expected)
+
+
+def test_layer_norm_without_gain_and_bias():
+    make = Examples(5)
+    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+    expected = reference.layer_norm(mean, cov, NormParams())
+    assert_same(layer_norm(mean, Full(cov), NormParams(), order=1), expected)
+
+
+def test_layer_norm_of_order_2_divides_by_the_expected_variance():
+    make = Examples(6)
+    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+    gain, zeros = make.array(FEATURES), jnp.zeros((FEATURES, FEATURES))
+    expected = reference.proposition4(mean, cov, gain, zeros, zeros, expected_variance=True)
+    _, got = layer_norm(mean, Full(cov), NormParams(Point(gain)))
+    np.testing.assert_allclose(got.cov, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_proposition_4_passes_the_whole_jacobian():
+    make = Examples(7)
+    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+
+    def normalize(x):
+        centred = x - jnp.mean(x, axis=1, keepdims=True)
+        return centred / jnp.sqrt(jnp.var(x, axis=1, keepdims=True) + 1e-6)
+
+    jacobian = jax.jacobian(normalize)(mean)
+    by_autodiff = jnp.einsum("tdab,abij,seij->tdse", jacobian, cov, jacobian)
+    zeros = jnp.zeros((FEATURES, FEATURES))
+    got = reference.proposition4(mean, cov, jnp.ones(FEATURES), zeros, zeros)
+    np.testing.assert_allclose(got, by_autodiff, rtol=1e-10, atol=1e-12)

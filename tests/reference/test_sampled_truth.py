@@ -1,0 +1,151 @@
+"""The transforms against sampled networks of Flax's own layers, in one Monte Carlo run.
+
+Where a transform is exact the noise is large; elsewhere it is so small that what second-order
+moments leave out is far below a standard error.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moment_jax import reference
+from moment_jax.covariance import Full
+from moment_jax.layers import attention, dense, encoder_block, layer_norm, matmul, relu
+from moment_jax.nn.plain import PlainEncoderBlock, plain_attention, plain_linear, plain_norm
+from moment_jax.posterior import Factorized, FullNormal, MatrixNormal
+from tests.reference.examples import FEATURES, TOKENS, Examples, product_operands, worst
+
+NUM_SAMPLES, EPSILON = 50_000, 1e-6
+
+
+def beliefs():
+    """What is random: (x, params) with small noise and with large, and two matrices."""
+    small, large, operands = Examples(20, 0.01), Examples(21, 1.0), product_operands()
+    return {
+        "small": (small.belief(FullNormal, TOKENS, FEATURES), small.block(Factorized)),
+        "large": (
+            large.belief(FullNormal, TOKENS, FEATURES),
+            large.dense(MatrixNormal, FEATURES, 2),
+        ),
+        "matrices": (FullNormal(*operands[:2]), FullNormal(*operands[2:])),
+    }
+
+
+class Case(NamedTuple):
+    """A network of a group of beliefs: sampled, by Flax, and its moments, by the library."""
+
+    group: str
+    sampled: Callable
+    moments: Callable
+
+
+def block_case(norm_first):
+    options = {"num_heads": 2, "norm_first": norm_first, "epsilon": EPSILON}
+    return Case(
+        "small",
+        lambda x, params: PlainEncoderBlock(params, activation=jax.nn.relu, **options)(x),
+        lambda x, params: encoder_block(x.mean, Full(x.cov), params, **options),
+    )
+
+
+CASES = {
+    "product": Case(
+        "matrices",
+        lambda a, b: a @ b,
+        lambda a, b: matmul(a.mean, Full(a.cov), b.mean, Full(b.cov)),
+    ),
+    "dense": Case(
+        "large",
+        lambda x, params: plain_linear(params)(x),
+        lambda x, params: dense(x.mean, Full(x.cov), params),
+    ),
+    "relu": Case(
+        "large",
+        lambda x, params: jax.nn.relu(x),
+        lambda x, params: relu(x.mean, Full(x.cov)),
+    ),
+    "layer_norm": Case(
+        "small",
+        lambda x, params: plain_norm(params.norm1, FEATURES, EPSILON)(x),
+        lambda x, params: layer_norm(x.mean, Full(x.cov), params.norm1),
+    ),
+    "attention": Case(
+        "small",
+        lambda x, params: plain_attention(params.attention, 2)(x),
+        lambda x, params: attention(x.mean, Full(x.cov), params.attention, num_heads=2),
+    ),
+    "encoder_block": block_case(norm_first=False),
+    "encoder_block_pre_norm": block_case(norm_first=True),
+}
+
+
+@pytest.fixture(scope="module")
+def moments():
+    """The library's moments of every case."""
+    return jax.jit(
+        lambda groups: {name: case.moments(*groups[case.group]) for name, case in CASES.items()}
+    )(beliefs())
+
+
+@pytest.fixture(scope="module")
+def truths(moments):
+    """Sampled moments of every case: all networks side by side in one run, which compiles once."""
+
+    def networks(draws):
+        outputs = [case.sampled(*draws[case.group]) for case in CASES.values()]
+        return jnp.concatenate([output.ravel() for output in outputs])
+
+    sample = jax.jit(
+        lambda groups: reference.monte_carlo(
+            networks, groups, jax.random.key(0), NUM_SAMPLES, batch_size=1000, covariance=True
+        )
+    )
+    together, start, parts = sample(beliefs()), 0, {}
+    for name in CASES:
+        stop = start + moments[name][0].size
+        own = np.s_[start:stop]
+        parts[name] = jax.tree.map(lambda a, own=own: a[(own,) * a.ndim], together)
+        start = stop
+    return parts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mean_and_standard_deviation(case, moments, truths):
+    (mean, cov), truth = moments[case], truths[case]
+    assert worst(mean.ravel(), truth.mean, truth.mean_error) < 5
+    deviation = jnp.sqrt(cov.variance()).ravel()
+    assert worst(deviation, truth.standard_deviation, truth.sd_error) < 5
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "relu"])
+def test_covariance(case, moments, truths):
+    truth, (_, cov) = truths[case], moments[case]
+    matrix = cov.cov.reshape(truth.covariance.shape)
+    assert worst(matrix, truth.covariance, truth.covariance_error) < 5
+
+
+def test_eq_9_as_printed_is_wrong(truths):
+    truth = truths["product"]
+
+    def deviation(proposition):
+        cov = proposition(*product_operands()).reshape(truth.covariance.shape)
+        return worst(cov, truth.covariance, truth.covariance_error)
+
+    assert deviation(reference.proposition2) < 5
+    assert deviation(reference.proposition2_as_printed) > 10
+
+
+def test_proposition_4_as_printed_is_wrong(truths):
+    truth, (x, params) = truths["layer_norm"], beliefs()["small"]
+    gain, bias = map(reference.dense_moments, (params.norm1.scale, params.norm1.bias))
+
+    def deviation(proposition):
+        cov = proposition(x.mean, x.cov, gain.mean, gain.cov, bias.cov)
+        return worst(cov.reshape(truth.covariance.shape), truth.covariance, truth.covariance_error)
+
+    assert deviation(reference.proposition4) < 5
+    assert deviation(reference.proposition4_as_printed) > 50

@@ -1,0 +1,133 @@
+"""The fast transforms reproduce the derivation spelled out, where its assumptions hold."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moment_jax import reference
+from moment_jax.covariance import Full
+from moment_jax.layers import (
+    AttentionParams,
+    DenseParams,
+    attention,
+    encoder_block,
+    feed_forward,
+    layer_norm,
+    relu,
+)
+from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, OutputShared, Point
+from tests.reference.examples import (
+    FEATURES,
+    KERNEL_FAMILIES,
+    TOKENS,
+    Examples,
+    assert_same,
+    name,
+)
+
+
+def certain_input(make):
+    mean = make.array(TOKENS, FEATURES)
+    return mean, jnp.zeros((*mean.shape, *mean.shape))
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name)
+def test_dense_moments_are_what_kernels_add(family):
+    make = Examples(10)
+    belief = make.belief(family, FEATURES, 2)
+    moment = make.array(FEATURES, FEATURES)
+    cov = reference.dense_moments(belief).cov
+    np.testing.assert_allclose(
+        belief.noise_block(moment), jnp.einsum("ij,iojp->op", moment, cov), rtol=1e-10, atol=1e-12
+    )
+    np.testing.assert_allclose(belief.marginal_variance(), jnp.einsum("ioio->io", cov))
+
+
+def test_dense_moments_of_another_kind():
+    with pytest.raises(TypeError, match="knows no family float"):
+        reference.dense_moments(1.0)
+
+
+def test_relu():
+    make = Examples(11, noise=1.0)
+    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+    cov = cov.at[0].set(0).at[:, :, 0].set(0)  # the first token is certain
+    assert_same(relu(mean, Full(cov)), reference.relu(mean, cov))
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name)
+def test_attention_with_one_head(family):
+    make = Examples(12)
+    mean, cov = certain_input(make)
+    params = make.attention(family)
+    expected = reference.attention(mean, cov, params, num_heads=1)
+    assert_same(attention(mean, Full(cov), params, num_heads=1, order=1), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "output_family"),
+    [(Point, FullNormal), (Factorized, Point), (OutputShared, MatrixNormal)],
+    ids=name,
+)
+def test_attention_with_independent_heads(family, output_family):
+    make = Examples(13)
+    mean, cov = certain_input(make)
+    params = make.attention(family, output_family)
+    expected = reference.attention(mean, cov, params, num_heads=2)
+    assert_same(attention(mean, Full(cov), params, num_heads=2, order=1), expected)
+
+
+def test_heads_of_correlated_kernels_are_not_independent():
+    make = Examples(14)
+    mean, cov = certain_input(make)
+    params = make.attention(FullNormal, Point)
+    identity = DenseParams(Point(jnp.eye(FEATURES)))
+    params = AttentionParams(params.query, params.key, params.value, identity)
+    _, got = attention(mean, Full(cov), params, num_heads=2, order=1)
+    shape = (TOKENS, 2, FEATURES // 2)
+    got = got.cov.reshape(*shape, *shape)
+    printed = reference.attention(mean, cov, params, num_heads=2).cov.reshape(*shape, *shape)
+    for head in range(2):
+        same = np.s_[:, head, :, :, head, :]
+        np.testing.assert_allclose(got[same], printed[same], rtol=1e-10, atol=1e-12)
+    assert np.all(printed[:, 0, :, :, 1, :] == 0)
+    assert np.max(np.abs(got[:, 0, :, :, 1, :])) > 1e-3
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name)
+def test_feed_forward(family):
+    make = Examples(15)
+    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+    params = make.feed_forward(family)
+    got = feed_forward(mean, Full(cov), params, activation=relu)
+    assert_same(got, reference.feed_forward(mean, cov, params))
+
+
+@pytest.mark.parametrize("family", [Factorized, OutputShared, Point], ids=name)
+def test_block_with_independent_residuals(family):
+    make = Examples(16)
+    mean, cov = certain_input(make)
+    params = make.block(family)
+    expected = reference.encoder_block(mean, cov, params, num_heads=2)
+
+    branch, branch_cov = attention(mean, Full(cov), params.attention, num_heads=2, order=1)
+    total = Full(cov).add(branch_cov)
+    mean, cov = layer_norm(mean + branch, total, params.norm1, order=1)
+    branch, branch_cov = feed_forward(mean, cov, params.feed_forward, activation=relu)
+    got = layer_norm(mean + branch, cov.add(branch_cov), params.norm2, order=1)
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("family", [Factorized, OutputShared, Point], ids=name)
+def test_block_with_its_residual_covariance(family):
+    make = Examples(17)
+    mean, cov = certain_input(make)
+    params = make.block(family)
+    got = encoder_block(mean, Full(cov), params, num_heads=2, order=1)
+
+    branch = reference.attention(mean, cov, params.attention, num_heads=2)
+    mean, cov = reference.layer_norm(mean + branch.mean, branch.cov, params.norm1)
+    branch = reference.feed_forward(mean, cov, params.feed_forward)
+    cross = reference.feed_forward_cross_cov(mean, cov, params.feed_forward)
+    total = cov + branch.cov + cross + cross.transpose(2, 3, 0, 1)
+    assert_same(got, reference.layer_norm(mean + branch.mean, total, params.norm2))

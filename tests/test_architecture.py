@@ -1,0 +1,52 @@
+"""Imports point down the list of rooms, only nn knows flax, and experiments use the public names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "covariance": set(),
+    "expectations": set(),
+    "posterior": {"covariance"},
+    "layers": {"covariance", "expectations", "posterior"},
+    "objectives": {"covariance", "expectations", "posterior"},
+    "reference": {"covariance", "expectations", "posterior", "layers", "objectives"},
+    "nn": {"covariance", "expectations", "posterior", "layers", "objectives", "reference"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Names of all modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_only_what_lies_below(room: str):
+    files = list((ROOT / "moment_jax" / room).rglob("*.py"))
+    assert files
+    for path in files:
+        names = imported(path)
+        rooms = {name.split(".")[1] for name in names if name.startswith("moment_jax.")}
+        assert rooms - {room} <= MAY_IMPORT[room], path
+        assert room == "nn" or not any(name.split(".")[0] == "flax" for name in names), path
+
+
+def test_every_room_is_listed():
+    rooms = {path.parent.name for path in (ROOT / "moment_jax").glob("*/__init__.py")}
+    assert rooms == set(MAY_IMPORT)
+
+
+def test_experiments_use_the_public_interface():
+    for path in (ROOT / "experiments").rglob("*.py"):
+        deep = [name for name in imported(path) if name.startswith("moment_jax.")]
+        assert not deep, (path, deep)
