@@ -148,7 +148,7 @@ def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: in
             given = jnp.asarray(prediction.probabilities), jnp.asarray(labels)
             curve = mj.objectives.reliability_curve(*given, num_bins=bins)
             error = float(mj.objectives.expected_calibration_error(*given))
-            count = np.asarray(curve.count)
+            count = np.asarray(curve.num_examples)
             used = count > 0
             confidence, accuracy = np.asarray(curve.confidence), np.asarray(curve.accuracy)
             # What chance alone does to an accuracy, were the confidence right.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -50,7 +51,28 @@ def whole_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def writable_file(path: Path, option: str) -> Path:
+    """Check, before long work, that the file can be written; nothing of it is left behind.
+
+    Raises:
+      InputError: if not.
+    """
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a folder; name a file in it")
+    writable_folder(path.parent, option)
+    return path
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, whole or not at all; numbers that JSON does not have become null."""
+    text = json.dumps(_in_json(content), indent=2, allow_nan=False)
     with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def _in_json(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {str(key): _in_json(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_in_json(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -1,8 +1,27 @@
-"""Gaussian integrals on plain arrays: what nonlinearities do to means and variances."""
+"""Gaussian integrals on plain arrays: moments of nonlinear functions of Gaussian variables.
+
+Elementwise functions return `ElementwiseMoments` (mean, variance, gain, second):
+`rectified` and `gelu` in closed form, `elementwise` for any smooth function by quadrature.
+Softmax functions take one row of scores; batch them with `jax.vmap`.
+"""
 
 from moment_jax.expectations.gelu import gelu
 from moment_jax.expectations.moments import ElementwiseMoments
 from moment_jax.expectations.quadrature import elementwise
 from moment_jax.expectations.rectified import rectified
+from moment_jax.expectations.softmax import logsumexp_mean, softmax_mean, softmax_moments
+from moment_jax.expectations.softmax_jacobian import expected_softmax_jacobian, softmax_jacobian
+from moment_jax.expectations.tilted import tilted_softmax
 
-__all__ = ["ElementwiseMoments", "elementwise", "gelu", "rectified"]
+__all__ = [
+    "ElementwiseMoments",
+    "elementwise",
+    "expected_softmax_jacobian",
+    "gelu",
+    "logsumexp_mean",
+    "rectified",
+    "softmax_jacobian",
+    "softmax_mean",
+    "softmax_moments",
+    "tilted_softmax",
+]

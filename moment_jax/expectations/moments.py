@@ -52,3 +52,31 @@ def checked(name: str, mean: jax.Array, variance: jax.Array) -> tuple[jax.Array,
             f"{variance.dtype}. Use mean.astype(float)."
         )
     return mean.astype(dtype), variance.astype(dtype)
+
+
+def checked_row(
+    name: str, mean: jax.Array, cov: jax.Array, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Check one row of scores for `name`; return mean, cov and the mask of what is kept.
+
+    The mean is -inf and the covariance 0 where an entry is masked, by mask or by a mean of -inf.
+
+    Raises:
+        ValueError: the shapes do not fit, or the mask is not boolean.
+    """
+    mean, cov = jnp.asarray(mean), jnp.asarray(cov)
+    if mean.ndim != 1 or cov.shape not in (mean.shape, mean.shape * 2):
+        raise ValueError(
+            f"`{name}` takes one row: shape (C,) and cov (C, C) or (C,). "
+            f"Got {mean.shape} and {cov.shape}. For a batch, use jax.vmap({name})."
+        )
+    keep = mean > -jnp.inf
+    if mask is not None:
+        if mask.shape != mean.shape or mask.dtype != bool:
+            raise ValueError(
+                f"`{name}` needs a boolean mask of shape {mean.shape}. "
+                f"Got {mask.dtype} {mask.shape}. Use scores_mask.astype(bool)."
+            )
+        keep = keep & mask
+    both = keep if cov.ndim == 1 else keep[:, None] & keep[None, :]
+    return jnp.where(keep, mean, -jnp.inf), jnp.where(both, cov, 0.0), keep

@@ -27,9 +27,10 @@ def tilted_softmax(
     as it must.
 
     Solved by preconditioned nonlinear conjugate gradients, one product with R a step, until the
-    chi-square distance of the two sides is at the level of rounding, for at most 32 steps. With
-    means of sd 1.5 and 16 or 64 scores of sd 0.1 to 2 it takes 4 to 20 steps. The derivative is
-    that of the exact solution (implicit, by linear conjugate gradients), to any order.
+    chi-square distance of the two sides is 2e-5 (float32) or 4e-11 (float64), for at most 32 steps.
+    For 16 or 64 scores, independent or of rank 6, with means of sd 1.5, float32 takes 1, 6, 11 and
+    26 steps (median) at score sd 0.1, 1, 2 and 5; what 32 steps leave at sd 5 is below 1e-3. The
+    derivative is that of the exact solution (implicit, by linear conjugate gradients), to any order.
 
     Args:
         apply_cov: function (operand, vector) -> R vector, linear in both, R symmetric and positive
@@ -67,10 +68,8 @@ def _tilted_softmax_jvp(
     def matvec(x: jax.Array) -> jax.Array:
         return x + project(root * apply_cov(operand, root * project(x)))
 
-    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.8
-    solution, _ = jax.scipy.sparse.linalg.cg(
-        matvec, project(root * d_target), tol=tolerance, maxiter=2 * _MAX_STEPS
-    )
+    right = project(root * d_target)
+    solution = jax.lax.custom_linear_solve(matvec, right, _conjugate_gradients, symmetric=True)
     return a, root * solution
 
 
@@ -97,7 +96,7 @@ def _start(
 
 
 def _maximise(apply_cov: ApplyCov, operand: Any, linear: jax.Array, start: jax.Array) -> jax.Array:
-    tolerance = (8.0 * float(jnp.finfo(start.dtype).eps)) ** 2
+    tolerance = _tolerance(start.dtype) ** 2
 
     def residual(a: jax.Array, product: jax.Array) -> tuple[jax.Array, jax.Array]:
         positive = a > 0.0
@@ -132,6 +131,40 @@ def _maximise(apply_cov: ApplyCov, operand: Any, linear: jax.Array, start: jax.A
         jnp.asarray(0), start, product, start * e, apply_cov(operand, start * e), e, size
     )
     return jax.lax.while_loop(unfinished, advance, first).a
+
+
+class _LinearState(NamedTuple):
+    step: jax.Array
+    x: jax.Array
+    residual: jax.Array
+    direction: jax.Array
+    size: jax.Array  # of the residual, squared
+
+
+def _conjugate_gradients(matvec: Callable[[jax.Array], jax.Array], right: jax.Array) -> jax.Array:
+    """Solve matvec(x) = right, matvec symmetric and positive definite, from x = 0."""
+    tolerance = _tolerance(right.dtype) ** 2 * jnp.vdot(right, right)
+
+    def unfinished(state: _LinearState) -> jax.Array:
+        return (state.step < _MAX_STEPS) & (state.size > tolerance)
+
+    def advance(state: _LinearState) -> _LinearState:
+        step, x, residual, direction, size = state
+        product = matvec(direction)
+        length = size / jnp.vdot(direction, product)
+        x, residual = x + length * direction, residual - length * product
+        new = jnp.vdot(residual, residual)
+        return _LinearState(step + 1, x, residual, residual + new / size * direction, new)
+
+    first = _LinearState(
+        jnp.asarray(0), jnp.zeros_like(right), right, right, jnp.vdot(right, right)
+    )
+    return jax.lax.while_loop(unfinished, advance, first).x
+
+
+def _tolerance(dtype: jnp.dtype) -> float:
+    """Relative accuracy of the solutions: 2.4e-5 in float32, 4e-11 in float64."""
+    return float(jnp.finfo(dtype).eps) ** (2 / 3)
 
 
 def _positive_quotient(x: jax.Array, y: jax.Array) -> jax.Array:

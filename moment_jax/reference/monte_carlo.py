@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior import Posterior
@@ -51,11 +52,12 @@ def sample_params(params: Any, key: Array) -> Any:
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=_is_belief)
     keys = jax.random.split(key, max(len(leaves), 1))
-    drawn = [
-        leaf.sample(leaf_key) if _is_belief(leaf) else leaf
-        for leaf, leaf_key in zip(leaves, keys, strict=False)
-    ]
-    return jax.tree.unflatten(treedef, drawn)
+    for members in _alike(leaves):
+        beliefs = jax.tree.map(lambda *arrays: jnp.stack(arrays), *(leaves[i] for i in members))
+        draws = jax.vmap(lambda belief, key: belief.sample(key))(beliefs, keys[np.array(members)])
+        for member, draw in zip(members, draws, strict=True):
+            leaves[member] = draw
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def monte_carlo(
@@ -121,6 +123,21 @@ def monte_carlo(
 
 def _is_belief(leaf: Any) -> bool:
     return isinstance(leaf, Posterior)
+
+
+def _alike(leaves: list[Any]) -> list[list[int]]:
+    """Which leaves are beliefs of one family and one shape.
+
+    They are drawn together (each with its own key): a random number generator for every leaf of a deep
+    network would take minutes to compile.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if _is_belief(leaf):
+            arrays, structure = jax.tree.flatten(leaf)
+            kind = (structure, *((jnp.shape(a), jnp.result_type(a)) for a in arrays))
+            groups.setdefault(kind, []).append(i)
+    return list(groups.values())
 
 
 def _at_least(name: str, value: int, lowest: int, why: str) -> int:

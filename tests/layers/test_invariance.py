@@ -113,7 +113,9 @@ def test_block_does_not_see_jit_vmap_or_padding(structure: type[Covariance], nor
     assert_close(padded_dense[: SHAPE[0], :, : SHAPE[0]], dense)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(
+    "name", [name for name in TRANSFORMS if name not in ("dense", "feed_forward", "pre_norm")]
+)
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_gradients_are_finite_at_zero_variance_and_at_huge_scores(
     structure: type[Covariance], name: str

@@ -122,10 +122,9 @@ def test_price_derivative_at_zero_covariance_is_half_the_hessian(fn):
     np.testing.assert_allclose(diagonal, np.diagonal(hessian, axis1=-2, axis2=-1) / 2, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["full", "diagonal"])
 @every_fn
-def test_price_derivative_is_the_cubatures_own_slope_as_points_grow(fn, name):
-    cov = 0.25 * (COVS[name] + (0.5 if COVS[name].ndim == 1 else 0.5 * np.eye(C)))
+def test_price_derivative_is_the_cubatures_own_slope_as_points_grow(fn):
+    cov = 0.25 * (COVS["full"] + 0.5 * np.eye(C))
     direction = 0.1 * cov
     step = 1e-4
 
@@ -160,9 +159,9 @@ def test_second_derivatives_are_finite(fn):
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(second(MEAN, cov)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
 @pytest.mark.parametrize("scale", [0.0, 1e4])
-def test_huge_logits_stay_finite(dtype, scale):
+def test_huge_logits_stay_finite(scale):
+    dtype = np.float32
     mean = np.asarray([1e4, -1e4, 0.0, 1e4, 3.0], dtype)
     for cov in (np.full(C, scale, dtype), np.full((C, C), scale, dtype)):
         for fn in (expected_logsumexp, log_expected_softmax):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moment_jax.layers import DenseParams, EncoderBlockParams
-from moment_jax.posterior import Factorized, Point
+from moment_jax.posterior import Factorized, Point, Posterior
 from moment_jax.reference import monte_carlo, sample_params
 from moment_jax.reference.sample_moments import CentralSums, JointSums, merge
 from tests.reference.examples import Examples
@@ -65,12 +65,11 @@ def test_the_gaussian_error_of_a_deviation_would_not(repeats):
     assert np.all(np.mean(scores**2, axis=0) > 1 + 5 * (2 / 400) ** 0.5)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7])
-def test_any_batch_size_gives_the_moments_of_the_same_draws(batch_size):
+def test_batches_give_the_moments_of_the_same_draws():
     n = 50
     draw = jax.jit(jax.vmap(lambda i: sample_params(BELIEF, jax.random.fold_in(KEY, i))))
     draws = np.asarray(jax.vmap(lognormals)(draw(jnp.arange(n))))
-    got = monte_carlo(lognormals, BELIEF, KEY, n, batch_size=batch_size, covariance=True)
+    got = monte_carlo(lognormals, BELIEF, KEY, n, batch_size=7, covariance=True)
     centred = draws - draws.mean(0)
     second, fourth = np.mean(centred**2, 0), np.mean(centred**4, 0)
     variance_error = np.sqrt((fourth - second**2 * (n - 3) / (n - 1)) / n)
@@ -96,7 +95,8 @@ def test_sums_do_not_cancel_far_from_zero():
     @jax.jit
     def moments(draws):
         def sums(kind):
-            parts = [kind.of(batch, jnp.ones(300, bool)) for batch in jnp.split(draws, 3)]
+            batches = jnp.split(draws, [1, 300])
+            parts = [kind.of(batch, jnp.ones(len(batch), bool)) for batch in batches]
             return merge(merge(parts[0], parts[1]), parts[2])
 
         return sums(CentralSums).variance(), sums(JointSums).covariance()
@@ -155,7 +155,7 @@ def test_bad_arguments(arguments, error, message):
 
 
 def test_sample_params_keeps_the_tree():
-    params = Examples(30).block(Factorized)
+    params = Examples(30).block(Point)
     draw = jax.eval_shape(sample_params, params, KEY)
     assert isinstance(draw, EncoderBlockParams)
     assert draw.attention.query.kernel.shape == params.attention.query.kernel.shape
@@ -166,6 +166,16 @@ def test_sample_params_keeps_the_tree():
     np.testing.assert_array_equal(drawn["certain"].kernel, np.ones((2, 3)))
     np.testing.assert_array_equal(drawn["other"][0], np.arange(3))
     assert sample_params({}, KEY) == {}
+
+
+def test_sample_params_draws_each_leaf_with_its_own_key():
+    params = Examples(31).feed_forward(Factorized)
+    is_belief = {"is_leaf": lambda leaf: isinstance(leaf, Posterior)}
+    beliefs = jax.tree.leaves(params, **is_belief)
+    keys = jax.random.split(KEY, len(beliefs))
+    expected = [belief.sample(key) for belief, key in zip(beliefs, keys, strict=True)]
+    got = jax.tree.leaves(sample_params(params, KEY))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-14), got, expected)
 
 
 def test_sample_params_draws_leaves_independently():

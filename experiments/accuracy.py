@@ -1,0 +1,114 @@
+"""Compare analytic moments with the sampled truth in a folder of `.npz` case files.
+
+Prints, for each case and structure: the mean's error in true sd (root mean square), the mean ratio of
+sd to true sd, the mean of |ratio - 1|, the correlation of the two sds over all elements, the same for
+the logits where the file has a head, and the time as a multiple of the deterministic forward's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import moment_jax as mj
+from experiments import propagation
+from experiments.agreement import Agreement
+from experiments.cases import Case, Truth, read_folder
+from experiments.command_line import number, one_of
+from experiments.outputs import writable_file, write_json
+
+HEADER = ["case", "structure", "mean error", "sd ratio", "|ratio-1|", "sd corr.", "time"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the comparison."""
+    add = parser.add_argument
+    add("--cases", type=Path, required=True, metavar="DIR",
+        help="folder of .npz case files (required); a weight's standard deviation of 0 is a certain "
+        "weight, a negative one an error")
+    add("--structure", type=one_of(mj.STRUCTURES, "structure"), nargs="+", metavar="NAME",
+        default=list(mj.STRUCTURES),
+        help=f"covariance structures: {', '.join(mj.STRUCTURES)} (default: all)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there too (default: nowhere)")
+    add("--repeats", type=number(int, least=1), default=10, metavar="N",
+        help="timed runs of each forward, interleaved; their medians count (default: %(default)s)")
+    add("--full-limit", type=number(float, above=0), default=0.5, metavar="GIB",
+        help="skip Full where one of its arrays is larger than this, in GiB; it holds several of them "
+        "(default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read and check all files before anything is computed, then go through them."""
+    if args.json is not None:
+        writable_file(args.json, "--json")
+    cases = read_folder(args.cases)
+    records: list[dict[str, Any]] = []
+    width = max(len(case.name) for case in cases) + len(" logits")
+    print(_line(HEADER, width), flush=True)
+    for case in cases:
+        for record in _measure(case, args):
+            records.append(record)
+            print(_line(_cells(record), width), flush=True)
+    if args.json is not None:
+        write_json(args.json, records)
+
+
+def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The records of one case, in the order of the structures asked for."""
+    records: list[dict[str, Any]] = []
+    forwards = {"": propagation.deterministic(case)}
+    for name in dict.fromkeys(args.structure):
+        size = propagation.full_gib(case)
+        if mj.STRUCTURES[name] is mj.Full and size > args.full_limit:
+            reason = f"skipped: one array of {size:.2g} GiB is over --full-limit {args.full_limit:g}"
+            records.append({"case": case.name, "structure": name, "skipped": reason})
+            continue
+        forwards[name] = propagation.moments(case, mj.STRUCTURES[name])
+        output, logits = forwards[name]()
+        records.append(_record(case.name, name, output, case.truth))
+        if case.logits is not None:
+            records.append(_record(f"{case.name} logits", name, logits, case.logits))
+    times = _interleaved(forwards, args.repeats)
+    for record in records:
+        if record["structure"] in times:
+            record["time_ratio"] = times[record["structure"]] / times[""]
+    return records
+
+
+def _record(case: str, structure: str, moments: tuple[Any, Any], truth: Truth) -> dict[str, Any]:
+    mean, sd = (np.asarray(part) for part in moments)
+    agreement = Agreement.of(mean, sd, truth.mean, truth.sd)
+    return {"case": case, "structure": structure, **agreement._asdict()}
+
+
+def _interleaved(
+    forwards: dict[str, propagation.Forward], repeats: int
+) -> dict[str, float]:
+    """Median seconds of each forward; they take turns, so that what slows the machine slows all."""
+    times: dict[str, list[float]] = {name: [] for name in forwards}
+    for forward in forwards.values():
+        forward()
+    for _ in range(repeats):
+        for name, forward in forwards.items():
+            start = time.perf_counter()
+            forward()
+            times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(taken)) for name, taken in times.items()}
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    first = [record["case"], record["structure"]]
+    if "skipped" in record:
+        return [*first, record["skipped"]]
+    figures = [record[name] for name in Agreement._fields]
+    return [*first, *(f"{figure:.4f}" for figure in figures), f"{record['time_ratio']:.1f}x"]
+
+
+def _line(cells: list[str], width: int) -> str:
+    case, structure, *rest = cells
+    figures = rest[0] if len(rest) == 1 else "  ".join(f"{cell:>10s}" for cell in rest)
+    return f"{case:{width}s}  {structure:15s}  {figures}"

@@ -1,0 +1,223 @@
+"""Case files: a posterior with its sampled truth in one `.npz`, of an MLP or of encoder blocks.
+
+    MLP       W0, Ws0, b0, bs0, W1, ...: means and standard deviations, kernels (out, in); ReLU between.
+    blocks    L0_Wq, L0_Wq_s, L0_bq, ... with q, k, v, o, f1, f2, and L0_ln1_g, L0_ln1_b, ...: pre-norm
+              blocks, exact GELU, epsilon 1e-5; `heads` (4 where it is missing).
+    both      X, (N, features) or (N, T, D), certain; mc_mean and mc_std of the output for its first rows.
+    head      head_W, head_b, certain, on the mean over tokens; logit_mean, logit_std its truth.
+
+A standard deviation of exactly zero is a certain weight, as the files that vary one matrix alone have
+it; a negative one is an error, and so is a truth whose standard deviation is not positive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+import zlib
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import moment_jax as mj
+from experiments.command_line import InputError
+
+DEFAULT_HEADS = 4
+MLP, BLOCKS = "W0", "L0_Wq"  # the keys that tell the kinds apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """Sampled mean and standard deviation of an output."""
+
+    mean: np.ndarray
+    sd: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A network of random weights, an input, and the sampled truth of the output.
+
+    Args:
+      name: the file's.
+      layers: of an MLP.
+      blocks: of an encoder; one of the two is empty.
+      num_heads: of the blocks.
+      head: certain dense layer on the mean over tokens, or None.
+      inputs: (N, T, D), T = 1 for an MLP.
+      truth: of the output, (N, T, O).
+      logits: truth of the head's output, (N, C), or None.
+    """
+
+    name: str
+    layers: list[mj.DenseParams]
+    blocks: list[mj.EncoderBlockParams]
+    num_heads: int
+    head: mj.DenseParams | None
+    inputs: np.ndarray
+    truth: Truth
+    logits: Truth | None
+
+
+def read_folder(folder: Path) -> list[Case]:
+    """Read and check every `.npz` file of a folder, by name.
+
+    Raises:
+      InputError: if there is no folder, no case in it, or something wrong with one.
+    """
+    if not folder.is_dir():
+        raise InputError(f"--cases {folder} is no folder; name one with .npz case files")
+    files = sorted(folder.glob("*.npz"))
+    if not files:
+        raise InputError(f"--cases {folder} holds no .npz file; name a folder with case files")
+    return [read_case(file) for file in files]
+
+
+def read_case(path: Path) -> Case:
+    """Read and check one case file."""
+    return _Reader(path).case()
+
+
+class _Reader:
+    """The arrays of one file; every look at them checks what it sees."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                self.arrays = {name: stored[name] for name in stored.files}
+        except (OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(
+                f"cannot read case file {path} ({reason}); it is truncated or no .npz of plain "
+                "arrays: copy it anew"
+            ) from error
+
+    def wrong(self, what: str, mend: str) -> InputError:
+        return InputError(f"case file {self.path}: {what}; {mend}")
+
+    def array(self, name: str, *shape: int | None) -> np.ndarray:
+        """A finite float32 array of this shape; None is any length."""
+        if name not in self.arrays:
+            raise self.wrong(f"{name} is missing", "write it, or remove the file")
+        array = self.arrays[name]
+        fits = len(array.shape) == len(shape) and all(
+            want in (None, have) for want, have in zip(shape, array.shape, strict=True)
+        )
+        if not fits or 0 in array.shape:
+            wanted = ", ".join("any" if want is None else str(want) for want in shape)
+            raise self.wrong(f"{name} has the shape {array.shape}", f"it needs ({wanted})")
+        if array.dtype.kind not in "fiu":
+            raise self.wrong(f"{name} is of type {array.dtype}", "it needs real numbers")
+        # Numbers too large for float32 are no numbers here.
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+        if not np.isfinite(array).all():
+            raise self.wrong(f"{name} holds NaN or infinity", "write finite numbers")
+        return array
+
+    def belief(self, mean: np.ndarray, name: str) -> mj.posterior.Posterior:
+        """A belief with the standard deviations of that name, kernels turned to (in, out)."""
+        sd = self.array(name, *mean.shape)
+        if (sd < 0).any():
+            raise self.wrong(
+                f"{name} holds a negative standard deviation ({sd.min():g})",
+                "write standard deviations, 0 for a certain weight",
+            )
+        if not sd.any():
+            return mj.posterior.Point(jnp.asarray(mean.T))
+        return mj.posterior.Factorized(jnp.asarray(mean.T), jnp.asarray(sd.T) ** 2)
+
+    def truth(self, mean: str, sd: str, *shape: int | None) -> Truth:
+        first = self.array(mean, *shape)
+        second = self.array(sd, *first.shape)
+        if (second <= 0).any():
+            raise self.wrong(
+                f"{sd} holds a standard deviation that is not positive ({second.min():g})",
+                "sample the truth of outputs that vary",
+            )
+        return Truth(first, second)
+
+    def case(self) -> Case:
+        if MLP in self.arrays:
+            return self.mlp()
+        if BLOCKS in self.arrays:
+            return self.encoder()
+        raise self.wrong(f"neither {MLP} nor {BLOCKS} is in it", "write an MLP's or a block's keys")
+
+    def mlp(self) -> Case:
+        layers: list[mj.DenseParams] = []
+        inputs = self.array("X", None, None)
+        width = inputs.shape[1]
+        while f"W{len(layers)}" in self.arrays:
+            i = len(layers)
+            layer = self.dense(f"W{i}", f"Ws{i}", f"b{i}", f"bs{i}", width)
+            layers.append(layer)
+            width = layer.kernel.shape[1]
+        truth = self.truth("mc_mean", "mc_std", None, width)
+        rows = self.rows(inputs, truth)[:, None, :]
+        truth = Truth(truth.mean[:, None, :], truth.sd[:, None, :])
+        return Case(self.path.stem, layers, [], 0, None, rows, truth, None)
+
+    def encoder(self) -> Case:
+        inputs = self.array("X", None, None, None)
+        _, tokens, width = inputs.shape
+        num_heads = int(self.array("heads")) if "heads" in self.arrays else DEFAULT_HEADS
+        blocks: list[mj.EncoderBlockParams] = []
+        while f"L{len(blocks)}_Wq" in self.arrays:
+            blocks.append(self.block(f"L{len(blocks)}_", width))
+        joined = blocks[0].attention.query.kernel.shape[1]
+        if num_heads < 1 or joined % num_heads:
+            raise self.wrong(
+                f"{num_heads} heads do not divide a width of {joined}", "write `heads`, a divisor"
+            )
+        truth = self.truth("mc_mean", "mc_std", None, tokens, width)
+        rows = self.rows(inputs, truth)
+        head, logits = None, None
+        if "head_W" in self.arrays:
+            kernel = self.array("head_W", None, width)
+            bias = self.array("head_b", kernel.shape[0])
+            head = mj.DenseParams(
+                mj.posterior.Point(jnp.asarray(kernel.T)), mj.posterior.Point(jnp.asarray(bias))
+            )
+            logits = self.truth("logit_mean", "logit_std", len(rows), kernel.shape[0])
+        return Case(self.path.stem, [], blocks, num_heads, head, rows, truth, logits)
+
+    def rows(self, inputs: np.ndarray, truth: Truth) -> np.ndarray:
+        """The inputs whose truth is known: the first."""
+        if len(truth.mean) > len(inputs):
+            raise self.wrong(
+                f"mc_mean is of {len(truth.mean)} inputs, X holds {len(inputs)}", "write them all"
+            )
+        return inputs[: len(truth.mean)]
+
+    def dense(
+        self, mean: str, sd: str, bias: str, bias_sd: str, width: int, out: int | None = None
+    ) -> mj.DenseParams:
+        kernel = self.array(mean, out, width)
+        vector = self.array(bias, kernel.shape[0])
+        return mj.DenseParams(self.belief(kernel, sd), self.belief(vector, bias_sd))
+
+    def block(self, prefix: str, width: int) -> mj.EncoderBlockParams:
+        def dense(name: str, into: int, out: int | None = None) -> mj.DenseParams:
+            names = (f"{prefix}W{name}", f"{prefix}W{name}_s", f"{prefix}b{name}", f"{prefix}b{name}_s")
+            return self.dense(*names, into, out)
+
+        def norm(name: str) -> mj.NormParams:
+            gain, bias = (self.array(f"{prefix}{name}_{part}", width) for part in "gb")
+            return mj.NormParams(
+                self.belief(gain, f"{prefix}{name}_g_s"), self.belief(bias, f"{prefix}{name}_b_s")
+            )
+
+        query = dense("q", width)
+        joined = query.kernel.shape[1]
+        hidden = dense("f1", width)
+        return mj.EncoderBlockParams(
+            mj.AttentionParams(
+                query, dense("k", width, joined), dense("v", width, joined), dense("o", joined, width)
+            ),
+            norm("ln1"),
+            mj.FeedForwardParams(hidden, dense("f2", hidden.kernel.shape[1], width)),
+            norm("ln2"),
+        )

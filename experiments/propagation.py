@@ -1,0 +1,98 @@
+"""A case's network in both forms, compiled: moments in a given structure, and Flax's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import moment_jax as mj
+from experiments.cases import Case
+
+Array = jax.Array
+Forward = Callable[[], Any]
+
+EPSILON = 1e-5
+BYTES = 4  # float32
+
+
+def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
+    """Compile the moment pass over the case's inputs.
+
+    Returns:
+      A function of nothing that gives the output's mean and standard deviation, (N, T, O), and the
+      logits', (N, C), or None where the case has no head.
+    """
+
+    def one(x: Array, params: tuple[Any, Any, Any]) -> Any:
+        layers, blocks, head = params
+        mean, cov = x, structure.zeros(x.shape, x.dtype)
+        for i, layer in enumerate(layers):
+            mean, cov = mj.dense(mean, cov, layer)
+            if i + 1 < len(layers):
+                mean, cov = mj.relu(mean, cov)
+        for block in blocks:
+            mean, cov = mj.encoder_block(
+                mean,
+                cov,
+                block,
+                num_heads=case.num_heads,
+                norm_first=True,
+                activation=mj.gelu,
+                epsilon=EPSILON,
+            )
+        output = mean, jnp.sqrt(cov.variance())
+        if head is None:
+            return output, None
+        logits, logit_cov = mj.dense(*mj.mean_pool(mean, cov), head)
+        return output, (logits[0], jnp.sqrt(logit_cov.variance()[0]))
+
+    def batch(inputs: Array, params: tuple[Any, Any, Any]) -> Any:
+        if structure is mj.Full:  # one sequence at a time: its memory is T^4 and (T D)^2
+            return jax.lax.map(lambda x: one(x, params), inputs)
+        return jax.vmap(lambda x: one(x, params))(inputs)
+
+    return _compiled(batch, case.inputs, (case.layers, case.blocks, case.head))
+
+
+def deterministic(case: Case) -> Forward:
+    """Compile the same network of Flax's layers, at the means of the weights: the yardstick of time."""
+    gelu, relu = (mj.nn.find_activation(name).plain for name in ("gelu", "relu"))
+
+    def batch(x: Array, params: tuple[Any, Any, Any]) -> Array:
+        layers, blocks, head = params
+        if layers:
+            return mj.nn.PlainMLP([mj.nn.plain_linear(layer) for layer in layers], relu)(x)
+        for block in blocks:
+            x = mj.nn.PlainEncoderBlock(
+                block, num_heads=case.num_heads, norm_first=True, activation=gelu, epsilon=EPSILON
+            )(x)
+        return x if head is None else mj.nn.plain_linear(head)(x.mean(axis=1))
+
+    means = jax.tree.map(
+        lambda belief: belief.mean,
+        (case.layers, case.blocks, case.head),
+        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
+    )
+    return _compiled(batch, case.inputs, means)
+
+
+def _compiled(fn: Callable[[Array, Any], Any], inputs: np.ndarray, params: Any) -> Forward:
+    arguments = (jnp.asarray(inputs), params)
+    compiled = jax.jit(fn).lower(*arguments).compile()
+    return lambda: jax.block_until_ready(compiled(*arguments))
+
+
+def full_gib(case: Case) -> float:
+    """The largest arrays that `Full` needs for one sequence, in GiB.
+
+    They are the covariances of all scores, H^2 T^4, and of all hidden units, (T F)^2.
+    """
+    tokens = case.inputs.shape[1]
+    hidden = [block.feed_forward.hidden.kernel.shape[1] for block in case.blocks]
+    hidden += [layer.kernel.shape[1] for layer in case.layers]
+    largest = max(case.num_heads**2 * tokens**4, (tokens * max(hidden)) ** 2)
+    return largest * BYTES / 2**30

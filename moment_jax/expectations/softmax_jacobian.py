@@ -1,0 +1,118 @@
+"""The Jacobian of the softmax, at a point and in expectation under Gaussian scores."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.expectations.moments import checked_row
+
+_MAX_STEPS = 24
+
+
+def softmax_jacobian(probabilities: jax.Array) -> jax.Array:
+    """Return diag(w) - w w^T, the Jacobian of the softmax where its value is w, shape (C, C).
+
+    Source: Transformer derivation, Prop. 3.
+    """
+    w = probabilities
+    return jnp.diag(w) - w[:, None] * w[None, :]
+
+
+def expected_softmax_jacobian(probabilities: jax.Array, cov: jax.Array) -> jax.Array:
+    """E[diag(w) - w w^T] for a softmax w of mean q, when Cov[w] = X cov X with X this expectation.
+
+    E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T.
+    In the commuting case X = 2 J / (1 + sqrt(1 + 4 J cov)): it falls from J at no noise as the scores
+    saturate the softmax. The positive semi-definite solution is found by heavy-ball steps from
+    below, tuned to a bound on the largest eigenvalue of J cov, two (C, C) products each, until
+    X is right to 2e-5 (float32) or 4e-11 (float64), for at most 24 steps; these suffice to a relative
+    1e-4 for 16 or 64 scores of sd up to 5. The derivative is that of the exact solution.
+
+    Args:
+        probabilities: q = E[w], shape (C,), as from `softmax_mean`.
+        cov: covariance of the scores, shape (C, C) or, of independent scores, (C,).
+
+    Returns:
+        X, shape (C, C): symmetric, rows sum to 0, and 0 wherever q is 0.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    q, cov, _ = checked_row("expected_softmax_jacobian", probabilities, cov, None)
+    return _expected(q, cov)
+
+
+@jax.custom_jvp
+def _expected(q: jax.Array, cov: jax.Array) -> jax.Array:
+    at_mean = softmax_jacobian(q)
+    stiffness = _stiffness(q, cov)
+    start = 2.0 / (1.0 + stiffness) * at_mean
+    x = _heavy_ball(lambda x: at_mean - x - sandwich(x, cov), start, stiffness, at_mean)
+    return 0.5 * (x + x.T)
+
+
+@_expected.defjvp
+def _expected_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Solve dX + dX R X + X R dX = dJ - X dR X."""
+    (q, cov), (dq, dcov) = primals, tangents
+    x = _expected(q, cov)
+    slope = x * cov[None, :] if cov.ndim == 1 else x @ cov
+    outer = dq[:, None] * q[None, :]
+    right = jnp.diag(dq) - outer - outer.T - sandwich(x, dcov)
+    stiffness = jax.lax.stop_gradient(_stiffness(q, cov))
+
+    def solve(matvec: Callable[[jax.Array], jax.Array], b: jax.Array) -> jax.Array:
+        return _heavy_ball(lambda d: b - matvec(d), jnp.zeros_like(b), stiffness, b)
+
+    dx = jax.lax.custom_linear_solve(
+        lambda d: d + d @ slope.T + slope @ d, right, solve, transpose_solve=solve
+    )
+    return x, dx
+
+
+def sandwich(x: jax.Array, cov: jax.Array) -> jax.Array:
+    """Return x cov x for a symmetric x and a cov of shape (C, C) or (C,)."""
+    return (x * cov[None, :]) @ x if cov.ndim == 1 else (x @ cov) @ x
+
+
+class _State(NamedTuple):
+    step: jax.Array
+    x: jax.Array
+    before: jax.Array
+    error: jax.Array
+
+
+def _heavy_ball(
+    residual: Callable[[jax.Array], jax.Array],
+    start: jax.Array,
+    stiffness: jax.Array,
+    size: jax.Array,
+) -> jax.Array:
+    """Find the root of a function whose slopes are -1 .. -stiffness, to a fraction of `size`."""
+    root = jnp.sqrt(stiffness)
+    length, momentum = (2.0 / (1.0 + root)) ** 2, ((root - 1.0) / (root + 1.0)) ** 2
+    tolerance = float(jnp.finfo(start.dtype).eps) ** (4 / 3) * jnp.sum(size * size)
+
+    def unfinished(state: _State) -> jax.Array:
+        return (state.step < _MAX_STEPS) & (jnp.sum(state.error**2) > tolerance)
+
+    def advance(state: _State) -> _State:
+        new = state.x + length * state.error + momentum * (state.x - state.before)
+        return _State(state.step + 1, new, state.x, residual(new))
+
+    first = _State(jnp.asarray(0), start, start, residual(start))
+    return jax.lax.while_loop(unfinished, advance, first).x
+
+
+def _stiffness(q: jax.Array, cov: jax.Array) -> jax.Array:
+    """sqrt(1 + 4 tr(J cov J cov)^(1/2)), a bound on 1 + 2 x cov at the solution, J = diag(q) - q q^T."""
+    if cov.ndim == 1:
+        product, square = cov * q, jnp.vdot(q**2, cov**2)
+    else:
+        product, square = cov @ q, jnp.vdot(q, (cov**2) @ q)
+    total = square - 2.0 * jnp.vdot(q, product**2) + jnp.vdot(q, product) ** 2
+    return jnp.sqrt(1.0 + 4.0 * jnp.sqrt(jnp.maximum(total, 0.0)))

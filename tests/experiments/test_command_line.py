@@ -1,0 +1,137 @@
+"""The command line: help for everything, and one line with the mend for every bad input."""
+
+import argparse
+import importlib
+import io
+import zipfile
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("orbax.checkpoint")
+
+from experiments.__main__ import COMMANDS, main
+from experiments.command_line import Parser, number
+from tests.experiments.case_files import block_arrays, mlp_arrays
+
+
+def fails(capsys, arguments, *words):
+    """The experiment ends with status 2 and one line that has these words."""
+    assert main([str(argument) for argument in arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_explains_every_option(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert "--structure" in said
+    assert all(name in said for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_help(name):
+    parser = Parser(prog=name)
+    importlib.import_module(f"experiments.{name}").add_arguments(parser)
+    assert all(action.help for action in parser._actions)
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "x", "nan", ""])
+def test_a_count_needs_a_whole_number(text, capsys):
+    fails(capsys, ["--steps", text], "--steps", "whole number")
+
+
+def test_numbers_have_bounds():
+    assert number(float, above=0)("0.5") == 0.5
+    with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
+        number(float, above=0)("0")
+
+
+def test_unknown_names_list_those_there_are(capsys, tmp_path):
+    fails(capsys, ["nothing"], "nothing", "digits", "accuracy")
+    fails(capsys, ["--structure", "Foo"], "Foo", "Diagonal", "TokenCorrelated")
+    fails(capsys, ["--posterior", "Foo"], "Foo", "factorized")
+    accuracy = ["accuracy", "--cases", tmp_path, "--structure", "Foo"]
+    fails(capsys, accuracy, "Foo", "Diagonal")
+
+
+def test_a_folder_that_cannot_be_written(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    fails(capsys, ["--out", file / "below"], "--out", "may write")
+    fails(capsys, ["accuracy", "--cases", tmp_path, "--json", file / "a.json"], "--json")
+    fails(capsys, ["accuracy", "--cases", tmp_path, "--json", tmp_path], "--json", "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert file.read_text() == "mine"
+
+
+def truncated(path):
+    np.savez(path, **mlp_arrays())
+    path.write_bytes(path.read_bytes()[:-400])
+
+
+def damaged(path):
+    np.savez(path, **mlp_arrays())
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("X.npy")
+    data = bytearray(path.read_bytes())
+    data[info.header_offset + 200] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+def pickled(path):
+    np.savez(path, **{**mlp_arrays(), "X": np.array([object()])})
+
+
+def changed(**changes):
+    def write(path):
+        arrays = {**mlp_arrays(), **changes}
+        np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+
+    return write
+
+
+BAD_FILES = {
+    "truncated": (truncated, "truncated"),
+    "damaged": (damaged, "copy it anew"),
+    "text": (lambda path: path.write_text("no archive"), "copy it anew"),
+    "empty": (lambda path: path.write_bytes(b""), "copy it anew"),
+    "one array": (lambda path: np.save(io.FileIO(path, "w"), np.ones(3)), "copy it anew"),
+    "pickled": (pickled, "copy it anew"),
+    "missing": (changed(b0=None), "b0 is missing"),
+    "no kind": (changed(W0=None), "neither W0 nor L0_Wq"),
+    "shape": (changed(b0=np.zeros(3, np.float32)), "b0 has the shape (3,)"),
+    "rank": (changed(X=np.zeros(4, np.float32)), "X has the shape (4,)"),
+    "type": (changed(b0=np.array(["a"] * 5)), "real numbers"),
+    "infinite": (changed(b0=np.full(5, np.inf, np.float32)), "finite"),
+    "negative": (changed(bs0=np.full(5, -1.0, np.float32)), "negative standard deviation"),
+    "flat truth": (changed(mc_std=np.zeros((2, 3), np.float32)), "not positive"),
+    "too few": (changed(X=np.zeros((1, 4), np.float32)), "mc_mean is of 2 inputs"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_case_file(name, capsys, tmp_path):
+    write, said = BAD_FILES[name]
+    cases = tmp_path / "cases"
+    cases.mkdir()
+    write(cases / "bad.npz")
+    fails(capsys, ["accuracy", "--cases", cases, "--json", tmp_path / "a.json"], "bad.npz", said)
+    assert [path.name for path in tmp_path.iterdir()] == ["cases"]
+
+
+def test_heads_that_do_not_divide(capsys, tmp_path):
+    np.savez(tmp_path / "block.npz", **block_arrays(heads=3))
+    fails(capsys, ["accuracy", "--cases", tmp_path], "3 heads do not divide")
+
+
+def test_a_folder_without_cases(capsys, tmp_path):
+    fails(capsys, ["accuracy", "--cases", tmp_path / "none"], "no folder")
+    fails(capsys, ["accuracy", "--cases", tmp_path], "no .npz")

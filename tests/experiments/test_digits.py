@@ -1,0 +1,141 @@
+"""The main job at a tiny size, and what a resumed run owes to an unbroken one."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("orbax.checkpoint")
+
+from experiments import data, digits
+from experiments.__main__ import main
+from experiments.checkpoints import Checkpoints
+from experiments.command_line import InputError
+from experiments.outputs import whole_file, write_json
+from experiments.training import Task, fit
+
+FIGURES = ("certainty.png", "reliability.png", "rotation.png", "spread.png")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_a_user():
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def small_task(num_steps):
+    """Noisy descent towards one."""
+
+    def loss(params, key, step):
+        noise = jax.random.normal(jax.random.fold_in(key, step), (3,))
+        return jnp.sum((params["w"] - 1 + 0.1 * noise) ** 2), {}
+
+    return Task("small", loss, optax.adam(0.1), num_steps, lambda p: jnp.sum(p["w"] ** 2))
+
+
+def trained(folder, num_steps, resume=False, settings=None):
+    task = small_task(num_steps)
+    start = task.start({"w": jnp.zeros(3)}, jax.random.key(0))
+    with Checkpoints(folder, settings or {"seed": 0}, resume=resume) as store:
+        return fit(task, start, store, save_every=2)
+
+
+def raw(state):
+    keys = jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state
+    )
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(keys)]
+
+
+def test_two_and_two_updates_are_four(tmp_path):
+    whole = trained(tmp_path / "whole", 4)
+    trained(tmp_path / "halves", 2)
+    halves = trained(tmp_path / "halves", 4, resume=True)
+    for left, right in zip(raw(whole), raw(halves), strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert int(halves.step) == 4
+
+
+def test_a_fresh_start_forgets_earlier_checkpoints(tmp_path):
+    trained(tmp_path, 4)
+    assert int(trained(tmp_path, 2).step) == 2
+
+
+def test_other_settings_are_not_resumed(tmp_path):
+    trained(tmp_path, 2)
+    with pytest.raises(InputError, match="made with seed 0, not 1"):
+        trained(tmp_path, 4, resume=True, settings={"seed": 1})
+
+
+def test_an_interrupt_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    whole = trained(tmp_path / "whole", 4)
+    save = Checkpoints.save
+
+    def save_and_stop(store, step, state):
+        save(store, step, state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "stopped", 4)
+    resumed = trained(tmp_path / "stopped", 4, resume=True)
+    for left, right in zip(raw(whole), raw(resumed), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_ctrl_c_is_one_line_and_130(tmp_path, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(digits, "_train_plain", stop)
+    assert main(["digits", "--out", str(tmp_path)]) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--resume" in line
+
+
+def test_a_file_is_whole_or_not_there(tmp_path):
+    def write_half():
+        with whole_file(tmp_path / "a.txt") as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
+    assert not list(tmp_path.iterdir())
+    write_json(tmp_path / "a.json", {"x": float("nan")})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": None}
+
+
+def test_the_split_is_fixed_and_stratified():
+    first, second = data.load(), data.load()
+    assert [len(part.labels) for part in first[:3]] == [1147, 150, 500]
+    np.testing.assert_array_equal(first.test.images, second.test.images)
+    assert np.bincount(first.test.labels).min() >= 48
+    assert abs(first.train.images.std() - 1) < 1e-4
+
+
+def test_an_epoch_sees_every_image_once():
+    part = data.Images(np.zeros((12, 8, 8), np.float32), np.arange(12, dtype=np.int32))
+    seen = [data.mini_batch(jax.random.key(0), jnp.int32(i), part, 4)[1] for i in range(6)]
+    for epoch in (seen[:3], seen[3:]):
+        assert sorted(np.concatenate(epoch)) == list(range(12))
+
+
+def test_the_main_job(tmp_path, capsys):
+    arguments = "--steps 3 --plain-steps 4 --batch-size 4 --samples 3 --structure Diagonal".split()
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "plain network" in said
+    assert "3 samples" in said
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert len(metrics["test"]) == 3
+    assert all(np.isfinite(list(row.values())).all() for row in metrics["test"].values())
+    for name in FIGURES:
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
