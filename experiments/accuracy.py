@@ -27,18 +27,38 @@ HEADER = ["case", "structure", "mean error", "sd ratio", "|ratio-1|", "sd corr."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the comparison."""
     add = parser.add_argument
-    add("--cases", type=Path, required=True, metavar="DIR",
+    add(
+        "--cases",
+        type=Path,
+        required=True,
+        metavar="DIR",
         help="folder of .npz case files (required); a weight's standard deviation of 0 is a certain "
-        "weight, a negative one an error")
-    add("--structure", type=one_of(mj.STRUCTURES, "structure"), nargs="+", metavar="NAME",
+        "weight, a negative one an error",
+    )
+    add(
+        "--structure",
+        type=one_of(mj.STRUCTURES, "structure"),
+        nargs="+",
+        metavar="NAME",
         default=list(mj.STRUCTURES),
-        help=f"covariance structures: {', '.join(mj.STRUCTURES)} (default: all)")
+        help=f"covariance structures: {', '.join(mj.STRUCTURES)} (default: all)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures there too (default: nowhere)")
-    add("--repeats", type=number(int, least=1), default=10, metavar="N",
-        help="timed runs of each forward, interleaved; their medians count (default: %(default)s)")
-    add("--full-limit", type=number(float, above=0), default=0.5, metavar="GIB",
+    add(
+        "--repeats",
+        type=number(int, least=1),
+        default=10,
+        metavar="N",
+        help="timed runs of each forward, interleaved; their medians count (default: %(default)s)",
+    )
+    add(
+        "--full-limit",
+        type=number(float, above=0),
+        default=0.5,
+        metavar="GIB",
         help="skip Full where one of its arrays is larger than this, in GiB; it holds several of them "
-        "(default: %(default)s)")
+        "(default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,7 +84,9 @@ def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     for name in dict.fromkeys(args.structure):
         size = propagation.full_gib(case)
         if mj.STRUCTURES[name] is mj.Full and size > args.full_limit:
-            reason = f"skipped: one array of {size:.2g} GiB is over --full-limit {args.full_limit:g}"
+            reason = (
+                f"skipped: one array of {size:.2g} GiB is over --full-limit {args.full_limit:g}"
+            )
             records.append({"case": case.name, "structure": name, "skipped": reason})
             continue
         forwards[name] = propagation.moments(case, mj.STRUCTURES[name])
@@ -85,9 +107,7 @@ def _record(case: str, structure: str, moments: tuple[Any, Any], truth: Truth) -
     return {"case": case, "structure": structure, **agreement._asdict()}
 
 
-def _interleaved(
-    forwards: dict[str, propagation.Forward], repeats: int
-) -> dict[str, float]:
+def _interleaved(forwards: dict[str, propagation.Forward], repeats: int) -> dict[str, float]:
     """Median seconds of each forward; they take turns, so that what slows the machine slows all."""
     times: dict[str, list[float]] = {name: [] for name in forwards}
     for forward in forwards.values():

@@ -3,7 +3,7 @@
     MLP       W0, Ws0, b0, bs0, W1, ...: means and standard deviations, kernels (out, in); ReLU between.
     blocks    L0_Wq, L0_Wq_s, L0_bq, ... with q, k, v, o, f1, f2, and L0_ln1_g, L0_ln1_b, ...: pre-norm
               blocks, exact GELU, epsilon 1e-5; `heads` (4 where it is missing).
-    both      X, (N, features) or (N, T, D), certain; mc_mean and mc_std of the output for its first rows.
+    both      X, (N, features) or (N, T, D), certain; mc_mean and mc_std of its first rows.
     head      head_W, head_b, certain, on the mean over tokens; logit_mean, logit_std its truth.
 
 A standard deviation of exactly zero is a certain weight, as the files that vary one matrix alone have
@@ -85,9 +85,19 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file:
+                stored = np.load(file, allow_pickle=False)
+                if not isinstance(stored, np.lib.npyio.NpzFile):
+                    raise ValueError("a single array")
                 self.arrays = {name: stored[name] for name in stored.files}
-        except (OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            AttributeError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
                 f"cannot read case file {path} ({reason}); it is truncated or no .npz of plain "
@@ -201,7 +211,12 @@ class _Reader:
 
     def block(self, prefix: str, width: int) -> mj.EncoderBlockParams:
         def dense(name: str, into: int, out: int | None = None) -> mj.DenseParams:
-            names = (f"{prefix}W{name}", f"{prefix}W{name}_s", f"{prefix}b{name}", f"{prefix}b{name}_s")
+            names = (
+                f"{prefix}W{name}",
+                f"{prefix}W{name}_s",
+                f"{prefix}b{name}",
+                f"{prefix}b{name}_s",
+            )
             return self.dense(*names, into, out)
 
         def norm(name: str) -> mj.NormParams:
@@ -215,7 +230,10 @@ class _Reader:
         hidden = dense("f1", width)
         return mj.EncoderBlockParams(
             mj.AttentionParams(
-                query, dense("k", width, joined), dense("v", width, joined), dense("o", joined, width)
+                query,
+                dense("k", width, joined),
+                dense("v", width, joined),
+                dense("o", joined, width),
             ),
             norm("ln1"),
             mj.FeedForwardParams(hidden, dense("f2", hidden.kernel.shape[1], width)),

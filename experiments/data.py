@@ -25,8 +25,9 @@ class Images(NamedTuple):
     images: np.ndarray
     labels: np.ndarray
 
-    def __getitem__(self, index: object) -> Images:  # type: ignore[override]
-        return Images(self.images[index], self.labels[index])  # type: ignore[index]
+    def part(self, chosen: np.ndarray) -> Images:
+        """Those with these indices."""
+        return Images(self.images[chosen], self.labels[chosen])
 
 
 class Digits(NamedTuple):
@@ -51,7 +52,8 @@ def load() -> Digits:
     centre, spread = pixels[train].mean(), pixels[train].std()
     images = ((pixels - centre) / spread).astype(np.float32)
     every = Images(images, labels.astype(np.int32))
-    return Digits(every[train], every[validation], every[test], float((0 - centre) / spread))
+    parts = every.part(train), every.part(validation), every.part(test)
+    return Digits(*parts, float(-centre / spread))
 
 
 def mini_batch(key: Array, step: Array, part: Images, size: int) -> tuple[Array, Array]:

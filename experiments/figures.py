@@ -104,7 +104,8 @@ def rotation(
         strip.suptitle(f"A {label} of the test set, turned", x=0.01, ha="left", fontweight="bold")
         top, bottom = below.subplots(2, 1, sharex=True)
         leading = analytic.probabilities.max(axis=0) > 0.25
-        colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+        colours = [*plt.get_cmap("tab10").colors]
+        colours[7] = "#1a1a1a"  # the map has grey here, which means "never likely"
         for digit in range(NUM_CLASSES):
             colour = colours[digit] if leading[digit] else OTHER
             order = 3 if leading[digit] else 1
@@ -166,7 +167,7 @@ def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: in
             )
             middles = (np.arange(bins) + 0.5) / bins
             bottom.bar(middles + (k - 0.5) * width, count, width, color=colour)
-        top.legend(loc="upper left")
+        top.legend(loc="lower right")
         top.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.04), title="Reliability on the test set")
         bottom.set(xlabel="confidence", ylabel="images", yscale="log")
     return figure

@@ -88,7 +88,7 @@ def sampled(
 def _in_chunks(
     predict: Callable[[Any, Array], Outputs], params: Any, images: np.ndarray
 ) -> Prediction:
-    """Predict chunk by chunk, all of one size so that there is one compilation; then time it again."""
+    """Predict chunk by chunk, all of one size for one compilation; the median time counts."""
     size = min(CHUNK, len(images))
     starts = range(0, len(images), size)
     chunks = [
@@ -100,8 +100,10 @@ def _in_chunks(
         start = time.perf_counter()
         results.append(jax.block_until_ready(compiled(params, chunk)))
         times.append(time.perf_counter() - start)
-    parts = (np.concatenate(part)[: len(images)] for part in zip(*results, strict=True))
-    return Prediction(*parts, seconds_per_image=float(np.median(times)) / size)
+    probabilities, mean, sd = (
+        np.concatenate(part)[: len(images)] for part in zip(*results, strict=True)
+    )
+    return Prediction(probabilities, mean, sd, float(np.median(times)) / size)
 
 
 def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -29,7 +29,7 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
 
     def one(x: Array, params: tuple[Any, Any, Any]) -> Any:
         layers, blocks, head = params
-        mean, cov = x, structure.zeros(x.shape, x.dtype)
+        mean, cov = x, structure.zeros((x.shape[0], x.shape[1]), x.dtype)
         for i, layer in enumerate(layers):
             mean, cov = mj.dense(mean, cov, layer)
             if i + 1 < len(layers):

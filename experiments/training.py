@@ -79,7 +79,8 @@ class Task:
 
     def keep_best(self, state: TrainState) -> TrainState:
         """Compare the parameters with the best so far."""
-        assert self.validate is not None and state.best is not None
+        assert self.validate is not None
+        assert state.best is not None
         score = self.validate(state.params).astype(state.best.score.dtype)
         better = score < state.best.score
         chosen = jax.tree.map(partial(jnp.where, better), state.params, state.best.params)

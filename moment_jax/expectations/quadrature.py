@@ -82,6 +82,7 @@ def _moments(
         return (_over_array(fn, x.ndim)(x) - pivot - offset - hermite) ** 2
 
     rest = _weighted_sum(rest_squared, num_nodes, mean, variance)
+    rest = jnp.where(variance > 0.0, rest, 0.0)  # not even rounding, when nothing is random
     return ElementwiseMoments(pivot + offset, first**2 + second**2 + rest, gain, second)
 
 

@@ -59,10 +59,7 @@ class MLP(BayesianModule):
         self.settings = Settings(**settings)
         self.activation = activation
         find_activation(activation)
-        self.layers = nnx.List(
-            Dense(a, b, rngs=rngs, **settings)
-            for a, b in pairwise(features)
-        )
+        self.layers = nnx.List(Dense(a, b, rngs=rngs, **settings) for a, b in pairwise(features))
 
     @classmethod
     def from_deterministic(cls, mlp: PlainMLP, *, activation: str = "relu", **settings: Any) -> MLP:

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import io
 import zipfile
 
 import numpy as np
@@ -86,6 +85,11 @@ def damaged(path):
     path.write_bytes(bytes(data))
 
 
+def one_array(path):
+    with path.open("wb") as file:
+        np.save(file, np.ones(3))
+
+
 def pickled(path):
     np.savez(path, **{**mlp_arrays(), "X": np.array([object()])})
 
@@ -103,7 +107,7 @@ BAD_FILES = {
     "damaged": (damaged, "copy it anew"),
     "text": (lambda path: path.write_text("no archive"), "copy it anew"),
     "empty": (lambda path: path.write_bytes(b""), "copy it anew"),
-    "one array": (lambda path: np.save(io.FileIO(path, "w"), np.ones(3)), "copy it anew"),
+    "one array": (one_array, "copy it anew"),
     "pickled": (pickled, "copy it anew"),
     "missing": (changed(b0=None), "b0 is missing"),
     "no kind": (changed(W0=None), "neither W0 nor L0_Wq"),

@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import data, digits
+from experiments import classifiers, data, digits
 from experiments.__main__ import main
 from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
@@ -35,7 +35,7 @@ def small_task(num_steps):
         noise = jax.random.normal(jax.random.fold_in(key, step), (3,))
         return jnp.sum((params["w"] - 1 + 0.1 * noise) ** 2), {}
 
-    return Task("small", loss, optax.adam(0.1), num_steps, lambda p: jnp.sum(p["w"] ** 2))
+    return Task("small", loss, optax.adam(0.1), num_steps, lambda p: jnp.sum((p["w"] - 1) ** 2))
 
 
 def trained(folder, num_steps, resume=False, settings=None):
@@ -47,7 +47,8 @@ def trained(folder, num_steps, resume=False, settings=None):
 
 def raw(state):
     keys = jax.tree.map(
-        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+        state,
     )
     return [np.asarray(leaf) for leaf in jax.tree.leaves(keys)]
 
@@ -127,8 +128,11 @@ def test_an_epoch_sees_every_image_once():
         assert sorted(np.concatenate(epoch)) == list(range(12))
 
 
-def test_the_main_job(tmp_path, capsys):
-    arguments = "--steps 3 --plain-steps 4 --batch-size 4 --samples 3 --structure Diagonal".split()
+def test_the_main_job(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(classifiers, "NUM_BLOCKS", 1)  # half the compilation
+    counts = {"--steps": 3, "--plain-steps": 4, "--batch-size": 4, "--samples": 3}
+    arguments = [str(word) for option in counts.items() for word in option]
+    arguments += ["--structure", "Diagonal"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "plain network" in said

@@ -18,7 +18,7 @@ from tests.builders import (
 )
 
 KEYS = jax.random.split(jax.random.key(2), 8)
-SHAPE, HEADS = (4, 8), 2  # heads of width 4: Flax takes the root of the width in float32
+SHAPE, HEADS = (4, 6), 2
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
 MEAN = jax.random.normal(KEYS[1], SHAPE)
 NORM = mj.NormParams(
@@ -181,5 +181,5 @@ def test_a_certain_network_is_the_plain_network(structure: type[Covariance]):
         arrays, num_heads=HEADS, norm_first=True, activation=jax.nn.relu, epsilon=1e-6
     )
     with jax.numpy_rank_promotion("allow"):
-        assert_close(mean, plain(MEAN))
+        assert_close(mean, plain(MEAN), 1e-6)  # Flax's attention works partly in float32
     assert not cov.variance().any()

@@ -1,0 +1,198 @@
+"""The softmax of Gaussian scores: fixed points, limits, invariances, derivatives, masks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from moment_jax.expectations import (
+    expected_softmax_jacobian,
+    logsumexp_mean,
+    softmax_jacobian,
+    softmax_mean,
+    softmax_moments,
+    tilted_softmax,
+)
+
+
+def rows(scale: float, num_scores: int = 16, count: int = 40, dtype=jnp.float64):
+    """Means of sd 1.5; half the covariances are diagonal, half of rank 6; all variances scale^2."""
+    rng = np.random.default_rng(3)
+    factor = rng.normal(size=(count, num_scores, 6))
+    factor /= np.linalg.norm(factor, axis=-1, keepdims=True)
+    cov = np.einsum("nik,njk->nij", factor, factor)
+    cov[::2] = np.eye(num_scores)
+    mean = 1.5 * rng.normal(size=(count, num_scores))
+    return jnp.asarray(mean, dtype), jnp.asarray(scale**2 * cov, dtype)
+
+
+def relative(error, size):
+    axes = tuple(range(1, error.ndim))
+    return np.sqrt((np.asarray(error) ** 2).sum(axes) / (np.asarray(size) ** 2).sum(axes)).max()
+
+
+@pytest.mark.parametrize("num_scores", [16, 64])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 5.0])
+def test_the_equations_hold(scale, dtype, num_scores):
+    """Distance of each side of the two fixed points: the documented residuals."""
+    mean, cov = rows(scale, num_scores, dtype=dtype)
+    a = jax.jit(jax.vmap(softmax_mean))(mean, cov)
+    pulled = jnp.einsum("nij,nj->ni", cov, a)
+    other = jax.nn.softmax(mean + 0.5 * jnp.diagonal(cov, axis1=1, axis2=2) - pulled)
+    # The map multiplies an error of a by up to -J cov, so its residual may be that much larger.
+    slack = 1 + scale**2
+    assert relative(a - other, a) < slack * (1e-3 if scale == 5.0 else 1e-4)
+    x = jax.jit(jax.vmap(expected_softmax_jacobian))(a, cov)
+    residual = jax.vmap(softmax_jacobian)(a) - x - x @ cov @ x
+    assert relative(residual, x) < 1e-3
+    assert a.dtype == x.dtype == dtype
+
+
+def test_expected_jacobian_in_closed_form():
+    """X = A 2 (1 + sqrt(1 + 4 A^T cov A))^-1 A^T for any A with A A^T = diag(q) - q q^T."""
+    mean, cov = (x[1] for x in rows(1.0))
+    q = np.asarray(softmax_mean(mean, cov))
+    root = np.diag(np.sqrt(q)) - np.sqrt(q)[:, None] * q[None, :]
+    root = np.diag(np.sqrt(q)) @ (np.eye(len(q)) - np.outer(np.sqrt(q), np.sqrt(q)))
+    values, vectors = np.linalg.eigh(root.T @ np.asarray(cov) @ root)
+    middle = vectors * (2 / (1 + np.sqrt(1 + 4 * np.maximum(values, 0))))[None, :] @ vectors.T
+    got = expected_softmax_jacobian(jnp.asarray(q), cov)
+    np.testing.assert_allclose(got, root @ middle @ root.T, atol=1e-10)
+
+
+def test_order_one_is_the_derivation():
+    mean, cov = (x[1] for x in rows(1.0))
+    w = jax.nn.softmax(mean)
+    got_mean, got_cov = softmax_moments(mean, cov, order=1)
+    np.testing.assert_allclose(got_mean, w, rtol=1e-14)
+    jacobian = jax.jacobian(jax.nn.softmax)(mean)
+    np.testing.assert_allclose(softmax_jacobian(w), jacobian, atol=1e-15)
+    np.testing.assert_allclose(got_cov, jacobian @ cov @ jacobian.T, atol=1e-14)
+    np.testing.assert_allclose(softmax_mean(mean, cov, order=1), w, rtol=1e-14)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 2.0, 5.0, 100.0])
+def test_a_distribution_and_its_covariance(scale):
+    mean, cov = rows(scale)
+    q, out = jax.jit(jax.vmap(softmax_moments))(mean, cov)
+    rounding = 1e-12 * (1 + scale**2)
+    np.testing.assert_allclose(q.sum(-1), 1, atol=1e-12)
+    assert bool(jnp.all(q >= 0))
+    np.testing.assert_allclose(out.sum(-1), 0, atol=rounding)
+    assert np.linalg.eigvalsh(out).min() > -rounding
+
+
+def test_common_noise_changes_nothing():
+    mean, cov = (x[1] for x in rows(1.0))
+    b = jnp.linspace(-1.0, 2.0, 16)
+    shared = cov + b[:, None] + b[None, :] + 20.0
+    for got, want in zip(softmax_moments(mean, shared), softmax_moments(mean, cov), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-9)
+
+
+def test_diagonal_and_operator_forms():
+    mean, cov = (x[0] for x in rows(1.5))
+    variance = jnp.diagonal(cov)
+    np.testing.assert_allclose(softmax_mean(mean, variance), softmax_mean(mean, cov), atol=1e-9)
+    for got, want in zip(softmax_moments(mean, variance), softmax_moments(mean, cov), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-9)
+    np.testing.assert_allclose(
+        logsumexp_mean(mean, variance), logsumexp_mean(mean, cov), rtol=1e-10
+    )
+    a = tilted_softmax(lambda c, x: c @ x, cov, mean, variance)
+    np.testing.assert_allclose(a, softmax_mean(mean, cov), atol=1e-14)
+
+
+def test_gradients_match_finite_differences():
+    mean, cov = (x[1, :6] for x in rows(1.2))
+    cov = cov[:, :6]
+    weight = jax.random.normal(jax.random.key(0), (6, 6))
+    weight = weight + weight.T
+
+    def symmetric(c):
+        return 0.5 * (c + c.T)
+
+    functions = (
+        lambda m, c: weight[0] @ softmax_mean(m, symmetric(c)),
+        lambda m, c: weight[0] @ softmax_mean(m, jnp.diagonal(c)),
+        lambda m, c: (weight * softmax_moments(m, symmetric(c))[1]).sum(),
+        lambda m, c: logsumexp_mean(m, symmetric(c)),
+    )
+    for function in functions:
+        check_grads(jax.jit(function), (mean, cov), order=2, eps=1e-4)
+
+
+def test_logsumexp_is_an_upper_bound_with_the_right_gradient():
+    mean, cov = rows(1.0, count=8)
+    z = np.random.default_rng(0).normal(size=(50_000, 16))
+    for m, c in zip(np.asarray(mean), np.asarray(cov), strict=True):
+        values, vectors = np.linalg.eigh(c)
+        s = m + z @ (vectors * np.sqrt(np.maximum(values, 0))).T
+        samples = s.max(1) + np.log(np.exp(s - s.max(1, keepdims=True)).sum(1))
+        bound = logsumexp_mean(jnp.asarray(m), jnp.asarray(c))
+        assert bound > samples.mean() - 4 * samples.std() / len(z) ** 0.5
+        assert bound < samples.mean() + 0.5 * c[0, 0]
+        a, by_cov = jax.grad(logsumexp_mean, (0, 1))(jnp.asarray(m), jnp.asarray(c))
+        q = softmax_mean(jnp.asarray(m), jnp.asarray(c))
+        np.testing.assert_allclose(a, q, atol=1e-8)
+        np.testing.assert_allclose(by_cov, 0.5 * softmax_jacobian(q), atol=1e-8)
+
+
+def test_masks():
+    mean, cov = (x[1] for x in rows(1.0))
+    mask = jnp.arange(16) % 3 != 1
+    kept = np.flatnonzero(mask)
+    junk = jnp.where(mask, mean, jnp.nan), cov + jnp.where(mask, 0.0, jnp.inf)[None, :]
+    q, out = softmax_moments(*junk, mask=mask)
+    want_q, want = softmax_moments(mean[kept], cov[np.ix_(kept, kept)])
+    np.testing.assert_allclose(q[kept], want_q, atol=1e-12)
+    np.testing.assert_allclose(out[np.ix_(kept, kept)], want, atol=1e-12)
+    gone = np.flatnonzero(~mask)
+    assert not q[gone].any()
+    assert not out[gone].any()
+    by_minus_infinity = softmax_mean(jnp.where(mask, mean, -jnp.inf), cov)
+    np.testing.assert_allclose(by_minus_infinity, q, atol=1e-14)
+    grads = jax.grad(lambda m, c: softmax_mean(m, c, mask=mask)[0], (0, 1))(*junk)
+    assert all(bool(jnp.all(jnp.isfinite(g))) for g in grads)
+    none_left = softmax_moments(mean, cov, mask=jnp.zeros(16, bool))
+    assert not any(x.any() for x in none_left)
+    one = jnp.arange(16) == 3
+    np.testing.assert_array_equal(softmax_mean(mean, cov, mask=one), one)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+def test_huge_scores(dtype, scale):
+    mean = jnp.array([1e4, -1e4, 9999.0, 0.0, -1e4, 1e4], dtype)
+    cov = jnp.asarray(scale**2 * np.eye(6), dtype)
+
+    @jax.jit
+    def total(m, c):
+        q, out = softmax_moments(m, c)
+        return (q**2).sum() + (out**2).sum() + logsumexp_mean(m, c)
+
+    value, grads = jax.value_and_grad(total, (0, 1))(mean, cov)
+    assert bool(jnp.isfinite(value))
+    assert all(bool(jnp.all(jnp.isfinite(g))) for g in grads)
+
+
+def test_jit_and_vmap():
+    mean, cov = rows(1.0, count=6)
+    for fn in (softmax_mean, lambda m, c: softmax_moments(m, c)[1], logsumexp_mean):
+        plain = np.stack([fn(m, c) for m, c in zip(mean, cov, strict=True)])
+        np.testing.assert_allclose(jax.vmap(fn)(mean, cov), plain, atol=1e-10)
+        np.testing.assert_allclose(jax.jit(jax.vmap(fn))(mean, cov), plain, atol=1e-10)
+
+
+def test_errors():
+    mean, cov = jnp.zeros(3), jnp.eye(3)
+    with pytest.raises(ValueError, match=r"jax.vmap\(softmax_mean\)"):
+        softmax_mean(mean[None, :], cov)
+    with pytest.raises(ValueError, match="takes one row"):
+        softmax_moments(mean, jnp.eye(4))
+    with pytest.raises(ValueError, match="order 1 or 2"):
+        softmax_mean(mean, cov, order=3)
+    with pytest.raises(ValueError, match="boolean mask"):
+        logsumexp_mean(mean, cov, mask=jnp.ones(3))
