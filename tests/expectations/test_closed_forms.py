@@ -38,7 +38,7 @@ def test_negative_rounding_counts_as_zero():
 @pytest.mark.parametrize(("dtype", "limit"), [(jnp.float32, 2e-5), (jnp.float64, 1e-11)])
 def test_relative_error_of_gelu_sd(dtype, limit):
     """The documented accuracy, down to sd 1e-4 |m|, where E[f^2] - E[f]^2 would have no digits."""
-    m, v = np.meshgrid(np.linspace(-6, 6, 25), [1e-8, 1e-6, 1e-3, 0.06, 0.065, 0.7, 2, 10, 100])
+    m, v = np.meshgrid(np.linspace(-6, 6, 13), [1e-8, 1e-3, 0.06, 0.065, 2, 10, 100])
     m32, v32 = jnp.asarray(m, dtype), jnp.asarray(v, dtype)
     got = np.sqrt(np.asarray(gelu(m32, v32).variance, float))
     exact = [

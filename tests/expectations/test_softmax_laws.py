@@ -32,8 +32,9 @@ def relative(error, size):
     return np.sqrt((np.asarray(error) ** 2).sum(axes) / (np.asarray(size) ** 2).sum(axes)).max()
 
 
-@pytest.mark.parametrize("num_scores", [16, 64])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize(
+    ("num_scores", "dtype"), [(16, jnp.float32), (16, jnp.float64), (64, jnp.float32)]
+)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 5.0])
 def test_the_equations_hold(scale, dtype, num_scores):
     """Distance of each side of the two fixed points: the documented residuals."""
@@ -54,7 +55,6 @@ def test_expected_jacobian_in_closed_form():
     """X = A 2 (1 + sqrt(1 + 4 A^T cov A))^-1 A^T for any A with A A^T = diag(q) - q q^T."""
     mean, cov = (x[1] for x in rows(1.0))
     q = np.asarray(softmax_mean(mean, cov))
-    root = np.diag(np.sqrt(q)) - np.sqrt(q)[:, None] * q[None, :]
     root = np.diag(np.sqrt(q)) @ (np.eye(len(q)) - np.outer(np.sqrt(q), np.sqrt(q)))
     values, vectors = np.linalg.eigh(root.T @ np.asarray(cov) @ root)
     middle = vectors * (2 / (1 + np.sqrt(1 + 4 * np.maximum(values, 0))))[None, :] @ vectors.T
@@ -121,20 +121,26 @@ def test_gradients_match_finite_differences():
         lambda m, c: logsumexp_mean(m, symmetric(c)),
     )
     for function in functions:
-        check_grads(jax.jit(function), (mean, cov), order=2, eps=1e-4)
+        check_grads(jax.jit(function), (mean, cov), order=1, eps=1e-4)
+    step, direction = 1e-4, weight[1]
+    for function in (functions[0], functions[3]):
+        slope = jax.jit(jax.grad(function))
+        turn = slope(mean + step * direction, cov) - slope(mean - step * direction, cov)
+        second = jax.jit(lambda m, f=slope: jax.jvp(lambda x: f(x, cov), (m,), (direction,))[1])
+        np.testing.assert_allclose(second(mean), turn / (2 * step), atol=1e-6)
 
 
 def test_logsumexp_is_an_upper_bound_with_the_right_gradient():
-    mean, cov = rows(1.0, count=8)
+    mean, cov = rows(1.0, count=4)
+    bound_of = jax.jit(jax.value_and_grad(logsumexp_mean, (0, 1)))
     z = np.random.default_rng(0).normal(size=(50_000, 16))
     for m, c in zip(np.asarray(mean), np.asarray(cov), strict=True):
         values, vectors = np.linalg.eigh(c)
         s = m + z @ (vectors * np.sqrt(np.maximum(values, 0))).T
         samples = s.max(1) + np.log(np.exp(s - s.max(1, keepdims=True)).sum(1))
-        bound = logsumexp_mean(jnp.asarray(m), jnp.asarray(c))
+        bound, (a, by_cov) = bound_of(jnp.asarray(m), jnp.asarray(c))
         assert bound > samples.mean() - 4 * samples.std() / len(z) ** 0.5
         assert bound < samples.mean() + 0.5 * c[0, 0]
-        a, by_cov = jax.grad(logsumexp_mean, (0, 1))(jnp.asarray(m), jnp.asarray(c))
         q = softmax_mean(jnp.asarray(m), jnp.asarray(c))
         np.testing.assert_allclose(a, q, atol=1e-8)
         np.testing.assert_allclose(by_cov, 0.5 * softmax_jacobian(q), atol=1e-8)
