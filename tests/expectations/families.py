@@ -40,12 +40,6 @@ FAMILIES = {
         expectations.gelu, lambda x: x * ndtr(x), lambda x: ndtr(x) + x * _density(x), _CLOSED
     ),
     "sin": Family(_quadrature(jnp.sin), np.sin, np.cos, _SMOOTH),
-    "silu": Family(
-        _quadrature(jax.nn.silu),
-        lambda x: x / (1 + np.exp(-x)),
-        lambda x: (1 + x / (1 + np.exp(x))) / (1 + np.exp(-x)),
-        _SMOOTH[:-2],
-    ),
 }
 
 
