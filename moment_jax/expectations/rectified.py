@@ -24,6 +24,9 @@ def rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
     dE/dm = E[relu'] and dE/dv = E[relu''] / 2, where E[relu''] is the density of x at 0, taken as 0
     when v = 0. They are finite everywhere.
 
+    In float32 the sd is right to 1e-6 for m > -2 s, 2e-5 at -3 s and 1e-3 at -6.5 s, where it is
+    below 1e-5 s; further out its relative accuracy is lost, but it stays positive or 0.
+
     Args:
         mean: means m, any shape.
         variance: variances v >= 0, the same shape. Negative values (rounding) count as 0.

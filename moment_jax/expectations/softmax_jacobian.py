@@ -27,8 +27,8 @@ def expected_softmax_jacobian(probabilities: jax.Array, cov: jax.Array) -> jax.A
     In the commuting case X = 2 J / (1 + sqrt(1 + 4 J cov)): it falls from J at no noise as the scores
     saturate the softmax. The positive semi-definite solution is found by heavy-ball steps from
     below, tuned to a bound on the largest eigenvalue of J cov, two (C, C) products each, until
-    X is right to 2e-5 (float32) or 4e-11 (float64), for at most 24 steps; these suffice to a relative
-    1e-4 for 16 or 64 scores of sd up to 5. The derivative is that of the exact solution.
+    X is right to 2e-5 (float32) or 4e-11 (float64), for at most 24 steps; these leave a residual
+    below 1e-3 for 16 or 64 scores of sd up to 5. The derivative is that of the exact solution.
 
     Args:
         probabilities: q = E[w], shape (C,), as from `softmax_mean`.

@@ -29,8 +29,9 @@ def tilted_softmax(
     Solved by preconditioned nonlinear conjugate gradients, one product with R a step, until the
     chi-square distance of the two sides is 2e-5 (float32) or 4e-11 (float64), for at most 32 steps.
     For 16 or 64 scores, independent or of rank 6, with means of sd 1.5, float32 takes 1, 6, 11 and
-    26 steps (median) at score sd 0.1, 1, 2 and 5; what 32 steps leave at sd 5 is below 1e-3. The
-    derivative is that of the exact solution (implicit, by linear conjugate gradients), to any order.
+    26 steps (median) at score sd 0.1, 1, 2 and 5; what 32 steps leave at sd 5 is below 1e-3 (1e-1 with
+    noise of rank 1). The derivative is that of the exact solution (implicit, by linear conjugate
+    gradients), to any order.
 
     Args:
         apply_cov: function (operand, vector) -> R vector, linear in both, R symmetric and positive
