@@ -10,6 +10,7 @@ from moment_jax.covariance import (
     Covariance,
     Diagonal,
     Full,
+    Separable,
     TokenBlock,
     TokenCorrelated,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "FeedForwardParams",
     "Full",
     "NormParams",
+    "Separable",
     "TokenBlock",
     "TokenCorrelated",
     "__version__",

@@ -5,18 +5,29 @@
 | `Diagonal` | variance | T D |
 | `TokenBlock` | each token's feature covariance | T D^2 |
 | `TokenCorrelated` | signed scale, one token correlation | T D + T^2 |
+| `Separable` | signed scale, a token and a feature correlation | T D + T^2 + D^2 |
 | `Full` | everything | T^2 D^2 |
 """
 
 from moment_jax.covariance.base import Covariance
 from moment_jax.covariance.diagonal import Diagonal
 from moment_jax.covariance.full import Full
+from moment_jax.covariance.separable import Separable
 from moment_jax.covariance.token_block import TokenBlock
 from moment_jax.covariance.token_correlated import TokenCorrelated
 
 STRUCTURES: dict[str, type[Covariance]] = {
-    structure.__name__: structure for structure in (Diagonal, TokenBlock, TokenCorrelated, Full)
+    structure.__name__: structure
+    for structure in (Diagonal, TokenBlock, TokenCorrelated, Separable, Full)
 }
 """Every structure by its name: what command lines accept and what the tests run over."""
 
-__all__ = ["STRUCTURES", "Covariance", "Diagonal", "Full", "TokenBlock", "TokenCorrelated"]
+__all__ = [
+    "STRUCTURES",
+    "Covariance",
+    "Diagonal",
+    "Full",
+    "Separable",
+    "TokenBlock",
+    "TokenCorrelated",
+]

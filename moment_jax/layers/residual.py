@@ -9,13 +9,21 @@ through queries and keys links different features only, and those structures hol
 from __future__ import annotations
 
 from functools import singledispatch
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance, Diagonal, Full, TokenBlock, TokenCorrelated
-from moment_jax.covariance.numerics import safe_sqrt
+from moment_jax.covariance import (
+    Covariance,
+    Diagonal,
+    Full,
+    Separable,
+    TokenBlock,
+    TokenCorrelated,
+)
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt
+from moment_jax.layers.attention.inputs import merge_heads, split_heads
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm import NormTangent
@@ -124,6 +132,94 @@ def _add_token_correlated(
         cov.token_gram() + branch.token_gram() + gram + gram.T,
     )
 
+
+class _Cross(NamedTuple):
+    """Cov[x, f(x)] as `Separable` can hold it."""
+
+    variance: Array  # Cov[x_td, f_td], (T, D)
+    token_gram: Array  # sum_d Cov[x_td, f_sd], (T, T)
+    feature_gram: Array  # sum_t Cov[x_td, f_te], (D, D)
+
+
+@_add.register
+def _add_separable(
+    cov: Separable, branch: Separable, tangent: Tangent, norm: NormTangent | None
+) -> Separable:
+    entering = cov.scale if norm is None else cov.scale * norm.gain
+    grams = cov.feature_gram() if norm is None else cov.feature_cross(*norm)
+    through = _through_feed_forward if isinstance(tangent, FeedForwardTangent) else _through_mixing
+    cross = through(cov, entering, grams, tangent)
+    return Separable.from_moments(
+        cov.variance() + branch.variance() + 2 * _bounded(cross.variance, cov, branch),
+        cov.token_gram() + branch.token_gram() + cross.token_gram + cross.token_gram.T,
+        cov.feature_gram() + branch.feature_gram() + cross.feature_gram + cross.feature_gram.T,
+    )
+
+
+def _through_feed_forward(
+    cov: Separable, entering: Array, grams: Array, tangent: FeedForwardTangent
+) -> _Cross:
+    scale = cov.scale
+    linked = grams @ tangent.hidden_kernel  # (D, F)
+    shares = jnp.sum(scale * entering, axis=1)
+    gain = safe_divide(shares @ tangent.gain, jnp.broadcast_to(jnp.sum(shares), (1,)))
+    returned = entering * _per_feature(tangent.gain @ (linked * tangent.output_kernel.T).T, cov, entering)
+    return _Cross(
+        scale * returned,
+        cov.token_correlation * (scale @ returned.T),
+        (linked * gain[None, :]) @ tangent.output_kernel,
+    )
+
+
+def _per_feature(total: Array, cov: Separable, entering: Array) -> Array:
+    """Divide sums over the tokens of covariances by sum_t s_td entering_td."""
+    return safe_divide(total, jnp.sum(cov.scale * entering, axis=0)[None, :])
+
+
+def _through_mixing(
+    cov: Separable, entering: Array, grams: Array, tangent: AttentionTangent
+) -> _Cross:
+    scale, h = cov.scale, tangent.weights.shape[0]
+    tokens = cov.token_correlation * (scale @ entering.T)
+    normal = safe_divide(tokens, jnp.broadcast_to(jnp.trace(tokens), (1, 1)))
+    q, k, v = (split_heads(a, h) for a in (tangent.query, tangent.key, tangent.value))
+    by_query, by_key, by_value = (
+        split_heads(grams @ kernel, h)
+        for kernel in (tangent.query_kernel, tangent.key_kernel, tangent.value_kernel)
+    )
+    output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
+    linked = tangent.weights * normal[None]
+    shares = jnp.diagonal(normal)
+    mean = tangent.weights @ v
+    own = jnp.einsum("t,htc->hc", shares, tangent.weights)
+    root = jnp.sqrt(jnp.asarray(q.shape[2], q.dtype))
+    through_query = jnp.einsum("hcd,hc,hce->hde", k, own, v) - jnp.einsum(
+        "htd,t,hte->hde", tangent.weights @ k, shares, mean
+    )
+    through_key = jnp.einsum("htd,hte->hde", q, linked @ v - jnp.sum(linked, 2)[..., None] * mean)
+    bent = (by_query @ through_query + by_key @ through_key) / root  # (H, D, K)
+    straight = by_value * jnp.sum(linked, axis=(1, 2))[:, None, None]
+    feature_gram = jnp.einsum("hik,hko->io", straight + bent * QK, output)
+
+    paths = jnp.einsum("hdk,hkd->hd", by_value, output)
+    paths = _per_feature(paths, cov, entering)
+    bent_path = _per_feature(jnp.einsum("hdk,hkd->d", bent, output)[None], cov, entering) * QK
+
+    def head(weights: Array, path: Array) -> tuple[Array, Array]:
+        source = entering * path[None, :]
+        variance = scale * ((weights * cov.token_correlation) @ source)
+        return variance, (cov.token_correlation * (scale @ source.T)) @ weights.T
+
+    parts = jax.vmap(head)(tangent.weights, paths)
+    variance, gram = (jnp.sum(part, axis=0) for part in parts)
+    returned = entering * bent_path
+    return _Cross(
+        variance + scale * returned,
+        gram + cov.token_correlation * (scale @ returned.T),
+        feature_gram,
+    )
+
+QK = 1.0
 
 def _bounded(cross: Array, cov: Covariance, branch: Covariance) -> Array:
     """A covariance between x and its branch within Cauchy and Schwarz, entry by entry."""

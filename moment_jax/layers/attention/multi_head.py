@@ -7,10 +7,18 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance, Diagonal, Full, TokenBlock, TokenCorrelated
+from moment_jax.covariance import (
+    Covariance,
+    Diagonal,
+    Full,
+    Separable,
+    TokenBlock,
+    TokenCorrelated,
+)
 from moment_jax.layers.attention.diagonal import mix_diagonal
 from moment_jax.layers.attention.full import mix_full
 from moment_jax.layers.attention.inputs import Inputs, Projection, SharedInput
+from moment_jax.layers.attention.separable import mix_separable
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.attention.token_block import mix_token_block
 from moment_jax.layers.attention.token_correlated import mix_token_correlated
@@ -31,6 +39,7 @@ MIXERS: dict[type[Covariance], Any] = {
     Diagonal: mix_diagonal,
     TokenBlock: mix_token_block,
     TokenCorrelated: mix_token_correlated,
+    Separable: mix_separable,
     Full: mix_full,
 }
 """How each structure mixes tokens; a new structure enters here."""

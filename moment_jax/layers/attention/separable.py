@@ -1,0 +1,243 @@
+"""Attention for `Separable`: one head at a time, in token and feature Gram matrices.
+
+The input x of queries, keys and values is read as Cov[x_ti, x_sj] = G_ts F_ij / tr F, with its token and
+feature Gram matrices G and F. Per head, Cov[S_ac, S_bf] of the scores S = q k^T / sqrt(K) is
+
+    alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (q Fk q^T + <Fq, Fk> Qc) / K,    beta = Qc / K,
+
+with the token Gram matrices Qc and Kc of queries and keys, their feature Gram matrices Fq and Fk over
+their traces, and KK = k Fq k^T. The T^4 covariance is never formed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Separable
+from moment_jax.covariance.numerics import safe_divide
+from moment_jax.covariance.separable import fit_marginals
+from moment_jax.layers.attention.inputs import (
+    Inputs,
+    Projection,
+    SharedInput,
+    merge_heads,
+    split_heads,
+)
+from moment_jax.layers.attention.rows import RowCovariance, through_softmax
+from moment_jax.layers.softmax import masked_softmax, tilted_mean
+
+Array = jax.Array
+
+
+class _Head(NamedTuple):
+    """One head's part of a projection."""
+
+    mean: Array  # (T, K)
+    scale: Array  # (T, K)
+    tokens: Array  # token correlation, (T, T)
+    features: Array  # feature correlation, (K, K)
+
+    def variance(self) -> Array:
+        return self.scale**2
+
+    def token_gram(self) -> Array:
+        return self.tokens * (self.scale @ self.scale.T)
+
+    def metric(self) -> Array:
+        """The feature Gram matrix over its trace."""
+        return _over_trace(self.features * (self.scale.T @ self.scale))
+
+    def mixed(self, inner: Array) -> Array:
+        """sum_cf inner_cf Cov[x_cd, x_fe], (K, K)."""
+        return self.features * (self.scale.T @ (self.tokens * inner) @ self.scale)
+
+
+class _Links(NamedTuple):
+    """What one head's queries, keys and values share: Cov[k_cd, v_fe] = tokens_cf key_value_de."""
+
+    tokens: Array  # token Gram matrix of the input, (T, T)
+    query_key: Array  # (K, K)
+    query_value: Array  # (K, K)
+    key_value: Array  # (K, K)
+
+
+class _Mixed(NamedTuple):
+    """One head's output."""
+
+    mean: Array  # (T, K)
+    pattern: Array  # of the variances, (T, K)
+    token_gram: Array  # (T, T)
+    feature_gram: Array  # (K, K), all but what the values' noise gives
+    weights: Array  # (T, S)
+
+
+def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Array]:
+    """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S)."""
+    num_heads = inputs.num_heads
+    links = _links(inputs.shared, num_heads)
+    mixed = jax.vmap(
+        lambda q, k, v, link, mask: _head(q, k, v, link, mask, inputs.order),
+        in_axes=(
+            *(_Head(0, 0, None, 0),) * 3,  # type: ignore[arg-type]
+            None if links is None else _Links(None, 0, 0, 0),  # type: ignore[arg-type]
+            None if inputs.mask is None else 0,
+        ),
+    )(
+        _heads(inputs.query, num_heads),
+        _heads(inputs.key, num_heads),
+        _heads(inputs.value, num_heads),
+        links,
+        inputs.mask,
+    )
+    feature_gram = _by_values(inputs.value.cov, mixed.weights) + _block_diagonal(mixed.feature_gram)
+    columns = jnp.diagonal(feature_gram).reshape(num_heads, -1)
+    rows = jax.vmap(jnp.diagonal)(mixed.token_gram)
+    variance = jax.vmap(fit_marginals)(mixed.pattern, rows, columns)
+    cov = Separable.from_moments(
+        merge_heads(variance), jnp.sum(mixed.token_gram, axis=0), feature_gram
+    )
+    return merge_heads(mixed.mean), cov, mixed.weights
+
+
+def _heads(projection: Projection[Separable], num_heads: int) -> _Head:
+    cov = projection.cov
+    d = cov.shape[1]
+    width = d // num_heads
+    blocks = cov.feature_correlation.reshape(num_heads, width, num_heads, width)
+    return _Head(
+        split_heads(projection.mean, num_heads),
+        split_heads(cov.scale, num_heads),
+        cov.token_correlation,
+        jnp.einsum("hdhe->hde", blocks),
+    )
+
+
+def _links(shared: SharedInput[Separable] | None, num_heads: int) -> _Links | None:
+    if shared is None:
+        return None
+    feature_gram = shared.cov.feature_gram()
+    total = jnp.trace(feature_gram)
+
+    def pair(left: Array, right: Array) -> Array:
+        left, right = split_heads(left, num_heads), split_heads(feature_gram @ right, num_heads)
+        return safe_divide(jnp.swapaxes(left, 1, 2) @ right, jnp.broadcast_to(total, (1, 1, 1)))
+
+    query, key, value = shared.query_kernel, shared.key_kernel, shared.value_kernel
+    return _Links(
+        shared.cov.token_gram(), pair(query, key), pair(query, value), pair(key, value)
+    )
+
+
+def _head(
+    q: _Head, k: _Head, v: _Head, links: _Links | None, mask: Array | None, order: int
+) -> _Mixed:
+    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
+    scores = q.mean @ k.mean.T
+    if order == 2 and links is not None:
+        scores = scores + links.tokens * jnp.trace(links.query_key)
+    scores = scores / jnp.sqrt(width)
+    rows = _rows(q, k, width)
+    weights = masked_softmax(scores, mask)
+    if order == 2:
+        weights = tilted_mean(scores, rows.variance(), rows.matvec, mask, weights)
+    mean = weights @ v.mean
+
+    value_cov = v.token_gram()
+    moment = v.mean @ v.mean.T + value_cov
+    by_scores = through_softmax(rows, weights, moment, order)
+    token_gram = weights @ value_cov @ weights.T + by_scores.token_gram
+    feature_gram = v.mean.T @ by_scores.inner @ v.mean + v.mixed(by_scores.inner)
+    if links is not None:
+        gain = by_scores.gain / jnp.sqrt(width)
+        crossed_tokens, crossed_features = _score_value(q, k, v, links, weights, mean, gain)
+        token_gram = token_gram + crossed_tokens + crossed_tokens.T
+        feature_gram = feature_gram + crossed_features + crossed_features.T
+    pattern = _independent_variance(v, rows, weights, mean)
+    if order == 2 and links is not None:
+        mean = mean + _shared_mean(q, k, links, weights, gain)
+    return _Mixed(mean, pattern, token_gram, feature_gram, weights)
+
+
+def _rows(q: _Head, k: _Head, width: Array) -> RowCovariance:
+    query_cov, query_metric, key_metric = q.token_gram(), q.metric(), k.metric()
+    query_mean = (q.mean @ key_metric) @ q.mean.T
+    return RowCovariance(
+        alpha=(query_mean + jnp.sum(query_metric * key_metric) * query_cov) / width,
+        beta=query_cov / width,
+        key_cov=k.token_gram(),
+        key_mean=(k.mean @ query_metric) @ k.mean.T,
+    )
+
+
+def _independent_variance(v: _Head, rows: RowCovariance, weights: Array, mean: Array) -> Array:
+    """What the variances would be if keys were independent: the pattern of the true ones, (T, K)."""
+    squared = weights**2
+    noisy = squared * rows.variance()
+    variance = v.variance()
+    result = (
+        squared @ variance
+        + noisy @ (v.mean**2 + variance)
+        - 2 * mean * (noisy @ v.mean)
+        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
+    )
+    return jnp.maximum(result, 0)
+
+
+def _shared_mean(q: _Head, k: _Head, links: _Links, weights: Array, gain: Array) -> Array:
+    """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
+
+    By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with
+    Cov[S_af, v_cd] = (G_fc (q_a Ckv)_d + G_ac (k_f Cqv)_d) / sqrt(K).
+    """
+    tokens = links.tokens
+    spread = weights @ jnp.diagonal(tokens) - jnp.sum(weights * (weights @ tokens), axis=1)
+    linked = weights * tokens
+    by_key = spread[:, None] * (q.mean @ links.key_value)
+    reach = linked @ k.mean - jnp.sum(linked, axis=1, keepdims=True) * (weights @ k.mean)
+    return gain[:, None] * (by_key + reach @ links.query_value)
+
+
+def _score_value(
+    q: _Head, k: _Head, v: _Head, links: _Links, weights: Array, mean: Array, gain: Array
+) -> tuple[Array, Array]:
+    """Covariance of the scores' part of the output with the values' part: Gram matrices (T, T), (K, K).
+
+    The first is sum_d Cov[sum_f u_af^d S_af, sum_c W_bc v_cd], u_af^d = gain_a W_af (v_fd - A_ad).
+    """
+    reach = links.tokens @ weights.T  # (S, T)
+    by_key, by_query = q.mean @ links.key_value, k.mean @ links.query_value  # (T, K), (S, K)
+    lean = by_key @ v.mean.T - jnp.sum(by_key * mean, axis=1, keepdims=True)
+    turn = weights @ jnp.sum(v.mean * by_query, axis=1) - jnp.sum(mean * (weights @ by_query), 1)
+    token_gram = (weights * lean) @ reach + turn[:, None] * reach
+    near = gain[:, None] * weights * reach.T
+    centred = near @ v.mean - jnp.sum(near, axis=1, keepdims=True) * mean
+    own = gain * jnp.diagonal(reach)
+    far = (v.mean.T * (own @ weights)[None, :]) @ by_query
+    far = far - (own[:, None] * mean).T @ (weights @ by_query)
+    return gain[:, None] * token_gram, centred.T @ by_key + far
+
+
+def _by_values(cov: Separable, weights: Array) -> Array:
+    """Feature Gram matrix of the averages of random values, (H K, H K).
+
+    All heads see the values with the token pattern of all: sum_a W^h_ac W^g_af Vc_cf / tr Vc.
+    """
+    num_heads = weights.shape[0]
+    tokens = _over_trace(cov.token_gram())
+    carried = weights @ tokens
+    shares = jnp.einsum("hac,gac->hg", carried, weights)
+    width = cov.shape[1] // num_heads
+    return cov.feature_gram() * jnp.repeat(jnp.repeat(shares, width, axis=0), width, axis=1)
+
+
+def _block_diagonal(blocks: Array) -> Array:
+    h, k, _ = blocks.shape
+    eye = jnp.eye(h, dtype=blocks.dtype)
+    return (blocks[:, :, None, :] * eye[:, None, :, None]).reshape(h * k, h * k)
+
+
+def _over_trace(matrix: Array) -> Array:
+    return safe_divide(matrix, jnp.broadcast_to(jnp.trace(matrix), (1, 1)))
