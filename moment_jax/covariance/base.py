@@ -126,8 +126,8 @@ class Covariance(abc.ABC):
         """Each token's own feature covariance times a vector: sum_j Cov[x_ti, x_tj] v_tj, (T, D)."""
 
     @abc.abstractmethod
-    def token_square_trace(self) -> Array:
-        """sum_ij Cov[x_ti, x_tj]^2, (T,): the trace of each token's squared covariance."""
+    def token_square_matvec(self, vectors: Array) -> Array:
+        """Each token's squared feature covariances times a vector: sum_j Cov[x_ti, x_tj]^2 v_tj, (T, D)."""
 
     # -- linear maps ----------------------------------------------------------------------------
 

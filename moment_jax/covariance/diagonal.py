@@ -77,8 +77,8 @@ class Diagonal(Covariance):
     def token_matvec(self, vectors: Array) -> Array:
         return self.variances * vectors
 
-    def token_square_trace(self) -> Array:
-        return jnp.sum(self.variances**2, axis=1)
+    def token_square_matvec(self, vectors: Array) -> Array:
+        return self.variances**2 * vectors
 
     def rescale(self, factor: Array) -> Self:
         return type(self)(self.variances * factor**2)

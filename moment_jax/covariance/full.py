@@ -73,8 +73,8 @@ class Full(Covariance):
     def token_matvec(self, vectors: Array) -> Array:
         return jnp.einsum("titj,tj->ti", self.cov, vectors)
 
-    def token_square_trace(self) -> Array:
-        return jnp.sum(jnp.einsum("titj->tij", self.cov) ** 2, axis=(1, 2))
+    def token_square_matvec(self, vectors: Array) -> Array:
+        return jnp.einsum("titj,tj->ti", self.cov**2, vectors)
 
     def rescale(self, factor: Array) -> Self:
         return type(self)(factor[:, :, None, None] * self.cov * factor[None, None])

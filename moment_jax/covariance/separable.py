@@ -109,24 +109,29 @@ class Separable(Covariance):
     def token_gram(self, metric: Array | None = None) -> Array:
         if metric is None:
             known = self.__dict__.get("_grams")
-            return self.token_correlation * (self.scale @ self.scale.T) if known is None else known[0]
+            return (
+                self.token_correlation * (self.scale @ self.scale.T) if known is None else known[0]
+            )
         if metric.ndim == 1:
             return self.token_correlation * gram(self.scale, self.scale, metric)
         return self.token_correlation * gram(
             self.scale, self.scale, self.feature_correlation * metric
         )
 
-    def feature_gram(self) -> Array:
-        """sum_t Cov[x_td, x_te], (D, D)."""
+    def feature_gram(self, metric: Array | None = None) -> Array:
+        """sum_ts metric_ts Cov[x_td, x_se], (D, D); metric (T, T) symmetric, None for the identity."""
+        if metric is not None:
+            inner = self.token_correlation * metric
+            return self.feature_correlation * (self.scale.T @ inner @ self.scale)
         known = self.__dict__.get("_grams")
         return self.feature_correlation * (self.scale.T @ self.scale) if known is None else known[1]
 
     def token_matvec(self, vectors: Array) -> Array:
         return self.scale * ((self.scale * vectors) @ self.feature_correlation)
 
-    def token_square_trace(self) -> Array:
+    def token_square_matvec(self, vectors: Array) -> Array:
         variance = self.variance()
-        return jnp.sum((variance @ self.feature_correlation**2) * variance, axis=1)
+        return variance * ((variance * vectors) @ self.feature_correlation**2)
 
     def rescale(self, factor: Array) -> Self:
         return type(self)(self.scale * factor, self.token_correlation, self.feature_correlation)

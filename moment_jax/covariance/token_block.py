@@ -74,8 +74,8 @@ class TokenBlock(Covariance):
     def token_matvec(self, vectors: Array) -> Array:
         return jnp.einsum("tij,tj->ti", self.blocks, vectors)
 
-    def token_square_trace(self) -> Array:
-        return jnp.sum(self.blocks**2, axis=(1, 2))
+    def token_square_matvec(self, vectors: Array) -> Array:
+        return jnp.einsum("tij,tj->ti", self.blocks**2, vectors)
 
     def rescale(self, factor: Array) -> Self:
         return type(self)(factor[:, :, None] * self.blocks * factor[:, None, :])

@@ -98,8 +98,8 @@ class TokenCorrelated(Covariance):
     def token_matvec(self, vectors: Array) -> Array:
         return self.variance() * vectors
 
-    def token_square_trace(self) -> Array:
-        return jnp.sum(self.variance() ** 2, axis=1)
+    def token_square_matvec(self, vectors: Array) -> Array:
+        return self.variance() ** 2 * vectors
 
     def rescale(self, factor: Array) -> Self:
         return type(self)(self.scale * factor, self.correlation)

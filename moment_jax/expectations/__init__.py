@@ -11,14 +11,18 @@ from moment_jax.expectations.quadrature import elementwise
 from moment_jax.expectations.rectified import rectified
 from moment_jax.expectations.softmax import logsumexp_mean, softmax_mean, softmax_moments
 from moment_jax.expectations.softmax_jacobian import expected_softmax_jacobian, softmax_jacobian
+from moment_jax.expectations.softmax_mean import ScoreCovariance, expected_softmax, masked_softmax
 from moment_jax.expectations.tilted import tilted_softmax
 
 __all__ = [
     "ElementwiseMoments",
+    "ScoreCovariance",
     "elementwise",
+    "expected_softmax",
     "expected_softmax_jacobian",
     "gelu",
     "logsumexp_mean",
+    "masked_softmax",
     "rectified",
     "softmax_jacobian",
     "softmax_mean",

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moment_jax.expectations.softmax_mean import masked_softmax
+
 # (operand, vector) -> R vector, linear in both: the covariance of the scores as an operator.
 ApplyCov = Callable[[Any, jax.Array], jax.Array]
 
@@ -172,12 +174,3 @@ def _positive_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """max(x / y, 0), and 0 where y is not positive."""
     positive = y > 0.0
     return jnp.where(positive, jnp.maximum(x, 0.0) / jnp.where(positive, y, 1.0), 0.0)
-
-
-def masked_softmax(scores: jax.Array, keep: jax.Array) -> jax.Array:
-    """Softmax over the kept entries of a row, exactly 0 elsewhere (everywhere, if none is kept)."""
-    highest = jax.lax.stop_gradient(jnp.max(jnp.where(keep, scores, -jnp.inf)))
-    highest = jnp.where(highest > -jnp.inf, highest, 0.0)
-    weights = jnp.where(keep, jnp.exp(jnp.where(keep, scores - highest, 0.0)), 0.0)
-    total = weights.sum()
-    return weights / jnp.where(total > 0.0, total, 1.0)

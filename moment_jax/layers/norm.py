@@ -119,7 +119,7 @@ def _normalize(
     if order == 2:
         # tr((P Cov)^2), token by token
         squares = (
-            cov.token_square_trace()[:, None]
+            jnp.sum(cov.token_square_matvec(jnp.ones_like(mean)), axis=1, keepdims=True)
             - 2 * jnp.sum(along**2, axis=1, keepdims=True) / d
             + common**2
         )

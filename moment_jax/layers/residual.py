@@ -23,7 +23,7 @@ from moment_jax.covariance import (
     TokenCorrelated,
 )
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
-from moment_jax.layers.attention.inputs import merge_heads, split_heads
+from moment_jax.layers.attention.inputs import split_heads
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm import NormTangent
@@ -163,7 +163,9 @@ def _through_feed_forward(
     linked = grams @ tangent.hidden_kernel  # (D, F)
     shares = jnp.sum(scale * entering, axis=1)
     gain = safe_divide(shares @ tangent.gain, jnp.broadcast_to(jnp.sum(shares), (1,)))
-    returned = entering * _per_feature(tangent.gain @ (linked * tangent.output_kernel.T).T, cov, entering)
+    returned = entering * _per_feature(
+        tangent.gain @ (linked * tangent.output_kernel.T).T, cov, entering
+    )
     return _Cross(
         scale * returned,
         cov.token_correlation * (scale @ returned.T),
@@ -219,7 +221,9 @@ def _through_mixing(
         feature_gram,
     )
 
+
 QK = 1.0
+
 
 def _bounded(cross: Array, cov: Covariance, branch: Covariance) -> Array:
     """A covariance between x and its branch within Cauchy and Schwarz, entry by entry."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Diagonal, TokenCorrelated
-from moment_jax.layers.attention.inputs import Inputs, Projection, SharedInput
+from moment_jax.layers.attention.inputs import Inputs, KeyInput, Projection, SharedInput
 from moment_jax.layers.attention.token_correlated import mix_token_correlated
 
 Array = jax.Array
@@ -14,11 +14,12 @@ Array = jax.Array
 
 def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Array]:
     """Moments of the concatenated heads: mean (T, H K), variance, and weights (H, T, S)."""
-    shared = inputs.shared
+    key, shared = inputs.key_input, inputs.shared
     correlated = Inputs(
         _correlated(inputs.query),
         _correlated(inputs.key),
         _correlated(inputs.value),
+        KeyInput(key.mean, _with_identity(key.cov), key.kernel),
         shared if shared is None else SharedInput(_with_identity(shared.cov), *shared[1:]),
         inputs.mask,
         inputs.num_heads,

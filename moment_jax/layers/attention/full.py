@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Full
+from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import Inputs, split_heads
-from moment_jax.layers.softmax import masked_softmax, tilted_mean
 
 Array = jax.Array
 
@@ -31,6 +31,21 @@ class _Joint(NamedTuple):
     kv: Array | None
 
 
+class _Rows(NamedTuple):
+    """Covariance of every row of scores, (H, T, S, S)."""
+
+    cov: Array
+
+    def variance(self) -> Array:
+        return jnp.einsum("hacc->hac", self.cov)
+
+    def matvec(self, vectors: Array) -> Array:
+        return jnp.einsum("hacf,haf->hac", self.cov, vectors)
+
+    def square_matvec(self, vectors: Array) -> Array:
+        return jnp.einsum("hacf,haf->hac", self.cov**2, vectors)
+
+
 def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Array]:
     """Moments of the concatenated heads: mean (T, H K), full covariance, and weights (H, T, S).
 
@@ -45,16 +60,11 @@ def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Array]:
         scores = scores + jnp.einsum("hadhcd->hac", joint.qk)
     scores = scores / root
     score_cov = _score_cov(joint) / width
-    weights = masked_softmax(scores, inputs.mask)
-    if inputs.order == 2:
-        own = jnp.einsum("hachaf->hacf", score_cov)
-        weights = tilted_mean(
-            scores,
-            jnp.einsum("hacc->hac", own),
-            lambda a: jnp.einsum("hacf,haf->hac", own, a),
-            inputs.mask,
-            weights,
-        )
+    if inputs.order == 1:
+        weights = masked_softmax(scores, inputs.mask)
+    else:
+        rows = _Rows(jnp.einsum("hachaf->hacf", score_cov))
+        weights = expected_softmax(scores, rows, inputs.mask)
     weight_cov = _through_softmax(weights, _swap(_through_softmax(weights, _swap(score_cov))))
     cross = _score_value_cov(joint)
     weight_value = None if cross is None else _through_softmax(weights, cross / root)

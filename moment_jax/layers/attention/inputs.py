@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 import jax
 
 from moment_jax.covariance import Covariance
+from moment_jax.posterior import Posterior
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -31,12 +32,21 @@ class SharedInput(NamedTuple, Generic[S]):
     value_kernel: Array  # (D, H K)
 
 
+class KeyInput(NamedTuple, Generic[S]):
+    """The random sequence that the keys are made of, and the belief about their kernel."""
+
+    mean: Array  # (S, D)
+    cov: S
+    kernel: Posterior  # (D, H K)
+
+
 class Inputs(NamedTuple, Generic[S]):
     """All that the attention of one structure needs, before the output projection."""
 
     query: Projection[S]
     key: Projection[S]
     value: Projection[S]
+    key_input: KeyInput[S]
     shared: SharedInput[S] | None  # None where the queries' input is independent of the keys'
     mask: Array | None  # (H, T, S) boolean, True where a query may look
     num_heads: int

@@ -17,7 +17,7 @@ from moment_jax.covariance import (
 )
 from moment_jax.layers.attention.diagonal import mix_diagonal
 from moment_jax.layers.attention.full import mix_full
-from moment_jax.layers.attention.inputs import Inputs, Projection, SharedInput
+from moment_jax.layers.attention.inputs import Inputs, KeyInput, Projection, SharedInput
 from moment_jax.layers.attention.separable import mix_separable
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.attention.token_block import mix_token_block
@@ -117,6 +117,7 @@ def attention_and_tangent(
         Projection(*dense(mean, cov, params.query)),
         Projection(*dense(mean, cov, params.key)),
         Projection(*dense(mean, cov, params.value)),
+        KeyInput(mean, cov, params.key.kernel),
         SharedInput(cov, *kernels),
         mask,
         num_heads,

@@ -25,6 +25,15 @@ class RowCovariance(NamedTuple):
         alpha, beta = jnp.diagonal(self.alpha)[:, None], jnp.diagonal(self.beta)[:, None]
         return alpha * (weights @ self.key_cov) + beta * (weights @ self.key_mean)
 
+    def square_matvec(self, weights: Array) -> Array:
+        """sum_f Cov[S_ac, S_af]^2 weights_af, (T, S)."""
+        alpha, beta = jnp.diagonal(self.alpha)[:, None], jnp.diagonal(self.beta)[:, None]
+        return (
+            alpha**2 * (weights @ self.key_cov**2)
+            + 2 * alpha * beta * (weights @ (self.key_cov * self.key_mean))
+            + beta**2 * (weights @ self.key_mean**2)
+        )
+
     def variance(self) -> Array:
         """Var[S_ac], (T, S)."""
         alpha, beta = jnp.diagonal(self.alpha)[:, None], jnp.diagonal(self.beta)[:, None]
@@ -95,10 +104,5 @@ def _quadratic(
     """sum_cf inner_cf sum_d u_ac^d u_bf^d, u_ac^d = W_ac (v_cd - A_ad), (T, T); and W inner, (T, S)."""
     pulled = inner @ weights.T
     mixed = weights @ (crossed * pulled)
-    result = (
-        weights @ (inner * moment) @ weights.T
-        - mixed
-        - mixed.T
-        + squared * (weights @ pulled)
-    )
+    result = weights @ (inner * moment) @ weights.T - mixed - mixed.T + squared * (weights @ pulled)
     return result, pulled.T

@@ -6,7 +6,8 @@ feature Gram matrices G and F. Per head, Cov[S_ac, S_bf] of the scores S = q k^T
     alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (q Fk q^T + <Fq, Fk> Qc) / K,    beta = Qc / K,
 
 with the token Gram matrices Qc and Kc of queries and keys, their feature Gram matrices Fq and Fk over
-their traces, and KK = k Fq k^T. The T^4 covariance is never formed.
+their traces, and KK = k Fq k^T. Softmax sees contrasts of keys alone, so Fk is that of the keys less
+their average, taken before the keys' covariance is projected. The T^4 covariance is never formed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import safe_divide
 from moment_jax.covariance.separable import fit_marginals
+from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import (
     Inputs,
     Projection,
@@ -27,7 +29,6 @@ from moment_jax.layers.attention.inputs import (
     split_heads,
 )
 from moment_jax.layers.attention.rows import RowCovariance, through_softmax
-from moment_jax.layers.softmax import masked_softmax, tilted_mean
 
 Array = jax.Array
 
@@ -55,6 +56,13 @@ class _Head(NamedTuple):
         return self.features * (self.scale.T @ (self.tokens * inner) @ self.scale)
 
 
+class _Contrast(NamedTuple):
+    """One head's keys less their average."""
+
+    feature_gram: Array  # (K, K)
+    centre: Array  # what takes the average off: a (S, S) quadratic form in keys
+
+
 class _Links(NamedTuple):
     """What one head's queries, keys and values share: Cov[k_cd, v_fe] = tokens_cf key_value_de."""
 
@@ -79,9 +87,10 @@ def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Array]:
     num_heads = inputs.num_heads
     links = _links(inputs.shared, num_heads)
     mixed = jax.vmap(
-        lambda q, k, v, link, mask: _head(q, k, v, link, mask, inputs.order),
+        lambda q, k, v, contrast, link, mask: _head(q, k, v, contrast, link, mask, inputs.order),
         in_axes=(
             *(_Head(0, 0, None, 0),) * 3,  # type: ignore[arg-type]
+            0,
             None if links is None else _Links(None, 0, 0, 0),  # type: ignore[arg-type]
             None if inputs.mask is None else 0,
         ),
@@ -89,6 +98,7 @@ def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Array]:
         _heads(inputs.query, num_heads),
         _heads(inputs.key, num_heads),
         _heads(inputs.value, num_heads),
+        _contrasts(inputs),
         links,
         inputs.mask,
     )
@@ -126,23 +136,41 @@ def _links(shared: SharedInput[Separable] | None, num_heads: int) -> _Links | No
         return safe_divide(jnp.swapaxes(left, 1, 2) @ right, jnp.broadcast_to(total, (1, 1, 1)))
 
     query, key, value = shared.query_kernel, shared.key_kernel, shared.value_kernel
-    return _Links(
-        shared.cov.token_gram(), pair(query, key), pair(query, value), pair(key, value)
-    )
+    return _Links(shared.cov.token_gram(), pair(query, key), pair(query, value), pair(key, value))
+
+
+def _contrasts(inputs: Inputs[Separable]) -> _Contrast:
+    """Feature Gram matrices of every head's keys less their average."""
+    mean, cov, kernel = inputs.key_input
+    used = jnp.ones(mean.shape[0], mean.dtype)
+    if inputs.mask is not None:  # the average of the keys that any query may look at
+        used = jnp.any(inputs.mask, axis=(0, 1)).astype(mean.dtype)
+    share = used / jnp.maximum(jnp.sum(used), 1)
+    centre = jnp.diag(used) - share[:, None] * used[None, :]
+    inner = cov.feature_gram(centre)
+    noise = kernel.noise_block(inner + mean.T @ centre @ mean)
+    gram = kernel.mean.T @ (inner @ kernel.mean) + noise
+    h = inputs.num_heads
+    blocks = gram.reshape(h, gram.shape[0] // h, h, -1)
+    return _Contrast(jnp.einsum("hdhe->hde", blocks), jnp.broadcast_to(centre, (h, *centre.shape)))
 
 
 def _head(
-    q: _Head, k: _Head, v: _Head, links: _Links | None, mask: Array | None, order: int
+    q: _Head,
+    k: _Head,
+    v: _Head,
+    contrast: _Contrast,
+    links: _Links | None,
+    mask: Array | None,
+    order: int,
 ) -> _Mixed:
     width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
     scores = q.mean @ k.mean.T
     if order == 2 and links is not None:
         scores = scores + links.tokens * jnp.trace(links.query_key)
     scores = scores / jnp.sqrt(width)
-    rows = _rows(q, k, width)
-    weights = masked_softmax(scores, mask)
-    if order == 2:
-        weights = tilted_mean(scores, rows.variance(), rows.matvec, mask, weights)
+    rows = _rows(q, k, contrast, width)
+    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
     mean = weights @ v.mean
 
     value_cov = v.token_gram()
@@ -161,13 +189,15 @@ def _head(
     return _Mixed(mean, pattern, token_gram, feature_gram, weights)
 
 
-def _rows(q: _Head, k: _Head, width: Array) -> RowCovariance:
-    query_cov, query_metric, key_metric = q.token_gram(), q.metric(), k.metric()
+def _rows(q: _Head, k: _Head, contrast: _Contrast, width: Array) -> RowCovariance:
+    query_cov, query_metric, key_cov = q.token_gram(), q.metric(), k.token_gram()
+    spread = jnp.broadcast_to(jnp.sum(key_cov * contrast.centre), (1, 1))
+    key_metric = safe_divide(contrast.feature_gram, spread)
     query_mean = (q.mean @ key_metric) @ q.mean.T
     return RowCovariance(
         alpha=(query_mean + jnp.sum(query_metric * key_metric) * query_cov) / width,
         beta=query_cov / width,
-        key_cov=k.token_gram(),
+        key_cov=key_cov,
         key_mean=(k.mean @ query_metric) @ k.mean.T,
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import TokenBlock
+from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import Inputs, SharedInput, merge_heads, split_heads
-from moment_jax.layers.softmax import masked_softmax, tilted_mean
 
 Array = jax.Array
 
@@ -31,22 +33,42 @@ def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Arra
     if inputs.order == 2 and inputs.shared is not None:
         scores = scores + _shared_scores(inputs.shared, h)
     scores = scores / jnp.sqrt(jnp.asarray(width, scores.dtype))
-    weights = masked_softmax(scores, inputs.mask)
-    if inputs.order == 2:
-        head_own = jnp.einsum("hhac->hac", own)
+    if inputs.order == 1:
+        weights = masked_softmax(scores, inputs.mask)
+    else:
         own_query = jnp.einsum("ahdhe->hade", query_cov) / width
-
-        def matvec(a: Array) -> Array:
-            keys = jnp.einsum("haf,hfe->hae", a, k)
-            return jnp.einsum("hade,hae,hcd->hac", own_query, keys, k) + head_own * a
-
-        variance = head_own + jnp.einsum("hade,hce,hcd->hac", own_query, k, k)
-        weights = tilted_mean(scores, variance, matvec, inputs.mask, weights)
+        rows = _Rows(jnp.einsum("hhac->hac", own), own_query, k)
+        weights = expected_softmax(scores, rows, inputs.mask)
     mean = jnp.einsum("hac,hcd->had", weights, v)
     blocks = _output_blocks(weights, mean, k, v, query_cov, value_cov, own)
     t = mean.shape[1]
     cov = TokenBlock(blocks.reshape(t, h * width, h * width))
     return merge_heads(mean), cov, weights
+
+
+class _Rows(NamedTuple):
+    """Covariance of every row of scores: keys' noise on the diagonal, and queries' noise k Q k^T."""
+
+    own: Array  # (H, T, S)
+    query: Array  # Q, (H, T, K, K)
+    key: Array  # k, (H, S, K)
+
+    def by_query(self) -> Array:
+        return jnp.einsum("hade,hce,hcd->hac", self.query, self.key, self.key)
+
+    def variance(self) -> Array:
+        return self.own + self.by_query()
+
+    def matvec(self, vectors: Array) -> Array:
+        keys = jnp.einsum("haf,hfe->hae", vectors, self.key)
+        common = jnp.einsum("hade,hae,hcd->hac", self.query, keys, self.key)
+        return common + self.own * vectors
+
+    def square_matvec(self, vectors: Array) -> Array:
+        keys = jnp.einsum("haf,hfd,hfe->hade", vectors, self.key, self.key)
+        inner = jnp.einsum("hadi,haij,haej->hade", self.query, keys, self.query)
+        common = jnp.einsum("hade,hcd,hce->hac", inner, self.key, self.key)
+        return common + (self.own**2 + 2 * self.own * self.by_query()) * vectors
 
 
 def _head_blocks(cov: TokenBlock, num_heads: int) -> Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide
+from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import (
     Inputs,
     Projection,
@@ -24,7 +25,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.softmax import masked_softmax, tilted_mean
+from moment_jax.layers.attention.rows import RowCovariance
 
 Array = jax.Array
 
@@ -51,28 +52,6 @@ class _SharedHead(NamedTuple):
     query_kernel: Array
     key_kernel: Array
     value_kernel: Array
-
-
-class _RowCovariance(NamedTuple):
-    """Cov[S_ac, S_bf] = alpha_ab key_cov_cf + beta_ab key_mean_cf."""
-
-    alpha: Array  # (T, T)
-    beta: Array  # (T, T)
-    key_cov: Array  # (S, S)
-    key_mean: Array  # (S, S)
-
-    def matvec(self, weights: Array) -> Array:
-        """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
-        alpha, beta = jnp.diagonal(self.alpha)[:, None], jnp.diagonal(self.beta)[:, None]
-        return alpha * (weights @ self.key_cov) + beta * (weights @ self.key_mean)
-
-    def variance(self) -> Array:
-        """Var[S_ac], (T, S)."""
-        alpha, beta = jnp.diagonal(self.alpha)[:, None], jnp.diagonal(self.beta)[:, None]
-        return (
-            alpha * jnp.diagonal(self.key_cov)[None, :]
-            + beta * jnp.diagonal(self.key_mean)[None, :]
-        )
 
 
 def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenCorrelated, Array]:
@@ -126,9 +105,7 @@ def _head(
 ) -> tuple[Array, Array, Array, Array]:
     """Mean (T, K), variance (T, K), token Gram matrix (T, T) and weights (T, S) of one head."""
     rows, scores = _scores(q, k, shared, order)
-    weights = masked_softmax(scores, mask)
-    if order == 2:
-        weights = tilted_mean(scores, rows.variance(), rows.matvec, mask, weights)
+    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
     mean = weights @ v.mean
     variance, gram = _output_moments(q, k, v, rows, weights, mean)
     if order == 2 and shared is not None:
@@ -138,11 +115,11 @@ def _head(
 
 def _scores(
     q: _Head, k: _Head, shared: _SharedHead | None, order: int
-) -> tuple[_RowCovariance, Array]:
+) -> tuple[RowCovariance, Array]:
     """Covariance and mean (T, S) of the scores."""
     width = q.mean.shape[1]
     query_cov, query_mean = q.token_gram(), q.mean @ q.mean.T
-    rows = _RowCovariance(
+    rows = RowCovariance(
         alpha=(query_cov + query_mean) / width**2,
         beta=query_cov / width**2,
         key_cov=k.token_gram(),
@@ -157,7 +134,7 @@ def _scores(
 
 
 def _output_moments(
-    q: _Head, k: _Head, v: _Head, rows: _RowCovariance, weights: Array, mean: Array
+    q: _Head, k: _Head, v: _Head, rows: RowCovariance, weights: Array, mean: Array
 ) -> tuple[Array, Array]:
     """Variance (T, K) and token Gram matrix (T, T) of weights @ values."""
     value_cov = v.token_gram()
