@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Self
 
 import jax
@@ -55,8 +56,18 @@ class Separable(Covariance):
         )
 
     @classmethod
-    def from_moments(cls, variance: Array, token_gram: Array, feature_gram: Array) -> Self:
-        """The structure of these variances (T, D) and Gram matrices (T, T) and (D, D)."""
+    def from_moments(
+        cls,
+        variance: Array,
+        token_gram: Array,
+        feature_gram: Array,
+        token_gram_by: Callable[[Array], Array] | None = None,
+    ) -> Self:
+        """The structure of these variances (T, D) and Gram matrices (T, T) and (D, D).
+
+        Where more is known than the structure can hold, `token_gram_by` says it: the token Gram matrix
+        under any metric. It is used while this very object lives, by the linear map that comes next.
+        """
         scale = safe_sqrt(variance)
         result = cls(
             scale,
@@ -66,6 +77,7 @@ class Separable(Covariance):
         # `add` asks for the Gram matrices that we have just had: remember them while this object
         # lives. They are no fields, so a transformation boundary forgets them.
         result.__dict__["_grams"] = (token_gram, feature_gram)
+        result.__dict__["_token_gram_by"] = token_gram_by
         return result
 
     @classmethod
@@ -112,6 +124,9 @@ class Separable(Covariance):
             return (
                 self.token_correlation * (self.scale @ self.scale.T) if known is None else known[0]
             )
+        known_by = self.__dict__.get("_token_gram_by")
+        if known_by is not None:
+            return known_by(metric)
         if metric.ndim == 1:
             return self.token_correlation * gram(self.scale, self.scale, metric)
         return self.token_correlation * gram(

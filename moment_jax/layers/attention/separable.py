@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import safe_divide
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.covariance.separable import fit_marginals
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import (
@@ -77,8 +77,9 @@ class _Mixed(NamedTuple):
 
     mean: Array  # (T, K)
     pattern: Array  # of the variances, (T, K)
-    token_gram: Array  # (T, T)
-    feature_gram: Array  # (K, K), all but what the values' noise gives
+    by_values: Array  # token Gram matrix of the averages of random values, (T, T)
+    token_gram: Array  # all but that, (T, T)
+    feature_gram: Array  # all but that, (K, K)
     weights: Array  # (T, S)
 
 
@@ -102,26 +103,36 @@ def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Array]:
         links,
         inputs.mask,
     )
-    feature_gram = _by_values(inputs.value.cov, mixed.weights) + _block_diagonal(mixed.feature_gram)
+    averages = _Averages(inputs.value.cov, mixed.weights, mixed.by_values)
+    feature_gram = averages.feature_gram() + _block_diagonal(mixed.feature_gram)
     columns = jnp.diagonal(feature_gram).reshape(num_heads, -1)
-    rows = jax.vmap(jnp.diagonal)(mixed.token_gram)
+    rows = jax.vmap(jnp.diagonal)(mixed.by_values + mixed.token_gram)
     variance = jax.vmap(fit_marginals)(mixed.pattern, rows, columns)
+
+    def token_gram_by(metric: Array) -> Array:
+        metric = jnp.diag(metric) if metric.ndim == 1 else metric
+        own = _diagonal_blocks(metric, num_heads)
+        total = jnp.einsum("hdd->h", mixed.feature_gram)
+        shares = safe_divide(jnp.sum(own * mixed.feature_gram, axis=(1, 2)), total)
+        by_scores = jnp.sum(shares[:, None, None] * mixed.token_gram, axis=0)
+        return averages.token_gram(metric) + by_scores
+
     cov = Separable.from_moments(
-        merge_heads(variance), jnp.sum(mixed.token_gram, axis=0), feature_gram
+        merge_heads(variance),
+        jnp.sum(mixed.by_values + mixed.token_gram, axis=0),
+        feature_gram,
+        token_gram_by,
     )
     return merge_heads(mixed.mean), cov, mixed.weights
 
 
 def _heads(projection: Projection[Separable], num_heads: int) -> _Head:
     cov = projection.cov
-    d = cov.shape[1]
-    width = d // num_heads
-    blocks = cov.feature_correlation.reshape(num_heads, width, num_heads, width)
     return _Head(
         split_heads(projection.mean, num_heads),
         split_heads(cov.scale, num_heads),
         cov.token_correlation,
-        jnp.einsum("hdhe->hde", blocks),
+        _diagonal_blocks(cov.feature_correlation, num_heads),
     )
 
 
@@ -151,8 +162,7 @@ def _contrasts(inputs: Inputs[Separable]) -> _Contrast:
     noise = kernel.noise_block(inner + mean.T @ centre @ mean)
     gram = kernel.mean.T @ (inner @ kernel.mean) + noise
     h = inputs.num_heads
-    blocks = gram.reshape(h, gram.shape[0] // h, h, -1)
-    return _Contrast(jnp.einsum("hdhe->hde", blocks), jnp.broadcast_to(centre, (h, *centre.shape)))
+    return _Contrast(_diagonal_blocks(gram, h), jnp.broadcast_to(centre, (h, *centre.shape)))
 
 
 def _head(
@@ -176,7 +186,7 @@ def _head(
     value_cov = v.token_gram()
     moment = v.mean @ v.mean.T + value_cov
     by_scores = through_softmax(rows, weights, moment, order)
-    token_gram = weights @ value_cov @ weights.T + by_scores.token_gram
+    by_values, token_gram = weights @ value_cov @ weights.T, by_scores.token_gram
     feature_gram = v.mean.T @ by_scores.inner @ v.mean + v.mixed(by_scores.inner)
     if links is not None:
         gain = by_scores.gain / jnp.sqrt(width)
@@ -186,7 +196,7 @@ def _head(
     pattern = _independent_variance(v, rows, weights, mean)
     if order == 2 and links is not None:
         mean = mean + _shared_mean(q, k, links, weights, gain)
-    return _Mixed(mean, pattern, token_gram, feature_gram, weights)
+    return _Mixed(mean, pattern, by_values, token_gram, feature_gram, weights)
 
 
 def _rows(q: _Head, k: _Head, contrast: _Contrast, width: Array) -> RowCovariance:
@@ -250,17 +260,44 @@ def _score_value(
     return gain[:, None] * token_gram, centred.T @ by_key + far
 
 
-def _by_values(cov: Separable, weights: Array) -> Array:
-    """Feature Gram matrix of the averages of random values, (H K, H K).
+class _Averages:
+    """Noise of the values under the weights of all heads, Cov = sum_cf W^h_ac W^g_bf Cov[v_cd, v_fe].
 
-    All heads see the values with the token pattern of all: sum_a W^h_ac W^g_af Vc_cf / tr Vc.
+    Each head has its own token Gram matrix; between two heads the pattern is that of all values,
+    Vc / tr Vc, scaled to fit the heads' own.
     """
-    num_heads = weights.shape[0]
-    tokens = _over_trace(cov.token_gram())
-    carried = weights @ tokens
-    shares = jnp.einsum("hac,gac->hg", carried, weights)
-    width = cov.shape[1] // num_heads
-    return cov.feature_gram() * jnp.repeat(jnp.repeat(shares, width, axis=0), width, axis=1)
+
+    def __init__(self, cov: Separable, weights: Array, own: Array) -> None:
+        self.gram = cov.feature_gram()
+        self.own = own  # every head's token Gram matrix, (H, T, T)
+        width = self.gram.shape[0] // weights.shape[0]
+        self.blocks = (weights.shape[0], width, weights.shape[0], width)
+        carried = weights @ _over_trace(cov.token_gram())
+        pooled = jnp.einsum("hac,hac->h", carried, weights)
+        total = jnp.sum(jnp.diagonal(self.gram).reshape(-1, width), axis=1)
+        fit = safe_sqrt(safe_divide(jnp.einsum("haa->h", own), total * pooled))[:, None, None]
+        self.weights, self.carried = fit * weights, fit * carried  # (H, T, S)
+
+    def feature_gram(self) -> Array:
+        """(H K, H K)."""
+        shares = jnp.einsum("hac,gac->hg", self.carried, self.weights)
+        return (self.gram.reshape(self.blocks) * shares[:, None, :, None]).reshape(self.gram.shape)
+
+    def token_gram(self, metric: Array) -> Array:
+        """Under a metric (H K, H K) of the features, (T, T)."""
+        h, t, s = self.weights.shape
+        shares = jnp.sum((self.gram * metric).reshape(self.blocks), axis=(1, 3))
+        own = jnp.diagonal(shares)
+        others = (shares - jnp.diag(own)) @ self.weights.reshape(h, t * s)
+        between = jnp.einsum("hac,hbc->ab", self.carried, others.reshape(h, t, s))
+        total = jnp.einsum("hdhd->h", self.gram.reshape(self.blocks))
+        return between + jnp.sum(safe_divide(own, total)[:, None, None] * self.own, axis=0)
+
+
+def _diagonal_blocks(matrix: Array, num_heads: int) -> Array:
+    """(H K, H K) -> (H, K, K)."""
+    width = matrix.shape[0] // num_heads
+    return jnp.einsum("hdhe->hde", matrix.reshape(num_heads, width, num_heads, width))
 
 
 def _block_diagonal(blocks: Array) -> Array:
