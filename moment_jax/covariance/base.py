@@ -127,7 +127,7 @@ class Covariance(abc.ABC):
 
     @abc.abstractmethod
     def token_square_matvec(self, vectors: Array) -> Array:
-        """Each token's squared feature covariances times a vector: sum_j Cov[x_ti, x_tj]^2 v_tj, (T, D)."""
+        """Each token's squared feature covariances times a vector, sum_j Cov[x_ti, x_tj]^2 v_tj."""
 
     # -- linear maps ----------------------------------------------------------------------------
 

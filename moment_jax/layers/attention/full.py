@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import Full
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import Inputs, split_heads
+from moment_jax.layers.attention.rows import saturation
 
 Array = jax.Array
 
@@ -147,9 +148,17 @@ def _output(
     v, vv = joint.v, joint.vv
     mean = jnp.einsum("hac,hcd->had", weights, v)
     moment = vv + jnp.einsum("hcd,gfe->hcdgfe", v, v)
-    cov = jnp.einsum("hacgbf,hcdgfe->hadgbe", weight_cov, moment) + jnp.einsum(
-        "hac,gbf,hcdgfe->hadgbe", weights, weights, vv
-    )
+    by_scores = jnp.einsum("hacgbf,hcdgfe->hadgbe", weight_cov, moment)
+    by_values = jnp.einsum("hac,gbf,hcdgfe->hadgbe", weights, weights, vv)
+    if order == 2:
+        second = jnp.einsum("hcdhcd->hc", moment)
+        averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(mean**2, axis=2)
+        within = jnp.einsum("hac,hc->ha", weights, second) - averaged
+        gain = saturation(jnp.einsum("hadhad->ha", by_scores), within)[:, :, None]
+        by_scores = gain[..., None, None, None] * by_scores * gain
+        if weight_value is not None:
+            weight_value = gain[..., None, None, None] * weight_value
+    cov = by_scores + by_values
     if weight_value is not None:
         if order == 2:
             mean = mean + jnp.einsum("hachcd->had", weight_value)

@@ -51,19 +51,30 @@ class ThroughSoftmax(NamedTuple):
     gain: Array  # E[softmax's Jacobian] over that at the mean weights, (T,)
 
 
+def saturation(from_scores: Array, within: Array) -> Array:
+    """How much of its Jacobian the softmax keeps on average, in (0, 1].
+
+    By Price's theorem noise passes the expected Jacobian, diag(E[w]) - E[w w^T]. That is smaller than
+    J = diag(w) - w w^T at the mean weights w, because E[w w^T] holds Cov[w]: it is taken as gain J with
+    one gain for each row, for which the variance from the scores and what is left of the variance of
+    the values under the weights add up, as the law of total variance demands:
+
+        gain^2 V + gain W = W.
+
+    Args:
+      from_scores: V, the variance that the scores' noise gives weights @ values through J.
+      within: W, the variance of the values under the mean weights.
+    """
+    ratio = safe_divide(jnp.maximum(from_scores, 0), jnp.maximum(within, 0))
+    return 2 / (1 + jnp.sqrt(1 + 4 * ratio))
+
+
 def through_softmax(
     rows: RowCovariance, weights: Array, moment: Array, order: int
 ) -> ThroughSoftmax:
     """Covariance of sum_c W_ac v_cd from the scores, W = softmax(S), summed over d or over a.
 
-    By Price's theorem it passes the expected Jacobian, diag(E[w]) - E[w w^T]. That is smaller than
-    J = diag(w) - w w^T at the mean weights w, because E[w w^T] holds Cov[w]: it is taken as gain_a J with
-    one gain a row, for which the variance from the scores and what is left of the variance of the
-    values under the weights add up, as the law of total variance demands:
-
-        gain^2 V + gain W = W,    V = tr(J R J moment),    W = tr(J moment).
-
-    With order 1 the gain is 1.
+    It passes the Jacobian times `saturation`, which with order 1 is 1.
 
     Args:
       rows: covariance of the scores.
@@ -79,9 +90,8 @@ def through_softmax(
     alpha, beta = jnp.diagonal(rows.alpha), jnp.diagonal(rows.beta)
     gain = jnp.ones_like(alpha)
     if order == 2:
-        left = weights @ jnp.diagonal(moment) - jnp.diagonal(squared)
-        ratio = safe_divide(jnp.maximum(jnp.diagonal(token_gram), 0), jnp.maximum(left, 0))
-        gain = 2 / (1 + jnp.sqrt(1 + 4 * ratio))
+        within = weights @ jnp.diagonal(moment) - jnp.diagonal(squared)
+        gain = saturation(jnp.diagonal(token_gram), within)
         token_gram = gain[:, None] * token_gram * gain[None, :]
         alpha, beta = alpha * gain**2, beta * gain**2
     alpha, beta = alpha[:, None], beta[:, None]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import TokenBlock
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import Inputs, SharedInput, merge_heads, split_heads
+from moment_jax.layers.attention.rows import saturation
 
 Array = jax.Array
 
@@ -40,7 +41,7 @@ def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Arra
         rows = _Rows(jnp.einsum("hhac->hac", own), own_query, k)
         weights = expected_softmax(scores, rows, inputs.mask)
     mean = jnp.einsum("hac,hcd->had", weights, v)
-    blocks = _output_blocks(weights, mean, k, v, query_cov, value_cov, own)
+    blocks = _output_blocks(weights, mean, k, v, query_cov, value_cov, own, inputs.order)
     t = mean.shape[1]
     cov = TokenBlock(blocks.reshape(t, h * width, h * width))
     return merge_heads(mean), cov, weights
@@ -93,6 +94,7 @@ def _output_blocks(
     query_cov: Array,
     value_cov: Array,
     own: Array,
+    order: int,
 ) -> Array:
     """Cov[A_had, A_gae], (T, H, K, H, K): of queries, of keys, of values, and of keys with values."""
     width = k.shape[2]
@@ -115,4 +117,11 @@ def _output_blocks(
         + jnp.einsum("hgac,chdge->ahdge", centred, value_cov)
         + jnp.einsum("hga,ahdge->ahdge", total, by_value)
     )
-    return by_query + by_key + by_value
+    by_scores = by_query + by_key
+    if order == 2:
+        second = jnp.sum(v**2, axis=2) + jnp.einsum("chdhd->hc", value_cov)
+        averaged = jnp.sum(mean**2, axis=2) + jnp.einsum("ahdhd->ha", by_value)
+        within = jnp.einsum("hac,hc->ha", weights, second) - averaged
+        gain = saturation(jnp.einsum("ahdhd->ha", by_scores), within).T
+        by_scores = gain[:, :, None, None, None] * by_scores * gain[:, None, None, :, None]
+    return by_scores + by_value

@@ -25,7 +25,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.attention.rows import RowCovariance
+from moment_jax.layers.attention.rows import RowCovariance, through_softmax
 
 Array = jax.Array
 
@@ -107,9 +107,9 @@ def _head(
     rows, scores = _scores(q, k, shared, order)
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
     mean = weights @ v.mean
-    variance, gram = _output_moments(q, k, v, rows, weights, mean)
+    variance, gram, gain = _output_moments(v, rows, weights, mean, order)
     if order == 2 and shared is not None:
-        mean = mean + _shared_mean(q, k, shared, weights)
+        mean = mean + gain[:, None] * _shared_mean(q, k, shared, weights)
     return mean, variance, gram, weights
 
 
@@ -134,19 +134,12 @@ def _scores(
 
 
 def _output_moments(
-    q: _Head, k: _Head, v: _Head, rows: RowCovariance, weights: Array, mean: Array
-) -> tuple[Array, Array]:
-    """Variance (T, K) and token Gram matrix (T, T) of weights @ values."""
+    v: _Head, rows: RowCovariance, weights: Array, mean: Array, order: int
+) -> tuple[Array, Array, Array]:
+    """Variance (T, K) and token Gram matrix (T, T) of weights @ values, and the softmax's gain (T,)."""
     value_cov = v.token_gram()
-    value_moment = v.mean @ v.mean.T + value_cov
-    by_values = weights @ value_cov @ weights.T
-    crossed = value_moment @ weights.T  # sum_d E[v_cd A_bd], (S, T)
-    squared = weights @ crossed
-    gram = (
-        by_values
-        + rows.alpha * _quadratic(rows.key_cov, weights, value_moment, crossed, squared)
-        + rows.beta * _quadratic(rows.key_mean, weights, value_moment, crossed, squared)
-    )
+    by_scores = through_softmax(rows, weights, v.mean @ v.mean.T + value_cov, order)
+    gram = weights @ value_cov @ weights.T + by_scores.token_gram
     # The variance of a token, shared out over the features in proportion to what they would have if
     # the keys were independent.
     squared_weights = weights**2
@@ -161,21 +154,7 @@ def _output_moments(
     independent = jnp.maximum(independent, 0)
     total = jnp.maximum(jnp.diagonal(gram), 0)[:, None]
     share = safe_divide(independent, jnp.sum(independent, axis=1, keepdims=True))
-    return share * total, gram
-
-
-def _quadratic(
-    inner: Array, weights: Array, value_moment: Array, crossed: Array, squared: Array
-) -> Array:
-    """sum_cf inner_cf sum_d u_ac^d u_bf^d with u_ac^d = W_ac (v_cd - A_ad), (T, T)."""
-    pulled = inner @ weights.T
-    mixed = weights @ (crossed * pulled)
-    return (
-        weights @ (inner * value_moment) @ weights.T
-        - mixed
-        - mixed.T
-        + squared * (weights @ pulled)
-    )
+    return share * total, gram, by_scores.gain
 
 
 def _shared_mean(q: _Head, k: _Head, shared: _SharedHead, weights: Array) -> Array:
