@@ -5,7 +5,7 @@ feature Gram matrices G and F. Per head, Cov[S_ac, S_bf] of the scores S = q k^T
 
     alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (q Fk q^T + <Fq, Fk> Qc) / K,    beta = Qc / K,
 
-with the token Gram matrices Qc and Kc of queries and keys, their feature Gram matrices Fq and Fk over
+made one Kronecker product by `kronecker_sum`, with the token Gram matrices Qc and Kc of queries and keys, their feature Gram matrices Fq and Fk over
 their traces, and KK = k Fq k^T. Softmax sees contrasts of keys alone, so Fk is that of the keys less
 their average, taken before the keys' covariance is projected. The T^4 covariance is never formed.
 """
@@ -28,7 +28,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.attention.rows import RowCovariance, through_softmax
+from moment_jax.layers.attention.rows import RowCovariance, average, kronecker_sum
 
 Array = jax.Array
 
@@ -183,20 +183,19 @@ def _head(
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
     mean = weights @ v.mean
 
-    value_cov = v.token_gram()
-    moment = v.mean @ v.mean.T + value_cov
-    by_scores = through_softmax(rows, weights, moment, order)
-    by_values, token_gram = weights @ value_cov @ weights.T, by_scores.token_gram
-    feature_gram = v.mean.T @ by_scores.inner @ v.mean + v.mixed(by_scores.inner)
+    average_of = average(rows, weights, mean, v.mean, v.token_gram(), order)
+    token_gram = average_of.by_scores
+    feature_gram = v.mean.T @ average_of.inner @ v.mean + v.mixed(average_of.inner)
     if links is not None:
-        gain = by_scores.gain / jnp.sqrt(width)
-        crossed_tokens, crossed_features = _score_value(q, k, v, links, weights, mean, gain)
+        gain = average_of.gain / jnp.sqrt(width)
+        reach = weights @ links.tokens
+        crossed_tokens, crossed_features = _score_value(q, k, v, links, weights, mean, gain, reach)
         token_gram = token_gram + crossed_tokens + crossed_tokens.T
         feature_gram = feature_gram + crossed_features + crossed_features.T
     pattern = _independent_variance(v, rows, weights, mean)
     if order == 2 and links is not None:
-        mean = mean + _shared_mean(q, k, links, weights, gain)
-    return _Mixed(mean, pattern, by_values, token_gram, feature_gram, weights)
+        mean = mean + _shared_mean(q, k, links, weights, gain, reach)
+    return _Mixed(mean, pattern, average_of.by_values, token_gram, feature_gram, weights)
 
 
 def _rows(q: _Head, k: _Head, contrast: _Contrast, width: Array) -> RowCovariance:
@@ -204,11 +203,12 @@ def _rows(q: _Head, k: _Head, contrast: _Contrast, width: Array) -> RowCovarianc
     spread = jnp.broadcast_to(jnp.sum(key_cov * contrast.centre), (1, 1))
     key_metric = safe_divide(contrast.feature_gram, spread)
     query_mean = (q.mean @ key_metric) @ q.mean.T
-    return RowCovariance(
-        alpha=(query_mean + jnp.sum(query_metric * key_metric) * query_cov) / width,
-        beta=query_cov / width,
-        key_cov=key_cov,
-        key_mean=(k.mean @ query_metric) @ k.mean.T,
+    return kronecker_sum(
+        RowCovariance(
+            (query_mean + jnp.sum(query_metric * key_metric) * query_cov) / width, key_cov
+        ),
+        RowCovariance(query_cov / width, (k.mean @ query_metric) @ k.mean.T),
+        contrast.centre,
     )
 
 
@@ -226,33 +226,41 @@ def _independent_variance(v: _Head, rows: RowCovariance, weights: Array, mean: A
     return jnp.maximum(result, 0)
 
 
-def _shared_mean(q: _Head, k: _Head, links: _Links, weights: Array, gain: Array) -> Array:
+def _shared_mean(
+    q: _Head, k: _Head, links: _Links, weights: Array, gain: Array, reach: Array
+) -> Array:
     """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with
     Cov[S_af, v_cd] = (G_fc (q_a Ckv)_d + G_ac (k_f Cqv)_d) / sqrt(K).
     """
     tokens = links.tokens
-    spread = weights @ jnp.diagonal(tokens) - jnp.sum(weights * (weights @ tokens), axis=1)
+    spread = weights @ jnp.diagonal(tokens) - jnp.sum(weights * reach, axis=1)
     linked = weights * tokens
     by_key = spread[:, None] * (q.mean @ links.key_value)
-    reach = linked @ k.mean - jnp.sum(linked, axis=1, keepdims=True) * (weights @ k.mean)
-    return gain[:, None] * (by_key + reach @ links.query_value)
+    by_query = linked @ k.mean - jnp.sum(linked, axis=1, keepdims=True) * (weights @ k.mean)
+    return gain[:, None] * (by_key + by_query @ links.query_value)
 
 
 def _score_value(
-    q: _Head, k: _Head, v: _Head, links: _Links, weights: Array, mean: Array, gain: Array
+    q: _Head,
+    k: _Head,
+    v: _Head,
+    links: _Links,
+    weights: Array,
+    mean: Array,
+    gain: Array,
+    reach: Array,
 ) -> tuple[Array, Array]:
     """Covariance of the scores' part of the output with the values' part: Gram matrices (T, T), (K, K).
 
     The first is sum_d Cov[sum_f u_af^d S_af, sum_c W_bc v_cd], u_af^d = gain_a W_af (v_fd - A_ad).
     """
-    reach = links.tokens @ weights.T  # (S, T)
     by_key, by_query = q.mean @ links.key_value, k.mean @ links.query_value  # (T, K), (S, K)
     lean = by_key @ v.mean.T - jnp.sum(by_key * mean, axis=1, keepdims=True)
     turn = weights @ jnp.sum(v.mean * by_query, axis=1) - jnp.sum(mean * (weights @ by_query), 1)
-    token_gram = (weights * lean) @ reach + turn[:, None] * reach
-    near = gain[:, None] * weights * reach.T
+    token_gram = (weights * lean) @ reach.T + turn[:, None] * reach.T
+    near = gain[:, None] * weights * reach
     centred = near @ v.mean - jnp.sum(near, axis=1, keepdims=True) * mean
     own = gain * jnp.diagonal(reach)
     far = (v.mean.T * (own @ weights)[None, :]) @ by_query

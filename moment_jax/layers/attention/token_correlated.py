@@ -25,7 +25,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.attention.rows import RowCovariance, through_softmax
+from moment_jax.layers.attention.rows import RowCovariance, average, kronecker_sum
 
 Array = jax.Array
 
@@ -119,11 +119,9 @@ def _scores(
     """Covariance and mean (T, S) of the scores."""
     width = q.mean.shape[1]
     query_cov, query_mean = q.token_gram(), q.mean @ q.mean.T
-    rows = RowCovariance(
-        alpha=(query_cov + query_mean) / width**2,
-        beta=query_cov / width**2,
-        key_cov=k.token_gram(),
-        key_mean=k.mean @ k.mean.T,
+    rows = kronecker_sum(
+        RowCovariance((query_cov + query_mean) / width**2, k.token_gram()),
+        RowCovariance(query_cov / width**2, k.mean @ k.mean.T),
     )
     scores = q.mean @ k.mean.T
     if order == 2 and shared is not None:
@@ -137,9 +135,8 @@ def _output_moments(
     v: _Head, rows: RowCovariance, weights: Array, mean: Array, order: int
 ) -> tuple[Array, Array, Array]:
     """Variance (T, K) and token Gram matrix (T, T) of weights @ values, and the softmax's gain (T,)."""
-    value_cov = v.token_gram()
-    by_scores = through_softmax(rows, weights, v.mean @ v.mean.T + value_cov, order)
-    gram = weights @ value_cov @ weights.T + by_scores.token_gram
+    average_of = average(rows, weights, mean, v.mean, v.token_gram(), order)
+    gram = average_of.by_values + average_of.by_scores
     # The variance of a token, shared out over the features in proportion to what they would have if
     # the keys were independent.
     squared_weights = weights**2
@@ -154,7 +151,7 @@ def _output_moments(
     independent = jnp.maximum(independent, 0)
     total = jnp.maximum(jnp.diagonal(gram), 0)[:, None]
     share = safe_divide(independent, jnp.sum(independent, axis=1, keepdims=True))
-    return share * total, gram, by_scores.gain
+    return share * total, gram, average_of.gain
 
 
 def _shared_mean(q: _Head, k: _Head, shared: _SharedHead, weights: Array) -> Array:
