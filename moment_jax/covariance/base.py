@@ -23,6 +23,11 @@ Array = jax.Array
 class RandomKernel(Protocol):
     """Second moments of a random (D, O) kernel, as `Covariance.weight_noise` asks for them."""
 
+    @property
+    def uncorrelated(self) -> bool:
+        """Whether Cov[w_io, w_jp] = 0 unless i = j and o = p."""
+        ...
+
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         """sum_ij (diag(variance) + mean mean^T)_ij Cov[w_io, w_jo]: (..., D), (..., D) -> (..., O)."""
         ...
@@ -133,7 +138,7 @@ class Covariance(abc.ABC):
 
     @abc.abstractmethod
     def rescale(self, factor: Array) -> Self:
-        """Covariance of `x * factor`, factor (T, D)."""
+        """Covariance of `x * factor`, factor (T, D), or (1, D) where all tokens have the same."""
 
     @abc.abstractmethod
     def map_features(self, kernel: Array) -> Self:

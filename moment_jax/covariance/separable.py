@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Self
 
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
-from moment_jax.covariance.numerics import gram, safe_divide, safe_sqrt, vector_cov, vector_variance
+from moment_jax.covariance.feature_gram import FeatureGram
+from moment_jax.covariance.numerics import gram, safe_divide, safe_sqrt, vector_variance
 
 Array = jax.Array
 
@@ -24,10 +26,11 @@ class Separable(Covariance):
     Gram matrix sum_t Cov[x_td, x_te], all exactly: s_td = sqrt(Var[x_td]), r_ts is the token Gram
     matrix over s s^T, R_de the feature Gram matrix over s^T s. The scale is signed.
 
-    `map_features` and the part of `weight_noise` with correlated inputs take the variances from the
-    two Gram matrices, which are exact, and the pattern of uncorrelated features: exact where the scale
-    is of rank one, s_td = a_t b_d. (Exactness would cost T D^2 O operations in the place of D^2 O; the
-    scales of trained posteriors are within about a tenth of rank one.)
+    `map_features`, and `weight_noise` with correlated inputs, are exact where the scale is of rank one,
+    s_td = a_t b_d; else the feature Gram matrix is exact and the variances have the pattern that
+    uncorrelated features would give. (Exactness would cost T D^2 O operations in the place of D^2 O; the
+    scales of trained posteriors are within about a tenth of rank one.) Elementwise functions of a wide
+    layer take one gain for each feature in the feature Gram matrix.
 
     Assumes that the pattern of correlation between tokens is the same for all pairs of features.
 
@@ -60,7 +63,7 @@ class Separable(Covariance):
         cls,
         variance: Array,
         token_gram: Array,
-        feature_gram: Array,
+        feature_gram: Array | FeatureGram,
         token_gram_by: Callable[[Array], Array] | None = None,
     ) -> Self:
         """The structure of these variances (T, D) and Gram matrices (T, T) and (D, D).
@@ -69,13 +72,16 @@ class Separable(Covariance):
         under any metric. It is used while this very object lives, by the linear map that comes next.
         """
         scale = safe_sqrt(variance)
+        if not isinstance(feature_gram, FeatureGram):
+            feature_gram = FeatureGram(feature_gram)
         result = cls(
             scale,
             _correlation(token_gram, scale @ scale.T),
-            _correlation(feature_gram, scale.T @ scale),
+            _correlation(feature_gram.dense(), scale.T @ scale),
         )
-        # `add` asks for the Gram matrices that we have just had: remember them while this object
-        # lives. They are no fields, so a transformation boundary forgets them.
+        # The next operation asks for the Gram matrices that we have just had: remember them while this
+        # object lives. They are no fields, so a transformation boundary forgets them. Compiled, what
+        # nobody asks for is never computed.
         result.__dict__["_grams"] = (token_gram, feature_gram)
         result.__dict__["_token_gram_by"] = token_gram_by
         return result
@@ -86,13 +92,15 @@ class Separable(Covariance):
         return cls.from_moments(
             jnp.broadcast_to(variance[None, :], (num_tokens, *variance.shape)),
             jnp.broadcast_to(jnp.sum(variance), (num_tokens, num_tokens)),
-            num_tokens * vector_cov(cov),
+            FeatureGram(diagonal=num_tokens * cov) if cov.ndim == 1 else num_tokens * cov,
         )
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
         return cls.from_moments(
-            variance, jnp.diag(jnp.sum(variance, axis=1)), jnp.diag(jnp.sum(variance, axis=0))
+            variance,
+            jnp.diag(jnp.sum(variance, axis=1)),
+            FeatureGram(diagonal=jnp.sum(variance, axis=0)),
         )
 
     @property
@@ -138,8 +146,14 @@ class Separable(Covariance):
         if metric is not None:
             inner = self.token_correlation * metric
             return self.feature_correlation * (self.scale.T @ inner @ self.scale)
+        return self.features().dense()
+
+    def features(self) -> FeatureGram:
+        """`feature_gram()`, formed as far as it is by now."""
         known = self.__dict__.get("_grams")
-        return self.feature_correlation * (self.scale.T @ self.scale) if known is None else known[1]
+        if known is None:
+            return FeatureGram(self.feature_correlation * (self.scale.T @ self.scale))
+        return known[1]
 
     def token_matvec(self, vectors: Array) -> Array:
         return self.scale * ((self.scale * vectors) @ self.feature_correlation)
@@ -149,14 +163,25 @@ class Separable(Covariance):
         return variance * ((variance * vectors) @ self.feature_correlation**2)
 
     def rescale(self, factor: Array) -> Self:
-        return type(self)(self.scale * factor, self.token_correlation, self.feature_correlation)
+        scale = self.scale * factor
+        result = type(self)(scale, self.token_correlation, self.feature_correlation)
+        if factor.shape[0] == 1:  # the same for all tokens
+            features = FeatureGram(self.feature_gram() * (factor.T @ factor))
+            result.__dict__["_grams"] = (self.token_correlation * (scale @ scale.T), features)
+        return result
 
     def map_features(self, kernel: Array) -> Self:
-        return self._from_pattern(
-            self.variance() @ kernel**2,
-            self.token_gram(kernel @ kernel.T),
-            kernel.T @ (self.feature_gram() @ kernel),
-        )
+        features = self.features().map(kernel)
+        by_column = fit_columns(self.variance() @ kernel**2, features.diag())
+        if self.__dict__.get("_token_gram_by") is not None:
+            token_gram = self.token_gram(kernel @ kernel.T)
+            by_row = fit_columns(by_column.T, jnp.diagonal(token_gram)).T
+            return self.from_moments(by_row, token_gram, features)
+        # With a scale of rank one the tokens' correlation passes as it is.
+        token_gram = self.token_gram()
+        ratio = safe_divide(jnp.sum(by_column, axis=1), jnp.diagonal(token_gram))
+        root = safe_sqrt(ratio)
+        return self.from_moments(by_column, root[:, None] * token_gram * root[None, :], features)
 
     def map_tokens(self, weights: Array) -> Self:
         weighted = weights[:, :, None] * self.scale[None]
@@ -212,21 +237,18 @@ class Separable(Covariance):
         every = (self, *others)
         return self.from_moments(
             sum((cov.variance() for cov in others), self.variance()),
-            sum((cov.token_gram() for cov in every[1:]), self.token_gram()),
-            sum((cov.feature_gram() for cov in every[1:]), self.feature_gram()),
+            sum((cov.token_gram() for cov in others), self.token_gram()),
+            functools.reduce(FeatureGram.plus, (cov.features() for cov in every)),
         )
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
         metric = weights.input_metric()
-        of_mean = gram(mean, mean, metric)
-        token_gram, feature_gram = self.token_gram(metric), self.feature_gram()
-        if metric.ndim == 1:  # uncorrelated inputs: no feature correlation enters the variances
-            return self.from_moments(
-                weights.noise_variance(mean, self.variance()),
-                token_gram + of_mean,
-                weights.noise_block(feature_gram + mean.T @ mean),
-            )
-        none = jnp.zeros_like(mean)
+        of_mean, token_gram = gram(mean, mean, metric), self.token_gram(metric)
+        if weights.uncorrelated:  # no feature correlation enters the variances, and none comes out
+            variance = weights.noise_variance(mean, self.variance())
+            features = FeatureGram(diagonal=jnp.sum(variance, axis=0))
+            return self.from_moments(variance, token_gram + of_mean, features)
+        feature_gram, none = self.feature_gram(), jnp.zeros_like(mean)
         certain = self.from_moments(
             weights.noise_variance(mean, none), of_mean, weights.noise_block(mean.T @ mean)
         )
@@ -240,23 +262,33 @@ class Separable(Covariance):
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         metric = vector_variance(gain_cov)
-        return self.from_moments(
-            (self.variance() + mean**2) * metric[None, :],
-            self.token_gram(metric) + gram(mean, mean, metric),
-            (self.feature_gram() + mean.T @ mean) * vector_cov(gain_cov),
-        )
+        variance = (self.variance() + mean**2) * metric[None, :]
+        token_gram = self.token_gram(metric) + gram(mean, mean, metric)
+        if gain_cov.ndim == 1:
+            features = FeatureGram(diagonal=jnp.sum(variance, axis=0))
+        else:
+            features = FeatureGram((self.feature_gram() + mean.T @ mean) * gain_cov)
+        return self.from_moments(variance, token_gram, features)
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         first, second = self.scale * moments.gain, moments.second
         rest = jnp.maximum(moments.variance - first**2 - second**2, 0)
-        r, features = self.token_correlation, self.feature_correlation
-        return self.from_moments(
-            moments.variance,
-            r * (first @ first.T) + r**2 * (second @ second.T) + jnp.diag(jnp.sum(rest, axis=1)),
-            features * (first.T @ first)
-            + features**2 * (second.T @ second)
-            + jnp.diag(jnp.sum(rest, axis=0)),
+        r, correlation = self.token_correlation, self.feature_correlation
+        token_gram = (
+            r * (first @ first.T) + r**2 * (second @ second.T) + jnp.diag(jnp.sum(rest, axis=1))
         )
+        features = self.features()
+        if features.basis is None:
+            features = FeatureGram(
+                correlation * (first.T @ first)
+                + correlation**2 * (second.T @ second)
+                + jnp.diag(jnp.sum(rest, axis=0))
+            )
+        else:  # a wide layer: every feature's average gain, and the rest of the variance by itself
+            gain = jnp.sum(self.scale * first, axis=0)
+            gain = safe_divide(gain, jnp.sum(self.variance(), axis=0))
+            features = features.scaled(gain, jnp.sum(moments.variance, axis=0))
+        return self.from_moments(moments.variance, token_gram, features)
 
     @classmethod
     def _from_pattern(cls, pattern: Array, token_gram: Array, feature_gram: Array) -> Self:
@@ -276,9 +308,13 @@ def fit_marginals(pattern: Array, rows: Array, columns: Array) -> Array:
       rows: sums over the columns, (T,).
       columns: sums over the rows, (D,).
     """
-    columns, rows = jnp.maximum(columns, 0), jnp.maximum(rows, 0)
-    by_column = pattern * safe_divide(columns, jnp.sum(pattern, axis=0))[None, :]
-    return by_column * safe_divide(rows, jnp.sum(by_column, axis=1))[:, None]
+    return fit_columns(fit_columns(pattern, columns).T, rows).T
+
+
+def fit_columns(pattern: Array, columns: Array) -> Array:
+    """A nonnegative (T, D) array of this pattern, every column scaled to its sum in `columns`."""
+    columns = jnp.maximum(columns, 0)
+    return pattern * safe_divide(columns, jnp.sum(pattern, axis=0))[None, :]
 
 
 def _correlation(moment: Array, scales: Array) -> Array:

@@ -89,7 +89,7 @@ def layer_norm_and_tangent(
         if not isinstance(gain, Point):
             parts.append(cov.gain_noise(mean, gain.vector_cov()))
         mean = mean * gain.mean[None, :]
-        cov = cov.rescale(jnp.broadcast_to(gain.mean[None, :], mean.shape))
+        cov = cov.rescale(gain.mean[None, :])
         tangent = tangent.rescaled(gain.mean)
     if bias is not None:
         check_vector("layer_norm", "bias", mean.shape[1], bias)

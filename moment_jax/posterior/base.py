@@ -55,6 +55,11 @@ class Posterior(abc.ABC):
         wherever the variance is positive.
         """
 
+    @property
+    def uncorrelated(self) -> bool:
+        """Whether different entries are uncorrelated, by the family's own definition."""
+        return True
+
     # -- kernels (in, out) ------------------------------------------------------------------------
 
     @abc.abstractmethod

@@ -57,6 +57,11 @@ class FullNormal(Posterior):
             self.cov,
         )
 
+    @property
+    def uncorrelated(self) -> bool:
+        """False: entries are correlated."""
+        return False
+
     def sample(self, key: Array) -> Array:
         """Draw mean + root(Cov) z, as `Posterior.sample` says."""
         root = psd_sqrt(self._matrix("sample"))

@@ -55,6 +55,11 @@ class MatrixNormal(Posterior):
             self.out_cov,
         )
 
+    @property
+    def uncorrelated(self) -> bool:
+        """False: entries are correlated."""
+        return False
+
     def sample(self, key: Array) -> Array:
         """Draw mean + root(A) z root(B), as `Posterior.sample` says."""
         check_kernel("MatrixNormal.sample", self.shape)

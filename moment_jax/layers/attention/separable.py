@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
+from moment_jax.covariance.feature_gram import FeatureGram
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.covariance.separable import fit_marginals
 from moment_jax.expectations import expected_softmax, masked_softmax
@@ -39,7 +40,7 @@ class _Head(NamedTuple):
     mean: Array  # (T, K)
     scale: Array  # (T, K)
     tokens: Array  # token correlation, (T, T)
-    features: Array  # feature correlation, (K, K)
+    feature_gram: Array  # (K, K)
 
     def variance(self) -> Array:
         return self.scale**2
@@ -49,11 +50,12 @@ class _Head(NamedTuple):
 
     def metric(self) -> Array:
         """The feature Gram matrix over its trace."""
-        return _over_trace(self.features * (self.scale.T @ self.scale))
+        return _over_trace(self.feature_gram)
 
     def mixed(self, inner: Array) -> Array:
         """sum_cf inner_cf Cov[x_cd, x_fe], (K, K)."""
-        return self.features * (self.scale.T @ (self.tokens * inner) @ self.scale)
+        features = safe_divide(self.feature_gram, self.scale.T @ self.scale)
+        return features * (self.scale.T @ (self.tokens * inner) @ self.scale)
 
 
 class _Contrast(NamedTuple):
@@ -132,7 +134,7 @@ def _heads(projection: Projection[Separable], num_heads: int) -> _Head:
         split_heads(projection.mean, num_heads),
         split_heads(cov.scale, num_heads),
         cov.token_correlation,
-        _diagonal_blocks(cov.feature_correlation, num_heads),
+        cov.features().blocks(num_heads),
     )
 
 
@@ -153,16 +155,24 @@ def _links(shared: SharedInput[Separable] | None, num_heads: int) -> _Links | No
 def _contrasts(inputs: Inputs[Separable]) -> _Contrast:
     """Feature Gram matrices of every head's keys less their average."""
     mean, cov, kernel = inputs.key_input
+    h = inputs.num_heads
     used = jnp.ones(mean.shape[0], mean.dtype)
     if inputs.mask is not None:  # the average of the keys that any query may look at
         used = jnp.any(inputs.mask, axis=(0, 1)).astype(mean.dtype)
     share = used / jnp.maximum(jnp.sum(used), 1)
     centre = jnp.diag(used) - share[:, None] * used[None, :]
-    inner = cov.feature_gram(centre)
-    noise = kernel.noise_block(inner + mean.T @ centre @ mean)
-    gram = kernel.mean.T @ (inner @ kernel.mean) + noise
-    h = inputs.num_heads
-    return _Contrast(_diagonal_blocks(gram, h), jnp.broadcast_to(centre, (h, *centre.shape)))
+    tokens = cov.token_gram()
+    part = safe_divide(jnp.sum(tokens * centre), jnp.trace(tokens))  # of all the input's variance
+    features = cov.features()
+    centred = used[:, None] * (mean - (share @ mean)[None, :])
+    if kernel.uncorrelated:
+        total = part * features.diag() + jnp.sum(centred**2, axis=0)
+        noise = FeatureGram(diagonal=kernel.noise_variance(0 * total, total))
+    else:
+        moment = part * features.dense() + centred.T @ centred
+        noise = FeatureGram(kernel.noise_block(moment))
+    gram = part * features.map(kernel.mean).blocks(h) + noise.blocks(h)
+    return _Contrast(gram, jnp.broadcast_to(centre, (h, *centre.shape)))
 
 
 def _head(
