@@ -39,3 +39,8 @@ def vector_variance(cov: Array) -> Array:
 def vector_cov(cov: Array) -> Array:
     """The covariance (D, D) of a vector whose covariance is given as (D,) variances or as (D, D)."""
     return jnp.diag(cov) if cov.ndim == 1 else cov
+
+
+def average_gain(scale: Array, gain: Array) -> Array:
+    """Each feature's gain (T, D), averaged over the tokens by their variance scale^2, (D,)."""
+    return safe_divide(jnp.sum(scale * (scale * gain), axis=0), jnp.sum(scale**2, axis=0))

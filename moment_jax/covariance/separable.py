@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.feature_gram import FeatureGram
-from moment_jax.covariance.numerics import gram, safe_divide, safe_sqrt, vector_variance
+from moment_jax.covariance.numerics import (
+    average_gain,
+    gram,
+    safe_divide,
+    safe_sqrt,
+    vector_variance,
+)
 
 Array = jax.Array
 
@@ -224,15 +230,6 @@ class Separable(Covariance):
             jnp.maximum(variance, 0), self.token_correlation * token_gram, feature_gram
         )
 
-    def feature_cross(self, gain: Array, left: Array, right: Array) -> Array:
-        """sum_t Cov[x_td, y_te] with the y of `map_low_rank`, (D, D)."""
-        pulled = self.scale[..., None] * jnp.einsum(
-            "tdk,de->tek", right * self.scale[..., None], self.feature_correlation
-        )
-        return self.feature_correlation * (self.scale.T @ (gain * self.scale)) + jnp.einsum(
-            "tdk,tek->de", pulled, left
-        )
-
     def add(self, *others: Self) -> Self:
         every = (self, *others)
         return self.from_moments(
@@ -285,8 +282,7 @@ class Separable(Covariance):
                 + jnp.diag(jnp.sum(rest, axis=0))
             )
         else:  # a wide layer: every feature's average gain, and the rest of the variance by itself
-            gain = jnp.sum(self.scale * first, axis=0)
-            gain = safe_divide(gain, jnp.sum(self.variance(), axis=0))
+            gain = average_gain(self.scale, moments.gain)
             features = features.scaled(gain, jnp.sum(moments.variance, axis=0))
         return self.from_moments(moments.variance, token_gram, features)
 

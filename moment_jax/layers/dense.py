@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,7 @@ class _RandomMatrix:
     """A random (P, Q) matrix with a structured covariance, seen as a random kernel."""
 
     cov: Covariance
+    uncorrelated: ClassVar[bool] = False
 
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         return variance @ self.cov.variance() + self.cov.map_tokens(mean).variance()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.numerics import average_gain, safe_sqrt
 from moment_jax.layers.checks import check_moments
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import FeedForwardParams
@@ -24,6 +25,8 @@ class FeedForwardTangent(NamedTuple):
     hidden_kernel: Array  # (D, F)
     gain: Array  # E[f'] at every hidden unit, (T, F)
     output_kernel: Array  # (F, D)
+    scale: Array  # sd of the hidden units, (T, F)
+    input_cov: Covariance  # of the layer's input
 
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""
@@ -32,6 +35,12 @@ class FeedForwardTangent(NamedTuple):
     def diagonal(self) -> Array:
         """How much of itself each feature gets back: the Jacobian's diagonal, (T, D)."""
         return self.gain @ (self.hidden_kernel.T * self.output_kernel)
+
+    def average_jacobian(self) -> Array:
+        """The Jacobian with every hidden unit's gain averaged over the tokens, by variance, (D, D)."""
+        return (
+            self.hidden_kernel * average_gain(self.scale, self.gain)[None, :]
+        ) @ self.output_kernel
 
     def jacobian(self) -> Array:
         """Every token's Jacobian, input features first, (T, D, D)."""
@@ -72,7 +81,13 @@ def feed_forward_and_tangent(
     # By Price's theorem the expected gain E[f'] is the derivative of the mean E[f].
     (active, active_cov), gain = _with_gain(hidden, hidden_cov, activation)
     out_mean, out_cov = dense(active, active_cov, params.output)
-    tangent = FeedForwardTangent(params.hidden.kernel.mean, gain, params.output.kernel.mean)
+    tangent = FeedForwardTangent(
+        params.hidden.kernel.mean,
+        gain,
+        params.output.kernel.mean,
+        safe_sqrt(hidden_cov.variance()),
+        cov,
+    )
     return out_mean, out_cov, tangent
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance, TokenCorrelated
+from moment_jax.covariance import Covariance, Separable, TokenCorrelated
 from moment_jax.covariance.diagonal import low_rank_variance
-from moment_jax.covariance.numerics import safe_sqrt
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.layers.checks import check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
@@ -20,25 +20,42 @@ S = TypeVar("S", bound=Covariance)
 
 
 class NormTangent(NamedTuple):
-    """A normalisation linearised: x_t -> gain_t * x_t + left_t (right_t^T x_t)."""
+    """A normalisation linearised: dx -> scale * inverse * (dx - avg(dx) - normal <normal, dx> / D)."""
 
-    gain: Array  # (T, D)
-    left: Array  # (T, D, k)
-    right: Array  # (T, D, k)
+    inverse: Array  # 1 / deviation, (T, 1)
+    normal: Array  # the normalised mean, (T, D), every row of average 0
+    scale: Array  # the mean of the random gain that follows, (1, D)
+
+    @property
+    def gain(self) -> Array:
+        """What a feature gets of itself but for the directions that are lost, (T, D)."""
+        return self.inverse * self.scale
 
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""
-        inner = jnp.einsum("tjk,tj->tk", self.right, change)
-        return self.gain * change + jnp.einsum("tik,tk->ti", self.left, inner)
-
-    def rescaled(self, gain: Array) -> NormTangent:
-        """The same normalisation followed by a (D,) gain."""
-        return NormTangent(self.gain * gain[None, :], self.left * gain[None, :, None], self.right)
+        inner = jnp.sum(self.normal * change, axis=1, keepdims=True) / change.shape[1]
+        return self.gain * (_centred(change) - self.normal * inner)
 
     def jacobian(self) -> Array:
         """Every token's Jacobian, input features first, (T, D, D)."""
-        own = self.gain[:, :, None] * jnp.eye(self.gain.shape[1], dtype=self.gain.dtype)[None]
-        return own + jnp.einsum("tik,tjk->tij", self.right, self.left)
+        d = self.normal.shape[1]
+        centre = jnp.eye(d, dtype=self.normal.dtype) - 1 / d
+        lost = self.normal[:, :, None] * self.normal[:, None, :] / d
+        return (centre[None] - lost) * self.gain[:, None, :]
+
+    def low_rank(self) -> tuple[Array, Array, Array]:
+        """The arguments of `Covariance.map_low_rank`: gain (T, D), left and right (T, D, 2)."""
+        d = self.normal.shape[1]
+        right = jnp.stack([jnp.ones_like(self.normal), self.normal], axis=-1) / d**0.5
+        return self.gain, -right * self.gain[:, :, None], right
+
+    def feature_cross(self, cov: Separable) -> Array:
+        """sum_t Cov[x_td, y_te] of input and output, (D, D), for a scale of rank one."""
+        blocks = _ScaledBlocks.of(cov)
+        shares = blocks.energy * self.inverse
+        lost = (shares * blocks.pull(self.normal)).T @ self.normal
+        kept = jnp.sum(shares) * _centred(blocks.features)
+        return (kept - lost / self.normal.shape[1]) * self.scale
 
 
 def layer_norm(
@@ -90,7 +107,7 @@ def layer_norm_and_tangent(
             parts.append(cov.gain_noise(mean, gain.vector_cov()))
         mean = mean * gain.mean[None, :]
         cov = cov.rescale(gain.mean[None, :])
-        tangent = tangent.rescaled(gain.mean)
+        tangent = tangent._replace(scale=gain.mean[None, :])
     if bias is not None:
         check_vector("layer_norm", "bias", mean.shape[1], bias)
         mean = mean + bias.mean[None, :]
@@ -104,33 +121,81 @@ def _normalize(
 ) -> tuple[Array, NormTangent]:
     """Mean of (x - avg(x)) / sqrt(var(x) + epsilon), and its Jacobian."""
     d = mean.shape[1]
-    centred = mean - jnp.mean(mean, axis=1, keepdims=True)
+    centred = _centred(mean)
     spread = jnp.sum(centred**2, axis=1, keepdims=True) / d + epsilon
+    blocks = _ScaledBlocks.of(cov) if isinstance(cov, Separable) else _TokenBlocks(cov)
     if order == 2:
-        along = cov.token_matvec(jnp.ones_like(mean))  # Cov 1, token by token
+        along = blocks.row_sums()  # Cov 1, token by token
         common = jnp.sum(along, axis=1, keepdims=True) / d  # 1^T Cov 1 / D
         trace = jnp.sum(cov.variance(), axis=1, keepdims=True) - common
         spread = spread + jnp.maximum(trace, 0) / d
     deviation = jnp.sqrt(spread)
     normal = centred / deviation
-    directions = jnp.stack([jnp.ones_like(mean), normal], axis=-1) / d**0.5
-    inverse = jnp.broadcast_to(1 / deviation, mean.shape)
-    tangent = NormTangent(inverse, -directions * inverse[:, :, None], directions)
+    tangent = NormTangent(1 / deviation, normal, jnp.ones((1, d), mean.dtype))
     if order == 2:
         # tr((P Cov)^2), token by token
-        squares = (
-            jnp.sum(cov.token_square_matvec(jnp.ones_like(mean)), axis=1, keepdims=True)
-            - 2 * jnp.sum(along**2, axis=1, keepdims=True) / d
-            + common**2
-        )
-        normal = _corrected(normal, cov.token_matvec(normal), squares, spread)
+        lost = 2 * jnp.sum(along**2, axis=1, keepdims=True) / d
+        squares = blocks.square_trace() - lost + common**2
+        normal = _corrected(normal, blocks.matvec(normal), squares, spread)
     return normal, tangent
+
+
+class _TokenBlocks(NamedTuple):
+    """Every token's own feature covariance."""
+
+    cov: Covariance
+
+    def row_sums(self) -> Array:
+        """Cov 1, (T, D)."""
+        return self.matvec(jnp.ones(self.cov.shape, self.cov.dtype))
+
+    def matvec(self, vectors: Array) -> Array:
+        """Cov v, (T, D)."""
+        return self.cov.token_matvec(vectors)
+
+    def square_trace(self) -> Array:
+        """tr(Cov^2), (T, 1)."""
+        ones = jnp.ones(self.cov.shape, self.cov.dtype)
+        return jnp.sum(self.cov.token_square_matvec(ones), axis=1, keepdims=True)
+
+
+class _ScaledBlocks(NamedTuple):
+    """Every token's own feature covariance as its energy times one matrix for all, F / tr F.
+
+    So it is where the scale of a `Separable` is of rank one; the variances stay the token's own. It
+    takes a third of the products that a scale of full rank would.
+    """
+
+    energy: Array  # (T, 1)
+    features: Array  # F / tr F, (D, D)
+
+    @classmethod
+    def of(cls, cov: Separable) -> _ScaledBlocks:
+        features = cov.feature_gram()
+        total = jnp.broadcast_to(jnp.trace(features), (1, 1))
+        return cls(jnp.sum(cov.variance(), axis=1, keepdims=True), safe_divide(features, total))
+
+    def row_sums(self) -> Array:
+        """Cov 1, (T, D)."""
+        return self.energy * jnp.sum(self.features, axis=0)[None, :]
+
+    def pull(self, vectors: Array) -> Array:
+        """(F / tr F) v, (T, D)."""
+        return vectors @ self.features
+
+    def matvec(self, vectors: Array) -> Array:
+        """Cov v, (T, D)."""
+        return self.energy * self.pull(vectors)
+
+    def square_trace(self) -> Array:
+        """tr(Cov^2), (T, 1)."""
+        return self.energy**2 * jnp.sum(self.features**2)
 
 
 @singledispatch
 def _carry(cov: Any, tangent: NormTangent) -> Any:
     """The covariance of the normalised array."""
-    return cov.map_low_rank(*tangent)
+    return cov.map_low_rank(*tangent.low_rank())
 
 
 @_carry.register
@@ -140,9 +205,38 @@ def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> Token
     Tokens lose different directions n_t, which would leave one correlation for all features a matter of
     the scales' pattern, and no longer surely positive semidefinite. The directions are two of D.
     """
-    variance = low_rank_variance(cov.variance(), *tangent)
+    variance = low_rank_variance(cov.variance(), *tangent.low_rank())
     sign = jnp.where(cov.scale < 0, -1, 1).astype(cov.dtype)
     return TokenCorrelated(sign * safe_sqrt(variance), cov.correlation)
+
+
+@_carry.register
+def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
+    """Exact where the scale is of rank one; the token correlation passes as it is."""
+    blocks, normal = _ScaledBlocks.of(cov), tangent.normal
+    d = normal.shape[1]
+    features = _centred(_centred(blocks.features).T)
+    pulled = _centred(blocks.pull(normal)) / d
+    along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
+    # The features' variances over their energy, before and after the direction `normal` is lost.
+    before = jnp.diagonal(blocks.features)[None, :]
+    after = jnp.diagonal(features)[None, :] - 2 * normal * pulled + along * normal**2
+    # Scaled where a feature loses variance, which keeps it positive; added where it gains from others.
+    kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
+    variance = tangent.inverse**2 * (kept + blocks.energy * jnp.maximum(after - before, 0))
+    energy = blocks.energy * tangent.inverse**2
+    bent = normal.T @ (energy * (0.5 * along * normal - pulled))
+    root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1, keepdims=True), blocks.energy))
+    return Separable.from_moments(
+        variance,
+        root * cov.token_gram() * root.T,
+        jnp.sum(energy) * features + bent + bent.T,
+    )
+
+
+def _centred(array: Array) -> Array:
+    """Every row less its average."""
+    return array - jnp.mean(array, axis=1, keepdims=True)
 
 
 def _corrected(normal: Array, pulled: Array, squares: Array, spread: Array) -> Array:

@@ -146,9 +146,11 @@ def _add_separable(
     cov: Separable, branch: Separable, tangent: Tangent, norm: NormTangent | None
 ) -> Separable:
     entering = cov.scale if norm is None else cov.scale * norm.gain
-    grams = cov.feature_gram() if norm is None else cov.feature_cross(*norm)
-    through = _through_feed_forward if isinstance(tangent, FeedForwardTangent) else _through_mixing
-    cross = through(cov, entering, grams, tangent)
+    features = cov.feature_gram() if norm is None else norm.feature_cross(cov)
+    if isinstance(tangent, FeedForwardTangent):
+        cross = _through_feed_forward(cov, entering, features, tangent)
+    else:
+        cross = _through_mixing(cov, entering, features, tangent)
     return Separable.from_moments(
         cov.variance() + branch.variance() + 2 * _bounded(cross.variance, cov, branch),
         cov.token_gram() + branch.token_gram() + cross.token_gram + cross.token_gram.T,
@@ -157,72 +159,78 @@ def _add_separable(
 
 
 def _through_feed_forward(
-    cov: Separable, entering: Array, grams: Array, tangent: FeedForwardTangent
+    cov: Separable, entering: Array, features: Array, tangent: FeedForwardTangent
 ) -> _Cross:
-    scale = cov.scale
-    linked = grams @ tangent.hidden_kernel  # (D, F)
-    shares = jnp.sum(scale * entering, axis=1)
-    gain = safe_divide(shares @ tangent.gain, jnp.broadcast_to(jnp.sum(shares), (1,)))
-    returned = entering * _per_feature(
-        tangent.gain @ (linked * tangent.output_kernel.T).T, cov, entering
-    )
+    assert isinstance(tangent.input_cov, Separable)
+    feature_gram = features @ tangent.average_jacobian()
+    # What a feature gets of itself: token by token with the features of the branch's input, which
+    # are nearly those of x, and then moved to the right sum over the tokens.
+    inner = tangent.input_cov.feature_gram()
+    paths = (inner @ tangent.hidden_kernel) * tangent.output_kernel.T
+    own = safe_divide(tangent.gain @ paths.T, jnp.diagonal(inner)[None, :] + 0 * entering)
+    missing = jnp.diagonal(feature_gram) - jnp.sum(cov.scale * entering * own, axis=0)
+    returned = entering * (own + _per_feature(missing, cov, entering)[None])
     return _Cross(
-        scale * returned,
-        cov.token_correlation * (scale @ returned.T),
-        (linked * gain[None, :]) @ tangent.output_kernel,
+        cov.scale * returned, cov.token_correlation * (cov.scale @ returned.T), feature_gram
     )
 
 
 def _per_feature(total: Array, cov: Separable, entering: Array) -> Array:
-    """Divide sums over the tokens of covariances by sum_t s_td entering_td."""
-    return safe_divide(total, jnp.sum(cov.scale * entering, axis=0)[None, :])
+    """Sums over the tokens of covariances (..., D), over sum_t s_td entering_td."""
+    return safe_divide(total, jnp.broadcast_to(jnp.sum(cov.scale * entering, axis=0), total.shape))
 
 
 def _through_mixing(
-    cov: Separable, entering: Array, grams: Array, tangent: AttentionTangent
+    cov: Separable, entering: Array, features: Array, tangent: AttentionTangent
 ) -> _Cross:
     scale, h = cov.scale, tangent.weights.shape[0]
     tokens = cov.token_correlation * (scale @ entering.T)
-    normal = safe_divide(tokens, jnp.broadcast_to(jnp.trace(tokens), (1, 1)))
-    q, k, v = (split_heads(a, h) for a in (tangent.query, tangent.key, tangent.value))
+    energy = jnp.trace(tokens)
+    normal = safe_divide(tokens, jnp.broadcast_to(energy, (1, 1)))
+    v = split_heads(tangent.value, h)
+    output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     by_query, by_key, by_value = (
-        split_heads(grams @ kernel, h)
+        split_heads(features @ kernel, h)
         for kernel in (tangent.query_kernel, tangent.key_kernel, tangent.value_kernel)
     )
-    output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
-    linked = tangent.weights * normal[None]
-    shares = jnp.diagonal(normal)
-    mean = tangent.weights @ v
-    own = jnp.einsum("t,htc->hc", shares, tangent.weights)
-    root = jnp.sqrt(jnp.asarray(q.shape[2], q.dtype))
-    through_query = jnp.einsum("hcd,hc,hce->hde", k, own, v) - jnp.einsum(
-        "htd,t,hte->hde", tangent.weights @ k, shares, mean
-    )
-    through_key = jnp.einsum("htd,hte->hde", q, linked @ v - jnp.sum(linked, 2)[..., None] * mean)
-    bent = (by_query @ through_query + by_key @ through_key) / root  # (H, D, K)
+    linked = tangent.weights * normal[None]  # (H, T, S)
+    mean_query, mean_key = _score_jacobians(tangent, linked, jnp.diagonal(normal), v)
+    bent = by_query @ mean_query + by_key @ mean_key  # (H, D, K)
     straight = by_value * jnp.sum(linked, axis=(1, 2))[:, None, None]
-    feature_gram = jnp.einsum("hik,hko->io", straight + bent * QK, output)
+    feature_gram = jnp.einsum("hik,hko->io", straight + bent, output)
 
-    paths = jnp.einsum("hdk,hkd->hd", by_value, output)
-    paths = _per_feature(paths, cov, entering)
-    bent_path = _per_feature(jnp.einsum("hdk,hkd->d", bent, output)[None], cov, entering) * QK
+    # What a feature gets of itself: through the values of every head, and through all scores.
+    paths = _per_feature(jnp.einsum("hdk,hkd->hd", by_value, output), cov, entering)
+    by_scores = entering * _per_feature(jnp.einsum("hdk,hkd->d", bent, output), cov, entering)[None]
+    size = safe_sqrt(jnp.sum(entering**2, axis=1))
+    carried = (tangent.weights * cov.token_correlation[None]) @ size
+    carried = safe_divide(carried, jnp.broadcast_to(size, carried.shape))
+    variance = scale * (entering * (carried.T @ paths) + by_scores)
+    shares = paths @ jnp.sum(scale * entering, axis=0)
+    shares = safe_divide(shares, jnp.broadcast_to(energy, shares.shape))
+    mixed = jnp.einsum("h,htc->tc", shares, tangent.weights)
+    gram = tokens @ mixed.T + cov.token_correlation * (scale @ by_scores.T)
+    return _Cross(variance, gram, feature_gram)
 
-    def head(weights: Array, path: Array) -> tuple[Array, Array]:
-        source = entering * path[None, :]
-        variance = scale * ((weights * cov.token_correlation) @ source)
-        return variance, (cov.token_correlation * (scale @ source.T)) @ weights.T
 
-    parts = jax.vmap(head)(tangent.weights, paths)
-    variance, gram = (jnp.sum(part, axis=0) for part in parts)
-    returned = entering * bent_path
-    return _Cross(
-        variance + scale * returned,
-        gram + cov.token_correlation * (scale @ returned.T),
-        feature_gram,
+def _score_jacobians(
+    tangent: AttentionTangent, linked: Array, own: Array, v: Array
+) -> tuple[Array, Array]:
+    """The average Jacobians of a head's output with respect to its queries and to its keys, (H, K, K).
+
+    d A_a / d q_a = sum_c W_ac k_c (v_c - A_a)^T / sqrt(K), averaged with the variance of the tokens;
+    d A_a / d k_c = W_ac q_a (v_c - A_a)^T / sqrt(K), with their covariance.
+    """
+    h, _, width = v.shape
+    q, k = split_heads(tangent.query, h), split_heads(tangent.key, h)
+    mean = tangent.weights @ v
+    seen = jnp.einsum("t,htc->hc", own, tangent.weights)
+    by_query = jnp.einsum("hcd,hc,hce->hde", k, seen, v) - jnp.einsum(
+        "htd,t,hte->hde", tangent.weights @ k, own, mean
     )
-
-
-QK = 1.0
+    left = linked @ v - jnp.sum(linked, axis=2)[..., None] * mean
+    root = jnp.sqrt(jnp.asarray(width, v.dtype))
+    return by_query / root, jnp.einsum("htd,hte->hde", q, left) / root
 
 
 def _bounded(cross: Array, cov: Covariance, branch: Covariance) -> Array:

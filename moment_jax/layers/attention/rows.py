@@ -19,6 +19,7 @@ class RowCovariance(NamedTuple):
     keys: Array  # (S, S)
 
     def own(self) -> Array:
+        """The queries' side of the covariance of a row with itself, (T, 1)."""
         return jnp.diagonal(self.queries)[:, None]
 
     def matvec(self, weights: Array) -> Array:
@@ -48,13 +49,15 @@ def kronecker_sum(
       second: the other.
       centre: the quadratic form in keys whose trace is that total, (S, S); None for the identity.
     """
-    terms = (first, second)
-    keys = sum(jnp.mean(jnp.diagonal(term.queries)) * term.keys for term in terms)
+
+    def level(term: RowCovariance) -> Array:
+        return jnp.mean(jnp.diagonal(term.queries))
 
     def total(matrix: Array) -> Array:
         return jnp.trace(matrix) if centre is None else jnp.sum(matrix * centre)
 
-    queries = sum(term.queries * total(term.keys) for term in terms)
+    keys = level(first) * first.keys + level(second) * second.keys
+    queries = first.queries * total(first.keys) + second.queries * total(second.keys)
     return RowCovariance(safe_divide(queries, jnp.broadcast_to(total(keys), (1, 1))), keys)
 
 
