@@ -16,7 +16,6 @@ import numpy as np
 
 import moment_jax as mj
 from experiments import propagation
-from experiments.agreement import Agreement
 from experiments.cases import Case, Truth, read_folder
 from experiments.command_line import number, one_of
 from experiments.outputs import writable_file, write_json
@@ -103,7 +102,7 @@ def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _record(case: str, structure: str, moments: tuple[Any, Any], truth: Truth) -> dict[str, Any]:
     mean, sd = (np.asarray(part) for part in moments)
-    agreement = Agreement.of(mean, sd, truth.mean, truth.sd)
+    agreement = mj.reference.Agreement.of(mean, sd, truth.mean, truth.sd)
     return {"case": case, "structure": structure, **agreement._asdict()}
 
 
@@ -124,7 +123,7 @@ def _cells(record: dict[str, Any]) -> list[str]:
     first = [record["case"], record["structure"]]
     if "skipped" in record:
         return [*first, record["skipped"]]
-    figures = [record[name] for name in Agreement._fields]
+    figures = [record[name] for name in mj.reference.Agreement._fields]
     return [*first, *(f"{figure:.4f}" for figure in figures), f"{record['time_ratio']:.1f}x"]
 
 

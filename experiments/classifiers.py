@@ -41,7 +41,7 @@ POSTERIORS = {
 class Belief:
     """How the Bayesian network begins: see `mj.nn.Settings`."""
 
-    structure: str = "TokenCorrelated"
+    structure: str = "Separable"
     posterior: str = "factorized"
     relative_scale: float = 0.05
     prior_scale: float = 0.3

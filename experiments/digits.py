@@ -7,6 +7,7 @@ Writes metrics.json and figures, and prints one table.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,16 @@ from scipy import ndimage
 
 import moment_jax as mj
 from experiments import classifiers, data, figures, predictions, report
-from experiments.agreement import Agreement
 from experiments.checkpoints import Checkpoints
 from experiments.classifiers import Belief
+from experiments.command_line import InputError
 from experiments.data import Digits
 from experiments.digits_options import add_arguments
 from experiments.outputs import writable_folder, write_json
 from experiments.predictions import Prediction
 from experiments.training import fit
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "trained"]
 
 TURNED_DIGIT = 6  # upside down it is a nine
 ANGLES = np.linspace(0.0, 180.0, 37)
@@ -89,23 +90,59 @@ def _train_bayesian(
     network = classifiers.bayesian_network(belief, args.seed)
     network.load(plain)
     graph, params = nnx.split(network)
-    options: dict[str, Any] = {
+    options = _options(args, digits)
+    task = classifiers.bayesian_task(graph, digits, **options)
+    start = time.perf_counter()
+    with _bayesian_checkpoints(args, options, resume=args.resume) as store:
+        key = jax.random.key(args.seed + 1)
+        state = fit(task, task.start(params, key), store, args.save_every)
+    return nnx.merge(graph, state.params), time.perf_counter() - start
+
+
+def _options(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
+    return {
         "num_steps": args.steps,
         "batch_size": min(args.batch_size, digits.train.labels.size),
         "learning_rate": args.learning_rate,
         "kl_weight": args.kl_weight,
         "warm_up_steps": args.warm_up,
     }
-    task = classifiers.bayesian_task(graph, digits, **options)
-    start = time.perf_counter()
+
+
+def _bayesian_checkpoints(
+    args: argparse.Namespace, options: dict[str, Any], *, resume: bool
+) -> Checkpoints:
     settings = {
         "seed": args.seed, "structure": args.structure, "posterior": args.posterior,
         "plain_steps": args.plain_steps, **options,
     }  # fmt: skip
-    with Checkpoints(args.out / "checkpoints" / "bayesian", settings, resume=args.resume) as store:
-        key = jax.random.key(args.seed + 1)
-        state = fit(task, task.start(params, key), store, args.save_every)
-    return nnx.merge(graph, state.params), time.perf_counter() - start
+    return Checkpoints(args.out / "checkpoints" / "bayesian", settings, resume=resume)
+
+
+def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
+    """The Bayesian network that a finished run of the main job has left in its --out, and its data.
+
+    Raises:
+      InputError: if there is none.
+    """
+    try:
+        stored = json.loads((run_folder / "metrics.json").read_text())["settings"]
+        args = argparse.Namespace(**{**stored, "out": run_folder})
+        digits = data.load()
+        options = _options(args, digits)
+        network = classifiers.bayesian_network(Belief(args.structure, args.posterior), args.seed)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"{run_folder} holds no finished run of the main job ({error}); make one by "
+            f"python -m experiments digits --out {run_folder}"
+        ) from error
+    graph, params = nnx.split(network)
+    task = classifiers.bayesian_task(graph, digits, **options)
+    with _bayesian_checkpoints(args, options, resume=True) as store:
+        state = store.restore(task.start(params, jax.random.key(args.seed + 1)))
+    if state is None:
+        raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
+    return nnx.merge(graph, state.params), digits
 
 
 def _turned(digits: Digits) -> tuple[np.ndarray, int]:
@@ -125,8 +162,8 @@ def _predict(
     network: mj.nn.VisionTransformer,
     turned: np.ndarray,
 ) -> dict[str, Prediction]:
-    """Every predictor's word on the test images, and after them on the turned digit."""
-    images = np.concatenate([digits.test.images, turned])
+    """Every predictor's word on the test and the validation images, and on the turned digit."""
+    images = np.concatenate([digits.test.images, digits.validation.images, turned])
     key = jax.random.key(args.seed + 2)
     return {
         "plain network": predictions.plain(plain, images),
@@ -139,25 +176,41 @@ def _predict(
 
 def _compare(digits: Digits, results: dict[str, Prediction]) -> dict[str, Any]:
     """Scores of all three on the test images, and how the analytic logits agree with sampled ones."""
-    test = slice(len(digits.test.labels))
-    networks = {
+    test, validation, _ = _parts(digits)
+    _, analytic, samples = (result.at(test) for result in results.values())
+    agreement = mj.reference.Agreement.of(
+        analytic.logit_mean, analytic.logit_sd, samples.logit_mean, samples.logit_sd
+    )
+    return {
+        "test": _scores(results, test, digits.test.labels),
+        "validation": _scores(results, validation, digits.validation.labels),
+        "logits": agreement._asdict(),
+    }
+
+
+def _parts(digits: Digits) -> tuple[slice, slice, slice]:
+    """Where the test images, the validation images and the turned digit are among the predictions."""
+    first = len(digits.test.labels)
+    second = first + len(digits.validation.labels)
+    return slice(first), slice(first, second), slice(second, None)
+
+
+def _scores(
+    results: dict[str, Prediction], part: slice, labels: np.ndarray
+) -> dict[str, dict[str, float]]:
+    return {
         name: {
-            **predictions.scores(result.at(test).probabilities, digits.test.labels),
+            **predictions.scores(result.at(part).probabilities, labels),
             "seconds_per_image": result.seconds_per_image,
         }
         for name, result in results.items()
     }
-    _, analytic, samples = (result.at(test) for result in results.values())
-    agreement = Agreement.of(
-        analytic.logit_mean, analytic.logit_sd, samples.logit_mean, samples.logit_sd
-    )
-    return {"test": networks, "logits": agreement._asdict()}
 
 
 def _draw(
     out: Path, digits: Digits, turned: np.ndarray, label: int, results: dict[str, Prediction]
 ) -> None:
-    test, sweep = slice(len(digits.test.labels)), slice(len(digits.test.labels), None)
+    test, _, sweep = _parts(digits)
     plain, analytic, samples = (result.at(test) for result in results.values())
     figures.save(figures.certainty(digits.test, analytic, samples), out / "certainty.png")
     both = {"plain": plain, "Bayesian, analytic": analytic}

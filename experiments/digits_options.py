@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--structure",
         type=one_of(mj.STRUCTURES, "structure"),
-        default="TokenCorrelated",
+        default="Separable",
         metavar="NAME",
         help=f"covariance structure: {', '.join(mj.STRUCTURES)} (default: "
         "%(default)s); TokenBlock and Full are slow, for Full take --batch-size 4",

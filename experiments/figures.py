@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import moment_jax as mj
-from experiments.agreement import Agreement
 from experiments.data import NUM_CLASSES, Images
 from experiments.outputs import whole_file
 from experiments.predictions import Prediction
@@ -175,7 +174,7 @@ def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: in
 
 def spread(analytic: Prediction, samples: Prediction) -> Figure:
     """The analytic standard deviation of every logit against that of the sampled networks."""
-    agreement = Agreement.of(
+    agreement = mj.reference.Agreement.of(
         analytic.logit_mean, analytic.logit_sd, samples.logit_mean, samples.logit_sd
     )
     x, y = samples.logit_sd, analytic.logit_sd

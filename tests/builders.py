@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import STRUCTURES, Covariance, TokenCorrelated
+from moment_jax.covariance import STRUCTURES, Covariance, Separable, TokenCorrelated
 from moment_jax.layers import (
     AttentionParams,
     DenseParams,
@@ -45,9 +45,26 @@ def random_cov(
     key: Array, structure: type[Covariance], shape: tuple[int, int], scale: float = 1.0
 ) -> Covariance:
     """A random member of a structure; signed scales where the structure has them."""
-    cov = structure.project(random_dense(key, shape, scale))
+    return random_signs(key, rank_one(structure.project(random_dense(key, shape, scale))))
+
+
+def rank_one(cov: Covariance) -> Covariance:
+    """A `Separable` with its scale made of rank one, where its operations are exact; others as is."""
+    if isinstance(cov, Separable):
+        tokens, features = (jnp.mean(cov.scale, axis=a, keepdims=True) for a in (1, 0))
+        scale = tokens * features / jnp.mean(cov.scale)
+        return Separable(scale, cov.token_correlation, cov.feature_correlation)
+    return cov
+
+
+def random_signs(key: Array, cov: Covariance) -> Covariance:
+    """Signed scales, where the structure has them."""
+    t, d = cov.shape
+    if isinstance(cov, Separable):
+        tokens, features = (jnp.sign(jax.random.normal(key, (n,))) for n in (t, d))
+        return cov.rescale(tokens[:, None] * features[None, :])
     if isinstance(cov, TokenCorrelated):
-        return cov.rescale(jnp.sign(jax.random.normal(key, shape)))
+        return cov.rescale(jnp.sign(jax.random.normal(key, (t, d))))
     return cov
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 
@@ -12,8 +13,13 @@ from moment_jax.layers.attention.multi_head import attention_and_tangent
 from moment_jax.layers.checks import check_moments
 from moment_jax.layers.feed_forward import Activation, feed_forward_and_tangent
 from moment_jax.layers.norm import layer_norm, layer_norm_and_tangent
-from moment_jax.layers.params import EncoderBlockParams
-from moment_jax.layers.residual import residual
+from moment_jax.layers.params import (
+    AttentionParams,
+    EncoderBlockParams,
+    FeedForwardParams,
+    NormParams,
+)
+from moment_jax.layers.residual import Tangent, residual
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -59,28 +65,72 @@ def encoder_block(
     Source: Transformer derivation, section 4.
     """
     check_moments("encoder_block", mean, cov)
-    norm = None
-    branch_mean, branch_cov = mean, cov
-    if norm_first:
-        branch_mean, branch_cov, norm = layer_norm_and_tangent(
-            mean, cov, params.norm1, epsilon, order
-        )
-    branch_mean, branch_cov, mixing = attention_and_tangent(
-        branch_mean, branch_cov, params.attention, num_heads=num_heads, mask=mask, order=order
+    norm = Normalization(norm_first, epsilon, order)
+    mean, cov = attention_sublayer(
+        mean, cov, params.attention, params.norm1, norm, num_heads=num_heads, mask=mask
     )
-    mean, cov = residual(mean, cov, branch_mean, branch_cov, mixing, norm)
-    if not norm_first:
-        mean, cov = layer_norm(mean, cov, params.norm1, epsilon=epsilon, order=order)
+    return feed_forward_sublayer(
+        mean, cov, params.feed_forward, params.norm2, norm, activation=activation
+    )
 
-    branch_mean, branch_cov = mean, cov
-    if norm_first:
-        branch_mean, branch_cov, norm = layer_norm_and_tangent(
-            mean, cov, params.norm2, epsilon, order
+
+class Normalization(NamedTuple):
+    """Where a sublayer normalises, and how; see `encoder_block`."""
+
+    first: bool
+    epsilon: float
+    order: int = 2
+
+
+def attention_sublayer(
+    mean: Array,
+    cov: S,
+    params: AttentionParams,
+    norm_params: NormParams,
+    norm: Normalization,
+    *,
+    num_heads: int,
+    mask: Array | None = None,
+) -> tuple[Array, S]:
+    """The first half of a block: attention with its residual and its normalisation."""
+
+    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return attention_and_tangent(
+            mean, cov, params, num_heads=num_heads, mask=mask, order=norm.order
         )
-    branch_mean, branch_cov, forward = feed_forward_and_tangent(
-        branch_mean, branch_cov, params.feed_forward, activation
-    )
-    mean, cov = residual(mean, cov, branch_mean, branch_cov, forward, norm)
-    if not norm_first:
-        mean, cov = layer_norm(mean, cov, params.norm2, epsilon=epsilon, order=order)
-    return mean, cov
+
+    return _sublayer(mean, cov, branch, norm_params, norm)
+
+
+def feed_forward_sublayer(
+    mean: Array,
+    cov: S,
+    params: FeedForwardParams,
+    norm_params: NormParams,
+    norm: Normalization,
+    *,
+    activation: Activation,
+) -> tuple[Array, S]:
+    """The second half of a block: the feed-forward layer with its residual and its normalisation."""
+
+    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return feed_forward_and_tangent(mean, cov, params, activation)
+
+    return _sublayer(mean, cov, branch, norm_params, norm)
+
+
+def _sublayer(
+    mean: Array,
+    cov: S,
+    branch: Callable[[Array, S], tuple[Array, S, Tangent]],
+    params: NormParams,
+    norm: Normalization,
+) -> tuple[Array, S]:
+    """X + branch(norm(x)), or norm(x + branch(x))."""
+    if norm.first:
+        inner, inner_cov, carried = layer_norm_and_tangent(
+            mean, cov, params, norm.epsilon, norm.order
+        )
+        return residual(mean, cov, *branch(inner, inner_cov), carried)
+    mean, cov = residual(mean, cov, *branch(mean, cov))
+    return layer_norm(mean, cov, params, epsilon=norm.epsilon, order=norm.order)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.posterior import Posterior
-from moment_jax.reference import sample_params
+from moment_jax.reference import Stage, sample_params
 
 Array = jax.Array
 
@@ -37,6 +37,19 @@ class BayesianModule(nnx.Module):
     def sample(self, key: Array) -> nnx.Module:
         """The plain Flax network of one draw of the weights."""
         return self.network(sample_params(self.params, key))
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The sublayers, as `reference.closure_report` takes them; here the module as a whole."""
+
+        def draw(key: Array, x: Array) -> Array:
+            return self.sample(key)(x)
+
+        return [Stage(type(self).__name__, self, draw)]
+
+    def sequence(self, x: Array) -> Array:
+        """One input as the sequence (T, D) that the first stage takes."""
+        return x
 
     def mean_network(self) -> nnx.Module:
         """The plain Flax network at the means of the weights."""

@@ -17,6 +17,11 @@ from moment_jax.layers import (
     encoder_block,
     layer_norm,
 )
+from moment_jax.layers.blocks import (
+    Normalization,
+    attention_sublayer,
+    feed_forward_sublayer,
+)
 from moment_jax.layers.checks import check_heads
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import BayesianModule
@@ -24,6 +29,7 @@ from moment_jax.nn.batching import over_batch
 from moment_jax.nn.dense import Dense, LayerNorm
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock, plain_attention, plain_norm
 from moment_jax.nn.settings import Settings
+from moment_jax.reference import Stage, sample_params
 
 Array = jax.Array
 
@@ -189,6 +195,30 @@ class EncoderBlock(BayesianModule):
             epsilon=self.epsilon,
         )
 
+    @property
+    def stages(self) -> list[Stage]:
+        """Attention and feed-forward, each with its residual and its normalisation."""
+        params, norm = self.params, Normalization(self.norm_first, self.epsilon)
+        activation = find_activation(self.activation).moments
+
+        def attend(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            return attention_sublayer(
+                mean, cov, params.attention, params.norm1, norm, num_heads=self.num_heads
+            )
+
+        def transform(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            return feed_forward_sublayer(
+                mean, cov, params.feed_forward, params.norm2, norm, activation=activation
+            )
+
+        return [
+            Stage("attention", attend, lambda key, x: self._drawn(key).attend(x)),
+            Stage("feed-forward", transform, lambda key, x: self._drawn(key).feed_forward(x)),
+        ]
+
+    def _drawn(self, key: Array) -> PlainEncoderBlock:
+        return self.network(sample_params(self.params, key))
+
     def moments(
         self, mean: Array, cov: Covariance, params: EncoderBlockParams, mask: Array | None
     ) -> tuple[Array, Covariance]:
@@ -299,6 +329,18 @@ class Encoder(BayesianModule):
             [block.network(arrays) for block, arrays in zip(self.blocks, blocks, strict=True)],
             None if final is None else plain_norm(final, features, self.epsilon),
         )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Those of the blocks, and the final normalisation."""
+        stages = [
+            stage._replace(name=f"block {i} {stage.name}")
+            for i, block in enumerate(self.blocks)
+            for stage in block.stages
+        ]
+        if self.final_norm is not None:
+            stages += [stage._replace(name="final norm") for stage in self.final_norm.stages]
+        return stages
 
     def moments(
         self, mean: Array, cov: Covariance, params: Any, mask: Array | None

@@ -17,6 +17,7 @@ from moment_jax.nn.batching import over_batch
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.plain import PlainMLP, plain_linear
 from moment_jax.nn.settings import Settings
+from moment_jax.reference import Stage, sample_params
 
 Array = jax.Array
 
@@ -80,6 +81,24 @@ class MLP(BayesianModule):
         """The plain MLP with these arrays."""
         plain = find_activation(self.activation).plain
         return PlainMLP([plain_linear(layer) for layer in params], plain)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Each layer with its activation."""
+        last, activation = len(self.layers) - 1, find_activation(self.activation)
+
+        def stage(i: int, layer: Dense) -> Stage:
+            def moments(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+                mean, cov = layer(mean, cov)
+                return (mean, cov) if i == last else activation.moments(mean, cov)
+
+            def draw(key: Array, x: Array) -> Array:
+                y = layer.network(sample_params(layer.params, key))(x)
+                return y if i == last else activation.plain(y)
+
+            return Stage(f"layer {i}", moments, draw)
+
+        return [stage(i, layer) for i, layer in enumerate(self.layers)]
 
     def _moments(
         self, mean: Array, cov: Covariance, params: list[DenseParams]

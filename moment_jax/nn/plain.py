@@ -114,16 +114,21 @@ class PlainEncoderBlock(nnx.Module):
         self.norm_first = norm_first
         self.activation = activation
 
-    def _feed_forward(self, x: Array) -> Array:
-        return self.output(self.activation(self.hidden(x)))
+    def attend(self, x: Array, mask: Array | None = None) -> Array:
+        """The first half: attention with its residual and its normalisation."""
+        if self.norm_first:
+            return x + self.attention(self.norm1(x), mask=mask)
+        return self.norm1(x + self.attention(x, mask=mask))
+
+    def feed_forward(self, x: Array) -> Array:
+        """The second half: the feed-forward layer with its residual and its normalisation."""
+        y = self.norm2(x) if self.norm_first else x
+        y = x + self.output(self.activation(self.hidden(y)))
+        return y if self.norm_first else self.norm2(y)
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """(..., T, D) -> (..., T, D)."""
-        if self.norm_first:
-            x = x + self.attention(self.norm1(x), mask=mask)
-            return x + self._feed_forward(self.norm2(x))
-        x = self.norm1(x + self.attention(x, mask=mask))
-        return self.norm2(x + self._feed_forward(x))
+        return self.feed_forward(self.attend(x, mask))
 
 
 class PlainEncoder(nnx.Module):

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax import posterior as families
-from moment_jax.covariance import STRUCTURES, Covariance, TokenCorrelated
+from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.nn.belief import Belief
 from moment_jax.posterior import Posterior
 
 Array = jax.Array
 
-DEFAULT_STRUCTURE: type[Covariance] = TokenCorrelated
+DEFAULT_STRUCTURE: type[Covariance] = Separable
 """The structure that modules use when none is named."""
 
 
@@ -47,7 +47,7 @@ class Settings:
         if not (isinstance(self.structure, type) and issubclass(self.structure, Covariance)):
             raise TypeError(
                 f"A module needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
-                f"itself, such as mj.TokenCorrelated). Got {self.structure!r}."
+                f"itself, such as mj.Separable). Got {self.structure!r}."
             )
 
     def kernel(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:

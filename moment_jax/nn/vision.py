@@ -18,6 +18,7 @@ from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Point, Posterior
+from moment_jax.reference import Stage, sample_params
 
 Array = jax.Array
 
@@ -195,16 +196,46 @@ class VisionTransformer(BayesianModule):
         mean, cov = jax.vmap(lambda x: self._moments(x, params))(flat)
         return mean.reshape(*batch, -1), cov.reshape(*batch, *cov.shape[-2:])
 
+    @property
+    def stages(self) -> list[Stage]:
+        """Embedding, the encoder's, and the head on the mean over the tokens."""
+        params = self.params
+
+        def embed(key: Array, x: Array) -> Array:
+            layer, position = sample_params((params.embed, params.position), key)
+            return plain_linear(layer)(x) + position
+
+        def classify(key: Array, x: Array) -> Array:
+            return plain_linear(sample_params(params.head, key))(x.mean(axis=0, keepdims=True))
+
+        return [
+            Stage("embedding", lambda mean, cov: self._embedded(mean, cov, params), embed),
+            *self.encoder.stages,
+            Stage("head", lambda mean, cov: self._logits(mean, cov, params), classify),
+        ]
+
+    def sequence(self, x: Array) -> Array:
+        """One image as its patches."""
+        return self.patches(x)
+
     def _moments(self, tokens: Array, params: VisionTransformerParams) -> tuple[Array, Array]:
-        start: Covariance = self.settings.structure.zeros(
-            (tokens.shape[0], tokens.shape[1]), tokens.dtype
-        )
-        mean, cov = dense(tokens, start, params.embed)
+        start = self.settings.structure.zeros((tokens.shape[0], tokens.shape[1]), tokens.dtype)
+        mean, cov = self._embedded(tokens, start, params)
+        mean, cov = self.encoder.moments(mean, cov, params.encoder, None)
+        logits, logit_cov = self._logits(mean, cov, params)
+        return logits[0], logit_cov.blocks[0]
+
+    def _embedded(
+        self, mean: Array, cov: Covariance, params: VisionTransformerParams
+    ) -> tuple[Array, Covariance]:
+        mean, cov = dense(mean, cov, params.embed)
         mean = mean + params.position.mean
         if not isinstance(params.position, Point):
-            cov = cov.add(cov.independent(params.position.marginal_variance()))
-        mean, cov = self.encoder.moments(mean, cov, params.encoder, None)
+            cov = cov.add(type(cov).independent(params.position.marginal_variance()))
+        return mean, cov
+
+    def _logits(
+        self, mean: Array, cov: Covariance, params: VisionTransformerParams
+    ) -> tuple[Array, TokenBlock]:
         pooled, pooled_cov = mean_pool(mean, cov)
-        block = TokenBlock(pooled_cov.token_blocks())
-        logits, logit_cov = dense(pooled, block, params.head)
-        return logits[0], logit_cov.blocks[0]
+        return dense(pooled, TokenBlock(pooled_cov.token_blocks()), params.head)

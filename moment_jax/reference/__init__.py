@@ -4,7 +4,9 @@
 first order, corrected where the printed ones err (`*_as_printed` keeps those).
 """
 
+from moment_jax.reference.agreement import Agreement
 from moment_jax.reference.beliefs import DenseMoments, dense_moments
+from moment_jax.reference.closure import ClosureRow, Stage, closure_report
 from moment_jax.reference.monte_carlo import MonteCarloMoments, monte_carlo, sample_params
 from moment_jax.reference.objective import complexity_loss, elbo, log_marginal
 from moment_jax.reference.propositions import (
@@ -29,9 +31,13 @@ from moment_jax.reference.transformer import (
 )
 
 __all__ = [
+    "Agreement",
+    "ClosureRow",
     "DenseMoments",
     "MonteCarloMoments",
+    "Stage",
     "attention",
+    "closure_report",
     "complexity_loss",
     "dense",
     "dense_moments",

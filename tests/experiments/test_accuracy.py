@@ -9,8 +9,8 @@ import pytest
 
 import moment_jax as mj
 from experiments.__main__ import main
-from experiments.agreement import Agreement
 from experiments.cases import read_case
+from moment_jax.reference import Agreement
 from tests.experiments.case_files import block_arrays, mlp_arrays
 
 SHARED = Path(__file__).parents[3] / "shared" / "cases"

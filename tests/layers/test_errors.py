@@ -59,7 +59,7 @@ BLOCK = random_block(KEY, 4, 8)
             ValueError,
             "encoder_block",
         ),
-        (lambda: mj.nn.Dense(3, 2, rngs=None, structure="Full"), TypeError, "mj.TokenCorrelated"),
+        (lambda: mj.nn.Dense(3, 2, rngs=None, structure="Full"), TypeError, "mj.Separable"),
         (lambda: mj.nn.MLP([3], rngs=None), ValueError, r"\[8, 50, 1\]"),
     ],
 )

@@ -15,6 +15,7 @@ from tests.builders import (
     random_block,
     random_cov,
     random_vector,
+    rank_one,
 )
 
 KEYS = jax.random.split(jax.random.key(2), 8)
@@ -48,7 +49,7 @@ def psd_batch(key, structure: type[Covariance], count: int) -> Covariance:
     def member(key, scale):
         factor = jax.random.normal(key, (SHAPE[0] * SHAPE[1], 6))
         dense = scale**2 * (factor @ factor.T).reshape(*SHAPE, *SHAPE) / 6
-        return structure.project(dense)
+        return rank_one(structure.project(dense))
 
     return jax.vmap(member)(jax.random.split(key, count), scales)
 
@@ -106,7 +107,11 @@ def test_block_does_not_see_jit_vmap_or_padding(structure: type[Covariance], nor
     padded = padded.at[: SHAPE[0], :, : SHAPE[0]].set(cov.to_dense())
     padded_mean = jnp.concatenate([MEAN, jnp.full((3, SHAPE[1]), 7.0)])
     mask = jnp.broadcast_to(jnp.arange(7) < SHAPE[0], (7, 7))
-    if structure is not mj.TokenCorrelated:  # the projection reads signs off the dense array
+    if structure is mj.Separable:
+        token = jnp.concatenate([cov.scale, jnp.ones((3, 1)) * cov.scale[:1]])
+        correlation = jnp.eye(7).at[: SHAPE[0], : SHAPE[0]].set(cov.token_correlation)
+        padded_cov = mj.Separable(token, correlation, cov.feature_correlation)
+    elif structure is not mj.TokenCorrelated:  # the projection reads signs off the dense array
         padded_cov = structure.project(padded)
     else:
         scale = jnp.concatenate([cov.scale, jnp.ones((3, SHAPE[1]))])

@@ -113,7 +113,7 @@ def test_batch_equals_loop_and_functions():
     mean, cov = call(module, X)
     block = jax.jit(partial(mj.encoder_block, num_heads=HEADS))
     for row in range(2):
-        start = mj.TokenCorrelated.zeros(X.shape[1:])
+        start = mj.DEFAULT_STRUCTURE.zeros(X.shape[1:])
         one, one_cov = block(X[row], start, module.params)
         assert_close(mean[row], one, 1e-5)
         assert_close(cov.scale[row], one_cov.scale, 1e-5)
@@ -150,7 +150,7 @@ def test_patches_are_cut_in_rows():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: vision(structure="Full"), TypeError, "mj.TokenCorrelated"),
+        (lambda: vision(structure="Full"), TypeError, "mj.Separable"),
         (lambda: vision(posterior=float), TypeError, "posterior family"),
         (lambda: vision(prior_scale=0.0), ValueError, "positive"),
         (lambda: MODULES["block"](activation="swish2"), ValueError, "gelu"),

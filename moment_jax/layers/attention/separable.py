@@ -6,8 +6,9 @@ feature Gram matrices G and F. Per head, Cov[S_ac, S_bf] of the scores S = q k^T
     alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (q Fk q^T + <Fq, Fk> Qc) / K,    beta = Qc / K,
 
 made one Kronecker product by `kronecker_sum`, with the token Gram matrices Qc and Kc of queries and
-keys, their feature Gram matrices Fq and Fk over their traces, and KK = k Fq k^T. Softmax sees contrasts of keys alone, so Fk is that of the keys less
-their average, taken before the keys' covariance is projected. The T^4 covariance is never formed.
+keys, their feature Gram matrices Fq and Fk over their traces, and KK = k Fq k^T. Softmax sees contrasts
+of keys alone, so Fk is that of the keys less their average, taken before the keys' covariance is
+projected. The T^4 covariance is never formed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How well moments agree with the sampled truth: the four figures that experiments report."""
+"""How well moments agree with the sampled truth: four figures."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 class Agreement(NamedTuple):
@@ -22,18 +23,18 @@ class Agreement(NamedTuple):
 
     @classmethod
     def of(
-        cls, mean: np.ndarray, sd: np.ndarray, true_mean: np.ndarray, true_sd: np.ndarray
+        cls, mean: ArrayLike, sd: ArrayLike, true_mean: ArrayLike, true_sd: ArrayLike
     ) -> Agreement:
         """The figures of arrays of one shape; true_sd is positive."""
-        mean, sd, true_mean, true_sd = (
+        means, sds, true_means, true_sds = (
             np.asarray(part, np.float64) for part in (mean, sd, true_mean, true_sd)
         )
-        ratio = sd / true_sd
-        centred, true_centred = sd - sd.mean(), true_sd - true_sd.mean()
+        ratio = sds / true_sds
+        centred, true_centred = sds - sds.mean(), true_sds - true_sds.mean()
         spread = np.sqrt(np.sum(centred**2) * np.sum(true_centred**2))
         correlation = np.sum(centred * true_centred) / spread if spread > 0 else 0.0
         return cls(
-            float(np.sqrt(np.mean(((mean - true_mean) / true_sd) ** 2))),
+            float(np.sqrt(np.mean(((means - true_means) / true_sds) ** 2))),
             float(ratio.mean()),
             float(np.abs(ratio - 1).mean()),
             float(correlation),
