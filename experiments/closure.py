@@ -3,7 +3,7 @@
 Takes the network of a finished main job and a few test images. After every sublayer it prints, for each
 structure: the sd over the sampled sd (mean |ratio - 1| in brackets) of the closure experiment (exact
 sampling, but draws replaced by Gaussian ones with what the structure keeps: the best that it can do),
-of the library's own pass, and of the library's transform of this sublayer alone, fed with sampled moments.
+of the library's own pass, and of the library's transform of this sublayer fed with sampled moments.
 """
 
 from __future__ import annotations
@@ -91,12 +91,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _average(rows: tuple[mj.reference.ClosureRow, ...]) -> mj.reference.ClosureRow:
     """The figures of one stage and structure, averaged over the images."""
-    parts = (
-        mj.reference.Agreement(
-            *(float(x) for x in np.mean([getattr(row, kind) for row in rows], axis=0))
-        )
-        for kind in KINDS
-    )
+    figures = (np.mean([getattr(row, kind) for row in rows], axis=0) for kind in KINDS)
+    parts = (mj.reference.Agreement(*map(float, mean)) for mean in figures)
     return mj.reference.ClosureRow(rows[0].stage, rows[0].structure, *parts)
 
 
