@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -45,16 +47,17 @@ def random_cov(
     key: Array, structure: type[Covariance], shape: tuple[int, int], scale: float = 1.0
 ) -> Covariance:
     """A random member of a structure; signed scales where the structure has them."""
-    return random_signs(key, rank_one(structure.project(random_dense(key, shape, scale))))
+    cov = structure.project(random_dense(key, shape, scale))
+    # Separable's operations on features are exact for scales of rank one alone.
+    return random_signs(key, rank_one(cov) if structure is Separable else cov)
 
 
 def rank_one(cov: Covariance) -> Covariance:
-    """A `Separable` with its scale made of rank one, where its operations are exact; others as is."""
-    if isinstance(cov, Separable):
-        tokens, features = (jnp.mean(cov.scale, axis=a, keepdims=True) for a in (1, 0))
-        scale = tokens * features / jnp.mean(cov.scale)
-        return Separable(scale, cov.token_correlation, cov.feature_correlation)
-    return cov
+    """With a scale of rank one, which makes projections of projections exact; others as they are."""
+    if not isinstance(cov, Separable | TokenCorrelated):
+        return cov
+    tokens, features = (jnp.mean(cov.scale, axis=a, keepdims=True) for a in (1, 0))
+    return dataclasses.replace(cov, scale=tokens * features / jnp.mean(cov.scale))
 
 
 def random_signs(key: Array, cov: Covariance) -> Covariance:

@@ -44,3 +44,12 @@ def vector_cov(cov: Array) -> Array:
 def average_gain(scale: Array, gain: Array) -> Array:
     """Each feature's gain (T, D), averaged over the tokens by their variance scale^2, (D,)."""
     return safe_divide(jnp.sum(scale * (scale * gain), axis=0), jnp.sum(scale**2, axis=0))
+
+
+def correlation_of(cov: Array) -> Array:
+    """The correlation matrix of a positive semidefinite matrix: so is it, with a unit diagonal."""
+    deviation = safe_sqrt(jnp.diagonal(cov))
+    inverse = safe_divide(jnp.ones_like(deviation), deviation)
+    correlation = jnp.clip(inverse[:, None] * cov * inverse[None, :], -1, 1)
+    unit = jnp.eye(cov.shape[0], dtype=bool)
+    return jnp.where(unit, jnp.ones((), cov.dtype), correlation)

@@ -14,6 +14,7 @@ from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel
 from moment_jax.covariance.feature_gram import FeatureGram
 from moment_jax.covariance.numerics import (
     average_gain,
+    correlation_of,
     gram,
     safe_divide,
     safe_sqrt,
@@ -28,9 +29,10 @@ Array = jax.Array
 class Separable(Covariance):
     """Token and feature correlations multiply: Cov[x_td, x_se] = s_td s_se r_ts R_de.
 
-    The projection keeps the variances, the token Gram matrix sum_d Cov[x_td, x_sd] and the feature
-    Gram matrix sum_t Cov[x_td, x_te], all exactly: s_td = sqrt(Var[x_td]), r_ts is the token Gram
-    matrix over s s^T, R_de the feature Gram matrix over s^T s. The scale is signed.
+    The projection keeps the variances, s_td = sqrt(Var[x_td]), and the correlations r of the token Gram
+    matrix sum_d Cov[x_td, x_sd] and R of the feature Gram matrix sum_t Cov[x_td, x_te]. So the result is
+    always positive semidefinite, and has those Gram matrices themselves where the scale is of rank one,
+    s_td = a_t b_d. The scale is signed.
 
     `map_features`, and `weight_noise` with correlated inputs, are exact where the scale is of rank one,
     s_td = a_t b_d; else the feature Gram matrix is exact and the variances have the pattern that
@@ -82,8 +84,8 @@ class Separable(Covariance):
             feature_gram = FeatureGram(feature_gram)
         result = cls(
             scale,
-            _correlation(token_gram, scale @ scale.T),
-            _correlation(feature_gram.dense(), scale.T @ scale),
+            correlation_of(token_gram),
+            correlation_of(feature_gram.dense()),
         )
         # The next operation asks for the Gram matrices that we have just had: remember them while this
         # object lives. They are no fields, so a transformation boundary forgets them. Compiled, what
@@ -311,10 +313,3 @@ def fit_columns(pattern: Array, columns: Array) -> Array:
     """A nonnegative (T, D) array of this pattern, every column scaled to its sum in `columns`."""
     columns = jnp.maximum(columns, 0)
     return pattern * safe_divide(columns, jnp.sum(pattern, axis=0))[None, :]
-
-
-def _correlation(moment: Array, scales: Array) -> Array:
-    """A matrix of correlations, with a unit diagonal; Cauchy-Schwarz bounds it but for rounding."""
-    correlation = jnp.clip(safe_divide(moment, scales), -1, 1)
-    unit = jnp.eye(scales.shape[0], dtype=bool)
-    return jnp.where(unit, jnp.ones((), scales.dtype), correlation)

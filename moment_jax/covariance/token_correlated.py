@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.diagonal import low_rank_variance
-from moment_jax.covariance.numerics import gram, safe_divide, safe_sqrt, vector_variance
+from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
 
 Array = jax.Array
 
@@ -20,9 +20,10 @@ Array = jax.Array
 class TokenCorrelated(Covariance):
     """Features independent, one token correlation for all: Cov[x_td, x_se] = [d = e] s_td s_sd r_ts.
 
-    The projection keeps the variances and the token Gram matrix sum_d Cov[x_td, x_sd], both exactly:
-    s_td = sqrt(Var[x_td]) and r_ts = sum_d Cov[x_td, x_sd] / sum_d s_td s_sd. The scale is signed, so
-    that factors of either sign (`rescale`) stay exact.
+    The projection keeps the variances, s_td = sqrt(Var[x_td]), and the correlation r of the token Gram
+    matrix g_ts = sum_d Cov[x_td, x_sd]: r_ts = g_ts / sqrt(g_tt g_ss). So the result is always positive
+    semidefinite, and has that Gram matrix itself where the scale is of rank one, s_td = a_t b_d. The
+    scale is signed, so that factors of either sign (`rescale`) stay exact.
 
     Assumes that different features are uncorrelated, and that the pattern of correlation between
     tokens is the same for all features: what noise of shared weights makes, to a good approximation.
@@ -48,11 +49,7 @@ class TokenCorrelated(Covariance):
     def from_moments(cls, variance: Array, token_gram: Array) -> Self:
         """The structure of these variances (T, D) and this token Gram matrix (T, T)."""
         scale = safe_sqrt(variance)
-        correlation = safe_divide(token_gram, scale @ scale.T)
-        # Cauchy-Schwarz bounds it; rounding does not know that. The diagonal is one by definition.
-        correlation = jnp.clip(correlation, -1, 1)
-        unit = jnp.eye(scale.shape[0], dtype=bool)
-        result = cls(scale, jnp.where(unit, jnp.ones((), scale.dtype), correlation))
+        result = cls(scale, correlation_of(token_gram))
         # `add` asks for the Gram matrix that we have just had: remember it while this object lives.
         # It is no field, so a transformation boundary forgets it and `token_gram` forms it anew.
         result.__dict__["_token_gram"] = token_gram

@@ -155,7 +155,7 @@ def _output(
         averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(mean**2, axis=2)
         within = jnp.einsum("hac,hc->ha", weights, second) - averaged
         gain = saturation(jnp.einsum("hadhad->ha", by_scores), within)[:, :, None]
-        by_scores = gain[..., None, None, None] * by_scores * gain
+        by_scores = gain[..., None, None, None] * by_scores * gain[None, None, None]
         if weight_value is not None:
             weight_value = gain[..., None, None, None] * weight_value
     cov = by_scores + by_values
