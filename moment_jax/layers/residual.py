@@ -80,10 +80,10 @@ def _add_token_block(
     if isinstance(tangent, FeedForwardTangent):
         jacobian = tangent.jacobian()
     else:
-        h = tangent.weights.shape[0]
+        h = tangent.mixing.weights.shape[0]
         value = tangent.value_kernel.reshape(tangent.value_kernel.shape[0], h, -1)
         output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
-        own = jnp.einsum("htt->ht", tangent.weights)
+        own = jnp.einsum("htt->ht", tangent.mixing.weights)
         jacobian = jnp.einsum("ihk,ht,hko->tio", value, own, output)
     carried = cov.blocks if norm is None else cov.blocks @ norm.jacobian()
     cross = carried @ jacobian
@@ -97,7 +97,7 @@ def _add_diagonal(
     if isinstance(tangent, FeedForwardTangent):
         returned = tangent.diagonal()
     else:
-        returned = jnp.einsum("htt,hd->td", tangent.weights, tangent.value_paths())
+        returned = jnp.einsum("htt,hd->td", tangent.mixing.weights, tangent.value_paths())
     if norm is not None:
         returned = returned * norm.gain
     cross = _bounded(cov.variance() * returned, cov, branch)
@@ -124,7 +124,7 @@ def _add_token_correlated(
             variance = scale * ((weights * cov.correlation) @ source)
             return variance, (cov.correlation * (scale @ source.T)) @ weights.T
 
-        parts = jax.vmap(head)(tangent.weights, tangent.value_paths())
+        parts = jax.vmap(head)(tangent.mixing.weights, tangent.value_paths())
         cross, gram = (jnp.sum(part, axis=0) for part in parts)
     cross = _bounded(cross, cov, branch)
     return TokenCorrelated.from_moments(
@@ -183,7 +183,7 @@ def _per_feature(total: Array, cov: Separable, entering: Array) -> Array:
 def _through_mixing(
     cov: Separable, entering: Array, features: Array, tangent: AttentionTangent
 ) -> _Cross:
-    scale, h = cov.scale, tangent.weights.shape[0]
+    scale, h = cov.scale, tangent.mixing.weights.shape[0]
     tokens = cov.token_correlation * (scale @ entering.T)
     energy = jnp.trace(tokens)
     normal = safe_divide(tokens, jnp.broadcast_to(energy, (1, 1)))
@@ -193,7 +193,7 @@ def _through_mixing(
         split_heads(features @ kernel, h)
         for kernel in (tangent.query_kernel, tangent.key_kernel, tangent.value_kernel)
     )
-    linked = tangent.weights * normal[None]  # (H, T, S)
+    linked = tangent.mixing.weights * normal[None]  # (H, T, S)
     mean_query, mean_key = _score_jacobians(tangent, linked, jnp.diagonal(normal), v)
     bent = by_query @ mean_query + by_key @ mean_key  # (H, D, K)
     straight = by_value * jnp.sum(linked, axis=(1, 2))[:, None, None]
@@ -203,12 +203,12 @@ def _through_mixing(
     paths = _per_feature(jnp.einsum("hdk,hkd->hd", by_value, output), cov, entering)
     by_scores = entering * _per_feature(jnp.einsum("hdk,hkd->d", bent, output), cov, entering)[None]
     size = safe_sqrt(jnp.sum(entering**2, axis=1))
-    carried = (tangent.weights * cov.token_correlation[None]) @ size
+    carried = (tangent.mixing.weights * cov.token_correlation[None]) @ size
     carried = safe_divide(carried, jnp.broadcast_to(size, carried.shape))
     variance = scale * (entering * (carried.T @ paths) + by_scores)
     shares = paths @ jnp.sum(scale * entering, axis=0)
     shares = safe_divide(shares, jnp.broadcast_to(energy, shares.shape))
-    mixed = jnp.einsum("h,htc->tc", shares, tangent.weights)
+    mixed = jnp.einsum("h,htc->tc", shares, tangent.mixing.weights)
     gram = tokens @ mixed.T + cov.token_correlation * (scale @ by_scores.T)
     return _Cross(variance, gram, feature_gram)
 
@@ -223,10 +223,14 @@ def _score_jacobians(
     """
     h, _, width = v.shape
     q, k = split_heads(tangent.query, h), split_heads(tangent.key, h)
-    mean = tangent.weights @ v
-    seen = jnp.einsum("t,htc->hc", own, tangent.weights)
+    mean = tangent.mixing.weights @ v
+    gain = (
+        jnp.ones((h, q.shape[1]), v.dtype) if tangent.mixing.gain is None else tangent.mixing.gain
+    )
+    own, linked = own[None] * gain, linked * gain[:, :, None]
+    seen = jnp.einsum("ht,htc->hc", own, tangent.mixing.weights)
     by_query = jnp.einsum("hcd,hc,hce->hde", k, seen, v) - jnp.einsum(
-        "htd,t,hte->hde", tangent.weights @ k, own, mean
+        "htd,ht,hte->hde", tangent.mixing.weights @ k, own, mean
     )
     left = linked @ v - jnp.sum(linked, axis=2)[..., None] * mean
     root = jnp.sqrt(jnp.asarray(width, v.dtype))

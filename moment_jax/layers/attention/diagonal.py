@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Diagonal, TokenCorrelated
-from moment_jax.layers.attention.inputs import Inputs, KeyInput, Projection, SharedInput
+from moment_jax.layers.attention.inputs import Inputs, KeyInput, Mixing, Projection, SharedInput
 from moment_jax.layers.attention.token_correlated import mix_token_correlated
 
 Array = jax.Array
 
 
-def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Array]:
+def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), variance, and weights (H, T, S)."""
     key, shared = inputs.key_input, inputs.shared
     correlated = Inputs(
@@ -25,8 +25,8 @@ def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Array]:
         inputs.num_heads,
         inputs.order,
     )
-    mean, cov, weights = mix_token_correlated(correlated)
-    return mean, Diagonal(cov.variance()), weights
+    mean, cov, mixing = mix_token_correlated(correlated)
+    return mean, Diagonal(cov.variance()), mixing
 
 
 def _correlated(projection: Projection[Diagonal]) -> Projection[TokenCorrelated]:

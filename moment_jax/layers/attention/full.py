@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Full
 from moment_jax.expectations import expected_softmax, masked_softmax
-from moment_jax.layers.attention.inputs import Inputs, split_heads
+from moment_jax.layers.attention.inputs import Inputs, Mixing, split_heads
 from moment_jax.layers.attention.rows import saturation
 
 Array = jax.Array
@@ -47,7 +47,7 @@ class _Rows(NamedTuple):
         return jnp.einsum("hacf,haf->hac", self.cov**2, vectors)
 
 
-def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Array]:
+def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), full covariance, and weights (H, T, S).
 
     Scores and values are products of jointly Gaussian arrays, whose moments are exact; the softmax
@@ -69,7 +69,8 @@ def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Array]:
     weight_cov = _through_softmax(weights, _swap(_through_softmax(weights, _swap(score_cov))))
     cross = _score_value_cov(joint)
     weight_value = None if cross is None else _through_softmax(weights, cross / root)
-    return *_output(joint, weights, weight_cov, weight_value, inputs.order), weights
+    mean, cov, gain = _output(joint, weights, weight_cov, weight_value, inputs.order)
+    return mean, cov, Mixing(weights, gain)
 
 
 def _joint(inputs: Inputs[Full]) -> _Joint:
@@ -143,18 +144,20 @@ def _through_softmax(weights: Array, cov: Array) -> Array:
 
 def _output(
     joint: _Joint, weights: Array, weight_cov: Array, weight_value: Array | None, order: int
-) -> tuple[Array, Full]:
+) -> tuple[Array, Full, Array | None]:
     """Moments of A_had = sum_c W_hac v_hcd, exact for jointly Gaussian weights and values."""
     v, vv = joint.v, joint.vv
     mean = jnp.einsum("hac,hcd->had", weights, v)
     moment = vv + jnp.einsum("hcd,gfe->hcdgfe", v, v)
     by_scores = jnp.einsum("hacgbf,hcdgfe->hadgbe", weight_cov, moment)
     by_values = jnp.einsum("hac,gbf,hcdgfe->hadgbe", weights, weights, vv)
+    kept = None
     if order == 2:
         second = jnp.einsum("hcdhcd->hc", moment)
         averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(mean**2, axis=2)
         within = jnp.einsum("hac,hc->ha", weights, second) - averaged
-        gain = saturation(jnp.einsum("hadhad->ha", by_scores), within)[:, :, None]
+        kept = saturation(jnp.einsum("hadhad->ha", by_scores), within)
+        gain = kept[:, :, None]
         by_scores = gain[..., None, None, None] * by_scores * gain[None, None, None]
         if weight_value is not None:
             weight_value = gain[..., None, None, None] * weight_value
@@ -167,4 +170,4 @@ def _output(
         cov = cov + both + half + _swap(half)
     h, t, k = mean.shape
     cov = cov.transpose(1, 0, 2, 4, 3, 5).reshape(t, h * k, t, h * k)
-    return mean.swapaxes(0, 1).reshape(t, h * k), Full(cov)
+    return mean.swapaxes(0, 1).reshape(t, h * k), Full(cov), kept

@@ -53,6 +53,15 @@ class Inputs(NamedTuple, Generic[S]):
     order: int
 
 
+class Mixing(NamedTuple):
+    """How the heads have mixed the tokens."""
+
+    weights: Array  # mean attention weights, (H, T, S)
+    gain: Array | None = (
+        None  # what the softmax keeps of its Jacobian at them, (H, T); None for all
+    )
+
+
 def split_heads(array: Array, num_heads: int) -> Array:
     """(T, H K) -> (H, T, K), heads outermost in the features."""
     t, width = array.shape

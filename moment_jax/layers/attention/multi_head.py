@@ -123,12 +123,12 @@ def attention_and_tangent(
         num_heads,
         order,
     )
-    mixed, mixed_cov, weights = MIXERS[type(cov)](inputs)
+    mixed, mixed_cov, mixing = MIXERS[type(cov)](inputs)
     tangent = AttentionTangent(
         inputs.query.mean,
         inputs.key.mean,
         inputs.value.mean,
-        weights,
+        mixing,
         *kernels,
         params.output.kernel.mean,
     )

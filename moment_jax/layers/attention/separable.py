@@ -25,6 +25,7 @@ from moment_jax.covariance.separable import fit_marginals
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import (
     Inputs,
+    Mixing,
     Projection,
     SharedInput,
     merge_heads,
@@ -84,9 +85,10 @@ class _Mixed(NamedTuple):
     token_gram: Array  # all but that, (T, T)
     feature_gram: Array  # all but that, (K, K)
     weights: Array  # (T, S)
+    gain: Array  # of the softmax, (T,)
 
 
-def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Array]:
+def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S)."""
     num_heads = inputs.num_heads
     links = _links(inputs.shared, num_heads)
@@ -126,7 +128,7 @@ def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Array]:
         feature_gram,
         token_gram_by,
     )
-    return merge_heads(mixed.mean), cov, mixed.weights
+    return merge_heads(mixed.mean), cov, Mixing(mixed.weights, mixed.gain)
 
 
 def _heads(projection: Projection[Separable], num_heads: int) -> _Head:
@@ -206,7 +208,9 @@ def _head(
     pattern = _independent_variance(v, rows, weights, mean)
     if order == 2 and links is not None:
         mean = mean + _shared_mean(q, k, links, weights, gain, reach)
-    return _Mixed(mean, pattern, average_of.by_values, token_gram, feature_gram, weights)
+    return _Mixed(
+        mean, pattern, average_of.by_values, token_gram, feature_gram, weights, average_of.gain
+    )
 
 
 def _rows(q: _Head, k: _Head, contrast: _Contrast, width: Array) -> RowCovariance:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.layers.attention.inputs import merge_heads, split_heads
+from moment_jax.layers.attention.inputs import Mixing, merge_heads, split_heads
 
 Array = jax.Array
 
@@ -18,7 +18,7 @@ class AttentionTangent(NamedTuple):
     query: Array  # mean of the queries, (T, H K)
     key: Array  # (T, H K)
     value: Array  # (T, H K)
-    weights: Array  # mean attention weights, (H, T, T)
+    mixing: Mixing  # weights (H, T, T) and gain
     query_kernel: Array  # (D, H K)
     key_kernel: Array  # (D, H K)
     value_kernel: Array  # (D, H K)
@@ -26,7 +26,8 @@ class AttentionTangent(NamedTuple):
 
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""
-        h = self.weights.shape[0]
+        weights = self.mixing.weights
+        h = weights.shape[0]
         q, k, v = (split_heads(mean, h) for mean in (self.query, self.key, self.value))
         dq, dk, dv = (
             split_heads(change @ kernel, h)
@@ -34,12 +35,15 @@ class AttentionTangent(NamedTuple):
         )
         scores = jnp.einsum("had,hcd->hac", dq, k) + jnp.einsum("had,hcd->hac", q, dk)
         scores = scores / jnp.sqrt(jnp.asarray(q.shape[2], scores.dtype))
-        centred = scores - jnp.sum(self.weights * scores, axis=2, keepdims=True)
-        mixed = self.weights @ dv + (self.weights * centred) @ v
+        centred = scores - jnp.sum(weights * scores, axis=2, keepdims=True)
+        by_scores = (weights * centred) @ v
+        if self.mixing.gain is not None:
+            by_scores = self.mixing.gain[:, :, None] * by_scores
+        mixed = weights @ dv + by_scores
         return merge_heads(mixed) @ self.output_kernel
 
     def value_paths(self) -> Array:
         """For each head the diagonal of value_kernel @ output_kernel, (H, D)."""
-        h, d = self.weights.shape[0], self.value_kernel.shape[0]
+        h, d = self.mixing.weights.shape[0], self.value_kernel.shape[0]
         paths = self.value_kernel * self.output_kernel.T
         return jnp.sum(paths.reshape(d, h, -1), axis=2).T

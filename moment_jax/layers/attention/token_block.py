@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import TokenBlock
 from moment_jax.expectations import expected_softmax, masked_softmax
-from moment_jax.layers.attention.inputs import Inputs, SharedInput, merge_heads, split_heads
+from moment_jax.layers.attention.inputs import Inputs, Mixing, SharedInput, merge_heads, split_heads
 from moment_jax.layers.attention.rows import saturation
 
 Array = jax.Array
 
 
-def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Array]:
+def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), token blocks, and weights (H, T, S).
 
     With independent tokens the covariance of a query's scores is
@@ -44,7 +44,7 @@ def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Arra
     blocks = _output_blocks(weights, mean, k, v, query_cov, value_cov, own, inputs.order)
     t = mean.shape[1]
     cov = TokenBlock(blocks.reshape(t, h * width, h * width))
-    return merge_heads(mean), cov, weights
+    return merge_heads(mean), cov, Mixing(weights)
 
 
 class _Rows(NamedTuple):

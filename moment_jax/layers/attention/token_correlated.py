@@ -20,6 +20,7 @@ from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import (
     Inputs,
+    Mixing,
     Projection,
     SharedInput,
     merge_heads,
@@ -54,7 +55,7 @@ class _SharedHead(NamedTuple):
     value_kernel: Array
 
 
-def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenCorrelated, Array]:
+def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenCorrelated, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S)."""
     axes = _Head(0, 0, None)  # type: ignore[arg-type]
     shared_axes = _SharedHead(None, None, 0, 0, 0)  # type: ignore[arg-type]
@@ -75,7 +76,7 @@ def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenC
         inputs.mask,
     )
     cov = TokenCorrelated.from_moments(merge_heads(variance), jnp.sum(gram, axis=0))
-    return merge_heads(mean), cov, weights
+    return merge_heads(mean), cov, Mixing(weights)
 
 
 def _heads(projection: Projection[TokenCorrelated], num_heads: int) -> _Head:
