@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--steps",
         type=count,
-        default=800,
+        default=600,
         metavar="N",
         help="updates of the Bayesian network (default: %(default)s)",
     )
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kl-weight",
         type=number(float, least=0),
-        default=0.004,
+        default=0.01,
         metavar="X",
         help="final weight of the KL divergence in the ELBO: 1 is Bayes' rule, less a cold posterior "
         "(default: %(default)s)",

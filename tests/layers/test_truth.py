@@ -1,0 +1,79 @@
+"""A whole block of every structure against networks sampled as Flax's own modules."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from moment_jax.covariance import Covariance
+
+TOKENS, FEATURES, HEADS, SAMPLES = 16, 16, 2, 4000
+# Bands of the mean ratio of sd to sampled sd, on random weights. Weight noise is shared by tokens, so
+# what takes tokens as independent (Diagonal, TokenBlock) has no band here.
+BANDS = {mj.Full: (0.98, 1.02), mj.Separable: (0.97, 1.03), mj.TokenCorrelated: (0.95, 1.05)}
+
+
+@pytest.fixture(scope="module")
+def block():
+    return mj.nn.EncoderBlock(
+        FEATURES,
+        HEADS,
+        norm_first=True,
+        activation="gelu",
+        hidden_features=32,
+        relative_scale=0.1,
+        rngs=nnx.Rngs(0),
+    )
+
+
+@pytest.fixture(scope="module")
+def x():
+    keys = jax.random.split(jax.random.key(1))
+    common = jax.random.normal(keys[0], (1, FEATURES), jnp.float32)
+    return 0.8 * common + 0.6 * jax.random.normal(keys[1], (TOKENS, FEATURES), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def truth(block, x):
+    with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
+        return mj.monte_carlo(
+            lambda params: block.network(params)(x), block.params, jax.random.key(2), SAMPLES
+        )
+
+
+@pytest.mark.parametrize("structure", BANDS)
+def test_a_random_block(structure: type[Covariance], block, x, truth):
+    @jax.jit
+    def moments(x):
+        start = structure.zeros(x.shape, x.dtype)
+        return block.moments(x, start, block.params, None)
+
+    mean, cov = moments(x)
+    agreement = mj.reference.Agreement.of(
+        mean, jnp.sqrt(cov.variance()), truth.mean, truth.standard_deviation
+    )
+    low, high = BANDS[structure]
+    assert low < agreement.sd_ratio < high, agreement
+    # The sampled mean's own error is 1 / sqrt(SAMPLES) = 0.016 sd.
+    assert agreement.mean_error < 0.016 + 0.015, agreement
+
+
+def test_closure_tells_structures_apart(block, x):
+    """Nothing is lost where nothing is dropped, and rows come stage by stage."""
+    structures = [mj.Diagonal, mj.TokenBlock, mj.TokenCorrelated, mj.Separable, mj.Full]
+    with jax.numpy_rank_promotion("allow"):
+        rows = mj.reference.closure_report(block, x, structures, jax.random.key(3), 1000)
+    assert [row.stage for row in rows[::5]] == ["attention", "feed-forward"]
+    assert [row.structure for row in rows[:5]] == [s.__name__ for s in structures]
+    last = {row.structure: row for row in rows[5:]}
+    noise = 3 / 2000**0.5
+    for name in ("Full", "Separable"):
+        assert abs(last[name].closure.sd_ratio - 1) < noise
+        assert abs(last[name].library.sd_ratio - 1) < noise
+        assert abs(last[name].layer.sd_ratio - 1) < noise
+    assert last["Diagonal"].library.sd_ratio < 0.9
+    with pytest.raises(ValueError, match="one input"):
+        mj.reference.closure_report(block, x[None], structures, jax.random.key(3))
