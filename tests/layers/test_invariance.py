@@ -26,8 +26,8 @@ NORM = mj.NormParams(
     random_vector(KEYS[3], mj.posterior.Factorized, SHAPE[1], 0.3),
 )
 
-# Known fault, in the README too: the feature correlation of Separable is an average over all tokens, those
-# of padding and of the future among them.
+# Known fault, in the README too: the feature correlation of Separable is an average over all tokens,
+# those of padding and of the future among them.
 POOLED = [
     pytest.param(s, marks=pytest.mark.xfail(strict=True, raises=AssertionError))
     if s is mj.Separable

@@ -1,7 +1,10 @@
-"""Covariance of one head's scores as one Kronecker product, and how it passes the softmax."""
+"""Covariance of one head's scores in Kronecker products, and how it passes the softmax."""
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -12,8 +15,8 @@ from moment_jax.covariance.numerics import safe_divide
 Array = jax.Array
 
 
-class RowCovariance(NamedTuple):
-    """Cov[S_ac, S_bf] = queries_ab keys_cf."""
+class Term(NamedTuple):
+    """A Kronecker product queries_ab keys_cf."""
 
     queries: Array  # (T, T)
     keys: Array  # (S, S)
@@ -22,43 +25,48 @@ class RowCovariance(NamedTuple):
         """The queries' side of the covariance of a row with itself, (T, 1)."""
         return jnp.diagonal(self.queries)[:, None]
 
+
+class RowCovariance(NamedTuple):
+    """Cov[S_ac, S_bf], a sum of Kronecker products."""
+
+    terms: tuple[Term, ...]
+
     def matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
-        return self.own() * (weights @ self.keys)
+        return _total(term.own() * (weights @ term.keys) for term in self.terms)
 
     def square_matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af]^2 weights_af, (T, S)."""
-        return self.own() ** 2 * (weights @ self.keys**2)
+        return _total(
+            (1 if i == j else 2) * a.own() * b.own() * (weights @ (a.keys * b.keys))
+            for i, a in enumerate(self.terms)
+            for j, b in enumerate(self.terms)
+            if i <= j
+        )
 
     def variance(self) -> Array:
         """Var[S_ac], (T, S)."""
-        return self.own() * jnp.diagonal(self.keys)[None, :]
+        return _total(term.own() * jnp.diagonal(term.keys)[None, :] for term in self.terms)
+
+    def as_one_term(self, centre: Array) -> RowCovariance:
+        """One Kronecker product in the place of the sum.
+
+        The keys' side is the average that the queries have over the tokens; the queries' side keeps,
+        for every pair of tokens, the total variance of contrasts of keys. On trained and random
+        posteriors it lost nothing against two terms, at half the products of (T, T) matrices; but by
+        the averages every token sees a little of every other.
+
+        Args:
+          centre: the quadratic form in keys whose trace is that total, (S, S).
+        """
+        keys = _total(jnp.mean(term.own()) * term.keys for term in self.terms)
+        queries = _total(term.queries * jnp.sum(term.keys * centre) for term in self.terms)
+        total = jnp.broadcast_to(jnp.sum(keys * centre), (1, 1))
+        return RowCovariance((Term(safe_divide(queries, total), keys),))
 
 
-def kronecker_sum(
-    first: RowCovariance, second: RowCovariance, centre: Array | None = None
-) -> RowCovariance:
-    """One Kronecker product in the place of a sum of two.
-
-    The keys' side is the average that the queries have over the tokens; the queries' side keeps, for
-    every pair of tokens, the total variance of contrasts of keys. On trained and random posteriors it
-    lost nothing against the two terms, at half the products of (T, T) matrices.
-
-    Args:
-      first: one term.
-      second: the other.
-      centre: the quadratic form in keys whose trace is that total, (S, S); None for the identity.
-    """
-
-    def level(term: RowCovariance) -> Array:
-        return jnp.mean(jnp.diagonal(term.queries))
-
-    def total(matrix: Array) -> Array:
-        return jnp.trace(matrix) if centre is None else jnp.sum(matrix * centre)
-
-    keys = level(first) * first.keys + level(second) * second.keys
-    queries = first.queries * total(first.keys) + second.queries * total(second.keys)
-    return RowCovariance(safe_divide(queries, jnp.broadcast_to(total(keys), (1, 1))), keys)
+def _total(arrays: Iterable[Array]) -> Array:
+    return functools.reduce(operator.add, arrays)
 
 
 class Average(NamedTuple):
@@ -88,31 +96,41 @@ def average(
     """
     reach = weights @ value_cov
     by_values = reach @ weights.T
-    # With u_ac^d = W_ac (v_cd - A_ad): sum_cf keys_cf sum_d E[u_ac^d u_bf^d], multiplied out.
     crossed = mean @ values.T + reach  # sum_d E[A_ad v_cd], (T, S)
     squared = mean @ mean.T + by_values
-    pulled = weights @ rows.keys
-    mixed = (crossed * pulled) @ weights.T
     moment = values @ values.T + value_cov
-    quadratic = (
-        weights @ (rows.keys * moment) @ weights.T
-        - mixed
-        - mixed.T
-        + squared * (pulled @ weights.T)
+    pulled = [weights @ term.keys for term in rows.terms]
+    by_scores = _total(
+        term.queries * _quadratic(term.keys, weights, moment, crossed, squared, part)
+        for term, part in zip(rows.terms, pulled, strict=True)
     )
-    by_scores = rows.queries * quadratic
-    own = jnp.diagonal(rows.queries)
-    gain = jnp.ones_like(own)
+    gain = jnp.ones_like(jnp.diagonal(by_scores))
     if order == 2:
         within = weights @ jnp.diagonal(moment) - jnp.diagonal(squared)
         gain = saturation(jnp.diagonal(by_scores), within)
         by_scores = gain[:, None] * by_scores * gain[None, :]
-    # sum_a own_a gain_a^2 keys_gh J_a,cg J_a,fh
-    scaled = (own * gain**2)[:, None] * weights
+    inner = _total(
+        _inner(term.keys, weights, part, term.own() * gain[:, None] ** 2)
+        for term, part in zip(rows.terms, pulled, strict=True)
+    )
+    return Average(by_values, by_scores, inner, gain, reach)
+
+
+def _quadratic(
+    keys: Array, weights: Array, moment: Array, crossed: Array, squared: Array, pulled: Array
+) -> Array:
+    """sum_cf keys_cf sum_d E[u_ac^d u_bf^d] with u_ac^d = W_ac (v_cd - A_ad), multiplied out, (T, T)."""
+    mixed = (crossed * pulled) @ weights.T
+    inner = weights @ (keys * moment) @ weights.T
+    return inner - mixed - mixed.T + squared * (pulled @ weights.T)
+
+
+def _inner(keys: Array, weights: Array, pulled: Array, own: Array) -> Array:
+    """sum_a own_a J_a,cg keys_gh J_a,hf with the softmax's Jacobians J_a, (S, S)."""
+    scaled = own * weights
     total = jnp.sum(weights * pulled, axis=1, keepdims=True)
     bent = scaled.T @ (0.5 * total * weights - weights * pulled)
-    inner = rows.keys * (scaled.T @ weights) + bent + bent.T
-    return Average(by_values, by_scores, inner, gain, reach)
+    return keys * (scaled.T @ weights) + bent + bent.T
 
 
 def saturation(from_scores: Array, within: Array) -> Array:

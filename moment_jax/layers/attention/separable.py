@@ -5,10 +5,10 @@ feature Gram matrices G and F. Per head, Cov[S_ac, S_bf] of the scores S = q k^T
 
     alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (q Fk q^T + <Fq, Fk> Qc) / K,    beta = Qc / K,
 
-made one Kronecker product by `kronecker_sum`, with the token Gram matrices Qc and Kc of queries and
-keys, their feature Gram matrices Fq and Fk over their traces, and KK = k Fq k^T. Softmax sees contrasts
-of keys alone, so Fk is that of the keys less their average, taken before the keys' covariance is
-projected. The T^4 covariance is never formed.
+made one Kronecker product (`RowCovariance.as_one_term`), with the token Gram matrices Qc and Kc of
+queries and keys, their feature Gram matrices Fq and Fk over their traces, and KK = k Fq k^T. Softmax
+sees contrasts of keys alone, so Fk is that of the keys less their average, taken before the keys'
+covariance is projected. The T^4 covariance is never formed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.attention.rows import RowCovariance, average, kronecker_sum
+from moment_jax.layers.attention.rows import RowCovariance, Term, average
 
 Array = jax.Array
 
@@ -218,13 +218,14 @@ def _rows(q: _Head, k: _Head, contrast: _Contrast, width: Array) -> RowCovarianc
     spread = jnp.broadcast_to(jnp.sum(key_cov * contrast.centre), (1, 1))
     key_metric = safe_divide(contrast.feature_gram, spread)
     query_mean = (q.mean @ key_metric) @ q.mean.T
-    return kronecker_sum(
-        RowCovariance(
-            (query_mean + jnp.sum(query_metric * key_metric) * query_cov) / width, key_cov
-        ),
-        RowCovariance(query_cov / width, (k.mean @ query_metric) @ k.mean.T),
-        contrast.centre,
+    shared = jnp.sum(query_metric * key_metric)
+    two = RowCovariance(
+        (
+            Term((query_mean + shared * query_cov) / width, key_cov),
+            Term(query_cov / width, (k.mean @ query_metric) @ k.mean.T),
+        )
     )
+    return two.as_one_term(contrast.centre)
 
 
 def _independent_variance(v: _Head, rows: RowCovariance, weights: Array, mean: Array) -> Array:

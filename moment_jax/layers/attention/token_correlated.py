@@ -26,7 +26,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.attention.rows import RowCovariance, average, kronecker_sum
+from moment_jax.layers.attention.rows import RowCovariance, Term, average
 
 Array = jax.Array
 
@@ -120,9 +120,11 @@ def _scores(
     """Covariance and mean (T, S) of the scores."""
     width = q.mean.shape[1]
     query_cov, query_mean = q.token_gram(), q.mean @ q.mean.T
-    rows = kronecker_sum(
-        RowCovariance((query_cov + query_mean) / width**2, k.token_gram()),
-        RowCovariance(query_cov / width**2, k.mean @ k.mean.T),
+    rows = RowCovariance(
+        (
+            Term((query_cov + query_mean) / width**2, k.token_gram()),
+            Term(query_cov / width**2, k.mean @ k.mean.T),
+        )
     )
     scores = q.mean @ k.mean.T
     if order == 2 and shared is not None:
