@@ -139,3 +139,10 @@ def test_heads_that_do_not_divide(capsys, tmp_path):
 def test_a_folder_without_cases(capsys, tmp_path):
     fails(capsys, ["accuracy", "--cases", tmp_path / "none"], "no folder")
     fails(capsys, ["accuracy", "--cases", tmp_path], "no .npz")
+
+
+def test_closure_needs_a_finished_run(capsys, tmp_path):
+    fails(capsys, ["closure", "--run", str(tmp_path)], "no finished run", "--out")
+    fails(capsys, ["closure", "--structure", "Foo"], "Foo", "Separable")
+    (tmp_path / "metrics.json").write_text("{")
+    fails(capsys, ["closure", "--run", str(tmp_path)], "no finished run")
