@@ -1,10 +1,12 @@
 """Flax NNX modules that own variational parameters and call the moment transforms."""
 
 from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
+from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.dense import Dense, LayerNorm
-from moment_jax.nn.encoder import Encoder, EncoderBlock, MultiHeadAttention
+from moment_jax.nn.encoder import Encoder
+from moment_jax.nn.encoder_block import EncoderBlock
 from moment_jax.nn.mlp import MLP
 from moment_jax.nn.plain import (
     PlainEncoder,

@@ -81,7 +81,10 @@ class Belief(nnx.Module):
             return families.FullNormal(
                 mean, _covariance(raw["entries"]).reshape(*mean.shape, *mean.shape)
             )
-        return self.family(mean, jax.nn.softplus(raw["scale"]) ** 2)  # type: ignore[call-arg]
+        variance = jax.nn.softplus(raw["scale"]) ** 2
+        if self.family is families.OutputShared:
+            return families.OutputShared(mean, variance)
+        return families.Factorized(mean, variance)
 
     @property
     def prior(self) -> GaussianPrior:

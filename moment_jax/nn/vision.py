@@ -170,11 +170,11 @@ class VisionTransformer(BayesianModule):
             self.embed.params, self.position.posterior, self.encoder.params, self.head.params
         )
 
-    def network(self, params: VisionTransformerParams) -> PlainVisionTransformer:
+    def network(self, params: Any) -> PlainVisionTransformer:
         """The plain network with these arrays."""
         return PlainVisionTransformer(
             plain_linear(params.embed),
-            params.position,  # type: ignore[arg-type]
+            params.position,
             self.encoder.network(params.encoder),
             plain_linear(params.head),
             self.patches,

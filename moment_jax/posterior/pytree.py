@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def register_belief(cls: type[T]) -> type[T]:
@@ -18,7 +21,7 @@ def register_belief(cls: type[T]) -> type[T]:
     transformations that have every right to other leaves: `jacfwd` and `hessian` put axes last,
     `vmap(out_axes=1)` in the middle, and factored optimisers summarise each array.
     """
-    names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+    names = tuple(field.name for field in dataclasses.fields(cls))
 
     def flatten_with_keys(belief: T) -> tuple[list[tuple[object, object]], None]:
         return [(jax.tree_util.GetAttrKey(name), getattr(belief, name)) for name in names], None

@@ -95,9 +95,9 @@ def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
     mixed = jax.vmap(
         lambda q, k, v, contrast, link, mask: _head(q, k, v, contrast, link, mask, inputs.order),
         in_axes=(
-            *(_Head(0, 0, None, 0),) * 3,  # type: ignore[arg-type]
+            *(_Head._make((0, 0, None, 0)),) * 3,
             0,
-            None if links is None else _Links(None, 0, 0, 0),  # type: ignore[arg-type]
+            None if links is None else _Links._make((None, 0, 0, 0)),
             None if inputs.mask is None else 0,
         ),
     )(

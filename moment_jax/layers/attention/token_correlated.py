@@ -57,8 +57,7 @@ class _SharedHead(NamedTuple):
 
 def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenCorrelated, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S)."""
-    axes = _Head(0, 0, None)  # type: ignore[arg-type]
-    shared_axes = _SharedHead(None, None, 0, 0, 0)  # type: ignore[arg-type]
+    axes, shared_axes = _Head._make((0, 0, None)), _SharedHead._make((None, None, 0, 0, 0))
     mean, variance, gram, weights = jax.vmap(
         lambda q, k, v, shared, mask: _head(q, k, v, shared, mask, inputs.order),
         in_axes=(

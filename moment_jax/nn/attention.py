@@ -1,0 +1,98 @@
+"""`MultiHeadAttention` with beliefs about its four matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers import (
+    AttentionParams,
+    attention,
+)
+from moment_jax.layers.checks import check_heads
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.batching import over_batch
+from moment_jax.nn.dense import Dense
+from moment_jax.nn.plain import plain_attention
+from moment_jax.nn.settings import Settings
+
+Array = jax.Array
+
+
+class MultiHeadAttention(BayesianModule):
+    """Multi-head self-attention with beliefs about its four matrices.
+
+    Args:
+      num_features: D.
+      num_heads: H, a divisor of D.
+      use_bias: whether the four projections have biases.
+      rngs: Flax random streams.
+      settings: keyword arguments of `Settings`.
+
+    Raises:
+      ValueError: if the heads do not divide the features.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_heads: int,
+        *,
+        use_bias: bool = True,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        check_heads("MultiHeadAttention", num_heads, num_features)
+        self.settings = Settings(**settings)
+        self.num_heads = num_heads
+        size = (num_features, num_features)
+        self.query = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)
+        self.key = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)
+        self.value = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)
+        self.out = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)
+
+    @classmethod
+    def from_deterministic(
+        cls, layer: nnx.MultiHeadAttention, **settings: Any
+    ) -> MultiHeadAttention:
+        """Beliefs that start at the weights of a trained `nnx.MultiHeadAttention`."""
+        new = cls(
+            layer.in_features,
+            layer.num_heads,
+            use_bias=layer.query.bias is not None,
+            rngs=nnx.Rngs(0),
+            **settings,
+        )
+        new.load(layer)
+        return new
+
+    def load(self, layer: nnx.MultiHeadAttention) -> None:
+        """Take the weights of an `nnx.MultiHeadAttention` as means."""
+        for name in ("query", "key", "value", "out"):
+            getattr(self, name).load(getattr(layer, name))
+
+    @property
+    def params(self) -> AttentionParams:
+        """Beliefs about the four projections."""
+        return AttentionParams(
+            self.query.params, self.key.params, self.value.params, self.out.params
+        )
+
+    def network(self, params: AttentionParams) -> nnx.MultiHeadAttention:
+        """The plain `nnx.MultiHeadAttention` with these arrays."""
+        return plain_attention(params, self.num_heads)
+
+    def __call__(
+        self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
+    ) -> tuple[Array, Covariance]:
+        """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
+        params = self.params
+        return over_batch(
+            lambda m, c: attention(m, c, params, num_heads=self.num_heads, mask=mask),
+            mean,
+            cov,
+            self.settings.structure,
+        )
