@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import vector_variance
 
 Array = jax.Array
@@ -103,18 +104,3 @@ class Diagonal(Covariance):
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         return type(self)(moments.variance)
-
-
-def low_rank_variance(variance: Array, gain: Array, left: Array, right: Array) -> Array:
-    """Variances after x_t -> gain_t x_t + left_t (right_t^T x_t), features of a token independent.
-
-    Args:
-      variance: (T, D).
-      gain: (T, D).
-      left: (T, D, k).
-      right: (T, D, k).
-    """
-    own = gain**2 + 2 * gain * jnp.sum(left * right, axis=-1)
-    inner = jnp.einsum("tjk,tj,tjl->tkl", right, variance, right)
-    # A sum of squares in exact arithmetic; rounding can leave a hair below zero.
-    return jnp.maximum(own * variance + jnp.einsum("tik,tkl,til->ti", left, inner, left), 0)

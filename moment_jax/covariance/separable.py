@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.feature_gram import FeatureGram
+from moment_jax.covariance.low_rank import low_rank_moments
+from moment_jax.covariance.marginals import fit_columns, fit_marginals
 from moment_jax.covariance.numerics import (
     average_gain,
     correlation_of,
@@ -149,11 +151,8 @@ class Separable(Covariance):
             self.scale, self.scale, self.feature_correlation * metric
         )
 
-    def feature_gram(self, metric: Array | None = None) -> Array:
-        """sum_ts metric_ts Cov[x_td, x_se], (D, D); metric (T, T) symmetric, None for the identity."""
-        if metric is not None:
-            inner = self.token_correlation * metric
-            return self.feature_correlation * (self.scale.T @ inner @ self.scale)
+    def feature_gram(self) -> Array:
+        """sum_t Cov[x_td, x_te], (D, D)."""
         return self.features().dense()
 
     def features(self) -> FeatureGram:
@@ -203,34 +202,10 @@ class Separable(Covariance):
         )
 
     def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
-        # With S the scale and B_t = own_t + sum_k left_tk reach_tk^T, own = diag(gain S) and
-        # reach = right S, the result is B_t R B_s^T r_ts.
-        own = gain * self.scale
-        left, right = jnp.moveaxis(left, -1, 0), jnp.moveaxis(right, -1, 0)  # (k, T, D)
-        reach = right * self.scale[None]
-        pulled = reach @ self.feature_correlation  # reach_tk^T R
-        inner = jnp.einsum("ktd,ltd->tkl", reach, pulled)
-        bent = jnp.einsum("tkl,ltd->ktd", inner, left)
-        crossed = own[None] * pulled
-        variance = own**2 + jnp.sum((2 * crossed + bent) * left, axis=0)
-        gram_cross = jnp.sum(own[None] @ jnp.swapaxes(pulled * left, 1, 2), axis=0)
-        lefts = jnp.einsum("ktd,lsd->klts", left, left)
-        token_gram = (
-            own @ own.T
-            + gram_cross
-            + gram_cross.T
-            + jnp.sum(jnp.einsum("ktd,lsd->klts", reach, pulled) * lefts, axis=(0, 1))
+        variance, pattern, feature_gram = low_rank_moments(
+            self.scale, self.feature_correlation, gain, left, right
         )
-        feature_cross = jnp.einsum("ktd,kte->de", crossed, left)
-        feature_gram = (
-            self.feature_correlation * (own.T @ own)
-            + feature_cross
-            + feature_cross.T
-            + jnp.einsum("ktd,kte->de", bent, left)
-        )
-        return self.from_moments(
-            jnp.maximum(variance, 0), self.token_correlation * token_gram, feature_gram
-        )
+        return self.from_moments(variance, self.token_correlation * pattern, feature_gram)
 
     def add(self, *others: Self) -> Self:
         every = (self, *others)
@@ -293,23 +268,3 @@ class Separable(Covariance):
         """`from_moments` with variances of this pattern (T, D), scaled to fit the Gram matrices."""
         variance = fit_marginals(pattern, jnp.diagonal(token_gram), jnp.diagonal(feature_gram))
         return cls.from_moments(variance, token_gram, feature_gram)
-
-
-def fit_marginals(pattern: Array, rows: Array, columns: Array) -> Array:
-    """A nonnegative array of this pattern, scaled by columns to their sums, then by rows to theirs.
-
-    Both sums hold at once where the result is of rank one; else the rows' hold (one step of iterative
-    proportional fitting).
-
-    Args:
-      pattern: (T, D), not negative.
-      rows: sums over the columns, (T,).
-      columns: sums over the rows, (D,).
-    """
-    return fit_columns(fit_columns(pattern, columns).T, rows).T
-
-
-def fit_columns(pattern: Array, columns: Array) -> Array:
-    """A nonnegative (T, D) array of this pattern, every column scaled to its sum in `columns`."""
-    columns = jnp.maximum(columns, 0)
-    return pattern * safe_divide(columns, jnp.sum(pattern, axis=0))[None, :]

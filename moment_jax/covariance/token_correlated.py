@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
-from moment_jax.covariance.diagonal import low_rank_variance
+from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
 
 Array = jax.Array

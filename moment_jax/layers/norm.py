@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Separable, TokenCorrelated
-from moment_jax.covariance.diagonal import low_rank_variance
+from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.layers.checks import check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
@@ -69,7 +69,8 @@ def layer_norm(
     second-order correction; with order 1 both are Taylor's first order at the mean.
 
     Assumes that x, the gain and the bias are independent of each other, and x Gaussian (order 2);
-    with `TokenCorrelated`, that normalising leaves the correlation between tokens as it is.
+    with `TokenCorrelated` and `Separable`, that normalising leaves the correlation between tokens as it
+    is, and with `Separable` that the scale is of rank one (its variances are scaled to fit otherwise).
 
     Args:
       mean: E[x], (T, D).
@@ -202,8 +203,7 @@ def _carry(cov: Any, tangent: NormTangent) -> Any:
 def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> TokenCorrelated:
     """Exact variances; the token correlation passes as it is.
 
-    Tokens lose different directions n_t, which would leave one correlation for all features a matter of
-    the scales' pattern, and no longer surely positive semidefinite. The directions are two of D.
+    Tokens lose different directions n_t, two of D, which one correlation for all features cannot hold.
     """
     variance = low_rank_variance(cov.variance(), *tangent.low_rank())
     sign = jnp.where(cov.scale < 0, -1, 1).astype(cov.dtype)

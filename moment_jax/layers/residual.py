@@ -2,8 +2,9 @@
 
 Cov[x, f(x)] = Cov[x] J^T, J the expected Jacobian of the branch. Each structure keeps of it what it can
 hold: `Full` all; `TokenBlock` each token's own block; `TokenCorrelated` and `Diagonal` what a feature
-gets back of itself, through the feed-forward layer and through the values of attention. What passes
-through queries and keys links different features only, and those structures hold none of it.
+gets back of itself, through the feed-forward layer and through the values of attention (what passes
+through queries and keys links different features only, and they hold none of it); `Separable` the two
+Gram matrices of it, with gains and attention averaged over the tokens.
 """
 
 from __future__ import annotations

@@ -76,7 +76,6 @@ class Average(NamedTuple):
     by_scores: Array  # token Gram matrix of the scores' noise, (T, T)
     inner: Array  # the feature Gram matrix of the scores' noise is sum_cf inner_cf E[v_cd v_fe], (S, S)
     gain: Array  # see `saturation`, (T,)
-    reach: Array  # weights @ value_cov, (T, S)
 
 
 def average(
@@ -113,7 +112,7 @@ def average(
         _inner(term.keys, weights, part, term.own() * gain[:, None] ** 2)
         for term, part in zip(rows.terms, pulled, strict=True)
     )
-    return Average(by_values, by_scores, inner, gain, reach)
+    return Average(by_values, by_scores, inner, gain)
 
 
 def _quadratic(
@@ -131,6 +130,29 @@ def _inner(keys: Array, weights: Array, pulled: Array, own: Array) -> Array:
     total = jnp.sum(weights * pulled, axis=1, keepdims=True)
     bent = scaled.T @ (0.5 * total * weights - weights * pulled)
     return keys * (scaled.T @ weights) + bent + bent.T
+
+
+def independent_variance(
+    rows: RowCovariance, weights: Array, mean: Array, values: Array, variance: Array
+) -> Array:
+    """Var[sum_c W_ac v_cd] if keys were independent of each other, (T, K): a pattern for the true one.
+
+    Args:
+      rows: covariance of the scores.
+      weights: E[W], (T, S).
+      mean: weights @ values, (T, K).
+      values: E[v], (S, K).
+      variance: Var[v], (S, K).
+    """
+    squared = weights**2
+    noisy = squared * rows.variance()
+    result = (
+        squared @ variance
+        + noisy @ (values**2 + variance)
+        - 2 * mean * (noisy @ values)
+        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
+    )
+    return jnp.maximum(result, 0)
 
 
 def saturation(from_scores: Array, within: Array) -> Array:

@@ -20,18 +20,25 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.feature_gram import FeatureGram
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt
-from moment_jax.covariance.separable import fit_marginals
+from moment_jax.covariance.marginals import fit_marginals
+from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import (
     Inputs,
     Mixing,
     Projection,
-    SharedInput,
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.attention.rows import RowCovariance, Term, average
+from moment_jax.layers.attention.rows import RowCovariance, Term, average, independent_variance
+from moment_jax.layers.attention.shared_input import (
+    Centres,
+    Links,
+    make_links,
+    score_value,
+    shared_mean,
+)
+from moment_jax.layers.attention.value_noise import Averages, diagonal_blocks, over_trace
 
 Array = jax.Array
 
@@ -52,7 +59,7 @@ class _Head(NamedTuple):
 
     def metric(self) -> Array:
         """The feature Gram matrix over its trace."""
-        return _over_trace(self.feature_gram)
+        return over_trace(self.feature_gram)
 
     def mixed(self, inner: Array) -> Array:
         """sum_cf inner_cf Cov[x_cd, x_fe], (K, K)."""
@@ -65,15 +72,6 @@ class _Contrast(NamedTuple):
 
     feature_gram: Array  # (K, K)
     centre: Array  # what takes the average off: a (S, S) quadratic form in keys
-
-
-class _Links(NamedTuple):
-    """What one head's queries, keys and values share: Cov[k_cd, v_fe] = tokens_cf key_value_de."""
-
-    tokens: Array  # token Gram matrix of the input, (T, T)
-    query_key: Array  # (K, K)
-    query_value: Array  # (K, K)
-    key_value: Array  # (K, K)
 
 
 class _Mixed(NamedTuple):
@@ -91,13 +89,13 @@ class _Mixed(NamedTuple):
 def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S)."""
     num_heads = inputs.num_heads
-    links = _links(inputs.shared, num_heads)
+    links = make_links(inputs.shared, num_heads)
     mixed = jax.vmap(
         lambda q, k, v, contrast, link, mask: _head(q, k, v, contrast, link, mask, inputs.order),
         in_axes=(
             *(_Head._make((0, 0, None, 0)),) * 3,
             0,
-            None if links is None else _Links._make((None, 0, 0, 0)),
+            None if links is None else Links._make((None, 0, 0, 0)),
             None if inputs.mask is None else 0,
         ),
     )(
@@ -108,7 +106,7 @@ def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
         links,
         inputs.mask,
     )
-    averages = _Averages(inputs.value.cov, mixed.weights, mixed.by_values)
+    averages = Averages(inputs.value.cov, mixed.weights, mixed.by_values)
     feature_gram = averages.feature_gram() + _block_diagonal(mixed.feature_gram)
     columns = jnp.diagonal(feature_gram).reshape(num_heads, -1)
     rows = jax.vmap(jnp.diagonal)(mixed.by_values + mixed.token_gram)
@@ -116,7 +114,7 @@ def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
 
     def token_gram_by(metric: Array) -> Array:
         metric = jnp.diag(metric) if metric.ndim == 1 else metric
-        own = _diagonal_blocks(metric, num_heads)
+        own = diagonal_blocks(metric, num_heads)
         total = jnp.einsum("hdd->h", mixed.feature_gram)
         shares = safe_divide(jnp.sum(own * mixed.feature_gram, axis=(1, 2)), total)
         by_scores = jnp.sum(shares[:, None, None] * mixed.token_gram, axis=0)
@@ -139,20 +137,6 @@ def _heads(projection: Projection[Separable], num_heads: int) -> _Head:
         cov.token_correlation,
         cov.features().blocks(num_heads),
     )
-
-
-def _links(shared: SharedInput[Separable] | None, num_heads: int) -> _Links | None:
-    if shared is None:
-        return None
-    feature_gram = shared.cov.feature_gram()
-    total = jnp.trace(feature_gram)
-
-    def pair(left: Array, right: Array) -> Array:
-        left, right = split_heads(left, num_heads), split_heads(feature_gram @ right, num_heads)
-        return safe_divide(jnp.swapaxes(left, 1, 2) @ right, jnp.broadcast_to(total, (1, 1, 1)))
-
-    query, key, value = shared.query_kernel, shared.key_kernel, shared.value_kernel
-    return _Links(shared.cov.token_gram(), pair(query, key), pair(query, value), pair(key, value))
 
 
 def _contrasts(inputs: Inputs[Separable]) -> _Contrast:
@@ -183,7 +167,7 @@ def _head(
     k: _Head,
     v: _Head,
     contrast: _Contrast,
-    links: _Links | None,
+    links: Links | None,
     mask: Array | None,
     order: int,
 ) -> _Mixed:
@@ -202,12 +186,13 @@ def _head(
     if links is not None:
         gain = average_of.gain / jnp.sqrt(width)
         reach = weights @ links.tokens
-        crossed_tokens, crossed_features = _score_value(q, k, v, links, weights, mean, gain, reach)
+        centres = Centres(q.mean, k.mean, v.mean)
+        crossed_tokens, crossed_features = score_value(centres, links, weights, mean, gain, reach)
         token_gram = token_gram + crossed_tokens + crossed_tokens.T
         feature_gram = feature_gram + crossed_features + crossed_features.T
-    pattern = _independent_variance(v, rows, weights, mean)
+    pattern = independent_variance(rows, weights, mean, v.mean, v.variance())
     if order == 2 and links is not None:
-        mean = mean + _shared_mean(q, k, links, weights, gain, reach)
+        mean = mean + shared_mean(centres, links, weights, gain, reach)
     return _Mixed(
         mean, pattern, average_of.by_values, token_gram, feature_gram, weights, average_of.gain
     )
@@ -228,107 +213,7 @@ def _rows(q: _Head, k: _Head, contrast: _Contrast, width: Array) -> RowCovarianc
     return two.as_one_term(contrast.centre)
 
 
-def _independent_variance(v: _Head, rows: RowCovariance, weights: Array, mean: Array) -> Array:
-    """What the variances would be if keys were independent: the pattern of the true ones, (T, K)."""
-    squared = weights**2
-    noisy = squared * rows.variance()
-    variance = v.variance()
-    result = (
-        squared @ variance
-        + noisy @ (v.mean**2 + variance)
-        - 2 * mean * (noisy @ v.mean)
-        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
-    )
-    return jnp.maximum(result, 0)
-
-
-def _shared_mean(
-    q: _Head, k: _Head, links: _Links, weights: Array, gain: Array, reach: Array
-) -> Array:
-    """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
-
-    By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with
-    Cov[S_af, v_cd] = (G_fc (q_a Ckv)_d + G_ac (k_f Cqv)_d) / sqrt(K).
-    """
-    tokens = links.tokens
-    spread = weights @ jnp.diagonal(tokens) - jnp.sum(weights * reach, axis=1)
-    linked = weights * tokens
-    by_key = spread[:, None] * (q.mean @ links.key_value)
-    by_query = linked @ k.mean - jnp.sum(linked, axis=1, keepdims=True) * (weights @ k.mean)
-    return gain[:, None] * (by_key + by_query @ links.query_value)
-
-
-def _score_value(
-    q: _Head,
-    k: _Head,
-    v: _Head,
-    links: _Links,
-    weights: Array,
-    mean: Array,
-    gain: Array,
-    reach: Array,
-) -> tuple[Array, Array]:
-    """Covariance of the scores' part of the output with the values' part: Gram matrices (T, T), (K, K).
-
-    The first is sum_d Cov[sum_f u_af^d S_af, sum_c W_bc v_cd], u_af^d = gain_a W_af (v_fd - A_ad).
-    """
-    by_key, by_query = q.mean @ links.key_value, k.mean @ links.query_value  # (T, K), (S, K)
-    lean = by_key @ v.mean.T - jnp.sum(by_key * mean, axis=1, keepdims=True)
-    turn = weights @ jnp.sum(v.mean * by_query, axis=1) - jnp.sum(mean * (weights @ by_query), 1)
-    token_gram = (weights * lean) @ reach.T + turn[:, None] * reach.T
-    near = gain[:, None] * weights * reach
-    centred = near @ v.mean - jnp.sum(near, axis=1, keepdims=True) * mean
-    own = gain * jnp.diagonal(reach)
-    far = (v.mean.T * (own @ weights)[None, :]) @ by_query
-    far = far - (own[:, None] * mean).T @ (weights @ by_query)
-    return gain[:, None] * token_gram, centred.T @ by_key + far
-
-
-class _Averages:
-    """Noise of the values under the weights of all heads, Cov = sum_cf W^h_ac W^g_bf Cov[v_cd, v_fe].
-
-    Each head has its own token Gram matrix; between two heads the pattern is that of all values,
-    Vc / tr Vc, scaled to fit the heads' own.
-    """
-
-    def __init__(self, cov: Separable, weights: Array, own: Array) -> None:
-        self.gram = cov.feature_gram()
-        self.own = own  # every head's token Gram matrix, (H, T, T)
-        width = self.gram.shape[0] // weights.shape[0]
-        self.blocks = (weights.shape[0], width, weights.shape[0], width)
-        carried = weights @ _over_trace(cov.token_gram())
-        pooled = jnp.einsum("hac,hac->h", carried, weights)
-        total = jnp.sum(jnp.diagonal(self.gram).reshape(-1, width), axis=1)
-        fit = safe_sqrt(safe_divide(jnp.einsum("haa->h", own), total * pooled))[:, None, None]
-        self.weights, self.carried = fit * weights, fit * carried  # (H, T, S)
-
-    def feature_gram(self) -> Array:
-        """(H K, H K)."""
-        shares = jnp.einsum("hac,gac->hg", self.carried, self.weights)
-        return (self.gram.reshape(self.blocks) * shares[:, None, :, None]).reshape(self.gram.shape)
-
-    def token_gram(self, metric: Array) -> Array:
-        """Under a metric (H K, H K) of the features, (T, T)."""
-        h, t, s = self.weights.shape
-        shares = jnp.sum((self.gram * metric).reshape(self.blocks), axis=(1, 3))
-        own = jnp.diagonal(shares)
-        others = (shares - jnp.diag(own)) @ self.weights.reshape(h, t * s)
-        between = jnp.einsum("hac,hbc->ab", self.carried, others.reshape(h, t, s))
-        total = jnp.einsum("hdhd->h", self.gram.reshape(self.blocks))
-        return between + jnp.sum(safe_divide(own, total)[:, None, None] * self.own, axis=0)
-
-
-def _diagonal_blocks(matrix: Array, num_heads: int) -> Array:
-    """(H K, H K) -> (H, K, K)."""
-    width = matrix.shape[0] // num_heads
-    return jnp.einsum("hdhe->hde", matrix.reshape(num_heads, width, num_heads, width))
-
-
 def _block_diagonal(blocks: Array) -> Array:
     h, k, _ = blocks.shape
     eye = jnp.eye(h, dtype=blocks.dtype)
     return (blocks[:, :, None, :] * eye[:, None, :, None]).reshape(h * k, h * k)
-
-
-def _over_trace(matrix: Array) -> Array:
-    return safe_divide(matrix, jnp.broadcast_to(jnp.trace(matrix), (1, 1)))

@@ -26,7 +26,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.attention.rows import RowCovariance, Term, average
+from moment_jax.layers.attention.rows import RowCovariance, Term, average, independent_variance
 
 Array = jax.Array
 
@@ -139,18 +139,8 @@ def _output_moments(
     """Variance (T, K) and token Gram matrix (T, T) of weights @ values, and the softmax's gain (T,)."""
     average_of = average(rows, weights, mean, v.mean, v.token_gram(), order)
     gram = average_of.by_values + average_of.by_scores
-    # The variance of a token, shared out over the features in proportion to what they would have if
-    # the keys were independent.
-    squared_weights = weights**2
-    noisy = squared_weights * rows.variance()
-    variance = v.variance()
-    independent = (
-        squared_weights @ variance
-        + noisy @ (v.mean**2 + variance)
-        - 2 * mean * (noisy @ v.mean)
-        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
-    )
-    independent = jnp.maximum(independent, 0)
+    # The variance of a token, shared out over the features by the pattern of independent keys.
+    independent = independent_variance(rows, weights, mean, v.mean, v.variance())
     total = jnp.maximum(jnp.diagonal(gram), 0)[:, None]
     share = safe_divide(independent, jnp.sum(independent, axis=1, keepdims=True))
     return share * total, gram, average_of.gain

@@ -1,0 +1,59 @@
+"""Second moments after token-wise maps x_t -> gain_t * x_t + left_t (right_t^T x_t) of low rank k."""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def low_rank_variance(variance: Array, gain: Array, left: Array, right: Array) -> Array:
+    """Variances after x_t -> gain_t x_t + left_t (right_t^T x_t), features of a token independent.
+
+    Args:
+      variance: (T, D).
+      gain: (T, D).
+      left: (T, D, k).
+      right: (T, D, k).
+    """
+    own = gain**2 + 2 * gain * jnp.sum(left * right, axis=-1)
+    inner = jnp.einsum("tjk,tj,tjl->tkl", right, variance, right)
+    # A sum of squares in exact arithmetic; rounding can leave a hair below zero.
+    return jnp.maximum(own * variance + jnp.einsum("tik,tkl,til->ti", left, inner, left), 0)
+
+
+def low_rank_moments(
+    scale: Array, correlation: Array, gain: Array, left: Array, right: Array
+) -> tuple[Array, Array, Array]:
+    """Variances and Gram matrices, features correlated alike in all tokens.
+
+    With B_t = diag(own_t) + sum_k left_tk reach_tk^T, own = gain scale and reach = right scale, the
+    covariance of tokens t and s is B_t R B_s^T times their correlation.
+
+    Args:
+      scale: signed sd, (T, D).
+      correlation: R, (D, D).
+      gain: (T, D).
+      left: (T, D, k).
+      right: (T, D, k).
+
+    Returns:
+      Variances (T, D); tr(B_t R B_s^T), (T, T); sum_t B_t R B_t^T, (D, D).
+    """
+    own = gain * scale
+    left, right = jnp.moveaxis(left, -1, 0), jnp.moveaxis(right, -1, 0)  # (k, T, D)
+    reach = right * scale[None]
+    pulled = reach @ correlation  # reach_tk^T R
+    inner = jnp.einsum("ktd,ltd->tkl", reach, pulled)
+    bent = jnp.einsum("tkl,ltd->ktd", inner, left)
+    crossed = own[None] * pulled
+    variance = own**2 + jnp.sum((2 * crossed + bent) * left, axis=0)
+    token_cross = jnp.sum(own[None] @ jnp.swapaxes(pulled * left, 1, 2), axis=0)
+    lefts = jnp.einsum("ktd,lsd->klts", left, left)
+    far = jnp.sum(jnp.einsum("ktd,lsd->klts", reach, pulled) * lefts, axis=(0, 1))
+    feature_cross = jnp.einsum("ktd,kte->de", crossed, left)
+    near = jnp.einsum("ktd,kte->de", bent, left)
+    return (
+        jnp.maximum(variance, 0),  # a sum of squares, but for rounding
+        own @ own.T + token_cross + token_cross.T + far,
+        correlation * (own.T @ own) + feature_cross + feature_cross.T + near,
+    )

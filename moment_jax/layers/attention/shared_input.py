@@ -1,0 +1,103 @@
+"""What queries, keys and values of `Separable` owe to the random input that they share.
+
+The input is read as Cov[x_ti, x_sj] = G_ts F_ij / tr F, with its Gram matrices G and F. Then scores and
+values are correlated: it moves the mean of weights @ values, and adds to its covariance.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Separable
+from moment_jax.covariance.numerics import safe_divide
+from moment_jax.layers.attention.inputs import SharedInput, split_heads
+
+Array = jax.Array
+
+
+class Centres(NamedTuple):
+    """One head's mean queries, keys and values."""
+
+    query: Array  # (T, K)
+    key: Array  # (S, K)
+    value: Array  # (S, K)
+
+
+class Links(NamedTuple):
+    """What one head's queries, keys and values share: Cov[k_cd, v_fe] = tokens_cf key_value_de."""
+
+    tokens: Array  # token Gram matrix of the input, (T, T)
+    query_key: Array  # (K, K)
+    query_value: Array  # (K, K)
+    key_value: Array  # (K, K)
+
+
+def make_links(shared: SharedInput[Separable] | None, num_heads: int) -> Links | None:
+    """The links of every head, leading axis H but for `tokens`; None where nothing is shared."""
+    if shared is None:
+        return None
+    feature_gram = shared.cov.feature_gram()
+    total = jnp.trace(feature_gram)
+
+    def pair(left: Array, right: Array) -> Array:
+        left, right = split_heads(left, num_heads), split_heads(feature_gram @ right, num_heads)
+        return safe_divide(jnp.swapaxes(left, 1, 2) @ right, jnp.broadcast_to(total, (1, 1, 1)))
+
+    query, key, value = shared.query_kernel, shared.key_kernel, shared.value_kernel
+    return Links(shared.cov.token_gram(), pair(query, key), pair(query, value), pair(key, value))
+
+
+def shared_mean(centres: Centres, links: Links, weights: Array, gain: Array, reach: Array) -> Array:
+    """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
+
+    By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with
+    Cov[S_af, v_cd] = (G_fc (q_a Ckv)_d + G_ac (k_f Cqv)_d) / sqrt(K).
+
+    Args:
+      centres: means of queries, keys and values.
+      links: what they share.
+      weights: mean attention weights W, (T, S).
+      gain: saturation of the softmax over sqrt(K), (T,).
+      reach: W G, (T, S).
+    """
+    tokens = links.tokens
+    spread = weights @ jnp.diagonal(tokens) - jnp.sum(weights * reach, axis=1)
+    linked = weights * tokens
+    by_key = spread[:, None] * (centres.query @ links.key_value)
+    by_query = linked @ centres.key - jnp.sum(linked, axis=1, keepdims=True) * (
+        weights @ centres.key
+    )
+    return gain[:, None] * (by_key + by_query @ links.query_value)
+
+
+def score_value(
+    centres: Centres,
+    links: Links,
+    weights: Array,
+    mean: Array,
+    gain: Array,
+    reach: Array,
+) -> tuple[Array, Array]:
+    """Covariance of the scores' part of the output with the values' part: Gram matrices (T, T), (K, K).
+
+    The first is sum_d Cov[sum_f u_af^d S_af, sum_c W_bc v_cd], u_af^d = gain_a W_af (v_fd - A_ad). The
+    arguments are those of `shared_mean`, and the mean A = W v, (T, K).
+    """
+    by_key, by_query = (
+        centres.query @ links.key_value,
+        centres.key @ links.query_value,
+    )  # (T, K), (S, K)
+    lean = by_key @ centres.value.T - jnp.sum(by_key * mean, axis=1, keepdims=True)
+    turn = weights @ jnp.sum(centres.value * by_query, axis=1) - jnp.sum(
+        mean * (weights @ by_query), 1
+    )
+    token_gram = (weights * lean) @ reach.T + turn[:, None] * reach.T
+    near = gain[:, None] * weights * reach
+    centred = near @ centres.value - jnp.sum(near, axis=1, keepdims=True) * mean
+    own = gain * jnp.diagonal(reach)
+    far = (centres.value.T * (own @ weights)[None, :]) @ by_query
+    far = far - (own[:, None] * mean).T @ (weights @ by_query)
+    return gain[:, None] * token_gram, centred.T @ by_key + far
