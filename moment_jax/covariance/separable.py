@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Self
 
 import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
-from moment_jax.covariance.feature_gram import FeatureGram
+from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.low_rank import low_rank_moments
 from moment_jax.covariance.marginals import fit_columns, fit_marginals
 from moment_jax.covariance.numerics import (
@@ -74,13 +73,8 @@ class Separable(Covariance):
         variance: Array,
         token_gram: Array,
         feature_gram: Array | FeatureGram,
-        token_gram_by: Callable[[Array], Array] | None = None,
     ) -> Self:
-        """The structure of these variances (T, D) and Gram matrices (T, T) and (D, D).
-
-        Where more is known than the structure can hold, `token_gram_by` says it: the token Gram matrix
-        under any metric. It is used while this very object lives, by the linear map that comes next.
-        """
+        """The structure of these variances (T, D) and Gram matrices (T, T) and (D, D)."""
         scale = safe_sqrt(variance)
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
@@ -93,7 +87,6 @@ class Separable(Covariance):
         # object lives. They are no fields, so a transformation boundary forgets them. Compiled, what
         # nobody asks for is never computed.
         result.__dict__["_grams"] = (token_gram, feature_gram)
-        result.__dict__["_token_gram_by"] = token_gram_by
         return result
 
     @classmethod
@@ -142,9 +135,6 @@ class Separable(Covariance):
             return (
                 self.token_correlation * (self.scale @ self.scale.T) if known is None else known[0]
             )
-        known_by = self.__dict__.get("_token_gram_by")
-        if known_by is not None:
-            return known_by(metric)
         if metric.ndim == 1:
             return self.token_correlation * gram(self.scale, self.scale, metric)
         return self.token_correlation * gram(
@@ -180,10 +170,6 @@ class Separable(Covariance):
     def map_features(self, kernel: Array) -> Self:
         features = self.features().map(kernel)
         by_column = fit_columns(self.variance() @ kernel**2, features.diag())
-        if self.__dict__.get("_token_gram_by") is not None:
-            token_gram = self.token_gram(kernel @ kernel.T)
-            by_row = fit_columns(by_column.T, jnp.diagonal(token_gram)).T
-            return self.from_moments(by_row, token_gram, features)
         # With a scale of rank one the tokens' correlation passes as it is.
         token_gram = self.token_gram()
         ratio = safe_divide(jnp.sum(by_column, axis=1), jnp.diagonal(token_gram))
@@ -220,7 +206,7 @@ class Separable(Covariance):
         of_mean, token_gram = gram(mean, mean, metric), self.token_gram(metric)
         if weights.uncorrelated:  # no feature correlation enters the variances, and none comes out
             variance = weights.noise_variance(mean, self.variance())
-            features = FeatureGram(diagonal=jnp.sum(variance, axis=0))
+            features = column_noise(weights, mean, self.variance())
             return self.from_moments(variance, token_gram + of_mean, features)
         feature_gram, none = self.feature_gram(), jnp.zeros_like(mean)
         certain = self.from_moments(

@@ -21,6 +21,7 @@ def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Mixing]:
         _correlated(inputs.value),
         KeyInput(key.mean, _with_identity(key.cov), key.kernel),
         shared if shared is None else SharedInput(_with_identity(shared.cov), *shared[1:]),
+        inputs.output,
         inputs.mask,
         inputs.num_heads,
         inputs.order,

@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 import jax
 
 from moment_jax.covariance import Covariance
+from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Posterior
 
 Array = jax.Array
@@ -41,13 +42,14 @@ class KeyInput(NamedTuple, Generic[S]):
 
 
 class Inputs(NamedTuple, Generic[S]):
-    """All that the attention of one structure needs, before the output projection."""
+    """All that the attention of one structure needs."""
 
     query: Projection[S]
     key: Projection[S]
     value: Projection[S]
     key_input: KeyInput[S]
     shared: SharedInput[S] | None  # None where the queries' input is independent of the keys'
+    output: DenseParams  # the output projection, (H K, D)
     mask: Array | None  # (H, T, S) boolean, True where a query may look
     num_heads: int
     order: int

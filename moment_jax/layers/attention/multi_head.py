@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -17,8 +18,14 @@ from moment_jax.covariance import (
 )
 from moment_jax.layers.attention.diagonal import mix_diagonal
 from moment_jax.layers.attention.full import mix_full
-from moment_jax.layers.attention.inputs import Inputs, KeyInput, Projection, SharedInput
-from moment_jax.layers.attention.separable import mix_separable
+from moment_jax.layers.attention.inputs import (
+    Inputs,
+    KeyInput,
+    Mixing,
+    Projection,
+    SharedInput,
+)
+from moment_jax.layers.attention.separable import attend_separable
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.attention.token_block import mix_token_block
 from moment_jax.layers.attention.token_correlated import mix_token_correlated
@@ -34,15 +41,27 @@ from moment_jax.layers.params import AttentionParams
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
+Attend = Callable[[Inputs[Any]], tuple[Array, Any, Mixing]]
 
-MIXERS: dict[type[Covariance], Any] = {
-    Diagonal: mix_diagonal,
-    TokenBlock: mix_token_block,
-    TokenCorrelated: mix_token_correlated,
-    Separable: mix_separable,
-    Full: mix_full,
+
+def _projected(mix: Callable[[Inputs[Any]], tuple[Array, Any, Mixing]]) -> Attend:
+    """The output projection after a mixing of the tokens whose covariance is formed by itself."""
+
+    def attend(inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
+        mean, cov, mixing = mix(inputs)
+        return *dense(mean, cov, inputs.output), mixing
+
+    return attend
+
+
+ATTENDERS: dict[type[Covariance], Attend] = {
+    Diagonal: _projected(mix_diagonal),
+    TokenBlock: _projected(mix_token_block),
+    TokenCorrelated: _projected(mix_token_correlated),
+    Separable: attend_separable,
+    Full: _projected(mix_full),
 }
-"""How each structure mixes tokens; a new structure enters here."""
+"""How each structure mixes tokens and projects the result; a new structure enters here."""
 
 
 def attention(
@@ -119,11 +138,12 @@ def attention_and_tangent(
         Projection(*dense(mean, cov, params.value)),
         KeyInput(mean, cov, params.key.kernel),
         SharedInput(cov, *kernels),
+        params.output,
         mask,
         num_heads,
         order,
     )
-    mixed, mixed_cov, mixing = MIXERS[type(cov)](inputs)
+    out_mean, out_cov, mixing = ATTENDERS[type(cov)](inputs)
     tangent = AttentionTangent(
         inputs.query.mean,
         inputs.key.mean,
@@ -132,4 +152,4 @@ def attention_and_tangent(
         *kernels,
         params.output.kernel.mean,
     )
-    return *dense(mixed, mixed_cov, params.output), tangent
+    return out_mean, out_cov, tangent

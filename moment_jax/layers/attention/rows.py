@@ -69,63 +69,71 @@ def _total(arrays: Iterable[Array]) -> Array:
     return functools.reduce(operator.add, arrays)
 
 
-class Average(NamedTuple):
-    """Moments of sum_c W_ac v_cd, W = softmax(S), summed over d or over a."""
+class Products(NamedTuple):
+    """E of inner products of the values v_c and their averages A_a, the noise of the values included.
 
-    by_values: Array  # token Gram matrix of the values' noise under the mean weights, (T, T)
-    by_scores: Array  # token Gram matrix of the scores' noise, (T, T)
-    inner: Array  # the feature Gram matrix of the scores' noise is sum_cf inner_cf E[v_cd v_fe], (S, S)
+    Inner products over one head's features, plain or under a metric.
+    """
+
+    values: Array  # E <v_c, v_f>, (S, S)
+    crossed: Array  # E <A_a, v_c>, (T, S)
+    averages: Array  # E <A_a, A_b>, (T, T)
+
+    def spread(self) -> Array:
+        """E |v_c - A_a|^2, (T, S)."""
+        own = jnp.diagonal(self.averages)[:, None]
+        return jnp.diagonal(self.values)[None, :] - 2 * self.crossed + own
+
+    def within(self, weights: Array) -> Array:
+        """The variance of the values under the weights W, (T,)."""
+        return weights @ jnp.diagonal(self.values) - jnp.diagonal(self.averages)
+
+
+class ScoreNoise(NamedTuple):
+    """What the scores' noise gives weights @ values."""
+
+    token_gram: Array  # (T, T)
     gain: Array  # see `saturation`, (T,)
 
 
-def average(
-    rows: RowCovariance, weights: Array, mean: Array, values: Array, value_cov: Array, order: int
-) -> Average:
-    """Covariance of weights @ values for independent scores and values.
+def score_noise(rows: RowCovariance, weights: Array, products: Products, order: int) -> ScoreNoise:
+    """The token Gram matrix sum_cf Cov[W_ac, W_bf] E <v_c, v_f>, for scores independent of the values.
 
     The scores' noise passes the softmax's Jacobian times `saturation`, which with order 1 is 1.
 
     Args:
       rows: covariance of the scores.
       weights: E[W], (T, S).
-      mean: weights @ values, (T, K).
-      values: E[v], (S, K).
-      value_cov: token Gram matrix of the values, (S, S).
+      products: of the values.
       order: 1 or 2.
     """
-    reach = weights @ value_cov
-    by_values = reach @ weights.T
-    crossed = mean @ values.T + reach  # sum_d E[A_ad v_cd], (T, S)
-    squared = mean @ mean.T + by_values
-    moment = values @ values.T + value_cov
-    pulled = [weights @ term.keys for term in rows.terms]
-    by_scores = _total(
-        term.queries * _quadratic(term.keys, weights, moment, crossed, squared, part)
-        for term, part in zip(rows.terms, pulled, strict=True)
+    token_gram = _total(
+        term.queries * _quadratic(term.keys, weights, products) for term in rows.terms
     )
-    gain = jnp.ones_like(jnp.diagonal(by_scores))
+    gain = jnp.ones_like(jnp.diagonal(token_gram))
     if order == 2:
-        within = weights @ jnp.diagonal(moment) - jnp.diagonal(squared)
-        gain = saturation(jnp.diagonal(by_scores), within)
-        by_scores = gain[:, None] * by_scores * gain[None, :]
-    inner = _total(
-        _inner(term.keys, weights, part, term.own() * gain[:, None] ** 2)
-        for term, part in zip(rows.terms, pulled, strict=True)
+        gain = saturation(jnp.diagonal(token_gram), products.within(weights))
+        token_gram = gain[:, None] * token_gram * gain[None, :]
+    return ScoreNoise(token_gram, gain)
+
+
+def _quadratic(keys: Array, weights: Array, products: Products) -> Array:
+    """sum_cf keys_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), multiplied out, (T, T)."""
+    pulled = weights @ keys
+    half = (weights @ (keys * products.values) - 2 * products.crossed * pulled) @ weights.T
+    return 0.5 * (half + half.T) + products.averages * (pulled @ weights.T)
+
+
+def inner_noise(rows: RowCovariance, weights: Array, gain: Array) -> Array:
+    """sum_a Cov[W_ac, W_af], (S, S): sum_cf of it with v_c v_f^T is the scores' feature Gram matrix."""
+    return _total(
+        _inner(term.keys, weights, term.own() * gain[:, None] ** 2) for term in rows.terms
     )
-    return Average(by_values, by_scores, inner, gain)
 
 
-def _quadratic(
-    keys: Array, weights: Array, moment: Array, crossed: Array, squared: Array, pulled: Array
-) -> Array:
-    """sum_cf keys_cf sum_d E[u_ac^d u_bf^d] with u_ac^d = W_ac (v_cd - A_ad), multiplied out, (T, T)."""
-    mixed = (crossed * pulled) @ weights.T
-    inner = weights @ (keys * moment) @ weights.T
-    return inner - mixed - mixed.T + squared * (pulled @ weights.T)
-
-
-def _inner(keys: Array, weights: Array, pulled: Array, own: Array) -> Array:
+def _inner(keys: Array, weights: Array, own: Array) -> Array:
     """sum_a own_a J_a,cg keys_gh J_a,hf with the softmax's Jacobians J_a, (S, S)."""
+    pulled = weights @ keys
     scaled = own * weights
     total = jnp.sum(weights * pulled, axis=1, keepdims=True)
     bent = scaled.T @ (0.5 * total * weights - weights * pulled)

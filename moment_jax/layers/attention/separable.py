@@ -1,14 +1,19 @@
 """Attention for `Separable`: one head at a time, in token and feature Gram matrices.
 
 The input x of queries, keys and values is read as Cov[x_ti, x_sj] = G_ts F_ij / tr F, with its token and
-feature Gram matrices G and F. Per head, Cov[S_ac, S_bf] of the scores S = q k^T / sqrt(K) is
+feature Gram matrices G and F, and so are the queries, keys and values of a head. Per head, the
+covariance Cov[S_ac, S_bf] of the scores S = q k^T / sqrt(K) is
 
     alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (q Fk q^T + <Fq, Fk> Qc) / K,    beta = Qc / K,
 
-made one Kronecker product (`RowCovariance.as_one_term`), with the token Gram matrices Qc and Kc of
-queries and keys, their feature Gram matrices Fq and Fk over their traces, and KK = k Fq k^T. Softmax
-sees contrasts of keys alone, so Fk is that of the keys less their average, taken before the keys'
-covariance is projected. The T^4 covariance is never formed.
+made one Kronecker product, with the token Gram matrices Qc and Kc of queries and keys, their feature
+Gram matrices Fq and Fk over their traces, and KK = k Fq k^T. Softmax sees contrasts of keys alone, so Fk
+is that of the keys less their average, taken before the keys' covariance is projected. The T^4
+covariance is never formed.
+
+The heads' averages are not projected to the structure: between them and the output projection each
+token has its own correlation of features, which would be lost. Variances and Gram matrices are those
+of the projected output, from the values times the output kernel.
 """
 
 from __future__ import annotations
@@ -19,18 +24,18 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.feature_gram import FeatureGram
+from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.marginals import fit_marginals
-from moment_jax.covariance.numerics import safe_divide
+from moment_jax.covariance.numerics import safe_divide, vector_cov
 from moment_jax.expectations import expected_softmax, masked_softmax
-from moment_jax.layers.attention.inputs import (
-    Inputs,
-    Mixing,
-    Projection,
-    merge_heads,
-    split_heads,
+from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
+from moment_jax.layers.attention.rows import (
+    Products,
+    RowCovariance,
+    Term,
+    inner_noise,
+    score_noise,
 )
-from moment_jax.layers.attention.rows import RowCovariance, Term, average, independent_variance
 from moment_jax.layers.attention.shared_input import (
     Centres,
     Links,
@@ -38,39 +43,32 @@ from moment_jax.layers.attention.shared_input import (
     score_value,
     shared_mean,
 )
-from moment_jax.layers.attention.value_noise import Averages, diagonal_blocks, over_trace
+from moment_jax.layers.attention.values import ValueNoise, over_trace
+from moment_jax.layers.params import DenseParams
+from moment_jax.posterior import Point
 
 Array = jax.Array
 
 
 class _Head(NamedTuple):
-    """One head's part of a projection."""
+    """One head."""
 
-    mean: Array  # (T, K)
-    scale: Array  # (T, K)
-    tokens: Array  # token correlation, (T, T)
-    feature_gram: Array  # (K, K)
-
-    def variance(self) -> Array:
-        return self.scale**2
-
-    def token_gram(self) -> Array:
-        return self.tokens * (self.scale @ self.scale.T)
-
-    def metric(self) -> Array:
-        """The feature Gram matrix over its trace."""
-        return over_trace(self.feature_gram)
-
-    def mixed(self, inner: Array) -> Array:
-        """sum_cf inner_cf Cov[x_cd, x_fe], (K, K)."""
-        features = safe_divide(self.feature_gram, self.scale.T @ self.scale)
-        return features * (self.scale.T @ (self.tokens * inner) @ self.scale)
+    query: Array  # mean, (T, K)
+    key: Array  # (S, K)
+    value: Array  # (S, K)
+    query_features: Array  # feature Gram matrix, (K, K)
+    contrasts: Array  # that of the keys less their average, (K, K)
+    value_features: Array  # (K, K)
+    metric: Array  # under which the token Gram matrix is wanted, (K, K)
+    kernel: Array  # of the output, (K, D)
 
 
-class _Contrast(NamedTuple):
-    """One head's keys less their average."""
+class _Tokens(NamedTuple):
+    """What all heads have in common: token Gram matrices over their traces, (T, T) each."""
 
-    feature_gram: Array  # (K, K)
+    query: Array
+    key: Array
+    value: Array
     centre: Array  # what takes the average off: a (S, S) quadratic form in keys
 
 
@@ -78,69 +76,97 @@ class _Mixed(NamedTuple):
     """One head's output."""
 
     mean: Array  # (T, K)
-    pattern: Array  # of the variances, (T, K)
-    by_values: Array  # token Gram matrix of the averages of random values, (T, T)
-    token_gram: Array  # all but that, (T, T)
-    feature_gram: Array  # all but that, (K, K)
     weights: Array  # (T, S)
+    reach: Array  # weights times the values' token pattern, (T, S)
     gain: Array  # of the softmax, (T,)
+    token_gram: Array  # all but the averages of random values, under the metric, (T, T)
+    feature_gram: Array  # all but the averages of random values, (K, K)
+    energy: Array  # variance by the scores, summed over the features, (T,)
+    variance: Array  # variance of the projected output by the scores, (T, D)
 
 
-def mix_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
-    """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S)."""
-    num_heads = inputs.num_heads
-    links = make_links(inputs.shared, num_heads)
+def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
+    """Moments of the output: mean (T, D), covariance, and how the tokens were mixed."""
+    h, output = inputs.num_heads, inputs.output
+    kernel = output.kernel.mean
+    noise_metric = vector_cov(output.kernel.input_metric())
+    metric = kernel @ kernel.T + noise_metric
+    links = make_links(inputs.shared, h)
     mixed = jax.vmap(
-        lambda q, k, v, contrast, link, mask: _head(q, k, v, contrast, link, mask, inputs.order),
+        lambda head, tokens, link, mask: _head(head, tokens, link, mask, inputs.order),
         in_axes=(
-            *(_Head._make((0, 0, None, 0)),) * 3,
             0,
+            None,
             None if links is None else Links._make((None, 0, 0, 0)),
             None if inputs.mask is None else 0,
         ),
-    )(
-        _heads(inputs.query, num_heads),
-        _heads(inputs.key, num_heads),
-        _heads(inputs.value, num_heads),
-        _contrasts(inputs),
-        links,
-        inputs.mask,
+    )(*_heads(inputs, metric), links, inputs.mask)
+    values = ValueNoise(inputs.value.cov, mixed.weights, mixed.reach)
+    mean = merge_heads(mixed.mean)
+    cov = _output_cov(output, values, mixed, mean, noise_metric)
+    out_mean = mean @ kernel
+    if output.bias is not None:
+        out_mean = out_mean + output.bias.mean[None, :]
+    return out_mean, cov, Mixing(mixed.weights, mixed.gain)
+
+
+def _output_cov(
+    output: DenseParams, values: ValueNoise, mixed: _Mixed, mean: Array, noise_metric: Array
+) -> Separable:
+    """Covariance of the projected output, its random kernel and bias included."""
+    kernel = output.kernel.mean
+    split = kernel.reshape(*mixed.feature_gram.shape[:2], -1)
+    variance, feature_gram = values.map_features(kernel)
+    variance = variance + jnp.sum(mixed.variance, axis=0)
+    feature_gram = feature_gram + jnp.einsum("hko,hkp->op", split, mixed.feature_gram @ split)
+    token_gram = values.token_gram(kernel @ kernel.T + noise_metric)
+    token_gram = token_gram + jnp.sum(mixed.token_gram, axis=0)
+    features = FeatureGram(feature_gram)
+    if not isinstance(output.kernel, Point):
+        by_scores = jax.vmap(_outer)(mixed.energy, jax.vmap(jnp.diagonal)(mixed.feature_gram))
+        mixed_variance = values.variance() + merge_heads(by_scores)
+        variance = variance + output.kernel.noise_variance(mean, mixed_variance)
+        token_gram = token_gram + (mean @ noise_metric) @ mean.T
+        if output.kernel.uncorrelated:
+            features = features.plus(column_noise(output.kernel, mean, mixed_variance))
+        else:
+            moment = values.feature_gram() + _block_diagonal(mixed.feature_gram) + mean.T @ mean
+            features = FeatureGram(feature_gram + output.kernel.noise_block(moment))
+    variance = fit_marginals(variance, jnp.diagonal(token_gram), features.diag())
+    cov = Separable.from_moments(variance, token_gram, features)
+    if output.bias is None or isinstance(output.bias, Point):
+        return cov
+    return cov.add(Separable.shared(mean.shape[0], output.bias.vector_cov()))
+
+
+def _outer(rows: Array, columns: Array) -> Array:
+    """Rows times columns, over the columns' sum."""
+    total = jnp.broadcast_to(jnp.sum(columns), columns.shape)
+    return rows[:, None] * safe_divide(columns, total)[None, :]
+
+
+def _heads(inputs: Inputs[Separable], metric: Array) -> tuple[_Head, _Tokens]:
+    h = inputs.num_heads
+    contrasts, centre = _contrasts(inputs)
+    kernel = inputs.output.kernel.mean
+    heads = _Head(
+        split_heads(inputs.query.mean, h),
+        split_heads(inputs.key.mean, h),
+        split_heads(inputs.value.mean, h),
+        inputs.query.cov.features().blocks(h),
+        contrasts,
+        inputs.value.cov.features().blocks(h),
+        FeatureGram(metric).blocks(h),
+        kernel.reshape(h, kernel.shape[0] // h, -1),
     )
-    averages = Averages(inputs.value.cov, mixed.weights, mixed.by_values)
-    feature_gram = averages.feature_gram() + _block_diagonal(mixed.feature_gram)
-    columns = jnp.diagonal(feature_gram).reshape(num_heads, -1)
-    rows = jax.vmap(jnp.diagonal)(mixed.by_values + mixed.token_gram)
-    variance = jax.vmap(fit_marginals)(mixed.pattern, rows, columns)
-
-    def token_gram_by(metric: Array) -> Array:
-        metric = jnp.diag(metric) if metric.ndim == 1 else metric
-        own = diagonal_blocks(metric, num_heads)
-        total = jnp.einsum("hdd->h", mixed.feature_gram)
-        shares = safe_divide(jnp.sum(own * mixed.feature_gram, axis=(1, 2)), total)
-        by_scores = jnp.sum(shares[:, None, None] * mixed.token_gram, axis=0)
-        return averages.token_gram(metric) + by_scores
-
-    cov = Separable.from_moments(
-        merge_heads(variance),
-        jnp.sum(mixed.by_values + mixed.token_gram, axis=0),
-        feature_gram,
-        token_gram_by,
+    query, key, value = (
+        over_trace(p.cov.token_gram()) for p in (inputs.query, inputs.key, inputs.value)
     )
-    return merge_heads(mixed.mean), cov, Mixing(mixed.weights, mixed.gain)
+    return heads, _Tokens(query, key, value, centre)
 
 
-def _heads(projection: Projection[Separable], num_heads: int) -> _Head:
-    cov = projection.cov
-    return _Head(
-        split_heads(projection.mean, num_heads),
-        split_heads(cov.scale, num_heads),
-        cov.token_correlation,
-        cov.features().blocks(num_heads),
-    )
-
-
-def _contrasts(inputs: Inputs[Separable]) -> _Contrast:
-    """Feature Gram matrices of every head's keys less their average."""
+def _contrasts(inputs: Inputs[Separable]) -> tuple[Array, Array]:
+    """Feature Gram matrices of every head's keys less their average, and the form that centres."""
     mean, cov, kernel = inputs.key_input
     h = inputs.num_heads
     used = jnp.ones(mean.shape[0], mean.dtype)
@@ -158,59 +184,109 @@ def _contrasts(inputs: Inputs[Separable]) -> _Contrast:
     else:
         moment = part * features.dense() + centred.T @ centred
         noise = FeatureGram(kernel.noise_block(moment))
-    gram = part * features.map(kernel.mean).blocks(h) + noise.blocks(h)
-    return _Contrast(gram, jnp.broadcast_to(centre, (h, *centre.shape)))
+    return part * features.map(kernel.mean).blocks(h) + noise.blocks(h), centre
 
 
 def _head(
-    q: _Head,
-    k: _Head,
-    v: _Head,
-    contrast: _Contrast,
-    links: Links | None,
-    mask: Array | None,
-    order: int,
+    head: _Head, tokens: _Tokens, links: Links | None, mask: Array | None, order: int
 ) -> _Mixed:
-    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
-    scores = q.mean @ k.mean.T
+    width = jnp.asarray(head.query.shape[1], head.query.dtype)
+    scores = head.query @ head.key.T
     if order == 2 and links is not None:
         scores = scores + links.tokens * jnp.trace(links.query_key)
     scores = scores / jnp.sqrt(width)
-    rows = _rows(q, k, contrast, width)
+    rows = _rows(head, tokens, width)
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
-    mean = weights @ v.mean
+    mean, reach = weights @ head.value, weights @ tokens.value
 
-    average_of = average(rows, weights, mean, v.mean, v.token_gram(), order)
-    token_gram = average_of.by_scores
-    feature_gram = v.mean.T @ average_of.inner @ v.mean + v.mixed(average_of.inner)
+    products = _products(head, tokens, weights, mean, reach)
+    noise = score_noise(rows, weights, products, order)
+    token_gram = noise.token_gram
+    inner = inner_noise(rows, weights, noise.gain)
+    feature_gram = head.value.T @ inner @ head.value
+    feature_gram = feature_gram + jnp.sum(inner * tokens.value) * head.value_features
+    noisy = weights**2 * rows.variance()
+    independent = jnp.sum(noisy * products.spread(), axis=1)
+    size = safe_divide(jnp.maximum(jnp.diagonal(token_gram), 0), independent)
+    energy, variance = _by_independent_keys(head, tokens, noisy, weights, mean, reach)
     if links is not None:
-        gain = average_of.gain / jnp.sqrt(width)
-        reach = weights @ links.tokens
-        centres = Centres(q.mean, k.mean, v.mean)
-        crossed_tokens, crossed_features = score_value(centres, links, weights, mean, gain, reach)
+        gain = noise.gain / jnp.sqrt(width)
+        linked = weights @ links.tokens
+        centres = Centres(head.query, head.key, head.value)
+        crossed_tokens, crossed_features = score_value(
+            centres, links, weights, mean, gain, linked, head.metric
+        )
         token_gram = token_gram + crossed_tokens + crossed_tokens.T
         feature_gram = feature_gram + crossed_features + crossed_features.T
-    pattern = independent_variance(rows, weights, mean, v.mean, v.variance())
-    if order == 2 and links is not None:
-        mean = mean + shared_mean(centres, links, weights, gain, reach)
+        if order == 2:
+            mean = mean + shared_mean(centres, links, weights, gain, linked)
     return _Mixed(
-        mean, pattern, average_of.by_values, token_gram, feature_gram, weights, average_of.gain
+        mean,
+        weights,
+        reach,
+        noise.gain,
+        token_gram,
+        feature_gram,
+        size * energy,
+        size[:, None] * variance,
     )
 
 
-def _rows(q: _Head, k: _Head, contrast: _Contrast, width: Array) -> RowCovariance:
-    query_cov, query_metric, key_cov = q.token_gram(), q.metric(), k.token_gram()
-    spread = jnp.broadcast_to(jnp.sum(key_cov * contrast.centre), (1, 1))
-    key_metric = safe_divide(contrast.feature_gram, spread)
-    query_mean = (q.mean @ key_metric) @ q.mean.T
-    shared = jnp.sum(query_metric * key_metric)
-    two = RowCovariance(
-        (
-            Term((query_mean + shared * query_cov) / width, key_cov),
-            Term(query_cov / width, (k.mean @ query_metric) @ k.mean.T),
-        )
+def _products(head: _Head, tokens: _Tokens, weights: Array, mean: Array, reach: Array) -> Products:
+    value, average = head.value @ head.metric, mean @ head.metric
+    noise = jnp.sum(head.value_features * head.metric)
+    return Products(
+        head.value @ value.T + noise * tokens.value,
+        mean @ value.T + noise * reach,
+        mean @ average.T + noise * (reach @ weights.T),
     )
-    return two.as_one_term(contrast.centre)
+
+
+def _by_independent_keys(
+    head: _Head, tokens: _Tokens, noisy: Array, weights: Array, mean: Array, reach: Array
+) -> tuple[Array, Array]:
+    """Variance by scores whose keys are independent: over the head's features, (T,), and (T, D).
+
+    Args:
+      head: one head.
+      tokens: what the heads have in common.
+      noisy: Var[S_ac] times the squared weights, (T, S).
+      weights: W, (T, S).
+      mean: W v, (T, K).
+      reach: W times the token pattern of the values, (T, S).
+    """
+    overlap = jnp.sum(reach * weights, axis=1, keepdims=True)
+    spread = jnp.diagonal(tokens.value)[None, :] - 2 * reach + overlap
+    by_noise = jnp.sum(noisy * spread, axis=1, keepdims=True)
+    total = jnp.sum(noisy, axis=1, keepdims=True)
+
+    def by_mean(value: Array, average: Array) -> Array:
+        return noisy @ value**2 - 2 * average * (noisy @ value) + average**2 * total
+
+    energy = jnp.sum(by_mean(head.value, mean), axis=1)
+    energy = energy + by_noise[:, 0] * jnp.trace(head.value_features)
+    projected = jnp.sum((head.value_features @ head.kernel) * head.kernel, axis=0)
+    variance = by_mean(head.value @ head.kernel, mean @ head.kernel)
+    variance = variance + by_noise * projected[None, :]
+    return jnp.maximum(energy, 0), jnp.maximum(variance, 0)
+
+
+def _rows(head: _Head, tokens: _Tokens, width: Array) -> RowCovariance:
+    """Covariance of the scores, one Kronecker product in the place of two.
+
+    The keys' side is the average that the queries have over the tokens; the queries' side keeps, for
+    every pair of tokens, the total variance of contrasts of keys.
+    """
+    key_mean = (head.key @ head.query_features) @ head.key.T
+    by_key = jnp.sum(tokens.key * tokens.centre)
+    by_mean = jnp.sum(key_mean * tokens.centre)
+    both = jnp.sum(head.query_features * head.contrasts)
+    near = (head.query @ head.contrasts) @ head.query.T + both * tokens.query
+    share = safe_divide(jnp.mean(jnp.diagonal(near)), by_key)
+    keys = share * tokens.key + jnp.mean(jnp.diagonal(tokens.query)) * key_mean
+    total = jnp.broadcast_to(jnp.sum(keys * tokens.centre), (1, 1))
+    queries = safe_divide(near + by_mean * tokens.query, total) / width
+    return RowCovariance((Term(queries, keys),))
 
 
 def _block_diagonal(blocks: Array) -> Array:

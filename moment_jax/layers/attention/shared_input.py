@@ -80,20 +80,22 @@ def score_value(
     mean: Array,
     gain: Array,
     reach: Array,
+    metric: Array,
 ) -> tuple[Array, Array]:
     """Covariance of the scores' part of the output with the values' part: Gram matrices (T, T), (K, K).
 
-    The first is sum_d Cov[sum_f u_af^d S_af, sum_c W_bc v_cd], u_af^d = gain_a W_af (v_fd - A_ad). The
-    arguments are those of `shared_mean`, and the mean A = W v, (T, K).
+    The first is sum_de Cov[sum_f u_af^d S_af, sum_c W_bc v_ce] metric_de, with the scores' part of the
+    weights, u_af^d = gain_a W_af (v_fd - A_ad); the second, without a metric, is a sum over the tokens.
+    The arguments are those of `shared_mean`, the mean A = W v, (T, K), and the metric, (K, K).
     """
+    valued, averaged = centres.value @ metric, mean @ metric
     by_key, by_query = (
         centres.query @ links.key_value,
         centres.key @ links.query_value,
     )  # (T, K), (S, K)
-    lean = by_key @ centres.value.T - jnp.sum(by_key * mean, axis=1, keepdims=True)
-    turn = weights @ jnp.sum(centres.value * by_query, axis=1) - jnp.sum(
-        mean * (weights @ by_query), 1
-    )
+    lean = by_key @ valued.T - jnp.sum(by_key * averaged, axis=1, keepdims=True)
+    turn = weights @ jnp.sum(valued * by_query, axis=1)
+    turn = turn - jnp.sum(averaged * (weights @ by_query), axis=1)
     token_gram = (weights * lean) @ reach.T + turn[:, None] * reach.T
     near = gain[:, None] * weights * reach
     centred = near @ centres.value - jnp.sum(near, axis=1, keepdims=True) * mean

@@ -26,7 +26,13 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
-from moment_jax.layers.attention.rows import RowCovariance, Term, average, independent_variance
+from moment_jax.layers.attention.rows import (
+    Products,
+    RowCovariance,
+    Term,
+    independent_variance,
+    score_noise,
+)
 
 Array = jax.Array
 
@@ -137,13 +143,19 @@ def _output_moments(
     v: _Head, rows: RowCovariance, weights: Array, mean: Array, order: int
 ) -> tuple[Array, Array, Array]:
     """Variance (T, K) and token Gram matrix (T, T) of weights @ values, and the softmax's gain (T,)."""
-    average_of = average(rows, weights, mean, v.mean, v.token_gram(), order)
-    gram = average_of.by_values + average_of.by_scores
+    value_cov = v.token_gram()
+    reach = weights @ value_cov
+    by_values = reach @ weights.T
+    products = Products(
+        v.mean @ v.mean.T + value_cov, mean @ v.mean.T + reach, mean @ mean.T + by_values
+    )
+    by_scores = score_noise(rows, weights, products, order)
+    gram = by_values + by_scores.token_gram
     # The variance of a token, shared out over the features by the pattern of independent keys.
     independent = independent_variance(rows, weights, mean, v.mean, v.variance())
     total = jnp.maximum(jnp.diagonal(gram), 0)[:, None]
     share = safe_divide(independent, jnp.sum(independent, axis=1, keepdims=True))
-    return share * total, gram, average_of.gain
+    return share * total, gram, by_scores.gain
 
 
 def _shared_mean(q: _Head, k: _Head, shared: _SharedHead, weights: Array) -> Array:

@@ -1,0 +1,68 @@
+"""The noise of the values of `Separable`, averaged by the attention weights of all heads."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Separable
+from moment_jax.covariance.numerics import safe_divide
+
+Array = jax.Array
+
+
+class ValueNoise:
+    """Cov = sum_cf W^h_ac W^g_bf Cov[v_cd, v_fe], d in head h and e in head g.
+
+    The values' covariance is read as Cov[v_cd, v_fe] = V_cf F_de, with their token Gram matrix over
+    its trace and their feature Gram matrix. So are all heads' averages correlated as they should.
+
+    Args:
+      cov: covariance of all heads' values, of shape (S, H K).
+      weights: mean attention weights, (H, T, S).
+      reach: the weights times the token pattern V, (H, T, S).
+    """
+
+    def __init__(self, cov: Separable, weights: Array, reach: Array) -> None:
+        self.features = cov.feature_gram()
+        h = weights.shape[0]
+        self.blocks = (h, self.features.shape[0] // h)
+        self.weights, self.reach = weights, reach
+        self.overlaps = jnp.einsum("hac,gac->ahg", reach, weights)  # (T, H, H)
+
+    def token_gram(self, metric: Array) -> Array:
+        """Under a metric (H K, H K) of the features, (T, T)."""
+        h, t, s = self.weights.shape
+        shares = jnp.sum((self.features * metric).reshape(*self.blocks, *self.blocks), axis=(1, 3))
+        others = (shares @ self.weights.reshape(h, t * s)).reshape(h, t, s)
+        return jnp.einsum("hac,hbc->ab", self.reach, others)
+
+    def variance(self) -> Array:
+        """Var of the heads' averages, (T, H K)."""
+        own = jnp.einsum("ahh->ah", self.overlaps)
+        diagonal = jnp.diagonal(self.features).reshape(self.blocks)
+        return (own[:, :, None] * diagonal[None]).reshape(own.shape[0], -1)
+
+    def feature_gram(self) -> Array:
+        """(H K, H K)."""
+        shares = jnp.sum(self.overlaps, axis=0)
+        whole = self.features.reshape(*self.blocks, *self.blocks) * shares[:, None, :, None]
+        return whole.reshape(self.features.shape)
+
+    def map_features(self, kernel: Array) -> tuple[Array, Array]:
+        """Of the averages times a kernel (H K, D): variance (T, D) and feature Gram matrix (D, D)."""
+        h, width = self.blocks
+        split = kernel.reshape(h, width, -1)
+        # One product for each head of the right side, all heads of the left: (G, H K, D).
+        pulled = jnp.einsum("ige,geo->gio", self.features.reshape(-1, h, width), split)
+        pulled = pulled.reshape(h, h, width, -1)
+        pairs = jnp.einsum("hdo,ghdo->hgo", split, pulled)
+        t = self.overlaps.shape[0]
+        variance = self.overlaps.reshape(t, h * h) @ pairs.reshape(h * h, -1)
+        shared = jnp.einsum("hg,ghdo->hdo", jnp.sum(self.overlaps, axis=0), pulled)
+        return jnp.maximum(variance, 0), kernel.T @ shared.reshape(kernel.shape)
+
+
+def over_trace(matrix: Array) -> Array:
+    """A matrix over its trace; zero where that is zero."""
+    return safe_divide(matrix, jnp.broadcast_to(jnp.trace(matrix), (1, 1)))
