@@ -173,28 +173,17 @@ def _bivariate(
     """E[Phi(x)^2] = Phi(t)^2 + 2 (T(t, 1) - T(t, a)) and Phi(a t), a = 1 / sqrt(1 + 2v), t <= 0.
 
     Both are integrals over (a, 1), of phi(t) phi(t u) / (1 + u^2) and of |t| phi(t u), positive and
-    smooth, so that one set of nodes serves both and no digits cancel. The nodes are run through by
-    a loop because its result is then stored once: XLA on CPU would compute an unrolled sum anew for
-    each of the quantities that use it.
+    smooth, so that one set of nodes serves both and no digits cancel.
     """
     width = 2.0 * variance * a * a / (1.0 + a)  # 1 - a
     points, weights = np.polynomial.legendre.leggauss(nodes)
-    square_factor, tail_factor = 2.0 * width * _density(t), -t * width
-
-    def add(
-        carry: tuple[jax.Array, jax.Array], node: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        point, weight = node
-        u = a + width * point
-        term = weight * _density(t * u)
-        return (
-            carry[0] + square_factor * term / (1.0 + u * u),
-            carry[1] + tail_factor * term,
-        ), None
-
-    rule = jnp.asarray(0.5 + 0.5 * points, t.dtype), jnp.asarray(0.5 * weights, t.dtype)
-    (square, tail_inner), _ = jax.lax.scan(add, (tail * tail, tail), rule)
-    return square, tail_inner
+    square = inner = jnp.zeros_like(t)
+    for point, weight in zip(0.5 + 0.5 * points, 0.5 * weights, strict=True):
+        u = a + width * float(point)
+        term = float(weight) * _density(t * u)
+        square = square + term / (1.0 + u * u)
+        inner = inner + term
+    return tail * tail + 2.0 * width * _density(t) * square, tail - t * width * inner
 
 
 def _density(t: jax.Array) -> jax.Array:
