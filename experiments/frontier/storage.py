@@ -45,7 +45,8 @@ class Store:
     def load(self, name: str, settings: dict[str, Any]) -> Arrays | None:
         """The arrays, or None where there are none of these settings."""
         try:
-            with np.load(self.path(name), allow_pickle=False) as stored:
+            # numpy leaves a truncated file open that it has opened itself
+            with self.path(name).open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {key: stored[key] for key in stored.files}
             kept = json.loads(str(arrays.pop(SETTINGS)))
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
