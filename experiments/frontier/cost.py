@@ -59,11 +59,7 @@ def moment_forward(problem: Problem, structure: type[mj.Covariance]) -> Compiled
 def plain_forward(problem: Problem) -> Compiled:
     """Tokens and logits of the library's plain encoder at the means."""
     encoder = encoder_of(problem.spec, mj.Diagonal)
-    means = jax.tree.map(
-        lambda belief: belief.mean,
-        problem.each_block(),
-        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
-    )
+    means = _means(problem.each_block())
 
     def forward(arrays: Any, head: Head, x: Array) -> tuple[Array, Array]:
         tokens = encoder.network((arrays, None))(x)
@@ -74,11 +70,7 @@ def plain_forward(problem: Problem) -> Compiled:
 
 def scanned_forward(problem: Problem) -> Compiled:
     """The same, one block compiled and scanned over the stacked weights."""
-    means = jax.tree.map(
-        lambda belief: belief.mean,
-        problem.blocks,
-        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
-    )
+    means = _means(problem.blocks)
 
     def forward(arrays: Any, head: Head, x: Array) -> tuple[Array, Array]:
         tokens = plain_tokens(problem.spec, arrays, x)
@@ -110,11 +102,7 @@ def plain_step(problem: Problem) -> Compiled:
 
 def scanned_step(problem: Problem) -> Compiled:
     """The same, one block compiled and scanned over the stacked weights."""
-    means = jax.tree.map(
-        lambda belief: belief.mean,
-        problem.blocks,
-        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
-    )
+    means = _means(problem.blocks)
     return _step(
         problem, means, _cross_entropy(lambda arrays, x: plain_tokens(problem.spec, arrays, x))
     )
@@ -152,3 +140,12 @@ def all_finite(result: Any) -> bool:
 def _certain(problem: Problem) -> tuple[Head, Array]:
     head = jnp.asarray(problem.head[0]), jnp.asarray(problem.head[1])
     return head, jnp.asarray(problem.inputs)
+
+
+def _means(blocks: Any) -> Any:
+    """The means in the place of the beliefs."""
+    return jax.tree.map(
+        lambda belief: belief.mean,
+        blocks,
+        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
+    )

@@ -15,12 +15,18 @@ _COSTS = ("time_ratio", "memory_ratio", "compile_ratio_scanned")
 
 
 def accuracy_table(records: list[Record]) -> str:
-    """The four figures of the library at the tokens and at the logits."""
+    """The four figures of the library at the tokens and at the logits, and the truth's own noise.
+
+    The noise is the mean standard error, at the tokens, of a mean in sd and of a sd relative to it.
+    """
     header = [*(f"tok {name}" for name in SHORT), *(f"log {name}" for name in SHORT)]
+    header += ["mean noise", "sd noise"]
 
     def cells(record: Record) -> list[str]:
         parts = (record["tokens"], record["logits"])
-        return [f"{part[name]:.4f}" for part in parts for name in FIGURES]
+        figures = [part[name] for part in parts for name in FIGURES]
+        figures += [record["truth"]["tokens_mean_error"], record["truth"]["tokens_sd_error"]]
+        return [f"{figure:.4f}" for figure in figures]
 
     return _table(records, header, cells)
 
