@@ -6,11 +6,12 @@ import importlib
 import os
 import sys
 
-from experiments.command_line import InputError, Parser
+from experiments.command_line import InputError, Parser, PartError
 
 COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
     "closure": "tell apart what a structure cannot hold and what a transform gets wrong",
+    "frontier": "measure error over cost of every structure, from one block to twelve",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""
@@ -19,12 +20,14 @@ DEFAULT_COMMAND = "digits"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one experiment and return the exit status: 2 for bad input, 130 for Ctrl-C."""
+    """Run one experiment; exit status 1 for a part that failed, 2 for bad input, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)
     except InputError as error:
         return _say(error, 2)
+    except PartError as error:
+        return _say(error, 1)
     except KeyboardInterrupt as error:
         return _say(str(error) or "stopped", 130)
     except BrokenPipeError:  # whoever read our output has closed it, as `head` does

@@ -8,7 +8,6 @@ the logits where the file has a head, and the time as a multiple of the determin
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ import numpy as np
 import moment_jax as mj
 from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
-from experiments.command_line import number, one_of
+from experiments.command_line import number
 from experiments.outputs import writable_file, write_json
+from experiments.structures import add_structures
+from experiments.timing import interleaved
 
 HEADER = ["case", "structure", "mean error", "sd ratio", "|ratio-1|", "sd corr.", "time"]
 
@@ -34,14 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of .npz case files (required); a weight's standard deviation of 0 is a certain "
         "weight, a negative one an error",
     )
-    add(
-        "--structure",
-        type=one_of(mj.STRUCTURES, "structure"),
-        nargs="+",
-        metavar="NAME",
-        default=list(mj.STRUCTURES),
-        help=f"covariance structures: {', '.join(mj.STRUCTURES)} (default: all)",
-    )
+    add_structures(parser)
     add("--json", type=Path, metavar="FILE", help="write the figures there too (default: nowhere)")
     add(
         "--repeats",
@@ -93,7 +87,7 @@ def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
         records.append(_record(case.name, name, output, case.truth))
         if case.logits is not None:
             records.append(_record(f"{case.name} logits", name, logits, case.logits))
-    times = _interleaved(forwards, args.repeats)
+    times = interleaved(forwards, args.repeats)
     for record in records:
         if record["structure"] in times:
             record["time_ratio"] = times[record["structure"]] / times[""]
@@ -104,19 +98,6 @@ def _record(case: str, structure: str, moments: tuple[Any, Any], truth: Truth) -
     mean, sd = (np.asarray(part) for part in moments)
     agreement = mj.reference.Agreement.of(mean, sd, truth.mean, truth.sd)
     return {"case": case, "structure": structure, **agreement._asdict()}
-
-
-def _interleaved(forwards: dict[str, propagation.Forward], repeats: int) -> dict[str, float]:
-    """Median seconds of each forward; they take turns, so that what slows the machine slows all."""
-    times: dict[str, list[float]] = {name: [] for name in forwards}
-    for forward in forwards.values():
-        forward()
-    for _ in range(repeats):
-        for name, forward in forwards.items():
-            start = time.perf_counter()
-            forward()
-            times[name].append(time.perf_counter() - start)
-    return {name: float(np.median(taken)) for name, taken in times.items()}
 
 
 def _cells(record: dict[str, Any]) -> list[str]:

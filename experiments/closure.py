@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
-from experiments.command_line import number, one_of
+from experiments.command_line import number
 from experiments.digits import trained
 from experiments.outputs import writable_file, write_json
 from experiments.report import aligned
+from experiments.structures import add_structures
 
 KINDS = ("closure", "library", "layer")
 
@@ -34,14 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the --out of a finished main job (default: %(default)s)",
     )
-    add(
-        "--structure",
-        type=one_of(mj.STRUCTURES, "structure"),
-        nargs="+",
-        metavar="NAME",
-        default=list(mj.STRUCTURES),
-        help=f"covariance structures: {', '.join(mj.STRUCTURES)} (default: all)",
-    )
+    add_structures(parser)
     add(
         "--images",
         type=number(int, least=1),

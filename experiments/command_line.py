@@ -12,6 +12,10 @@ class InputError(Exception):
     """Something from outside (a file, a folder, an option) is wrong; the message says the mend."""
 
 
+class PartError(Exception):
+    """A part of the work failed, and the message says which; the rest is done and written."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the exit status 2."""
 

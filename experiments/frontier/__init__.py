@@ -1,0 +1,108 @@
+"""Error over cost for every structure: networks from one block to twelve, random and trained posteriors.
+
+Each network is a pre-norm encoder with a certain linear head on the mean over tokens. Its moments
+are compared with sampled truth at the tokens and at the logits: mean error in true sd, sd ratio,
+mean of |ratio - 1|, correlation of the sds. Time, memory and compilation of the forward and of the
+train step are ratios to those of the same plain network. The table says too how many sampled
+networks give the same sd error, and that number over the cost of the moment forward. Trained
+posteriors come from sampled variational inference on scikit-learn's digits, so that no method of
+moments is favoured; they and the sampled truths are kept in --out for the next run. The exit status
+is 1 if a network failed; the others are measured all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import moment_jax as mj
+from experiments.command_line import PartError
+from experiments.frontier import cost, figure, tables
+from experiments.frontier.measure import Limits, failure, measure
+from experiments.frontier.networks import DEFAULT, LARGE, NETWORKS, QUICK
+from experiments.frontier.options import add_arguments
+from experiments.frontier.problems import Problems
+from experiments.outputs import writable_file, writable_folder, write_json
+
+__all__ = ["add_arguments", "run"]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure network by network; write the figures after each, print the tables at the end."""
+    names = _chosen(args)
+    if args.list:
+        width = max(map(len, NETWORKS))
+        print("\n".join(f"{name:{width}s}  {NETWORKS[name].described()}" for name in names))
+        return
+    out = writable_folder(args.out, "--out")
+    if args.json is not None:
+        writable_file(args.json, "--json")
+    structures = {name: mj.STRUCTURES[name] for name in dict.fromkeys(args.structure)}
+    limits = Limits(args.repeats, args.array_limit, args.memory_limit)
+    problems = Problems(out, args.samples, args.seed)
+    cost.warm_up()
+    records: list[dict[str, Any]] = []
+    for name in names:
+        start = time.perf_counter()
+        records += _measured(name, problems, structures, limits)
+        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        for path in (out / "frontier.json", args.json):
+            if path is not None:
+                write_json(path, records)
+    _report(records)
+    if any(record["status"] == "ok" for record in records):
+        figure.save(figure.error_over_cost(records), out / "frontier.png")
+    failed = list(
+        dict.fromkeys(record["network"] for record in records if record["status"] == "failed")
+    )
+    if failed:
+        raise PartError(f"failed: {', '.join(failed)}; the reasons are in {out / 'frontier.json'}")
+
+
+def _chosen(args: argparse.Namespace) -> list[str]:
+    """Names of the networks, in the order in which they are listed."""
+    if args.networks is not None:
+        chosen = set(args.networks)
+    elif args.list and not (args.quick or args.large):
+        chosen = set(NETWORKS)
+    else:
+        chosen = set(QUICK if args.quick else LARGE if args.large else DEFAULT)
+    return [name for name in NETWORKS if name in chosen]
+
+
+def _measured(
+    name: str, problems: Problems, structures: dict[str, type[mj.Covariance]], limits: Limits
+) -> list[dict[str, Any]]:
+    """The records of one network, with what it is; a failure is a record too."""
+    spec = NETWORKS[name]
+    about = {
+        "blocks": spec.num_blocks,
+        "tokens_per_sequence": spec.num_tokens,
+        "features": spec.num_features,
+        "batch": spec.batch,
+        "kl_weight": None if spec.training is None else spec.training.kl_weight,
+    }
+    try:
+        problem = problems.problem(spec)
+        truth = problems.truth(problem)
+        noise = {"samples": problems.samples_of(spec), **truth.noise()}
+        records = measure(problem, truth, structures, limits)
+        return [{**record, "about": about, "truth": noise} for record in records]
+    except Exception as error:  # a bad network is not to stop the others
+        return [
+            {"network": name, "structure": structure, "about": about, **failure(error)}
+            for structure in structures
+        ]
+
+
+def _report(records: list[dict[str, Any]]) -> None:
+    print("Agreement with the sampled truth\n" + tables.accuracy_table(records))
+    print(
+        "\nOver the plain network (compilation: over the scanned one); Monte Carlo samples of the same "
+        "sd error, and those over the cost of the forward\n" + tables.cost_table(records)
+    )
+    said = tables.reasons(records)
+    if said:
+        print("\n" + said)

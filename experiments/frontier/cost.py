@@ -1,0 +1,151 @@
+"""Compiled forwards and train steps: how long they take to compile, and the memory that they need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import moment_jax as mj
+from experiments.frontier.passes import Head, classify, encoder_of, moments, plain_tokens
+from experiments.frontier.problem import Problem
+
+Array = jax.Array
+DATASET_SIZE = 1000  # weighs the KL divergence in the train step; its cost does not depend on it
+
+
+class Compiled(NamedTuple):
+    """A compiled function of no arguments; it returns when the result is there.
+
+    Args:
+      run: the function.
+      seconds: what tracing and compiling took.
+      bytes: its arguments, its results, and what it needs beside them.
+    """
+
+    run: Callable[[], Any]
+    seconds: float
+    bytes: int
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Compiled:
+    """Trace and compile, and bind the arguments."""
+    start = time.perf_counter()
+    program = jax.jit(function).lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    memory: Any = program.memory_analysis()
+    needed = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return Compiled(lambda: jax.block_until_ready(program(*arguments)), seconds, int(needed))
+
+
+def warm_up() -> None:
+    """Compile something, so that the first program that counts does not start the compiler."""
+    compiled(lambda x: jax.nn.gelu(x @ x), jnp.ones((8, 8)))
+
+
+def moment_forward(problem: Problem, structure: type[mj.Covariance]) -> Compiled:
+    """The moments of tokens and logits, of the problem's beliefs."""
+    encoder = encoder_of(problem.spec, structure)
+    return compiled(partial(moments, encoder), (problem.each_block(), None), *_certain(problem))
+
+
+def plain_forward(problem: Problem) -> Compiled:
+    """Tokens and logits of the library's plain encoder at the means."""
+    encoder = encoder_of(problem.spec, mj.Diagonal)
+    means = _means(problem.each_block())
+
+    def forward(arrays: Any, head: Head, x: Array) -> tuple[Array, Array]:
+        tokens = encoder.network((arrays, None))(x)
+        return tokens, classify(tokens, head)
+
+    return compiled(forward, means, *_certain(problem))
+
+
+def scanned_forward(problem: Problem) -> Compiled:
+    """The same, one block compiled and scanned over the stacked weights."""
+    means = _means(problem.blocks)
+
+    def forward(arrays: Any, head: Head, x: Array) -> tuple[Array, Array]:
+        tokens = plain_tokens(problem.spec, arrays, x)
+        return tokens, classify(tokens, head)
+
+    return compiled(forward, means, *_certain(problem))
+
+
+def moment_step(problem: Problem, structure: type[mj.Covariance]) -> Compiled:
+    """The negative ELBO, its gradient for all variational parameters, and Adam's update."""
+    graph, params = nnx.split(encoder_of(problem.spec, structure))
+    fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
+
+    def loss(trained: tuple[Any, Head], x: Array, labels: Array) -> Array:
+        encoder = nnx.merge(graph, trained[0])
+        output = moments(encoder, encoder.params, trained[1], x)
+        fits = jax.vmap(fit_of)(labels, output.logit_mean, output.logit_cov)
+        bound = mj.objectives.elbo(fits, encoder.kl(), dataset_size=DATASET_SIZE)
+        return -bound / DATASET_SIZE
+
+    return _step(problem, params, loss)
+
+
+def plain_step(problem: Problem) -> Compiled:
+    """Cross-entropy of the same plain network, its gradient, and Adam's update."""
+    graph, params = nnx.split(encoder_of(problem.spec, mj.Diagonal).mean_network())
+    return _step(problem, params, _cross_entropy(lambda params, x: nnx.merge(graph, params)(x)))
+
+
+def scanned_step(problem: Problem) -> Compiled:
+    """The same, one block compiled and scanned over the stacked weights."""
+    means = _means(problem.blocks)
+    return _step(
+        problem, means, _cross_entropy(lambda arrays, x: plain_tokens(problem.spec, arrays, x))
+    )
+
+
+def _cross_entropy(
+    tokens_of: Callable[[Any, Array], Array],
+) -> Callable[[tuple[Any, Head], Array, Array], Array]:
+    def loss(trained: tuple[Any, Head], x: Array, labels: Array) -> Array:
+        logits = classify(tokens_of(trained[0], x), trained[1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return loss
+
+
+def _step(problem: Problem, params: Any, loss: Callable[..., Array]) -> Compiled:
+    """Compile one update of these parameters and the head; the result is (loss, state)."""
+    optimizer = optax.adam(1e-3)
+    head, x = _certain(problem)
+    trained = params, head
+
+    def step(trained: Any, state: Any, x: Array, labels: Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(trained, x, labels)
+        changes, state = optimizer.update(grads, state, trained)
+        return value, optax.apply_updates(trained, changes), state
+
+    return compiled(step, trained, optimizer.init(trained), x, jnp.asarray(problem.labels))
+
+
+def all_finite(result: Any) -> bool:
+    """Whether every number of a step's result is finite."""
+    return all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(result))
+
+
+def _certain(problem: Problem) -> tuple[Head, Array]:
+    head = jnp.asarray(problem.head[0]), jnp.asarray(problem.head[1])
+    return head, jnp.asarray(problem.inputs)
+
+
+def _means(blocks: Any) -> Any:
+    """The means in the place of the beliefs."""
+    return jax.tree.map(
+        lambda belief: belief.mean,
+        blocks,
+        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
+    )

@@ -1,0 +1,173 @@
+"""All that is measured of one network: a record for every structure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import moment_jax as mj
+from experiments.frontier import cost
+from experiments.frontier.advantage import Accuracy, advantage
+from experiments.frontier.cost import Compiled
+from experiments.frontier.problem import Problem, Spec
+from experiments.frontier.truth import Sampled, Truth
+from experiments.timing import interleaved
+
+Record = dict[str, Any]
+
+GIB = 2**30
+BYTES = 4  # float32
+SLOW = 30.0  # seconds: all timed runs of one kind together take about this, or three runs of each
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What is run and what is skipped.
+
+    Args:
+      repeats: the most timed runs of each function.
+      array_gib: the largest array that a structure may need.
+      memory_gib: the most that a compiled function may need.
+    """
+
+    repeats: int
+    array_gib: float
+    memory_gib: float
+
+
+class Skip(Exception):  # noqa: N818 (it is no error)
+    """A structure does not fit; the message says why."""
+
+
+class Programs(NamedTuple):
+    """Forward and train step."""
+
+    forward: Compiled
+    step: Compiled
+
+
+def largest_array_gib(spec: Spec, structure: type[mj.Covariance]) -> float:
+    """The largest array that a structure has to hold, in GiB.
+
+    That of `Full` is the covariance of all hidden units, (T F)^2, or of all scores, H^2 T^4, of one
+    sequence; that of `TokenBlock` each token's covariance of the hidden units; else the scores.
+    """
+    tokens, hidden = spec.num_tokens, spec.hidden_features
+    if structure is mj.Full:
+        numbers = max((tokens * hidden) ** 2, spec.num_heads**2 * tokens**4)
+    elif structure is mj.TokenBlock:
+        numbers = spec.batch * tokens * hidden**2
+    else:
+        numbers = spec.batch * spec.num_heads * tokens**2
+    return numbers * BYTES / GIB
+
+
+def measure(
+    problem: Problem, truth: Truth, structures: dict[str, type[mj.Covariance]], limits: Limits
+) -> list[Record]:
+    """One record for each structure, in their order."""
+    spec = problem.spec
+    plain = Programs(cost.plain_forward(problem), cost.plain_step(problem))
+    scanned = Programs(cost.scanned_forward(problem), cost.scanned_step(problem))
+    records: dict[str, Record] = {}
+    programs: dict[str, Programs] = {}
+    for name, structure in structures.items():
+        record: Record = {"network": spec.name, "structure": name, "status": "ok"}
+        records[name] = record
+        try:
+            programs[name] = _programs(problem, structure, limits)
+            record |= _accuracies(programs[name], truth)
+        except Skip as reason:
+            record |= {"status": "skipped", "reason": str(reason)}
+        except Exception as error:  # one structure's failure is not to hide the others' figures
+            record |= failure(error)
+            programs.pop(name, None)
+    times = _times({"": plain, **programs}, limits.repeats)
+    for name, these in programs.items():
+        records[name]["cost"] = _cost(these, plain, scanned, times, name)
+        _add_advantages(records[name], truth)
+    return list(records.values())
+
+
+def failure(error: Exception) -> Record:
+    """What a record says of an exception, in one line."""
+    said = " ".join(str(error).split())[:300]
+    return {"status": "failed", "reason": f"{type(error).__name__}: {said}"}
+
+
+def _programs(problem: Problem, structure: type[mj.Covariance], limits: Limits) -> Programs:
+    size = largest_array_gib(problem.spec, structure)
+    if size > limits.array_gib:
+        raise Skip(f"one array of {size:.2g} GiB is over --array-limit {limits.array_gib:g}")
+    forward = cost.moment_forward(problem, structure)
+    _check_memory(forward, limits)
+    step = cost.moment_step(problem, structure)
+    _check_memory(step, limits)
+    if not cost.all_finite(step.run()):
+        raise FloatingPointError("a train step gives numbers that are not finite")
+    return Programs(forward, step)
+
+
+def _check_memory(program: Compiled, limits: Limits) -> None:
+    if program.bytes > limits.memory_gib * GIB:
+        raise Skip(
+            f"{program.bytes / GIB:.2g} GiB of memory are over --memory-limit {limits.memory_gib:g}"
+        )
+
+
+def _accuracies(programs: Programs, truth: Truth) -> Record:
+    output = programs.forward.run()
+    variance = np.einsum("ncc->nc", np.asarray(output.logit_cov))
+    pairs = {
+        "tokens": (output.mean, output.sd, truth.tokens),
+        "logits": (output.logit_mean, np.sqrt(variance), truth.logits),
+    }
+    return {name: _accuracy(*pair) for name, pair in pairs.items()}
+
+
+def _accuracy(mean: Any, sd: Any, truth: Sampled) -> Record:
+    accuracy = Accuracy.of(np.asarray(mean), np.asarray(sd), truth)
+    figures = accuracy._asdict()
+    return {**figures.pop("agreement")._asdict(), **figures}
+
+
+def _times(programs: dict[str, Programs], repeats: int) -> dict[str, dict[str, float]]:
+    """Median seconds by kind and structure; slow networks are run fewer times."""
+    times = {}
+    for kind in Programs._fields:
+        functions = {name: getattr(these, kind).run for name, these in programs.items()}
+        once = sum(interleaved(functions, 1).values())
+        times[kind] = interleaved(functions, min(repeats, max(3, int(SLOW / once))))
+    return times
+
+
+def _cost(
+    these: Programs,
+    plain: Programs,
+    scanned: Programs,
+    times: dict[str, dict[str, float]],
+    name: str,
+) -> Record:
+    record: Record = {}
+    for kind in Programs._fields:
+        mine, yardstick, rolled = (getattr(each, kind) for each in (these, plain, scanned))
+        taken = times[kind]
+        record[kind] = {
+            "seconds": taken[name],
+            "time_ratio": taken[name] / taken[""],
+            "bytes": mine.bytes,
+            "memory_ratio": mine.bytes / yardstick.bytes,
+            "compile_seconds": mine.seconds,
+            "compile_ratio": mine.seconds / yardstick.seconds,
+            "compile_ratio_scanned": mine.seconds / rolled.seconds,
+        }
+    return record
+
+
+def _add_advantages(record: Record, truth: Truth) -> None:
+    ratio = record["cost"]["forward"]["time_ratio"]
+    for name, curve in (("tokens", truth.token_curve), ("logits", truth.logit_curve)):
+        found = advantage(record[name]["rms_sd_error"], truth.sizes, curve, ratio)
+        record[name]["monte_carlo"] = found._asdict()

@@ -1,0 +1,91 @@
+"""A network to measure: beliefs about the blocks of a pre-norm encoder; certain inputs and head."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+import moment_jax as mj
+
+EPSILON = 1e-5  # of the normalisations; the case files' value
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How a posterior is trained by sampled variational inference.
+
+    Args:
+      kl_weight: weight of the KL divergence: 1 is Bayes' rule, less a cold posterior.
+      seed: of the initial weights, the mini-batches and the draws; the data are split once and for all.
+      steps: updates.
+    """
+
+    kl_weight: float
+    seed: int = 0
+    steps: int = 3000
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a network is, before anything is computed.
+
+    Args:
+      name: unique; what `--networks` takes.
+      num_blocks: L.
+      num_tokens: T.
+      num_features: D; the hidden layers have 4 D.
+      batch: sequences measured together.
+      training: None for a random posterior.
+      samples: the most networks drawn for the truth; the command line may ask for fewer.
+      num_heads: H.
+    """
+
+    name: str
+    num_blocks: int
+    num_tokens: int
+    num_features: int
+    batch: int
+    training: Training | None = None
+    samples: int = 4000
+    num_heads: int = 4
+
+    @property
+    def hidden_features(self) -> int:
+        """Width of the feed-forward layers."""
+        return 4 * self.num_features
+
+    def described(self) -> str:
+        """One line for people."""
+        kind = "random posterior"
+        if self.training is not None:
+            kind = f"trained, KL weight {self.training.kl_weight:g}, seed {self.training.seed}"
+        return (
+            f"{self.num_blocks} blocks, T {self.num_tokens}, D {self.num_features}, "
+            f"batch {self.batch}, {kind}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A network with its inputs.
+
+    Args:
+      spec: what it is.
+      blocks: beliefs about all blocks, stacked: every array has a leading axis of L.
+      head: certain dense layer on the mean over tokens, kernel (D, C) and bias (C,), as arrays.
+      inputs: (N, T, D), certain.
+      labels: (N,) classes.
+    """
+
+    spec: Spec
+    blocks: mj.EncoderBlockParams
+    head: tuple[np.ndarray, np.ndarray]
+    inputs: np.ndarray
+    labels: np.ndarray
+
+    def each_block(self) -> list[mj.EncoderBlockParams]:
+        """The beliefs block by block."""
+        leaves, tree = jax.tree.flatten(self.blocks)
+        return [jax.tree.unflatten(tree, each) for each in zip(*leaves, strict=True)]

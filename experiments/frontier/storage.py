@@ -1,0 +1,145 @@
+"""Trained posteriors and sampled truths on disk, in the form of the case files of `accuracy`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import moment_jax as mj
+from experiments.frontier.beliefs import factorized
+from experiments.frontier.problem import Problem, Spec
+from experiments.frontier.truth import Sampled, Truth
+from experiments.outputs import whole_file
+
+Arrays = dict[str, np.ndarray]
+
+SETTINGS = "settings"
+LETTERS = {"q": "query", "k": "key", "v": "value", "o": "output"}
+PARTS = {"f1": "hidden", "f2": "output"}
+
+
+class Store:
+    """The `.npz` files of one folder, each with the settings that it was made with.
+
+    A file of other settings, or one that cannot be read, counts as none: it is made anew.
+
+    Args:
+      folder: made if need be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        """Where the arrays of that name are."""
+        return self.folder / f"{name}.npz"
+
+    def load(self, name: str, settings: dict[str, Any]) -> Arrays | None:
+        """The arrays, or None where there are none of these settings."""
+        try:
+            # numpy leaves a truncated file open that it has opened itself
+            with self.path(name).open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                arrays = {key: stored[key] for key in stored.files}
+            kept = json.loads(str(arrays.pop(SETTINGS)))
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            return None
+        return arrays if all(kept.get(key) == value for key, value in settings.items()) else None
+
+    def save(self, name: str, settings: dict[str, Any], arrays: Arrays) -> None:
+        """Write all, whole or not at all."""
+        with whole_file(self.path(name)) as temporary:
+            stored: dict[str, Any] = {**arrays, SETTINGS: np.array(json.dumps(settings))}
+            np.savez(temporary, **stored)
+
+
+def posterior_settings(spec: Spec) -> dict[str, Any]:
+    """What a trained posterior depends on."""
+    return {"network": dataclasses.asdict(spec) | {"samples": 0}}
+
+
+def problem_arrays(problem: Problem) -> Arrays:
+    """A problem as the arrays of a case file."""
+    arrays: Arrays = {
+        "X": problem.inputs,
+        "label": problem.labels,
+        "heads": np.array(problem.spec.num_heads),
+        "head_W": problem.head[0].T,
+        "head_b": problem.head[1],
+    }
+    for i, block in enumerate(problem.each_block()):
+        for name, belief in _named(block).items():
+            arrays[f"L{i}_{name}"] = np.asarray(belief.mean).T
+            arrays[f"L{i}_{name}_s"] = np.sqrt(np.asarray(belief.marginal_variance())).T
+    return arrays
+
+
+def problem_of(spec: Spec, arrays: Arrays) -> Problem:
+    """The problem that these arrays are of."""
+    each = [_block(arrays, f"L{i}_") for i in range(spec.num_blocks)]
+    blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    head = arrays["head_W"].T, arrays["head_b"]
+    return Problem(spec, blocks, head, arrays["X"], arrays["label"])
+
+
+def _named(block: mj.EncoderBlockParams) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for letter, name in LETTERS.items():
+        layer = getattr(block.attention, name)
+        named |= {f"W{letter}": layer.kernel, f"b{letter}": layer.bias}
+    for letter, name in PARTS.items():
+        layer = getattr(block.feed_forward, name)
+        named |= {f"W{letter}": layer.kernel, f"b{letter}": layer.bias}
+    for i, norm in enumerate((block.norm1, block.norm2), start=1):
+        named |= {f"ln{i}_g": norm.scale, f"ln{i}_b": norm.bias}
+    return named
+
+
+def _block(arrays: Arrays, prefix: str) -> mj.EncoderBlockParams:
+    def belief(name: str) -> mj.posterior.Factorized:
+        return factorized(arrays[prefix + name].T, arrays[f"{prefix}{name}_s"].T)
+
+    def dense(letter: str) -> mj.DenseParams:
+        return mj.DenseParams(belief(f"W{letter}"), belief(f"b{letter}"))
+
+    def norm(i: int) -> mj.NormParams:
+        return mj.NormParams(belief(f"ln{i}_g"), belief(f"ln{i}_b"))
+
+    attention = mj.AttentionParams(*(dense(letter) for letter in LETTERS))
+    feed_forward = mj.FeedForwardParams(*(dense(letter) for letter in PARTS))
+    return mj.EncoderBlockParams(attention, norm(1), feed_forward, norm(2))
+
+
+def truth_arrays(truth: Truth) -> Arrays:
+    """A truth as the arrays of a case file, with the standard errors and the subsamples' errors."""
+    arrays: Arrays = {"subsamples": truth.sizes}
+    for prefix, moments, curve in (
+        ("mc", truth.tokens, truth.token_curve),
+        ("logit", truth.logits, truth.logit_curve),
+    ):
+        arrays |= {
+            f"{prefix}_mean": moments.mean,
+            f"{prefix}_std": moments.sd,
+            f"{prefix}_mean_error": moments.mean_error,
+            f"{prefix}_std_error": moments.sd_error,
+            f"{prefix}_subsampled_error": curve,
+        }
+    return arrays
+
+
+def truth_of(arrays: Arrays) -> Truth:
+    """The truth that these arrays are of."""
+
+    def moments(prefix: str) -> Sampled:
+        parts = ("mean", "std", "mean_error", "std_error")
+        return Sampled(*(arrays[f"{prefix}_{part}"] for part in parts))
+
+    curves = (arrays[f"{prefix}_subsampled_error"] for prefix in ("mc", "logit"))
+    return Truth(moments("mc"), moments("logit"), arrays["subsamples"], *curves)
