@@ -1,0 +1,55 @@
+"""Attention as a random walk on a sphere: kernels, Markov chains, diffusion, Brownian motion.
+
+Exact functions for what holds of identity projections on the sphere, and statistics that say how far a
+model of yours is from it.
+"""
+
+from moment_jax.brownian.diffusion import (
+    DiffusionMap,
+    diffusion_distances,
+    diffusion_map,
+    kernel_diffusion_map,
+    median_bandwidth,
+)
+from moment_jax.brownian.ito import ito
+from moment_jax.brownian.kernels import (
+    FormParts,
+    ScoreParts,
+    attention_scores,
+    gaussian_kernel,
+    linear_kernel,
+    row_normalize,
+    split_projections,
+    split_scores,
+    symmetric_and_antisymmetric,
+    transition_matrix,
+)
+from moment_jax.brownian.krylov import Eigenpairs
+from moment_jax.brownian.markov import (
+    detailed_balance_gap,
+    entropy_rate,
+    k_step,
+    kernel_stationary,
+    propagate,
+    stationary,
+)
+from moment_jax.brownian.mixing import (
+    absorbing,
+    eigenpairs,
+    hitting_times,
+    mixing_time,
+    reversible_eigenpairs,
+    spectral_gap,
+)
+from moment_jax.brownian.operators import TransitionOperator, attention_operator, lazy
+from moment_jax.brownian.paths import (
+    brownian_bridge,
+    brownian_increments,
+    brownian_path,
+    euler_maruyama,
+    milstein,
+    quadratic_variation,
+)
+from moment_jax.brownian.reachability import ChainClasses, chain_classes
+from moment_jax.brownian.sphere import SphereGap, sphere_dot, sphere_gap, squared_distances, to_sphere
+from moment_jax.brownian.walk import graph_walk, grid_walk, heat_equation, heat_step, sample_walk
