@@ -4,12 +4,22 @@ Exact functions for what holds of identity projections on the sphere, and statis
 model of yours is from it.
 """
 
+from moment_jax.brownian.dependence import Dependence, independence_test
 from moment_jax.brownian.diffusion import (
     DiffusionMap,
     diffusion_distances,
     diffusion_map,
     kernel_diffusion_map,
     median_bandwidth,
+)
+from moment_jax.brownian.growth import VarianceGrowth, variance_growth
+from moment_jax.brownian.heads import (
+    HeadCurve,
+    HeadImportance,
+    head_curve,
+    head_importance,
+    head_predictions,
+    head_signal,
 )
 from moment_jax.brownian.ito import ito
 from moment_jax.brownian.kernels import (
@@ -41,6 +51,8 @@ from moment_jax.brownian.mixing import (
     reversible_eigenpairs,
     spectral_gap,
 )
+from moment_jax.brownian.motion import BlockMotion, TokenMotion, motion_report, token_motion
+from moment_jax.brownian.normality import Normality, normality_test
 from moment_jax.brownian.operators import TransitionOperator, attention_operator, lazy
 from moment_jax.brownian.paths import (
     brownian_bridge,
@@ -50,6 +62,13 @@ from moment_jax.brownian.paths import (
     milstein,
     quadratic_variation,
 )
+from moment_jax.brownian.pruning import mask_heads, prune_heads
 from moment_jax.brownian.reachability import ChainClasses, chain_classes
 from moment_jax.brownian.sphere import SphereGap, sphere_dot, sphere_gap, squared_distances, to_sphere
+from moment_jax.brownian.stream import (
+    StreamMoments,
+    predicted_stream,
+    residual_stream,
+    sampled_stream,
+)
 from moment_jax.brownian.walk import graph_walk, grid_walk, heat_equation, heat_step, sample_walk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import sparse
 
 Array = jax.Array
@@ -23,7 +24,7 @@ def check_points(name: str, points: Array) -> None:
 
 def check_positive(name: str, what: str, value: float | Array) -> None:
     """Raise unless a number is positive; values inside compiled code are not looked at."""
-    if not isinstance(value, jax.core.Tracer) and not jnp.all(jnp.asarray(value) > 0):
+    if not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) > 0):
         raise ValueError(f"`{name}` needs {what} > 0. Got {value}.")
 
 
@@ -49,8 +50,13 @@ def check_stochastic(name: str, transition: Array | sparse.BCOO) -> int:
     """
     size = check_square(name, transition)
     entries = transition.data if isinstance(transition, sparse.BCOO) else transition
-    if isinstance(entries, jax.core.Tracer):
-        return size
+    if not isinstance(entries, jax.core.Tracer):
+        with jax.ensure_compile_time_eval():
+            _check_rows(name, transition, entries)
+    return size
+
+
+def _check_rows(name: str, transition: Array | sparse.BCOO, entries: Array) -> None:
     if not jnp.all(jnp.isfinite(entries)) or jnp.any(entries < 0):
         worst = jnp.min(entries)
         raise ValueError(
@@ -58,7 +64,7 @@ def check_stochastic(name: str, transition: Array | sparse.BCOO) -> int:
             f"{float(worst):.3g}. For weights that are no probabilities yet, use "
             "mj.brownian.row_normalize(kernel); for scores, jax.nn.softmax(scores)."
         )
-    sums = transition @ jnp.ones(size, entries.dtype)
+    sums = transition @ jnp.ones(transition.shape[0], entries.dtype)
     row = int(jnp.argmax(jnp.abs(sums - 1)))
     if abs(float(sums[row]) - 1) > TOLERANCE.get(str(entries.dtype), 1e-4):
         raise ValueError(
@@ -66,4 +72,3 @@ def check_stochastic(name: str, transition: Array | sparse.BCOO) -> int:
             "mj.brownian.row_normalize(kernel), and mind that entry (i, j) is the probability of "
             "i -> j: a matrix whose columns sum to one has to be transposed."
         )
-    return size

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moment_jax.brownian.checks import check_points, check_positive, check_square
 from moment_jax.brownian.sphere import squared_distances
@@ -45,6 +46,7 @@ def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = Non
     Source: The Brownian motion in the Transformer, Eq. 1 and 15.
 
     >>> import jax.numpy as jnp
+import numpy as np
     >>> print(gaussian_kernel(jnp.zeros((1, 1)), jnp.array([[0.0], [2.0]]), bandwidth=2.0))
     [[1.         0.60653067]]
     """
@@ -67,14 +69,15 @@ def row_normalize(kernel: Array) -> Array:
         raise ValueError(f"`row_normalize` needs weights (T, S). Got {tuple(kernel.shape)}.")
     total = jnp.sum(kernel, axis=1, keepdims=True)
     if not isinstance(kernel, jax.core.Tracer):
-        if jnp.any(kernel < 0) or not jnp.all(jnp.isfinite(kernel)):
+        weights, sums = np.asarray(kernel), np.asarray(kernel).sum(axis=1)
+        if np.any(weights < 0) or not np.all(np.isfinite(weights)):
             raise ValueError(
                 "`row_normalize` needs finite weights, none negative. The smallest is "
-                f"{float(jnp.min(kernel)):.3g}. For scores of either sign, use jax.nn.softmax."
+                f"{weights.min():.3g}. For scores of either sign, use jax.nn.softmax."
             )
-        if jnp.any(total == 0):
+        if np.any(sums == 0):
             raise ValueError(
-                f"`row_normalize` needs some weight in every row. Row {int(jnp.argmin(total))} has "
+                f"`row_normalize` needs some weight in every row. Row {np.argmin(sums)} has "
                 "none: widen the bandwidth, or leave the point out."
             )
     connected = total > 0
@@ -101,6 +104,7 @@ def transition_matrix(tokens: Array, *, temperature: float | Array | None = None
     Source: The Brownian motion in the Transformer, Eq. 13 to 15 with identity projections.
 
     >>> import jax.numpy as jnp
+import numpy as np
     >>> print(transition_matrix(jnp.zeros((2, 3))))
     [[0.5 0.5]
      [0.5 0.5]]

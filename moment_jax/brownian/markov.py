@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import sparse
 from jax.tree_util import Partial
 
@@ -74,12 +75,12 @@ def stationary(transition: Transition) -> Array:
       ArithmeticError: if the products did not converge.
 
     >>> import jax.numpy as jnp
+import numpy as np
     >>> print(stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]])))
     [0.6666667  0.33333334]
     """
     operator = as_operator("stationary", transition)
-    traced = _is_traced(operator)
-    if not traced:
+    if not _is_traced(operator):
         classes = chain_classes(transition)
         if not classes.unique:
             raise ValueError(
@@ -95,7 +96,7 @@ def stationary(transition: Transition) -> Array:
         law = jnp.linalg.solve(matrix, uniform)
     else:
         law, residual = solve(Partial(_balance, operator.backward), uniform)
-        if not traced and residual > size * 1e3 * jnp.finfo(dtype).eps:
+        if not isinstance(residual, jax.core.Tracer) and residual > size * 1e3 * jnp.finfo(dtype).eps:
             raise ArithmeticError(
                 f"`stationary` did not converge: {float(residual):.1e} is left over. The chain mixes "
                 "too slowly for products; give it dense and up to moment_jax.brownian.markov.DIRECT "
@@ -124,10 +125,10 @@ def kernel_stationary(kernel: Array) -> Array:
       ValueError: if the kernel is not square, or (outside compiled code) not symmetric.
     """
     check_square("kernel_stationary", kernel)
-    if not isinstance(kernel, jax.core.Tracer) and not jnp.allclose(kernel, kernel.T):
+    if not isinstance(kernel, jax.core.Tracer) and not np.allclose(kernel, kernel.T):
         raise ValueError(
             "`kernel_stationary` needs a symmetric kernel. The largest |k - k^T| is "
-            f"{float(jnp.max(jnp.abs(kernel - kernel.T))):.3g}. Use `stationary(row_normalize(kernel))`."
+            f"{np.abs(np.asarray(kernel - kernel.T)).max():.3g}. Use `stationary(row_normalize(kernel))`."
         )
     sums = jnp.sum(kernel, axis=1)
     return sums / jnp.sum(sums)

@@ -71,20 +71,22 @@ def chain_classes(transition: Transition) -> ChainClasses:
     (True, 2)
     """
     steps = as_operator("chain_classes", transition)
-    state = jnp.zeros(steps.size, bool).at[0].set(True)
-    while True:
-        ahead = levels(steps.backward, state) >= 0
-        behind = levels(steps.forward, state) >= 0
-        lost = ahead & ~behind  # reached from the state, and leading back to it no more
-        if not jnp.any(lost):
-            break
-        state = jnp.zeros(steps.size, bool).at[jnp.argmax(lost)].set(True)
-    return ChainClasses(
-        np.asarray(ahead),
-        bool(jnp.all(behind)),
-        bool(jnp.all(ahead)),
-        _period(steps.backward, levels(steps.backward, state)),
-    )
+    # A chain that is known while other code is traced is looked at all the same.
+    with jax.ensure_compile_time_eval():
+        state = jnp.zeros(steps.size, bool).at[0].set(True)
+        while True:
+            ahead = levels(steps.backward, state) >= 0
+            behind = levels(steps.forward, state) >= 0
+            lost = ahead & ~behind  # reached from the state, and leading back to it no more
+            if not jnp.any(lost):
+                break
+            state = jnp.zeros(steps.size, bool).at[jnp.argmax(lost)].set(True)
+        return ChainClasses(
+            np.asarray(ahead),
+            bool(jnp.all(behind)),
+            bool(jnp.all(ahead)),
+            _period(steps.backward, levels(steps.backward, state)),
+        )
 
 
 def _period(backward: Callable[[Array], Array], level: Array) -> int:
