@@ -16,8 +16,8 @@ Array = jax.Array
 class Dependence(NamedTuple):
     """A bias-corrected distance correlation and its permutation p value, scalars.
 
-    The correlation is about 0 for independent vectors (and then may be negative) and 1 for one that is an
-    orthogonal map and a rescaling of the other. The p value is at least 1 / (permutations + 1).
+    The correlation is about 0 for independent vectors (and then may be negative) and 1 for one that is
+    an orthogonal map and a rescaling of the other. The p value is at least 1 / (permutations + 1).
     """
 
     correlation: Array

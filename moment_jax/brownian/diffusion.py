@@ -69,8 +69,8 @@ def diffusion_map(
       bandwidth: sigma of the kernel, in the units of the points; None for `median_bandwidth` (with as
         many neighbours as there are, if they are below ten).
       density_power: alpha of Coifman and Lafon: the kernel is divided by the density estimate to this
-        power on both sides. 1 (Laplace-Beltrami) forgets how densely the points lie, 0 is the plain walk,
-        1/2 Fokker-Planck.
+        power on both sides. 1 (Laplace-Beltrami) forgets how densely the points lie, 0 is the plain
+        walk, 1/2 Fokker-Planck.
 
     Returns:
       `DiffusionMap`. Signs are arbitrary, and so is the rotation among equal eigenvalues.

@@ -19,8 +19,8 @@ class VarianceGrowth(NamedTuple):
 
     Attributes:
       variance: (L + 1,), Var[x_l - x_0] over the inputs.
-      brownian_variance: (L + 1,), the sum of the variances of the steps so far: what it would be if steps
-        were independent.
+      brownian_variance: (L + 1,), the sum of the variances of the steps so far: what it would be if
+        steps were independent.
       displacement: (L,), mean squared displacement at the lags 1 ... L, over all starting blocks.
       exponent: slope of log displacement on log lag: 1 Brownian, 2 a straight line, 0 confined; None for
         a single block.

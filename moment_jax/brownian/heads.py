@@ -111,7 +111,8 @@ def head_predictions(module: Any, inputs: Array, kept: Sequence[Array]) -> tuple
     @jax.jit
     def run(batch: Array, stacked: list[Array]) -> tuple[Array, Array]:
         return jax.lax.map(
-            lambda one: jax.lax.map(lambda x: _logits(module, x, one), batch, batch_size=50), stacked
+            lambda one: jax.lax.map(lambda x: _logits(module, x, one), batch, batch_size=50),
+            stacked,
         )
 
     mean, cov = run(jnp.asarray(inputs), stacked)
@@ -139,8 +140,8 @@ class HeadImportance(NamedTuple):
 
     Attributes:
       signal: `head_signal`.
-      fit_change: change of the ELBO's data term when the head alone is masked, in nats over the data set:
-        negative where the head helps.
+      fit_change: change of the ELBO's data term when the head alone is masked, in nats over the data
+        set: negative where the head helps.
       fit_error: its standard error, from the spread over the inputs given; 0 if they are the data set.
       kl_saved: what the KL divergence becomes smaller by when the head's weights are removed, in nats.
       elbo_change: fit_change + kl_weight * kl_saved: positive where the bound is better without it.
@@ -260,9 +261,7 @@ def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.nda
     masks = np.ones((len(pairs) + 1, len(pairs)), bool)
     for step, head in enumerate(removed):
         masks[step + 1 :, head] = False
-    means, covs = head_predictions(
-        module, inputs, np.split(masks, np.cumsum(heads)[:-1], axis=1)
-    )
+    means, covs = head_predictions(module, inputs, np.split(masks, np.cumsum(heads)[:-1], axis=1))
     probabilities = jax.jit(jax.vmap(jax.vmap(class_probabilities)))(means, covs)
     labels = jnp.asarray(labels)
     return HeadCurve(

@@ -25,8 +25,8 @@ def ito(
     df = (f_t + f_x a + 1/2 tr(b^T f_xx b)) dt + f_x b dB. Without coefficients X is Brownian motion
     itself (a = 0, b = 1, or the identity for a vector): df = (f_t + f_xx / 2) dt + f_x dB.
 
-    The result is a function like any other: jit it, vmap it, differentiate it. It costs two nested jvp for
-    each of the K motions, and forms no Hessian.
+    The result is a function like any other: jit it, vmap it, differentiate it. It costs two nested jvp
+    for each of the K motions, and forms no Hessian.
 
     Args:
       function: f(t, x) -> an array or a pytree of arrays, twice differentiable by JAX; x of any shape.
@@ -73,9 +73,7 @@ def ito(
     return transformed
 
 
-def _directions(
-    diffusion: Coefficient | None, time: Array, point: Array
-) -> tuple[Array, bool]:
+def _directions(diffusion: Coefficient | None, time: Array, point: Array) -> tuple[Array, bool]:
     """What each motion does to x, (K, *x.shape), and whether x has one motion of its own."""
     spread = jnp.ones((), point.dtype) if diffusion is None else jnp.asarray(diffusion(time, point))
     if spread.ndim == point.ndim + 1 and spread.shape[:-1] == point.shape:
@@ -84,6 +82,6 @@ def _directions(
         entries = jnp.broadcast_to(spread, point.shape).ravel()
         return jnp.diag(entries).reshape(-1, *point.shape), point.ndim == 0
     raise ValueError(
-        "`ito` needs a diffusion that is a scalar, of the shape of x, or of that shape and one more last "
-        f"axis over the motions. Got {tuple(spread.shape)} for x of shape {tuple(point.shape)}."
+        "`ito` needs a diffusion that is a scalar, of the shape of x, or of that shape and one more "
+        f"last axis over the motions. Got {tuple(spread.shape)} for x of shape {tuple(point.shape)}."
     )

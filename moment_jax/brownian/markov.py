@@ -47,9 +47,9 @@ def propagate(transition: Transition, distribution: Array, steps: int = 1) -> Ar
             f"`propagate` needs a distribution of shape ({operator.size},). Got "
             f"{tuple(distribution.shape)}. For several, use jax.vmap."
         )
-    return jax.lax.fori_loop(
-        0, steps, lambda _, p: operator.backward(p), distribution[:, None]
-    )[:, 0]
+    return jax.lax.fori_loop(0, steps, lambda _, p: operator.backward(p), distribution[:, None])[
+        :, 0
+    ]
 
 
 def _check_steps(name: str, steps: int) -> None:
@@ -60,24 +60,24 @@ def _check_steps(name: str, steps: int) -> None:
 def stationary(transition: Transition) -> Array:
     """The stationary law p = P^T p, (T,), of a chain with one closed class.
 
-    States outside that class, as under a causal mask, get zero. A periodic chain has one too, though its
-    own law need not tend to it. (I - P^T + u 1^T) p = u with the uniform law u is solved, by elimination
-    for dense chains of at most `DIRECT` states, else by GMRES on products.
+        States outside that class, as under a causal mask, get zero. A periodic chain has one too, though
+        its own law need not tend to it. (I - P^T + u 1^T) p = u with the uniform law u is solved, by
+        elimination for dense chains of at most `DIRECT` states, else by GMRES on products.
 
-    Inside compiled code nothing is looked at: there a chain with several closed classes gets an
-    arbitrary vector.
+        Inside compiled code nothing is looked at: there a chain with several closed classes gets an
+        arbitrary vector.
 
     Returns:
-      (T,), nonnegative, of sum one; for T = 1 it is [1].
+          (T,), nonnegative, of sum one; for T = 1 it is [1].
 
     Raises:
-      ValueError: if rows are not probabilities, or the chain has more than one closed class.
-      ArithmeticError: if the products did not converge.
+          ValueError: if rows are not probabilities, or the chain has more than one closed class.
+          ArithmeticError: if the products did not converge.
 
-    >>> import jax.numpy as jnp
-import numpy as np
-    >>> print(stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]])))
-    [0.6666667  0.33333334]
+        >>> import jax.numpy as jnp
+    import numpy as np
+        >>> print(stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]])))
+        [0.6666667  0.33333334]
     """
     operator = as_operator("stationary", transition)
     if not _is_traced(operator):
@@ -96,7 +96,10 @@ import numpy as np
         law = jnp.linalg.solve(matrix, uniform)
     else:
         law, residual = solve(Partial(_balance, operator.backward), uniform)
-        if not isinstance(residual, jax.core.Tracer) and residual > size * 1e3 * jnp.finfo(dtype).eps:
+        if (
+            not isinstance(residual, jax.core.Tracer)
+            and residual > size * 1e3 * jnp.finfo(dtype).eps
+        ):
             raise ArithmeticError(
                 f"`stationary` did not converge: {float(residual):.1e} is left over. The chain mixes "
                 "too slowly for products; give it dense and up to moment_jax.brownian.markov.DIRECT "

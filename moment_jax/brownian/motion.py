@@ -44,8 +44,8 @@ class BlockMotion(NamedTuple):
       excess_kurtosis: mean over the coordinates.
       not_normal: share of the coordinates that the normality test rejects at 1 %: 0.01 if normal.
       normality_p: p value of normal coordinates, Bonferroni's over all of them.
-      isotropy: (tr C)^2 / (D tr C^2) for the steps' covariance C, averaged over the positions: 1 if steps
-        go in all directions alike, 1/D if in one.
+      isotropy: (tr C)^2 / (D tr C^2) for the steps' covariance C, averaged over the positions: 1 if
+        steps go in all directions alike, 1/D if in one.
     """
 
     step_length: float
@@ -109,9 +109,10 @@ def token_motion(
 ) -> TokenMotion:
     """Test the claim that tokens do a Brownian motion through the blocks of a Transformer.
 
-    The inputs are the independent draws: at each position of the sequence, a token's path over the blocks
-    is one path for each of N inputs. A Brownian motion has normal steps of zero mean, which do not
-    depend on where the token is nor on its earlier steps, and a variance that grows as the number of blocks.
+    The inputs are the independent draws: at each position of the sequence, a token's path over the
+    blocks is one path for each of N inputs. A Brownian motion has normal steps of zero mean, which do
+    not depend on where the token is nor on its earlier steps, and a variance that grows as the number of
+    blocks.
 
     Args:
       module: any callable with `blocks` (see `residual_stream`). Not for use inside compiled code.

@@ -24,8 +24,8 @@ class Normality(NamedTuple):
 def normality_test(sample: Array) -> Normality:
     """Test of every column of (N, ...) for a normal distribution, the N rows independent.
 
-    K^2 is the sum of the squares of two transformed moments, each about N(0, 1) for normal rows, so the p
-    value is exp(-K^2 / 2). A column that is the same in all rows is not tested: 0, 0 and 1.
+    K^2 is the sum of the squares of two transformed moments, each about N(0, 1) for normal rows, so the
+    p value is exp(-K^2 / 2). A column that is the same in all rows is not tested: 0, 0 and 1.
 
     Raises:
       ValueError: if there are fewer than 20 rows.
@@ -51,9 +51,7 @@ def normality_test(sample: Array) -> Normality:
 def _skewness_score(skewness: Array, n: float) -> Array:
     """D'Agostino's Johnson S_U transform."""
     y = skewness * ((n + 1) * (n + 3) / (6 * (n - 2))) ** 0.5
-    beta = (
-        3 * (n**2 + 27 * n - 70) * (n + 1) * (n + 3) / ((n - 2) * (n + 5) * (n + 7) * (n + 9))
-    )
+    beta = 3 * (n**2 + 27 * n - 70) * (n + 1) * (n + 3) / ((n - 2) * (n + 5) * (n + 7) * (n + 9))
     square = (2 * (beta - 1)) ** 0.5 - 1
     delta = (0.5 * jnp.log(square)) ** -0.5
     alpha = (2 / (square - 1)) ** 0.5

@@ -49,9 +49,7 @@ def _transposed_times(matrix: Array, vectors: Array) -> Array:
 def as_operator(name: str, transition: Transition) -> TransitionOperator:
     """The products of a matrix whose rows have been checked; an operator with `Partial` products."""
     if isinstance(transition, TransitionOperator):
-        forward, backward = (
-            f if isinstance(f, Partial) else Partial(f) for f in transition[:2]
-        )
+        forward, backward = (f if isinstance(f, Partial) else Partial(f) for f in transition[:2])
         return TransitionOperator(forward, backward, transition.size, transition.dtype)
     if not isinstance(transition, sparse.BCOO):
         transition = jnp.asarray(transition)

@@ -41,8 +41,8 @@ def brownian_path(increments: Array) -> Array:
 def brownian_bridge(path: Array, end: Array | float = 0.0) -> Array:
     """The path (steps + 1, ...) held at `end`: B_t - (t/T) (B_T - end), a bridge from B_0.
 
-    Of a Brownian path with equal steps it is Brownian motion given that B_T = end: mean t/T end, covariance
-    s (T - t) / T for s <= t.
+    Of a Brownian path with equal steps it is Brownian motion given that B_T = end: mean t/T end,
+    covariance s (T - t) / T for s <= t.
 
     Raises:
       ValueError: if there is no step.
@@ -57,7 +57,7 @@ def brownian_bridge(path: Array, end: Array | float = 0.0) -> Array:
 
 
 def quadratic_variation(path: Array) -> Array:
-    """sum of squared steps so far, of the shape of the path: tends to t for Brownian motion.
+    """Sum of squared steps so far, of the shape of the path: tends to t for Brownian motion.
 
     Source: The Brownian motion in the Transformer, dB^2 = dt above Eq. 7.
     """

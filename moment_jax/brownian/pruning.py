@@ -30,9 +30,9 @@ def mask_heads(params: AttentionParams, kept: Array) -> AttentionParams:
     """Beliefs about attention whose heads outside `kept` are zero for certain: no queries, keys, values.
 
     A head enters the output through its values alone; queries and keys are taken out with them, because
-    some structures keep one token correlation for the queries of all heads. So the moments are those of the
-    module without the head, for every family of beliefs and every structure. `kept` may be traced: one
-    compiled pass serves all masks.
+    some structures keep one token correlation for the queries of all heads. So the moments are those of
+    the module without the head, for every family of beliefs and every structure. `kept` may be traced:
+    one compiled pass serves all masks.
 
     Args:
       params: beliefs about attention, heads outermost in its kernels (D, H K).
@@ -126,8 +126,8 @@ def check_kept(name: str, blocks: Sequence[Any], kept: Kept) -> list[np.ndarray]
     heads = [block.num_heads for block in blocks]
     if [mask.shape for mask in arrays] != [(h,) for h in heads]:
         raise ValueError(
-            f"`{name}` needs booleans for the heads of each block, {heads} of them. Got arrays of shapes "
-            f"{[mask.shape for mask in arrays]}."
+            f"`{name}` needs booleans for the heads of each block, {heads} of them. Got arrays of "
+            f"shapes {[mask.shape for mask in arrays]}."
         )
     return arrays
 

@@ -145,9 +145,7 @@ def test_entropy_rate_and_balance_of_all_forms():
     for form in ("dense", "sparse"):
         given = FORMS[form](transition)
         assert_close(brownian.entropy_rate(given, law), -(flow * logs).sum())
-        assert_close(
-            brownian.detailed_balance_gap(given, law), np.abs(flow - flow.T).sum() / 2
-        )
+        assert_close(brownian.detailed_balance_gap(given, law), np.abs(flow - flow.T).sum() / 2)
     uniform = jnp.full((4, 4), 0.25)
     assert_close(brownian.entropy_rate(uniform, jnp.full(4, 0.25)), jnp.log(4.0))
 

@@ -32,10 +32,20 @@ def stirred(model):
 def vision(**settings):
     return stirred(
         mj.nn.VisionTransformer(
-            image_size=4, patch_size=2, num_classes=3, num_features=4, num_heads=2, num_blocks=2,
-            hidden_features=6, activation="relu", rngs=nnx.Rngs(0), dtype=jnp.float64,
-            relative_scale=0.4, structure=mj.Diagonal, **settings,
-        )  # fmt: skip
+            image_size=4,
+            patch_size=2,
+            num_classes=3,
+            num_features=4,
+            num_heads=2,
+            num_blocks=2,
+            hidden_features=6,
+            activation="relu",
+            rngs=nnx.Rngs(0),
+            dtype=jnp.float64,
+            relative_scale=0.4,
+            structure=mj.Diagonal,
+            **settings,
+        )
     )
 
 
@@ -52,7 +62,9 @@ def moments(model, images):
 @pytest.mark.parametrize("family", KERNEL_FAMILIES)
 def test_a_pruned_layer_is_the_masked_one(family):
     encoder = stirred(
-        mj.nn.Encoder(1, 4, 2, posterior=family, rngs=nnx.Rngs(0), dtype=jnp.float64, relative_scale=0.4)
+        mj.nn.Encoder(
+            1, 4, 2, posterior=family, rngs=nnx.Rngs(0), dtype=jnp.float64, relative_scale=0.4
+        )
     )
     smaller = brownian.prune_heads(encoder, [[False, True]]).blocks[0]
     masked = brownian.mask_heads(encoder.blocks[0].params.attention, jnp.array([0.0, 1.0]))
@@ -112,7 +124,9 @@ def test_signal_of_a_head_is_what_sampling_gives():
         truth = mj.monte_carlo(output, alone, jax.random.key(2), 20_000)
     start = mj.Full.zeros(tokens.shape, jnp.float64)
     mean, cov = jax.jit(partial(mj.attention, num_heads=2))(tokens, start, alone)
-    assert jnp.all(jnp.abs(mean - truth.mean) < 5 * truth.mean_error + 0.01 * truth.standard_deviation)
+    assert jnp.all(
+        jnp.abs(mean - truth.mean) < 5 * truth.mean_error + 0.01 * truth.standard_deviation
+    )
     ratio = jnp.sqrt(cov.variance()) / truth.standard_deviation
     assert jnp.all(jnp.abs(ratio - 1) < 0.1)
 

@@ -73,7 +73,11 @@ def test_attention_scores_are_flax_attention():
     layer.query.bias.set_value(jax.random.normal(jax.random.key(8), (2, 4)))
     x = sphere_tokens()
     scores = brownian.attention_scores(
-        x, layer.query.kernel[...], layer.key.kernel[...], layer.query.bias[...], layer.key.bias[...]
+        x,
+        layer.query.kernel[...],
+        layer.key.kernel[...],
+        layer.query.bias[...],
+        layer.key.bias[...],
     )
     query, key = layer.query(x) / 2, layer.key(x)
     assert_close(scores, jnp.einsum("qhk,shk->hqs", query, key))

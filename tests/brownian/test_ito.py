@@ -81,7 +81,9 @@ def test_softmax_drift_is_the_second_order_mean():
     scores = jnp.array([0.3, -0.5, 1.2, 0.0])
     cov = random_psd(jax.random.key(2), 4)
     factor = jnp.linalg.cholesky(cov)
-    drift, _ = brownian.ito(lambda t, s: jax.nn.softmax(s), diffusion=lambda t, s: factor)(0, scores)
+    drift, _ = brownian.ito(lambda t, s: jax.nn.softmax(s), diffusion=lambda t, s: factor)(
+        0, scores
+    )
     w, diagonal = jax.nn.softmax(scores), jnp.diagonal(cov)
     expected = w / 2 * (diagonal - 2 * cov @ w - w @ diagonal + 2 * w @ cov @ w)
     assert_close(drift, expected)

@@ -78,7 +78,9 @@ def test_strong_orders_of_convergence():
 
 def test_shared_motions_and_time():
     mixing = jnp.array([[1.0, 0.0], [1.0, 2.0]])
-    steps = brownian.brownian_increments(jax.random.key(3), 8, dt=0.5, shape=(2,), dtype=jnp.float64)
+    steps = brownian.brownian_increments(
+        jax.random.key(3), 8, dt=0.5, shape=(2,), dtype=jnp.float64
+    )
     path = brownian.euler_maruyama(
         lambda t, x: t * jnp.ones(2), lambda t, x: mixing, jnp.zeros(2), steps, dt=0.5
     )
