@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
     chosen = rng.permutation(len(digits.test.labels))[: args.images]
     test = digits.test.part(chosen)
     plain = network.mean_network()
+    assert isinstance(plain, mj.nn.PlainVisionTransformer)
     stream = mj.brownian.residual_stream(plain, jnp.asarray(test.images))
     metrics = {
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
@@ -120,6 +121,8 @@ def _attention(
         x = stream[i, 0]
         tokens = block.norm1(x) if block.norm_first else x
         layer = block.attention
+        assert layer.query.bias is not None
+        assert layer.key.bias is not None
         scores = mj.brownian.attention_scores(
             tokens, layer.query.kernel[...], layer.key.kernel[...],
             layer.query.bias[...], layer.key.bias[...],
@@ -183,7 +186,7 @@ def _map(
     save(draw.diffusion(coordinates, np.asarray(found.eigenvalues), classes), out / "diffusion.png")
     return {
         "tokens": len(tokens),
-        "bandwidth": float(found.bandwidth),
+        "bandwidth": float(jnp.asarray(found.bandwidth)),
         "eigenvalues": [float(v) for v in found.eigenvalues],
         "class_share_of_variance": [
             _explained(column, classes) for column in coordinates.T[:NUM_COORDINATES]

@@ -105,13 +105,15 @@ def increments(
         right.plot(
             depth[1:], growth.displacement, "^:", color=PLAIN, label="mean squared displacement"
         )
+        straight = growth.brownian_variance[-1] * depth / depth[-1]
+        right.plot(depth, straight, color="0.6", linewidth=1, label="equal steps (Brownian law)")
         right.legend(loc="upper left")
         right.set(xlabel="blocks", ylabel="per feature", xticks=depth)
         exponent = growth.exponent
         right.set_title(
             "Growth with depth"
             if exponent is None
-            else f"displacement ~ depth^{exponent:.2f} ± {growth.exponent_error:.2f}"
+            else f"displacement ~ depth^{exponent:.2f} ± {growth.exponent_error:.3f}"
         )
     return figure
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.brownian.pruning import (
+    Kept,
     check_kept,
     entries_of,
     marginal,
@@ -84,7 +85,7 @@ def _signals(
     return jax.vmap(alone)(jnp.eye(num_heads, dtype=mean.dtype))
 
 
-def head_predictions(module: Any, inputs: Array, kept: Sequence[Array]) -> tuple[Array, Array]:
+def head_predictions(module: Any, inputs: Array, kept: Kept) -> tuple[Array, Array]:
     """Moments of the logits with some heads masked, for one mask or for many.
 
     Args:

@@ -129,9 +129,10 @@ def kernel_stationary(kernel: Array) -> Array:
     """
     check_square("kernel_stationary", kernel)
     if not isinstance(kernel, jax.core.Tracer) and not np.allclose(kernel, kernel.T):
+        gap = np.abs(np.asarray(kernel) - np.asarray(kernel).T).max()
         raise ValueError(
             "`kernel_stationary` needs a symmetric kernel. The largest |k - k^T| is "
-            f"{np.abs(np.asarray(kernel - kernel.T)).max():.3g}. Use `stationary(row_normalize(kernel))`."
+            f"{gap:.3g}. Use `stationary(row_normalize(kernel))`."
         )
     sums = jnp.sum(kernel, axis=1)
     return sums / jnp.sum(sums)

@@ -143,12 +143,10 @@ def token_motion(
 
 def _agreement(mean: Array, variance: Array, true_mean: Array, true_variance: Array) -> Agreement:
     random = np.asarray(true_variance) > 0
-    mean, sd, true_mean, true_sd = (
-        np.asarray(part)[random]
-        for part in (mean, jnp.sqrt(variance), true_mean, jnp.sqrt(true_variance))
-    )
-    # A stream that enters certain agrees with itself.
-    return Agreement.of(mean, sd, true_mean, true_sd) if random.any() else Agreement(0, 1, 0, 0)
+    if not random.any():  # a stream that enters certain agrees with itself
+        return Agreement(0, 1, 0, 0)
+    parts = (mean, jnp.sqrt(variance), true_mean, jnp.sqrt(true_variance))
+    return Agreement.of(*(np.asarray(part)[random] for part in parts))
 
 
 def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
@@ -268,11 +266,17 @@ def _failures(blocks: list[BlockMotion], growth: VarianceGrowth, share: float) -
         failures.append(
             f"steps are not normal (up to {max(odd):.0%} of the coordinates rejected at 1 %)"
         )
+    # The largest of several variances is above the smallest by chance too: a wide margin.
+    if growth.log_ratio > 5 * growth.log_ratio_error:
+        failures.append(
+            f"the variance of a step differs {np.exp(growth.log_ratio):.1f}-fold between blocks, so "
+            "depth is not its time"
+        )
     if growth.exponent is not None and growth.exponent_error is not None:
         gap = abs(growth.exponent - 1)
         if gap > 3 * growth.exponent_error:
             failures.append(
                 f"the mean squared displacement grows as depth^{growth.exponent:.2f} "
-                f"(± {growth.exponent_error:.2f}), not as depth"
+                f"(± {growth.exponent_error:.3f}), not as depth"
             )
     return failures

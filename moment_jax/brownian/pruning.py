@@ -55,8 +55,9 @@ def mask_heads(params: AttentionParams, kept: Array) -> AttentionParams:
         bias = None if dense.bias is None else _scaled(dense.bias, factor)
         return DenseParams(_scaled(dense.kernel, factor), bias)
 
-    projections = (masked(dense) for dense in (params.query, params.key, params.value))
-    return AttentionParams(*projections, params.output)
+    return AttentionParams(
+        masked(params.query), masked(params.key), masked(params.value), params.output
+    )
 
 
 def _scaled(belief: Posterior, factor: Array) -> Posterior:

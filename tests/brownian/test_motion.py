@@ -75,6 +75,8 @@ FAULTS = {
     "where the token is": lambda x: x * 0.3 ** jnp.arange(4.0).reshape(-1, 1, 1, 1),
     "the step before": lambda x: jnp.concatenate([x[:1], x[:1] + jnp.cumsum(x[1:], axis=0)]),
     "not normal": lambda x: x[:1] + jnp.cumsum(jnp.diff(x, axis=0, prepend=x[:1]) ** 3, axis=0),
+    "-fold between blocks": lambda x: x[:1]
+    + jnp.cumsum(jnp.diff(x, axis=0, prepend=x[:1]) * jnp.arange(4.0).reshape(-1, 1, 1, 1), axis=0),
     "not as depth": lambda x: x[:1] + 2 * (jnp.arange(4.0).reshape(-1, 1, 1, 1) * (x[1:2] - x[:1])),
 }  # fmt: skip
 
