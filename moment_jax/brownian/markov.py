@@ -75,9 +75,8 @@ def stationary(transition: Transition) -> Array:
           ArithmeticError: if the products did not converge.
 
         >>> import jax.numpy as jnp
-    import numpy as np
-        >>> print(stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]])))
-        [0.6666667  0.33333334]
+        >>> print(stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]])).round(3))
+        [0.667 0.333]
     """
     operator = as_operator("stationary", transition)
     if not _is_traced(operator):
