@@ -60,23 +60,23 @@ def _check_steps(name: str, steps: int) -> None:
 def stationary(transition: Transition) -> Array:
     """The stationary law p = P^T p, (T,), of a chain with one closed class.
 
-        States outside that class, as under a causal mask, get zero. A periodic chain has one too, though
-        its own law need not tend to it. (I - P^T + u 1^T) p = u with the uniform law u is solved, by
-        elimination for dense chains of at most `DIRECT` states, else by GMRES on products.
+    States outside that class, as under a causal mask, get zero. A periodic chain has one too, though
+    its own law need not tend to it. (I - P^T + u 1^T) p = u with the uniform law u is solved, by
+    elimination for dense chains of at most `DIRECT` states, else by GMRES on products.
 
-        Inside compiled code nothing is looked at: there a chain with several closed classes gets an
-        arbitrary vector.
+    Inside compiled code nothing is looked at: there a chain with several closed classes gets an
+    arbitrary vector.
 
     Returns:
-          (T,), nonnegative, of sum one; for T = 1 it is [1].
+      (T,), nonnegative, of sum one; for T = 1 it is [1].
 
     Raises:
-          ValueError: if rows are not probabilities, or the chain has more than one closed class.
-          ArithmeticError: if the products did not converge.
+      ValueError: if rows are not probabilities, or the chain has more than one closed class.
+      ArithmeticError: if the products did not converge.
 
-        >>> import jax.numpy as jnp
-        >>> print(stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]])).round(3))
-        [0.667 0.333]
+    >>> import jax.numpy as jnp
+    >>> print([f"{p:.3f}" for p in stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]]))])
+    ['0.667', '0.333']
     """
     operator = as_operator("stationary", transition)
     if not _is_traced(operator):
