@@ -12,6 +12,7 @@ COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
     "closure": "tell apart what a structure cannot hold and what a transform gets wrong",
     "frontier": "measure error over cost of every structure, from one block to twelve",
+    "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""

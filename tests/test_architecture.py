@@ -16,6 +16,15 @@ MAY_IMPORT = {
     "objectives": {"covariance", "expectations", "posterior"},
     "reference": {"covariance", "expectations", "posterior", "layers", "objectives"},
     "nn": {"covariance", "expectations", "posterior", "layers", "objectives", "reference"},
+    "brownian": {
+        "covariance",
+        "expectations",
+        "posterior",
+        "layers",
+        "objectives",
+        "reference",
+        "nn",
+    },
 }
 
 

@@ -1,0 +1,304 @@
+"""Attention as a Markov chain and a Brownian motion, on the network of a finished main job.
+
+Draws the attention graph of one image over the image, with its stationary law; the diffusion map of the
+test set's tokens, coloured by class; the steps of the residual stream against normal quantiles; and
+accuracy against heads kept. Says whether the steps of the tokens are Brownian. Writes metrics.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+import moment_jax as mj
+from experiments import brownian_figures as draw
+from experiments import report
+from experiments.command_line import number, one_of
+from experiments.data import Digits
+from experiments.digits import trained
+from experiments.figures import save
+from experiments.outputs import writable_folder, write_json
+
+NUM_COORDINATES = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the experiment."""
+    add, count = parser.add_argument, number(int, least=1)
+    add(
+        "--run",
+        type=Path,
+        default=Path("runs/digits"),
+        metavar="DIR",
+        help="the --out of a finished main job (default: %(default)s)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for metrics.json and figures (default: brownian/ in --run)",
+    )
+    add(
+        "--structure",
+        type=one_of(mj.STRUCTURES, "structure"),
+        metavar="NAME",
+        help=f"structure in which the residual stream is predicted: {', '.join(mj.STRUCTURES)} "
+        "(default: the network's own)",
+    )
+    add(
+        "--images",
+        type=number(int, least=20),
+        default=300,
+        metavar="N",
+        help="test images for the statistics of the steps, the map and the curve (default: %(default)s)",
+    )
+    add(
+        "--head-images",
+        type=number(int, least=2),
+        default=300,
+        metavar="N",
+        help="training images for the importance of the heads (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=number(int, least=2),
+        default=400,
+        metavar="N",
+        help="networks drawn to judge the predicted stream by (default: %(default)s)",
+    )
+    add(
+        "--image",
+        type=number(int, least=0),
+        default=0,
+        metavar="I",
+        help="test image whose attention is drawn (default: %(default)s)",
+    )
+    add("--block", type=count, default=1, metavar="L", help="its block, from 1 (default: 1)")
+    add(
+        "--seed", type=number(int, least=0), default=0, metavar="N", help="random seed (default: 0)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load the network, take it apart, write what came out."""
+    network, digits = trained(args.run)
+    out = writable_folder(args.run / "brownian" if args.out is None else args.out, "--out")
+    rng = np.random.default_rng(args.seed)
+    chosen = rng.permutation(len(digits.test.labels))[: args.images]
+    test = digits.test.part(chosen)
+    plain = network.mean_network()
+    assert isinstance(plain, mj.nn.PlainVisionTransformer)
+    stream = mj.brownian.residual_stream(plain, jnp.asarray(test.images))
+    metrics = {
+        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "attention": _attention(args, out, plain, digits),
+        "sphere": _sphere(plain, jnp.asarray(test.images)),
+        "diffusion_map": _map(args, out, stream, test.labels, rng),
+        "motion": _motion(args, out, network, test.images, stream),
+        "heads": _heads(args, out, network, digits, test, rng),
+    }
+    write_json(out / "metrics.json", metrics)
+    _print(out, metrics)
+
+
+def _attention(
+    args: argparse.Namespace, out: Path, plain: mj.nn.PlainVisionTransformer, digits: Digits
+) -> dict[str, Any]:
+    """The chain of every head of every block on one image, and the figure of one block."""
+    index = args.image % len(digits.test.labels)
+    image = digits.test.images[index]
+    stream = mj.brownian.residual_stream(plain, jnp.asarray(image)[None])
+    rows, drawn = [], {}
+    shown = min(args.block, len(plain.encoder.blocks)) - 1
+    for i, block in enumerate(plain.encoder.blocks):
+        x = stream[i, 0]
+        tokens = block.norm1(x) if block.norm_first else x
+        layer = block.attention
+        assert layer.query.bias is not None
+        assert layer.key.bias is not None
+        scores = mj.brownian.attention_scores(
+            tokens, layer.query.kernel[...], layer.key.kernel[...],
+            layer.query.bias[...], layer.key.bias[...],
+        )  # fmt: skip
+        identity = mj.brownian.transition_matrix(mj.brownian.to_sphere(x))
+        chains = {f"head {h}": jax.nn.softmax(s, axis=1) for h, s in enumerate(scores)}
+        chains["identity projections"] = identity
+        for name, chain in chains.items():
+            law = mj.brownian.stationary(chain)
+            rows.append({"block": i, "chain": name, **_chain_figures(chain, law)})
+            if i == shown:
+                drawn[name] = (np.asarray(chain), np.asarray(law))
+        forms = jax.vmap(mj.brownian.split_projections, in_axes=1)(
+            layer.query.kernel[...], layer.key.kernel[...]
+        )
+        for h, row in enumerate(rows[-len(chains) : -1]):
+            parts = mj.brownian.split_scores(scores[h])
+            row["form_antisymmetric_share"] = float(forms.antisymmetric_share[h])
+            row["score_cyclic_share"] = float(parts.cyclic_share)
+            row["score_symmetric_share"] = float(parts.symmetric_share)
+    save(draw.attention(image, drawn, shown), out / "attention.png")
+    return {"image": index, "label": int(digits.test.labels[index]), "chains": rows}
+
+
+def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, float]:
+    brownian = mj.brownian
+    return {
+        "detailed_balance_gap": float(brownian.detailed_balance_gap(chain, law)),
+        "spectral_gap": float(brownian.spectral_gap(chain)),
+        "mixing_time": float(brownian.mixing_time(chain)),
+        "entropy_rate": float(brownian.entropy_rate(chain, law)),
+        "largest_stationary": float(law.max()),
+    }
+
+
+def _sphere(plain: mj.nn.PlainVisionTransformer, images: jax.Array) -> list[dict[str, Any]]:
+    """How far from the sphere the tokens are that attention sees, step by step."""
+    return [
+        {"block": i, "tokens": name, **{k: float(v) for k, v in gap._asdict().items()}}
+        for i, gaps in enumerate(mj.brownian.model_sphere(plain, images))
+        for name, gap in gaps.items()
+    ]
+
+
+def _map(
+    args: argparse.Namespace,
+    out: Path,
+    stream: jax.Array,
+    labels: np.ndarray,
+    rng: np.random.Generator,
+) -> dict[str, Any]:
+    """Diffusion map of the tokens after the last block, all images together."""
+    count = stream.shape[2]
+    tokens = mj.brownian.to_sphere(stream[-1]).reshape(-1, stream.shape[-1])
+    classes = np.repeat(labels, count)
+    if len(tokens) > draw.MOST_TOKENS:
+        part = np.sort(rng.permutation(len(tokens))[: draw.MOST_TOKENS])
+        tokens, classes = tokens[part], classes[part]
+    found = mj.brownian.diffusion_map(tokens, count=NUM_COORDINATES + 7, time=1)
+    coordinates = np.asarray(found.coordinates)
+    save(draw.diffusion(coordinates, np.asarray(found.eigenvalues), classes), out / "diffusion.png")
+    return {
+        "tokens": len(tokens),
+        "bandwidth": float(jnp.asarray(found.bandwidth)),
+        "eigenvalues": [float(v) for v in found.eigenvalues],
+        "class_share_of_variance": [
+            _explained(column, classes) for column in coordinates.T[:NUM_COORDINATES]
+        ],
+    }
+
+
+def _explained(values: np.ndarray, classes: np.ndarray) -> float:
+    """Share of the variance that lies between classes."""
+    means = np.array([values[classes == c].mean() for c in np.unique(classes)])
+    counts = np.array([(classes == c).sum() for c in np.unique(classes)])
+    return float(
+        (counts * (means - values.mean()) ** 2).sum() / ((values - values.mean()) ** 2).sum()
+    )
+
+
+def _motion(
+    args: argparse.Namespace,
+    out: Path,
+    network: mj.nn.VisionTransformer,
+    images: np.ndarray,
+    stream: jax.Array,
+) -> dict[str, Any]:
+    """The statistics of the steps, the moments predicted, and the verdict."""
+    structure = None if args.structure is None else mj.STRUCTURES[args.structure]
+    motion = mj.brownian.token_motion(
+        network,
+        jnp.asarray(images),
+        key=jax.random.key(args.seed),
+        structure=structure,
+        num_samples=args.samples,
+    )
+    assert motion.agreement is not None
+    steps = np.diff(np.asarray(stream), axis=0)
+    standard = (steps - steps.mean(axis=1, keepdims=True)) / np.maximum(
+        steps.std(axis=1, keepdims=True), 1e-12
+    )
+    quantiles = stats.norm.ppf((np.arange(200) + 0.5) / 200)
+    found = [np.quantile(step, (np.arange(200) + 0.5) / 200) for step in standard]
+    save(draw.increments(quantiles, found, motion), out / "increments.png")
+    growth = motion.growth
+    return {
+        "brownian": motion.is_brownian,
+        "sentence": motion.sentence,
+        "blocks": [
+            {name: _plain(value) for name, value in block._asdict().items()}
+            for block in motion.blocks
+        ],
+        "growth": {name: _plain(value) for name, value in growth._asdict().items()},
+        "predicted_agreement": [point._asdict() for point in motion.agreement],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it."""
+    if isinstance(value, mj.brownian.Dependence):
+        return {name: float(part) for name, part in value._asdict().items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _heads(
+    args: argparse.Namespace,
+    out: Path,
+    network: mj.nn.VisionTransformer,
+    digits: Digits,
+    test: Any,
+    rng: np.random.Generator,
+) -> dict[str, Any]:
+    """Importance of the heads on training images, and the curves on test images."""
+    count = min(args.head_images, len(digits.train.labels))
+    part = digits.train.part(rng.permutation(len(digits.train.labels))[:count])
+    importance = mj.brownian.head_importance(
+        network,
+        jnp.asarray(part.images),
+        jnp.asarray(part.labels),
+        dataset_size=len(digits.train.labels),
+        kl_weight=_kl_weight(args.run),
+    )
+    orders = {
+        "ELBO": [-change for change in importance.elbo_change],
+        "signal-to-noise": importance.signal,
+    }
+    curves = {
+        name: mj.brownian.head_curve(network, jnp.asarray(test.images), test.labels, worth)
+        for name, worth in orders.items()
+    }
+    save(draw.heads(importance, curves), out / "heads.png")
+    return {
+        "importance": {
+            name: [block.tolist() for block in value]
+            for name, value in importance._asdict().items()
+        },
+        "curves": {
+            name: {key: np.asarray(value).tolist() for key, value in curve._asdict().items()}
+            for name, curve in curves.items()
+        },
+    }
+
+
+def _kl_weight(folder: Path) -> float:
+    return float(json.loads((folder / "metrics.json").read_text())["settings"]["kl_weight"])
+
+
+def _print(out: Path, metrics: dict[str, Any]) -> None:
+    print(metrics["motion"]["sentence"])
+    table = [["block", "chain", "balance gap", "spectral gap", "mixing time", "entropy"]]
+    for row in metrics["attention"]["chains"]:
+        numbers = [f"{row[k]:.3f}" for k in ("detailed_balance_gap", "spectral_gap")]
+        numbers += [f"{row['mixing_time']:.0f}", f"{row['entropy_rate']:.2f}"]
+        table.append([str(row["block"]), row["chain"], *numbers])
+    print(report.aligned(table))
+    curve = metrics["heads"]["curves"]["ELBO"]
+    kept = ", ".join(f"{k}: {a:.3f}" for k, a in zip(curve["kept"], curve["accuracy"], strict=True))
+    print(f"accuracy by heads kept: {kept}")
+    print(f"figures and metrics.json in {out}")

@@ -1,0 +1,143 @@
+"""The figures of the Brownian experiment."""
+
+from __future__ import annotations
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import moment_jax as mj
+from experiments.figures import BAYES, OTHER, PLAIN, STYLE, WRONG
+
+MOST_TOKENS = 3000
+"""Tokens in the diffusion map; its kernel holds the square of their number."""
+
+EDGES = 40
+"""Attention steps drawn in a graph: the most frequent ones."""
+
+
+def attention(
+    image: np.ndarray, chains: dict[str, tuple[np.ndarray, np.ndarray]], block: int
+) -> Figure:
+    """Each head's attention graph over the image: edges by how often they are walked, nodes by law."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(chains), figsize=(2.5 * len(chains), 3.0), squeeze=False)
+        for axis, (name, (chain, law)) in zip(axes[0], chains.items(), strict=True):
+            _graph(axis, image, chain, law)
+            axis.set_title(name)
+        figure.suptitle(
+            f"Attention as a walk, block {block + 1}; discs: stationary law, "
+            f"lines: the {EDGES} steps walked most",
+            x=0.01, ha="left", fontweight="bold",
+        )  # fmt: skip
+    return figure
+
+
+def _graph(axes: Axes, image: np.ndarray, chain: np.ndarray, law: np.ndarray) -> None:
+    side = round(len(law) ** 0.5)
+    size = image.shape[0] / side
+    column, row = np.meshgrid(np.arange(side), np.arange(side))
+    x, y = ((part.ravel() + 0.5) * size - 0.5 for part in (column, row))
+    axes.imshow(image, cmap="gray_r", interpolation="nearest", alpha=0.35)
+    flow = law[:, None] * chain
+    flow = flow * ~np.eye(len(law), dtype=bool)
+    most = np.argsort(flow, axis=None)[::-1][:EDGES]
+    for i, j in zip(*np.unravel_index(most, flow.shape), strict=True):
+        strength = flow[i, j] / flow.max()
+        axes.annotate(
+            "", (x[j], y[j]), (x[i], y[i]),
+            arrowprops={"arrowstyle": "-|>", "color": BAYES, "alpha": 0.15 + 0.75 * strength,
+                        "linewidth": 0.4 + 1.6 * strength, "mutation_scale": 6,
+                        "connectionstyle": "arc3,rad=0.15", "shrinkA": 3, "shrinkB": 3},
+        )  # fmt: skip
+    axes.scatter(x, y, s=900 * law / max(law.max(), 0.15), color=PLAIN, alpha=0.65, linewidth=0)
+    axes.set(xticks=[], yticks=[])
+
+
+def diffusion(coordinates: np.ndarray, eigenvalues: np.ndarray, classes: np.ndarray) -> Figure:
+    """Tokens in their first two diffusion coordinates by class, and the spectrum of the walk."""
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.6), width_ratios=(2.4, 1))
+        points = left.scatter(
+            coordinates[:, 0],
+            coordinates[:, 1],
+            c=classes,
+            cmap="tab10",
+            s=5,
+            linewidth=0,
+            alpha=0.7,
+        )
+        handles, _ = points.legend_elements()
+        left.legend(
+            handles, [str(c) for c in np.unique(classes)], title="class", loc="best", ncols=2
+        )
+        left.set(xlabel="diffusion coordinate 1", ylabel="diffusion coordinate 2")
+        left.set_title(f"{len(classes):,} tokens of the test set after the last block")
+        right.bar(np.arange(1, len(eigenvalues) + 1), eigenvalues, color=BAYES)
+        right.set(xlabel="k", ylabel="eigenvalue of the walk", title="spectrum (without the first)")
+    return figure
+
+
+def increments(
+    quantiles: np.ndarray, found: list[np.ndarray], motion: mj.brownian.TokenMotion
+) -> Figure:
+    """Steps of each block against normal quantiles, and the growth of the variance with depth."""
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.2))
+        ends = quantiles[[0, -1]]
+        left.plot(ends, ends, color="0.6", linewidth=1, label="normal")
+        for i, values in enumerate(found):
+            colour = (BAYES, PLAIN, WRONG, "0.3")[i % 4]
+            left.plot(quantiles, values, ".", markersize=3, color=colour, label=f"block {i + 1}")
+        left.legend(loc="upper left")
+        left.set(xlabel="normal quantile", ylabel="quantile of the standardised steps")
+        left.set_title("Steps of the tokens, each coordinate by itself")
+        growth = motion.growth
+        depth = np.arange(len(growth.variance))
+        right.plot(depth, growth.variance, "o-", color=BAYES, label="Var[x_l - x_0]")
+        right.plot(
+            depth, growth.brownian_variance, "s--", color=OTHER, label="sum of the steps' variances"
+        )
+        right.plot(
+            depth[1:], growth.displacement, "^:", color=PLAIN, label="mean squared displacement"
+        )
+        straight = growth.brownian_variance[-1] * depth / depth[-1]
+        right.plot(depth, straight, color="0.6", linewidth=1, label="equal steps (Brownian law)")
+        right.legend(loc="upper left")
+        right.set(xlabel="blocks", ylabel="per feature", xticks=depth)
+        exponent = growth.exponent
+        right.set_title(
+            "Growth with depth"
+            if exponent is None
+            else f"displacement ~ depth^{exponent:.2f} ± {growth.exponent_error:.3f}"
+        )
+    return figure
+
+
+def heads(
+    importance: mj.brownian.HeadImportance, curves: dict[str, mj.brownian.HeadCurve]
+) -> Figure:
+    """What each head is worth, and accuracy as heads are taken away."""
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.0))
+        names = [f"{i + 1}.{h + 1}" for i, w in enumerate(importance.signal) for h in range(len(w))]
+        change = np.concatenate(importance.elbo_change)
+        left.bar(
+            names, change, color=BAYES, yerr=np.concatenate(importance.fit_error), ecolor="0.3"
+        )
+        left.axhline(0, color="0.4", linewidth=0.8)
+        left.set(xlabel="block.head", ylabel="change of the ELBO without it (nats)")
+        for i, ratio in enumerate(np.concatenate(importance.signal)):
+            left.annotate(f"{ratio:.1f}", (i, max(change[i], 0)), (0, 3), fontsize=7,
+                          textcoords="offset points", ha="center", color="0.4")  # fmt: skip
+        left.set_title("Worth of each head (grey: signal-to-noise)")
+        for (name, curve), colour in zip(curves.items(), (BAYES, PLAIN), strict=False):
+            right.plot(curve.kept, curve.accuracy, "o-", color=colour, label=f"removed by {name}")
+        right.legend(loc="lower right")
+        right.set(xlabel="heads kept", ylabel="accuracy on test images", xticks=curve.kept)
+        right.set_title("Accuracy against heads kept")
+    return figure

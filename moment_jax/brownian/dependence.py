@@ -1,0 +1,70 @@
+"""Distance correlation of two random vectors, and a permutation test that they are independent."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.brownian.sphere import squared_distances
+
+Array = jax.Array
+
+
+class Dependence(NamedTuple):
+    """A bias-corrected distance correlation and its permutation p value, scalars.
+
+    The correlation is about 0 for independent vectors (and then may be negative) and 1 for one that is
+    an orthogonal map and a rescaling of the other. The p value is at least 1 / (permutations + 1).
+    """
+
+    correlation: Array
+    p_value: Array
+
+
+@partial(jax.jit, static_argnames=("permutations",))
+def independence_test(x: Array, y: Array, key: Array, *, permutations: int = 199) -> Dependence:
+    """Are the rows of x and y independent of each other? Any kind of dependence is seen.
+
+    Args:
+      x: (N, T, D): N independent rows, each of T vectors; vector t of x is compared with vector t of y,
+        and all T together permuted, so that what ties the vectors of a row to each other does no harm.
+      y: (N, T, E).
+      key: a JAX random key.
+      permutations: of the rows, for the p value.
+
+    Raises:
+      ValueError: if there are fewer than 4 rows, or shapes do not fit.
+
+    Source: Szekely and Rizzo, Partial distance correlation with methods for dissimilarities (2014).
+    """
+    if x.ndim != 3 or x.shape[:2] != y.shape[:2] or y.ndim != 3 or x.shape[0] < 4:
+        raise ValueError(
+            "`independence_test` needs x (N, T, D) and y (N, T, E) with N >= 4. Got "
+            f"{tuple(x.shape)} and {tuple(y.shape)}."
+        )
+    of_x, of_y = (jax.lax.map(_centred, jnp.swapaxes(part, 0, 1)) for part in (x, y))
+    scale = jnp.sqrt(jnp.sum(of_x**2) * jnp.sum(of_y**2))
+
+    def product(order: Array) -> Array:
+        return jnp.sum(of_x * of_y[:, order][:, :, order])
+
+    observed = product(jnp.arange(x.shape[0]))
+    shuffled = jax.lax.map(
+        lambda k: product(jax.random.permutation(k, x.shape[0])),
+        jax.random.split(key, permutations),
+    )
+    rank = 1 + jnp.sum(shuffled >= observed)
+    return Dependence(observed / jnp.where(scale > 0, scale, 1), rank / (permutations + 1))
+
+
+def _centred(points: Array) -> Array:
+    """U-centred distances of points (N, D): rows and columns sum to zero, so does the diagonal."""
+    n = points.shape[0]
+    outside = ~jnp.eye(n, dtype=bool)
+    distances = jnp.where(outside, jnp.sqrt(squared_distances(points, points)), 0)
+    row = jnp.sum(distances, axis=1) / (n - 2)
+    total = jnp.sum(distances) / ((n - 1) * (n - 2))
+    return jnp.where(outside, distances - row[:, None] - row[None, :] + total, 0)

@@ -1,0 +1,273 @@
+"""Which heads matter: what the posterior knows of each, and what the ELBO loses without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.brownian.pruning import (
+    Kept,
+    check_kept,
+    entries_of,
+    marginal,
+    mask_heads,
+    parts_of_heads,
+)
+from moment_jax.brownian.stream import blocks_of, enter
+from moment_jax.covariance import Covariance
+from moment_jax.layers import (
+    AttentionParams,
+    DenseParams,
+    EncoderBlockParams,
+    attention,
+    layer_norm,
+)
+from moment_jax.objectives import (
+    Categorical,
+    accuracy,
+    class_probabilities,
+    expected_log_likelihood,
+    negative_log_likelihood,
+)
+
+Array = jax.Array
+Fit = Callable[[Array, Array, Array], Array]
+
+
+def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
+    """Signal-to-noise ratio of every head's share of the attention output: (H,) for each block.
+
+    sum of mean^2 over sum of variance, over inputs, tokens and features, of what the head alone adds to
+    the residual stream (through the output kernel, without its bias). The variance is that of the
+    weights, and of the tokens that come in; both from one moment pass in the module's structure. A head
+    below one adds more noise than signal; +inf where nothing is random.
+
+    Args:
+      module: an `Encoder` or `VisionTransformer` of `mj.nn`.
+      inputs: a batch (N, ...) of what it takes.
+    """
+    blocks = blocks_of(module).blocks
+
+    def one(x: Array) -> list[tuple[Array, Array]]:
+        mean, cov = enter(module, x, module.settings.structure)
+        rows = []
+        for block in blocks:
+            params: EncoderBlockParams = block.params
+            seen = mean, cov
+            if block.norm_first:
+                seen = layer_norm(mean, cov, params.norm1, epsilon=block.epsilon)
+            rows.append(_signals(*seen, params.attention, block.num_heads))
+            mean, cov = block.moments(mean, cov, params, None)
+        return rows
+
+    rows = jax.jit(lambda batch: jax.lax.map(one, batch))(jnp.asarray(inputs))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = [np.asarray(s.sum(axis=0)) / np.asarray(n.sum(axis=0)) for s, n in rows]
+    return [np.nan_to_num(ratio, nan=0.0, posinf=np.inf) for ratio in ratios]
+
+
+def _signals(
+    mean: Array, cov: Covariance, params: AttentionParams, num_heads: int
+) -> tuple[Array, Array]:
+    """Sum of squared means and of variances of what each head alone adds, (H,) each."""
+    output = DenseParams(params.output.kernel, None)
+    params = AttentionParams(params.query, params.key, params.value, output)
+
+    def alone(kept: Array) -> tuple[Array, Array]:
+        added, spread = attention(mean, cov, mask_heads(params, kept), num_heads=num_heads)
+        return jnp.sum(added**2), jnp.sum(spread.variance())
+
+    return jax.vmap(alone)(jnp.eye(num_heads, dtype=mean.dtype))
+
+
+def head_predictions(module: Any, inputs: Array, kept: Kept) -> tuple[Array, Array]:
+    """Moments of the logits with some heads masked, for one mask or for many.
+
+    Args:
+      module: a `VisionTransformer` of `mj.nn`.
+      inputs: a batch (N, ...).
+      kept: for each block, (H,) or (M, H) booleans: M masks of the whole network.
+
+    Returns:
+      Mean ([M,] N, C) and covariance ([M,] N, C, C). One compiled pass serves all masks.
+
+    Raises:
+      TypeError: if the module has no head that classifies.
+    """
+    if blocks_of(module) is module:
+        raise TypeError(
+            "`head_predictions` needs a module that gives logits, such as mj.nn.VisionTransformer. Got "
+            f"{type(module).__name__}."
+        )
+    masks = [jnp.asarray(mask) for mask in kept]
+    many = masks[0].ndim == 2
+    stacked = masks if many else [mask[None] for mask in masks]
+    check_kept("head_predictions", module.encoder.blocks, [np.asarray(m[0]) for m in stacked])
+
+    @jax.jit
+    def run(batch: Array, stacked: list[Array]) -> tuple[Array, Array]:
+        return jax.lax.map(
+            lambda one: jax.lax.map(lambda x: _logits(module, x, one), batch, batch_size=50),
+            stacked,
+        )
+
+    mean, cov = run(jnp.asarray(inputs), stacked)
+    return (mean, cov) if many else (mean[0], cov[0])
+
+
+def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]:
+    encoder = module.encoder
+    mean, cov = enter(module, x, module.settings.structure)
+    for block, mask in zip(encoder.blocks, kept, strict=True):
+        whole: EncoderBlockParams = block.params
+        params = EncoderBlockParams(
+            mask_heads(whole.attention, mask), whole.norm1, whole.feed_forward, whole.norm2
+        )
+        mean, cov = block.moments(mean, cov, params, None)
+    final = encoder.params[1]
+    if final is not None:
+        mean, cov = layer_norm(mean, cov, final, epsilon=encoder.epsilon)
+    logits, logit_cov = module.stages[-1].moments(mean, cov)
+    return logits[0], logit_cov.blocks[0]
+
+
+class HeadImportance(NamedTuple):
+    """What each head is worth: for each block (H,).
+
+    Attributes:
+      signal: `head_signal`.
+      fit_change: change of the ELBO's data term when the head alone is masked, in nats over the data
+        set: negative where the head helps.
+      fit_error: its standard error, from the spread over the inputs given; 0 if they are the data set.
+      kl_saved: what the KL divergence becomes smaller by when the head's weights are removed, in nats.
+      elbo_change: fit_change + kl_weight * kl_saved: positive where the bound is better without it.
+    """
+
+    signal: list[np.ndarray]
+    fit_change: list[np.ndarray]
+    fit_error: list[np.ndarray]
+    kl_saved: list[np.ndarray]
+    elbo_change: list[np.ndarray]
+
+
+def head_importance(
+    module: Any,
+    inputs: Array,
+    targets: Array,
+    *,
+    dataset_size: int,
+    kl_weight: float = 1.0,
+    fit: Fit | None = None,
+) -> HeadImportance:
+    """Importance of every head from the posterior.
+
+    The change of the ELBO is exact in the sense that both bounds are computed anew by the analytic pass,
+    and the divergences in closed form: no gradient stands in for the change.
+
+    Args:
+      module: a `VisionTransformer` of `mj.nn`.
+      inputs: (N, ...); the training data, or a random part of it.
+      targets: (N, ...), what `fit` takes.
+      dataset_size: |D|; the data term is scaled by |D| / N.
+      kl_weight: the weight of the KL divergence that the module was trained with.
+      fit: (target, mean, cov) of the logits -> expected log-likelihood; None for class labels.
+
+    Raises:
+      ValueError: if there are fewer than two inputs or dataset_size is below their number.
+    """
+    count = int(jnp.shape(inputs)[0])
+    if not 2 <= count <= dataset_size:
+        raise ValueError(
+            f"`head_importance` needs 2 <= N <= dataset_size. Got N={count} and {dataset_size}."
+        )
+    fit = partial(expected_log_likelihood, Categorical()) if fit is None else fit
+    blocks = blocks_of(module).blocks
+    heads = [block.num_heads for block in blocks]
+    masks = _one_out(heads)
+    means, covs = head_predictions(module, inputs, masks)
+    targets = jnp.asarray(targets)
+    fits = jax.jit(jax.vmap(jax.vmap(fit), (None, 0, 0)))(targets, means, covs)
+    change = np.asarray(fits[1:] - fits[:1], np.float64)  # the first mask keeps all
+    left_out = 1 - count / dataset_size  # of a finite data set: no error where it is all given
+    error = dataset_size * change.std(axis=1, ddof=1) * (left_out / count) ** 0.5
+    change = dataset_size * change.mean(axis=1)
+    split = np.cumsum(heads)[:-1]
+    saved = [_kl_of_heads(block.attention, h) for block, h in zip(blocks, heads, strict=True)]
+    changes = np.split(change, split)
+    return HeadImportance(
+        head_signal(module, inputs),
+        changes,
+        np.split(error, split),
+        saved,
+        [c + kl_weight * s for c, s in zip(changes, saved, strict=True)],
+    )
+
+
+def _one_out(heads: list[int]) -> list[np.ndarray]:
+    """Masks that keep all heads, then all but each one: (1 + total, H) for each block."""
+    every = np.concatenate([np.ones((1, sum(heads)), bool), ~np.eye(sum(heads), dtype=bool)])
+    return np.split(every, np.cumsum(heads)[:-1], axis=1)
+
+
+def _kl_of_heads(layer: Any, num_heads: int) -> np.ndarray:
+    """What the KL becomes smaller by without each head: all of it less that of the marginal left."""
+    saved = np.zeros(num_heads)
+    for belief, axis in parts_of_heads(layer):
+        whole, prior = belief.posterior, belief.prior
+        for head in range(num_heads):
+            kept = entries_of(np.arange(num_heads) != head, belief.mean.shape[axis])
+            rest = marginal(whole, kept, axis).kl(prior) if len(kept) else 0.0
+            saved[head] += float(whole.kl(prior)) - float(rest)
+    return saved
+
+
+class HeadCurve(NamedTuple):
+    """Scores against the number of heads kept, from all of them down to none.
+
+    Attributes:
+      kept: (M,) how many heads.
+      accuracy: (M,).
+      nll: (M,), negative log-likelihood of the labels in nats.
+      order: (block, head) pairs in the order in which they were removed.
+    """
+
+    kept: np.ndarray
+    accuracy: np.ndarray
+    nll: np.ndarray
+    order: list[tuple[int, int]]
+
+
+def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.ndarray]) -> HeadCurve:
+    """Accuracy as heads are masked one after the other, those of least worth first.
+
+    Args:
+      module: a `VisionTransformer` of `mj.nn`.
+      inputs: (N, ...), images that the worth was not computed from.
+      labels: (N,) class indices.
+      worth: for each block (H,), such as `-importance.elbo_change` or `importance.signal`.
+
+    Raises:
+      ValueError: if the shapes of `worth` do not fit the heads.
+    """
+    heads = [len(np.asarray(w)) for w in worth]
+    check_kept("head_curve", blocks_of(module).blocks, [np.ones(h, bool) for h in heads])
+    pairs = [(i, h) for i, number in enumerate(heads) for h in range(number)]
+    flat = np.concatenate([np.asarray(w, np.float64) for w in worth])
+    removed = np.argsort(flat, kind="stable")
+    masks = np.ones((len(pairs) + 1, len(pairs)), bool)
+    for step, head in enumerate(removed):
+        masks[step + 1 :, head] = False
+    means, covs = head_predictions(module, inputs, np.split(masks, np.cumsum(heads)[:-1], axis=1))
+    probabilities = jax.jit(jax.vmap(jax.vmap(class_probabilities)))(means, covs)
+    labels = jnp.asarray(labels)
+    return HeadCurve(
+        masks.sum(axis=1),
+        np.asarray([accuracy(p, labels) for p in probabilities]),
+        np.asarray([negative_log_likelihood(p, labels) for p in probabilities]),
+        [pairs[i] for i in removed],
+    )

@@ -1,0 +1,73 @@
+"""How far the tokens that a model's attention sees are from LayerNorm's sphere, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.brownian.sphere import SphereGap, sphere_gap, to_sphere
+from moment_jax.brownian.stream import blocks_of, residual_stream
+
+Array = jax.Array
+
+
+def model_sphere(module: Any, inputs: Array) -> list[dict[str, SphereGap]]:
+    """Gaps to the sphere of radius sqrt(D) of what each block's attention sees, cause by cause.
+
+    For each block, in this order: "normalised", where epsilon alone keeps tokens inside the sphere;
+    "gain", after LayerNorm's gain; "attended", after its bias too, which is what queries and keys are
+    made of. With pre-norm the normalisation is the block's own; with post-norm it is the last of the
+    block before, and the first block has "attended" alone: nothing normalises what enters it, so Eq. 12
+    need not hold there.
+
+    Args:
+      module: a module whose blocks have `norm_first`, and `norm1` and `norm2` with `scale`, `bias` and
+        `epsilon`, as those of `mj.nn` and its plain networks have.
+      inputs: a batch of what it takes.
+
+    Raises:
+      TypeError: if the blocks do not show their normalisations.
+
+    Source: The Brownian motion in the Transformer, section 3.1.
+    """
+    network = module.mean_network() if hasattr(module, "mean_network") else module
+    blocks = blocks_of(network).blocks
+    if not all(
+        hasattr(block, name) for block in blocks for name in ("norm_first", "norm1", "norm2")
+    ):
+        raise TypeError(
+            "`model_sphere` needs blocks with `norm_first`, `norm1` and `norm2`. Got "
+            f"{type(blocks[0]).__name__}. For others, call `sphere_gap` on the tokens."
+        )
+    stream = residual_stream(network, inputs)
+    return [_gaps(blocks, i, stream[i]) for i in range(len(blocks))]
+
+
+def _gaps(blocks: Any, i: int, tokens: Array) -> dict[str, SphereGap]:
+    block = blocks[i]
+    if block.norm_first:
+        gain, bias = _gain_and_bias(block.norm1, tokens)
+        normalised = to_sphere(tokens, epsilon=block.norm1.epsilon)
+        stages = {
+            "normalised": normalised,
+            "gain": normalised * gain,
+            "attended": normalised * gain + bias,
+        }
+    elif i == 0:
+        stages = {"attended": tokens}
+    else:  # the stream is what comes out of the normalisation: undo its bias and gain
+        gain, bias = _gain_and_bias(blocks[i - 1].norm2, tokens)
+        scaled = tokens - bias
+        some = gain != 0
+        normalised = jnp.where(some, scaled / jnp.where(some, gain, 1), 0)
+        stages = {"normalised": normalised, "gain": scaled, "attended": tokens}
+    return {name: sphere_gap(stage) for name, stage in stages.items()}
+
+
+def _gain_and_bias(norm: Any, tokens: Array) -> tuple[Array, Array]:
+    size = tokens.shape[-1]
+    gain = jnp.ones(size, tokens.dtype) if norm.scale is None else norm.scale[...]
+    bias = jnp.zeros(size, tokens.dtype) if norm.bias is None else norm.bias[...]
+    return gain.reshape(1, 1, -1), bias.reshape(1, 1, -1)

@@ -1,0 +1,282 @@
+"""Is the residual stream a Brownian motion? Statistics of its steps, and a verdict."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.brownian.dependence import Dependence, independence_test
+from moment_jax.brownian.growth import VarianceGrowth, variance_growth
+from moment_jax.brownian.normality import FEWEST, normality_test
+from moment_jax.brownian.stream import (
+    StreamMoments,
+    predicted_stream,
+    residual_stream,
+    sampled_stream,
+)
+from moment_jax.covariance import Covariance
+from moment_jax.reference import Agreement
+
+Array = jax.Array
+
+LEVEL = 0.01
+"""Level of all tests of a report together; each has its share of it (Bonferroni)."""
+
+
+class BlockMotion(NamedTuple):
+    """The steps of the tokens through one block, over N inputs and T positions.
+
+    Attributes:
+      step_length: mean of |step| / sqrt(D).
+      step_spread: sd of |step| over its mean; for a Brownian step in D dimensions about 1 / sqrt(2 D).
+      relative_step: mean of |step| / |position|.
+      angle_to_position: mean angle between step and position in degrees; 90 for a Brownian one.
+      angle_to_previous: to the block before's step; None for the first block.
+      drift_share: share of E|step|^2 that is the square of the mean step of each position, corrected for
+        the chance in that mean; 0 for a motion without drift.
+      drift_p: p value of zero mean steps, Bonferroni's over all coordinates.
+      on_position: dependence of the step on the position before it.
+      on_previous: dependence on the step before; None for the first block.
+      skewness: root mean square over the coordinates of their skewness over the inputs.
+      excess_kurtosis: mean over the coordinates.
+      not_normal: share of the coordinates that the normality test rejects at 1 %: 0.01 if normal.
+      normality_p: p value of normal coordinates, Bonferroni's over all of them.
+      isotropy: (tr C)^2 / (D tr C^2) for the steps' covariance C, averaged over the positions: 1 if
+        steps go in all directions alike, 1/D if in one.
+    """
+
+    step_length: float
+    step_spread: float
+    relative_step: float
+    angle_to_position: float
+    angle_to_previous: float | None
+    drift_share: float
+    drift_p: float
+    on_position: Dependence
+    on_previous: Dependence | None
+    skewness: float
+    excess_kurtosis: float
+    not_normal: float
+    normality_p: float
+    isotropy: float
+
+
+class TokenMotion(NamedTuple):
+    """What `token_motion` reports.
+
+    Attributes:
+      blocks: the steps of each block.
+      growth: variance and mean squared displacement against depth.
+      predicted: moments of the same stream by propagation, for a Bayesian module; else None.
+      agreement: how they agree with sampled networks, before the first block and after each; None
+        where nothing was sampled.
+      failures: what the Brownian claim is refuted in, sentences; none if nothing speaks against it.
+    """
+
+    blocks: list[BlockMotion]
+    growth: VarianceGrowth
+    predicted: StreamMoments | None
+    agreement: list[Agreement] | None
+    failures: list[str]
+
+    @property
+    def is_brownian(self) -> bool:
+        """Whether no test refutes it: with few inputs that says little."""
+        return not self.failures
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in plain words."""
+        if self.is_brownian:
+            return (
+                "Nothing in these inputs speaks against the claim that the updates of the tokens are "
+                "Brownian."
+            )
+        return f"The updates of the tokens are not Brownian: {'; '.join(self.failures)}."
+
+
+def token_motion(
+    module: Any,
+    inputs: Array,
+    *,
+    key: Array | None = None,
+    structure: type[Covariance] | None = None,
+    num_samples: int = 0,
+    permutations: int = 999,
+) -> TokenMotion:
+    """Test the claim that tokens do a Brownian motion through the blocks of a Transformer.
+
+    The inputs are the independent draws: at each position of the sequence, a token's path over the
+    blocks is one path for each of N inputs. A Brownian motion has normal steps of zero mean, which do
+    not depend on where the token is nor on its earlier steps, and a variance that grows as the number of
+    blocks.
+
+    Args:
+      module: any callable with `blocks` (see `residual_stream`). Not for use inside compiled code.
+      inputs: a batch of N >= 20 independent inputs; some hundreds make for sharp tests, whose cost grows
+        as N^2.
+      key: a JAX random key for permutations and samples; None for key 0.
+      structure: structure in which a Bayesian module's moments are propagated; None for its own.
+      num_samples: networks to draw to judge those moments by; 0 for none.
+      permutations: of each independence test. Their p values are at least 1 / (permutations + 1), so too
+        few can refute nothing: see `motion_report`.
+
+    Raises:
+      TypeError: if the module shows no blocks. ValueError: if there are too few inputs.
+
+    Source: The Brownian motion in the Transformer, section 3.2, whose claim it tests.
+    """
+    key = jax.random.key(0) if key is None else key
+    report = motion_report(residual_stream(module, inputs), key=key, permutations=permutations)
+    if not hasattr(module, "mean_network"):
+        return report
+    predicted = predicted_stream(module, inputs, structure)
+    if not num_samples:
+        return report._replace(predicted=predicted)
+    truth = sampled_stream(module, inputs, jax.random.fold_in(key, 1), num_samples)
+    agreement = [_agreement(*point) for point in zip(*predicted, *truth, strict=True)]
+    return report._replace(predicted=predicted, agreement=agreement)
+
+
+def _agreement(mean: Array, variance: Array, true_mean: Array, true_variance: Array) -> Agreement:
+    random = np.asarray(true_variance) > 0
+    if not random.any():  # a stream that enters certain agrees with itself
+        return Agreement(0, 1, 0, 0)
+    parts = (mean, jnp.sqrt(variance), true_mean, jnp.sqrt(true_variance))
+    return Agreement.of(*(np.asarray(part)[random] for part in parts))
+
+
+def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
+    """The report on a residual stream that you have recorded yourself.
+
+    All tests together have the level `LEVEL`; an independence test can refute only if
+    1 / (permutations + 1) is below its share of that, which is checked.
+
+    Args:
+      stream: (L + 1, N, T, D), the N inputs independent of each other.
+      key: a JAX random key.
+      permutations: of each independence test.
+
+    Raises:
+      ValueError: if the shape does not fit, there are fewer than 20 inputs, or too few permutations.
+    """
+    if stream.ndim != 4 or stream.shape[0] < 2 or stream.shape[1] < FEWEST:
+        raise ValueError(
+            f"`motion_report` needs a stream (L + 1, N, T, D) with L >= 1 and N >= {FEWEST} independent "
+            f"inputs. Got {tuple(stream.shape)}."
+        )
+    depth = stream.shape[0] - 1
+    share = LEVEL / (4 * depth)
+    if 1 / (permutations + 1) > share:
+        raise ValueError(
+            f"`motion_report` needs permutations >= {round(1 / share)} to refute independence at its "
+            f"share of the level {LEVEL} over {depth} blocks. Got {permutations}."
+        )
+    steps = jnp.diff(stream, axis=0)
+    blocks = [
+        _block_motion(
+            stream[i],
+            steps[i],
+            steps[i - 1] if i else None,
+            jax.random.fold_in(key, i),
+            permutations,
+        )
+        for i in range(depth)
+    ]
+    growth = variance_growth(stream)
+    return TokenMotion(blocks, growth, None, None, _failures(blocks, growth, share))
+
+
+def _block_motion(
+    position: Array, step: Array, previous: Array | None, key: Array, permutations: int
+) -> BlockMotion:
+    moments = _moments(position, step)
+    normality = normality_test(step)
+    keys = jax.random.split(key)
+    on_position = independence_test(step, position, keys[0], permutations=permutations)
+    on_previous = angle = None
+    if previous is not None:
+        on_previous = independence_test(step, previous, keys[1], permutations=permutations)
+        angle = float(_mean_angle(step, previous))
+    return BlockMotion(
+        **{name: float(value) for name, value in moments.items()},
+        angle_to_previous=angle,
+        on_position=on_position,
+        on_previous=on_previous,
+        skewness=float(jnp.sqrt(jnp.mean(normality.skewness**2))),
+        excess_kurtosis=float(jnp.mean(normality.excess_kurtosis)),
+        not_normal=float(jnp.mean(normality.p_value < 0.01)),
+        normality_p=float(jnp.minimum(jnp.min(normality.p_value) * normality.p_value.size, 1)),
+    )
+
+
+@jax.jit
+def _moments(position: Array, step: Array) -> dict[str, Array]:
+    count, features = step.shape[0], step.shape[2]
+    length = jnp.linalg.norm(step, axis=-1)
+    radius = jnp.linalg.norm(position, axis=-1)
+    mean = jnp.mean(step, axis=0)
+    centred = step - mean[None]
+    variance = jnp.sum(centred**2, axis=0) / (count - 1)
+    drift = jnp.sum(mean**2 - variance / count)
+    safe = jnp.where(variance > 0, variance, 1)
+    score = jnp.where(variance > 0, jnp.abs(mean) * jnp.sqrt(count / safe), 0)
+    smallest = jnp.min(jax.scipy.special.erfc(score / 2**0.5))
+    cov = jnp.einsum("ntd,nte->tde", centred, centred)
+    trace = jnp.einsum("tdd->t", cov)
+    square = jnp.sum(cov**2, axis=(1, 2))
+    return {
+        "step_length": jnp.mean(length) / features**0.5,
+        "step_spread": jnp.std(length) / _positive(jnp.mean(length)),
+        "relative_step": jnp.mean(length / _positive(radius)),
+        "angle_to_position": _mean_angle(step, position),
+        "drift_share": drift / _positive(jnp.mean(length**2) * step.shape[1]),
+        "drift_p": jnp.minimum(smallest * mean.size, 1),
+        "isotropy": jnp.mean(trace**2 / _positive(features * square)),
+    }
+
+
+def _positive(x: Array) -> Array:
+    return jnp.where(x > 0, x, 1)
+
+
+def _mean_angle(x: Array, y: Array) -> Array:
+    """Mean angle between two arrays of vectors, in degrees."""
+    lengths = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+    cosine = jnp.sum(x * y, axis=-1) / _positive(lengths)
+    return jnp.mean(jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1))))
+
+
+def _failures(blocks: list[BlockMotion], growth: VarianceGrowth, share: float) -> list[str]:
+    """What refutes the claim, the worst block for each reason."""
+    failures = []
+    drifting = [b.drift_share for b in blocks if b.drift_p < share]
+    if drifting:
+        failures.append(f"steps have a drift (up to {max(drifting):.0%} of their square)")
+    for name, what in (("on_position", "where the token is"), ("on_previous", "the step before")):
+        tests = [getattr(block, name) for block in blocks]
+        found = [float(t.correlation) for t in tests if t is not None and t.p_value < share]
+        if found:
+            failures.append(f"steps depend on {what} (distance correlation up to {max(found):.2f})")
+    odd = [b.not_normal for b in blocks if b.normality_p < share]
+    if odd:
+        failures.append(
+            f"steps are not normal (up to {max(odd):.0%} of the coordinates rejected at 1 %)"
+        )
+    # The largest of several variances is above the smallest by chance too: a wide margin.
+    if growth.log_ratio > 5 * growth.log_ratio_error:
+        failures.append(
+            f"the variance of a step differs {np.exp(growth.log_ratio):.1f}-fold between blocks, so "
+            "depth is not its time"
+        )
+    if growth.exponent is not None and growth.exponent_error is not None:
+        gap = abs(growth.exponent - 1)
+        if gap > 3 * growth.exponent_error:
+            failures.append(
+                f"the mean squared displacement grows as depth^{growth.exponent:.2f} "
+                f"(± {growth.exponent_error:.3f}), not as depth"
+            )
+    return failures

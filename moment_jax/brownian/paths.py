@@ -1,0 +1,144 @@
+"""Brownian paths, and stochastic differential equations by Euler-Maruyama and Milstein."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.brownian.checks import check_positive
+
+Array = jax.Array
+Coefficient = Callable[[Array, Array], Array]
+
+
+def brownian_increments(
+    key: Array,
+    steps: int,
+    *,
+    dt: float,
+    shape: tuple[int, ...] = (),
+    dtype: jnp.dtype | type = jnp.float32,
+) -> Array:
+    """Independent N(0, dt) increments, (steps, *shape).
+
+    Raises:
+      ValueError: if steps or dt is not positive.
+    """
+    check_positive("brownian_increments", "steps", steps)
+    check_positive("brownian_increments", "dt", dt)
+    return dt**0.5 * jax.random.normal(key, (steps, *shape), dtype)
+
+
+def brownian_path(increments: Array) -> Array:
+    """B at the ends of the steps, with B_0 = 0 in front: (steps + 1, ...) from (steps, ...)."""
+    if increments.ndim < 1:
+        raise ValueError("`brownian_path` needs increments (steps, ...). Got a scalar.")
+    return jnp.concatenate([jnp.zeros_like(increments[:1]), jnp.cumsum(increments, axis=0)])
+
+
+def brownian_bridge(path: Array, end: Array | float = 0.0) -> Array:
+    """The path (steps + 1, ...) held at `end`: B_t - (t/T) (B_T - end), a bridge from B_0.
+
+    Of a Brownian path with equal steps it is Brownian motion given that B_T = end: mean t/T end,
+    covariance s (T - t) / T for s <= t.
+
+    Raises:
+      ValueError: if there is no step.
+    """
+    if path.ndim < 1 or path.shape[0] < 2:
+        raise ValueError(
+            f"`brownian_bridge` needs a path (steps + 1, ...). Got {tuple(path.shape)}."
+        )
+    part = jnp.linspace(0, 1, path.shape[0], dtype=path.dtype)
+    part = part.reshape(-1, *(1,) * (path.ndim - 1))
+    return path - part * (path[-1:] - jnp.asarray(end, path.dtype))
+
+
+def quadratic_variation(path: Array) -> Array:
+    """Sum of squared steps so far, of the shape of the path: tends to t for Brownian motion.
+
+    Source: The Brownian motion in the Transformer, dB^2 = dt above Eq. 7.
+    """
+    squares = jnp.diff(path, axis=0) ** 2
+    return jnp.concatenate([jnp.zeros_like(path[:1]), jnp.cumsum(squares, axis=0)])
+
+
+def euler_maruyama(
+    drift: Coefficient, diffusion: Coefficient, start: Array, increments: Array, *, dt: float
+) -> Array:
+    """Solve dX = a(t, X) dt + b(t, X) dB: strong order 1/2, weak order 1.
+
+    Args:
+      drift: a(t, x), of the shape of x.
+      diffusion: b(t, x): of the shape of x (or a scalar) and multiplied entry by entry, or
+        (*x.shape, K) for K motions.
+      start: X at time zero, of any shape; vmap over batches.
+      increments: (steps, *x.shape), or (steps, K) for K motions, of variance dt.
+      dt: length of a step.
+
+    Returns:
+      (steps + 1, *x.shape), the start in front.
+
+    Raises:
+      ValueError: if dt is not positive.
+    """
+    check_positive("euler_maruyama", "dt", dt)
+
+    def step(t: Array, x: Array, noise: Array) -> Array:
+        spread = jnp.asarray(diffusion(t, x))
+        push = spread @ noise if spread.ndim == x.ndim + 1 else spread * noise
+        return x + drift(t, x) * dt + push
+
+    return _solve(step, start, increments, dt)
+
+
+def milstein(
+    drift: Coefficient, diffusion: Coefficient, start: Array, increments: Array, *, dt: float
+) -> Array:
+    """The same with Milstein's term b b_x (dB^2 - dt)/2: strong order 1.
+
+    For noise of an own motion in each entry, where b's entry depends on that entry of x alone (commuting
+    noise); b_x comes from a jvp.
+
+    Args:
+      drift: a(t, x), of the shape of x.
+      diffusion: b(t, x), of the shape of x.
+      start: X at time zero, of any shape.
+      increments: (steps, *x.shape), of variance dt.
+      dt: length of a step.
+
+    Returns:
+      (steps + 1, *x.shape), the start in front.
+
+    Raises:
+      ValueError: if dt is not positive, or b is not of the shape of x.
+    """
+    check_positive("milstein", "dt", dt)
+
+    def step(t: Array, x: Array, noise: Array) -> Array:
+        spread = jnp.asarray(diffusion(t, x))
+        if spread.shape != x.shape:
+            raise ValueError(
+                f"`milstein` needs a diffusion of the shape of x, {tuple(x.shape)}: one motion for each "
+                f"entry. Got {tuple(spread.shape)}. For shared motions use `euler_maruyama`."
+            )
+        _, slope = jax.jvp(lambda y: jnp.asarray(diffusion(t, y)), (x,), (spread,))
+        return x + drift(t, x) * dt + spread * noise + slope * (noise**2 - dt) / 2
+
+    return _solve(step, start, increments, dt)
+
+
+def _solve(
+    step: Callable[[Array, Array, Array], Array], start: Array, increments: Array, dt: float
+) -> Array:
+    first = jnp.asarray(start, increments.dtype)
+    times = dt * jnp.arange(increments.shape[0], dtype=increments.dtype)
+
+    def advance(x: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
+        new = step(now[0], x, now[1]).astype(x.dtype)
+        return new, new
+
+    _, path = jax.lax.scan(advance, first, (times, increments))
+    return jnp.concatenate([first[None], path])

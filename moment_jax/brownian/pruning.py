@@ -1,0 +1,192 @@
+"""Masking and removing the heads of attention: beliefs of all families."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.brownian.stream import blocks_of
+from moment_jax.layers import AttentionParams, DenseParams
+from moment_jax.posterior import (
+    Factorized,
+    FullNormal,
+    MatrixNormal,
+    OutputShared,
+    Point,
+    Posterior,
+)
+
+Array = jax.Array
+Kept = Sequence[Array | np.ndarray | Sequence[bool]]
+"""For each block, which of its heads are kept: (H,) booleans."""
+
+
+def mask_heads(params: AttentionParams, kept: Array) -> AttentionParams:
+    """Beliefs about attention whose heads outside `kept` are zero for certain: no queries, keys, values.
+
+    A head enters the output through its values alone; queries and keys are taken out with them, because
+    some structures keep one token correlation for the queries of all heads. So the moments are those of
+    the module without the head, for every family of beliefs and every structure. `kept` may be traced:
+    one compiled pass serves all masks.
+
+    Args:
+      params: beliefs about attention, heads outermost in its kernels (D, H K).
+      kept: (H,) booleans, or zeros and ones.
+
+    Raises:
+      ValueError: if H does not divide the width of the values.
+    """
+    kept = jnp.asarray(kept)
+    width = params.value.kernel.shape[1]
+    if kept.ndim != 1 or kept.shape[0] < 1 or width % kept.shape[0]:
+        raise ValueError(
+            f"`mask_heads` needs one number for each head, H a divisor of {width}. Got "
+            f"{tuple(kept.shape)}."
+        )
+
+    def masked(dense: DenseParams) -> DenseParams:
+        factor = kept.astype(dense.kernel.mean.dtype)
+        factor = jnp.repeat(factor, dense.kernel.shape[1] // kept.shape[0])
+        bias = None if dense.bias is None else _scaled(dense.bias, factor)
+        return DenseParams(_scaled(dense.kernel, factor), bias)
+
+    return AttentionParams(
+        masked(params.query), masked(params.key), masked(params.value), params.output
+    )
+
+
+def _scaled(belief: Posterior, factor: Array) -> Posterior:
+    """The belief about an array times these factors of its last axis."""
+    mean = belief.mean * factor.reshape(*(1,) * (belief.mean.ndim - 1), -1)
+    if isinstance(belief, Point):
+        return Point(mean)
+    if isinstance(belief, Factorized):
+        square = (factor**2).reshape(*(1,) * (belief.mean.ndim - 1), -1)
+        return Factorized(mean, belief.variance * square)
+    if isinstance(belief, OutputShared):
+        return OutputShared(mean, belief.variance * factor**2)
+    if isinstance(belief, MatrixNormal):
+        return MatrixNormal(mean, belief.in_cov, belief.out_cov * jnp.outer(factor, factor))
+    if isinstance(belief, FullNormal):
+        entries = jnp.broadcast_to(factor, belief.mean.shape).ravel()
+        both = jnp.outer(entries, entries).reshape(belief.cov.shape)
+        return FullNormal(mean, belief.cov * both)
+    raise _unknown(belief)
+
+
+def _unknown(belief: object) -> TypeError:
+    return TypeError(
+        "Heads need beliefs of mj.posterior: Point, Factorized, OutputShared, MatrixNormal or "
+        f"FullNormal. Got {type(belief).__name__}."
+    )
+
+
+def marginal(belief: Posterior, chosen: np.ndarray, axis: int) -> Posterior:
+    """The belief about some of the rows (axis 0) or columns (axis -1) of an array."""
+    mean = jnp.take(belief.mean, chosen, axis=axis)
+    columns = axis == -1 or belief.mean.ndim == 1
+    if isinstance(belief, Point):
+        return Point(mean)
+    if isinstance(belief, Factorized):
+        return Factorized(mean, jnp.take(belief.variance, chosen, axis=axis))
+    if isinstance(belief, OutputShared):
+        return OutputShared(mean, belief.variance[chosen] if columns else belief.variance)
+    if isinstance(belief, MatrixNormal):
+        square = np.ix_(chosen, chosen)
+        if columns:
+            return MatrixNormal(mean, belief.in_cov, belief.out_cov[square])
+        return MatrixNormal(mean, belief.in_cov[square], belief.out_cov)
+    if isinstance(belief, FullNormal):
+        where = axis % belief.mean.ndim
+        cov = jnp.take(belief.cov, chosen, axis=where)
+        return FullNormal(mean, jnp.take(cov, chosen, axis=where + belief.mean.ndim))
+    raise _unknown(belief)
+
+
+def parts_of_heads(attention: Any) -> list[tuple[Any, int]]:
+    """The beliefs of an `mj.nn.MultiHeadAttention` that heads own a share of, and along which axis."""
+    parts = []
+    for dense in (attention.query, attention.key, attention.value):
+        parts += [(belief, -1) for belief in (dense.kernel, dense.bias) if belief is not None]
+    return [*parts, (attention.out.kernel, 0)]
+
+
+def entries_of(kept: np.ndarray, size: int) -> np.ndarray:
+    """Indices of the entries of an axis, heads outermost, that belong to the heads kept."""
+    return np.flatnonzero(np.repeat(kept, size // len(kept)))
+
+
+def check_kept(name: str, blocks: Sequence[Any], kept: Kept) -> list[np.ndarray]:
+    """One (H,) array of booleans for each block, or a ValueError."""
+    arrays = [np.asarray(mask, bool) for mask in kept]
+    heads = [block.num_heads for block in blocks]
+    if [mask.shape for mask in arrays] != [(h,) for h in heads]:
+        raise ValueError(
+            f"`{name}` needs booleans for the heads of each block, {heads} of them. Got arrays of "
+            f"shapes {[mask.shape for mask in arrays]}."
+        )
+    return arrays
+
+
+def prune_heads(module: Any, kept: Kept) -> Any:
+    """A smaller module without the heads that are not kept; the module given stays as it is.
+
+    The beliefs that remain are the marginals of those there were, so moments and samples are those of
+    the module whose heads are masked, at the cost of a smaller one.
+
+    Args:
+      module: an `Encoder` or `VisionTransformer` of `mj.nn`.
+      kept: for each block, (H,) booleans, at least one of them true.
+
+    Returns:
+      A module of the same type; its blocks have `num_heads` of the heads kept.
+
+    Raises:
+      ValueError: if the shapes do not fit, or a block would lose all its heads.
+      TypeError: if the module shows no blocks.
+    """
+    masks = check_kept("prune_heads", blocks_of(module).blocks, kept)
+    empty = [i for i, mask in enumerate(masks) if not mask.any()]
+    if empty:
+        raise ValueError(
+            f"`prune_heads` needs at least one head in every block. Got none for block {empty[0]}. "
+            "`head_predictions` masks all of them."
+        )
+    smaller = copy.deepcopy(module)
+    for block, mask in zip(blocks_of(smaller).blocks, masks, strict=True):
+        for belief, axis in parts_of_heads(block.attention):
+            chosen = entries_of(mask, belief.mean.shape[axis])
+            part = marginal(belief.posterior, chosen, axis)
+            belief.mean.set_value(part.mean)
+            for name, raw in _raw(part).items():
+                belief.raw[name].set_value(raw)
+        block.num_heads = block.attention.num_heads = int(mask.sum())
+    return smaller
+
+
+def _raw(belief: Posterior) -> dict[str, Array]:
+    """What a `Belief` of this posterior stores beside its mean: the inverse of `Belief.posterior`."""
+    if isinstance(belief, Point):
+        return {}
+    if isinstance(belief, MatrixNormal):
+        return {"rows": _raw_factor(belief.in_cov), "columns": _raw_factor(belief.out_cov)}
+    if isinstance(belief, FullNormal):
+        size = belief.mean.size
+        return {"entries": _raw_factor(belief.cov.reshape(size, size))}
+    if isinstance(belief, Factorized | OutputShared):
+        return {"scale": _softplus_inverse(jnp.sqrt(belief.variance))}
+    raise _unknown(belief)
+
+
+def _raw_factor(cov: Array) -> Array:
+    factor = jnp.linalg.cholesky(cov)
+    return jnp.tril(factor, -1) + jnp.diag(_softplus_inverse(jnp.diagonal(factor)))
+
+
+def _softplus_inverse(y: Array) -> Array:
+    return y + jnp.log(-jnp.expm1(-y))

@@ -1,0 +1,169 @@
+"""Masked heads are pruned heads, and importance is what the ELBO itself says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.builders import KERNEL_FAMILIES, assert_close, random_block
+
+brownian = mj.brownian
+IMAGES = jax.random.normal(jax.random.key(1), (3, 4, 4))
+LABELS = jnp.array([0, 2, 1])
+KEPT = [np.array([True, False]), np.array([False, True])]
+ALL = [np.ones(2, bool), np.ones(2, bool)]
+
+
+def stirred(model):
+    """Beliefs that start uncorrelated, no longer so."""
+    for _, leaf in nnx.iter_graph(model):
+        if isinstance(leaf, mj.nn.VariationalScale):
+            noise = jax.random.normal(jax.random.key(leaf.size), leaf.shape, leaf.dtype)
+            leaf.set_value(leaf[...] + 0.1 * noise)
+    return model
+
+
+def vision(**settings):
+    return stirred(
+        mj.nn.VisionTransformer(
+            image_size=4,
+            patch_size=2,
+            num_classes=3,
+            num_features=4,
+            num_heads=2,
+            num_blocks=2,
+            hidden_features=6,
+            activation="relu",
+            rngs=nnx.Rngs(0),
+            dtype=jnp.float64,
+            relative_scale=0.4,
+            structure=mj.Diagonal,
+            **settings,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return vision()
+
+
+@nnx.jit
+def moments(model, images):
+    return model(images)
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES)
+def test_a_pruned_layer_is_the_masked_one(family):
+    encoder = stirred(
+        mj.nn.Encoder(
+            1, 4, 2, posterior=family, rngs=nnx.Rngs(0), dtype=jnp.float64, relative_scale=0.4
+        )
+    )
+    smaller = brownian.prune_heads(encoder, [[False, True]]).blocks[0]
+    masked = brownian.mask_heads(encoder.blocks[0].params.attention, jnp.array([0.0, 1.0]))
+    x = IMAGES[0]
+    start = mj.TokenCorrelated.zeros(x.shape, jnp.float64)
+    attend = jax.jit(mj.attention, static_argnames="num_heads")
+    mean, cov = attend(x, start, masked, num_heads=2)
+    mean_small, cov_small = attend(x, start, smaller.params.attention, num_heads=1)
+    assert_close(mean, mean_small)
+    assert_close(cov.variance(), cov_small.variance())
+    assert encoder.blocks[0].num_heads == 2
+    assert smaller.sample(jax.random.key(2)).attention.num_heads == smaller.num_heads == 1
+
+
+def test_a_pruned_module_is_the_masked_one(model):
+    smaller = brownian.prune_heads(model, KEPT)
+    masks = [np.stack([every, kept]) for every, kept in zip(ALL, KEPT, strict=True)]
+    masked = brownian.head_predictions(model, IMAGES, masks)
+    for mine, theirs in zip(moments(smaller, IMAGES), masked, strict=True):
+        assert_close(mine, theirs[1])
+    for mine, theirs in zip(moments(model, IMAGES), masked, strict=True):
+        assert_close(mine, theirs[0])
+        assert jnp.max(jnp.abs(mine - theirs[1])) > 1e-3
+    with jax.numpy_rank_promotion("allow"):
+        assert smaller.sample(jax.random.key(2))(IMAGES).shape == (3, 3)
+
+
+def test_importance_is_the_change_of_the_elbo(model):
+    found = brownian.head_importance(model, IMAGES, LABELS, dataset_size=6, kl_weight=0.3)
+    fit = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
+
+    def bound(model):
+        fits = jax.vmap(fit)(LABELS, *moments(model, IMAGES))
+        return mj.objectives.elbo(fits, model.kl(), dataset_size=6, kl_weight=0.3)
+
+    smaller = brownian.prune_heads(model, [ALL[0], np.array([False, True])])
+    assert_close(found.elbo_change[1][0], bound(smaller) - bound(model))
+    assert_close(found.kl_saved[1][0], model.kl() - smaller.kl())
+
+
+def test_signal_of_a_head_is_what_sampling_gives():
+    """Mean and variance of what one head adds, within 5 standard errors of 20,000 networks."""
+    params = random_block(jax.random.key(0), 4, 4, scale=0.3).attention
+    params = mj.AttentionParams(params.query, params.key, params.value,
+                                mj.DenseParams(params.output.kernel, None))  # fmt: skip
+    tokens = jax.random.normal(jax.random.key(1), (3, 4))
+    alone = brownian.mask_heads(params, jnp.array([False, True]))
+
+    def output(drawn):
+        return mj.nn.plain_attention(_biased(drawn), 2)(tokens)
+
+    def _biased(drawn):
+        return mj.AttentionParams(drawn.query, drawn.key, drawn.value,
+                                  mj.DenseParams(drawn.output.kernel, jnp.zeros(4)))  # fmt: skip
+
+    with jax.numpy_rank_promotion("allow"):
+        truth = mj.monte_carlo(output, alone, jax.random.key(2), 20_000)
+    start = mj.Full.zeros(tokens.shape, jnp.float64)
+    mean, cov = jax.jit(partial(mj.attention, num_heads=2))(tokens, start, alone)
+    assert jnp.all(
+        jnp.abs(mean - truth.mean) < 5 * truth.mean_error + 0.01 * truth.standard_deviation
+    )
+    ratio = jnp.sqrt(cov.variance()) / truth.standard_deviation
+    assert jnp.all(jnp.abs(ratio - 1) < 0.1)
+
+
+def test_signal_falls_with_the_noise_of_the_weights(model):
+    before = np.concatenate(brownian.head_signal(model, IMAGES))
+    noisier = vision()
+    for block in noisier.encoder.blocks:
+        raw = block.attention.value.kernel.raw["scale"]
+        raw.set_value(raw[...] + 1)
+    after = np.concatenate(brownian.head_signal(noisier, IMAGES))
+    assert np.all(after < before)
+
+
+def test_curve_removes_the_least_worthy_first(model):
+    curve = brownian.head_curve(model, IMAGES, LABELS, [np.array([2.0, 1.0]), np.array([4.0, 3.0])])
+    assert curve.order == [(0, 1), (0, 0), (1, 1), (1, 0)]
+    assert curve.kept.tolist() == [4, 3, 2, 1, 0]
+    mean, cov = moments(model, IMAGES)
+    p = jax.vmap(mj.objectives.class_probabilities)(mean, cov)
+    assert_close(curve.nll[0], mj.objectives.negative_log_likelihood(p, LABELS))
+    assert np.isfinite(curve.nll).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda m: brownian.prune_heads(m, [[True, True], [False, False]]), ValueError, "block 1"),
+        (lambda m: brownian.prune_heads(m, [[True, True]]), ValueError, r"\[2, 2\]"),
+        (lambda m: brownian.mask_heads(m.encoder.blocks[0].params.attention, jnp.ones(3)),
+         ValueError, "divisor of 4"),
+        (lambda m: brownian.head_predictions(m.encoder, IMAGES, KEPT), TypeError, "logits"),
+        (lambda m: brownian.head_importance(m, IMAGES, LABELS, dataset_size=2), ValueError, "N=3"),
+        (lambda m: brownian.head_signal(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), IMAGES), TypeError,
+         "blocks"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, words, model):
+    with pytest.raises(error, match=words):
+        call(model)

@@ -1,0 +1,149 @@
+"""The document's identities beside the textbook's formulas: Eq. 1, 11, 12, 14, 15 and 3.4.2."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.brownian.chains import sphere_tokens
+from tests.builders import assert_close
+
+brownian = mj.brownian
+
+
+def test_to_sphere_is_layer_norm():
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    norm = nnx.LayerNorm(8, epsilon=0.1, use_scale=False, use_bias=False, use_fast_variance=False,
+                         param_dtype=x.dtype, rngs=nnx.Rngs(0))  # fmt: skip
+    assert_close(brownian.to_sphere(x, epsilon=0.1), norm(x))
+    on_sphere = brownian.to_sphere(x)
+    assert_close(jnp.linalg.norm(on_sphere, axis=-1), jnp.full((2, 5), 8**0.5))
+    assert_close(jnp.sum(on_sphere, axis=-1), jnp.zeros((2, 5)))
+    gradient = jax.grad(lambda y: jnp.sum(brownian.to_sphere(y) ** 3))(jnp.ones((2, 4)))
+    assert jnp.isfinite(gradient).all()
+
+
+def test_dot_products_are_distances_on_the_sphere_alone():
+    x, y = sphere_tokens(seed=1), sphere_tokens(4, seed=2)
+    assert_close(brownian.sphere_dot(x, y), x @ y.T)
+    assert jnp.max(jnp.abs(brownian.sphere_dot(2 * x, y) - 2 * x @ y.T)) > 1
+    distances = jnp.sum((x[:, None] - y[None, :]) ** 2, axis=-1)
+    assert_close(brownian.squared_distances(x, y), distances)
+
+
+def test_attention_is_the_gaussian_kernel_on_the_sphere():
+    x = sphere_tokens(9, 16)
+    scores = np.exp(np.asarray(x @ x.T) / 4)
+    expected = scores / scores.sum(axis=1, keepdims=True)
+    assert_close(brownian.transition_matrix(x), expected)
+    kernel = brownian.gaussian_kernel(x, x)
+    assert_close(kernel * np.exp(4.0), scores)  # Eq. 14's constant s
+    assert_close(brownian.row_normalize(kernel), expected)
+    free = jax.random.normal(jax.random.key(3), (9, 16))
+    gap = brownian.transition_matrix(free) - brownian.row_normalize(
+        brownian.gaussian_kernel(free, free)
+    )
+    assert jnp.max(jnp.abs(gap)) > 0.05
+
+
+def test_gaussian_kernel_as_printed():
+    x, y = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    expected = jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1) / (2 * 0.7**2))
+    assert_close(brownian.gaussian_kernel(x, y, bandwidth=0.7), expected)
+    assert_close(brownian.linear_kernel(x, y), jnp.einsum("id,jd->ij", x, y))
+
+
+def test_reversible_with_identity_projections_and_not_with_others():
+    x = sphere_tokens()
+    transition = brownian.transition_matrix(x)
+    law = brownian.stationary(transition)
+    assert_close(law, brownian.kernel_stationary(brownian.gaussian_kernel(x, x)))
+    assert brownian.detailed_balance_gap(transition, law) < 1e-12
+    query, key = jax.random.normal(jax.random.key(5), (2, 6, 6))
+    other = jax.nn.softmax(brownian.attention_scores(x, query, key), axis=1)
+    assert brownian.detailed_balance_gap(other, brownian.stationary(other)) > 0.05
+
+
+def test_attention_scores_are_flax_attention():
+    layer = nnx.MultiHeadAttention(
+        2, 6, qkv_features=8, param_dtype=jnp.float64, decode=False, rngs=nnx.Rngs(0)
+    )
+    layer.query.bias.set_value(jax.random.normal(jax.random.key(8), (2, 4)))
+    x = sphere_tokens()
+    scores = brownian.attention_scores(
+        x,
+        layer.query.kernel[...],
+        layer.key.kernel[...],
+        layer.query.bias[...],
+        layer.key.bias[...],
+    )
+    query, key = layer.query(x) / 2, layer.key(x)
+    assert_close(scores, jnp.einsum("qhk,shk->hqs", query, key))
+
+
+def test_scores_split_into_orthogonal_parts():
+    scores = jax.random.normal(jax.random.key(4), (6, 6))
+    parts = brownian.split_scores(scores)
+    total = parts.symmetric + parts.gradient + parts.cyclic
+    assert_close(total, scores - scores.mean(axis=1, keepdims=True))
+    assert_close(parts.symmetric_share + parts.gradient_share + parts.cyclic_share, jnp.ones(()))
+    for a, b in [("symmetric", "cyclic"), ("symmetric", "gradient"), ("gradient", "cyclic")]:
+        assert abs(jnp.sum(getattr(parts, a) * getattr(parts, b))) < 1e-10
+    # Without the cyclic part, and only then, the chain is reversible.
+    for kept, reversible in [(parts.symmetric + parts.gradient, True), (total, False)]:
+        chain = jax.nn.softmax(kept, axis=1)
+        gap = brownian.detailed_balance_gap(chain, brownian.stationary(chain))
+        assert (gap < 1e-12) == reversible
+    assert brownian.split_scores(jnp.ones((3, 3))).symmetric_share == 0
+
+
+def test_projections_split_into_symmetric_and_antisymmetric():
+    query, key = jax.random.normal(jax.random.key(6), (2, 5, 3))
+    parts = brownian.split_projections(query, key)
+    assert_close(parts.symmetric + parts.antisymmetric, query @ key.T / 3**0.5)
+    assert_close(parts.symmetric, parts.symmetric.T)
+    assert_close(parts.symmetric_share + parts.antisymmetric_share, jnp.ones(()))
+    assert brownian.split_projections(query, query).antisymmetric_share < 1e-30
+
+
+def test_the_gap_to_the_sphere():
+    on_sphere = brownian.sphere_gap(sphere_tokens(5, 8))
+    assert max(map(float, (on_sphere.dot_error, on_sphere.offset, on_sphere.radius_spread))) < 1e-10
+    tokens = 1.5 * sphere_tokens(5, 8) + 0.3
+    gap = brownian.sphere_gap(tokens)
+    assert_close(gap.radius, jnp.sqrt(jnp.mean(tokens**2)))
+    assert_close(gap.offset, 0.3 / gap.radius)
+    errors = (brownian.sphere_dot(tokens, tokens) - tokens @ tokens.T)[~np.eye(5, dtype=bool)]
+    assert_close(gap.dot_error, jnp.sqrt(jnp.mean(errors**2)) / 8)
+    assert jnp.isfinite(brownian.sphere_gap(tokens[:1]).dot_error)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: brownian.gaussian_kernel(jnp.ones((2, 2)), jnp.ones((2, 2)), bandwidth=0.0), "> 0"),
+        (lambda: brownian.gaussian_kernel(jnp.ones((2, 2)), jnp.ones((2, 3))), "same number"),
+        (lambda: brownian.transition_matrix(jnp.ones((2, 2, 2))), "vmap"),
+        (lambda: brownian.transition_matrix(jnp.ones((2, 2)), temperature=-1.0), "temperature > 0"),
+        (lambda: brownian.row_normalize(jnp.array([[1.0, -0.1]])), "none negative"),
+        (lambda: brownian.row_normalize(jnp.array([[1.0, 1.0], [0.0, 0.0]])), "Row 1"),
+        (lambda: brownian.attention_scores(jnp.ones((2, 3)), jnp.ones((2, 2)), jnp.ones((2, 2))),
+         "D the features"),
+        (lambda: brownian.split_scores(jnp.ones((2, 3))), r"\(T, T\)"),
+        (lambda: brownian.split_projections(jnp.ones((2, 3)), jnp.ones((3, 3))), "one head"),
+        (lambda: brownian.to_sphere(jnp.ones((2, 1))), "D >= 2"),
+        (lambda: brownian.sphere_gap(jnp.ones(3)), "tokens"),
+        (lambda: brownian.kernel_stationary(jnp.array([[1.0, 2.0], [0.0, 1.0]])), "symmetric"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_one_token():
+    x = sphere_tokens(1)
+    assert_close(brownian.transition_matrix(x), jnp.ones((1, 1)))
+    assert_close(brownian.row_normalize(brownian.gaussian_kernel(x, x)), jnp.ones((1, 1)))

@@ -1,0 +1,105 @@
+"""Brownian paths by their laws, and solvers by their orders of convergence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moment_jax as mj
+from tests.builders import assert_close
+
+brownian = mj.brownian
+
+
+@pytest.fixture(scope="module")
+def paths():
+    steps = brownian.brownian_increments(
+        jax.random.key(0), 64, dt=1 / 64, shape=(20_000,), dtype=jnp.float64
+    )
+    return brownian.brownian_path(steps)
+
+
+def within(sample, expected, errors=4.5):
+    """The mean over the last axis is within so many standard errors of the expectation."""
+    mean, error = jnp.mean(sample, axis=-1), jnp.std(sample, axis=-1) / sample.shape[-1] ** 0.5
+    assert jnp.all(jnp.abs(mean - expected) <= errors * error + 1e-12)
+
+
+def test_covariance_is_the_earlier_time(paths):
+    assert jnp.all(paths[0] == 0)
+    for s, t in [(16, 16), (16, 48), (64, 64)]:
+        within(paths[s] * paths[t], min(s, t) / 64)
+    within((paths[40] - paths[20]) * paths[20], 0.0)
+
+
+def test_bridge(paths):
+    bridge = brownian.brownian_bridge(paths, 1.5)
+    assert_close(bridge[-1], jnp.full(20_000, 1.5))
+    within(bridge[16], 0.25 * 1.5)
+    within((bridge[16] - 0.375) * (bridge[48] - 1.125), 0.25 * 0.25)  # s (T - t) / T
+
+
+def test_quadratic_variation_tends_to_time():
+    """Mean t, standard deviation sqrt(2 t dt): it falls with the step."""
+    spreads = []
+    for steps in (64, 1024):
+        path = brownian.brownian_path(
+            brownian.brownian_increments(
+                jax.random.key(1), steps, dt=2 / steps, shape=(4000,), dtype=jnp.float64
+            )
+        )
+        variation = brownian.quadratic_variation(path)
+        within(variation[-1], 2.0)
+        within(variation[steps // 2], 1.0)
+        spreads.append(float(jnp.std(variation[-1])))
+    np.testing.assert_allclose(spreads, [(4 * 2 / steps) ** 0.5 for steps in (64, 1024)], rtol=0.1)
+
+
+def test_strong_orders_of_convergence():
+    """Against the exact geometric Brownian motion: 1/2 for Euler-Maruyama, 1 for Milstein."""
+    mu, sigma, finest = 0.1, 0.8, 1024
+    noise = brownian.brownian_increments(
+        jax.random.key(2), finest, dt=1 / finest, shape=(500,), dtype=jnp.float64
+    )
+    exact = jnp.exp(mu - sigma**2 / 2 + sigma * noise.sum(axis=0))
+    orders = {}
+    for solver in (brownian.euler_maruyama, brownian.milstein):
+        errors = []
+        for steps in (16, 64, 256):
+            coarse = noise.reshape(steps, -1, 500).sum(axis=1)
+            path = solver(
+                lambda t, x: mu * x, lambda t, x: sigma * x, jnp.ones(500), coarse, dt=1 / steps
+            )
+            errors.append(float(jnp.mean(jnp.abs(path[-1] - exact))))
+        orders[solver.__name__] = np.log(errors[0] / errors[-1]) / np.log(16)
+    assert 0.4 < orders["euler_maruyama"] < 0.65
+    assert 0.9 < orders["milstein"] < 1.15
+
+
+def test_shared_motions_and_time():
+    mixing = jnp.array([[1.0, 0.0], [1.0, 2.0]])
+    steps = brownian.brownian_increments(
+        jax.random.key(3), 8, dt=0.5, shape=(2,), dtype=jnp.float64
+    )
+    path = brownian.euler_maruyama(
+        lambda t, x: t * jnp.ones(2), lambda t, x: mixing, jnp.zeros(2), steps, dt=0.5
+    )
+    drift = 0.5 * 0.5 * jnp.arange(8).sum()
+    assert_close(path[-1], mixing @ steps.sum(axis=0) + drift)
+    with pytest.raises(ValueError, match="euler_maruyama"):
+        brownian.milstein(lambda t, x: x, lambda t, x: mixing, jnp.zeros(2), steps, dt=0.5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: brownian.brownian_increments(jax.random.key(0), 0, dt=1.0),
+        lambda: brownian.brownian_increments(jax.random.key(0), 2, dt=0.0),
+        lambda: brownian.brownian_bridge(jnp.zeros(1)),
+        lambda: brownian.brownian_path(jnp.zeros(())),
+        lambda: brownian.milstein(None, None, jnp.zeros(1), jnp.zeros((1, 1)), dt=-1.0),
+    ],
+)
+def test_bad_input(call):
+    with pytest.raises(ValueError, match="needs"):
+        call()

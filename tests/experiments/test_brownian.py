@@ -1,0 +1,55 @@
+"""The Brownian experiment on the network of a tiny main job."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("orbax.checkpoint")
+
+from experiments import classifiers
+from experiments.__main__ import main
+
+FIGURES = ("attention.png", "diffusion.png", "heads.png", "increments.png")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_a_user():
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_figures_and_metrics(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(classifiers, "NUM_BLOCKS", 1)  # half the compilation
+    counts = {"--steps": 2, "--plain-steps": 4, "--batch-size": 4, "--samples": 2}
+    arguments = [str(word) for option in counts.items() for word in option]
+    assert main([*arguments, "--structure", "Diagonal", "--out", str(tmp_path)]) == 0
+    small = ["--images", "20", "--head-images", "4", "--samples", "2", "--run", str(tmp_path)]
+    capsys.readouterr()
+    assert main(["brownian", *small]) == 0
+    said = capsys.readouterr().out
+    assert "Brownian" in said
+    assert "heads kept" in said
+    out = tmp_path / "brownian"
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["motion"]["sentence"] in said
+    for chain in metrics["attention"]["chains"]:
+        balanced = chain["detailed_balance_gap"] < 1e-4
+        assert balanced == (chain["chain"] == "identity projections")
+    assert np.isfinite(metrics["heads"]["importance"]["elbo_change"]).all()
+    for name in FIGURES:
+        assert (out / name).stat().st_size > 10_000
+
+
+def test_it_needs_a_finished_run(tmp_path, capsys):
+    for arguments, word in [
+        (["--run", str(tmp_path)], "no finished run"),
+        (["--images", "3"], "20 or more"),
+        (["--structure", "Foo"], "Separable"),
+    ]:
+        assert main(["brownian", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert word in line
