@@ -69,9 +69,19 @@ def encoder_block(
     mean, cov = attention_sublayer(
         mean, cov, params.attention, params.norm1, norm, num_heads=num_heads, mask=mask
     )
-    return feed_forward_sublayer(
+    mean, cov = feed_forward_sublayer(
         mean, cov, params.feed_forward, params.norm2, norm, activation=activation
     )
+    return mean, _by_fields(cov)
+
+
+def _by_fields(cov: S) -> S:
+    """The same covariance, with its fields alone.
+
+    Within a block one operation may tell the next more than the fields hold, which `jit` and `scan`
+    would drop; dropped here, a stack of blocks gives the same result in a loop and in a scan.
+    """
+    return jax.tree.map(lambda leaf: leaf, cov)
 
 
 class Normalization(NamedTuple):

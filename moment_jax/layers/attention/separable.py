@@ -18,6 +18,7 @@ of the projected output, from the values times the output kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -48,6 +49,9 @@ from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
 
 Array = jax.Array
+
+_MANY_SCORES = 2**21
+"""Scores of all heads beyond which heads are mixed one after another."""
 
 
 class _Head(NamedTuple):
@@ -91,16 +95,14 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     kernel = output.kernel.mean
     noise_metric = vector_cov(output.kernel.input_metric())
     metric = kernel @ kernel.T + noise_metric
+    heads, tokens = _heads(inputs, metric)
     links = make_links(inputs.shared, h)
-    mixed = jax.vmap(
-        lambda head, tokens, link, mask: _head(head, tokens, link, mask, inputs.order),
-        in_axes=(
-            0,
-            None,
-            None if links is None else Links._make((None, 0, 0, 0)),
-            None if inputs.mask is None else 0,
-        ),
-    )(*_heads(inputs, metric), links, inputs.mask)
+    mixed = _each_head(
+        lambda head, link, mask: _head(head, tokens, link, mask, inputs.order),
+        heads,
+        links,
+        inputs.mask,
+    )
     values = ValueNoise(inputs.value.cov, mixed.weights, mixed.reach)
     mean = merge_heads(mixed.mean)
     cov = _output_cov(output, values, mixed, mean, noise_metric)
@@ -108,6 +110,28 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     if output.bias is not None:
         out_mean = out_mean + output.bias.mean[None, :]
     return out_mean, cov, Mixing(mixed.weights, mixed.gain)
+
+
+def _each_head(
+    mix: Callable[[_Head, Links | None, Array | None], _Mixed],
+    heads: _Head,
+    links: Links | None,
+    mask: Array | None,
+) -> _Mixed:
+    """All heads at once, or one after another where their (T, S) arrays are many and large.
+
+    One after another keeps the arrays of a single head alive, in the backward pass as well.
+    """
+    h, t, _ = heads.query.shape
+    if h * t * heads.key.shape[1] <= _MANY_SCORES:
+        axes = None if links is None else Links._make((None, 0, 0, 0))
+        return jax.vmap(mix, in_axes=(0, axes, None if mask is None else 0))(heads, links, mask)
+
+    def one(head: tuple[_Head, tuple[Array, ...] | None, Array | None]) -> _Mixed:
+        own = None if links is None or head[1] is None else Links(links.tokens, *head[1])
+        return mix(head[0], own, head[2])
+
+    return jax.lax.map(jax.checkpoint(one), (heads, None if links is None else links[1:], mask))
 
 
 def _output_cov(
