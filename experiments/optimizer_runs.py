@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +24,14 @@ class Method:
     """An optimiser with its settings.
 
     Args:
-      optimizer: model -> the Optax transformation.
+      optimizer: (model, **settings) -> the Optax transformation; settings may be arrays.
+      grid: values to try of every setting.
       curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
       every: updates between new curvature.
     """
 
-    optimizer: Callable[[nnx.Module], optax.GradientTransformation]
+    optimizer: Callable[..., optax.GradientTransformation]
+    grid: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     curvature: dict[str, Any] | None = None
     every: int = 1
 
@@ -38,21 +40,31 @@ class Course(NamedTuple):
     """What a training has come to."""
 
     losses: np.ndarray  # on the evaluated examples, after every update
-    iterations: np.ndarray  # of conjugate gradients, a layer's average, at every update; empty if none
+    iterations: (
+        np.ndarray
+    )  # of conjugate gradients, a layer's average, at every update; empty if none
 
     def steps_to(self, target: float) -> int | None:
         """Updates until the loss is at most `target` for the first time."""
         reached = np.flatnonzero(self.losses <= target)
         return int(reached[0]) + 1 if reached.size else None
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss is no number in the end, or above where it began."""
+        return not self.losses[-1] <= self.losses[0]
 
+
+Settings = dict[str, float]
 Update = Callable[[Any, Any, Array, Array], tuple[Any, Any]]
 
 
-def make_update(task: OptimizerTask, method: Method) -> tuple[Any, Any, Update]:
+def make_update(
+    task: OptimizerTask, method: Method, settings: Mapping[str, Any]
+) -> tuple[Any, optax.GradientTransformationExtraArgs, Update]:
     """Graph, transformation, and the update (params, state, key, step) -> (params, state)."""
     model = task.create(0)
-    tx = method.optimizer(model)
+    tx = optax.with_extra_args_support(method.optimizer(model, **settings))
     graph, _ = nnx.split(model)
 
     def gradients(params: Any, batch: Any, key: Array, step: Array) -> tuple[Any, dict[str, Any]]:
@@ -74,36 +86,44 @@ def make_update(task: OptimizerTask, method: Method) -> tuple[Any, Any, Update]:
     return graph, tx, update
 
 
-def train(task: OptimizerTask, method: Method, seeds: list[int], num_steps: int) -> list[Course]:
-    """Train from several seeds with the loss evaluated after every update."""
-    graph, tx, update = make_update(task, method)
+def train(
+    task: OptimizerTask, method: Method, settings: list[Settings], seeds: list[int], num_steps: int
+) -> list[list[Course]]:
+    """Train with every setting from every seed, the loss evaluated after every update.
+
+    Compiled once: the settings are arguments.
+    """
     evaluated = task.evaluated
 
-    def record(carry: Any, step: Array) -> Any:
-        params, state, key = carry
-        params, state = update(params, state, key, step)
-        loss = task.loss(nnx.merge(graph, params, copy=True), *evaluated)[0]
-        return (params, state, key), (loss, _iterations(state))
-
     @jax.jit
-    def course(params: Any, state: Any, key: Array) -> Any:
-        return jax.lax.scan(record, (params, state, key), jnp.arange(num_steps))[1]
+    def course(params: Any, values: dict[str, Array], key: Array) -> Any:
+        graph, tx, update = make_update(task, method, values)
 
-    courses = []
-    for seed in seeds:
-        params = nnx.split(task.create(seed))[1]
-        losses, iterations = course(params, tx.init(nnx.as_pure(params)), jax.random.key(seed))
-        courses.append(Course(np.asarray(losses), np.asarray(iterations)))
-    return courses
+        def record(carry: Any, step: Array) -> Any:
+            params, state = update(*carry, key, step)
+            loss = task.loss(nnx.merge(graph, params, copy=True), *evaluated)[0]
+            return (params, state), (loss, _iterations(state))
+
+        start = (params, tx.init(nnx.as_pure(params)))
+        return jax.lax.scan(record, start, jnp.arange(num_steps))[1]
+
+    starts = [(nnx.split(task.create(seed))[1], jax.random.key(seed)) for seed in seeds]
+    return [
+        [
+            Course(*map(np.asarray, course(params, jax.tree.map(jnp.float32, chosen), key)))
+            for params, key in starts
+        ]
+        for chosen in settings
+    ]
 
 
 def seconds_per_step(
-    task: OptimizerTask, methods: dict[str, Method], num_steps: int
+    task: OptimizerTask, methods: dict[str, tuple[Method, Settings]], num_steps: int
 ) -> dict[str, float]:
     """Median over rounds of the time of an update; all take turns, so what slows one slows all."""
     runs = {}
-    for name, method in methods.items():
-        _, tx, update = make_update(task, method)
+    for name, (method, settings) in methods.items():
+        _, tx, update = make_update(task, method, settings)
         params = nnx.split(task.create(0))[1]
         start = (params, tx.init(nnx.as_pure(params)))
         compiled = jax.jit(update)

@@ -1,6 +1,20 @@
 """Second-order updates as Optax transformations, for any Flax NNX model, plain or Bayesian."""
 
 from moment_jax.optim.capture import EmpiricalFisher, SampledFisher, value_grad_and_factors
+from moment_jax.optim.cg_fac import ConjugateGradientState, cg_fac
+from moment_jax.optim.conjugate_gradient import conjugate_gradient
+from moment_jax.optim.damping import LevenbergMarquardt
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    KroneckerFactor,
+    RowFactor,
+)
+from moment_jax.optim.for_model import for_model
+from moment_jax.optim.inverses import Cholesky, Eigh, NewtonSchulz
+from moment_jax.optim.kfac import KFACState, kfac
+from moment_jax.optim.natural_scales import find_scales, natural_scales
+from moment_jax.optim.operators import apply_curvature
 from moment_jax.optim.predictions import (
     BayesianCategoricalPrediction,
     BernoulliPrediction,
@@ -8,9 +22,40 @@ from moment_jax.optim.predictions import (
     NormalPrediction,
     Prediction,
 )
+from moment_jax.optim.second_order import SecondOrderState
 from moment_jax.optim.statistics import KroneckerExpand, KroneckerReduce, PerSample, PerToken
 from moment_jax.optim.taps import find_blocks
-from moment_jax.optim.cg_fac import cg_fac
-from moment_jax.optim.damping import LevenbergMarquardt
-from moment_jax.optim.inverses import Cholesky, Eigh, NewtonSchulz
-from moment_jax.optim.kfac import kfac
+
+__all__ = [
+    "BayesianCategoricalPrediction",
+    "BernoulliPrediction",
+    "CategoricalPrediction",
+    "Cholesky",
+    "ConjugateGradientState",
+    "DiagonalFactor",
+    "Eigh",
+    "EmbeddingFactor",
+    "EmpiricalFisher",
+    "KFACState",
+    "KroneckerExpand",
+    "KroneckerFactor",
+    "KroneckerReduce",
+    "LevenbergMarquardt",
+    "NewtonSchulz",
+    "NormalPrediction",
+    "PerSample",
+    "PerToken",
+    "Prediction",
+    "RowFactor",
+    "SampledFisher",
+    "SecondOrderState",
+    "apply_curvature",
+    "cg_fac",
+    "conjugate_gradient",
+    "find_blocks",
+    "find_scales",
+    "for_model",
+    "kfac",
+    "natural_scales",
+    "value_grad_and_factors",
+]

@@ -15,6 +15,7 @@ from moment_jax.optim.collect import as_factors, as_row_factors, check_called
 from moment_jax.optim.factors import Factors
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.predictions import Prediction
+from moment_jax.optim.row_counts import RowCounter, check_counts
 from moment_jax.optim.statistics import (
     KroneckerExpand,
     PerSample,
@@ -22,7 +23,6 @@ from moment_jax.optim.statistics import (
     Reading,
     Statistic,
 )
-from moment_jax.optim.row_counts import RowCounter, check_counts
 from moment_jax.optim.taps import CurvatureTap, find_blocks, tap
 
 Array = jax.Array

@@ -43,7 +43,9 @@ class ConjugateGradientSolver:
         counts = {key: sum(b.count for b in blocks) for key, blocks in groups.items()}
         shapes = {key: (counts[key], b[0].rows, b[0].columns) for key, b in groups.items()}
         return ConjugateGradientState(
-            {key: jnp.zeros(shape, dtype) for key, shape in shapes.items()} if self.warm_start else {},
+            {key: jnp.zeros(shape, dtype) for key, shape in shapes.items()}
+            if self.warm_start
+            else {},
             {key: jnp.zeros(count, jnp.int32) for key, count in counts.items()},
             {key: jnp.zeros(count, dtype) for key, count in counts.items()},
         )
@@ -64,8 +66,7 @@ class ConjugateGradientSolver:
         }
         # x^T (F + damping) x: what F leaves unbounded, the damping bounds.
         quadratic = sum_of(
-            jnp.sum(solved[key].x * (grad - solved[key].residual))
-            for key, grad in grads.items()
+            jnp.sum(solved[key].x * (grad - solved[key].residual)) for key, grad in grads.items()
         )
         x = {key: one.x for key, one in solved.items()}
         iterations = {key: one.iterations for key, one in solved.items()}
@@ -130,7 +131,7 @@ def cg_fac(
       decay: of the running averages of the factors; None to take each batch's by themselves.
       kl_bound: the step is scaled to 1/2 step^T (F + damping I) step <= kl_bound, nats per example, so
         that its KL divergence is within the bound; None for no bound.
-      momentum: the step is momentum old + (1 - momentum) new; an average, so the bound holds for it too.
+      momentum: solve for the running average of the gradients, old ones weighted by this; 0 for none.
       blocks: `find_blocks(model)`; None to know the layers by Flax's names of their parameters.
 
     Returns:

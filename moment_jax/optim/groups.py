@@ -16,7 +16,13 @@ from moment_jax.optim.factors import (
     KroneckerFactor,
     RowFactor,
 )
-from moment_jax.optim.layer_blocks import Blocks, DenseBlock, EmbeddingBlock, LayerBlock, infer_blocks
+from moment_jax.optim.layer_blocks import (
+    Blocks,
+    DenseBlock,
+    EmbeddingBlock,
+    LayerBlock,
+    infer_blocks,
+)
 from moment_jax.optim.trees import flatten, has_masks
 
 Array = jax.Array

@@ -84,9 +84,9 @@ class KroneckerSolver:
     def _refreshed(self, factor: KroneckerFactor, damping: Array, old: Any) -> Any:
         """New inverses; the old ones for a layer whose inversion has failed."""
         new = self.inversion.refreshed(factor.inputs, factor.outputs, damping)
-        good = jnp.stack(
-            [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
-        ).all(axis=0)
+        good = jnp.stack([jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]).all(
+            axis=0
+        )
         return jax.tree.map(
             lambda a, b: jnp.where(good.reshape(-1, *(1,) * (a.ndim - 1)), a, b).astype(b.dtype),
             new,

@@ -123,6 +123,4 @@ class BayesianCategoricalPrediction:
         )
         shift = jnp.einsum("nij,nj->ni", vectors, noise)
         labels = jax.random.categorical(label_key, mean + shift)
-        return jnp.sum(
-            optax.softmax_cross_entropy_with_integer_labels(self.mean + shift, labels)
-        )
+        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(self.mean + shift, labels))

@@ -130,9 +130,10 @@ class SecondOrder:
         averages, curvature, fresh = self._curvature(groups, factors, state)
         ready = finite & jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
         grads = {key: jnp.where(ready, grad, 0) for key, grad in grads.items()}
+        momentum, target = self._momentum(grads, state, ready)
         damping = self._damping(state, change)
-        solved = self.solver.solve(curvature, grads, damping, state.solver, fresh)
-        step, clip, momentum = self._step(solved, state, ready)
+        solved = self.solver.solve(curvature, target, damping, state.solver, fresh)
+        step, clip = self._step(solved, state, ready)
         result = unstack(groups, step)
         new = SecondOrderState(
             count=state.count + ready,
@@ -189,32 +190,46 @@ class SecondOrder:
         change = jnp.asarray(change, state.predicted.dtype)
         return self.damping.adapted(state.damping, change, state.predicted)
 
+    def _momentum(
+        self, grads: Matrices, state: SecondOrderState, ready: Array
+    ) -> tuple[Matrices, Matrices]:
+        """The running average of the gradients, and the average itself, to solve for.
+
+        Averaged before the solution and not after it, what is solved for changes slowly, so that a warm
+        start is worth something, and the bound holds for the very step.
+        """
+        keep = jnp.asarray(self.momentum, jnp.float32)
+        weight = 1 - keep ** (state.count + 1)
+
+        def mix(old: Array, grad: Array) -> Array:
+            mixed = old + (1 - keep).astype(old.dtype) * (grad - old)
+            return jnp.where(ready, mixed, old)
+
+        sums = {key: mix(state.momentum[key], grad) for key, grad in grads.items()}
+        return sums, {
+            key: jnp.where(ready, total / weight.astype(total.dtype), 0)
+            for key, total in sums.items()
+        }
+
     def _step(
         self, solved: Directions, state: SecondOrderState, ready: Array
-    ) -> tuple[Matrices, Array, Matrices]:
-        """Minus the averaged direction, within 1/2 step^T (F + damping) step <= kl_bound (Eq. 16).
-
-        Momentum is an average of bounded steps, so it is within the bound as well.
-        """
+    ) -> tuple[Matrices, Array]:
+        """Minus the direction, within 1/2 step^T (F + damping) step <= kl_bound (Eq. 16)."""
         rate = current(self.learning_rate, state.count)
         clip = jnp.ones(())
         if self.kl_bound is not None:
             bound = current(self.kl_bound, state.count)
             size = rate**2 * solved.quadratic / 2
             clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), 1.0)
-        keep = jnp.asarray(self.momentum, jnp.float32)
 
-        def move(old: Array, x: Array) -> Array:
+        def move(x: Array) -> Array:
             step = -(rate * clip).astype(x.dtype) * x
-            mixed = keep.astype(x.dtype) * old + (1 - keep).astype(x.dtype) * step
-            return jnp.where(ready & jnp.all(jnp.isfinite(mixed)), mixed, 0)
+            return jnp.where(ready & jnp.all(jnp.isfinite(step)), step, 0)
 
-        step = {key: move(state.momentum[key], x) for key, x in solved.x.items()}
-        kept = {key: jnp.where(ready, new, state.momentum[key]) for key, new in step.items()}
-        return step, clip, kept
+        return {key: move(x) for key, x in solved.x.items()}, clip
 
     def _predicted(self, curvature: Factors, grads: Matrices, step: Matrices) -> Array:
-        """grad . step + 1/2 step^T F step, where the damping is adapted by it."""
+        """Grad . step + 1/2 step^T F step, where the damping is adapted by it."""
         if not isinstance(self.damping, LevenbergMarquardt):
             return jnp.zeros(())
         return sum_of(

@@ -23,12 +23,11 @@ from moment_jax.optim.layer_blocks import (
     EmbeddingBlock,
     LayerBlock,
     NormBlock,
-    Shape,
     dense_block,
     row_block,
 )
 from moment_jax.optim.patches import conv_rows, is_plain_conv
-from moment_jax.optim.statistics import Reading, Statistic, observe
+from moment_jax.optim.statistics import Statistic, observe
 from moment_jax.optim.trees import flatten
 
 Array = jax.Array
