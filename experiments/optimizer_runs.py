@@ -109,10 +109,7 @@ def train(
 
     starts = [(nnx.split(task.create(seed))[1], jax.random.key(seed)) for seed in seeds]
     return [
-        [
-            Course(*map(np.asarray, course(params, jax.tree.map(jnp.float32, chosen), key)))
-            for params, key in starts
-        ]
+        [_course(course(params, jax.tree.map(jnp.float32, chosen), key)) for params, key in starts]
         for chosen in settings
     ]
 
@@ -139,6 +136,11 @@ def seconds_per_step(
             if round_number:  # the first one compiles
                 times[name].append((time.perf_counter() - began) / num_steps)
     return {name: float(np.median(taken)) for name, taken in times.items()}
+
+
+def _course(recorded: Any) -> Course:
+    losses, iterations = recorded
+    return Course(np.asarray(losses), np.asarray(iterations))
 
 
 def _iterations(state: Any) -> Array:

@@ -83,8 +83,8 @@ def autoencoder() -> OptimizerTask:
     """(a) Digits through 12 numbers; half the squared error of an image, pixels in [0, 1]."""
     pixels = data.pixels().reshape(-1, WIDTHS[0])
 
-    def loss(model: nnx.Module, pixels: Array) -> tuple[Array, Any]:
-        output = model(pixels)  # type: ignore[operator]
+    def loss(model: Any, pixels: Array) -> tuple[Array, Any]:
+        output = model(pixels)
         losses = jnp.sum((output - pixels) ** 2, axis=-1) / 2
         return losses.mean(), mj.optim.NormalPrediction(output)
 
@@ -118,8 +118,8 @@ def mnist() -> OptimizerTask:
 def _classifier(
     name: str, images: np.ndarray, labels: np.ndarray, *, patch_size: int
 ) -> OptimizerTask:
-    def loss(model: nnx.Module, images: Array, labels: Array) -> tuple[Array, Any]:
-        logits = model(images)  # type: ignore[operator]
+    def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
+        logits = model(images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), mj.optim.CategoricalPrediction(logits)
 

@@ -1,4 +1,4 @@
-"""Imports point down the list of rooms, only nn and optim know flax, and experiments use the public names."""
+"""Imports point down the list of rooms, nn and optim know flax, experiments use public names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Second-order updates as Optax transformations, for any Flax NNX model, plain or Bayesian."""
 
-from moment_jax.optim.capture import EmpiricalFisher, SampledFisher, value_grad_and_factors
+from moment_jax.optim.capture import value_grad_and_factors
 from moment_jax.optim.cg_fac import ConjugateGradientState, cg_fac
 from moment_jax.optim.conjugate_gradient import conjugate_gradient
 from moment_jax.optim.damping import LevenbergMarquardt
@@ -10,6 +10,7 @@ from moment_jax.optim.factors import (
     KroneckerFactor,
     RowFactor,
 )
+from moment_jax.optim.fisher import EmpiricalFisher, SampledFisher
 from moment_jax.optim.for_model import for_model
 from moment_jax.optim.inverses import Cholesky, Eigh, NewtonSchulz
 from moment_jax.optim.kfac import KFACState, kfac

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from flax import nnx
 
 from moment_jax.optim.collect import as_factors, as_row_factors, check_called
 from moment_jax.optim.factors import Factors
+from moment_jax.optim.fisher import EmpiricalFisher, Fisher, SampledFisher
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.predictions import Prediction
 from moment_jax.optim.row_counts import RowCounter, check_counts
@@ -27,46 +28,6 @@ from moment_jax.optim.taps import CurvatureTap, find_blocks, tap
 
 Array = jax.Array
 LossFn = Callable[..., Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class SampledFisher:
-    """The true Fisher matrix: targets are drawn from the model's own prediction (one more backward pass).
-
-    The loss function returns (loss, prediction), see `CategoricalPrediction` and its like.
-
-    Args:
-      examples: take the curvature of the first so many examples of the batch alone, by a forward and a
-        backward pass of their own; None for the whole batch, whose forward pass is shared.
-    """
-
-    examples: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_examples("SampledFisher", self.examples)
-
-
-@dataclasses.dataclass(frozen=True)
-class EmpiricalFisher:
-    """Outer products of the loss's own gradients: no second backward pass, and no true curvature.
-
-    Warning: it is not the Fisher matrix. Where the fit is good its gradients vanish, and so does what
-    should bound the step; on the tasks of the experiments it diverged at nearly all settings at which
-    sampled targets did well. It is here for comparison and for losses that have no predictive distribution.
-
-    The loss must be an average over the examples of the batch, the first axis of its first array.
-
-    Args:
-      examples: as for `SampledFisher`.
-    """
-
-    examples: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_examples("EmpiricalFisher", self.examples)
-
-
-Fisher = SampledFisher | EmpiricalFisher
 
 
 def value_grad_and_factors(
@@ -93,14 +54,15 @@ def value_grad_and_factors(
       dtype: in which statistics are summed.
 
     Returns:
-      A function of the model and the batch, with two more keyword arguments: `key`, the JAX random key of
-      the sampled targets (None: one is made from the bits of the loss, so that runs repeat), and `when`, a
-      boolean array; the curvature is computed where it is true, else the factors have weight 0.
+      A function of the model and the batch, with two more keyword arguments: `key`, the JAX random key
+      of the sampled targets (None: one is made from the bits of the loss, so that runs repeat), and
+      `when`, a boolean array; the curvature is computed where it is true, else the factors have weight
+      0.
 
     Raises:
-      TypeError: if the loss returns no prediction where one is needed, or reading or fisher is of another
-        kind. ValueError: if the loss does not call a layer (its name is given), or calls one more than once
-        with `PerSample` or `PerToken`.
+      TypeError: if the loss returns no prediction where one is needed, or reading or fisher is of
+        another kind. ValueError: if the loss does not call a layer (its name is given), or calls one
+        more than once with `PerSample` or `PerToken`.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from flax import nnx
@@ -186,23 +148,21 @@ class _Capture:
         self, model: nnx.Module, batch: tuple[Any, ...], key: Array | None
     ) -> tuple[Array, Any, Any, Array]:
         """Value and gradients without taps, and the key for what comes next."""
-        graph, params, rest = nnx.split(model, self.wrt, ...)
+        graph, params, rest = split(model, self.wrt)
 
         def loss(params: Any) -> tuple[Array, Any]:
             copy = nnx.merge(graph, params, rest, copy=True)
             value, _ = self._evaluate(copy, batch)
-            return value, nnx.split(copy, self.wrt, ...)[2]
+            return value, split(copy, self.wrt)[2]
 
         (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return value, grads, rest, _key(key, value)
 
-    def _tapped(
-        self, model: nnx.Module, statistics: dict[str, Statistic]
-    ) -> tuple[Any, Any, Any, Any]:
+    def _tapped(self, model: nnx.Module, statistics: Mapping[str, Statistic]) -> Any:
         """Graph, taps, parameters and the rest of a tapped copy."""
         copy = nnx.merge(*nnx.split(model), copy=True)
         tap(copy, statistics, self.dtype)
-        return nnx.split(copy, CurvatureTap, self.wrt, ...)
+        return split(copy, CurvatureTap, self.wrt)
 
     def _statistics(self, blocks: Blocks, rows: dict[str, int] | None = None) -> dict[str, Any]:
         return {
@@ -227,7 +187,7 @@ class _Capture:
         def loss(taps: Any, params: Any) -> tuple[Any, Any]:
             copy = nnx.merge(graph, taps, params, rest, copy=True)
             value, prediction = self._evaluate(copy, batch)
-            new_rest = nnx.split(copy, CurvatureTap, self.wrt, ...)[3]
+            new_rest = split(copy, CurvatureTap, self.wrt)[3]
             if empirical:
                 return value, new_rest
             target, size = self._target(value, prediction, key, 0)
@@ -303,6 +263,11 @@ class _Capture:
         return {name: rows[0] for name, rows in counts.items()}
 
 
+def split(model: nnx.Module, *filters: Any) -> Any:
+    """Graph, one state for each filter, and the rest; type checkers lose count of `nnx.split`'s."""
+    return nnx.split(model, *filters, ...)
+
+
 def _second(loss: Callable[..., Any], taps: Any, params: Any) -> Any:
     """The values without the rest of the model."""
     return loss(taps, params)[0]
@@ -332,8 +297,3 @@ def _only_when(when: Array, compute: Callable[[], Factors]) -> Factors:
     shapes = jax.eval_shape(compute)
     zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return jax.lax.cond(jnp.asarray(when, bool), compute, zeros)
-
-
-def _check_examples(name: str, examples: int | None) -> None:
-    if examples is not None and examples < 1:
-        raise ValueError(f"`{name}` needs examples >= 1, or None for all. Got {examples}.")

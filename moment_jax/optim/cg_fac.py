@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,10 @@ class ConjugateGradientSolver:
         if isinstance(factor, DiagonalFactor):
             return _divide(factor.squares + damping, grad)
         start = jnp.zeros_like(grad) if guess is None else guess
-        options = {"max_iterations": self.max_iterations, "tolerance": self.tolerance}
+        options: dict[str, Any] = {
+            "max_iterations": self.max_iterations,
+            "tolerance": self.tolerance,
+        }
         if isinstance(factor, RowFactor):
             expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
             return cheapest_form(factor, expected)(factor, grad, start, damping, **options)
@@ -109,13 +112,13 @@ def cg_fac(
     """The natural gradient by conjugate gradients: no Fisher matrix is formed, and none inverted.
 
     For every layer it solves (F + damping I) x = grad and steps by -learning_rate x. `factors` of
-    `value_grad_and_factors` say what F is: with Kronecker factors the operator A V G, with `PerSample` or
-    `PerToken` the exact block of the batch (then decay=None). Normalisations are divided by their
+    `value_grad_and_factors` say what F is: with Kronecker factors the operator A V G, with `PerSample`
+    or `PerToken` the exact block of the batch (then decay=None). Normalisations are divided by their
     diagonal. Layers of one shape are solved together.
 
-    `update(grads, state, params, factors=factors, change=change)`; `factors` may be None (or of weight 0)
-    where there is no new curvature, `change` is for `LevenbergMarquardt`. Iterations and residuals of the
-    last step are in `state.solver`, the KL bound's scale in `state.clip`.
+    `update(grads, state, params, factors=factors, change=change)`; `factors` may be None (or of weight
+    0) where there is no new curvature, `change` is for `LevenbergMarquardt`. Iterations and residuals
+    of the last step are in `state.solver`, the KL bound's scale in `state.clip`.
 
     No NaN leaves it: where a gradient is not finite, or there is no curvature yet, the step is zero and
     `state.skipped` counts it; factors that are not finite do not enter the averages; an iteration stops

@@ -99,6 +99,6 @@ def _of_block(block: LayerBlock, stats: Any, lead: int = 0) -> dict[str, Array]:
     for path, value in flatten(stats).items():
         if _owner(path) == block.name:
             name = path.rpartition("/")[2].removeprefix("tap_")
-            shape = value.shape[:lead] + (block.count,) + value.shape[lead + len(block.stack) :]
+            shape = (*value.shape[:lead], block.count, *value.shape[lead + len(block.stack) :])
             found[name] = value.reshape(shape)
     return found

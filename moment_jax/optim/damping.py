@@ -15,7 +15,7 @@ Schedule = Callable[[Array], Any]
 
 @dataclasses.dataclass(frozen=True)
 class LevenbergMarquardt:
-    """Damping that grows where the quadratic model promised too much, and shrinks where it kept its word.
+    """Damping that grows where the quadratic model promised too much, and else shrinks.
 
     The reduction ratio is the change of the loss over the change that the model predicted for the step
     before. Give the change to `update(..., change=change)`: the loss after the previous step less that

@@ -29,13 +29,14 @@ def for_model(
     """The optimiser of all parameters of a model, each kind by what suits it.
 
     Layers with curvature factors, plain ones and the means of Bayesian ones, by `method`; the spreads of
-    beliefs by `natural_scales`; all else (positions, learned priors) by `others`. In a Bayesian layer the
-    inputs a of the factors are the means of its random input, the gradients g those with respect to the
-    means of its output.
+    beliefs by `natural_scales`; all else (positions, learned priors) by `others`. In a Bayesian layer
+    the inputs a of the factors are the means of its random input, the gradients g those with respect to
+    the means of its output.
 
     Args:
       model: an NNX module.
-      method: called as method(blocks=...); functools.partial(mj.optim.kfac, 0.1, damping=1e-3) for example.
+      method: called as method(blocks=...); functools.partial(mj.optim.kfac, 0.1, damping=1e-3) for
+        example.
       scale_learning_rate: of `natural_scales`; None to leave spreads to `others`.
       dataset_size: what the loss was divided by, for `natural_scales`.
       others: Adam with a learning rate of 1e-3 where None.

@@ -58,7 +58,7 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
         for leaf, shape in zip(block.leaves, block.shapes, strict=True):
             if shapes.get(leaf) != shape:
                 raise ValueError(
-                    f"Layer {block.name!r} needs its parameter {leaf!r} of shape {shape} in the tree. Got "
+                    f"Layer {block.name!r} needs its parameter {leaf!r} of shape {shape}. Got "
                     f"{shapes.get(leaf, 'none there')}. Give blocks=mj.optim.find_blocks(model) of the "
                     "very model that is trained, and mask whole layers only."
                 )
@@ -139,7 +139,8 @@ def _stacked(blocks: Blocks, factors: list[Factor]) -> Factor:
             )
     weight = jnp.min(jnp.stack([factor.weight for factor in factors]))
     arrays = [_concatenated(list(parts)) for parts in zip(*(f[:-1] for f in factors), strict=True)]
-    return type(factors[0])(*arrays, weight)
+    kind: Any = type(factors[0])
+    return kind(*arrays, weight)
 
 
 def _concatenated(parts: list[Array]) -> Array:
@@ -173,7 +174,7 @@ def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
         got = tuple(getattr(factor, name).shape)
         if got != shape:
             raise ValueError(
-                f"The factor {name!r} of layer {block.name!r} needs the shape {shape}. Got {got}. {mend}; "
-                "where layers are named unlike Flax's, pass blocks=mj.optim.find_blocks(model)."
+                f"The factor {name!r} of layer {block.name!r} needs the shape {shape}. Got {got}. "
+                f"{mend}; where layers are named unlike Flax's, pass blocks=mj.optim.find_blocks(model)."
             )
     return factor

@@ -88,8 +88,8 @@ class Eigh:
 class NewtonSchulz:
     """As `Cholesky`, by products alone: X <- X (2 I - M X), from 1/|M| on.
 
-    For accelerators on which products are all that is fast. Ill-conditioned factors need many iterations:
-    about 2 log2 of the condition number of the damped factor.
+    For accelerators on which products are all that is fast. Ill-conditioned factors need many
+    iterations: about 2 log2 of the condition number of the damped factor.
 
     Args:
       iterations: at least 1.
@@ -145,9 +145,10 @@ def factored_damping(inputs: Array, outputs: Array, damping: Array) -> tuple[Arr
 def _damped(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
     traces = [jnp.trace(f, axis1=-2, axis2=-1) for f in (inputs, outputs)]
     means = [t / f.shape[-1] for t, f in zip(traces, (inputs, outputs), strict=True)]
-    added = factored_damping(*means, damping)
+    added = factored_damping(means[0], means[1], damping)
     return tuple(  # type: ignore[return-value]
-        factor + _floor(trace, more)[:, None, None] * jnp.eye(factor.shape[-1], dtype=factor.dtype)
+        factor
+        + _floor(trace, more)[:, None, None] * jnp.eye(factor.shape[-1], dtype=factor.dtype)[None]
         for factor, trace, more in zip((inputs, outputs), traces, added, strict=True)
     )
 

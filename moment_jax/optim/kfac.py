@@ -116,9 +116,9 @@ def kfac(
     """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
 
     Embedding tables are solved exactly in the eigenbasis of G, normalisations divided by their diagonal.
-    Inverses are refreshed every `refresh_every` steps, under `lax.cond`. What comes in, what goes out and
-    what happens to numbers that are not finite are as for `cg_fac`; a layer whose inversion fails keeps
-    its old inverse.
+    Inverses are refreshed every `refresh_every` steps, under `lax.cond`. What comes in, what goes out
+    and what happens to numbers that are not finite are as for `cg_fac`; a layer whose inversion fails
+    keeps its old inverse.
 
     Args:
       learning_rate: a number or a schedule.

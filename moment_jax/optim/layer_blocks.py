@@ -116,9 +116,10 @@ def row_block(
 def infer_blocks(shapes: Mapping[str, Shape]) -> Blocks:
     """The blocks of a parameter tree by Flax's names, for use where no model is at hand.
 
-    A leaf `kernel` (or `kernel/mean`, a belief's) is a dense layer whose last axis is the output; that of
-    a layer called query, key or value has one input axis, as in `nnx.MultiHeadAttention`. `embedding` is
-    a table, `scale` a normalisation. Stacked layers cannot be told from their shapes: use `find_blocks`.
+    A leaf `kernel` (or `kernel/mean`, a belief's) is a dense layer whose last axis is the output; that
+    of a layer called query, key or value has one input axis, as in `nnx.MultiHeadAttention`.
+    `embedding` is a table, `scale` a normalisation. Stacked layers cannot be told from their shapes:
+    use `find_blocks`.
     """
     blocks: list[LayerBlock] = []
     for path in shapes:

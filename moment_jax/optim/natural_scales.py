@@ -1,8 +1,9 @@
 """The natural gradient of a Gaussian belief's spread, in closed form for every family of `mj.nn`.
 
-A belief N(m, s^2) has the Fisher matrix diag(1/s^2, 2) in (m, log s): the two are separate, and the spread's
-part does not depend on the data. For a covariance L L^T, moved as L (I + K) with K lower triangular, the
-Fisher matrix in the entries of K is 1 below the diagonal and 2 on it. So no factor has to be captured.
+A belief N(m, s^2) has the Fisher matrix diag(1/s^2, 2) in (m, log s): the two are separate, and the
+spread's part does not depend on the data. For a covariance L L^T, moved as L (I + K) with K lower
+triangular, the Fisher matrix in the entries of K is 1 below the diagonal and 2 on it. So no factor has
+to be captured.
 """
 
 from __future__ import annotations
@@ -82,10 +83,9 @@ def natural_scales(
 ) -> optax.GradientTransformation:
     """The natural gradient step of log standard deviations (of Cholesky factors: from the right).
 
-    d log s = -learning_rate dataset_size F^-1 grad, F = 2 for each variable. With the loss -ELBO / |D| and
-    dataset_size |D| this is the natural gradient of the ELBO itself, for which rates of 0.01 to 1 are natural:
-    with the KL alone, a rate of 1 halves the distance of a small variance to the prior's on the scale of
-    squares. Gradients that are not finite count as zero.
+    d log s = -learning_rate dataset_size F^-1 grad, F = 2 for each variable. With the loss -ELBO / |D|
+    and dataset_size |D| this is the natural gradient of the ELBO itself, for which rates from 0.01 to 1
+    suit. Gradients that are not finite count as zero.
 
     Args:
       learning_rate: a number or a schedule.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -64,7 +66,8 @@ def averaged(average: Factor, new: Factor, decay: Array, finite: Array) -> Facto
         return jnp.where(take, old + share.astype(old.dtype) * (fresh.astype(old.dtype) - old), old)
 
     arrays = [mix(old, fresh) for old, fresh in zip(average[:-1], new[:-1], strict=True)]
-    return type(average)(*arrays, average.weight + share * (1 - average.weight))
+    kind: Any = type(average)
+    return kind(*arrays, average.weight + share * (1 - average.weight))
 
 
 def unbiased(average: Factor) -> Factor:
@@ -72,7 +75,8 @@ def unbiased(average: Factor) -> Factor:
     weight = average.weight
     scale = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
     arrays = [array * scale.astype(array.dtype) for array in average[:-1]]
-    return type(average)(*arrays, jnp.sign(weight))
+    kind: Any = type(average)
+    return kind(*arrays, jnp.sign(weight))
 
 
 def _kronecker(inputs: Array, matrix: Array, outputs: Array) -> Array:

@@ -5,14 +5,15 @@ iterations of conjugate gradients:
 
 - rows: a and g as they are, 4 N T (rows) (columns) operations for each product;
 - gradients: J formed once, 4 N (rows) (columns) each;
-- row space: every iterate is a combination of b, x0 and the J_n, so N + 2 coefficients are iterated, with
-  the Gram matrix of those vectors for their inner products: 2 N^2 each. With one token a sample that Gram
-  matrix is (a a^T) * (g g^T). Nothing of size (N T)^2 is made.
+- row space: every iterate is a combination of b, x0 and the J_n, so N + 2 coefficients are iterated,
+  with the Gram matrix of those vectors for their inner products: 2 N^2 each. With one token a sample
+  that Gram matrix is (a a^T) * (g g^T). Nothing of size (N T)^2 is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def cheapest_form(factor: RowFactor, max_iterations: int) -> Solver:
 
 
 def solve_by_rows(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: float | Array
+    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
 ) -> Solution:
     """(F + damping I) x = target, (L, rows, columns), with a and g as they are."""
     return conjugate_gradient(
@@ -50,7 +51,7 @@ def solve_by_rows(
 
 
 def solve_by_gradients(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: float | Array
+    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
 ) -> Solution:
     """The same with every example's gradient formed."""
     num_layers, n = factor.inputs.shape[:2]
@@ -68,7 +69,7 @@ def solve_by_gradients(
 
 
 def solve_in_row_space(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: float | Array
+    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
 ) -> Solution:
     """The same in the coefficients of the target, the start and the examples' gradients."""
     n = factor.inputs.shape[1]

@@ -58,7 +58,7 @@ class Solver(Protocol):
 class SecondOrderState(NamedTuple):
     """State of `cg_fac` and `kfac`; all of it arrays, in dictionaries by groups of layers."""
 
-    count: Array  # steps taken
+    step: Array  # steps taken
     skipped: Array  # steps left out because a gradient was not finite, or no curvature was there
     damping: Array  # of the last step
     clip: Array  # what the KL bound has scaled the last step by, 1 for nothing
@@ -101,7 +101,7 @@ class SecondOrder:
         averages = {key: empty_average(members, dtype) for key, members in groups.items()}
         zero = jnp.zeros(())
         return SecondOrderState(
-            count=jnp.int32(0),
+            step=jnp.int32(0),
             skipped=jnp.int32(0),
             damping=initial_damping(self.damping),
             clip=jnp.ones(()),
@@ -136,7 +136,7 @@ class SecondOrder:
         step, clip = self._step(solved, state, ready)
         result = unstack(groups, step)
         new = SecondOrderState(
-            count=state.count + ready,
+            step=state.step + ready,
             skipped=state.skipped + ~ready,
             damping=damping,
             clip=clip,
@@ -184,7 +184,7 @@ class SecondOrder:
 
     def _damping(self, state: SecondOrderState, change: Array | float | None) -> Array:
         if not isinstance(self.damping, LevenbergMarquardt):
-            return current(self.damping, state.count)
+            return current(self.damping, state.step)
         if change is None:
             return state.damping
         change = jnp.asarray(change, state.predicted.dtype)
@@ -199,7 +199,7 @@ class SecondOrder:
         start is worth something, and the bound holds for the very step.
         """
         keep = jnp.asarray(self.momentum, jnp.float32)
-        weight = 1 - keep ** (state.count + 1)
+        weight = 1 - keep ** (state.step + 1)
 
         def mix(old: Array, grad: Array) -> Array:
             mixed = old + (1 - keep).astype(old.dtype) * (grad - old)
@@ -215,10 +215,10 @@ class SecondOrder:
         self, solved: Directions, state: SecondOrderState, ready: Array
     ) -> tuple[Matrices, Array]:
         """Minus the direction, within 1/2 step^T (F + damping) step <= kl_bound (Eq. 16)."""
-        rate = current(self.learning_rate, state.count)
+        rate = current(self.learning_rate, state.step)
         clip = jnp.ones(())
         if self.kl_bound is not None:
-            bound = current(self.kl_bound, state.count)
+            bound = current(self.kl_bound, state.step)
             size = rate**2 * solved.quadratic / 2
             clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), 1.0)
 

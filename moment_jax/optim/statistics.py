@@ -26,8 +26,8 @@ Arrays = dict[str, Array]
 class KroneckerExpand:
     """F = A (x) G with every token a row: A = avg a a^T over rows, G = 1/N sum g g^T over rows.
 
-    g are the gradients of each example's own -log p. With one token a sample this is the product over all
-    pairs of rows, (a^T a) V (g^T g) / N^2, of Algorithm 1.
+    g are the gradients of each example's own -log p. With one token a sample this is the product over
+    all pairs of rows, (a^T a) V (g^T g) / N^2, of Algorithm 1.
     """
 
 
@@ -93,10 +93,11 @@ class Statistic:
           inputs: (N, T, in), symbols (N, T) for a table, the normalised input for a normalisation.
           grads: (N, T, out).
         """
-        count = jnp.asarray(grads.shape[0] * grads.shape[1], grads.dtype)
+        ones = _ones(grads)
+        count = jnp.sum(ones)
         reduced = isinstance(self.reading, KroneckerReduce | PerSample)
         if isinstance(self.block, EmbeddingBlock):
-            return {**_table(self.block.rows, inputs, grads), "rows": count}
+            return {**_table(self.block.rows, inputs, grads, ones), "rows": count}
         if not isinstance(self.block, DenseBlock):
             return {"squares": _squares(self.block, inputs, grads, reduced), "rows": count}
         if isinstance(self.reading, PerSample | PerToken):
@@ -105,7 +106,7 @@ class Statistic:
         if reduced:
             inputs = jnp.mean(inputs, axis=1, keepdims=True)
             grads = jnp.sum(grads, axis=1, keepdims=True)
-            count = jnp.asarray(grads.shape[0], grads.dtype)
+            count = jnp.sum(_ones(grads))
         a, g = _flat(inputs), _flat(grads)
         return {"inputs": _input_gram(a, self.block.has_bias), "outputs": g.T @ g, "rows": count}
 
@@ -159,9 +160,19 @@ def _input_gram(rows: Array, has_bias: bool) -> Array:
     return jnp.concatenate([jnp.concatenate([inner, total[:, None]], axis=1), last], axis=0)
 
 
-def _table(num_symbols: int, symbols: Array, grads: Array) -> Arrays:
+def _ones(grads: Array) -> Array:
+    """A one for each row, (N, T), as an array that depends on the gradients.
+
+    Under vmap, cotangents of a shared argument are summed over the mapped axis only if they depend on
+    it: plain ones would count a single example.
+    """
+    first = grads[..., 0]
+    return ((first == 0) | True).astype(grads.dtype)
+
+
+def _table(num_symbols: int, symbols: Array, grads: Array, ones: Array) -> Arrays:
     g = _flat(grads)
-    counts = jnp.zeros((num_symbols,), g.dtype).at[symbols.reshape(-1)].add(1)
+    counts = jnp.zeros((num_symbols,), g.dtype).at[symbols.reshape(-1)].add(ones.reshape(-1))
     return {"frequencies": counts, "outputs": g.T @ g}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -106,10 +106,10 @@ ARRANGE: dict[type[nnx.Module], Arrange] = {
 def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
     """The curvature blocks of a model: one for each layer whose factors can be captured.
 
-    They are those of `nnx.Linear`, `LinearGeneral` (so the projections of `MultiHeadAttention`), `Embed`,
-    `LayerNorm`, `RMSNorm`, ungrouped `Conv` and the layers of `mj.nn`, subclasses included as long as they
-    keep `__call__`. A layer whose parameters are not all among `wrt`, or are shared with a layer that
-    came before, has none; such parameters are for another optimiser.
+    They are those of `nnx.Linear`, `LinearGeneral` (so the projections of `MultiHeadAttention`),
+    `Embed`, `LayerNorm`, `RMSNorm`, ungrouped `Conv` and the layers of `mj.nn`, subclasses included as
+    long as they keep `__call__`. A layer whose parameters are not all among `wrt`, or are shared with a
+    layer that came before, has none; such parameters are for another optimiser.
 
     Args:
       model: an NNX module.
@@ -124,12 +124,12 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
     return tuple(blocks)
 
 
-def tap(model: nnx.Module, statistics: dict[str, Statistic], dtype: jnp.dtype) -> None:
+def tap(model: nnx.Module, statistics: Mapping[str, Statistic], dtype: jnp.dtype) -> None:
     """Make the named layers of a model report their statistics; the model should be a copy."""
     for layer, block in list(_layers(model)):
         if block.name in statistics:
             statistic = statistics[block.name]
-            cls = type(layer)
+            cls: Any = type(layer)
             # An assignment of Flax's own would look for variables in the class.
             object.__setattr__(layer, "__class__", _tapped(cls))
             layer.statistic = statistic
@@ -137,7 +137,7 @@ def tap(model: nnx.Module, statistics: dict[str, Statistic], dtype: jnp.dtype) -
                 setattr(layer, f"tap_{name}", CurvatureTap(zeros))
 
 
-def _layers(model: nnx.Module) -> Iterator[tuple[nnx.Module, LayerBlock]]:
+def _layers(model: nnx.Module) -> Iterator[tuple[Any, LayerBlock]]:
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module):
             block = _block("/".join(map(str, path)), node)
@@ -212,9 +212,10 @@ def _dummies(layer: Any) -> dict[str, Array]:
 def _tapped(cls: type) -> type:
     """A subclass whose instances report the statistics of their calls."""
     if issubclass(cls, nn.Dense | nn.LayerNorm):
+        plain: Any = cls.params  # a property
 
         def params(self: Any) -> Any:
-            return observed_params(cls.params.fget(self), self.statistic, _dummies(self))  # type: ignore[attr-defined]
+            return observed_params(plain.fget(self), self.statistic, _dummies(self))
 
         return type(f"Tapped{cls.__name__}", (cls,), {"params": property(params)})
     base = _known(cls)
@@ -222,7 +223,7 @@ def _tapped(cls: type) -> type:
     arrange = ARRANGE[base]
 
     def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:
-        output = cls.__call__(self, inputs, *args, **kwargs)  # type: ignore[operator]
+        output = cls.__call__(self, inputs, *args, **kwargs)
         dummies = _dummies(self)
         dtype = dummies["rows"].dtype
         arranged = arrange(self, inputs, output)
