@@ -11,6 +11,7 @@ from experiments.command_line import InputError, Parser
 COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
     "closure": "tell apart what a structure cannot hold and what a transform gets wrong",
+    "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""
@@ -45,7 +46,7 @@ def _run(arguments: list[str]) -> None:
         raise InputError(
             f"{name} needs the package {error.name}; pip install 'moment_jax[experiments]'"
         ) from error
-    listing = "\n".join(f"  {other:10s} {what}" for other, what in COMMANDS.items())
+    listing = "\n".join(f"  {other:11s} {what}" for other, what in COMMANDS.items())
     parser = Parser(
         prog=f"python -m experiments {name}",
         description=experiment.__doc__,

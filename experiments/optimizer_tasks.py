@@ -22,7 +22,6 @@ Array = jax.Array
 Batch = tuple[Array, ...]
 
 WIDTHS = (64, 128, 64, 12, 64, 128, 64)
-NUM_MNIST_FEATURES = 64
 NUM_EVALUATED = 512
 
 
@@ -38,6 +37,7 @@ class OptimizerTask:
       batch_size: examples of an update.
       target: the loss to be reached; None for Adam's own last one.
       num_steps: updates.
+      num_second_order_steps: the same of methods other than Adam.
     """
 
     name: str
@@ -47,6 +47,7 @@ class OptimizerTask:
     batch_size: int
     target: float | None
     num_steps: int
+    num_second_order_steps: int
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
@@ -91,7 +92,7 @@ def autoencoder() -> OptimizerTask:
     def create(seed: int) -> nnx.Module:
         return Autoencoder(WIDTHS, nnx.Rngs(seed))
 
-    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2000)
+    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 250)
 
 
 def transformer() -> OptimizerTask:
@@ -126,7 +127,7 @@ def _classifier(
     def create(seed: int) -> nnx.Module:
         return _vision(seed, images.shape[1], patch_size, num_features=64).mean_network()
 
-    return OptimizerTask(name, create, loss, (images, labels), 64, 0.02, 400)
+    return OptimizerTask(name, create, loss, (images, labels), 64, 0.02, 300, 150)
 
 
 def bayesian() -> OptimizerTask:
@@ -144,7 +145,7 @@ def bayesian() -> OptimizerTask:
     def create(seed: int) -> nnx.Module:
         return _vision(seed, data.IMAGE_SIZE, 2, num_features=32)
 
-    return OptimizerTask("bayesian", create, loss, (part.images, part.labels), 64, None, 300)
+    return OptimizerTask("bayesian", create, loss, (part.images, part.labels), 64, None, 300, 120)
 
 
 def _vision(
@@ -163,6 +164,9 @@ def _vision(
         rngs=nnx.Rngs(seed),
     )
 
+
+TUNED_ON = {"mnist": "transformer"}
+"""A task that is run with the settings found on another one, where that has been run before it."""
 
 TASKS: dict[str, Callable[[], OptimizerTask]] = {
     "autoencoder": autoencoder,

@@ -1,7 +1,7 @@
 """Second-order updates as Optax transformations, for any Flax NNX model, plain or Bayesian."""
 
 from moment_jax.optim.capture import value_grad_and_factors
-from moment_jax.optim.cg_fac import ConjugateGradientState, cg_fac
+from moment_jax.optim.cg_fac import ConjugateGradientState, Jacobi, StaleInverse, cg_fac
 from moment_jax.optim.conjugate_gradient import conjugate_gradient
 from moment_jax.optim.damping import LevenbergMarquardt
 from moment_jax.optim.factors import (
@@ -13,7 +13,7 @@ from moment_jax.optim.factors import (
 from moment_jax.optim.fisher import EmpiricalFisher, SampledFisher
 from moment_jax.optim.for_model import for_model
 from moment_jax.optim.inverses import Cholesky, Eigh, NewtonSchulz
-from moment_jax.optim.kfac import KFACState, kfac
+from moment_jax.optim.kfac import kfac
 from moment_jax.optim.natural_scales import find_scales, natural_scales
 from moment_jax.optim.operators import apply_curvature
 from moment_jax.optim.predictions import (
@@ -23,6 +23,7 @@ from moment_jax.optim.predictions import (
     NormalPrediction,
     Prediction,
 )
+from moment_jax.optim.refresh import KFACState
 from moment_jax.optim.second_order import SecondOrderState
 from moment_jax.optim.statistics import KroneckerExpand, KroneckerReduce, PerSample, PerToken
 from moment_jax.optim.taps import find_blocks
@@ -37,6 +38,7 @@ __all__ = [
     "Eigh",
     "EmbeddingFactor",
     "EmpiricalFisher",
+    "Jacobi",
     "KFACState",
     "KroneckerExpand",
     "KroneckerFactor",
@@ -50,6 +52,7 @@ __all__ = [
     "RowFactor",
     "SampledFisher",
     "SecondOrderState",
+    "StaleInverse",
     "apply_curvature",
     "cg_fac",
     "conjugate_gradient",

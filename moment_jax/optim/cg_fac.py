@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moment_jax.optim.conjugate_gradient import Solution, conjugate_gradient
+from moment_jax.optim.conjugate_gradient import Linear, Solution, conjugate_gradient
 from moment_jax.optim.damping import Damping, Number, Schedule, check_range
 from moment_jax.optim.factors import DiagonalFactor, Factor, Factors, RowFactor
 from moment_jax.optim.groups import Groups, Matrices
+from moment_jax.optim.inverses import Cholesky, Inversion
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.operators import apply_curvature, curvature_diagonal
+from moment_jax.optim.refresh import no_inverses, refreshed
 from moment_jax.optim.row_systems import cheapest_form
 from moment_jax.optim.second_order import Directions, SecondOrder, sum_of
 
@@ -24,9 +26,37 @@ Array = jax.Array
 class ConjugateGradientState(NamedTuple):
     """What the solver keeps, by group of layers: where to start from, and figures for logs."""
 
+    preconditioner: Any  # inverses of `StaleInverse`; None for other preconditioners
     solution: Matrices  # (L, rows, columns); empty without warm start
     iterations: Matrices  # (L,), of the last step
     residual: Matrices  # (L,), relative, of the last step
+
+
+@dataclasses.dataclass(frozen=True)
+class Jacobi:
+    """Precondition by the diagonal of F + damping I."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StaleInverse:
+    """Precondition by inverses of the Kronecker factors, refreshed now and then.
+
+    What is solved is today's system all the same: an old inverse costs iterations, not accuracy.
+
+    Args:
+      inversion: `Cholesky()`, `Eigh()` or `NewtonSchulz()`.
+      refresh_every: steps between inversions.
+    """
+
+    inversion: Inversion = dataclasses.field(default_factory=Cholesky)
+    refresh_every: int = 10
+
+    def __post_init__(self) -> None:
+        check_range("StaleInverse", "refresh_every", self.refresh_every, least=1)
+
+
+Preconditioner = Jacobi | StaleInverse
+DEFAULT_PRECONDITIONER = StaleInverse()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +66,15 @@ class ConjugateGradientSolver:
     max_iterations: int | Array
     tolerance: Number
     warm_start: bool
-    precondition: bool
+    precondition: Preconditioner | None
 
     def init(self, groups: Groups, dtype: jnp.dtype) -> ConjugateGradientState:
         """No guess yet."""
         counts = {key: sum(b.count for b in blocks) for key, blocks in groups.items()}
         shapes = {key: (counts[key], b[0].rows, b[0].columns) for key, b in groups.items()}
+        stale = self.precondition if isinstance(self.precondition, StaleInverse) else None
         return ConjugateGradientState(
+            None if stale is None else no_inverses(stale.inversion, groups, dtype),
             {key: jnp.zeros(shape, dtype) for key, shape in shapes.items()}
             if self.warm_start
             else {},
@@ -59,9 +91,19 @@ class ConjugateGradientSolver:
         fresh: Array,
     ) -> Directions:
         """All groups, one after the other."""
-        del fresh
+        stale, inverses = self.precondition, state.preconditioner
+        if isinstance(stale, StaleInverse):
+            inverses = refreshed(
+                stale.inversion, stale.refresh_every, curvature, damping, inverses, fresh
+            )
         solved = {
-            key: self._solve(curvature[key], grad, damping, state.solution.get(key))
+            key: self._solve(
+                curvature[key],
+                grad,
+                damping,
+                state.solution.get(key),
+                None if inverses is None else inverses.inverses.get(key),
+            )
             for key, grad in grads.items()
         }
         # x^T (F + damping) x: what F leaves unbounded, the damping bounds.
@@ -71,10 +113,12 @@ class ConjugateGradientSolver:
         x = {key: one.x for key, one in solved.items()}
         iterations = {key: one.iterations for key, one in solved.items()}
         residual = {key: one.relative_residual for key, one in solved.items()}
-        new = ConjugateGradientState(x if self.warm_start else {}, iterations, residual)
+        new = ConjugateGradientState(inverses, x if self.warm_start else {}, iterations, residual)
         return Directions(x, jnp.maximum(quadratic, 0), new)
 
-    def _solve(self, factor: Factor, grad: Array, damping: Array, guess: Array | None) -> Solution:
+    def _solve(
+        self, factor: Factor, grad: Array, damping: Array, guess: Array | None, inverse: Any
+    ) -> Solution:
         if isinstance(factor, DiagonalFactor):
             return _divide(factor.squares + damping, grad)
         start = jnp.zeros_like(grad) if guess is None else guess
@@ -85,15 +129,23 @@ class ConjugateGradientSolver:
         if isinstance(factor, RowFactor):
             expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
             return cheapest_form(factor, expected)(factor, grad, start, damping, **options)
-        diagonal = curvature_diagonal(factor) + damping
-        scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
         return conjugate_gradient(
             lambda v: apply_curvature(factor, v) + damping * v,
             grad,
             start,
-            precondition=(lambda r: scale * r) if self.precondition else None,
+            precondition=self._preconditioner(factor, damping, inverse),
             **options,
         )
+
+    def _preconditioner(self, factor: Factor, damping: Array, inverse: Any) -> Linear | None:
+        if self.precondition is None:
+            return None
+        if isinstance(self.precondition, StaleInverse) and inverse is not None:
+            inversion = self.precondition.inversion
+            return lambda r: inversion.apply(inverse, r, damping)
+        diagonal = curvature_diagonal(factor) + damping
+        scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
+        return lambda r: scale * r
 
 
 def cg_fac(
@@ -103,13 +155,17 @@ def cg_fac(
     max_iterations: int | Array = 5,
     tolerance: Number = 1e-2,
     warm_start: bool = True,
-    precondition: bool = True,
+    precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
     decay: float | Array | None = 0.95,
     kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.0,
     blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The natural gradient by conjugate gradients: no Fisher matrix is formed, and none inverted.
+
+    `precondition=None` is Algorithm 1 as printed and `Jacobi()` adds nothing that needs an inverse; the
+    default takes K-FAC's inverses, a few steps old, as the preconditioner, so that one to three
+    iterations solve what takes the others dozens.
 
     For every layer it solves (F + damping I) x = grad and steps by -learning_rate x. `factors` of
     `value_grad_and_factors` say what F is: with Kronecker factors the operator A V G, with `PerSample`
@@ -130,7 +186,8 @@ def cg_fac(
       max_iterations: m, at most so many iterations.
       tolerance: an iteration stops when |residual| <= tolerance |grad|.
       warm_start: start at the previous step's x, scaled to the best multiple of itself.
-      precondition: by the diagonal of F + gamma I (Kronecker factors only).
+      precondition: of Kronecker factors by `StaleInverse()`, by their diagonal, `Jacobi()`, or None, as
+        Algorithm 1 is printed; tables by their diagonal in both of the first two.
       decay: of the running averages of the factors; None to take each batch's by themselves.
       kl_bound: the step is scaled to 1/2 step^T (F + damping I) step <= kl_bound, nats per example, so
         that its KL divergence is within the bound; None for no bound.

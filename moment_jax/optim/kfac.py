@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +11,19 @@ import optax
 
 from moment_jax.optim.damping import Damping, Number, Schedule, check_range
 from moment_jax.optim.factors import (
-    DiagonalFactor,
     EmbeddingFactor,
     Factor,
     Factors,
     KroneckerFactor,
+    RowFactor,
 )
 from moment_jax.optim.groups import Groups, Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
-from moment_jax.optim.layer_blocks import Blocks, DenseBlock
+from moment_jax.optim.layer_blocks import Blocks
+from moment_jax.optim.refresh import KFACState, no_inverses, refreshed
 from moment_jax.optim.second_order import Directions, SecondOrder, sum_of
 
 Array = jax.Array
-
-
-class KFACState(NamedTuple):
-    """The inverses by group of layers, and when they were made."""
-
-    inverses: dict[str, Any]
-    age: Array  # steps since the last refresh; negative before the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,57 +35,27 @@ class KroneckerSolver:
 
     def init(self, groups: Groups, dtype: jnp.dtype) -> KFACState:
         """No inverses yet."""
-        inverses = {
-            key: self.inversion.empty(
-                sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns, dtype
-            )
-            for key, blocks in groups.items()
-            if isinstance(blocks[0], DenseBlock)
-        }
-        return KFACState(inverses, jnp.int32(-1))
+        return no_inverses(self.inversion, groups, dtype)
 
     def solve(
         self, curvature: Factors, grads: Matrices, damping: Array, state: KFACState, fresh: Array
     ) -> Directions:
         """Refresh where it is time, then apply."""
-        dense = {}
         for key, factor in curvature.items():
-            if isinstance(factor, KroneckerFactor):
-                dense[key] = factor
-            elif not isinstance(factor, EmbeddingFactor | DiagonalFactor):
+            if isinstance(factor, RowFactor):
                 raise TypeError(
                     f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
                     "KroneckerExpand() or KroneckerReduce(), or cg_fac."
                 )
-        due = (state.age < 0) | ((state.age + 1 >= self.refresh_every) & fresh)
-        inverses = jax.lax.cond(
-            due,
-            lambda: {
-                key: self._refreshed(factor, damping, state.inverses[key])
-                for key, factor in dense.items()
-            },
-            lambda: state.inverses,
-        )
+        state = refreshed(self.inversion, self.refresh_every, curvature, damping, state, fresh)
+        inverses = state.inverses
         x = {
             key: self._apply(curvature[key], inverses.get(key), grad, damping)
             for key, grad in grads.items()
         }
         # x^T (F + damping) x = x . grad where the inverses are of this very curvature.
         quadratic = sum_of(jnp.sum(x[key] * grad) for key, grad in grads.items())
-        age = jnp.where(due, 0, state.age + 1)
-        return Directions(x, jnp.maximum(quadratic, 0), KFACState(inverses, age))
-
-    def _refreshed(self, factor: KroneckerFactor, damping: Array, old: Any) -> Any:
-        """New inverses; the old ones for a layer whose inversion has failed."""
-        new = self.inversion.refreshed(factor.inputs, factor.outputs, damping)
-        good = jnp.stack([jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]).all(
-            axis=0
-        )
-        return jax.tree.map(
-            lambda a, b: jnp.where(good.reshape(-1, *(1,) * (a.ndim - 1)), a, b).astype(b.dtype),
-            new,
-            old,
-        )
+        return Directions(x, jnp.maximum(quadratic, 0), state)
 
     def _apply(self, factor: Factor, inverse: Any, grad: Array, damping: Array) -> Array:
         if isinstance(factor, KroneckerFactor):

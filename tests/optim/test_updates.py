@@ -58,10 +58,13 @@ def step(tx, params, grads, factors, **extra):
     "tx",
     [
         optim.cg_fac(1.0, damping=0.3, max_iterations=40, tolerance=1e-13),
-        optim.cg_fac(1.0, damping=0.3, max_iterations=40, tolerance=1e-13, precondition=False),
+        optim.cg_fac(1.0, damping=0.3, max_iterations=40, tolerance=1e-13, precondition=None),
+        optim.cg_fac(
+            1.0, damping=0.3, max_iterations=40, tolerance=1e-13, precondition=optim.Jacobi()
+        ),
         optim.kfac(1.0, damping=0.3, inversion=optim.Eigh()),
     ],
-    ids=["cg_fac", "cg_fac plain", "kfac"],
+    ids=["cg_fac", "cg_fac printed", "cg_fac jacobi", "kfac"],
 )
 def test_one_step_is_the_dense_natural_gradient(tx):
     params, grads, factors = one_layer()
@@ -196,7 +199,7 @@ def test_schedules_are_followed():
 def test_a_warm_start_saves_iterations_where_the_system_stays():
     """The same averaged curvature and gradient: nothing is left to do."""
     params, grads, factors = one_layer()
-    options = {"damping": 1e-2, "max_iterations": 30, "tolerance": 1e-6}
+    options = {"damping": 1e-2, "max_iterations": 30, "tolerance": 1e-6, "precondition": None}
     counts = []
     for warm_start in (True, False):
         tx = optim.cg_fac(1.0, warm_start=warm_start, **options)
