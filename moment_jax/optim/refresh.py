@@ -46,11 +46,12 @@ def refreshed(
     due = (state.age < 0) | ((state.age + 1 >= refresh_every) & fresh)
 
     def invert() -> dict[str, Any]:
-        return {
-            key: _inverted(inversion, factor, damping, state.inverses[key])
-            for key, factor in curvature.items()
-            if isinstance(factor, KroneckerFactor)
-        }
+        inverses = {}
+        for key, old in state.inverses.items():
+            factor = curvature[key]
+            kronecker = isinstance(factor, KroneckerFactor)  # rows have no inverse
+            inverses[key] = _inverted(inversion, factor, damping, old) if kronecker else old
+        return inverses
 
     inverses = jax.lax.cond(due, invert, lambda: state.inverses)
     return KFACState(inverses, jnp.where(due, 0, state.age + 1))

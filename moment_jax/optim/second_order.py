@@ -96,15 +96,16 @@ class SecondOrder:
     def init(self, params: optax.Params) -> SecondOrderState:
         """The state before the first step."""
         groups = groups_of(params, self.blocks)
-        zeros = {key: jnp.zeros_like(value) for key, value in stack(groups, params).items()}
-        dtype = jnp.result_type(jnp.float32, *(zero.dtype for zero in zeros.values()))
+        stacked = stack(groups, params)
+        dtype = jnp.result_type(jnp.float32, *(value.dtype for value in stacked.values()))
+        zeros = {key: jnp.zeros(value.shape, dtype) for key, value in stacked.items()}
         averages = {key: empty_average(members, dtype) for key, members in groups.items()}
-        zero = jnp.zeros(())
+        zero = jnp.zeros((), jnp.float32)
         return SecondOrderState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
             damping=initial_damping(self.damping),
-            clip=jnp.ones(()),
+            clip=jnp.ones((), jnp.float32),
             quadratic=zero,
             predicted=zero,
             curvature={} if self.decay is None else averages,
@@ -125,7 +126,8 @@ class SecondOrder:
         """One step: see `cg_fac` for what comes in and what goes out."""
         del params, extra
         groups = groups_of(updates, self.blocks)
-        grads = stack(groups, updates)
+        stacked = stack(groups, updates)
+        grads = {key: grad.astype(state.momentum[key].dtype) for key, grad in stacked.items()}
         finite = _all_finite(grads)
         averages, curvature, fresh = self._curvature(groups, factors, state)
         ready = finite & jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
@@ -216,11 +218,11 @@ class SecondOrder:
     ) -> tuple[Matrices, Array]:
         """Minus the direction, within 1/2 step^T (F + damping) step <= kl_bound (Eq. 16)."""
         rate = current(self.learning_rate, state.step)
-        clip = jnp.ones(())
+        clip = jnp.ones((), jnp.float32)
         if self.kl_bound is not None:
             bound = current(self.kl_bound, state.step)
             size = rate**2 * solved.quadratic / 2
-            clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), 1.0)
+            clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), clip)
 
         def move(x: Array) -> Array:
             step = -(rate * clip).astype(x.dtype) * x
@@ -231,7 +233,7 @@ class SecondOrder:
     def _predicted(self, curvature: Factors, grads: Matrices, step: Matrices) -> Array:
         """Grad . step + 1/2 step^T F step, where the damping is adapted by it."""
         if not isinstance(self.damping, LevenbergMarquardt):
-            return jnp.zeros(())
+            return jnp.zeros((), jnp.float32)
         return sum_of(
             jnp.sum(step[key] * (grads[key] + apply_curvature(curvature[key], step[key]) / 2))
             for key in grads
@@ -239,9 +241,8 @@ class SecondOrder:
 
 
 def sum_of(scalars: Any) -> Array:
-    """The sum of scalars, in float32 or better."""
-    values = jnp.stack([jnp.asarray(scalar) for scalar in scalars])
-    return jnp.sum(values)
+    """The sum of scalars, in float32, as the state keeps them."""
+    return jnp.sum(jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars]))
 
 
 def _all_finite(tree: Any) -> Array:
