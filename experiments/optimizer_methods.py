@@ -14,9 +14,8 @@ from experiments.optimizer_runs import Method
 # The same kind of grid for all: three learning rates, or three bounds of the step, by two more values.
 FIRST_ORDER = {"learning_rate": (1e-3, 3e-3, 1e-2)}
 SECOND_ORDER = {"kl_bound": (1e-3, 3e-3, 1e-2), "damping": (1e-4, 1e-3, 1e-2)}
-CG_ITERATIONS = 5
-REFRESH_EVERY = 10
-CURVATURE_EXAMPLES = 16  # of the batch; the running average makes up for the rest
+CG_ITERATIONS = 3
+REFRESH_EVERY = 5
 
 
 def _adam(model: nnx.Module, **settings: Any) -> optax.GradientTransformation:
@@ -42,9 +41,13 @@ def _second_order(method: Any, model: nnx.Module, **settings: Any) -> optax.Grad
 
 def methods() -> dict[str, Method]:
     """Every method by name."""
-    curvature = {"fisher": mj.optim.SampledFisher(CURVATURE_EXAMPLES)}
+    curvature: dict[str, Any] = {"fisher": mj.optim.SampledFisher()}
     kfac = partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)
-    cg_fac = partial(mj.optim.cg_fac, max_iterations=CG_ITERATIONS)
+    cg_fac = partial(
+        mj.optim.cg_fac,
+        max_iterations=CG_ITERATIONS,
+        precondition=mj.optim.StaleInverse(refresh_every=REFRESH_EVERY),
+    )
     return {
         "adam": Method(_adam, FIRST_ORDER),
         "muon": Method(_muon, FIRST_ORDER),

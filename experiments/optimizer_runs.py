@@ -31,7 +31,7 @@ class Method:
     """
 
     optimizer: Callable[..., optax.GradientTransformation]
-    grid: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    grid: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     curvature: dict[str, Any] | None = None
     every: int = 1
 
@@ -100,7 +100,7 @@ def train(
         graph, tx, update = make_update(task, method, values)
 
         def record(carry: Any, step: Array) -> Any:
-            params, state = update(*carry, key, step)
+            params, state = update(carry[0], carry[1], key, step)
             loss = task.loss(nnx.merge(graph, params, copy=True), *evaluated)[0]
             return (params, state), (loss, _iterations(state))
 

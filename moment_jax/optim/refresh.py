@@ -49,8 +49,10 @@ def refreshed(
         inverses = {}
         for key, old in state.inverses.items():
             factor = curvature[key]
-            kronecker = isinstance(factor, KroneckerFactor)  # rows have no inverse
-            inverses[key] = _inverted(inversion, factor, damping, old) if kronecker else old
+            if isinstance(factor, KroneckerFactor):
+                inverses[key] = _inverted(inversion, factor, damping, old)
+            else:  # rows have no inverse
+                inverses[key] = old
         return inverses
 
     inverses = jax.lax.cond(due, invert, lambda: state.inverses)
