@@ -209,7 +209,7 @@ def cg_fac(
     >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     >>> def loss(model, x, y):
     ...     return jnp.mean((model(x) - y) ** 2), mj.optim.NormalPrediction(model(x))
-    >>> tx = mj.optim.cg_fac(0.5, damping=1e-3, max_iterations=3)
+    >>> tx = mj.optim.cg_fac(0.1, damping=0.1, max_iterations=3, kl_bound=0.01)
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> value, grads, factors = mj.optim.value_grad_and_factors(loss)(
     ...     model, jnp.eye(3), jnp.ones((3, 2)))
