@@ -13,6 +13,7 @@ COMMANDS = {
     "closure": "tell apart what a structure cannot hold and what a transform gets wrong",
     "frontier": "measure error over cost of every structure, from one block to twelve",
     "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",
+    "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""
@@ -49,7 +50,7 @@ def _run(arguments: list[str]) -> None:
         raise InputError(
             f"{name} needs the package {error.name}; pip install 'moment_jax[experiments]'"
         ) from error
-    listing = "\n".join(f"  {other:10s} {what}" for other, what in COMMANDS.items())
+    listing = "\n".join(f"  {other:11s} {what}" for other, what in COMMANDS.items())
     parser = Parser(
         prog=f"python -m experiments {name}",
         description=experiment.__doc__,

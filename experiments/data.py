@@ -56,6 +56,11 @@ def load() -> Digits:
     return Digits(*parts, float(-centre / spread))
 
 
+def pixels() -> np.ndarray:
+    """All images, (1797, 8, 8), as they are but for the range [0, 1]."""
+    return (load_digits().images / 16).astype(np.float32)
+
+
 def mini_batch(key: Array, step: Array, part: Images, size: int) -> tuple[Array, Array]:
     """The images and labels of update `step`: each epoch is a new order of all of them.
 

@@ -4,7 +4,7 @@ Every layer is a pure function `(mean, cov, params) -> (mean, cov)` of one (T, D
 it, differentiate it. The type of `cov` says what is kept of the covariance.
 """
 
-from moment_jax import brownian, expectations, nn, objectives, posterior, reference
+from moment_jax import brownian, expectations, nn, objectives, optim, posterior, reference
 from moment_jax.covariance import (
     STRUCTURES,
     Covariance,
@@ -66,6 +66,7 @@ __all__ = [
     "monte_carlo",
     "nn",
     "objectives",
+    "optim",
     "posterior",
     "reference",
     "relu",

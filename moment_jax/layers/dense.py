@@ -48,15 +48,13 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     check_moments("dense", mean, cov)
     kernel, bias = params.kernel, params.bias
     check_kernel("dense", mean.shape[1], kernel)
-    out_mean = mean @ kernel.mean
     parts = [] if isinstance(kernel, Point) else [cov.weight_noise(mean, kernel)]
     if bias is not None:
         check_vector("dense", "bias", kernel.shape[1], bias)
-        out_mean = out_mean + bias.mean[None, :]
         if not isinstance(bias, Point):
             parts.append(type(cov).shared(mean.shape[0], bias.vector_cov()))
     out_cov = cov.map_features(kernel.mean)
-    return out_mean, out_cov.add(*parts) if parts else out_cov
+    return params.mean_output(mean), out_cov.add(*parts) if parts else out_cov
 
 
 def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[Array, S]:

@@ -106,14 +106,13 @@ def layer_norm_and_tangent(
         check_vector("layer_norm", "scale", mean.shape[1], gain)
         if not isinstance(gain, Point):
             parts.append(cov.gain_noise(mean, gain.vector_cov()))
-        mean = mean * gain.mean[None, :]
         cov = cov.rescale(gain.mean[None, :])
         tangent = tangent._replace(scale=gain.mean[None, :])
     if bias is not None:
         check_vector("layer_norm", "bias", mean.shape[1], bias)
-        mean = mean + bias.mean[None, :]
         if not isinstance(bias, Point):
             parts.append(type(cov).shared(mean.shape[0], bias.vector_cov()))
+    mean = params.mean_output(mean)
     return mean, cov.add(*parts) if parts else cov, tangent
 
 

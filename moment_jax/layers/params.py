@@ -24,6 +24,11 @@ class DenseParams:
     kernel: Posterior
     bias: Posterior | None = None
 
+    def mean_output(self, mean: Array) -> Array:
+        """E[x] @ E[kernel] + E[bias], (T, out): all means pass here, so that they can be observed."""
+        output = mean @ self.kernel.mean
+        return output if self.bias is None else output + self.bias.mean[None, :]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,11 @@ class NormParams:
 
     scale: Posterior | None = None
     bias: Posterior | None = None
+
+    def mean_output(self, normal: Array) -> Array:
+        """E[gain] * normal + E[bias], (T, D): all means pass here, so that they can be observed."""
+        output = normal if self.scale is None else normal * self.scale.mean[None, :]
+        return output if self.bias is None else output + self.bias.mean[None, :]
 
 
 @jax.tree_util.register_dataclass

@@ -106,10 +106,7 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     values = ValueNoise(inputs.value.cov, mixed.weights, mixed.reach)
     mean = merge_heads(mixed.mean)
     cov = _output_cov(output, values, mixed, mean, noise_metric)
-    out_mean = mean @ kernel
-    if output.bias is not None:
-        out_mean = out_mean + output.bias.mean[None, :]
-    return out_mean, cov, Mixing(mixed.weights, mixed.gain)
+    return output.mean_output(mean), cov, Mixing(mixed.weights, mixed.gain)
 
 
 def _each_head(

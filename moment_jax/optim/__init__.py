@@ -1,0 +1,65 @@
+"""Second-order updates as Optax transformations, for any Flax NNX model, plain or Bayesian."""
+
+from moment_jax.optim.capture import value_grad_and_factors
+from moment_jax.optim.cg_fac import ConjugateGradientState, Jacobi, StaleInverse, cg_fac
+from moment_jax.optim.conjugate_gradient import conjugate_gradient
+from moment_jax.optim.damping import LevenbergMarquardt
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    KroneckerFactor,
+    RowFactor,
+)
+from moment_jax.optim.fisher import EmpiricalFisher, SampledFisher
+from moment_jax.optim.for_model import for_model
+from moment_jax.optim.inverses import Cholesky, Eigh, NewtonSchulz
+from moment_jax.optim.kfac import kfac
+from moment_jax.optim.natural_scales import find_scales, natural_scales
+from moment_jax.optim.operators import apply_curvature
+from moment_jax.optim.predictions import (
+    BayesianCategoricalPrediction,
+    BernoulliPrediction,
+    CategoricalPrediction,
+    NormalPrediction,
+    Prediction,
+)
+from moment_jax.optim.refresh import KFACState
+from moment_jax.optim.second_order import SecondOrderState
+from moment_jax.optim.statistics import KroneckerExpand, KroneckerReduce, PerSample, PerToken
+from moment_jax.optim.taps import find_blocks
+
+__all__ = [
+    "BayesianCategoricalPrediction",
+    "BernoulliPrediction",
+    "CategoricalPrediction",
+    "Cholesky",
+    "ConjugateGradientState",
+    "DiagonalFactor",
+    "Eigh",
+    "EmbeddingFactor",
+    "EmpiricalFisher",
+    "Jacobi",
+    "KFACState",
+    "KroneckerExpand",
+    "KroneckerFactor",
+    "KroneckerReduce",
+    "LevenbergMarquardt",
+    "NewtonSchulz",
+    "NormalPrediction",
+    "PerSample",
+    "PerToken",
+    "Prediction",
+    "RowFactor",
+    "SampledFisher",
+    "SecondOrderState",
+    "StaleInverse",
+    "apply_curvature",
+    "cg_fac",
+    "conjugate_gradient",
+    "find_blocks",
+    "find_scales",
+    "for_model",
+    "kfac",
+    "natural_scales",
+    "value_grad_and_factors",
+]

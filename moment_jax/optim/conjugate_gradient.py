@@ -1,0 +1,127 @@
+"""Conjugate gradients for a stack of independent symmetric systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Linear = Callable[[Array], Array]
+
+
+class Solution(NamedTuple):
+    """What `conjugate_gradient` returns."""
+
+    x: Array  # (L, ...)
+    residual: Array  # b - A x as the iteration has it, (L, ...)
+    iterations: Array  # (L,)
+    relative_residual: Array  # |b - A x| / |b|, (L,); 0 where b is zero
+
+
+class _State(NamedTuple):
+    step: Array
+    x: Array
+    residual: Array
+    direction: Array
+    rho: Array
+    active: Array
+    iterations: Array
+
+
+def inner_product(left: Array, right: Array) -> Array:
+    """<left, right> for each system of the stack, (L,)."""
+    axes = tuple(range(1, left.ndim))
+    return jnp.sum(left * right, axis=axes)
+
+
+def conjugate_gradient(
+    apply: Linear,
+    target: Array,
+    start: Array,
+    *,
+    max_iterations: int | Array,
+    tolerance: float | Array,
+    precondition: Linear | None = None,
+    inner: Callable[[Array, Array], Array] = inner_product,
+) -> Solution:
+    """Solve A x = b for a stack of positive (semi)definite A, all at once.
+
+    A system stops when its residual is at most `tolerance` of |b|, or when a direction has no positive
+    curvature (A is zero along it, or not finite); the loop stops when all have. The start is scaled to
+    the best multiple of itself, so it is never worse than zero.
+
+    Args:
+      apply: x -> A x for the whole stack.
+      target: b, (L, ...).
+      start: x0, (L, ...).
+      max_iterations: at most so many.
+      tolerance: of the relative residual.
+      precondition: r -> M^-1 r with a positive definite M, an approximation of A; None for none.
+      inner: inner products of the stack, (L,).
+
+    Source: Brownian document, Algorithm 1, with alpha_k in the updates of x and r.
+
+    >>> import jax.numpy as jnp
+    >>> a, b = jnp.array([[[4.0, 1.0], [1.0, 3.0]]]), jnp.array([[1.0, 2.0]])
+    >>> apply = lambda x: jnp.einsum("lij,lj->li", a, x)
+    >>> solved = conjugate_gradient(apply, b, jnp.zeros((1, 2)), max_iterations=2, tolerance=0.0)
+    >>> print(solved.x.round(4), solved.iterations)
+    [[0.0909 0.6364]] [2]
+    """
+    if precondition is None:
+        precondition = _identity
+
+    def wide(scalars: Array) -> Array:
+        return scalars.reshape(scalars.shape + (1,) * (target.ndim - 1))
+
+    limit = jnp.asarray(tolerance, target.dtype) ** 2 * inner(target, target)
+    pushed = apply(start)
+    along, curvature = inner(start, target), inner(start, pushed)
+    scale = wide(jnp.where(_usable(curvature, along), along / _nonzero(curvature), 0))
+    x = jnp.where(scale == 0, 0, start * scale)
+    residual = target - jnp.where(scale == 0, 0, pushed * scale)
+    direction = precondition(residual)
+    first = _State(
+        jnp.int32(0), x, residual, direction, inner(residual, direction),
+        inner(residual, residual) > limit, jnp.zeros(target.shape[:1], jnp.int32),
+    )  # fmt: skip
+
+    def unfinished(state: _State) -> Array:
+        return (state.step < max_iterations) & jnp.any(state.active)
+
+    def iterate(state: _State) -> _State:
+        pushed = apply(state.direction)
+        curvature = inner(state.direction, pushed)
+        active = state.active & _usable(curvature, state.rho)
+        alpha = wide(jnp.where(active, state.rho / _nonzero(curvature), 0))
+        x = state.x + jnp.where(alpha == 0, 0, alpha * state.direction)
+        residual = state.residual - jnp.where(alpha == 0, 0, alpha * pushed)
+        scaled = precondition(residual)
+        rho = inner(residual, scaled)
+        beta = wide(jnp.where(active, rho / _nonzero(state.rho), 0))
+        direction = jnp.where(wide(active), scaled + beta * state.direction, state.direction)
+        rho = jnp.where(active, rho, state.rho)
+        iterations = state.iterations + active
+        active &= inner(residual, residual) > limit
+        return _State(state.step + 1, x, residual, direction, rho, active, iterations)
+
+    last = jax.lax.while_loop(unfinished, iterate, first)
+    size = inner(target, target)
+    left = jnp.maximum(inner(last.residual, last.residual), 0)
+    relative = jnp.where(size > 0, jnp.sqrt(left / _nonzero(size)), 0)
+    return Solution(last.x, last.residual, last.iterations, relative)
+
+
+def _identity(residual: Array) -> Array:
+    return residual
+
+
+def _usable(curvature: Array, other: Array) -> Array:
+    return (curvature > 0) & jnp.isfinite(curvature) & jnp.isfinite(other)
+
+
+def _nonzero(array: Array) -> Array:
+    return jnp.where(array == 0, 1, array)

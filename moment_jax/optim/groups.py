@@ -1,0 +1,180 @@
+"""Layers of one kind and shape, stacked so that each operation runs once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    Factor,
+    Factors,
+    KroneckerFactor,
+    RowFactor,
+)
+from moment_jax.optim.layer_blocks import (
+    Blocks,
+    DenseBlock,
+    EmbeddingBlock,
+    LayerBlock,
+    infer_blocks,
+)
+from moment_jax.optim.trees import flatten, has_masks
+
+Array = jax.Array
+Groups = dict[str, Blocks]
+Matrices = dict[str, Array]
+
+
+def group(blocks: Blocks) -> Groups:
+    """Blocks by kind and shape; the key says both."""
+    groups: dict[str, list[LayerBlock]] = {}
+    for block in blocks:
+        kind = type(block).__name__.removesuffix("Block").lower()
+        groups.setdefault(f"{kind}_{block.rows}x{block.columns}", []).append(block)
+    return {key: tuple(members) for key, members in groups.items()}
+
+
+def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
+    """The groups of a parameter tree.
+
+    Args:
+      tree: parameters or gradients; a mask may hide some.
+      blocks: those of `find_blocks(model)`; None to go by the names in the tree.
+
+    Raises:
+      ValueError: if a parameter belongs to no block, or a block's parameter is not there or of another
+        shape. What a mask hides is left out, but blocks are hidden as a whole.
+    """
+    shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
+    found = infer_blocks(shapes) if blocks is None else blocks
+    if has_masks(tree):
+        found = tuple(block for block in found if not shapes.keys().isdisjoint(block.leaves))
+    for block in found:
+        for leaf, shape in zip(block.leaves, block.shapes, strict=True):
+            if shapes.get(leaf) != shape:
+                raise ValueError(
+                    f"Layer {block.name!r} needs its parameter {leaf!r} of shape {shape}. Got "
+                    f"{shapes.get(leaf, 'none there')}. Give blocks=mj.optim.find_blocks(model) of the "
+                    "very model that is trained, and mask whole layers only."
+                )
+    covered = {leaf for block in found for leaf in block.leaves}
+    for path in shapes:
+        if path not in covered:
+            raise ValueError(
+                f"Parameter {path!r} belongs to no layer with curvature factors. Leave it to another "
+                "optimiser: mj.optim.for_model(model, ...) does so, with Adam, by optax.partition."
+            )
+    return group(found)
+
+
+def stack(groups: Groups, tree: Any) -> Matrices:
+    """The parameters of every group as one array (L, rows, columns)."""
+    leaves = flatten(tree)
+    return {
+        key: _concatenated([block.matrix(leaves) for block in blocks])
+        for key, blocks in groups.items()
+    }
+
+
+def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:
+    """The inverse of `stack`, by path."""
+    leaves: dict[str, Array] = {}
+    for key, blocks in groups.items():
+        start = 0
+        for block in blocks:
+            part = matrices[key][start : start + block.count]
+            start += block.count
+            leaves |= block.split(part)
+    return leaves
+
+
+def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
+    """The factors of every group as one.
+
+    Raises:
+      TypeError: if `factors` is no dictionary of factors. ValueError: if a layer's are missing or of
+        another shape.
+    """
+    if not isinstance(factors, Mapping):
+        raise TypeError(
+            "`update(..., factors=factors)` needs the factors that mj.optim.value_grad_and_factors "
+            f"returns. Got {type(factors).__name__}."
+        )
+    return {
+        key: _stacked(blocks, [_checked(block, factors.get(block.name)) for block in blocks])
+        for key, blocks in groups.items()
+    }
+
+
+def empty_average(blocks: Blocks, dtype: jnp.dtype) -> Factor:
+    """Where the average of a group's factors starts: zeros of weight zero."""
+    count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
+    zero = jnp.zeros((), dtype)
+    outputs = jnp.zeros((count, columns, columns), dtype)
+    if isinstance(blocks[0], DenseBlock):
+        return KroneckerFactor(jnp.zeros((count, rows, rows), dtype), outputs, zero)
+    if isinstance(blocks[0], EmbeddingBlock):
+        return EmbeddingFactor(jnp.zeros((count, rows), dtype), outputs, zero)
+    return DiagonalFactor(jnp.zeros((count, rows, columns), dtype), zero)
+
+
+def _stacked(blocks: Blocks, factors: list[Factor]) -> Factor:
+    kinds = {type(factor) for factor in factors}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"Layers {', '.join(block.name for block in blocks)} need factors of one kind. Got "
+            f"{', '.join(kind.__name__ for kind in kinds)}."
+        )
+    if isinstance(factors[0], RowFactor):
+        lengths = {factor.inputs.shape[1:3] for factor in factors}  # type: ignore[union-attr]
+        if len(lengths) > 1:
+            raise ValueError(
+                f"Layers {', '.join(block.name for block in blocks)} are of one shape but see different "
+                f"numbers of rows, {sorted(lengths)}. Take Kronecker factors, or mask one of them."
+            )
+    weight = jnp.min(jnp.stack([factor.weight for factor in factors]))
+    arrays = [_concatenated(list(parts)) for parts in zip(*(f[:-1] for f in factors), strict=True)]
+    kind: Any = type(factors[0])
+    return kind(*arrays, weight)
+
+
+def _concatenated(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+
+
+def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
+    """The factor, if it is one of this layer."""
+    mend = "Take them from mj.optim.value_grad_and_factors of the very model that is trained"
+    if factor is None:
+        raise ValueError(
+            f"The factors of layer {block.name!r} ({', '.join(block.leaves)}) are missing. {mend}, or "
+            "mask its parameters."
+        )
+    count, rows, columns = block.count, block.rows, block.columns
+    wanted: dict[str, tuple[int, ...]]
+    if isinstance(factor, KroneckerFactor):
+        wanted = {"inputs": (count, rows, rows), "outputs": (count, columns, columns)}
+    elif isinstance(factor, EmbeddingFactor):
+        wanted = {"frequencies": (count, rows), "outputs": (count, columns, columns)}
+    elif isinstance(factor, DiagonalFactor):
+        wanted = {"squares": (count, rows, columns)}
+    elif isinstance(factor, RowFactor):
+        n, t = factor.inputs.shape[1:3]
+        wanted = {"inputs": (count, n, t, rows), "outputs": (count, n, t, columns)}
+    else:
+        raise TypeError(
+            f"Layer {block.name!r} needs a factor of mj.optim. Got {type(factor).__name__}."
+        )
+    for name, shape in wanted.items():
+        got = tuple(getattr(factor, name).shape)
+        if got != shape:
+            raise ValueError(
+                f"The factor {name!r} of layer {block.name!r} needs the shape {shape}. Got {got}. "
+                f"{mend}; where layers are named unlike Flax's, pass blocks=mj.optim.find_blocks(model)."
+            )
+    return factor

@@ -1,0 +1,166 @@
+"""Inverses of Kronecker factors, with factored Tikhonov damping or in their eigenbasis."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+DType = jnp.dtype
+
+LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace: what a Cholesky factorisation needs
+
+
+class InversePair(NamedTuple):
+    """(A + a I)^-1 and (G + g I)^-1 of L layers."""
+
+    inputs: Array
+    outputs: Array
+
+
+class EigenPair(NamedTuple):
+    """A = U diag(a) U^T and G = W diag(g) W^T of L layers."""
+
+    input_values: Array
+    input_vectors: Array
+    output_values: Array
+    output_vectors: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cholesky:
+    """Explicit inverses of both factors, each damped: A + pi sqrt(gamma) I and G + sqrt(gamma)/pi I.
+
+    pi^2 = (tr A / dim A) / (tr G / dim G). At least a few rounding units of the trace are added, so that
+    float32 factors of any condition are inverted.
+    """
+
+    def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> InversePair:
+        """Inverses of (L, n, n) factors."""
+        return InversePair(*map(_inverse, _damped(inputs, outputs, damping)))
+
+    def empty(self, count: int, rows: int, columns: int, dtype: DType) -> InversePair:
+        """What is there before the first inversion: nothing, so steps would be zero."""
+        return InversePair(
+            jnp.zeros((count, rows, rows), dtype), jnp.zeros((count, columns, columns), dtype)
+        )
+
+    def apply(self, inverses: InversePair, grad: Array, damping: Array) -> Array:
+        """Both inverses on a gradient (L, rows, columns); their damping is that of their refreshing."""
+        del damping
+        return jnp.matmul(jnp.matmul(inverses.inputs, grad), inverses.outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eigh:
+    """Eigenbases of both factors, so that A (x) G + gamma I itself is inverted, with today's gamma.
+
+    Two more products a step than `Cholesky`, and dearer to refresh; damping is exact.
+    """
+
+    def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> EigenPair:
+        """Eigenbases of (L, n, n) factors."""
+        del damping
+        a, u = jnp.linalg.eigh(inputs)
+        g, w = jnp.linalg.eigh(outputs)
+        return EigenPair(jnp.maximum(a, 0), u, jnp.maximum(g, 0), w)
+
+    def empty(self, count: int, rows: int, columns: int, dtype: DType) -> EigenPair:
+        """As `Cholesky.empty`."""
+        return EigenPair(
+            jnp.zeros((count, rows), dtype), jnp.zeros((count, rows, rows), dtype),
+            jnp.zeros((count, columns), dtype), jnp.zeros((count, columns, columns), dtype),
+        )  # fmt: skip
+
+    def apply(self, inverses: EigenPair, grad: Array, damping: Array) -> Array:
+        """(A (x) G + gamma I)^-1 on a gradient (L, rows, columns)."""
+        u, w = inverses.input_vectors, inverses.output_vectors
+        values = inverses.input_values[:, :, None] * inverses.output_values[:, None, :] + damping
+        rotated = jnp.matmul(jnp.matmul(jnp.swapaxes(u, 1, 2), grad), w)
+        scaled = jnp.where(values > 0, rotated / jnp.where(values > 0, values, 1), 0)
+        return jnp.matmul(jnp.matmul(u, scaled), jnp.swapaxes(w, 1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonSchulz:
+    """As `Cholesky`, by products alone: X <- X (2 I - M X), from 1/|M| on.
+
+    For accelerators on which products are all that is fast. Ill-conditioned factors need many
+    iterations: about 2 log2 of the condition number of the damped factor.
+
+    Args:
+      iterations: at least 1.
+    """
+
+    iterations: int = 20
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"`NewtonSchulz` needs iterations >= 1. Got {self.iterations}.")
+
+    def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> InversePair:
+        """Inverses of (L, n, n) factors."""
+        return InversePair(*map(self._inverse, _damped(inputs, outputs, damping)))
+
+    def empty(self, count: int, rows: int, columns: int, dtype: DType) -> InversePair:
+        """As `Cholesky.empty`."""
+        return Cholesky().empty(count, rows, columns, dtype)
+
+    def apply(self, inverses: InversePair, grad: Array, damping: Array) -> Array:
+        """As `Cholesky.apply`."""
+        return Cholesky().apply(inverses, grad, damping)
+
+    def _inverse(self, matrix: Array) -> Array:
+        eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)[None]
+        # The largest row sum bounds the largest eigenvalue.
+        bound = jnp.max(jnp.sum(jnp.abs(matrix), axis=-1), axis=-1)[:, None, None]
+
+        def improve(_: int, x: Array) -> Array:
+            return jnp.matmul(x, 2 * eye - jnp.matmul(matrix, x))
+
+        return jax.lax.fori_loop(0, self.iterations, improve, eye / bound)
+
+
+Inversion = Cholesky | Eigh | NewtonSchulz
+
+
+def factored_damping(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
+    """What is added to the diagonals of A and G, (L,) each: pi sqrt(gamma) and sqrt(gamma) / pi.
+
+    Args:
+      inputs: average eigenvalue of A, (L,).
+      outputs: average eigenvalue of G, (L,).
+      damping: gamma.
+    """
+    tiny = jnp.finfo(inputs.dtype).tiny
+    pi = jnp.sqrt(jnp.maximum(inputs, tiny) / jnp.maximum(outputs, tiny))
+    pi = jnp.where((inputs > tiny) & (outputs > tiny), pi, 1)
+    root = jnp.sqrt(damping)
+    return pi * root, root / pi
+
+
+def _damped(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
+    traces = [jnp.trace(f, axis1=-2, axis2=-1) for f in (inputs, outputs)]
+    means = [t / f.shape[-1] for t, f in zip(traces, (inputs, outputs), strict=True)]
+    added = factored_damping(means[0], means[1], damping)
+    return tuple(  # type: ignore[return-value]
+        factor
+        + _floor(trace, more)[:, None, None] * jnp.eye(factor.shape[-1], dtype=factor.dtype)[None]
+        for factor, trace, more in zip((inputs, outputs), traces, added, strict=True)
+    )
+
+
+def _floor(trace: Array, damping: Array) -> Array:
+    unit = jnp.finfo(trace.dtype).eps
+    least = jnp.where(trace > 0, LEAST_RELATIVE_DAMPING * unit * trace, 1)
+    return jnp.maximum(damping.astype(trace.dtype), least)
+
+
+def _inverse(matrix: Array) -> Array:
+    factor = jnp.linalg.cholesky(matrix)
+    eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+    half = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
+    return jnp.matmul(jnp.swapaxes(half, -1, -2), half)

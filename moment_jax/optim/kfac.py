@@ -1,0 +1,125 @@
+"""K-FAC: the natural gradient by the inverses of both Kronecker factors of each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from moment_jax.optim.damping import Damping, Number, Schedule, check_range
+from moment_jax.optim.factors import (
+    EmbeddingFactor,
+    Factor,
+    Factors,
+    KroneckerFactor,
+    RowFactor,
+)
+from moment_jax.optim.groups import Groups, Matrices
+from moment_jax.optim.inverses import Cholesky, Inversion
+from moment_jax.optim.layer_blocks import Blocks
+from moment_jax.optim.refresh import KFACState, no_inverses, refreshed
+from moment_jax.optim.second_order import Directions, SecondOrder, sum_of
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class KroneckerSolver:
+    """(F + damping I)^-1 from inverses that are refreshed now and then."""
+
+    inversion: Inversion
+    refresh_every: int | Array
+
+    def init(self, groups: Groups, dtype: jnp.dtype) -> KFACState:
+        """No inverses yet."""
+        return no_inverses(self.inversion, groups, dtype)
+
+    def solve(
+        self, curvature: Factors, grads: Matrices, damping: Array, state: KFACState, fresh: Array
+    ) -> Directions:
+        """Refresh where it is time, then apply."""
+        for key, factor in curvature.items():
+            if isinstance(factor, RowFactor):
+                raise TypeError(
+                    f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
+                    "KroneckerExpand() or KroneckerReduce(), or cg_fac."
+                )
+        state = refreshed(self.inversion, self.refresh_every, curvature, damping, state, fresh)
+        inverses = state.inverses
+        x = {
+            key: self._apply(curvature[key], inverses.get(key), grad, damping)
+            for key, grad in grads.items()
+        }
+        # x^T (F + damping) x = x . grad where the inverses are of this very curvature.
+        quadratic = sum_of(jnp.sum(x[key] * grad) for key, grad in grads.items())
+        return Directions(x, jnp.maximum(quadratic, 0), state)
+
+    def _apply(self, factor: Factor, inverse: Any, grad: Array, damping: Array) -> Array:
+        if isinstance(factor, KroneckerFactor):
+            return self.inversion.apply(inverse, grad, damping)
+        if isinstance(factor, EmbeddingFactor):
+            return _solve_table(factor, grad, damping)
+        diagonal = factor.squares + damping  # type: ignore[union-attr]
+        return jnp.where(diagonal > 0, grad / jnp.where(diagonal > 0, diagonal, 1), 0)
+
+
+def kfac(
+    learning_rate: Number | Schedule,
+    *,
+    damping: Damping = 1e-3,
+    decay: float | Array = 0.95,
+    refresh_every: int | Array = 10,
+    inversion: Inversion | None = None,
+    kl_bound: Number | Schedule | None = None,
+    momentum: Number = 0.0,
+    blocks: Blocks | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
+
+    Embedding tables are solved exactly in the eigenbasis of G, normalisations divided by their diagonal.
+    Inverses are refreshed every `refresh_every` steps, under `lax.cond`. What comes in, what goes out
+    and what happens to numbers that are not finite are as for `cg_fac`; a layer whose inversion fails
+    keeps its old inverse.
+
+    Args:
+      learning_rate: a number or a schedule.
+      damping: gamma, a number, a schedule or `LevenbergMarquardt()`.
+      decay: of the running averages of the factors.
+      refresh_every: steps between inversions.
+      inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`.
+      kl_bound: as for `cg_fac`.
+      momentum: as for `cg_fac`.
+      blocks: as for `cg_fac`.
+
+    Returns:
+      An Optax transformation with extra arguments.
+
+    Raises:
+      ValueError: as `cg_fac`. TypeError: if `inversion` or factors are of another kind.
+
+    Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
+    Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
+    """
+    inversion = Cholesky() if inversion is None else inversion
+    if not isinstance(inversion, Inversion):
+        raise TypeError(
+            f"`kfac` needs an inversion such as mj.optim.Cholesky(). Got {inversion!r}."
+        )
+    check_range("kfac", "refresh_every", refresh_every, least=1)
+    solver = KroneckerSolver(inversion, refresh_every)
+    return SecondOrder(
+        "kfac", solver, learning_rate, damping, decay, kl_bound, momentum, blocks
+    ).transformation()
+
+
+def _solve_table(factor: EmbeddingFactor, grad: Array, damping: Array) -> Array:
+    """(diag(f) (x) G + damping I)^-1 on a gradient: a system of G for each symbol's frequency."""
+    values, vectors = jnp.linalg.eigh(factor.outputs)
+    values = jnp.maximum(values, 0)
+    scale = factor.frequencies[:, :, None] * values[:, None, :] + damping
+    rotated = jnp.matmul(grad, vectors)
+    scaled = jnp.where(scale > 0, rotated / jnp.where(scale > 0, scale, 1), 0)
+    return jnp.matmul(scaled, jnp.swapaxes(vectors, 1, 2))

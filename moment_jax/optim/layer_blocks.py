@@ -1,0 +1,146 @@
+"""Which parameters make up a layer's curvature block, and how they form one matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBlock:
+    """The parameters of one layer as a matrix of `rows` times `columns`, or a stack of such matrices.
+
+    Args:
+      name: path of the layer in the model, its parts joined by "/".
+      leaves: paths of its parameters, in the order of their rows.
+      shapes: shape of each parameter.
+      heights: how many rows of the matrix each parameter fills.
+      columns: width of the matrix.
+      stack: leading axes of all parameters, layers of one kind that a scan or vmap runs through.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    heights: tuple[int, ...]
+    columns: int
+    stack: Shape = ()
+
+    @property
+    def rows(self) -> int:
+        """Height of the matrix."""
+        return sum(self.heights)
+
+    @property
+    def count(self) -> int:
+        """Number of matrices in the stack."""
+        return math.prod(self.stack)
+
+    def matrix(self, leaves: Mapping[str, Array]) -> Array:
+        """The parameters as one array (count, rows, columns)."""
+        parts = [
+            leaves[leaf].reshape(self.count, height, self.columns)
+            for leaf, height in zip(self.leaves, self.heights, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def split(self, matrix: Array) -> dict[str, Array]:
+        """The inverse of `matrix`."""
+        ends = [sum(self.heights[: i + 1]) for i in range(len(self.heights) - 1)]
+        parts = jnp.split(matrix, ends, axis=1)
+        return {
+            leaf: part.reshape(shape)
+            for leaf, part, shape in zip(self.leaves, parts, self.shapes, strict=True)
+        }
+
+
+class DenseBlock(LayerBlock):
+    """Inputs times kernel plus bias: the kernel's rows, then the bias as one more row."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the last row is a bias."""
+        return len(self.leaves) == 2
+
+
+class EmbeddingBlock(LayerBlock):
+    """A table of vectors, one row for each symbol."""
+
+
+class NormBlock(LayerBlock):
+    """A gain and a bias for each feature, a row each; either may be missing."""
+
+
+Blocks = tuple[LayerBlock, ...]
+
+
+def dense_block(
+    name: str, leaves: Sequence[str], shapes: Sequence[Shape], num_outputs: int, stack: Shape = ()
+) -> DenseBlock:
+    """The block of a dense layer.
+
+    Args:
+      name: path of the layer.
+      leaves: path of the kernel, and of the bias if there is one.
+      shapes: shape of each.
+      num_outputs: how many of the last axes of the kernel are output axes.
+      stack: leading axes that count layers.
+    """
+    kernel = shapes[0]
+    columns = math.prod(kernel[len(kernel) - num_outputs :])
+    inputs = math.prod(kernel[len(stack) : len(kernel) - num_outputs])
+    heights = (inputs, 1)[: len(leaves)]
+    return DenseBlock(name, tuple(leaves), tuple(shapes), heights, columns, stack)
+
+
+def row_block(
+    kind: type[LayerBlock],
+    name: str,
+    leaves: Sequence[str],
+    shapes: Sequence[Shape],
+    stack: Shape = (),
+) -> LayerBlock:
+    """The block of an embedding table or of a normalisation: every parameter is rows as it is."""
+    columns = shapes[0][-1]
+    heights = tuple(math.prod(shape) // (columns * math.prod(stack)) for shape in shapes)
+    return kind(name, tuple(leaves), tuple(shapes), heights, columns, stack)
+
+
+def infer_blocks(shapes: Mapping[str, Shape]) -> Blocks:
+    """The blocks of a parameter tree by Flax's names, for use where no model is at hand.
+
+    A leaf `kernel` (or `kernel/mean`, a belief's) is a dense layer whose last axis is the output; that
+    of a layer called query, key or value has one input axis, as in `nnx.MultiHeadAttention`.
+    `embedding` is a table, `scale` a normalisation. Stacked layers cannot be told from their shapes:
+    use `find_blocks`.
+    """
+    blocks: list[LayerBlock] = []
+    for path in shapes:
+        parent, _, leaf = path.rpartition("/")
+        belief = leaf == "mean"
+        if belief:
+            parent, _, leaf = parent.rpartition("/")
+        if parent.rpartition("/")[2] == "raw":
+            continue
+        prefix = f"{parent}/" if parent else ""
+        suffix = "/mean" if belief else ""
+        bias = f"{prefix}bias{suffix}"
+        leaves = [path, *([bias] if bias in shapes and leaf in ("kernel", "scale") else [])]
+        sizes = [shapes[each] for each in leaves]
+        name = parent or "model"
+        if leaf == "kernel" and len(shapes[path]) >= 2:
+            projection = parent.rpartition("/")[2] in ("query", "key", "value")
+            num_outputs = len(shapes[path]) - 1 if projection else 1
+            blocks.append(dense_block(name, leaves, sizes, num_outputs))
+        elif leaf == "embedding" and len(shapes[path]) == 2:
+            blocks.append(row_block(EmbeddingBlock, name, leaves, sizes))
+        elif leaf == "scale" and len(shapes[path]) == 1:
+            blocks.append(row_block(NormBlock, name, leaves, sizes))
+    return tuple(blocks)

@@ -1,0 +1,165 @@
+"""The natural gradient of a Gaussian belief's spread, in closed form for every family of `mj.nn`.
+
+A belief N(m, s^2) has the Fisher matrix diag(1/s^2, 2) in (m, log s): the two are separate, and the
+spread's part does not depend on the data. For a covariance L L^T, moved as L (I + K) with K lower
+triangular, the Fisher matrix in the entries of K is 1 below the diagonal and 2 on it. So no factor has
+to be captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from moment_jax import posterior as families
+from moment_jax.nn import Belief
+from moment_jax.optim.damping import Number, Schedule, check_range, current
+from moment_jax.optim.trees import flatten, unflatten
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleParameter:
+    """One array that a belief's spread is computed from.
+
+    Args:
+      path: of the array in the model.
+      copies: how many independent variables share each of its entries (diagonal), or the whole factor.
+      triangular: whether it is a Cholesky factor.
+      paired: whether it is one of the two factors of a Kronecker product, whose scales are exchangeable.
+    """
+
+    path: str
+    copies: int
+    triangular: bool = False
+    paired: bool = False
+
+    def natural(self, raw: Array, grad: Array) -> Array:
+        """F^-1 grad in log s, or in K."""
+        if not self.triangular:
+            return grad / _log_slope(raw) / (2 * self.copies)
+        factor, slope = _cholesky(raw), jax.nn.sigmoid(jnp.diagonal(raw))
+        in_factor = jnp.tril(grad, -1) + jnp.diag(jnp.diagonal(grad) / slope)
+        inner = jnp.tril(factor.T @ in_factor) / self.copies
+        diagonal = jnp.diagonal(inner) / 2
+        if (
+            self.paired
+        ):  # L and the other factor may trade a constant: each takes half of the change
+            diagonal = diagonal - jnp.mean(diagonal) / 2
+        return jnp.tril(inner, -1) + jnp.diag(diagonal)
+
+    def change(self, raw: Array, natural: Array) -> Array:
+        """The change of the stored array for a change of log s, or of K."""
+        if not self.triangular:
+            return natural / _log_slope(raw)
+        moved = _cholesky(raw) @ natural
+        slope = jax.nn.sigmoid(jnp.diagonal(raw))
+        return jnp.tril(moved, -1) + jnp.diag(jnp.diagonal(moved) / slope)
+
+
+def find_scales(model: nnx.Module, wrt: Any = nnx.Param) -> tuple[ScaleParameter, ...]:
+    """The arrays that the spreads of a model's beliefs are computed from."""
+    available = set(flatten(nnx.state(model, wrt)))
+    found: list[ScaleParameter] = []
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Belief):
+            prefix = "/".join(map(str, (*path, "raw")))
+            found += [each for each in _of_belief(prefix, node) if each.path in available]
+    return tuple(found)
+
+
+def natural_scales(
+    learning_rate: Number | Schedule,
+    scales: tuple[ScaleParameter, ...],
+    *,
+    dataset_size: int = 1,
+    max_change: float = 0.5,
+) -> optax.GradientTransformation:
+    """The natural gradient step of log standard deviations (of Cholesky factors: from the right).
+
+    d log s = -learning_rate dataset_size F^-1 grad, F = 2 for each variable. With the loss -ELBO / |D|
+    and dataset_size |D| this is the natural gradient of the ELBO itself, for which rates from 0.01 to 1
+    suit. Gradients that are not finite count as zero.
+
+    Args:
+      learning_rate: a number or a schedule.
+      scales: `find_scales(model)`.
+      dataset_size: what the loss was divided by.
+      max_change: no log standard deviation (no entry of K) moves more in one step.
+
+    Raises:
+      ValueError: if a number is out of range, or (from update) an array is not among `scales`, or
+        parameters are not given.
+
+    Source: Amari, Natural gradient works efficiently in learning, 1998, for the Gaussian family.
+    """
+    check_range("natural_scales", "a learning rate", learning_rate, least=0)
+    check_range("natural_scales", "dataset_size", dataset_size, least=1)
+    check_range("natural_scales", "max_change", max_change, least=0)
+    by_path = {scale.path: scale for scale in scales}
+
+    def init(params: optax.Params) -> optax.ScaleByScheduleState:
+        _check(flatten(params), by_path)
+        return optax.ScaleByScheduleState(count=jnp.int32(0))
+
+    def update(
+        updates: optax.Updates, state: optax.ScaleByScheduleState, params: Any = None
+    ) -> tuple[optax.Updates, optax.ScaleByScheduleState]:
+        if params is None:
+            raise ValueError("`natural_scales` needs update(grads, state, params).")
+        grads, values = flatten(updates), flatten(params)
+        _check(grads, by_path)
+        rate = current(learning_rate, state.count) * dataset_size
+        changes = {}
+        for path, grad in grads.items():
+            scale, raw = by_path[path], values[path]
+            finite = jnp.where(jnp.isfinite(grad), grad, 0)
+            natural = -rate.astype(raw.dtype) * scale.natural(raw, finite)
+            changes[path] = scale.change(raw, jnp.clip(natural, -max_change, max_change))
+        new = optax.ScaleByScheduleState(count=state.count + 1)
+        return unflatten(updates, changes), new
+
+    return optax.GradientTransformation(init, update)
+
+
+def _check(leaves: dict[str, Array], by_path: dict[str, ScaleParameter]) -> None:
+    for path in leaves:
+        if path not in by_path:
+            raise ValueError(
+                f"Parameter {path!r} is no spread of a belief that `natural_scales` was told of. Give "
+                "scales=mj.optim.find_scales(model) of the very model, and mask all else; "
+                "mj.optim.for_model(model, ...) does both."
+            )
+
+
+def _of_belief(prefix: str, belief: Belief) -> list[ScaleParameter]:
+    shape = tuple(belief.mean.shape)
+    if belief.family is families.Factorized:
+        return [ScaleParameter(f"{prefix}/scale", 1)]
+    if belief.family is families.OutputShared:
+        return [ScaleParameter(f"{prefix}/scale", shape[0])]
+    if belief.family is families.MatrixNormal:
+        return [
+            ScaleParameter(f"{prefix}/rows", shape[1], triangular=True, paired=True),
+            ScaleParameter(f"{prefix}/columns", shape[0], triangular=True, paired=True),
+        ]
+    if belief.family is families.FullNormal:
+        return [ScaleParameter(f"{prefix}/entries", 1, triangular=True)]
+    return []
+
+
+def _log_slope(raw: Array) -> Array:
+    """D log softplus(raw) / d raw; 1 where softplus is the exponential."""
+    far = raw < -15
+    safe = jnp.where(far, 0, raw)
+    return jnp.where(far, 1, jax.nn.sigmoid(safe) / jax.nn.softplus(safe))
+
+
+def _cholesky(raw: Array) -> Array:
+    return jnp.tril(raw, -1) + jnp.diag(jax.nn.softplus(jnp.diagonal(raw)))

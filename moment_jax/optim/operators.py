@@ -1,0 +1,83 @@
+"""Curvature blocks as linear operators on (L, rows, columns) matrices, and their running averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    Factor,
+    KroneckerFactor,
+    RowFactor,
+)
+
+Array = jax.Array
+
+
+def apply_curvature(factor: Factor, matrix: Array) -> Array:
+    """F V for every layer of a stack, without forming F.
+
+    Args:
+      factor: of L layers.
+      matrix: V, (L, rows, columns).
+
+    Source: Brownian document, Algorithm 1, function FV without its damping.
+    """
+    if isinstance(factor, KroneckerFactor):
+        return _kronecker(factor.inputs, matrix, factor.outputs)
+    if isinstance(factor, EmbeddingFactor):
+        return factor.frequencies[:, :, None] * jnp.matmul(matrix, factor.outputs)
+    if isinstance(factor, DiagonalFactor):
+        return factor.squares * matrix
+    inner = jnp.einsum("lnta,lao,lnto->ln", factor.inputs, matrix, factor.outputs)
+    inner = inner / factor.inputs.shape[1]
+    return jnp.einsum("ln,lnta,lnto->lao", inner, factor.inputs, factor.outputs)
+
+
+def curvature_diagonal(factor: Factor) -> Array:
+    """The diagonal of F as matrices (L, rows, columns)."""
+    if isinstance(factor, DiagonalFactor):
+        return factor.squares
+    if isinstance(factor, RowFactor):
+        gradients = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
+        return jnp.mean(gradients**2, axis=1)
+    outputs = jnp.diagonal(factor.outputs, axis1=-2, axis2=-1)
+    if isinstance(factor, EmbeddingFactor):
+        inputs = factor.frequencies
+    else:
+        inputs = jnp.diagonal(factor.inputs, axis1=-2, axis2=-1)
+    return inputs[:, :, None] * outputs[:, None, :]
+
+
+def averaged(average: Factor, new: Factor, decay: Array, finite: Array) -> Factor:
+    """The exponential average with one more factor; as it is where the new one has no weight.
+
+    Both keep the sum of their weights, so that the first average is not pulled to zero.
+    """
+    take = (new.weight > 0) & finite
+    share = jnp.where(take, 1 - decay, 0).astype(average.weight.dtype)
+
+    def mix(old: Array, fresh: Array) -> Array:
+        # A factor that is not taken may hold anything.
+        return jnp.where(take, old + share.astype(old.dtype) * (fresh.astype(old.dtype) - old), old)
+
+    arrays = [mix(old, fresh) for old, fresh in zip(average[:-1], new[:-1], strict=True)]
+    kind: Any = type(average)
+    return kind(*arrays, average.weight + share * (1 - average.weight))
+
+
+def unbiased(average: Factor) -> Factor:
+    """The average itself: the sum over the weights' sum; zeros where there is nothing yet."""
+    weight = average.weight
+    scale = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
+    arrays = [array * scale.astype(array.dtype) for array in average[:-1]]
+    kind: Any = type(average)
+    return kind(*arrays, jnp.sign(weight))
+
+
+def _kronecker(inputs: Array, matrix: Array, outputs: Array) -> Array:
+    return jnp.matmul(jnp.matmul(inputs, matrix), outputs)

