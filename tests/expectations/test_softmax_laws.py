@@ -88,6 +88,15 @@ def test_order_one_is_the_derivation():
     np.testing.assert_allclose(softmax_mean(mean, cov, order=1), w, rtol=1e-14)
 
 
+def test_small_noise_is_itos_correction():
+    mean, cov = rows(1e-3)
+    w = np.asarray(jax.nn.softmax(mean))
+    pulled, diagonal = np.einsum("nij,nj->ni", cov, w), np.einsum("nii->ni", cov)
+    inner = 2 * pulled - 2 * np.sum(w * pulled, axis=1, keepdims=True)
+    ito = w + w / 2 * (diagonal - inner - np.sum(w * diagonal, axis=1, keepdims=True))
+    np.testing.assert_allclose(batch_mean(mean, cov), ito, atol=1e-10)
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.3, 2.0, 5.0, 100.0])
 def test_a_distribution_and_its_covariance(scale):
     mean, cov = rows(scale)

@@ -1,0 +1,73 @@
+"""Lazily formed feature Gram matrices against the dense ones, in every form that they can have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moment_jax import posterior
+from moment_jax.covariance.feature_gram import FeatureGram, column_noise
+from tests.builders import assert_close, random_psd
+
+KEYS = jax.random.split(jax.random.key(5), 6)
+D, WIDE = 6, 8
+INNER, BASIS = random_psd(KEYS[0], D), jax.random.normal(KEYS[1], (D, WIDE))
+DIAGONAL = jax.random.uniform(KEYS[2], (WIDE,))
+FORMS = {
+    "whole": FeatureGram(random_psd(KEYS[3], WIDE)),
+    "whole and diagonal": FeatureGram(random_psd(KEYS[3], WIDE), None, DIAGONAL),
+    "basis": FeatureGram(INNER, BASIS),
+    "basis and diagonal": FeatureGram(INNER, BASIS, DIAGONAL),
+    "diagonal": FeatureGram(diagonal=DIAGONAL),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_looking(form):
+    gram = FORMS[form]
+    dense = gram.dense()
+    assert_close(gram.diag(), jnp.diagonal(dense))
+    blocks = np.einsum("hdhe->hde", dense.reshape(2, WIDE // 2, 2, WIDE // 2))
+    assert_close(gram.blocks(2), blocks)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_maps(form):
+    gram, kernel = FORMS[form], jax.random.normal(KEYS[4], (WIDE, 5))
+    dense = gram.dense()
+    mapped = gram.map(kernel)
+    assert_close(mapped.dense(), kernel.T @ dense @ kernel)
+    again = jax.random.normal(KEYS[5], (5, 3))
+    assert_close(mapped.map(again).dense(), again.T @ kernel.T @ dense @ kernel @ again)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scaled_has_the_diagonal_asked_for(form):
+    gram, gain = FORMS[form], jax.random.normal(KEYS[4], (WIDE,))
+    wanted = gain**2 * gram.diag() + 0.5
+    scaled = gram.scaled(gain, wanted).dense()
+    expected = gain[:, None] * gram.dense() * gain[None, :]
+    assert_close(jnp.diagonal(scaled), wanted)
+    off = ~np.eye(WIDE, dtype=bool)
+    assert_close(
+        scaled[off], jnp.zeros_like(expected)[off] if form == "diagonal" else expected[off]
+    )
+
+
+@pytest.mark.parametrize("left", FORMS)
+@pytest.mark.parametrize("right", FORMS)
+def test_sums(left, right):
+    total = FORMS[left].plus(FORMS[right])
+    assert_close(total.dense(), FORMS[left].dense() + FORMS[right].dense())
+
+
+def test_noise_of_a_constant_variance_is_right_when_compiled():
+    """Compilers of XLA for CPU (jaxlib 0.10.2 to 0.12.0) give garbage for sum(x @ constant, axis=0)."""
+    mean = jax.random.normal(KEYS[0], (64, 64), jnp.float32)
+
+    def noise(mean):
+        kernel = posterior.Factorized(jnp.zeros((64, 64)), jnp.full((64, 64), 0.01, jnp.float32))
+        return column_noise(kernel, mean, jnp.zeros_like(mean)).diag()
+
+    expected = 0.01 * np.sum(np.asarray(mean, np.float64) ** 2)
+    np.testing.assert_allclose(jax.jit(noise)(mean), np.full(64, expected), rtol=1e-5)
