@@ -1,8 +1,16 @@
 """Settings of every test: float64 is available, and ranks are never promoted silently."""
 
 import jax
+import pytest
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The programs here are many and tiny: compiling them is what costs.
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_go_of_compiled_programs():
+    """Thousands of compiled programs in one process take all its memory maps: the compiler crashes."""
+    yield
+    jax.clear_caches()
