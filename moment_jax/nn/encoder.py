@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -129,24 +130,42 @@ class Encoder(BayesianModule):
             stages += [stage._replace(name="final norm") for stage in self.final_norm.stages]
         return stages
 
+    def _step(self, block: EncoderBlock, mask: Array | None) -> Callable[..., Any]:
+        def step(mean: Array, cov: Covariance, beliefs: EncoderBlockParams) -> Any:
+            return block.moments(mean, cov, beliefs, mask)
+
+        return jax.checkpoint(step) if self.remat else step
+
+    def _alike(self, blocks: list[EncoderBlockParams]) -> bool:
+        """Whether the blocks differ by numbers alone; blocks with pruned heads do not."""
+        layouts = {
+            (
+                block.num_heads,
+                block.norm_first,
+                block.activation,
+                block.epsilon,
+                jax.tree.structure(beliefs),
+                tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(beliefs)),
+            )
+            for block, beliefs in zip(self.blocks, blocks, strict=True)
+        }
+        return len(layouts) == 1
+
     def moments(
         self, mean: Array, cov: Covariance, params: Any, mask: Array | None
     ) -> tuple[Array, Covariance]:
         """Moments of one sequence (T, D) with these beliefs."""
         blocks, final = params
-        first = self.blocks[0]
-
-        def step(
-            carry: tuple[Array, Covariance], beliefs: EncoderBlockParams
-        ) -> tuple[tuple[Array, Covariance], None]:
-            return first.moments(*carry, beliefs, mask), None
-
-        # One block is compiled, whatever their number; they differ by their beliefs alone.
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-        dtype = jnp.result_type(mean, *jax.tree.leaves(stacked))
-        mean, cov = jax.tree.map(lambda leaf: leaf.astype(dtype), (mean, cov))
-        body = jax.checkpoint(step) if self.remat else step
-        (mean, cov), _ = jax.lax.scan(body, (mean, cov), stacked)
+        if self._alike(blocks):
+            # One block is compiled, whatever their number; they differ by their beliefs alone.
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+            dtype = jnp.result_type(mean, *jax.tree.leaves(stacked))
+            start = jax.tree.map(lambda leaf: leaf.astype(dtype), (mean, cov))
+            step = self._step(self.blocks[0], mask)
+            (mean, cov), _ = jax.lax.scan(lambda c, p: (step(*c, p), None), start, stacked)
+        else:
+            for block, beliefs in zip(self.blocks, blocks, strict=True):
+                mean, cov = self._step(block, mask)(mean, cov, beliefs)
         if final is not None:
             mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
         return mean, cov
