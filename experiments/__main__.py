@@ -7,6 +7,7 @@ import os
 import sys
 
 from experiments.command_line import InputError, Parser, PartError
+from experiments.compiler import without_faulty_fusions
 
 COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
@@ -23,6 +24,7 @@ DEFAULT_COMMAND = "digits"
 
 def main(argv: list[str] | None = None) -> int:
     """Run one experiment; exit status 1 for a part that failed, 2 for bad input, 130 for Ctrl-C."""
+    without_faulty_fusions()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)

@@ -3,6 +3,9 @@
 import jax
 import pytest
 
+from experiments.compiler import without_faulty_fusions
+
+without_faulty_fusions()
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The programs here are many and tiny: compiling them is what costs.
