@@ -131,8 +131,10 @@ def seconds_per_step(
             began = time.perf_counter()
             params, state = start
             for step in range(num_steps):
-                params, state = compiled(params, state, jax.random.key(0), jnp.int32(step))
-            jax.block_until_ready(params)
+                # Waiting after each: steps queued on XLA for CPU have been seen to hang on two cores.
+                params, state = jax.block_until_ready(
+                    compiled(params, state, jax.random.key(0), jnp.int32(step))
+                )
             if round_number:  # the first one compiles
                 times[name].append((time.perf_counter() - began) / num_steps)
     return {name: float(np.median(taken)) for name, taken in times.items()}
