@@ -17,8 +17,8 @@ import moment_jax as mj
 from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
 from experiments.command_line import number
+from experiments.common_options import add_json, add_structures
 from experiments.outputs import writable_file, write_json
-from experiments.structures import add_structures
 from experiments.timing import interleaved
 
 HEADER = ["case", "structure", "mean error", "sd ratio", "|ratio-1|", "sd corr.", "time"]
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weight, a negative one an error",
     )
     add_structures(parser)
-    add("--json", type=Path, metavar="FILE", help="write the figures there too (default: nowhere)")
+    add_json(parser)
     add(
         "--repeats",
         type=number(int, least=1),

@@ -21,6 +21,7 @@ import moment_jax as mj
 from experiments import brownian_figures as draw
 from experiments import report
 from experiments.command_line import number, one_of
+from experiments.common_options import add_run, add_seed
 from experiments.data import Digits
 from experiments.digits import trained
 from experiments.figures import save
@@ -32,13 +33,7 @@ NUM_COORDINATES = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the experiment."""
     add, count = parser.add_argument, number(int, least=1)
-    add(
-        "--run",
-        type=Path,
-        default=Path("runs/digits"),
-        metavar="DIR",
-        help="the --out of a finished main job (default: %(default)s)",
-    )
+    add_run(parser)
     add(
         "--out",
         type=Path,
@@ -81,9 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="test image whose attention is drawn (default: %(default)s)",
     )
     add("--block", type=count, default=1, metavar="L", help="its block, from 1 (default: 1)")
-    add(
-        "--seed", type=number(int, least=0), default=0, metavar="N", help="random seed (default: 0)"
-    )
+    add_seed(parser)
 
 
 def run(args: argparse.Namespace) -> None:

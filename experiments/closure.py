@@ -9,7 +9,6 @@ of the library's own pass, and of the library's transform of this sublayer fed w
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ import numpy as np
 
 import moment_jax as mj
 from experiments.command_line import number
+from experiments.common_options import add_json, add_run, add_seed, add_structures
 from experiments.digits import trained
 from experiments.outputs import writable_file, write_json
 from experiments.report import aligned
-from experiments.structures import add_structures
 
 KINDS = ("closure", "library", "layer")
 
@@ -28,13 +27,7 @@ KINDS = ("closure", "library", "layer")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the experiment."""
     add = parser.add_argument
-    add(
-        "--run",
-        type=Path,
-        default=Path("runs/digits"),
-        metavar="DIR",
-        help="the --out of a finished main job (default: %(default)s)",
-    )
+    add_run(parser)
     add_structures(parser)
     add(
         "--images",
@@ -50,10 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="networks drawn; a sd is then right to 1 / sqrt(2 N) (default: %(default)s)",
     )
-    add(
-        "--seed", type=number(int, least=0), default=0, metavar="N", help="random seed (default: 0)"
-    )
-    add("--json", type=Path, metavar="FILE", help="write the figures there too (default: nowhere)")
+    add_seed(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

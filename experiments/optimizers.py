@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments import report
 from experiments.command_line import number, one_of
+from experiments.common_options import add_json
 from experiments.optimizer_figures import draw
 from experiments.optimizer_methods import methods
 from experiments.optimizer_runs import Course, Method, Settings, seconds_per_step, train
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seeds of weights and batches (default: %(default)s)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there too (default: nowhere)")
+    add_json(parser)
     add("--out", type=Path, metavar="DIR", help="folder for drawings (default: none are made)")
 
 

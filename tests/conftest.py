@@ -14,6 +14,6 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 @pytest.fixture(scope="module", autouse=True)
 def _let_go_of_compiled_programs():
-    """Thousands of compiled programs in one process take all its memory maps: the compiler crashes."""
+    """After some thousand compiled programs in one process its compiler has been seen to crash."""
     yield
     jax.clear_caches()

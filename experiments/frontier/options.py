@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from experiments.command_line import number, one_of
+from experiments.common_options import add_json, add_seed, add_structures
 from experiments.frontier.networks import DEFAULT, LARGE, NETWORKS, QUICK
-from experiments.structures import add_structures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for frontier.json, frontier.png, trained posteriors and sampled truths; what is "
         "there already is used again (default: %(default)s)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there too (default: nowhere)")
+    add_json(parser)
     add(
         "--samples",
         type=number(int, least=16),
@@ -55,13 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the most timed runs of each function, interleaved; their medians count, and slow networks "
         "get fewer (default: %(default)s)",
     )
-    add(
-        "--seed",
-        type=number(int, least=0),
-        default=0,
-        metavar="N",
-        help="random seed of random posteriors and of the truth's samples; a trained network has "
-        "its own (default: %(default)s)",
+    add_seed(
+        parser,
+        "random seed of random posteriors and of the truth's samples; a trained network has its own",
     )
     add(
         "--array-limit",

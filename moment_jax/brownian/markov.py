@@ -147,11 +147,7 @@ def detailed_balance_gap(transition: Array | sparse.BCOO, law: Array) -> Array:
     Raises:
       ValueError: if rows are not probabilities or shapes do not fit.
     """
-    size = check_stochastic("detailed_balance_gap", transition)
-    if law.shape != (size,):
-        raise ValueError(
-            f"`detailed_balance_gap` needs a law of shape ({size},). Got {tuple(law.shape)}."
-        )
+    _check_law("detailed_balance_gap", transition, law)
     if isinstance(transition, sparse.BCOO):
         indices = transition.indices
         flow = law[indices[:, 0]] * transition.data
@@ -174,10 +170,15 @@ def entropy_rate(transition: Array | sparse.BCOO, law: Array) -> Array:
     Raises:
       ValueError: if rows are not probabilities or shapes do not fit.
     """
-    size = check_stochastic("entropy_rate", transition)
-    if law.shape != (size,):
-        raise ValueError(f"`entropy_rate` needs a law of shape ({size},). Got {tuple(law.shape)}.")
+    _check_law("entropy_rate", transition, law)
     if isinstance(transition, sparse.BCOO):
         rows = law[transition.indices[:, 0]]
         return jnp.sum(rows * jax.scipy.special.entr(transition.data))
     return jnp.sum(law * jnp.sum(jax.scipy.special.entr(transition), axis=1))
+
+
+def _check_law(name: str, transition: Array | sparse.BCOO, law: Array) -> None:
+    """Raise unless rows are probabilities, and the law one number for each."""
+    size = check_stochastic(name, transition)
+    if law.shape != (size,):
+        raise ValueError(f"`{name}` needs a law of shape ({size},). Got {tuple(law.shape)}.")

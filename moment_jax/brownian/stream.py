@@ -22,7 +22,7 @@ def residual_stream(module: Any, inputs: Array) -> Array:
     Args:
       module: a callable with `blocks`, a sequence of callables whose first argument and output are the
         tokens, each called once in that order; or with an `encoder` that has. A module of `mj.nn`, any
-        Flax NNX module, or a bound Linen one.
+        Flax NNX module.
       inputs: what the module takes, with a leading batch axis N.
 
     Raises:

@@ -29,9 +29,7 @@ class EmpiricalFisher:
     """Outer products of the loss's own gradients: no second backward pass, and no true curvature.
 
     Warning: it is not the Fisher matrix. Where the fit is good its gradients vanish, and so does what
-    should bound the step; on the tasks of the experiments it diverged at nearly all settings at which
-    sampled targets did well. It is here for comparison and for losses that have no predictive
-    distribution.
+    should bound the step. It is here for comparison and for losses that have no predictive distribution.
 
     The loss must be an average over the examples of the batch, the first axis of its first array.
 

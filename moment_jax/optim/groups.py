@@ -130,13 +130,12 @@ def _stacked(blocks: Blocks, factors: list[Factor]) -> Factor:
             f"Layers {', '.join(block.name for block in blocks)} need factors of one kind. Got "
             f"{', '.join(kind.__name__ for kind in kinds)}."
         )
-    if isinstance(factors[0], RowFactor):
-        lengths = {factor.inputs.shape[1:3] for factor in factors}  # type: ignore[union-attr]
-        if len(lengths) > 1:
-            raise ValueError(
-                f"Layers {', '.join(block.name for block in blocks)} are of one shape but see different "
-                f"numbers of rows, {sorted(lengths)}. Take Kronecker factors, or mask one of them."
-            )
+    lengths = {factor.inputs.shape[1:3] for factor in factors if isinstance(factor, RowFactor)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"Layers {', '.join(block.name for block in blocks)} are of one shape but see different "
+            f"numbers of rows, {sorted(lengths)}. Take Kronecker factors, or mask one of them."
+        )
     weight = jnp.min(jnp.stack([factor.weight for factor in factors]))
     arrays = [_concatenated(list(parts)) for parts in zip(*(f[:-1] for f in factors), strict=True)]
     kind: Any = type(factors[0])

@@ -11,6 +11,7 @@ import optax
 
 from moment_jax.optim.damping import Damping, Number, Schedule, check_range
 from moment_jax.optim.factors import (
+    DiagonalFactor,
     EmbeddingFactor,
     Factor,
     Factors,
@@ -62,7 +63,8 @@ class KroneckerSolver:
             return self.inversion.apply(inverse, grad, damping)
         if isinstance(factor, EmbeddingFactor):
             return _solve_table(factor, grad, damping)
-        diagonal = factor.squares + damping  # type: ignore[union-attr]
+        assert isinstance(factor, DiagonalFactor)  # `solve` has refused the factors of rows
+        diagonal = factor.squares + damping
         return jnp.where(diagonal > 0, grad / jnp.where(diagonal > 0, diagonal, 1), 0)
 
 

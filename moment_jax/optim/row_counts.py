@@ -15,6 +15,8 @@ Array = jax.Array
 class RowCounter(Statistic):
     """A statistic that notes how many rows a layer sees."""
 
+    counts: dict[str, list[int]]
+
     def __init__(self, block: Any, reading: Reading, counts: dict[str, list[int]]) -> None:
         super().__init__(block, reading)
         object.__setattr__(self, "counts", counts)
@@ -32,7 +34,7 @@ class RowCounter(Statistic):
 
     def __call__(self, inputs: Array, grads: Array) -> dict[str, Array]:
         """Note the number of rows."""
-        self.counts[self.block.name].append(grads.shape[0] * grads.shape[1])  # type: ignore[attr-defined]
+        self.counts[self.block.name].append(grads.shape[0] * grads.shape[1])
         return {"rows": jnp.zeros((), grads.dtype)}
 
 

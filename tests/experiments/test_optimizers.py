@@ -21,7 +21,6 @@ def settings_of_a_user():
         yield
 
 
-@pytest.mark.skip(reason="hangs now and then in a compiled step on two cores: cause open")
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(optimizer_methods, "FIRST_ORDER", {"learning_rate": (1e-3, 3e-3)})
     monkeypatch.setattr(

@@ -29,6 +29,7 @@ def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, mask):
 
     (_, together), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(MEAN)
     monkeypatch.setattr(separable, "_MANY_SCORES", 0)
+    assert "scan" in str(jax.make_jaxpr(lambda mean: total(mean)[0])(MEAN))
     (_, alone), gradient_alone = jax.jit(jax.value_and_grad(total, has_aux=True))(MEAN)
     assert_close(alone[0], together[0])
     assert_close(alone[1], together[1])
