@@ -1,7 +1,7 @@
 """Keep XLA for CPU off a kind of fusion that some of its versions compile wrongly.
 
-With jaxlib 0.10.2 to 0.12, `jnp.sum(x @ constant, axis=0)` gives garbage, and compiled steps that follow
-each other without waiting may hang on few cores; both are right without the fusions of the YNN library.
+With jaxlib 0.10.2 to 0.12, `jnp.sum(x @ constant, axis=0)` gives garbage; it is right without the fusions
+of the YNN library.
 """
 
 from __future__ import annotations

@@ -143,14 +143,16 @@ def factored_damping(inputs: Array, outputs: Array, damping: Array) -> tuple[Arr
 
 
 def _damped(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
-    traces = [jnp.trace(f, axis1=-2, axis2=-1) for f in (inputs, outputs)]
-    means = [t / f.shape[-1] for t, f in zip(traces, (inputs, outputs), strict=True)]
-    added = factored_damping(means[0], means[1], damping)
-    return tuple(  # type: ignore[return-value]
-        factor
-        + _floor(trace, more)[:, None, None] * jnp.eye(factor.shape[-1], dtype=factor.dtype)[None]
-        for factor, trace, more in zip((inputs, outputs), traces, added, strict=True)
+    of_inputs, of_outputs = (jnp.trace(f, axis1=-2, axis2=-1) for f in (inputs, outputs))
+    left, right = factored_damping(
+        of_inputs / inputs.shape[-1], of_outputs / outputs.shape[-1], damping
     )
+    return _raised(inputs, _floor(of_inputs, left)), _raised(outputs, _floor(of_outputs, right))
+
+
+def _raised(factor: Array, added: Array) -> Array:
+    """Each matrix of (L, n, n) with its number of (L,) added to the diagonal."""
+    return factor + added[:, None, None] * jnp.eye(factor.shape[-1], dtype=factor.dtype)[None]
 
 
 def _floor(trace: Array, damping: Array) -> Array:
@@ -159,8 +161,17 @@ def _floor(trace: Array, damping: Array) -> Array:
     return jnp.maximum(damping.astype(trace.dtype), least)
 
 
-def _inverse(matrix: Array) -> Array:
+def _inverse(matrices: Array) -> Array:
+    """Of positive definite (L, n, n)."""
+    return jax.lax.platform_dependent(
+        matrices, cpu=lambda m: jax.lax.map(_inverse_of_one, m), default=jax.vmap(_inverse_of_one)
+    )
+
+
+def _inverse_of_one(matrix: Array) -> Array:
+    # One by one on CPU: jaxlib (0.10.2) shares a batch of LAPACK calls out to the threads that already
+    # run it and waits there; as many batches at once as there are threads wait for ever.
     factor = jnp.linalg.cholesky(matrix)
-    eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+    eye = jnp.eye(len(matrix), dtype=matrix.dtype)
     half = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
-    return jnp.matmul(jnp.swapaxes(half, -1, -2), half)
+    return half.T @ half

@@ -1,5 +1,7 @@
 """Divergence, degenerate curvature and numbers that are not finite: nothing but numbers comes out."""
 
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -126,3 +128,23 @@ def test_a_batch_of_one():
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     optimizer.update(model, grads, factors=factors)
     assert finite(nnx.state(model))
+
+
+MANY_INVERSES = """
+import jax, jax.numpy as jnp
+from moment_jax.optim import Cholesky
+
+def inverses():
+    for n in (65, 64, 48, 32, 129, 100, 70, 80):
+        factor = jnp.tile(2 * jnp.eye(n)[None], (16, 1, 1))
+        yield Cholesky().refreshed(factor, factor, jnp.ones(()))
+
+compiled = jax.jit(lambda: list(inverses()))
+for _ in range(60):
+    jax.block_until_ready(compiled())
+"""
+
+
+def test_inverses_of_many_groups_of_layers_end():
+    """Batches of LAPACK calls that run at once have waited for each other for ever on few cores."""
+    subprocess.run([sys.executable, "-c", MANY_INVERSES], check=True, timeout=200)
