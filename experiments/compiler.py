@@ -1,7 +1,7 @@
 """Keep XLA for CPU off a kind of fusion that some of its versions compile wrongly.
 
-With jaxlib 0.10.2 to 0.12, `jnp.sum(x @ constant, axis=0)` gives garbage; it is right without the fusions
-of the YNN library.
+With jaxlib 0.10.2 to 0.12, `jnp.sum(x @ constant, axis=0)` gives garbage; without the fusions of the YNN
+library it is right.
 """
 
 from __future__ import annotations
