@@ -38,11 +38,15 @@ class FeatureGram(NamedTuple):
         if self.inner is None:
             assert self.diagonal is not None
             return self.diagonal
-        if self.basis is None:
-            own = jnp.diagonal(self.inner)
-        else:
-            own = jnp.sum((self.inner @ self.basis) * self.basis, axis=0)
+        own = self._within_basis()
         return own if self.diagonal is None else own + self.diagonal
+
+    def _within_basis(self) -> Array:
+        """The diagonal of basis^T inner basis, (D,)."""
+        assert self.inner is not None
+        if self.basis is None:
+            return jnp.diagonal(self.inner)
+        return jnp.sum((self.inner @ self.basis) * self.basis, axis=0)
 
     def blocks(self, num_blocks: int) -> Array:
         """Its blocks on the diagonal, (H, D / H, D / H)."""
@@ -73,7 +77,7 @@ class FeatureGram(NamedTuple):
         if self.inner is None:
             return FeatureGram(diagonal=diag)
         basis = jnp.diag(gain) if self.basis is None else self.basis * gain[None, :]
-        own = FeatureGram(self.inner, basis).diag()
+        own = gain**2 * self._within_basis()
         return FeatureGram(self.inner, basis, jnp.maximum(diag - own, 0))
 
     def plus(self, other: FeatureGram) -> FeatureGram:

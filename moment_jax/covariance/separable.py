@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.low_rank import low_rank_moments
-from moment_jax.covariance.marginals import fit_columns, fit_marginals
+from moment_jax.covariance.marginals import fit_marginals
 from moment_jax.covariance.numerics import (
     average_gain,
     correlation_of,
@@ -168,13 +168,19 @@ class Separable(Covariance):
         return result
 
     def map_features(self, kernel: Array) -> Self:
-        features = self.features().map(kernel)
-        by_column = fit_columns(self.variance() @ kernel**2, features.diag())
-        # With a scale of rank one the tokens' correlation passes as it is.
+        features, variance, squared = self.features().map(kernel), self.variance(), kernel**2
+        pattern = jnp.sum(variance, axis=0) @ squared
+        factor = safe_divide(jnp.maximum(features.diag(), 0), pattern)
+        # With a scale of rank one the tokens' correlation passes as it is. The variances' sums over the
+        # features without the variances, for which queries and keys have no use.
         token_gram = self.token_gram()
-        ratio = safe_divide(jnp.sum(by_column, axis=1), jnp.diagonal(token_gram))
+        ratio = safe_divide(variance @ (squared @ factor), jnp.diagonal(token_gram))
         root = safe_sqrt(ratio)
-        return self.from_moments(by_column, root[:, None] * token_gram * root[None, :], features)
+        return self.from_moments(
+            (variance @ squared) * factor[None, :],
+            root[:, None] * token_gram * root[None, :],
+            features,
+        )
 
     def map_tokens(self, weights: Array) -> Self:
         weighted = weights[:, :, None] * self.scale[None]

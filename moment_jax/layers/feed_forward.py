@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Covariance, Separable
 from moment_jax.covariance.numerics import average_gain, safe_sqrt
 from moment_jax.layers.checks import check_moments
 from moment_jax.layers.dense import dense
@@ -25,7 +25,7 @@ class FeedForwardTangent(NamedTuple):
     hidden_kernel: Array  # (D, F)
     gain: Array  # E[f'] at every hidden unit, (T, F)
     output_kernel: Array  # (F, D)
-    scale: Array  # sd of the hidden units, (T, F)
+    average_kernel: Array  # the hidden kernel times each unit's gain averaged over the tokens, (D, F)
     input_cov: Covariance  # of the layer's input
 
     def __call__(self, change: Array) -> Array:
@@ -38,9 +38,7 @@ class FeedForwardTangent(NamedTuple):
 
     def average_jacobian(self) -> Array:
         """The Jacobian with every hidden unit's gain averaged over the tokens, by variance, (D, D)."""
-        return (
-            self.hidden_kernel * average_gain(self.scale, self.gain)[None, :]
-        ) @ self.output_kernel
+        return self.average_kernel @ self.output_kernel
 
     def jacobian(self) -> Array:
         """Every token's Jacobian, input features first, (T, D, D)."""
@@ -85,10 +83,19 @@ def feed_forward_and_tangent(
         params.hidden.kernel.mean,
         gain,
         params.output.kernel.mean,
-        safe_sqrt(hidden_cov.variance()),
+        _average_kernel(params.hidden.kernel.mean, gain, hidden_cov, active_cov),
         cov,
     )
     return out_mean, out_cov, tangent
+
+
+def _average_kernel(kernel: Array, gain: Array, before: Covariance, after: Covariance) -> Array:
+    """A kernel times each unit's gain averaged over the tokens, by variance, (D, F)."""
+    if isinstance(after, Separable):
+        basis = after.features().basis
+        if basis is not None:  # the same; as the next layer has it, so that they share its products
+            return basis
+    return kernel * average_gain(safe_sqrt(before.variance()), gain)[None, :]
 
 
 def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:
