@@ -1,39 +1,171 @@
-"""Attention for `Diagonal`: the formulas of `TokenCorrelated` for uncorrelated tokens."""
+"""Attention for `Diagonal`: one head at a time, every query, key and value entry independent.
+
+The scores S_ac = q_a . k_c / sqrt(K) of one row share the query, so that
+
+    Cov[S_ac, S_af] = own_ac [c = f] + sum_d Var[q_ad] k_cd k_fd / K
+
+with own_ac = sum_d (q_ad^2 + Var[q_ad]) Var[k_cd] / K; rows are independent of each other. In the second
+term all entries of a query are taken as equally noisy, so that it has one matrix k k^T for all rows.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Diagonal, TokenCorrelated
-from moment_jax.layers.attention.inputs import Inputs, KeyInput, Mixing, Projection, SharedInput
-from moment_jax.layers.attention.token_correlated import mix_token_correlated
+from moment_jax.covariance import Diagonal
+from moment_jax.covariance.numerics import safe_divide
+from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.layers.attention.inputs import (
+    Inputs,
+    Mixing,
+    Projection,
+    SharedInput,
+    merge_heads,
+    split_heads,
+)
+from moment_jax.layers.attention.rows import saturation
 
 Array = jax.Array
 
 
+class _Part(NamedTuple):
+    """One head's queries, keys or values."""
+
+    mean: Array  # (T, K)
+    variance: Array  # (T, K)
+
+
+class _Shared(NamedTuple):
+    """The input's variance, and one head's kernels."""
+
+    variance: Array  # (T, D)
+    query_kernel: Array  # (D, K)
+    key_kernel: Array  # (D, K)
+    value_kernel: Array  # (D, K)
+
+
+class _Rows(NamedTuple):
+    """Cov[S_ac, S_af] = own_ac [c = f] + query_a (k k^T)_cf."""
+
+    own: Array  # (T, S)
+    query: Array  # variance of an entry of each query, over K, (T, 1)
+    key: Array  # k, (S, K)
+
+    def variance(self) -> Array:
+        """Var[S_ac], (T, S)."""
+        return self.own + self._by_query()
+
+    def matvec(self, weights: Array) -> Array:
+        """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
+        return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
+
+    def square_matvec(self, weights: Array) -> Array:
+        """sum_f Cov[S_ac, S_af]^2 weights_af, (T, S)."""
+        own = (self.own**2 + 2 * self.own * self._by_query()) * weights
+        return own + self.query**2 * (weights @ (self.key @ self.key.T) ** 2)
+
+    def _by_query(self) -> Array:
+        return self.query * jnp.sum(self.key**2, axis=1)[None, :]
+
+
 def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), variance, and weights (H, T, S)."""
-    key, shared = inputs.key_input, inputs.shared
-    correlated = Inputs(
-        _correlated(inputs.query),
-        _correlated(inputs.key),
-        _correlated(inputs.value),
-        KeyInput(key.mean, _with_identity(key.cov), key.kernel),
-        shared if shared is None else SharedInput(_with_identity(shared.cov), *shared[1:]),
-        inputs.output,
+    shared_axes = None if inputs.shared is None else _Shared._make((None, 0, 0, 0))
+    mean, variance, weights = jax.vmap(
+        lambda q, k, v, shared, mask: _head(q, k, v, shared, mask, inputs.order),
+        in_axes=(0, 0, 0, shared_axes, None if inputs.mask is None else 0),
+    )(
+        _part(inputs.query, inputs.num_heads),
+        _part(inputs.key, inputs.num_heads),
+        _part(inputs.value, inputs.num_heads),
+        _shared(inputs.shared, inputs.num_heads),
         inputs.mask,
-        inputs.num_heads,
-        inputs.order,
     )
-    mean, cov, mixing = mix_token_correlated(correlated)
-    return mean, Diagonal(cov.variance()), mixing
+    return merge_heads(mean), Diagonal(merge_heads(variance)), Mixing(weights)
 
 
-def _correlated(projection: Projection[Diagonal]) -> Projection[TokenCorrelated]:
-    return Projection(projection.mean, _with_identity(projection.cov))
+def _part(projection: Projection[Diagonal], num_heads: int) -> _Part:
+    return _Part(
+        split_heads(projection.mean, num_heads), split_heads(projection.cov.variances, num_heads)
+    )
 
 
-def _with_identity(cov: Diagonal) -> TokenCorrelated:
-    identity = jnp.eye(cov.shape[0], dtype=cov.dtype)
-    return TokenCorrelated.from_moments(cov.variances, identity * jnp.sum(cov.variances, 1)[None])
+def _shared(shared: SharedInput[Diagonal] | None, num_heads: int) -> _Shared | None:
+    if shared is None:
+        return None
+    kernels = (shared.query_kernel, shared.key_kernel, shared.value_kernel)
+    return _Shared(shared.cov.variances, *(split_heads(kernel, num_heads) for kernel in kernels))
+
+
+def _head(
+    q: _Part, k: _Part, v: _Part, shared: _Shared | None, mask: Array | None, order: int
+) -> tuple[Array, Array, Array]:
+    """Mean (T, K), variance (T, K) and weights (T, S) of one head."""
+    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
+    scores = q.mean @ k.mean.T
+    if order == 2 and shared is not None:
+        metric = jnp.sum(shared.query_kernel * shared.key_kernel, axis=1)
+        scores = scores + jnp.diag(shared.variance @ metric)
+    scores = scores / jnp.sqrt(width)
+    own = (q.mean**2 + q.variance) @ k.variance.T / width
+    rows = _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)
+    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
+    mean = weights @ v.mean
+    variance, gain = _variance(v, rows, weights, mean, order)
+    if order == 2 and shared is not None:
+        mean = mean + gain[:, None] * _shared_mean(q, k, shared, weights)
+    return mean, variance, weights
+
+
+def _variance(
+    v: _Part, rows: _Rows, weights: Array, mean: Array, order: int
+) -> tuple[Array, Array]:
+    """Variance of weights @ values, (T, K), and the softmax's gain, (T,).
+
+    The sum over the features of what the queries' noise gives is taken whole, and shared out as that
+    of independent keys is: by itself it would take T^2 K^2 products.
+    """
+    noise = jnp.sum(v.variance, axis=1)
+    by_values = weights**2 @ v.variance
+    size = jnp.sum(mean**2, axis=1) + jnp.sum(by_values, axis=1)  # E |A_a|^2 of the averages A
+    crossed = mean @ v.mean.T + weights * noise[None, :]  # E <A_a, v_c>
+    values = jnp.sum(v.mean**2, axis=1) + noise  # E |v_c|^2
+    noisy = weights**2 * rows.variance()
+    pattern = (
+        noisy @ (v.mean**2 + v.variance)
+        - 2 * mean * (noisy @ v.mean)
+        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
+    )
+    pattern = jnp.maximum(pattern, 0)
+    spread = values[None, :] - 2 * crossed + size[:, None]
+    by_keys = jnp.sum(weights**2 * rows.own * spread, axis=1)
+    keys = rows.key @ rows.key.T
+    pulled = weights * (weights @ keys)
+    products = v.mean @ v.mean.T + jnp.diag(noise)
+    by_query = (
+        jnp.sum(weights * (weights @ (keys * products)), axis=1)
+        - 2 * jnp.sum(crossed * pulled, axis=1)
+        + size * jnp.sum(pulled, axis=1)
+    )
+    total = by_keys + rows.query[:, 0] * jnp.maximum(by_query, 0)
+    gain = jnp.ones_like(total)
+    if order == 2:
+        gain = saturation(total, weights @ values - size)
+    share = safe_divide(pattern, jnp.sum(pattern, axis=1, keepdims=True))
+    return by_values + share * (gain**2 * jnp.maximum(total, 0))[:, None], gain
+
+
+def _shared_mean(q: _Part, k: _Part, shared: _Shared, weights: Array) -> Array:
+    """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
+
+    By Stein's lemma Cov[W_ac, v_cd] = sum_f W_ac (1[c=f] - W_af) Cov[S_af, v_cd]; the key k_c shares its
+    token with v_c, the query q_a with v_a.
+    """
+    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
+    by_key = (q.mean @ shared.key_kernel.T) * ((weights - weights**2) @ shared.variance)
+    offset = k.mean - weights @ k.mean
+    by_query = (offset @ shared.query_kernel.T) * (jnp.diagonal(weights)[:, None] * shared.variance)
+    return (by_key + by_query) @ shared.value_kernel / jnp.sqrt(width)

@@ -48,22 +48,6 @@ class RowCovariance(NamedTuple):
         """Var[S_ac], (T, S)."""
         return _total(term.own() * jnp.diagonal(term.keys)[None, :] for term in self.terms)
 
-    def as_one_term(self, centre: Array) -> RowCovariance:
-        """One Kronecker product in the place of the sum.
-
-        The keys' side is the average that the queries have over the tokens; the queries' side keeps,
-        for every pair of tokens, the total variance of contrasts of keys. On trained and random
-        posteriors it lost nothing against two terms, at half the products of (T, T) matrices; but by
-        the averages every token sees a little of every other.
-
-        Args:
-          centre: the quadratic form in keys whose trace is that total, (S, S).
-        """
-        keys = _total(jnp.mean(term.own()) * term.keys for term in self.terms)
-        queries = _total(term.queries * jnp.sum(term.keys * centre) for term in self.terms)
-        total = jnp.broadcast_to(jnp.sum(keys * centre), (1, 1))
-        return RowCovariance((Term(safe_divide(queries, total), keys),))
-
 
 def _total(arrays: Iterable[Array]) -> Array:
     return functools.reduce(operator.add, arrays)
