@@ -45,6 +45,7 @@ from moment_jax.brownian.markov import (
 )
 from moment_jax.brownian.mixing import (
     absorbing,
+    absorption_probabilities,
     eigenpairs,
     hitting_times,
     mixing_time,
@@ -97,6 +98,7 @@ __all__ = [
     "TransitionOperator",
     "VarianceGrowth",
     "absorbing",
+    "absorption_probabilities",
     "attention_operator",
     "attention_scores",
     "brownian_bridge",

@@ -10,7 +10,7 @@ from jax.tree_util import Partial
 from moment_jax.brownian.checks import check_stochastic
 from moment_jax.brownian.krylov import Eigenpairs, Product, leading_eigenpairs, solve
 from moment_jax.brownian.markov import DIRECT, stationary
-from moment_jax.brownian.operators import Transition, as_operator
+from moment_jax.brownian.operators import Transition, TransitionOperator, as_operator
 from moment_jax.brownian.reachability import chain_classes, levels
 
 Array = jax.Array
@@ -153,24 +153,67 @@ def hitting_times(transition: Transition, target: Array) -> Array:
     Raises:
       ValueError: if rows are not probabilities, or the set is of another shape.
     """
-    operator = as_operator("hitting_times", transition)
-    inside = jnp.asarray(target)
-    if inside.shape != (operator.size,) or inside.dtype != bool:
-        raise ValueError(
-            f"`hitting_times` needs a target of ({operator.size},) booleans. Got "
-            f"{tuple(inside.shape)} of {inside.dtype}."
-        )
+    operator, inside = _chain_and_set("hitting_times", transition, target)
     missed = levels(operator.forward, inside) < 0
     # From where the chain can get lost before it comes to the set.
     lost = levels(Partial(_outside, operator.forward, inside), missed) >= 0
     waiting = ~inside & ~lost
     ones = waiting.astype(operator.dtype)
+    times = _solve_waiting(transition, operator, ones, ones)
+    return jnp.where(lost, jnp.inf, jnp.where(waiting, times, 0))
+
+
+def absorption_probabilities(transition: Transition, target: Array) -> Array:
+    """Probability that the chain ever comes to a set of states, from every state: (T,).
+
+    For an absorbing token, or a closed class of tokens, it is the share of the walks that end there:
+    under a causal mask, what part of each token's attention, followed to the end, falls on the first.
+
+    Args:
+      transition: the chain.
+      target: the set, (T,) booleans.
+
+    Returns:
+      (T,): 1 in the set, 0 where no path leads to it.
+
+    Raises:
+      ValueError: if rows are not probabilities, or the set is of another shape.
+
+    >>> import jax.numpy as jnp
+    >>> gamble = jnp.array([[1.0, 0, 0, 0], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0, 0, 0, 1.0]])
+    >>> won = absorption_probabilities(gamble, jnp.array([False, False, False, True]))
+    >>> print([f"{p:.3f}" for p in won])
+    ['0.000', '0.333', '0.667', '1.000']
+    """
+    operator, inside = _chain_and_set("absorption_probabilities", transition, target)
+    waiting = ~inside & (levels(operator.forward, inside) >= 0)
+    ones = waiting.astype(operator.dtype)
+    arriving = ones * operator.forward(inside.astype(operator.dtype)[:, None])[:, 0]
+    shares = _solve_waiting(transition, operator, ones, arriving)
+    return jnp.where(inside, 1, jnp.where(waiting, jnp.clip(shares, 0, 1), 0))
+
+
+def _chain_and_set(
+    name: str, transition: Transition, target: Array
+) -> tuple[TransitionOperator, Array]:
+    operator = as_operator(name, transition)
+    inside = jnp.asarray(target)
+    if inside.shape != (operator.size,) or inside.dtype != bool:
+        raise ValueError(
+            f"`{name}` needs a target of ({operator.size},) booleans. Got "
+            f"{tuple(inside.shape)} of {inside.dtype}."
+        )
+    return operator, inside
+
+
+def _solve_waiting(
+    transition: Transition, operator: TransitionOperator, ones: Array, right: Array
+) -> Array:
+    """(I - Q)^-1 right, Q the steps between the states that still wait, where `ones` is 1."""
     if isinstance(transition, jax.Array) and operator.size <= DIRECT:
         kept = ones[:, None] * transition * ones[None, :]
-        times = jnp.linalg.solve(jnp.eye(operator.size, dtype=kept.dtype) - kept, ones)
-    else:
-        times = solve(Partial(_waiting, operator.forward, ones), ones).x
-    return jnp.where(lost, jnp.inf, jnp.where(waiting, times, 0))
+        return jnp.linalg.solve(jnp.eye(operator.size, dtype=kept.dtype) - kept, right)
+    return solve(Partial(_waiting, operator.forward, ones), right).x
 
 
 def _outside(forward: Product, inside: Array, vectors: Array) -> Array:

@@ -136,6 +136,21 @@ def test_hitting_times_where_the_chain_gets_lost():
     assert_close(times[1], jnp.asarray(1 / 0.3))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_absorption_probabilities(form):
+    """Fair steps from i on 0 .. n end at n with probability i / n; many steps of a chain agree."""
+    n = 7
+    inner = 0.5 * (jnp.eye(n + 1, k=1) + jnp.eye(n + 1, k=-1))
+    ends = (jnp.arange(n + 1) == 0) | (jnp.arange(n + 1) == n)
+    ruin = jnp.where(ends[:, None], jnp.eye(n + 1), inner)
+    won = brownian.absorption_probabilities(FORMS[form](ruin), jnp.arange(n + 1) == n)
+    assert_close(won, jnp.arange(n + 1) / n)
+    lost = brownian.absorption_probabilities(FORMS[form](CAUSAL), jnp.arange(3) == 2)
+    assert lost.tolist() == [0.0, 0.0, 1.0]
+    first = brownian.absorption_probabilities(FORMS[form](CAUSAL), jnp.arange(3) == 0)
+    assert_close(first, brownian.k_step(CAUSAL, 4096)[:, 0])
+
+
 def test_entropy_rate_and_balance_of_all_forms():
     transition = random_chain()
     law = brownian.stationary(transition)
@@ -222,6 +237,10 @@ def test_inside_compiled_code():
         (lambda: brownian.detailed_balance_gap(SWAP, jnp.ones(3)), "law"),
         (lambda: brownian.entropy_rate(SWAP, jnp.ones(3)), "law"),
         (lambda: brownian.hitting_times(SWAP, jnp.array([0, 1])), "booleans"),
+        (
+            lambda: brownian.absorption_probabilities(SWAP, jnp.array([True])),
+            "absorption.*booleans",
+        ),
         (lambda: brownian.lazy(SWAP, 1.0), "stay < 1"),
         (lambda: brownian.mixing_time(SWAP, distance=1.5), "distance < 1"),
         (lambda: brownian.attention_operator(jnp.ones((2, 2)), rows=0), "rows > 0"),
