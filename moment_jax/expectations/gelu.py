@@ -82,7 +82,7 @@ class _Products(NamedTuple):
 def _integrals(mean: jax.Array, variance: jax.Array) -> tuple[list[jax.Array], _Products]:
     """Return E[f^(k)] for k = 0 .. 4 and the second moments."""
     double = jnp.finfo(mean.dtype).eps < 1e-10
-    terms, nodes = (12, 12) if double else (8, 6)
+    terms, nodes = (12, 12) if double else (8, 5)
     # Work at t = -|m| / sqrt(1 + v) and reflect: there everything decays and nothing large cancels.
     root = jax.lax.rsqrt(1.0 + variance)
     t = jnp.maximum(-jnp.abs(mean) * root, -_FAR)
