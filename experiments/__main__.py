@@ -24,7 +24,6 @@ DEFAULT_COMMAND = "digits"
 
 def main(argv: list[str] | None = None) -> int:
     """Run one experiment; exit status 1 for a part that failed, 2 for bad input, 130 for Ctrl-C."""
-    without_faulty_fusions()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)
@@ -46,6 +45,8 @@ def _run(arguments: list[str]) -> None:
         name = arguments.pop(0)
     if name not in COMMANDS:
         raise InputError(f"there is no experiment {name!r}; take one of {', '.join(COMMANDS)}")
+    if name != DEFAULT_COMMAND:  # which makes no constants inside `jit`, and would lose much time
+        without_faulty_fusions()
     try:
         experiment = importlib.import_module(f"experiments.{name}")
     except ModuleNotFoundError as error:
