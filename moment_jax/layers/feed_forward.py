@@ -25,9 +25,7 @@ class FeedForwardTangent(NamedTuple):
     hidden_kernel: Array  # (D, F)
     gain: Array  # E[f'] at every hidden unit, (T, F)
     output_kernel: Array  # (F, D)
-    average_kernel: (
-        Array  # the hidden kernel times each unit's gain averaged over the tokens, (D, F)
-    )
+    average_kernel: Array  # hidden kernel times every unit's average gain, (D, F)
     input_cov: Covariance  # of the layer's input
 
     def __call__(self, change: Array) -> Array:

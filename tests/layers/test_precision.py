@@ -65,6 +65,7 @@ def test_a_block(structure):
         mean, variance = jax.jit(moments)(x, block)
         rounded_mean, rounded_variance = jax.jit(in_bfloat16(moments))(x, block)
     assert rounded_mean.dtype == rounded_variance.dtype == jnp.float32
+    assert jnp.any(rounded_mean != mean), "nothing was rounded"
     assert jnp.all(rounded_variance >= 0)
     sd = jnp.sqrt(variance)
     ratio = jnp.sqrt(rounded_variance) / sd
