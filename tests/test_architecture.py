@@ -9,14 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
-    "covariance": set(),
-    "expectations": set(),
+    "xla": set(),
+    "covariance": {"xla"},
+    "expectations": {"xla"},
     "posterior": {"covariance"},
-    "layers": {"covariance", "expectations", "posterior"},
-    "objectives": {"covariance", "expectations", "posterior"},
-    "reference": {"covariance", "expectations", "posterior", "layers", "objectives"},
-    "nn": {"covariance", "expectations", "posterior", "layers", "objectives", "reference"},
+    "layers": {"xla", "covariance", "expectations", "posterior"},
+    "objectives": {"xla", "covariance", "expectations", "posterior"},
+    "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
+    "nn": {"xla", "covariance", "expectations", "posterior", "layers", "objectives", "reference"},
     "brownian": {
+        "xla",
         "covariance",
         "expectations",
         "posterior",
@@ -26,7 +28,7 @@ MAY_IMPORT = {
         "nn",
     },
     # The layers that report their curvature are Flax's and those of nn, so it stands above nn.
-    "optim": {"posterior", "layers", "nn"},
+    "optim": {"xla", "posterior", "layers", "nn"},
 }
 KNOW_FLAX = {"nn", "optim"}
 

@@ -21,6 +21,7 @@ from moment_jax.covariance.numerics import (
     safe_sqrt,
     vector_variance,
 )
+from moment_jax.xla import materialized
 
 Array = jax.Array
 
@@ -75,7 +76,7 @@ class Separable(Covariance):
         feature_gram: Array | FeatureGram,
     ) -> Self:
         """The structure of these variances (T, D) and Gram matrices (T, T) and (D, D)."""
-        scale = safe_sqrt(variance)
+        scale, token_gram = materialized(safe_sqrt(variance)), materialized(token_gram)
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
         result = cls(

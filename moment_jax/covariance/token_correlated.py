@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
+from moment_jax.xla import materialized
 
 Array = jax.Array
 
@@ -48,7 +49,7 @@ class TokenCorrelated(Covariance):
     @classmethod
     def from_moments(cls, variance: Array, token_gram: Array) -> Self:
         """The structure of these variances (T, D) and this token Gram matrix (T, T)."""
-        scale = safe_sqrt(variance)
+        scale, token_gram = materialized(safe_sqrt(variance)), materialized(token_gram)
         result = cls(scale, correlation_of(token_gram))
         # `add` asks for the Gram matrix that we have just had: remember it while this object lives.
         # It is no field, so a transformation boundary forgets it and `token_gram` forms it anew.

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moment_jax.xla import materialized
+
 
 class ElementwiseMoments(NamedTuple):
     """Moments of f(x) for x ~ N(m, v), elementwise: four arrays of the shape of m.
@@ -51,7 +53,7 @@ def checked(name: str, mean: jax.Array, variance: jax.Array) -> tuple[jax.Array,
             f"`{name}(mean, variance)` needs real floating-point arrays. Got {mean.dtype} and "
             f"{variance.dtype}. Use mean.astype(float)."
         )
-    return mean.astype(dtype), variance.astype(dtype)
+    return materialized(mean.astype(dtype)), materialized(variance.astype(dtype))
 
 
 def checked_row(

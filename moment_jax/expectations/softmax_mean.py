@@ -7,6 +7,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from moment_jax.xla import materialized
+
 Array = jax.Array
 
 
@@ -67,7 +69,8 @@ def expected_softmax(
     weights = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
     step = 1 / jnp.sqrt(1 + spread / 2)
     for _ in range(num_iterations):
-        shrunken = _shrunken(weights, variance, cov)
+        weights = materialized(weights)
+        shrunken = materialized(_shrunken(weights, variance, cov))
         weights = (1 - step) * weights + step * masked_softmax(mean + 0.5 * shrunken, mask)
     return weights
 

@@ -27,6 +27,7 @@ from moment_jax.layers.attention.inputs import (
     split_heads,
 )
 from moment_jax.layers.attention.rows import saturation
+from moment_jax.xla import materialized
 
 Array = jax.Array
 
@@ -109,10 +110,11 @@ def _head(
     if order == 2 and shared is not None:
         metric = jnp.sum(shared.query_kernel * shared.key_kernel, axis=1)
         scores = scores + jnp.diag(shared.variance @ metric)
-    scores = scores / jnp.sqrt(width)
+    scores = materialized(scores / jnp.sqrt(width))
     own = (q.mean**2 + q.variance) @ k.variance.T / width
     rows = _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
+    weights = materialized(weights)
     mean = weights @ v.mean
     variance, gain = _variance(v, rows, weights, mean, order)
     if order == 2 and shared is not None:

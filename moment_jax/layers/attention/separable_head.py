@@ -27,6 +27,7 @@ from moment_jax.layers.attention.rows import (
     score_noise,
 )
 from moment_jax.layers.attention.shared_input import Centres, Links, score_value, shared_mean
+from moment_jax.xla import materialized
 
 Array = jax.Array
 
@@ -82,9 +83,10 @@ def mix_head(
     scores = head.query @ head.key.T
     if order == 2 and links is not None:
         scores = scores + links.tokens * jnp.trace(links.query_key)
-    scores = scores / jnp.sqrt(width)
+    scores = materialized(scores / jnp.sqrt(width))
     rows = _rows(head, tokens, width)
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
+    weights = materialized(weights)
     mean, reach = weights @ head.value, weights @ tokens.value
 
     products = _products(head, tokens, weights, mean, reach)

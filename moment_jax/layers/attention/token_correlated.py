@@ -33,6 +33,7 @@ from moment_jax.layers.attention.rows import (
     independent_variance,
     score_noise,
 )
+from moment_jax.xla import materialized
 
 Array = jax.Array
 
@@ -112,6 +113,7 @@ def _head(
     """Mean (T, K), variance (T, K), token Gram matrix (T, T) and weights (T, S) of one head."""
     rows, scores = _scores(q, k, shared, order)
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
+    weights = materialized(weights)
     mean = weights @ v.mean
     variance, gram, gain = _output_moments(v, rows, weights, mean, order)
     if order == 2 and shared is not None:
@@ -136,7 +138,7 @@ def _scores(
         # E[q . k] = E[q] . E[k] + sum_d Cov[q_d, k_d], through the input that both share.
         metric = jnp.sum(shared.query_kernel * shared.key_kernel, axis=1)
         scores = scores + shared.correlation * ((shared.scale * metric[None]) @ shared.scale.T)
-    return rows, scores / jnp.sqrt(jnp.asarray(width, scores.dtype))
+    return rows, materialized(scores / jnp.sqrt(jnp.asarray(width, scores.dtype)))
 
 
 def _output_moments(
