@@ -79,6 +79,7 @@ class VisionTransformer(BayesianModule):
       norm_first: pre-norm if True.
       hidden_features: width of the feed-forward layers; 4 D where None.
       activation: "relu", "gelu", "tanh" or "silu".
+      remat: as for `Encoder`.
       rngs: Flax random streams.
       settings: keyword arguments of `Settings`.
 
@@ -99,6 +100,7 @@ class VisionTransformer(BayesianModule):
         norm_first: bool = True,
         hidden_features: int | None = None,
         activation: str = "gelu",
+        remat: bool = False,
         rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:
@@ -121,6 +123,7 @@ class VisionTransformer(BayesianModule):
             norm_first=norm_first,
             hidden_features=hidden_features,
             activation=activation,
+            remat=remat,
             rngs=rngs,
             **settings,
         )

@@ -55,6 +55,22 @@ def test_scanned_blocks_are_a_loop_of_blocks(structure: type[mj.Covariance]):
     assert_close(cov.to_dense(), expected)
 
 
+def test_remat_reaches_the_encoder():
+    model = mj.nn.VisionTransformer(
+        image_size=4,
+        patch_size=2,
+        num_classes=2,
+        num_features=4,
+        num_heads=2,
+        num_blocks=2,
+        remat=True,
+        rngs=nnx.Rngs(0),
+        structure=mj.Diagonal,
+    )
+    program = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(model(x)[0])))(jnp.ones((4, 4))))
+    assert "remat" in program or "checkpoint" in program
+
+
 def test_remat_changes_no_gradient():
     def gradient(remat: bool):
         encoder = mj.nn.Encoder(

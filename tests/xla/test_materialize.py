@@ -1,0 +1,63 @@
+"""`materialized` changes nothing but the program."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moment_jax.xla import materialized
+
+X = jax.random.normal(jax.random.key(0), (3, 4))
+DRESSED = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, row: (c, f(row)), 0, x)[1],
+    "jit of vmap": lambda f: jax.jit(jax.vmap(f)),
+}
+
+
+def formula(x, mark):
+    return mark(jnp.sin(mark(x))) * x
+
+
+@pytest.mark.parametrize("dress", DRESSED.values(), ids=DRESSED)
+def test_it_is_the_identity(dress):
+    marked, bare = (dress(lambda x, m=m: formula(x, m)) for m in (materialized, lambda x: x))
+    np.testing.assert_array_equal(marked(X), bare(X))
+    derivatives = [
+        lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2))(X),
+        lambda f: jax.jvp(f, (X,), (jnp.ones_like(X),))[1],
+        lambda f: jax.jvp(jax.grad(lambda x: jnp.sum(f(x) ** 2)), (X,), (X,))[1],
+    ]
+    for derivative in derivatives:
+        np.testing.assert_allclose(derivative(marked), derivative(bare), rtol=1e-12)
+
+
+def test_nothing_happens_outside_of_a_trace():
+    assert materialized(X) is X
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other compilers get the identity")
+def test_readers_do_not_repeat_a_formula():
+    """Two transposed readers of a sine: the compiler would put a copy of it into each."""
+
+    def reads(mark):
+        def total(x):
+            once = mark(jnp.sin(x) * jnp.cos(x) + x)
+            return jnp.sum((once.T * 2) ** 2), jnp.flip(once.T, 0) + 1
+
+        text = jax.jit(jax.vmap(total)).lower(jnp.ones((2, 8, 8))).compile().as_text()
+        return text.count(" cosine(")
+
+    assert reads(materialized) == 1 < reads(lambda x: x)
+
+
+def test_other_platforms_get_the_identity():
+    exported = jax.export.export(jax.jit(materialized), platforms=["cuda"])(jnp.ones(3))
+    module = exported.mlir_module()
+    assert "negate" not in module
+    assert "optimization_barrier" not in module
