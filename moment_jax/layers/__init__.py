@@ -1,13 +1,14 @@
 """Moment transforms of layers: (mean, cov, params) -> (mean, cov) for one (T, D) sequence."""
 
 from moment_jax.layers.activation import activation, gelu, relu
-from moment_jax.layers.attention import attention
-from moment_jax.layers.blocks import encoder_block
+from moment_jax.layers.attention import attention, cross_attention
+from moment_jax.layers.blocks import decoder_block, encoder_block
 from moment_jax.layers.dense import dense, matmul
 from moment_jax.layers.feed_forward import feed_forward
 from moment_jax.layers.norm import layer_norm
 from moment_jax.layers.params import (
     AttentionParams,
+    DecoderBlockParams,
     DenseParams,
     EncoderBlockParams,
     FeedForwardParams,
@@ -18,12 +19,15 @@ from moment_jax.layers.softmax import softmax
 
 __all__ = [
     "AttentionParams",
+    "DecoderBlockParams",
     "DenseParams",
     "EncoderBlockParams",
     "FeedForwardParams",
     "NormParams",
     "activation",
     "attention",
+    "cross_attention",
+    "decoder_block",
     "dense",
     "encoder_block",
     "feed_forward",

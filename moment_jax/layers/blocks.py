@@ -1,4 +1,4 @@
-"""The Transformer encoder block, with normalisation after (the derivation's) or before (pre-norm)."""
+"""The encoder and decoder blocks, normalised after each sublayer (the derivation's) or before it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import jax
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.activation import relu
-from moment_jax.layers.attention.multi_head import attention_and_tangent
+from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
 from moment_jax.layers.checks import check_moments
 from moment_jax.layers.feed_forward import Activation, feed_forward_and_tangent
 from moment_jax.layers.norm import layer_norm, layer_norm_and_tangent
 from moment_jax.layers.params import (
     AttentionParams,
+    DecoderBlockParams,
     EncoderBlockParams,
     FeedForwardParams,
     NormParams,
@@ -75,6 +76,73 @@ def encoder_block(
     return mean, _by_fields(cov)
 
 
+def decoder_block(
+    mean: Array,
+    cov: S,
+    memory_mean: Array,
+    memory_cov: S,
+    params: DecoderBlockParams,
+    *,
+    num_heads: int,
+    norm_first: bool = False,
+    activation: Activation = relu,
+    mask: Array | None = None,
+    memory_mask: Array | None = None,
+    epsilon: float = 1e-6,
+    order: int = 2,
+) -> tuple[Array, S]:
+    """Moments of one Transformer decoder block: self-attention, attention to a memory, feed-forward.
+
+    Each sublayer has its residual and its normalisation, after it or before it as in `encoder_block`. A
+    decoder that must not see later tokens needs a mask, `jnp.tril(jnp.ones((T, T), bool))`.
+
+    Assumes that x, the memory and the parameters of all sublayers are independent of each other. From
+    the second block on x has looked at the memory; what they share then is left out.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+      memory_mean: mean of the encoder's output, (S, E).
+      memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
+      params: beliefs about the parameters.
+      num_heads: number of attention heads.
+      norm_first: False for post-norm, True for pre-norm.
+      activation: an elementwise transform such as `mj.relu` or `mj.gelu`.
+      mask: of self-attention, (T, T) or (H, T, T) boolean, True where a query may look at a key.
+      memory_mask: of attention to the memory, (T, S) or (H, T, S).
+      epsilon: added to the variance in the normalisations.
+      order: 1 (Taylor at the mean, as derived) or 2.
+
+    Returns:
+      Mean (T, D) and covariance of the output, in the structure of `cov`.
+
+    Raises:
+      ValueError: if shapes do not fit or the heads do not divide the width. TypeError: if the two
+        covariances are of different structures.
+
+    Source: Transformer derivation, section 1.1.
+    """
+    check_moments("decoder_block", mean, cov)
+    norm = Normalization(norm_first, epsilon, order)
+    mean, cov = attention_sublayer(
+        mean, cov, params.self_attention, params.norm1, norm, num_heads=num_heads, mask=mask
+    )
+    mean, cov = attention_sublayer(
+        mean,
+        cov,
+        params.cross_attention,
+        params.norm2,
+        norm,
+        num_heads=num_heads,
+        mask=memory_mask,
+        memory=Memory(memory_mean, memory_cov),
+    )
+    mean, cov = feed_forward_sublayer(
+        mean, cov, params.feed_forward, params.norm3, norm, activation=activation
+    )
+    return mean, _by_fields(cov)
+
+
 def _by_fields(cov: S) -> S:
     """The same covariance, with its fields alone.
 
@@ -101,12 +169,13 @@ def attention_sublayer(
     *,
     num_heads: int,
     mask: Array | None = None,
+    memory: Memory | None = None,
 ) -> tuple[Array, S]:
-    """The first half of a block: attention with its residual and its normalisation."""
+    """Attention, to a memory where there is one, with its residual and its normalisation."""
 
     def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
         return attention_and_tangent(
-            mean, cov, params, num_heads=num_heads, mask=mask, order=norm.order
+            mean, cov, params, num_heads=num_heads, mask=mask, order=norm.order, memory=memory
         )
 
     return _sublayer(mean, cov, branch, norm_params, norm)
@@ -121,7 +190,7 @@ def feed_forward_sublayer(
     *,
     activation: Activation,
 ) -> tuple[Array, S]:
-    """The second half of a block: the feed-forward layer with its residual and its normalisation."""
+    """The feed-forward layer with its residual and its normalisation."""
 
     def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
         return feed_forward_and_tangent(mean, cov, params, activation)

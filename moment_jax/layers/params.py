@@ -85,3 +85,16 @@ class EncoderBlockParams:
     norm1: NormParams
     feed_forward: FeedForwardParams
     norm2: NormParams
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecoderBlockParams:
+    """Belief about a Transformer decoder block."""
+
+    self_attention: AttentionParams
+    norm1: NormParams
+    cross_attention: AttentionParams
+    norm2: NormParams
+    feed_forward: FeedForwardParams
+    norm3: NormParams

@@ -3,8 +3,9 @@
 Cov[x, f(x)] = Cov[x] J^T, J the expected Jacobian of the branch. Each structure keeps of it what it can
 hold: `Full` all; `TokenBlock` each token's own block; `TokenCorrelated` and `Diagonal` what a feature
 gets back of itself, through the feed-forward layer and through the values of attention (what passes
-through queries and keys links different features only, and they hold none of it); `Separable` the two
-Gram matrices of it, with gains and attention averaged over the tokens.
+through queries and keys links different features only, and they hold none of it, nor anything of a
+branch that attends to a memory); `Separable` the two Gram matrices of it, with gains and attention
+averaged over the tokens.
 """
 
 from __future__ import annotations
@@ -80,9 +81,11 @@ def _add_token_block(
 ) -> TokenBlock:
     if isinstance(tangent, FeedForwardTangent):
         jacobian = tangent.jacobian()
+    elif tangent.source_kernels is None:
+        return cov.add(branch)
     else:
-        h = tangent.mixing.weights.shape[0]
-        value = tangent.value_kernel.reshape(tangent.value_kernel.shape[0], h, -1)
+        h, value_kernel = tangent.mixing.weights.shape[0], tangent.source_kernels[1]
+        value = value_kernel.reshape(value_kernel.shape[0], h, -1)
         output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
         own = jnp.einsum("htt->ht", tangent.mixing.weights)
         jacobian = jnp.einsum("ihk,ht,hko->tio", value, own, output)
@@ -98,7 +101,10 @@ def _add_diagonal(
     if isinstance(tangent, FeedForwardTangent):
         returned = tangent.diagonal()
     else:
-        returned = jnp.einsum("htt,hd->td", tangent.mixing.weights, tangent.value_paths())
+        paths = tangent.value_paths()
+        if paths is None:
+            return cov.add(branch)
+        returned = jnp.einsum("htt,hd->td", tangent.mixing.weights, paths)
     if norm is not None:
         returned = returned * norm.gain
     cross = _bounded(cov.variance() * returned, cov, branch)
@@ -119,13 +125,16 @@ def _add_token_correlated(
         cross = scale * returned
         gram = cov.correlation * (scale @ returned.T)
     else:
+        value_paths = tangent.value_paths()
+        if value_paths is None:
+            return cov.add(branch)
 
         def head(weights: Array, paths: Array) -> tuple[Array, Array]:
             source = entering * paths[None, :]
             variance = scale * ((weights * cov.correlation) @ source)
             return variance, (cov.correlation * (scale @ source.T)) @ weights.T
 
-        parts = jax.vmap(head)(tangent.mixing.weights, tangent.value_paths())
+        parts = jax.vmap(head)(tangent.mixing.weights, value_paths)
         cross, gram = (jnp.sum(part, axis=0) for part in parts)
     cross = _bounded(cross, cov, branch)
     return TokenCorrelated.from_moments(
@@ -150,8 +159,10 @@ def _add_separable(
     features = cov.feature_gram() if norm is None else norm.feature_cross(cov)
     if isinstance(tangent, FeedForwardTangent):
         cross = _through_feed_forward(cov, entering, features, tangent)
+    elif tangent.source_kernels is None:
+        cross = _through_queries(cov, entering, features, tangent)
     else:
-        cross = _through_mixing(cov, entering, features, tangent)
+        cross = _through_mixing(cov, entering, features, tangent, *tangent.source_kernels)
     return Separable.from_moments(
         cov.variance() + branch.variance() + 2 * _bounded(cross.variance, cov, branch),
         cov.token_gram() + branch.token_gram() + cross.token_gram + cross.token_gram.T,
@@ -181,8 +192,30 @@ def _per_feature(total: Array, cov: Separable, entering: Array) -> Array:
     return safe_divide(total, jnp.broadcast_to(jnp.sum(cov.scale * entering, axis=0), total.shape))
 
 
-def _through_mixing(
+def _through_queries(
     cov: Separable, entering: Array, features: Array, tangent: AttentionTangent
+) -> _Cross:
+    """With a memory, the branch knows x by its queries alone."""
+    h = tangent.mixing.weights.shape[0]
+    v, own = split_heads(tangent.value, h), jnp.sum(cov.scale * entering, axis=1)
+    own = safe_divide(own, jnp.broadcast_to(jnp.sum(own), own.shape))
+    output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
+    bent = split_heads(features @ tangent.query_kernel, h) @ _query_jacobian(tangent, own, v)
+    by_scores = entering * _per_feature(jnp.einsum("hdk,hkd->d", bent, output), cov, entering)[None]
+    return _Cross(
+        cov.scale * by_scores,
+        cov.token_correlation * (cov.scale @ by_scores.T),
+        jnp.einsum("hik,hko->io", bent, output),
+    )
+
+
+def _through_mixing(
+    cov: Separable,
+    entering: Array,
+    features: Array,
+    tangent: AttentionTangent,
+    key_kernel: Array,
+    value_kernel: Array,
 ) -> _Cross:
     scale, h = cov.scale, tangent.mixing.weights.shape[0]
     tokens = cov.token_correlation * (scale @ entering.T)
@@ -192,10 +225,11 @@ def _through_mixing(
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     by_query, by_key, by_value = (
         split_heads(features @ kernel, h)
-        for kernel in (tangent.query_kernel, tangent.key_kernel, tangent.value_kernel)
+        for kernel in (tangent.query_kernel, key_kernel, value_kernel)
     )
     linked = tangent.mixing.weights * normal[None]  # (H, T, S)
-    mean_query, mean_key = _score_jacobians(tangent, linked, jnp.diagonal(normal), v)
+    mean_query = _query_jacobian(tangent, jnp.diagonal(normal), v)
+    mean_key = _key_jacobian(tangent, linked, v)
     bent = by_query @ mean_query + by_key @ mean_key  # (H, D, K)
     straight = by_value * jnp.sum(linked, axis=(1, 2))[:, None, None]
     feature_gram = jnp.einsum("hik,hko->io", straight + bent, output)
@@ -214,28 +248,41 @@ def _through_mixing(
     return _Cross(variance, gram, feature_gram)
 
 
-def _score_jacobians(
-    tangent: AttentionTangent, linked: Array, own: Array, v: Array
-) -> tuple[Array, Array]:
-    """The average Jacobians of a head's output with respect to its queries and to its keys, (H, K, K).
+def _query_jacobian(tangent: AttentionTangent, own: Array, v: Array) -> Array:
+    """The average Jacobian of a head's output with respect to its queries, (H, K, K).
 
-    d A_a / d q_a = sum_c W_ac k_c (v_c - A_a)^T / sqrt(K), averaged with the variance of the tokens;
-    d A_a / d k_c = W_ac q_a (v_c - A_a)^T / sqrt(K), with their covariance.
+    d A_a / d q_a = sum_c W_ac k_c (v_c - A_a)^T / sqrt(K), averaged with the variance of the tokens.
+
+    Args:
+      tangent: of the attention.
+      own: shares of the tokens, (T,).
+      v: mean values, (H, S, K).
+    """
+    weights = tangent.mixing.weights
+    h, _, width = v.shape
+    k, mean, shares = split_heads(tangent.key, h), weights @ v, own[None]
+    if tangent.mixing.gain is not None:
+        shares = shares * tangent.mixing.gain
+    else:
+        shares = jnp.broadcast_to(shares, weights.shape[:2])
+    seen = jnp.einsum("ht,htc->hc", shares, weights)
+    result = jnp.einsum("hcd,hc,hce->hde", k, seen, v)
+    result = result - jnp.einsum("htd,ht,hte->hde", weights @ k, shares, mean)
+    return result / jnp.sqrt(jnp.asarray(width, v.dtype))
+
+
+def _key_jacobian(tangent: AttentionTangent, linked: Array, v: Array) -> Array:
+    """The same with respect to its keys, averaged with the tokens' covariance times W, (H, T, S).
+
+    d A_a / d k_c = W_ac q_a (v_c - A_a)^T / sqrt(K).
     """
     h, _, width = v.shape
-    q, k = split_heads(tangent.query, h), split_heads(tangent.key, h)
+    if tangent.mixing.gain is not None:
+        linked = linked * tangent.mixing.gain[:, :, None]
     mean = tangent.mixing.weights @ v
-    gain = (
-        jnp.ones((h, q.shape[1]), v.dtype) if tangent.mixing.gain is None else tangent.mixing.gain
-    )
-    own, linked = own[None] * gain, linked * gain[:, :, None]
-    seen = jnp.einsum("ht,htc->hc", own, tangent.mixing.weights)
-    by_query = jnp.einsum("hcd,hc,hce->hde", k, seen, v) - jnp.einsum(
-        "htd,ht,hte->hde", tangent.mixing.weights @ k, own, mean
-    )
     left = linked @ v - jnp.sum(linked, axis=2)[..., None] * mean
-    root = jnp.sqrt(jnp.asarray(width, v.dtype))
-    return by_query / root, jnp.einsum("htd,hte->hde", q, left) / root
+    result = jnp.einsum("htd,hte->hde", split_heads(tangent.query, h), left)
+    return result / jnp.sqrt(jnp.asarray(width, v.dtype))
 
 
 def _bounded(cross: Array, cov: Covariance, branch: Covariance) -> Array:

@@ -43,7 +43,7 @@ class _Shared(NamedTuple):
     """The input's variance, and one head's kernels."""
 
     variance: Array  # (T, D)
-    query_kernel: Array  # (D, K)
+    query_kernel: Array | None  # (D, K); None where queries are made of another sequence
     key_kernel: Array  # (D, K)
     value_kernel: Array  # (D, K)
 
@@ -74,7 +74,7 @@ class _Rows(NamedTuple):
 
 def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), variance, and weights (H, T, S)."""
-    shared_axes = None if inputs.shared is None else _Shared._make((None, 0, 0, 0))
+    shared_axes = _Shared._make((None, 0, 0, 0))
     mean, variance, weights = jax.vmap(
         lambda q, k, v, shared, mask: _head(q, k, v, shared, mask, inputs.order),
         in_axes=(0, 0, 0, shared_axes, None if inputs.mask is None else 0),
@@ -94,20 +94,23 @@ def _part(projection: Projection[Diagonal], num_heads: int) -> _Part:
     )
 
 
-def _shared(shared: SharedInput[Diagonal] | None, num_heads: int) -> _Shared | None:
-    if shared is None:
-        return None
-    kernels = (shared.query_kernel, shared.key_kernel, shared.value_kernel)
-    return _Shared(shared.cov.variances, *(split_heads(kernel, num_heads) for kernel in kernels))
+def _shared(shared: SharedInput[Diagonal], num_heads: int) -> _Shared:
+    query = shared.query_kernel
+    return _Shared(
+        shared.cov.variances,
+        None if query is None else split_heads(query, num_heads),
+        split_heads(shared.key_kernel, num_heads),
+        split_heads(shared.value_kernel, num_heads),
+    )
 
 
 def _head(
-    q: _Part, k: _Part, v: _Part, shared: _Shared | None, mask: Array | None, order: int
+    q: _Part, k: _Part, v: _Part, shared: _Shared, mask: Array | None, order: int
 ) -> tuple[Array, Array, Array]:
     """Mean (T, K), variance (T, K) and weights (T, S) of one head."""
     width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
     scores = q.mean @ k.mean.T
-    if order == 2 and shared is not None:
+    if order == 2 and shared.query_kernel is not None:
         metric = jnp.sum(shared.query_kernel * shared.key_kernel, axis=1)
         scores = scores + jnp.diag(shared.variance @ metric)
     scores = materialized(scores / jnp.sqrt(width))
@@ -117,7 +120,7 @@ def _head(
     weights = materialized(weights)
     mean = weights @ v.mean
     variance, gain = _variance(v, rows, weights, mean, order)
-    if order == 2 and shared is not None:
+    if order == 2:
         mean = mean + gain[:, None] * _shared_mean(q, k, shared, weights)
     return mean, variance, weights
 
@@ -168,6 +171,8 @@ def _shared_mean(q: _Part, k: _Part, shared: _Shared, weights: Array) -> Array:
     """
     width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
     by_key = (q.mean @ shared.key_kernel.T) * ((weights - weights**2) @ shared.variance)
+    if shared.query_kernel is None:
+        return by_key @ shared.value_kernel / jnp.sqrt(width)
     offset = k.mean - weights @ k.mean
     by_query = (offset @ shared.query_kernel.T) * (jnp.diagonal(weights)[:, None] * shared.variance)
     return (by_key + by_query) @ shared.value_kernel / jnp.sqrt(width)

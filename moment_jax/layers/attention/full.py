@@ -18,7 +18,7 @@ Array = jax.Array
 class _Joint(NamedTuple):
     """Means (H, T, K) and covariances (H, T, K, H, T, K) of queries, keys and values, jointly.
 
-    The cross-covariances are None where the input of the queries is independent or certain.
+    Those of the queries with the rest are None where the queries are made of another sequence.
     """
 
     q: Array
@@ -29,7 +29,7 @@ class _Joint(NamedTuple):
     vv: Array
     qk: Array | None
     qv: Array | None
-    kv: Array | None
+    kv: Array
 
 
 class _Rows(NamedTuple):
@@ -67,8 +67,7 @@ def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:
         rows = _Rows(jnp.einsum("hachaf->hacf", score_cov))
         weights = expected_softmax(scores, rows, inputs.mask)
     weight_cov = _through_softmax(weights, _swap(_through_softmax(weights, _swap(score_cov))))
-    cross = _score_value_cov(joint)
-    weight_value = None if cross is None else _through_softmax(weights, cross / root)
+    weight_value = _through_softmax(weights, _score_value_cov(joint) / root)
     mean, cov, gain = _output(joint, weights, weight_cov, weight_value, inputs.order)
     return mean, cov, Mixing(weights, gain)
 
@@ -78,8 +77,7 @@ def _joint(inputs: Inputs[Full]) -> _Joint:
     q, k, v = (split_heads(p.mean, h) for p in (inputs.query, inputs.key, inputs.value))
     qq, kk, vv = (_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value))
     shared = inputs.shared
-    if shared is None:
-        return _Joint(q, k, v, qq, kk, vv, None, None, None)
+    query = shared.query_kernel
 
     def cross(left: Array, right: Array) -> Array:
         return _split_both(jnp.einsum("ip,tisj,jq->tpsq", left, shared.cov.cov, right), h)
@@ -91,8 +89,8 @@ def _joint(inputs: Inputs[Full]) -> _Joint:
         qq,
         kk,
         vv,
-        cross(shared.query_kernel, shared.key_kernel),
-        cross(shared.query_kernel, shared.value_kernel),
+        None if query is None else cross(query, shared.key_kernel),
+        None if query is None else cross(query, shared.value_kernel),
         cross(shared.key_kernel, shared.value_kernel),
     )
 
@@ -121,13 +119,12 @@ def _score_cov(joint: _Joint) -> Array:
     )
 
 
-def _score_value_cov(joint: _Joint) -> Array | None:
+def _score_value_cov(joint: _Joint) -> Array:
     """Cov[q_ha . k_hc, v_gfe], (H, T, S, H, S, K)."""
-    if joint.qv is None or joint.kv is None:
-        return None
-    return jnp.einsum("had,hcdgfe->hacgfe", joint.q, joint.kv) + jnp.einsum(
-        "hcd,hadgfe->hacgfe", joint.k, joint.qv
-    )
+    by_key = jnp.einsum("had,hcdgfe->hacgfe", joint.q, joint.kv)
+    if joint.qv is None:
+        return by_key
+    return by_key + jnp.einsum("hcd,hadgfe->hacgfe", joint.k, joint.qv)
 
 
 def _swap(cov: Array) -> Array:
@@ -143,7 +140,7 @@ def _through_softmax(weights: Array, cov: Array) -> Array:
 
 
 def _output(
-    joint: _Joint, weights: Array, weight_cov: Array, weight_value: Array | None, order: int
+    joint: _Joint, weights: Array, weight_cov: Array, weight_value: Array, order: int
 ) -> tuple[Array, Full, Array | None]:
     """Moments of A_had = sum_c W_hac v_hcd, exact for jointly Gaussian weights and values."""
     v, vv = joint.v, joint.vv
@@ -159,15 +156,11 @@ def _output(
         kept = saturation(jnp.einsum("hadhad->ha", by_scores), within)
         gain = kept[:, :, None]
         by_scores = gain[..., None, None, None] * by_scores * gain[None, None, None]
-        if weight_value is not None:
-            weight_value = gain[..., None, None, None] * weight_value
-    cov = by_scores + by_values
-    if weight_value is not None:
-        if order == 2:
-            mean = mean + jnp.einsum("hachcd->had", weight_value)
-        both = jnp.einsum("hacgfe,gbfhcd->hadgbe", weight_value, weight_value)
-        half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, weights, weight_value)
-        cov = cov + both + half + _swap(half)
+        weight_value = gain[..., None, None, None] * weight_value
+        mean = mean + jnp.einsum("hachcd->had", weight_value)
+    both = jnp.einsum("hacgfe,gbfhcd->hadgbe", weight_value, weight_value)
+    half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, weights, weight_value)
+    cov = by_scores + by_values + both + half + _swap(half)
     h, t, k = mean.shape
     cov = cov.transpose(1, 0, 2, 4, 3, 5).reshape(t, h * k, t, h * k)
     return mean.swapaxes(0, 1).reshape(t, h * k), Full(cov), kept

@@ -22,13 +22,13 @@ class Projection(NamedTuple, Generic[S]):
 
 
 class SharedInput(NamedTuple, Generic[S]):
-    """The random sequence that queries, keys and values have in common, and how it enters each.
+    """The random sequence that keys and values have in common, and queries too in self-attention.
 
     Their weights are independent, so Cov[q, k] = query_kernel^T Cov[x] key_kernel, and so on.
     """
 
     cov: S
-    query_kernel: Array  # (D, H K), mean of the query kernel
+    query_kernel: Array | None  # (D, H K), mean; None where queries are made of another sequence
     key_kernel: Array  # (D, H K)
     value_kernel: Array  # (D, H K)
 
@@ -48,7 +48,7 @@ class Inputs(NamedTuple, Generic[S]):
     key: Projection[S]
     value: Projection[S]
     key_input: KeyInput[S]
-    shared: SharedInput[S] | None  # None where the queries' input is independent of the keys'
+    shared: SharedInput[S]
     output: DenseParams  # the output projection, (H K, D)
     mask: Array | None  # (H, T, S) boolean, True where a query may look
     num_heads: int

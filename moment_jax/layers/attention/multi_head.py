@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,59 @@ def attention(
     return out_mean, out_cov
 
 
+def cross_attention(
+    mean: Array,
+    cov: S,
+    memory_mean: Array,
+    memory_cov: S,
+    params: AttentionParams,
+    *,
+    num_heads: int,
+    mask: Array | None = None,
+    order: int = 2,
+) -> tuple[Array, S]:
+    """Moments of multi-head attention of a random sequence x to a random memory.
+
+    Queries are made of x, keys and values of the memory. What keys and values share through the memory
+    is kept as in `attention`.
+
+    Assumes that x, the memory and the four weight matrices are independent of each other. In a decoder
+    that holds for the first block; later ones have looked at the memory already.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+      memory_mean: mean of the memory, (S, E).
+      memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
+      params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D) of the
+        output.
+      num_heads: H.
+      mask: (T, S) or (H, T, S) boolean, True where a query may look at a key, as for `attention`.
+      order: 1 or 2, as for `attention`.
+
+    Returns:
+      Mean (T, D) and covariance of the output, in the structure of `cov`.
+
+    Raises:
+      ValueError: if shapes do not fit or the heads do not divide the width. TypeError: if the two
+        covariances are of different structures.
+
+    Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
+    """
+    memory = Memory(memory_mean, memory_cov)
+    out_mean, out_cov, _ = attention_and_tangent(
+        mean, cov, params, num_heads=num_heads, mask=mask, order=order, memory=memory
+    )
+    return out_mean, out_cov
+
+
+class Memory(NamedTuple):
+    """The random sequence that a decoder looks at."""
+
+    mean: Array  # (S, E)
+    cov: Covariance
+
+
 def attention_and_tangent(
     mean: Array,
     cov: S,
@@ -115,30 +168,23 @@ def attention_and_tangent(
     num_heads: int,
     mask: Array | None,
     order: int,
+    memory: Memory | None = None,
 ) -> tuple[Array, S, AttentionTangent]:
-    """`attention`, and the linear map by which its covariance carries the covariance of x."""
-    check_moments("attention", mean, cov)
-    check_order("attention", order)
-    for projection in (params.query, params.key, params.value):
-        check_kernel("attention", mean.shape[1], projection.kernel)
-    widths = [p.kernel.shape[1] for p in (params.query, params.key, params.value)]
-    check_heads("attention", num_heads, *widths)
-    if len(set(widths)) > 1:
-        raise ValueError(
-            "`attention` needs query, key and value kernels of one width (D, H K). Got widths "
-            f"{widths}."
-        )
-    t = mean.shape[0]
-    check_mask("attention", mask, num_heads, t, t)
+    """`attention`, or `cross_attention` with a memory, and the map by which it carries Cov[x]."""
+    name = "attention" if memory is None else "cross_attention"
+    check_moments(name, mean, cov)
+    source = Memory(mean, cov) if memory is None else memory
+    _check(name, mean, cov, source, params, num_heads, mask)
+    check_order(name, order)
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (num_heads, t, t))
+        mask = jnp.broadcast_to(mask, (num_heads, mean.shape[0], source.mean.shape[0]))
     kernels = (params.query.kernel.mean, params.key.kernel.mean, params.value.kernel.mean)
-    inputs = Inputs(
+    inputs: Inputs[Any] = Inputs(
         Projection(*dense(mean, cov, params.query)),
-        Projection(*dense(mean, cov, params.key)),
-        Projection(*dense(mean, cov, params.value)),
-        KeyInput(mean, cov, params.key.kernel),
-        SharedInput(cov, *kernels),
+        Projection(*dense(*source, params.key)),
+        Projection(*dense(*source, params.value)),
+        KeyInput(*source, params.key.kernel),
+        SharedInput(source.cov, kernels[0] if memory is None else None, *kernels[1:]),
         params.output,
         mask,
         num_heads,
@@ -150,7 +196,38 @@ def attention_and_tangent(
         inputs.key.mean,
         inputs.value.mean,
         mixing,
-        *kernels,
+        kernels[0],
+        None if memory is not None else (kernels[1], kernels[2]),
         params.output.kernel.mean,
     )
     return out_mean, out_cov, tangent
+
+
+def _check(
+    name: str,
+    mean: Array,
+    cov: Covariance,
+    source: Memory,
+    params: AttentionParams,
+    num_heads: int,
+    mask: Array | None,
+) -> None:
+    """Raise unless sequences, kernels, heads and mask fit."""
+    if source.mean is not mean:
+        check_moments(f"{name}'s memory", source.mean, source.cov)
+        if type(source.cov) is not type(cov):
+            raise TypeError(
+                f"`{name}` needs x and the memory in one structure. Got {type(cov).__name__} and "
+                f"{type(source.cov).__name__}. Use {type(cov).__name__}.project(cov.to_dense()), or "
+                "one structure for encoder and decoder."
+            )
+    check_kernel(name, mean.shape[1], params.query.kernel)
+    for projection in (params.key, params.value):
+        check_kernel(name, source.mean.shape[1], projection.kernel)
+    widths = [p.kernel.shape[1] for p in (params.query, params.key, params.value)]
+    check_heads(name, num_heads, *widths)
+    if len(set(widths)) > 1:
+        raise ValueError(
+            f"`{name}` needs query, key and value kernels of one width (D, H K). Got widths {widths}."
+        )
+    check_mask(name, mask, num_heads, mean.shape[0], source.mean.shape[0])

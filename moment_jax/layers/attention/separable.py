@@ -50,9 +50,9 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
 
 
 def _each_head(
-    mix: Callable[[Head, Links | None, Array | None], Mixed],
+    mix: Callable[[Head, Links, Array | None], Mixed],
     heads: Head,
-    links: Links | None,
+    links: Links,
     mask: Array | None,
 ) -> Mixed:
     """All heads at once, or one after another where their (T, S) arrays are many and large.
@@ -61,14 +61,13 @@ def _each_head(
     """
     h, t, _ = heads.query.shape
     if h * t * heads.key.shape[1] <= _MANY_SCORES:
-        axes = None if links is None else Links._make((None, 0, 0, 0))
+        axes = Links._make((None, 0, 0, 0))
         return jax.vmap(mix, in_axes=(0, axes, None if mask is None else 0))(heads, links, mask)
 
-    def one(head: tuple[Head, tuple[Array, ...] | None, Array | None]) -> Mixed:
-        own = None if links is None or head[1] is None else Links(links.tokens, *head[1])
-        return mix(head[0], own, head[2])
+    def one(head: tuple[Head, tuple[Array | None, ...], Array | None]) -> Mixed:
+        return mix(head[0], Links._make((links.tokens, *head[1])), head[2])
 
-    return jax.lax.map(jax.checkpoint(one), (heads, None if links is None else links[1:], mask))
+    return jax.lax.map(jax.checkpoint(one), (heads, links[1:], mask))
 
 
 def _output_cov(

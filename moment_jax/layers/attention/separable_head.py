@@ -67,21 +67,19 @@ class Mixed(NamedTuple):
     variance: Array  # variance of the projected output by the scores, (T, D)
 
 
-def mix_head(
-    head: Head, tokens: Tokens, links: Links | None, mask: Array | None, order: int
-) -> Mixed:
+def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order: int) -> Mixed:
     """Mix the tokens of one head.
 
     Args:
       head: the head's moments, and the part of the output kernel that it meets.
       tokens: what all heads have in common.
-      links: what queries, keys and values share; None where they are independent.
+      links: what keys and values share, and queries with them.
       mask: (T, S) boolean, True where a query may look; None for all.
       order: 1 (Taylor at the mean) or 2.
     """
     width = jnp.asarray(head.query.shape[1], head.query.dtype)
     scores = head.query @ head.key.T
-    if order == 2 and links is not None:
+    if order == 2 and links.query_key is not None:
         scores = scores + links.tokens * jnp.trace(links.query_key)
     scores = materialized(scores / jnp.sqrt(width))
     rows = _rows(head, tokens, width)
@@ -99,17 +97,16 @@ def mix_head(
     independent = jnp.sum(noisy * products.spread(), axis=1)
     size = safe_divide(jnp.maximum(jnp.diagonal(token_gram), 0), independent)
     energy, variance = _by_independent_keys(head, tokens, noisy, weights, mean, reach)
-    if links is not None:
-        gain = noise.gain / jnp.sqrt(width)
-        linked = weights @ links.tokens
-        centres = Centres(head.query, head.key, head.value)
-        crossed_tokens, crossed_features = score_value(
-            centres, links, weights, mean, gain, linked, head.metric
-        )
-        token_gram = token_gram + crossed_tokens + crossed_tokens.T
-        feature_gram = feature_gram + crossed_features + crossed_features.T
-        if order == 2:
-            mean = mean + shared_mean(centres, links, weights, gain, linked)
+    gain = noise.gain / jnp.sqrt(width)
+    linked = weights @ links.tokens
+    centres = Centres(head.query, head.key, head.value)
+    crossed_tokens, crossed_features = score_value(
+        centres, links, weights, mean, gain, linked, head.metric
+    )
+    token_gram = token_gram + crossed_tokens + crossed_tokens.T
+    feature_gram = feature_gram + crossed_features + crossed_features.T
+    if order == 2:
+        mean = mean + shared_mean(centres, links, weights, gain, linked)
     return Mixed(
         mean,
         weights,

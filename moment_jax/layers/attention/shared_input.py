@@ -1,4 +1,4 @@
-"""What queries, keys and values of `Separable` owe to the random input that they share.
+"""What keys and values of `Separable`, and queries, owe to the random input that they share.
 
 The input is read as Cov[x_ti, x_sj] = G_ts F_ij / tr F, with its Gram matrices G and F. Then scores and
 values are correlated: it moves the mean of weights @ values, and adds to its covariance.
@@ -29,16 +29,14 @@ class Centres(NamedTuple):
 class Links(NamedTuple):
     """What one head's queries, keys and values share: Cov[k_cd, v_fe] = tokens_cf key_value_de."""
 
-    tokens: Array  # token Gram matrix of the input, (T, T)
-    query_key: Array  # (K, K)
-    query_value: Array  # (K, K)
+    tokens: Array  # token Gram matrix of the input, (S, S)
     key_value: Array  # (K, K)
+    query_key: Array | None  # (K, K); None where queries are made of another sequence
+    query_value: Array | None  # (K, K)
 
 
-def make_links(shared: SharedInput[Separable] | None, num_heads: int) -> Links | None:
-    """The links of every head, leading axis H but for `tokens`; None where nothing is shared."""
-    if shared is None:
-        return None
+def make_links(shared: SharedInput[Separable], num_heads: int) -> Links:
+    """The links of every head, leading axis H but for `tokens`."""
     feature_gram = shared.cov.feature_gram()
     total = jnp.trace(feature_gram)
 
@@ -47,7 +45,10 @@ def make_links(shared: SharedInput[Separable] | None, num_heads: int) -> Links |
         return safe_divide(jnp.swapaxes(left, 1, 2) @ right, jnp.broadcast_to(total, (1, 1, 1)))
 
     query, key, value = shared.query_kernel, shared.key_kernel, shared.value_kernel
-    return Links(shared.cov.token_gram(), pair(query, key), pair(query, value), pair(key, value))
+    tokens, key_value = shared.cov.token_gram(), pair(key, value)
+    if query is None:
+        return Links(tokens, key_value, None, None)
+    return Links(tokens, key_value, pair(query, key), pair(query, value))
 
 
 def shared_mean(centres: Centres, links: Links, weights: Array, gain: Array, reach: Array) -> Array:
@@ -65,8 +66,10 @@ def shared_mean(centres: Centres, links: Links, weights: Array, gain: Array, rea
     """
     tokens = links.tokens
     spread = weights @ jnp.diagonal(tokens) - jnp.sum(weights * reach, axis=1)
-    linked = weights * tokens
     by_key = spread[:, None] * (centres.query @ links.key_value)
+    if links.query_value is None:
+        return gain[:, None] * by_key
+    linked = weights * tokens
     by_query = linked @ centres.key - jnp.sum(linked, axis=1, keepdims=True) * (
         weights @ centres.key
     )
@@ -89,17 +92,19 @@ def score_value(
     The arguments are those of `shared_mean`, the mean A = W v, (T, K), and the metric, (K, K).
     """
     valued, averaged = centres.value @ metric, mean @ metric
-    by_key, by_query = (
-        centres.query @ links.key_value,
-        centres.key @ links.query_value,
-    )  # (T, K), (S, K)
+    by_key = centres.query @ links.key_value  # (T, K)
     lean = by_key @ valued.T - jnp.sum(by_key * averaged, axis=1, keepdims=True)
-    turn = weights @ jnp.sum(valued * by_query, axis=1)
-    turn = turn - jnp.sum(averaged * (weights @ by_query), axis=1)
-    token_gram = (weights * lean) @ reach.T + turn[:, None] * reach.T
+    token_gram = (weights * lean) @ reach.T
     near = gain[:, None] * weights * reach
     centred = near @ centres.value - jnp.sum(near, axis=1, keepdims=True) * mean
+    feature_gram = centred.T @ by_key
+    if links.query_value is None:
+        return gain[:, None] * token_gram, feature_gram
+    by_query = centres.key @ links.query_value  # (S, K)
+    turn = weights @ jnp.sum(valued * by_query, axis=1)
+    turn = turn - jnp.sum(averaged * (weights @ by_query), axis=1)
+    token_gram = token_gram + turn[:, None] * reach.T
     own = gain * jnp.diagonal(reach)
     far = (centres.value.T * (own @ weights)[None, :]) @ by_query
     far = far - (own[:, None] * mean).T @ (weights @ by_query)
-    return gain[:, None] * token_gram, centred.T @ by_key + far
+    return gain[:, None] * token_gram, feature_gram + far

@@ -16,12 +16,11 @@ class AttentionTangent(NamedTuple):
     """Attention linearised: weights and means as they stand in the moments of its output."""
 
     query: Array  # mean of the queries, (T, H K)
-    key: Array  # (T, H K)
-    value: Array  # (T, H K)
-    mixing: Mixing  # weights (H, T, T) and gain
+    key: Array  # (S, H K)
+    value: Array  # (S, H K)
+    mixing: Mixing  # weights (H, T, S) and gain
     query_kernel: Array  # (D, H K)
-    key_kernel: Array  # (D, H K)
-    value_kernel: Array  # (D, H K)
+    source_kernels: tuple[Array, Array] | None  # of keys and values, (D, H K); None: of a memory
     output_kernel: Array  # (H K, D)
 
     def __call__(self, change: Array) -> Array:
@@ -29,21 +28,23 @@ class AttentionTangent(NamedTuple):
         weights = self.mixing.weights
         h = weights.shape[0]
         q, k, v = (split_heads(mean, h) for mean in (self.query, self.key, self.value))
-        dq, dk, dv = (
-            split_heads(change @ kernel, h)
-            for kernel in (self.query_kernel, self.key_kernel, self.value_kernel)
-        )
-        scores = jnp.einsum("had,hcd->hac", dq, k) + jnp.einsum("had,hcd->hac", q, dk)
+        scores = jnp.einsum("had,hcd->hac", split_heads(change @ self.query_kernel, h), k)
+        straight = jnp.zeros_like(q)
+        if self.source_kernels is not None:
+            dk, dv = (split_heads(change @ kernel, h) for kernel in self.source_kernels)
+            scores, straight = scores + jnp.einsum("had,hcd->hac", q, dk), weights @ dv
         scores = scores / jnp.sqrt(jnp.asarray(q.shape[2], scores.dtype))
         centred = scores - jnp.sum(weights * scores, axis=2, keepdims=True)
         by_scores = (weights * centred) @ v
         if self.mixing.gain is not None:
             by_scores = self.mixing.gain[:, :, None] * by_scores
-        mixed = weights @ dv + by_scores
-        return merge_heads(mixed) @ self.output_kernel
+        return merge_heads(straight + by_scores) @ self.output_kernel
 
-    def value_paths(self) -> Array:
-        """For each head the diagonal of value_kernel @ output_kernel, (H, D)."""
-        h, d = self.mixing.weights.shape[0], self.value_kernel.shape[0]
-        paths = self.value_kernel * self.output_kernel.T
+    def value_paths(self) -> Array | None:
+        """For each head the diagonal of value_kernel @ output_kernel, (H, D); None with a memory."""
+        if self.source_kernels is None:
+            return None
+        value_kernel = self.source_kernels[1]
+        h, d = self.mixing.weights.shape[0], value_kernel.shape[0]
+        paths = value_kernel * self.output_kernel.T
         return jnp.sum(paths.reshape(d, h, -1), axis=2).T

@@ -31,8 +31,9 @@ def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Mixi
     query_moment = query_cov + jnp.einsum("had,gae->ahdge", q, q)
     own = jnp.einsum("ahdge,chdge->hgac", query_moment, key_cov) / width
     scores = jnp.einsum("had,hcd->hac", q, k)
-    if inputs.order == 2 and inputs.shared is not None:
-        scores = scores + _shared_scores(inputs.shared, h)
+    query_kernel = inputs.shared.query_kernel
+    if inputs.order == 2 and query_kernel is not None:
+        scores = scores + _shared_scores(inputs.shared, query_kernel, h)
     scores = scores / jnp.sqrt(jnp.asarray(width, scores.dtype))
     if inputs.order == 1:
         weights = masked_softmax(scores, inputs.mask)
@@ -79,9 +80,9 @@ def _head_blocks(cov: TokenBlock, num_heads: int) -> Array:
     return cov.blocks.reshape(t, num_heads, k, num_heads, k)
 
 
-def _shared_scores(shared: SharedInput[TokenBlock], num_heads: int) -> Array:
+def _shared_scores(shared: SharedInput[TokenBlock], query_kernel: Array, num_heads: int) -> Array:
     """sum_d Cov[q_had, k_had]: with independent tokens, only of a token with itself, (H, T, T)."""
-    query, key = (split_heads(m, num_heads) for m in (shared.query_kernel, shared.key_kernel))
+    query, key = (split_heads(m, num_heads) for m in (query_kernel, shared.key_kernel))
     metric = jnp.einsum("hik,hjk->hij", query, key)
     return jax.vmap(jnp.diag)(jnp.einsum("tij,hij->ht", shared.cov.blocks, metric))
 

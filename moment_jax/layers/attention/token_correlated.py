@@ -57,7 +57,7 @@ class _SharedHead(NamedTuple):
 
     scale: Array
     correlation: Array
-    query_kernel: Array
+    query_kernel: Array | None  # None where queries are made of another sequence
     key_kernel: Array
     value_kernel: Array
 
@@ -71,7 +71,7 @@ def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenC
             axes,
             axes,
             axes,
-            None if inputs.shared is None else shared_axes,
+            shared_axes,
             None if inputs.mask is None else 0,
         ),
     )(
@@ -93,22 +93,19 @@ def _heads(projection: Projection[TokenCorrelated], num_heads: int) -> _Head:
     )
 
 
-def _shared_heads(
-    shared: SharedInput[TokenCorrelated] | None, num_heads: int
-) -> _SharedHead | None:
-    if shared is None:
-        return None
+def _shared_heads(shared: SharedInput[TokenCorrelated], num_heads: int) -> _SharedHead:
+    query = shared.query_kernel
     return _SharedHead(
         shared.cov.scale,
         shared.cov.correlation,
-        split_heads(shared.query_kernel, num_heads),
+        None if query is None else split_heads(query, num_heads),
         split_heads(shared.key_kernel, num_heads),
         split_heads(shared.value_kernel, num_heads),
     )
 
 
 def _head(
-    q: _Head, k: _Head, v: _Head, shared: _SharedHead | None, mask: Array | None, order: int
+    q: _Head, k: _Head, v: _Head, shared: _SharedHead, mask: Array | None, order: int
 ) -> tuple[Array, Array, Array, Array]:
     """Mean (T, K), variance (T, K), token Gram matrix (T, T) and weights (T, S) of one head."""
     rows, scores = _scores(q, k, shared, order)
@@ -116,14 +113,12 @@ def _head(
     weights = materialized(weights)
     mean = weights @ v.mean
     variance, gram, gain = _output_moments(v, rows, weights, mean, order)
-    if order == 2 and shared is not None:
+    if order == 2:
         mean = mean + gain[:, None] * _shared_mean(q, k, shared, weights)
     return mean, variance, gram, weights
 
 
-def _scores(
-    q: _Head, k: _Head, shared: _SharedHead | None, order: int
-) -> tuple[RowCovariance, Array]:
+def _scores(q: _Head, k: _Head, shared: _SharedHead, order: int) -> tuple[RowCovariance, Array]:
     """Covariance and mean (T, S) of the scores."""
     width = q.mean.shape[1]
     query_cov, query_mean = q.token_gram(), q.mean @ q.mean.T
@@ -134,7 +129,7 @@ def _scores(
         )
     )
     scores = q.mean @ k.mean.T
-    if order == 2 and shared is not None:
+    if order == 2 and shared.query_kernel is not None:
         # E[q . k] = E[q] . E[k] + sum_d Cov[q_d, k_d], through the input that both share.
         metric = jnp.sum(shared.query_kernel * shared.key_kernel, axis=1)
         scores = scores + shared.correlation * ((shared.scale * metric[None]) @ shared.scale.T)
@@ -168,14 +163,16 @@ def _shared_mean(q: _Head, k: _Head, shared: _SharedHead, weights: Array) -> Arr
     """
     scale = shared.scale
     by_query = q.mean @ shared.key_kernel.T  # q_a Mk^T, (T, D)
-    by_key = k.mean @ shared.query_kernel.T  # k_f Mq^T, (S, D)
     near = weights @ scale**2
     # sum_cf W_ac W_af Cov[x_ci, x_fi], with the token pattern of the sum over the features.
     gram = shared.correlation * (scale @ scale.T)
     far = jnp.sum(weights * (weights @ gram), axis=1, keepdims=True)
     far = safe_divide(far * near, jnp.sum(near, axis=1, keepdims=True))
-    linked = weights * shared.correlation
     key_side = by_query * (near - far)
-    query_side = scale * (linked @ (scale * by_key) - (weights @ by_key) * (linked @ scale))
     width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
+    if shared.query_kernel is None:
+        return key_side @ shared.value_kernel / jnp.sqrt(width)
+    by_key = k.mean @ shared.query_kernel.T  # k_f Mq^T, (S, D)
+    linked = weights * shared.correlation
+    query_side = scale * (linked @ (scale * by_key) - (weights @ by_key) * (linked @ scale))
     return (key_side + query_side) @ shared.value_kernel / jnp.sqrt(width)
