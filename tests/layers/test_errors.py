@@ -45,6 +45,38 @@ BLOCK = random_block(KEY, 4, 8)
         ),
         (lambda: mj.mean_pool(MEAN, COV, jnp.ones(4, bool)), ValueError, "mask of shape"),
         (
+            lambda: mj.cross_attention(
+                MEAN, COV, MEAN, mj.TokenBlock.zeros((3, 4)), BLOCK.attention, num_heads=2
+            ),
+            TypeError,
+            "in one structure",
+        ),
+        (
+            lambda: mj.cross_attention(MEAN, COV, MEAN[None], COV, BLOCK.attention, num_heads=2),
+            ValueError,
+            "cross_attention's memory",
+        ),
+        (
+            lambda: mj.cross_attention(
+                MEAN, COV, MEAN[:, :3], mj.Diagonal.zeros((3, 3)), BLOCK.attention, num_heads=2
+            ),
+            ValueError,
+            "in == 3",
+        ),
+        (
+            lambda: mj.cross_attention(
+                MEAN,
+                COV,
+                jnp.ones((2, 4)),
+                mj.Diagonal.zeros((2, 4)),
+                BLOCK.attention,
+                num_heads=2,
+                mask=jnp.ones((3, 3), bool),
+            ),
+            ValueError,
+            r"\(3, 2\)",
+        ),
+        (
             lambda: mj.attention(MEAN, COV, BLOCK.attention, num_heads=3),
             ValueError,
             "num_heads to divide",

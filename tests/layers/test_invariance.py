@@ -14,7 +14,9 @@ from tests.builders import (
     assert_close,
     random_block,
     random_cov,
+    random_dense,
     random_vector,
+    rank_one,
 )
 
 KEYS = jax.random.split(jax.random.key(2), 8)
@@ -35,6 +37,15 @@ POOLED = [
     for s in ALL_STRUCTURES
 ]
 
+MEMORY = jax.random.normal(KEYS[2], (5, 6))
+MEMORY_NOISE = random_dense(KEYS[3], (5, 6), 0.5)
+
+
+def cross_attention(mean, cov):
+    memory_cov = rank_one(type(cov).project(MEMORY_NOISE))
+    return mj.cross_attention(mean, cov, MEMORY, memory_cov, BLOCK.attention, num_heads=HEADS)
+
+
 TRANSFORMS = {
     "dense": lambda m, c: mj.dense(m, c, BLOCK.attention.query),
     "softmax": mj.softmax,
@@ -43,6 +54,7 @@ TRANSFORMS = {
     "gelu": mj.gelu,
     "tanh": lambda m, c: mj.activation(m, c, jnp.tanh),
     "attention": lambda m, c: mj.attention(m, c, BLOCK.attention, num_heads=HEADS),
+    "cross_attention": cross_attention,
     "feed_forward": lambda m, c: mj.feed_forward(m, c, BLOCK.feed_forward, activation=mj.relu),
     "post_norm": lambda m, c: mj.encoder_block(m, c, BLOCK, num_heads=HEADS),
     "pre_norm": lambda m, c: mj.encoder_block(m, c, BLOCK, num_heads=HEADS, norm_first=True),

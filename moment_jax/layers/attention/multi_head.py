@@ -213,7 +213,7 @@ def _check(
     mask: Array | None,
 ) -> None:
     """Raise unless sequences, kernels, heads and mask fit."""
-    if source.mean is not mean:
+    if source.cov is not cov:
         check_moments(f"{name}'s memory", source.mean, source.cov)
         if type(source.cov) is not type(cov):
             raise TypeError(
