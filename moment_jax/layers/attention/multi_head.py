@@ -213,8 +213,8 @@ def _check(
     mask: Array | None,
 ) -> None:
     """Raise unless sequences, kernels, heads and mask fit."""
-    if source.cov is not cov:
-        check_moments(f"{name}'s memory", source.mean, source.cov)
+    if name == "cross_attention":
+        check_moments("cross_attention's memory", source.mean, source.cov)
         if type(source.cov) is not type(cov):
             raise TypeError(
                 f"`{name}` needs x and the memory in one structure. Got {type(cov).__name__} and "
