@@ -4,6 +4,8 @@ from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.nn.decoder import Decoder
+from moment_jax.nn.decoder_block import DecoderBlock
 from moment_jax.nn.dense import Dense, LayerNorm
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.encoder_block import EncoderBlock
@@ -17,7 +19,9 @@ from moment_jax.nn.plain import (
     plain_linear,
     plain_norm,
 )
+from moment_jax.nn.plain_decoder import PlainDecoder, PlainDecoderBlock, PlainTransformer
 from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings
+from moment_jax.nn.transformer import Transformer
 from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
 from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams
 
@@ -28,18 +32,24 @@ __all__ = [
     "Activation",
     "BayesianModule",
     "Belief",
+    "Decoder",
+    "DecoderBlock",
     "Dense",
     "Encoder",
     "EncoderBlock",
     "LayerNorm",
     "MultiHeadAttention",
     "Patches",
+    "PlainDecoder",
+    "PlainDecoderBlock",
     "PlainEncoder",
     "PlainEncoderBlock",
     "PlainMLP",
+    "PlainTransformer",
     "PlainVisionTransformer",
     "PriorScale",
     "Settings",
+    "Transformer",
     "VariationalMean",
     "VariationalScale",
     "VisionTransformer",

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import Covariance
@@ -21,6 +20,7 @@ from moment_jax.nn.dense import LayerNorm
 from moment_jax.nn.encoder_block import EncoderBlock
 from moment_jax.nn.plain import PlainEncoder, plain_norm
 from moment_jax.nn.settings import Settings
+from moment_jax.nn.stack import through_blocks
 from moment_jax.reference import Stage
 
 Array = jax.Array
@@ -136,36 +136,14 @@ class Encoder(BayesianModule):
 
         return jax.checkpoint(step) if self.remat else step
 
-    def _alike(self, blocks: list[EncoderBlockParams]) -> bool:
-        """Whether the blocks differ by numbers alone; blocks with pruned heads do not."""
-        layouts = {
-            (
-                block.num_heads,
-                block.norm_first,
-                block.activation,
-                block.epsilon,
-                jax.tree.structure(beliefs),
-                tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(beliefs)),
-            )
-            for block, beliefs in zip(self.blocks, blocks, strict=True)
-        }
-        return len(layouts) == 1
-
     def moments(
         self, mean: Array, cov: Covariance, params: Any, mask: Array | None
     ) -> tuple[Array, Covariance]:
         """Moments of one sequence (T, D) with these beliefs."""
         blocks, final = params
-        if self._alike(blocks):
-            # One block is compiled, whatever their number; they differ by their beliefs alone.
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-            dtype = jnp.result_type(mean, *jax.tree.leaves(stacked))
-            start = jax.tree.map(lambda leaf: leaf.astype(dtype), (mean, cov))
-            step = self._step(self.blocks[0], mask)
-            (mean, cov), _ = jax.lax.scan(lambda c, p: (step(*c, p), None), start, stacked)
-        else:
-            for block, beliefs in zip(self.blocks, blocks, strict=True):
-                mean, cov = self._step(block, mask)(mean, cov, beliefs)
+        mean, cov = through_blocks(
+            self.blocks, lambda block: self._step(block, mask), blocks, mean, cov
+        )
         if final is not None:
             mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
         return mean, cov

@@ -14,6 +14,7 @@ from tests.builders import ALL_STRUCTURES, KERNEL_FAMILIES, assert_close
 
 FEATURES, HEADS = 4, 2
 X = jax.random.normal(jax.random.key(0), (2, 3, FEATURES), jnp.float32)
+MEMORY = jax.random.normal(jax.random.key(4), (2, 5, FEATURES), jnp.float32)
 IMAGES = jax.random.normal(jax.random.key(1), (2, 4, 4), jnp.float32)
 
 
@@ -42,6 +43,9 @@ MODULES = {
     "encoder": lambda **s: mj.nn.Encoder(
         2, FEATURES, HEADS, hidden_features=6, norm_first=True, rngs=nnx.Rngs(0), **s
     ),
+    "decoder": lambda **s: mj.nn.Decoder(
+        2, FEATURES, HEADS, hidden_features=6, norm_first=True, rngs=nnx.Rngs(0), **s
+    ),
     "mlp": lambda **s: mj.nn.MLP([FEATURES, 6, 2], rngs=nnx.Rngs(0), **s),
     "vision": vision,
 }
@@ -55,16 +59,17 @@ def call(module, *inputs):
 
 
 def inputs(name):
-    return IMAGES if name == "vision" else X
+    """The arguments of a module's call."""
+    return {"vision": (IMAGES,), "decoder": (X, MEMORY)}.get(name, (X,))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_certain_module_is_its_plain_network(name: str):
     """Point beliefs: the mean is Flax's output, nothing is uncertain, and `sample` is the mean."""
     module = MODULES[name](posterior=mj.posterior.Point)
-    mean, cov = call(module, inputs(name))
-    assert_close(mean, call(module.sample(jax.random.key(2)), inputs(name)), 1e-5)
-    assert_close(mean, call(module.mean_network(), inputs(name)), 1e-5)
+    mean, cov = call(module, *inputs(name))
+    assert_close(mean, call(module.sample(jax.random.key(2)), *inputs(name)), 1e-5)
+    assert_close(mean, call(module.mean_network(), *inputs(name)), 1e-5)
     # The square of float32 rounding is all that quadrature may leave.
     assert all(leaf.max() < 1e-12 for leaf in jax.tree.leaves(variances(cov)))
 
@@ -80,7 +85,7 @@ def test_from_deterministic_starts_at_the_network(name: str):
     plain = module.sample(jax.random.key(3))
     options = {"vision": {"activation": "relu"}}.get(name, {})
     again = type(module).from_deterministic(plain, relative_scale=0.05, **options)
-    assert_close(call(again.mean_network(), inputs(name)), call(plain, inputs(name)), 1e-5)
+    assert_close(call(again.mean_network(), *inputs(name)), call(plain, *inputs(name)), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""`DecoderBlock`: self-attention, attention to a memory and feed-forward layer, all weights random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
+from moment_jax.nn.activations import find_activation
+from moment_jax.nn.attention import MultiHeadAttention
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.batching import over_batch_with_memory
+from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.plain_decoder import PlainDecoderBlock
+from moment_jax.nn.settings import Settings
+
+Array = jax.Array
+
+_PARTS = ("self_attention", "norm1", "cross_attention", "norm2", "hidden", "output", "norm3")
+
+
+class DecoderBlock(BayesianModule):
+    """A Transformer decoder block with beliefs about all its weights.
+
+    Args:
+      num_features: D, of the sequence and of the memory.
+      num_heads: H, a divisor of D.
+      hidden_features: width of the feed-forward layer; 4 D where None.
+      norm_first: pre-norm if True, post-norm (the derivation's) if False.
+      activation: "relu", "gelu", "tanh" or "silu".
+      epsilon: added to the variance in the normalisations.
+      rngs: Flax random streams.
+      settings: keyword arguments of `Settings`.
+
+    Raises:
+      ValueError: if the heads do not divide the features, or the activation is unknown.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_heads: int,
+        *,
+        hidden_features: int | None = None,
+        norm_first: bool = False,
+        activation: str = "relu",
+        epsilon: float = 1e-6,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        self.settings = Settings(**settings)
+        self.num_heads = num_heads
+        self.norm_first = norm_first
+        self.activation = activation
+        find_activation(activation)
+        self.epsilon = epsilon
+        hidden = 4 * num_features if hidden_features is None else hidden_features
+        self.self_attention = MultiHeadAttention(num_features, num_heads, rngs=rngs, **settings)
+        self.norm1 = LayerNorm(num_features, epsilon=epsilon, **settings)
+        self.cross_attention = MultiHeadAttention(num_features, num_heads, rngs=rngs, **settings)
+        self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
+        self.hidden = Dense(num_features, hidden, rngs=rngs, **settings)
+        self.output = Dense(hidden, num_features, rngs=rngs, **settings)
+        self.norm3 = LayerNorm(num_features, epsilon=epsilon, **settings)
+
+    @classmethod
+    def from_deterministic(
+        cls, block: PlainDecoderBlock, *, activation: str = "relu", **settings: Any
+    ) -> DecoderBlock:
+        """Beliefs that start at the weights of a trained plain block with this activation."""
+        new = cls(
+            block.hidden.in_features,
+            block.self_attention.num_heads,
+            hidden_features=block.hidden.out_features,
+            norm_first=block.norm_first,
+            activation=activation,
+            epsilon=block.norm1.epsilon,
+            rngs=nnx.Rngs(0),
+            **settings,
+        )
+        new.load(block)
+        return new
+
+    def load(self, block: PlainDecoderBlock) -> None:
+        """Take the weights of a plain block as means."""
+        for name in _PARTS:
+            getattr(self, name).load(getattr(block, name))
+
+    @property
+    def params(self) -> DecoderBlockParams:
+        """Beliefs about all sublayers."""
+        return DecoderBlockParams(
+            self.self_attention.params,
+            self.norm1.params,
+            self.cross_attention.params,
+            self.norm2.params,
+            FeedForwardParams(self.hidden.params, self.output.params),
+            self.norm3.params,
+        )
+
+    def network(self, params: DecoderBlockParams) -> PlainDecoderBlock:
+        """The plain block with these arrays."""
+        return PlainDecoderBlock(
+            params,
+            num_heads=self.num_heads,
+            norm_first=self.norm_first,
+            activation=find_activation(self.activation).plain,
+            epsilon=self.epsilon,
+        )
+
+    def moments(
+        self,
+        mean: Array,
+        cov: Covariance,
+        memory_mean: Array,
+        memory_cov: Covariance,
+        params: DecoderBlockParams,
+        mask: Array | None,
+        memory_mask: Array | None,
+    ) -> tuple[Array, Covariance]:
+        """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
+        return decoder_block(
+            mean,
+            cov,
+            memory_mean,
+            memory_cov,
+            params,
+            num_heads=self.num_heads,
+            norm_first=self.norm_first,
+            activation=find_activation(self.activation).moments,
+            mask=mask,
+            memory_mask=memory_mask,
+            epsilon=self.epsilon,
+        )
+
+    def __call__(
+        self,
+        mean: Array,
+        memory_mean: Array,
+        cov: Covariance | None = None,
+        memory_cov: Covariance | None = None,
+        mask: Array | None = None,
+        memory_mask: Array | None = None,
+    ) -> tuple[Array, Covariance]:
+        """Moments of the output, (..., T, D), with a memory (..., S, D); masks as `decoder_block`'s."""
+        params = self.params
+        return over_batch_with_memory(
+            lambda m, c, n, d: self.moments(m, c, n, d, params, mask, memory_mask),
+            mean,
+            cov,
+            memory_mean,
+            memory_cov,
+            self.settings.structure,
+        )

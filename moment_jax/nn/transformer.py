@@ -1,0 +1,116 @@
+"""`Transformer`: an encoder, and a decoder that looks at what it says, all weights random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moment_jax.covariance import Covariance
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.batching import over_batch_with_memory
+from moment_jax.nn.decoder import Decoder
+from moment_jax.nn.encoder import Encoder
+from moment_jax.nn.plain_decoder import PlainTransformer
+from moment_jax.nn.settings import Settings
+
+Array = jax.Array
+
+
+class Transformer(BayesianModule):
+    """An encoder of the source and a decoder of the target, between embeddings and a head of yours.
+
+    The moments of the encoder's output are the decoder's memory, with its covariance. A decoder that
+    must not see later tokens needs a mask, `jnp.tril(jnp.ones((T, T), bool))`.
+
+    Assumes that the decoder's sequence and its memory are independent, as `mj.decoder_block` says.
+
+    Args:
+      num_features: D.
+      num_heads: H, a divisor of D.
+      num_encoder_blocks: L.
+      num_decoder_blocks: blocks of the decoder; as many as the encoder's where None.
+      norm_first: pre-norm if True, with a final normalisation after encoder and decoder.
+      rngs: Flax random streams.
+      options: the other keyword arguments of `Encoder` and `Decoder`, those of `Settings` among them.
+
+    Source: Transformer derivation, section 1.1.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> import moment_jax as mj
+    >>> model = mj.nn.Transformer(4, 2, 1, hidden_features=4, structure=mj.Diagonal, rngs=nnx.Rngs(0))
+    >>> source, target = jnp.ones((5, 4)), jnp.ones((3, 4))
+    >>> mean, cov = model(source, target, mask=jnp.tril(jnp.ones((3, 3), bool)))
+    >>> mean.shape, cov.shape
+    ((3, 4), (3, 4))
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_heads: int,
+        num_encoder_blocks: int,
+        num_decoder_blocks: int | None = None,
+        *,
+        norm_first: bool = False,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        if num_decoder_blocks is None:
+            num_decoder_blocks = num_encoder_blocks
+        size, options = (num_features, num_heads), {"norm_first": norm_first, **options}
+        self.encoder = Encoder(num_encoder_blocks, *size, rngs=rngs, **options)
+        self.decoder = Decoder(num_decoder_blocks, *size, rngs=rngs, **options)
+        self.settings: Settings = self.encoder.settings
+
+    @property
+    def params(self) -> tuple[Any, Any]:
+        """Beliefs about the encoder and about the decoder."""
+        return self.encoder.params, self.decoder.params
+
+    def network(self, params: tuple[Any, Any]) -> PlainTransformer:
+        """The plain Transformer with these arrays."""
+        return PlainTransformer(self.encoder.network(params[0]), self.decoder.network(params[1]))
+
+    def load(self, network: PlainTransformer) -> None:
+        """Take the weights of a plain Transformer of the same sizes as means."""
+        self.encoder.load(network.encoder)
+        self.decoder.load(network.decoder)
+
+    def __call__(
+        self,
+        source: Array,
+        target: Array,
+        source_cov: Covariance | None = None,
+        target_cov: Covariance | None = None,
+        source_mask: Array | None = None,
+        mask: Array | None = None,
+        memory_mask: Array | None = None,
+    ) -> tuple[Array, Covariance]:
+        """Moments of the decoder's output.
+
+        Args:
+          source: mean of the embedded source, (..., S, D).
+          target: mean of the embedded target, (..., T, D).
+          source_cov: covariance with the same leading axes; None where the source is certain.
+          target_cov: the same of the target.
+          source_mask: (S, S) or (H, S, S) boolean, of the encoder's attention, the same for the batch.
+          mask: (T, T) or (H, T, T), of the decoder's self-attention.
+          memory_mask: (T, S) or (H, T, S), of its attention to the memory.
+
+        Returns:
+          Mean (..., T, D) and covariance.
+        """
+        encoder, decoder = self.params
+
+        def moments(
+            source: Array, source_cov: Covariance, target: Array, target_cov: Covariance
+        ) -> tuple[Array, Covariance]:
+            memory = self.encoder.moments(source, source_cov, encoder, source_mask)
+            return self.decoder.moments(target, target_cov, *memory, decoder, mask, memory_mask)
+
+        return over_batch_with_memory(
+            moments, source, source_cov, target, target_cov, self.settings.structure
+        )
