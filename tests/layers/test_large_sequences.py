@@ -12,23 +12,31 @@ from flax import nnx
 import moment_jax as mj
 from tests.builders import assert_close, random_block, random_cov
 
-separable = importlib.import_module("moment_jax.layers.attention.separable")
+each_head = importlib.import_module("moment_jax.layers.attention.each_head")
 KEYS = jax.random.split(jax.random.key(8), 3)
 SHAPE = (5, 6)
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
 MEAN = jax.random.normal(KEYS[1], SHAPE)
 
 
-@pytest.mark.parametrize("mask", [None, jnp.tril(jnp.ones((5, 5), bool))])
-def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, mask):
-    cov = random_cov(KEYS[2], mj.Separable, SHAPE, 0.3)
+@pytest.mark.parametrize(
+    ("structure", "mask"),
+    [
+        (mj.Diagonal, jnp.tril(jnp.ones((5, 5), bool))),
+        (mj.TokenCorrelated, None),
+        (mj.Separable, None),
+        (mj.Separable, jnp.tril(jnp.ones((5, 5), bool))),
+    ],
+)
+def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure, mask):
+    cov = random_cov(KEYS[2], structure, SHAPE, 0.3)
 
     def total(mean):
         out, out_cov = mj.attention(mean, cov, BLOCK.attention, num_heads=2, mask=mask)
         return jnp.sum(out**2) + jnp.sum(out_cov.to_dense() ** 2), (out, out_cov.to_dense())
 
     (_, together), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(MEAN)
-    monkeypatch.setattr(separable, "_MANY_SCORES", 0)
+    monkeypatch.setattr(each_head, "_MANY_SCORES", 0)
     assert "scan" in str(jax.make_jaxpr(lambda mean: total(mean)[0])(MEAN))
     (_, alone), gradient_alone = jax.jit(jax.value_and_grad(total, has_aux=True))(MEAN)
     assert_close(alone[0], together[0])

@@ -10,7 +10,7 @@ term all entries of a query are taken as equally noisy, so that it has one matri
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import (
     Inputs,
     Mixing,
@@ -74,17 +75,15 @@ class _Rows(NamedTuple):
 
 def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), variance, and weights (H, T, S)."""
-    shared_axes = _Shared._make((None, 0, 0, 0))
-    mean, variance, weights = jax.vmap(
-        lambda q, k, v, shared, mask: _head(q, k, v, shared, mask, inputs.order),
-        in_axes=(0, 0, 0, shared_axes, None if inputs.mask is None else 0),
-    )(
-        _part(inputs.query, inputs.num_heads),
-        _part(inputs.key, inputs.num_heads),
-        _part(inputs.value, inputs.num_heads),
-        _shared(inputs.shared, inputs.num_heads),
-        inputs.mask,
-    )
+    h, shared = inputs.num_heads, _shared(inputs.shared, inputs.num_heads)
+    parts = tuple(_part(p, h) for p in (inputs.query, inputs.key, inputs.value))
+
+    def mix(one: Any) -> tuple[Array, Array, Array]:
+        (q, k, v), kernels, mask = one
+        return _head(q, k, v, _Shared._make((shared.variance, *kernels)), mask, inputs.order)
+
+    num_scores = h * parts[0].mean.shape[1] * parts[1].mean.shape[1]
+    mean, variance, weights = each_head(mix, (parts, shared[1:], inputs.mask), num_scores)
     return merge_heads(mean), Diagonal(merge_heads(variance)), Mixing(weights)
 
 

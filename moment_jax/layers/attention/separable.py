@@ -7,8 +7,6 @@ of the projected output, from the values times the output kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +14,7 @@ from moment_jax.covariance import Separable
 from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.marginals import fit_marginals
 from moment_jax.covariance.numerics import safe_divide, vector_cov
+from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
 from moment_jax.layers.attention.separable_head import Head, Mixed, Tokens, mix_head
 from moment_jax.layers.attention.shared_input import Links, make_links
@@ -24,9 +23,6 @@ from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
 
 Array = jax.Array
-
-_MANY_SCORES = 2**21
-"""Scores of all heads beyond which heads are mixed one after another."""
 
 
 def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
@@ -37,37 +33,17 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     metric = kernel @ kernel.T + noise_metric
     heads, tokens = _heads(inputs, metric)
     links = make_links(inputs.shared, h)
-    mixed = _each_head(
-        lambda head, link, mask: mix_head(head, tokens, link, mask, inputs.order),
-        heads,
-        links,
-        inputs.mask,
-    )
+
+    def mix(one: tuple[Head, tuple[Array | None, ...], Array | None]) -> Mixed:
+        head, own, mask = one
+        return mix_head(head, tokens, Links._make((links.tokens, *own)), mask, inputs.order)
+
+    num_scores = h * heads.query.shape[1] * heads.key.shape[1]
+    mixed = each_head(mix, (heads, links[1:], inputs.mask), num_scores)
     values = ValueNoise(inputs.value.cov, mixed.weights, mixed.reach)
     mean = merge_heads(mixed.mean)
     cov = _output_cov(output, values, mixed, mean, noise_metric)
     return output.mean_output(mean), cov, Mixing(mixed.weights, mixed.gain)
-
-
-def _each_head(
-    mix: Callable[[Head, Links, Array | None], Mixed],
-    heads: Head,
-    links: Links,
-    mask: Array | None,
-) -> Mixed:
-    """All heads at once, or one after another where their (T, S) arrays are many and large.
-
-    One after another keeps the arrays of a single head alive, in the backward pass as well.
-    """
-    h, t, _ = heads.query.shape
-    if h * t * heads.key.shape[1] <= _MANY_SCORES:
-        axes = Links._make((None, 0, 0, 0))
-        return jax.vmap(mix, in_axes=(0, axes, None if mask is None else 0))(heads, links, mask)
-
-    def one(head: tuple[Head, tuple[Array | None, ...], Array | None]) -> Mixed:
-        return mix(head[0], Links._make((links.tokens, *head[1])), head[2])
-
-    return jax.lax.map(jax.checkpoint(one), (heads, links[1:], mask))
 
 
 def _output_cov(

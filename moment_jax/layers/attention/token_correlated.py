@@ -10,7 +10,7 @@ over features of products is replaced by the product of sums. The T^4 covariance
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import (
     Inputs,
     Mixing,
@@ -64,23 +65,20 @@ class _SharedHead(NamedTuple):
 
 def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenCorrelated, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S)."""
-    axes, shared_axes = _Head._make((0, 0, None)), _SharedHead._make((None, None, 0, 0, 0))
-    mean, variance, gram, weights = jax.vmap(
-        lambda q, k, v, shared, mask: _head(q, k, v, shared, mask, inputs.order),
-        in_axes=(
-            axes,
-            axes,
-            axes,
-            shared_axes,
-            None if inputs.mask is None else 0,
-        ),
-    )(
-        _heads(inputs.query, inputs.num_heads),
-        _heads(inputs.key, inputs.num_heads),
-        _heads(inputs.value, inputs.num_heads),
-        _shared_heads(inputs.shared, inputs.num_heads),
-        inputs.mask,
-    )
+    h, shared = inputs.num_heads, _shared_heads(inputs.shared, inputs.num_heads)
+    parts = [_heads(p, h) for p in (inputs.query, inputs.key, inputs.value)]
+
+    def mix(one: Any) -> tuple[Array, Array, Array, Array]:
+        arrays, kernels, mask = one
+        q, k, v = (
+            _Head(*array, part.correlation) for array, part in zip(arrays, parts, strict=True)
+        )
+        own = _SharedHead._make((*shared[:2], *kernels))
+        return _head(q, k, v, own, mask, inputs.order)
+
+    num_scores = h * parts[0].mean.shape[1] * parts[1].mean.shape[1]
+    arrays = [(part.mean, part.scale) for part in parts]
+    mean, variance, gram, weights = each_head(mix, (arrays, shared[2:], inputs.mask), num_scores)
     cov = TokenCorrelated.from_moments(merge_heads(variance), jnp.sum(gram, axis=0))
     return merge_heads(mean), cov, Mixing(weights)
 
