@@ -71,7 +71,8 @@ def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenC
     def mix(one: Any) -> tuple[Array, Array, Array, Array]:
         arrays, kernels, mask = one
         q, k, v = (
-            _Head(*array, part.correlation) for array, part in zip(arrays, parts, strict=True)
+            _Head(mean, scale, part.correlation)
+            for (mean, scale), part in zip(arrays, parts, strict=True)
         )
         own = _SharedHead._make((*shared[:2], *kernels))
         return _head(q, k, v, own, mask, inputs.order)
