@@ -25,7 +25,8 @@ from experiments.optimizer_tasks import TASKS, TUNED_ON, OptimizerTask
 from experiments.outputs import writable_file, writable_folder, write_json
 
 DEFAULT_TASKS = ("autoencoder", "transformer", "bayesian")
-TIMED_STEPS = 10
+TIMED_STEPS = 20
+TUNING_STRIDE = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +128,7 @@ def _best(task: OptimizerTask, method: Method, steps: int, target: float | None)
         last = float(courses[0].losses[-1])
         return (np.inf if reached is None else reached, last if np.isfinite(last) else np.inf)
 
-    results = train(task, method, grid, [0], steps)
+    results = train(task, method, grid, [0], steps, evaluate_every=TUNING_STRIDE)
     return min(zip(grid, results, strict=True), key=lambda pair: rank(pair[1]))[0]
 
 

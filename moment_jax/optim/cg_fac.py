@@ -45,7 +45,7 @@ class StaleInverse:
 
     Args:
       inversion: `Cholesky()`, `Eigh()` or `NewtonSchulz()`.
-      refresh_every: steps between inversions.
+      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
     """
 
     inversion: Inversion = dataclasses.field(default_factory=Cholesky)
