@@ -19,8 +19,7 @@ OTHERS_RATE = 3e-2  # of Adam for the positions, which belong to no layer, besid
 MOMENTUM = 0.8
 CG_ITERATIONS = 5
 REFRESH_EVERY = 10
-CURVATURE_EVERY = 5
-DECAY = 0.9  # of an average that takes in a batch every CURVATURE_EVERY updates
+DECAY = 0.9
 
 
 def _first_order(method: Any, model: nnx.Module, **settings: Any) -> optax.GradientTransformation:
@@ -64,7 +63,7 @@ def methods() -> dict[str, Method]:
 
     def second_order(method: Any) -> Method:
         optimizer = partial(_second_order, method)
-        return Method(optimizer, SECOND_ORDER, curvature, CURVATURE_EVERY)
+        return Method(optimizer, SECOND_ORDER, curvature)
 
     return {
         "adam": Method(partial(_first_order, optax.adam), FIRST_ORDER),

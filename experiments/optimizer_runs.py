@@ -27,13 +27,11 @@ class Method:
       optimizer: (model, **settings) -> the Optax transformation; settings may be arrays.
       grid: values to try of every setting.
       curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
-      every: updates between new curvature, which the first so many updates all have.
     """
 
     optimizer: Callable[..., optax.GradientTransformation]
     grid: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     curvature: dict[str, Any] | None = None
-    every: int = 1
 
 
 class Course(NamedTuple):
@@ -73,8 +71,8 @@ def make_update(
             loss = lambda model: task.loss(model, *batch)[0]  # noqa: E731
             return nnx.grad(loss)(model), {}
         compute = mj.optim.value_grad_and_factors(task.loss, **method.curvature)
-        due = (step % method.every == 0) | (step < method.every)
-        when = None if method.every == 1 else due
+        every = task.curvature_every
+        when = None if every == 1 else (step % every == 0) | (step < every)
         _, grads, factors = compute(model, *batch, key=jax.random.fold_in(key, step), when=when)
         return grads, {"factors": factors}
 

@@ -39,6 +39,7 @@ class OptimizerTask:
       target: the loss to be reached; None for Adam's own last one.
       num_steps: updates.
       num_second_order_steps: the same of methods other than Adam.
+      curvature_every: updates between new curvature, which the first so many updates all have.
     """
 
     name: str
@@ -49,6 +50,7 @@ class OptimizerTask:
     target: float | None
     num_steps: int
     num_second_order_steps: int
+    curvature_every: int = 5
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
@@ -93,7 +95,7 @@ def autoencoder() -> OptimizerTask:
     def create(seed: int) -> nnx.Module:
         return Autoencoder(WIDTHS, nnx.Rngs(seed))
 
-    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 250)
+    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 250, 1)
 
 
 def transformer(num_features: int = 64) -> OptimizerTask:

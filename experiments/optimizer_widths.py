@@ -30,13 +30,13 @@ def cost_of_update(width: int, name: str, method: Method, settings: Settings) ->
     params: Any = nnx.split(task.create(0))[1]
     state = tx.init(nnx.as_pure(params))
     key = jax.random.key(0)
-    first, between = jnp.int32(0), jnp.int32(method.every + 1)
+    first, between = jnp.int32(0), jnp.int32(task.curvature_every + 1)
     compiled = jax.jit(update).lower(params, state, key, first).compile()
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     params, state = compiled(params, state, key, first)  # the first call of a program is slower
     seconds = []
-    for step in (jnp.int32(2 * method.every), between):
+    for step in (jnp.int32(2 * task.curvature_every), between):
         jax.block_until_ready((params, state))
         began = time.perf_counter()
         params, state = compiled(params, state, key, step)
