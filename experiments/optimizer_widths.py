@@ -33,6 +33,7 @@ def cost_of_update(width: int, name: str, method: Method, settings: Settings) ->
     first, between = jnp.int32(0), jnp.int32(task.curvature_every + 1)
     compiled = jax.jit(update).lower(params, state, key, first).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None  # every backend here has the analysis
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     params, state = compiled(params, state, key, first)  # the first call of a program is slower
     seconds = []
