@@ -187,8 +187,8 @@ def cg_fac(
       max_iterations: m, at most so many iterations.
       tolerance: an iteration stops when |residual| <= tolerance |grad|.
       warm_start: start at the previous step's x, scaled to the best multiple of itself. It saves a
-        quarter of the iterations where curvature and gradient are averages over steps (momentum), and
-        next to none where the gradient is one batch's.
+        fifth to a third of the iterations where the gradient is an average over steps (momentum), and
+        next to none where it is one batch's.
       precondition: of Kronecker factors by `StaleInverse()`, by their diagonal, `Jacobi()`, or None, as
         Algorithm 1 is printed; tables by their diagonal in both of the first two.
       decay: of the running averages of the factors; None to take each batch's by themselves.
