@@ -5,37 +5,49 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 
 import moment_jax as mj
 from experiments.optimizer_runs import Method
 
-# The same kind of grid for all: three learning rates, or three bounds of the step, by two more values.
-FIRST_ORDER = {"learning_rate": (1e-3, 3e-3, 1e-2)}
-SECOND_ORDER = {"kl_bound": (1e-3, 3e-3, 1e-2), "damping": (1e-4, 1e-3, 1e-2)}
-CG_ITERATIONS = 3
-REFRESH_EVERY = 5
+# Nine values for all: of the learning rate alone, or of the step's bound by the damping.
+FIRST_ORDER = {"learning_rate": (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 3e-2)}
+SECOND_ORDER = {"kl_bound": (1e-5, 1e-4, 1e-3), "damping": (1e-6, 1e-5, 1e-4)}
+OTHERS_RATE = 3e-2  # of Adam for the positions, which belong to no layer, beside every method
+MOMENTUM = 0.8
+CG_ITERATIONS = 5
+REFRESH_EVERY = 10
+DECAY = 0.9
 
 
-def _adam(model: nnx.Module, **settings: Any) -> optax.GradientTransformation:
-    del model
-    return optax.adam(**settings)
+def _first_order(method: Any, model: nnx.Module, **settings: Any) -> optax.GradientTransformation:
+    """By `method`, positions at a rate of their own."""
+    owned = {leaf for block in mj.optim.find_blocks(model) for leaf in block.leaves}
+    owned |= {scale.path for scale in mj.optim.find_scales(model)}
+
+    def label(params: Any) -> Any:
+        paths = nnx.as_pure(params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "layers" if _name(path) in owned else "others", paths
+        )
+
+    return optax.partition({"layers": method(**settings), "others": optax.adam(OTHERS_RATE)}, label)
 
 
-def _muon(model: nnx.Module, **settings: Any) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for the rest."""
-    del model
-    return optax.contrib.muon(**settings)
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _second_order(method: Any, model: nnx.Module, **settings: Any) -> optax.GradientTransformation:
+    # The learning rate is 1 and the bound sets the step: it is as good as always in force.
     return mj.optim.for_model(
         model,
-        partial(method, 0.1, momentum=0.8, **settings),
+        partial(method, 1.0, momentum=MOMENTUM, decay=DECAY, **settings),
         scale_learning_rate=0.1,
         dataset_size=1147,
-        others=optax.adam(3e-3),
+        others=optax.adam(OTHERS_RATE),
     )
 
 
@@ -48,9 +60,14 @@ def methods() -> dict[str, Method]:
         max_iterations=CG_ITERATIONS,
         precondition=mj.optim.StaleInverse(refresh_every=REFRESH_EVERY),
     )
+
+    def second_order(method: Any) -> Method:
+        optimizer = partial(_second_order, method)
+        return Method(optimizer, SECOND_ORDER, curvature)
+
     return {
-        "adam": Method(_adam, FIRST_ORDER),
-        "muon": Method(_muon, FIRST_ORDER),
-        "cg_fac": Method(partial(_second_order, cg_fac), SECOND_ORDER, curvature),
-        "kfac": Method(partial(_second_order, kfac), SECOND_ORDER, curvature),
+        "adam": Method(partial(_first_order, optax.adam), FIRST_ORDER),
+        "muon": Method(partial(_first_order, optax.contrib.muon), FIRST_ORDER),
+        "cg_fac": second_order(cg_fac),
+        "kfac": second_order(kfac),
     }

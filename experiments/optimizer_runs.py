@@ -27,13 +27,11 @@ class Method:
       optimizer: (model, **settings) -> the Optax transformation; settings may be arrays.
       grid: values to try of every setting.
       curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
-      every: updates between new curvature.
     """
 
     optimizer: Callable[..., optax.GradientTransformation]
     grid: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     curvature: dict[str, Any] | None = None
-    every: int = 1
 
 
 class Course(NamedTuple):
@@ -73,7 +71,8 @@ def make_update(
             loss = lambda model: task.loss(model, *batch)[0]  # noqa: E731
             return nnx.grad(loss)(model), {}
         compute = mj.optim.value_grad_and_factors(task.loss, **method.curvature)
-        when = None if method.every == 1 else step % method.every == 0
+        every = task.curvature_every
+        when = None if every == 1 else (step % every == 0) | (step < every)
         _, grads, factors = compute(model, *batch, key=jax.random.fold_in(key, step), when=when)
         return grads, {"factors": factors}
 
@@ -87,11 +86,16 @@ def make_update(
 
 
 def train(
-    task: OptimizerTask, method: Method, settings: list[Settings], seeds: list[int], num_steps: int
+    task: OptimizerTask,
+    method: Method,
+    settings: list[Settings],
+    seeds: list[int],
+    num_steps: int,
+    evaluate_every: int = 1,
 ) -> list[list[Course]]:
-    """Train with every setting from every seed, the loss evaluated after every update.
+    """Train with every setting from every seed, the loss evaluated after every so many updates.
 
-    Compiled once: the settings are arguments.
+    Compiled once: the settings are arguments. Between evaluations the last loss is repeated.
     """
     evaluated = task.evaluated
 
@@ -101,10 +105,15 @@ def train(
 
         def record(carry: Any, step: Array) -> Any:
             params, state = update(carry[0], carry[1], key, step)
-            loss = task.loss(nnx.merge(graph, params, copy=True), *evaluated)[0]
-            return (params, state), (loss, _iterations(state))
+            loss = jax.lax.cond(
+                (step + 1) % evaluate_every == 0, evaluate, lambda _: carry[2], params
+            )
+            return (params, state, loss), (loss, _iterations(state))
 
-        start = (params, tx.init(nnx.as_pure(params)))
+        def evaluate(params: Any) -> Array:
+            return task.loss(nnx.merge(graph, params, copy=True), *evaluated)[0]
+
+        start = (params, tx.init(nnx.as_pure(params)), evaluate(params))
         return jax.lax.scan(record, start, jnp.arange(num_steps))[1]
 
     starts = [(nnx.split(task.create(seed))[1], jax.random.key(seed)) for seed in seeds]
@@ -117,7 +126,10 @@ def train(
 def seconds_per_step(
     task: OptimizerTask, methods: dict[str, tuple[Method, Settings]], num_steps: int
 ) -> dict[str, float]:
-    """Median over rounds of the time of an update; all take turns, so what slows one slows all."""
+    """Median over rounds of the time of an update; all take turns, so what slows one slows all.
+
+    Every round goes on where the last one ended, so what the first updates do more of is left out.
+    """
     runs = {}
     for name, (method, settings) in methods.items():
         _, tx, update = make_update(task, method, settings)
@@ -127,12 +139,12 @@ def seconds_per_step(
         runs[name] = (compiled, start)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_number in range(6):
-        for name, (compiled, start) in runs.items():
+        for name, (compiled, (params, state)) in runs.items():
             began = time.perf_counter()
-            params, state = start
-            for step in range(num_steps):
+            for step in range(round_number * num_steps, (round_number + 1) * num_steps):
                 params, state = compiled(params, state, jax.random.key(0), jnp.int32(step))
             jax.block_until_ready((params, state))
+            runs[name] = (compiled, (params, state))
             if round_number:  # the first one compiles
                 times[name].append((time.perf_counter() - began) / num_steps)
     return {name: float(np.median(taken)) for name, taken in times.items()}

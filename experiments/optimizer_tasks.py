@@ -23,6 +23,7 @@ Batch = tuple[Array, ...]
 
 WIDTHS = (64, 128, 64, 12, 64, 128, 64)
 NUM_EVALUATED = 512
+NUM_HEADS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class OptimizerTask:
       target: the loss to be reached; None for Adam's own last one.
       num_steps: updates.
       num_second_order_steps: the same of methods other than Adam.
+      curvature_every: updates between new curvature, which the first so many updates all have.
     """
 
     name: str
@@ -48,6 +50,7 @@ class OptimizerTask:
     target: float | None
     num_steps: int
     num_second_order_steps: int
+    curvature_every: int = 5
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
@@ -92,13 +95,13 @@ def autoencoder() -> OptimizerTask:
     def create(seed: int) -> nnx.Module:
         return Autoencoder(WIDTHS, nnx.Rngs(seed))
 
-    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 250)
+    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 250, 1)
 
 
-def transformer() -> OptimizerTask:
+def transformer(num_features: int = 64) -> OptimizerTask:
     """(b) The plain vision Transformer on digits; cross-entropy."""
     part = data.load().train
-    return _classifier("transformer", part.images, part.labels, patch_size=2)
+    return _classifier("transformer", part.images, part.labels, 2, num_features)
 
 
 def mnist() -> OptimizerTask:
@@ -113,11 +116,11 @@ def mnist() -> OptimizerTask:
     images = pixels.reshape(-1, 28, 28).astype(np.float32)
     images = (images - images.mean()) / images.std()
     order = np.random.default_rng(0).permutation(len(labels))
-    return _classifier("mnist", images[order], labels[order].astype(np.int32), patch_size=7)
+    return _classifier("mnist", images[order], labels[order].astype(np.int32), 7, 64)
 
 
 def _classifier(
-    name: str, images: np.ndarray, labels: np.ndarray, *, patch_size: int
+    name: str, images: np.ndarray, labels: np.ndarray, patch_size: int, num_features: int
 ) -> OptimizerTask:
     def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
         logits = model(images)
@@ -125,7 +128,9 @@ def _classifier(
         return losses.mean(), mj.optim.CategoricalPrediction(logits)
 
     def create(seed: int) -> nnx.Module:
-        return _vision(seed, images.shape[1], patch_size, num_features=64).mean_network()
+        return _vision(
+            seed, images.shape[1], patch_size, num_features, 4 * num_features
+        ).mean_network()
 
     return OptimizerTask(name, create, loss, (images, labels), 64, 0.02, 300, 150)
 
@@ -143,22 +148,22 @@ def bayesian() -> OptimizerTask:
         return -bound / size, mj.optim.BayesianCategoricalPrediction(mean, cov)
 
     def create(seed: int) -> nnx.Module:
-        return _vision(seed, data.IMAGE_SIZE, 2, num_features=32)
+        return _vision(seed, data.IMAGE_SIZE, 2, 32, 64)
 
     return OptimizerTask("bayesian", create, loss, (part.images, part.labels), 64, None, 300, 120)
 
 
 def _vision(
-    seed: int, image_size: int, patch_size: int, *, num_features: int
+    seed: int, image_size: int, patch_size: int, num_features: int, hidden_features: int
 ) -> mj.nn.VisionTransformer:
     return mj.nn.VisionTransformer(
         image_size=image_size,
         patch_size=patch_size,
         num_classes=data.NUM_CLASSES,
         num_features=num_features,
-        num_heads=4,
+        num_heads=NUM_HEADS,
         num_blocks=2,
-        hidden_features=4 * num_features if num_features == 64 else 2 * num_features,
+        hidden_features=hidden_features,
         relative_scale=0.05,
         prior_scale=0.3,
         rngs=nnx.Rngs(seed),

@@ -16,16 +16,18 @@ import jax
 import numpy as np
 
 from experiments import report
-from experiments.command_line import number, one_of
+from experiments.command_line import InputError, number, one_of
 from experiments.common_options import add_json
 from experiments.optimizer_figures import draw
 from experiments.optimizer_methods import methods
 from experiments.optimizer_runs import Course, Method, Settings, seconds_per_step, train
-from experiments.optimizer_tasks import TASKS, TUNED_ON, OptimizerTask
+from experiments.optimizer_tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
+from experiments.optimizer_widths import cost_of_update
 from experiments.outputs import writable_file, writable_folder, write_json
 
 DEFAULT_TASKS = ("autoencoder", "transformer", "bayesian")
-TIMED_STEPS = 10
+TIMED_STEPS = 20
+TUNING_STRIDE = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seeds of weights and batches (default: %(default)s)",
     )
+    add(
+        "--widths",
+        type=number(int, least=4),
+        nargs="+",
+        default=[],
+        metavar="D",
+        help="instead: memory and time of an update of the Transformer at these widths, multiples of 4",
+    )
     add_json(parser)
     add("--out", type=Path, metavar="DIR", help="folder for drawings (default: none are made)")
 
@@ -71,6 +81,9 @@ def run(args: argparse.Namespace) -> None:
         writable_file(args.json, "--json")
     if args.out is not None:
         writable_folder(args.out, "--out")
+    if args.widths:
+        _widths(args)
+        return
     tasks = [TASKS[name]() for name in dict.fromkeys(args.task)]
     tuned: dict[str, dict[str, Settings]] = {}
     records = []
@@ -81,6 +94,25 @@ def run(args: argparse.Namespace) -> None:
             draw(args.out / f"{task.name}.png", task.name, record, courses)
         if args.json is not None:
             write_json(args.json, records)
+
+
+def _widths(args: argparse.Namespace) -> None:
+    """Memory and time of an update against the width; the settings do not matter for either."""
+    known, costs = methods(), []
+    rows = [["width", "", "MB", "seconds with curvature", "seconds between"]]
+    for width in args.widths:
+        if width % NUM_HEADS:
+            raise InputError(f"--widths must be multiples of {NUM_HEADS} heads; got {width}")
+        for name in dict.fromkeys(["adam", *args.method]):
+            settings = {key: values[0] for key, values in known[name].grid.items()}
+            cost = cost_of_update(width, name, known[name], settings)
+            costs.append(cost._asdict())
+            rows.append(
+                [str(width), name, f"{cost.megabytes:.0f}", *(f"{s:.3g}" for s in cost[3:])]
+            )
+    print(report.aligned(rows), flush=True)
+    if args.json is not None:
+        write_json(args.json, costs)
 
 
 def _compare(
@@ -127,7 +159,7 @@ def _best(task: OptimizerTask, method: Method, steps: int, target: float | None)
         last = float(courses[0].losses[-1])
         return (np.inf if reached is None else reached, last if np.isfinite(last) else np.inf)
 
-    results = train(task, method, grid, [0], steps)
+    results = train(task, method, grid, [0], steps, evaluate_every=TUNING_STRIDE)
     return min(zip(grid, results, strict=True), key=lambda pair: rank(pair[1]))[0]
 
 

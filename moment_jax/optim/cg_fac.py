@@ -45,7 +45,7 @@ class StaleInverse:
 
     Args:
       inversion: `Cholesky()`, `Eigh()` or `NewtonSchulz()`.
-      refresh_every: steps between inversions.
+      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
     """
 
     inversion: Inversion = dataclasses.field(default_factory=Cholesky)
@@ -182,15 +182,19 @@ def cg_fac(
 
     Args:
       learning_rate: of the step -learning_rate x, a number or a schedule.
-      damping: gamma, a number, a schedule or `LevenbergMarquardt()`.
+      damping: gamma, a number, a schedule or `LevenbergMarquardt()`. It is to be compared with the
+        eigenvalues of F: well above most of them the step is that of plain gradient descent.
       max_iterations: m, at most so many iterations.
       tolerance: an iteration stops when |residual| <= tolerance |grad|.
-      warm_start: start at the previous step's x, scaled to the best multiple of itself.
+      warm_start: start at the previous step's x, scaled to the best multiple of itself. It saves a
+        fifth to a third of the iterations where the gradient is an average over steps (momentum), and
+        next to none where it is one batch's.
       precondition: of Kronecker factors by `StaleInverse()`, by their diagonal, `Jacobi()`, or None, as
         Algorithm 1 is printed; tables by their diagonal in both of the first two.
       decay: of the running averages of the factors; None to take each batch's by themselves.
       kl_bound: the step is scaled to 1/2 step^T (F + damping I) step <= kl_bound, nats per example, so
-        that its KL divergence is within the bound; None for no bound.
+        that its KL divergence is within the bound; None for no bound. Blocks that leave out what goes
+        on between tokens make F too small, so the bound may have to be far below the wanted divergence.
       momentum: solve for the running average of the gradients, old ones weighted by this; 0 for none.
       blocks: `find_blocks(model)`; None to know the layers by Flax's names of their parameters.
 

@@ -90,7 +90,7 @@ def kfac(
       learning_rate: a number or a schedule.
       damping: gamma, a number, a schedule or `LevenbergMarquardt()`.
       decay: of the running averages of the factors.
-      refresh_every: steps between inversions.
+      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
       inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`.
       kl_bound: as for `cg_fac`.
       momentum: as for `cg_fac`.

@@ -1,4 +1,8 @@
-"""Inverses of running averages, made anew every so many steps."""
+"""Inverses of running averages, made anew every so many steps, and more often at the start.
+
+A running average changes most while it holds little: the inverse of the first batch alone is a bad one
+for the steps that follow. So the intervals between refreshes grow as 1, 2, 4, ... up to their length.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ class KFACState(NamedTuple):
 
     inverses: dict[str, Any]
     age: Array  # steps since the last refresh; negative before the first
+    interval: Array  # steps from the last refresh to the next
 
 
 def no_inverses(inversion: Inversion, groups: Groups, dtype: jnp.dtype) -> KFACState:
@@ -31,7 +36,7 @@ def no_inverses(inversion: Inversion, groups: Groups, dtype: jnp.dtype) -> KFACS
         for key, blocks in groups.items()
         if isinstance(blocks[0], DenseBlock)
     }
-    return KFACState(inverses, jnp.int32(-1))
+    return KFACState(inverses, jnp.int32(-1), jnp.int32(0))
 
 
 def refreshed(
@@ -43,7 +48,8 @@ def refreshed(
     fresh: Array,
 ) -> KFACState:
     """The inverses of today's averages where it is time for them, else those there are."""
-    due = (state.age < 0) | ((state.age + 1 >= refresh_every) & fresh)
+    wanted = jnp.asarray(refresh_every, jnp.int32)
+    due = (state.age < 0) | ((state.age + 1 >= jnp.minimum(state.interval, wanted)) & fresh)
 
     def invert() -> dict[str, Any]:
         inverses = {}
@@ -56,7 +62,9 @@ def refreshed(
         return inverses
 
     inverses = jax.lax.cond(due, invert, lambda: state.inverses)
-    return KFACState(inverses, jnp.where(due, 0, state.age + 1))
+    age = jnp.where(due, 0, state.age + 1)
+    grown = jnp.where(due, jnp.clip(2 * state.interval, 1, wanted), state.interval)
+    return KFACState(inverses, age, grown)
 
 
 def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old: Any) -> Any:
