@@ -4,7 +4,7 @@ Every layer is a pure function `(mean, cov, params) -> (mean, cov)` of one (T, D
 it, differentiate it. The type of `cov` says what is kept of the covariance.
 """
 
-from moment_jax import brownian, expectations, nn, objectives, optim, posterior, reference
+from moment_jax import brownian, discrete, expectations, nn, objectives, optim, posterior, reference
 from moment_jax.covariance import (
     STRUCTURES,
     Covariance,
@@ -62,6 +62,7 @@ __all__ = [
     "cross_attention",
     "decoder_block",
     "dense",
+    "discrete",
     "encoder_block",
     "expectations",
     "feed_forward",

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "layers": {"xla", "covariance", "expectations", "posterior"},
     "objectives": {"xla", "covariance", "expectations", "posterior"},
     "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
+    "discrete": {"covariance", "expectations", "layers", "objectives"},
     "nn": {"xla", "covariance", "expectations", "posterior", "layers", "objectives", "reference"},
     "brownian": {
         "xla",

@@ -3,10 +3,12 @@
 Everything works on plain means and covariances of the network's output.
 """
 
+from moment_jax.objectives.bernoulli import bernoulli_probabilities
 from moment_jax.objectives.bound import expected_log_likelihood_bound
 from moment_jax.objectives.elbo import elbo, kl_warmup, monte_carlo_expected_log_likelihood
 from moment_jax.objectives.expected_log_likelihood import expected_log_likelihood
 from moment_jax.objectives.likelihoods import (
+    Bernoulli,
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
@@ -30,12 +32,14 @@ from moment_jax.objectives.predictive import (
 )
 
 __all__ = [
+    "Bernoulli",
     "Categorical",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
     "ReliabilityCurve",
     "accuracy",
+    "bernoulli_probabilities",
     "brier_score",
     "class_probabilities",
     "elbo",

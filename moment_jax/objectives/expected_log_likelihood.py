@@ -7,8 +7,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from moment_jax.objectives.bernoulli import expected_softplus
 from moment_jax.objectives.cubature import count_points, expected_logsumexp
 from moment_jax.objectives.likelihoods import (
+    Bernoulli,
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
@@ -56,13 +58,17 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     `expected_log_likelihood_bound`    0.0005   0.07    0.8     3.8
     =================================  =======  ======  ======  ======
 
+    Bernoulli: y E[f] - E[log(1 + exp(f))] for every number, by a quadrature of 20 nodes (error below
+    2e-6 nats at a logit sd of 2, 7e-4 at 4).
+
     Args:
       likelihood: the observation model.
-      target: Gaussian: y, of the mean's shape. HeteroscedasticGaussian: y, (D,). Categorical: an
-        integer class index of shape ().
-      mean: Gaussian: (D,) or (T, D). HeteroscedasticGaussian: (2 D,). Categorical: (C,) logits.
+      target: Gaussian, Bernoulli: y, of the mean's shape. HeteroscedasticGaussian: y, (D,).
+        Categorical: an integer class index of shape ().
+      mean: Gaussian, Bernoulli: (D,) or (T, D). HeteroscedasticGaussian: (2 D,). Categorical: (C,)
+        logits.
       cov: variances in the mean's shape, or all covariances, in the mean's shape twice. For
-        Gaussian also a structure such as `Diagonal` or `Full`.
+        Gaussian and Bernoulli also a structure such as `Diagonal` or `Full`.
 
     Returns:
       A scalar: the sum over the features (and tokens) of one example.
@@ -81,8 +87,11 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
         return _heteroscedastic(target, mean, cov)
     if isinstance(likelihood, Categorical):
         return _categorical(likelihood, target, mean, cov)
+    if isinstance(likelihood, Bernoulli):
+        check_output(_NAME, target, mean, cov)
+        return jnp.sum(target * mean - expected_softplus(mean, variances(mean, cov)))
     raise TypeError(
-        f"`{_NAME}` needs Gaussian, HeteroscedasticGaussian or Categorical. Got "
+        f"`{_NAME}` needs Gaussian, HeteroscedasticGaussian, Bernoulli or Categorical. Got "
         f"{type(likelihood).__name__}."
     )
 

@@ -48,4 +48,10 @@ class Categorical:
     num_points: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-Likelihood = Gaussian | HeteroscedasticGaussian | Categorical
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bernoulli:
+    """y_d = 1 with probability sigmoid(f_d), else 0, independently: f holds one logit a number."""
+
+
+Likelihood = Gaussian | HeteroscedasticGaussian | Categorical | Bernoulli

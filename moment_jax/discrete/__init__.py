@@ -1,0 +1,39 @@
+"""Discrete latent variables: Gumbel-max, Gumbel-softmax, and what random logits say of a code.
+
+Pure functions on log-probabilities (..., K), normalised or not, with -inf for what cannot occur.
+"""
+
+from moment_jax.discrete.categorical import (
+    categorical_entropy,
+    categorical_kl,
+    code_usage,
+    log_probabilities,
+    perplexity,
+)
+from moment_jax.discrete.checks import check_probabilities
+from moment_jax.discrete.gumbel import gumbel, gumbel_cdf, gumbel_log_density
+from moment_jax.discrete.moments import (
+    category_moments,
+    expected_categorical_kl,
+    log_category_probabilities,
+)
+from moment_jax.discrete.sampling import gumbel_max, gumbel_softmax
+from moment_jax.discrete.schedules import exponential_annealing
+
+__all__ = [
+    "categorical_entropy",
+    "categorical_kl",
+    "category_moments",
+    "check_probabilities",
+    "code_usage",
+    "expected_categorical_kl",
+    "exponential_annealing",
+    "gumbel",
+    "gumbel_cdf",
+    "gumbel_log_density",
+    "gumbel_max",
+    "gumbel_softmax",
+    "log_category_probabilities",
+    "log_probabilities",
+    "perplexity",
+]

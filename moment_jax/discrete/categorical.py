@@ -1,0 +1,133 @@
+"""Categorical distributions by their log-probabilities: normalising, KL divergence, entropy, usage.
+
+A log-probability of -inf is a category that cannot occur. A row of nothing else is no distribution;
+it gives zeros (and log-probabilities of -inf), never NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.discrete.checks import check_categories
+
+Array = jax.Array
+
+
+def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
+    """Normalised log-probabilities, exact from 0 down to -inf.
+
+    Args:
+      logits: (..., K), unnormalised; -inf for a category that cannot occur.
+      mask: boolean, broadcastable to (..., K), True where a category may occur; None for everywhere.
+
+    Returns:
+      (..., K): logits - logsumexp(logits), exactly -inf where a category cannot occur. Derivatives are
+      finite, and zero there.
+
+    Raises:
+      ValueError: if there is no category axis, or it is empty.
+
+    >>> import jax.numpy as jnp
+    >>> log_probabilities(jnp.array([0.0, -jnp.inf, -1e30])).tolist()
+    [0.0, -inf, -1.0000000150474662e+30]
+    """
+    logits = check_categories("log_probabilities", logits)
+    possible = logits > -jnp.inf
+    if mask is not None:
+        possible = possible & jnp.broadcast_to(mask, logits.shape)
+    shifted = centred(logits, possible)
+    total = jnp.sum(jnp.where(possible, jnp.exp(shifted), 0), axis=-1, keepdims=True)
+    # The largest term is exp(0) = 1, so the sum is at least 1 unless nothing is possible.
+    return jnp.where(possible, shifted - jnp.log(jnp.maximum(total, 1)), -jnp.inf)
+
+
+def centred(logits: Array, possible: Array) -> Array:
+    """Logits less the largest possible one; 0 where not possible."""
+    largest = jnp.max(logits, axis=-1, keepdims=True, where=possible, initial=-jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.where(largest > -jnp.inf, largest, 0))
+    return jnp.where(possible, jnp.where(possible, logits, 0) - largest, 0)
+
+
+def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Array:
+    """KL(p || prior) = sum_k p_k (log p_k - log prior_k), in nats, with 0 log 0 = 0.
+
+    Args:
+      log_probs: (..., K), normalised or not.
+      prior_log_probs: broadcastable to (..., K), normalised or not; None for the uniform distribution
+        over all K categories.
+
+    Returns:
+      (...,), not negative. It is inf where p_k > 0 and the prior's is 0; the derivative is finite
+      everywhere, and zero with respect to entries of -inf.
+
+    Raises:
+      ValueError: if there is no category axis, or it is empty, or the two do not fit.
+
+    >>> import jax.numpy as jnp
+    >>> float(categorical_kl(jnp.array([0.0, -jnp.inf])))  # log 2
+    0.6931471824645996
+    """
+    log_probs = log_probabilities(log_probs)
+    size = log_probs.shape[-1]
+    if prior_log_probs is None:
+        prior = jnp.full((size,), -math.log(size), log_probs.dtype)
+    else:
+        prior = log_probabilities(prior_log_probs)
+        if prior.shape[-1] != size:
+            raise ValueError(
+                f"`categorical_kl` needs as many categories in both, {size}. Got a prior of shape "
+                f"{tuple(prior.shape)}."
+            )
+    prior = jnp.broadcast_to(prior, jnp.broadcast_shapes(prior.shape, log_probs.shape))
+    log_probs = jnp.broadcast_to(log_probs, prior.shape)
+    possible, allowed = log_probs > -jnp.inf, prior > -jnp.inf
+    both = possible & allowed
+    ratio = jnp.where(both, log_probs, 0) - jnp.where(both, prior, 0)
+    probs = jnp.where(both, jnp.exp(jnp.where(both, log_probs, 0)), 0)
+    # Rounding may leave a sum just below zero.
+    total = jnp.sum(probs * ratio, axis=-1)
+    total = jnp.where(total < 0, 0, total)
+    forbidden = jnp.any(possible & ~allowed & (jnp.exp(log_probs) > 0), axis=-1)
+    return jnp.where(forbidden, jnp.inf, total)
+
+
+def categorical_entropy(log_probs: Array) -> Array:
+    """-sum_k p_k log p_k of rows (..., K), normalised or not, in nats: (...,), from 0 to log K."""
+    log_probs = log_probabilities(log_probs)
+    possible = log_probs > -jnp.inf
+    safe = jnp.where(possible, log_probs, 0)
+    return -jnp.sum(jnp.where(possible, jnp.exp(safe) * safe, 0), axis=-1)
+
+
+def perplexity(log_probs: Array) -> Array:
+    """Exp of the entropy, (..., K) -> (...,): of how many equally likely categories it is worth."""
+    return jnp.exp(categorical_entropy(log_probs))
+
+
+def code_usage(codes: Array, num_codes: int) -> Array:
+    """How often each code occurs among `codes`, as shares of all of them.
+
+    Its perplexity, `perplexity(jnp.log(code_usage(codes, K)))`, says how many codes are in use.
+
+    Args:
+      codes: integers of any shape, in 0 .. num_codes - 1; others (such as the -1 of an impossible
+        row) are not counted.
+      num_codes: K.
+
+    Returns:
+      (K,), summing to one, or all zero where there is nothing to count.
+
+    Raises:
+      ValueError: if num_codes < 1. TypeError: if the codes are not integers.
+    """
+    if num_codes < 1:
+        raise ValueError(f"`code_usage` needs num_codes >= 1. Got {num_codes}.")
+    codes = jnp.asarray(codes)
+    if not jnp.issubdtype(codes.dtype, jnp.integer):
+        raise TypeError(f"`code_usage` needs integer codes. Got {codes.dtype}.")
+    # One-hot rows, so that codes out of range count nowhere; an index of -1 would count as the last.
+    counts = jnp.sum(jax.nn.one_hot(codes.reshape(-1), num_codes), axis=0)
+    return counts / jnp.maximum(jnp.sum(counts), 1)

@@ -1,0 +1,118 @@
+"""Draws of a categorical variable: the Gumbel-max trick and its relaxation."""
+
+from __future__ import annotations
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.discrete.categorical import centred
+from moment_jax.discrete.checks import check_categories
+from moment_jax.discrete.gumbel import gumbel
+
+Array = jax.Array
+
+
+def gumbel_max(key: Array, log_probs: Array) -> Array:
+    """One draw of Categorical(pi) for every row: argmax_k (g_k + log pi_k), g_k ~ Gumbel(0, 1).
+
+    Args:
+      key: a JAX random key.
+      log_probs: log pi, (..., K), normalised or not (no +inf). Categories of -inf are never drawn, and
+        others as often as their probability says; events rarer than about 1e-19 do not happen.
+
+    Returns:
+      Integers (...,) in 0 .. K - 1; -1 for a row that is -inf everywhere, which has nothing to draw
+      (`jax.nn.one_hot` makes zeros of it, as `gumbel_softmax` does).
+
+    Raises:
+      ValueError: if there is no category axis, or it is empty.
+
+    Source: handwritten notes, z = argmax_i (g_i + log pi_i).
+
+    >>> import jax, jax.numpy as jnp
+    >>> gumbel_max(jax.random.key(0), jnp.array([[0.0, -jnp.inf], [-jnp.inf, -1e30]])).tolist()
+    [0, 1]
+    """
+    return _winner(*_perturbed("gumbel_max", key, log_probs))
+
+
+def gumbel_softmax(
+    key: Array,
+    log_probs: Array,
+    temperature: Array | float,
+    *,
+    straight_through: bool = False,
+) -> Array:
+    """A relaxed draw of Categorical(pi): softmax((g + log pi) / temperature).
+
+    The noise is that of `gumbel_max` with the same key, so that for temperature -> 0 this becomes the
+    one-hot vector of that draw. For fixed noise it is differentiable in log_probs and in the
+    temperature (pathwise gradients); the gradients vary more, the lower the temperature.
+
+    Args:
+      key: a JAX random key.
+      log_probs: log pi, (..., K), normalised or not (no +inf). Categories of -inf get exactly 0, and a
+        gradient of exactly 0; a row that is -inf everywhere gives zeros.
+      temperature: tau, a positive scalar. Inside `jit`, where its value is not known, anything not
+        above the root of the smallest number (1e-19 in float32; NaN too) counts as that: the result is
+        one-hot then.
+      straight_through: return the one-hot vector of `gumbel_max`, with the gradient of the relaxed draw
+        (biased, but what comes after sees codes alone).
+
+    Returns:
+      (..., K), nonnegative, rows summing to one, in the dtype of log_probs.
+
+    Raises:
+      ValueError: if there is no category axis, or it is empty; if temperature is no scalar, or a Python
+        or concrete number that is not positive and finite.
+
+    Source: handwritten notes, z_i = softmax((g_i + log pi_i) / tau).
+    """
+    tau = _checked_temperature(temperature)
+    scores, possible = _perturbed("gumbel_softmax", key, log_probs)
+    tau = jnp.asarray(tau, scores.dtype)
+    lowest = float(jnp.finfo(scores.dtype).tiny) ** 0.5
+    tau = jnp.where(tau > lowest, tau, lowest)
+    # Below -1e4 every exponential is 0; to cut there keeps quotients by a tiny temperature finite.
+    scaled = jnp.maximum(centred(scores, possible) / tau, -1e4)
+    weights = jnp.where(possible, jnp.exp(scaled), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    relaxed = weights / jnp.where(total > 0, total, 1)
+    if straight_through:
+        hard = jax.nn.one_hot(_winner(scores, possible), scores.shape[-1], dtype=scores.dtype)
+        # The difference is exactly zero, so the value is one-hot to the last bit.
+        relaxed = hard + (relaxed - jax.lax.stop_gradient(relaxed))
+    given = jnp.result_type(log_probs)
+    return relaxed.astype(given) if jnp.issubdtype(given, jnp.floating) else relaxed
+
+
+def _perturbed(name: str, key: Array, log_probs: Array) -> tuple[Array, Array]:
+    """G + log pi, 0 where not possible, and where a category is possible at all."""
+    log_probs = check_categories(name, log_probs)
+    possible = log_probs > -jnp.inf
+    # Near zero, logits of any size leave the noise its precision.
+    logits = centred(log_probs, possible)
+    noise = gumbel(key, logits.shape, logits.dtype)
+    return jnp.where(possible, logits + noise, 0), possible
+
+
+def _winner(scores: Array, possible: Array) -> Array:
+    index = jnp.argmax(jnp.where(possible, scores, -jnp.inf), axis=-1)
+    return jnp.where(jnp.any(possible, axis=-1), index, -1)
+
+
+def _checked_temperature(temperature: Array | float) -> Array | float:
+    if jnp.ndim(temperature) != 0:
+        raise ValueError(
+            "`gumbel_softmax` needs one temperature, a scalar. Got the shape "
+            f"{tuple(jnp.shape(temperature))}. For several, use jax.vmap."
+        )
+    known = isinstance(temperature, numbers.Real) or not isinstance(temperature, jax.core.Tracer)
+    if known and not 0 < float(temperature) < float("inf"):
+        raise ValueError(
+            f"`gumbel_softmax` needs a temperature > 0, and finite. Got {float(temperature)}. For "
+            "draws of codes, use gumbel_max, or straight_through=True."
+        )
+    return temperature

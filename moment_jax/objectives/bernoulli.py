@@ -1,0 +1,70 @@
+"""Gaussian expectations of the logistic function and of its integral, elementwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.covariance.numerics import safe_sqrt
+
+Array = jax.Array
+
+_NUM_NODES = 20
+
+
+def _average(fn: Callable[[Array], Array], mean: Array, variance: Array) -> Array:
+    """E[fn(f)] by Gauss and Hermite's rule, all nodes at once along a new last axis."""
+    points, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
+    axes = (1,) * mean.ndim + (_NUM_NODES,)
+    nodes = jnp.asarray(points, mean.dtype).reshape(axes)
+    shares = jnp.asarray(weights / weights.sum(), mean.dtype).reshape(axes)
+    return jnp.sum(shares * fn(mean[..., None] + safe_sqrt(variance)[..., None] * nodes), axis=-1)
+
+
+@jax.custom_jvp
+def expected_softplus(mean: Array, variance: Array) -> Array:
+    """E[log(1 + exp(f))], f ~ N(mean, variance), elementwise, by a quadrature of 20 nodes.
+
+    Largest error over all means: 2e-6, 9e-5 and 7e-4 nats at a variance of 4, 9 and 16. Derivatives
+    follow Price's theorem, over the same nodes, and are finite and right at a variance of zero.
+    """
+    return _average(jax.nn.softplus, mean, variance)
+
+
+@expected_softplus.defjvp
+def _expected_softplus_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    slope = bernoulli_probabilities(*primals)
+    curvature = _average(lambda f: jax.nn.sigmoid(f) * jax.nn.sigmoid(-f), *primals)
+    return expected_softplus(*primals), slope * tangents[0] + curvature / 2 * tangents[1]
+
+
+@jax.custom_jvp
+def bernoulli_probabilities(mean: Array, variance: Array) -> Array:
+    """Predictive probabilities E[sigmoid(f)], f ~ N(mean, variance), elementwise.
+
+    By a quadrature of 20 nodes; largest error over all means 5e-6, 2e-4 and 1e-3 at a variance of 4,
+    9 and 16. Derivatives follow Price's theorem.
+
+    Args:
+      mean: logits, any shape.
+      variance: their variances, the same shape.
+
+    Source: Transformer derivation, Eq. 1.
+    """
+    return _average(jax.nn.sigmoid, mean, variance)
+
+
+@bernoulli_probabilities.defjvp
+def _bernoulli_probabilities_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    slope = _average(lambda f: jax.nn.sigmoid(f) * jax.nn.sigmoid(-f), *primals)
+    curvature = _average(
+        lambda f: jax.nn.sigmoid(f) * jax.nn.sigmoid(-f) * (1 - 2 * jax.nn.sigmoid(f)), *primals
+    )
+    return bernoulli_probabilities(*primals), slope * tangents[0] + curvature / 2 * tangents[1]
