@@ -11,18 +11,15 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.attention import MultiHeadAttention
-from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.batching import over_batch_with_memory
-from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.block import Block
+from moment_jax.nn.dense import LayerNorm
 from moment_jax.nn.plain_decoder import PlainDecoderBlock
-from moment_jax.nn.settings import Settings
 
 Array = jax.Array
 
-_PARTS = ("self_attention", "norm1", "cross_attention", "norm2", "hidden", "output", "norm3")
 
-
-class DecoderBlock(BayesianModule):
+class DecoderBlock(Block):
     """A Transformer decoder block with beliefs about all its weights.
 
     Args:
@@ -39,55 +36,15 @@ class DecoderBlock(BayesianModule):
       ValueError: if the heads do not divide the features, or the activation is unknown.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        num_heads: int,
-        *,
-        hidden_features: int | None = None,
-        norm_first: bool = False,
-        activation: str = "relu",
-        epsilon: float = 1e-6,
-        rngs: nnx.Rngs,
-        **settings: Any,
-    ) -> None:
-        self.settings = Settings(**settings)
-        self.num_heads = num_heads
-        self.norm_first = norm_first
-        self.activation = activation
-        find_activation(activation)
-        self.epsilon = epsilon
-        hidden = 4 * num_features if hidden_features is None else hidden_features
-        self.self_attention = MultiHeadAttention(num_features, num_heads, rngs=rngs, **settings)
-        self.norm1 = LayerNorm(num_features, epsilon=epsilon, **settings)
-        self.cross_attention = MultiHeadAttention(num_features, num_heads, rngs=rngs, **settings)
-        self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
-        self.hidden = Dense(num_features, hidden, rngs=rngs, **settings)
-        self.output = Dense(hidden, num_features, rngs=rngs, **settings)
-        self.norm3 = LayerNorm(num_features, epsilon=epsilon, **settings)
+    parts = ("self_attention", "norm1", "cross_attention", "norm2", "hidden", "output", "norm3")
+    plain_type = PlainDecoderBlock
 
-    @classmethod
-    def from_deterministic(
-        cls, block: PlainDecoderBlock, *, activation: str = "relu", **settings: Any
-    ) -> DecoderBlock:
-        """Beliefs that start at the weights of a trained plain block with this activation."""
-        new = cls(
-            block.hidden.in_features,
-            block.self_attention.num_heads,
-            hidden_features=block.hidden.out_features,
-            norm_first=block.norm_first,
-            activation=activation,
-            epsilon=block.norm1.epsilon,
-            rngs=nnx.Rngs(0),
-            **settings,
-        )
-        new.load(block)
-        return new
-
-    def load(self, block: PlainDecoderBlock) -> None:
-        """Take the weights of a plain block as means."""
-        for name in _PARTS:
-            getattr(self, name).load(getattr(block, name))
+    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
+        """Self-attention, attention to the memory, and the third normalisation."""
+        size = (num_features, self.num_heads)
+        self.self_attention = MultiHeadAttention(*size, rngs=rngs, **settings)
+        self.cross_attention = MultiHeadAttention(*size, rngs=rngs, **settings)
+        self.norm3 = LayerNorm(num_features, epsilon=self.epsilon, **settings)
 
     @property
     def params(self) -> DecoderBlockParams:
@@ -99,16 +56,6 @@ class DecoderBlock(BayesianModule):
             self.norm2.params,
             FeedForwardParams(self.hidden.params, self.output.params),
             self.norm3.params,
-        )
-
-    def network(self, params: DecoderBlockParams) -> PlainDecoderBlock:
-        """The plain block with these arrays."""
-        return PlainDecoderBlock(
-            params,
-            num_heads=self.num_heads,
-            norm_first=self.norm_first,
-            activation=find_activation(self.activation).plain,
-            epsilon=self.epsilon,
         )
 
     def moments(

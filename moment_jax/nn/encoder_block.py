@@ -20,17 +20,15 @@ from moment_jax.layers.blocks import (
 )
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.attention import MultiHeadAttention
-from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.batching import over_batch
-from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.block import Block
 from moment_jax.nn.plain import PlainEncoderBlock
-from moment_jax.nn.settings import Settings
 from moment_jax.reference import Stage, sample_params
 
 Array = jax.Array
 
 
-class EncoderBlock(BayesianModule):
+class EncoderBlock(Block):
     """A Transformer encoder block with beliefs about all its weights.
 
     Args:
@@ -47,53 +45,12 @@ class EncoderBlock(BayesianModule):
       ValueError: if the heads do not divide the features, or the activation is unknown.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        num_heads: int,
-        *,
-        hidden_features: int | None = None,
-        norm_first: bool = False,
-        activation: str = "relu",
-        epsilon: float = 1e-6,
-        rngs: nnx.Rngs,
-        **settings: Any,
-    ) -> None:
-        self.settings = Settings(**settings)
-        self.num_heads = num_heads
-        self.norm_first = norm_first
-        self.activation = activation
-        find_activation(activation)
-        self.epsilon = epsilon
-        hidden = 4 * num_features if hidden_features is None else hidden_features
-        self.attention = MultiHeadAttention(num_features, num_heads, rngs=rngs, **settings)
-        self.norm1 = LayerNorm(num_features, epsilon=epsilon, **settings)
-        self.hidden = Dense(num_features, hidden, rngs=rngs, **settings)
-        self.output = Dense(hidden, num_features, rngs=rngs, **settings)
-        self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
+    parts = ("attention", "norm1", "hidden", "output", "norm2")
+    plain_type = PlainEncoderBlock
 
-    @classmethod
-    def from_deterministic(
-        cls, block: PlainEncoderBlock, *, activation: str = "relu", **settings: Any
-    ) -> EncoderBlock:
-        """Beliefs that start at the weights of a trained plain block with this activation."""
-        new = cls(
-            block.hidden.in_features,
-            block.attention.num_heads,
-            hidden_features=block.hidden.out_features,
-            norm_first=block.norm_first,
-            activation=activation,
-            epsilon=block.norm1.epsilon,
-            rngs=nnx.Rngs(0),
-            **settings,
-        )
-        new.load(block)
-        return new
-
-    def load(self, block: PlainEncoderBlock) -> None:
-        """Take the weights of a plain block as means."""
-        for name in ("attention", "norm1", "hidden", "output", "norm2"):
-            getattr(self, name).load(getattr(block, name))
+    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
+        """Self-attention."""
+        self.attention = MultiHeadAttention(num_features, self.num_heads, rngs=rngs, **settings)
 
     @property
     def params(self) -> EncoderBlockParams:
@@ -103,16 +60,6 @@ class EncoderBlock(BayesianModule):
             self.norm1.params,
             FeedForwardParams(self.hidden.params, self.output.params),
             self.norm2.params,
-        )
-
-    def network(self, params: EncoderBlockParams) -> PlainEncoderBlock:
-        """The plain block with these arrays."""
-        return PlainEncoderBlock(
-            params,
-            num_heads=self.num_heads,
-            norm_first=self.norm_first,
-            activation=find_activation(self.activation).plain,
-            epsilon=self.epsilon,
         )
 
     @property

@@ -114,6 +114,11 @@ class PlainEncoderBlock(nnx.Module):
         self.norm_first = norm_first
         self.activation = activation
 
+    @property
+    def num_heads(self) -> int:
+        """Heads of its attention."""
+        return self.attention.num_heads
+
     def attend(self, x: Array, mask: Array | None = None) -> Array:
         """The first half: attention with its residual and its normalisation."""
         if self.norm_first:

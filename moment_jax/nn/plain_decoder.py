@@ -42,6 +42,11 @@ class PlainDecoderBlock(nnx.Module):
         self.norm_first = norm_first
         self.activation = activation
 
+    @property
+    def num_heads(self) -> int:
+        """Heads of its attention, to itself and to the memory."""
+        return self.self_attention.num_heads
+
     def __call__(
         self,
         x: Array,

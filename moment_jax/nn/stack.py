@@ -1,16 +1,108 @@
-"""A stack of blocks: scanned where they differ by their beliefs alone, in a loop otherwise."""
+"""Stacks of blocks, scanned where they differ by their beliefs alone and in a loop otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from moment_jax.covariance import Covariance
+from moment_jax.layers import NormParams
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.dense import LayerNorm
+from moment_jax.nn.plain import plain_norm
+from moment_jax.nn.settings import Settings
 
 Array = jax.Array
+
+
+class Stack(BayesianModule):
+    """Blocks one after another; with pre-norm, a final normalisation follows.
+
+    Subclasses say of which `block_type`, and which `plain_type` holds plain blocks.
+    """
+
+    block_type: ClassVar[Any]
+    plain_type: ClassVar[Any]
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_features: int,
+        num_heads: int,
+        *,
+        norm_first: bool = False,
+        epsilon: float = 1e-6,
+        rngs: nnx.Rngs,
+        hidden_features: int | None = None,
+        activation: str = "relu",
+        remat: bool = False,
+        **settings: Any,
+    ) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"`{type(self).__name__}` needs num_blocks >= 1. Got {num_blocks}.")
+        self.settings = Settings(**settings)
+        self.remat = remat
+        self.blocks = nnx.List(
+            self.block_type(
+                num_features,
+                num_heads,
+                hidden_features=hidden_features,
+                norm_first=norm_first,
+                activation=activation,
+                epsilon=epsilon,
+                rngs=rngs,
+                **settings,
+            )
+            for _ in range(num_blocks)
+        )
+        self.epsilon = epsilon
+        self.final_norm = nnx.data(
+            LayerNorm(num_features, epsilon=epsilon, **settings) if norm_first else None
+        )
+
+    @classmethod
+    def from_deterministic(cls, stack: Any, *, activation: str = "relu", **settings: Any) -> Self:
+        """Beliefs that start at the weights of a trained plain stack with this activation."""
+        first = stack.blocks[0]
+        new = cls(
+            len(stack.blocks),
+            first.hidden.in_features,
+            first.num_heads,
+            norm_first=first.norm_first,
+            epsilon=first.norm1.epsilon,
+            hidden_features=first.hidden.out_features,
+            activation=activation,
+            rngs=nnx.Rngs(0),
+            **settings,
+        )
+        new.load(stack)
+        return new
+
+    def load(self, stack: Any) -> None:
+        """Take the weights of a plain stack as means."""
+        for mine, theirs in zip(self.blocks, stack.blocks, strict=True):
+            mine.load(theirs)
+        if self.final_norm is not None and stack.final_norm is not None:
+            self.final_norm.load(stack.final_norm)
+
+    @property
+    def params(self) -> tuple[list[Any], NormParams | None]:
+        """Beliefs about all blocks, and about the final normalisation."""
+        final = None if self.final_norm is None else self.final_norm.params
+        return [block.params for block in self.blocks], final
+
+    def network(self, params: tuple[list[Any], NormParams | None]) -> Any:
+        """The plain stack with these arrays."""
+        blocks, final = params
+        features = self.blocks[0].norm1.scale.mean.shape[0]
+        return self.plain_type(
+            [block.network(arrays) for block, arrays in zip(self.blocks, blocks, strict=True)],
+            None if final is None else plain_norm(final, features, self.epsilon),
+        )
 
 
 def through_blocks(

@@ -1,0 +1,83 @@
+"""What encoder and decoder blocks share: their settings, and the way from and to plain blocks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from flax import nnx
+
+from moment_jax.nn.activations import find_activation
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.settings import Settings
+
+
+class Block(BayesianModule):
+    """A Transformer block with beliefs about all its weights.
+
+    Subclasses name their `parts`, modules that load the parts of a plain block of the same names, and
+    `plain_type`, and make their attention; the feed-forward layer and two normalisations are made here.
+    """
+
+    parts: ClassVar[tuple[str, ...]]
+    plain_type: ClassVar[Any]
+
+    def __init__(
+        self,
+        num_features: int,
+        num_heads: int,
+        *,
+        hidden_features: int | None = None,
+        norm_first: bool = False,
+        activation: str = "relu",
+        epsilon: float = 1e-6,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        self.settings = Settings(**settings)
+        self.num_heads = num_heads
+        self.norm_first = norm_first
+        self.activation = activation
+        find_activation(activation)
+        self.epsilon = epsilon
+        self.make_attention(num_features, rngs, settings)
+        hidden = 4 * num_features if hidden_features is None else hidden_features
+        self.norm1 = LayerNorm(num_features, epsilon=epsilon, **settings)
+        self.hidden = Dense(num_features, hidden, rngs=rngs, **settings)
+        self.output = Dense(hidden, num_features, rngs=rngs, **settings)
+        self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
+
+    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
+        """Add what comes before the feed-forward layer, its random numbers drawn first."""
+        raise NotImplementedError(f"{type(self).__name__} has to define `make_attention`.")
+
+    @classmethod
+    def from_deterministic(cls, block: Any, *, activation: str = "relu", **settings: Any) -> Self:
+        """Beliefs that start at the weights of a trained plain block with this activation."""
+        new = cls(
+            block.hidden.in_features,
+            block.num_heads,
+            hidden_features=block.hidden.out_features,
+            norm_first=block.norm_first,
+            activation=activation,
+            epsilon=block.norm1.epsilon,
+            rngs=nnx.Rngs(0),
+            **settings,
+        )
+        new.load(block)
+        return new
+
+    def load(self, block: Any) -> None:
+        """Take the weights of a plain block as means."""
+        for name in self.parts:
+            getattr(self, name).load(getattr(block, name))
+
+    def network(self, params: Any) -> Any:
+        """The plain block with these arrays."""
+        return self.plain_type(
+            params,
+            num_heads=self.num_heads,
+            norm_first=self.norm_first,
+            activation=find_activation(self.activation).plain,
+            epsilon=self.epsilon,
+        )
