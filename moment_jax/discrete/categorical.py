@@ -31,8 +31,8 @@ def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
       ValueError: if there is no category axis, or it is empty.
 
     >>> import jax.numpy as jnp
-    >>> log_probabilities(jnp.array([0.0, -jnp.inf, -1e30])).tolist()
-    [0.0, -inf, -1.0000000150474662e+30]
+    >>> log_probabilities(jnp.array([5.0, -jnp.inf, -1e6])).tolist()
+    [0.0, -inf, -1000005.0]
     """
     logits = check_categories("log_probabilities", logits)
     possible = logits > -jnp.inf
@@ -67,8 +67,8 @@ def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Ar
       ValueError: if there is no category axis, or it is empty, or the two do not fit.
 
     >>> import jax.numpy as jnp
-    >>> float(categorical_kl(jnp.array([0.0, -jnp.inf])))  # log 2
-    0.6931471824645996
+    >>> round(float(categorical_kl(jnp.array([0.0, -jnp.inf]))), 6)  # log 2
+    0.693147
     """
     log_probs = log_probabilities(log_probs)
     size = log_probs.shape[-1]
