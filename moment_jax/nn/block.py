@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any, ClassVar, Self
 
 from flax import nnx
@@ -47,9 +48,9 @@ class Block(BayesianModule):
         self.output = Dense(hidden, num_features, rngs=rngs, **settings)
         self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
 
+    @abc.abstractmethod
     def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
         """Add what comes before the feed-forward layer, its random numbers drawn first."""
-        raise NotImplementedError(f"{type(self).__name__} has to define `make_attention`.")
 
     @classmethod
     def from_deterministic(cls, block: Any, *, activation: str = "relu", **settings: Any) -> Self:
