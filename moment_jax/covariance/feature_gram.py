@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import RandomKernel
+from moment_jax.covariance.numerics import weighted
 
 Array = jax.Array
 
@@ -89,12 +90,14 @@ class FeatureGram(NamedTuple):
         return FeatureGram(self.dense() + other.dense())
 
 
-def column_noise(kernel: RandomKernel, mean: Array, variance: Array) -> FeatureGram:
+def column_noise(
+    kernel: RandomKernel, mean: Array, variance: Array, pool: Array | None = None
+) -> FeatureGram:
     """Feature Gram matrix of the noise of a kernel with uncorrelated entries, at inputs (T, D).
 
     The sum over the tokens is taken before the product with the kernel, not after it: it is cheaper,
     and some compilers of XLA for CPU (jaxlib 0.10.2 to 0.12.0) give garbage for the sum over the rows
     of a product with a constant matrix.
     """
-    total = jnp.sum(variance + mean**2, axis=0, keepdims=True)
+    total = jnp.sum(weighted(variance + mean**2, pool), axis=0, keepdims=True)
     return FeatureGram(diagonal=kernel.noise_variance(jnp.zeros_like(total), total)[0])

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.numerics import weighted
+
 Array = jax.Array
 
 
@@ -22,7 +24,12 @@ def low_rank_variance(variance: Array, gain: Array, left: Array, right: Array) -
 
 
 def low_rank_moments(
-    scale: Array, correlation: Array, gain: Array, left: Array, right: Array
+    scale: Array,
+    correlation: Array,
+    gain: Array,
+    left: Array,
+    right: Array,
+    pool: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Variances and Gram matrices, features correlated alike in all tokens.
 
@@ -35,9 +42,10 @@ def low_rank_moments(
       gain: (T, D).
       left: (T, D, k).
       right: (T, D, k).
+      pool: weights of the tokens in the last result, (T,); None for one each.
 
     Returns:
-      Variances (T, D); tr(B_t R B_s^T), (T, T); sum_t B_t R B_t^T, (D, D).
+      Variances (T, D); tr(B_t R B_s^T), (T, T); sum_t pool_t B_t R B_t^T, (D, D).
     """
     own = gain * scale
     left, right = jnp.moveaxis(left, -1, 0), jnp.moveaxis(right, -1, 0)  # (k, T, D)
@@ -50,10 +58,11 @@ def low_rank_moments(
     token_cross = jnp.sum(own[None] @ jnp.swapaxes(pulled * left, 1, 2), axis=0)
     lefts = jnp.einsum("ktd,lsd->klts", left, left)
     far = jnp.sum(jnp.einsum("ktd,lsd->klts", reach, pulled) * lefts, axis=(0, 1))
-    feature_cross = jnp.einsum("ktd,kte->de", crossed, left)
-    near = jnp.einsum("ktd,kte->de", bent, left)
+    pooled = left if pool is None else left * pool[None, :, None]
+    feature_cross = jnp.einsum("ktd,kte->de", crossed, pooled)
+    near = jnp.einsum("ktd,kte->de", bent, pooled)
     return (
         jnp.maximum(variance, 0),  # a sum of squares, but for rounding
         own @ own.T + token_cross + token_cross.T + far,
-        correlation * (own.T @ own) + feature_cross + feature_cross.T + near,
+        correlation * (own.T @ weighted(own, pool)) + feature_cross + feature_cross.T + near,
     )

@@ -41,9 +41,15 @@ def vector_cov(cov: Array) -> Array:
     return jnp.diag(cov) if cov.ndim == 1 else cov
 
 
-def average_gain(scale: Array, gain: Array) -> Array:
+def weighted(rows: Array, pool: Array | None) -> Array:
+    """Rows (T, ...) times weights (T,); None for weights of one."""
+    return rows if pool is None else pool.reshape(-1, *(1,) * (rows.ndim - 1)) * rows
+
+
+def average_gain(scale: Array, gain: Array, pool: Array | None = None) -> Array:
     """Each feature's gain (T, D), averaged over the tokens by their variance scale^2, (D,)."""
-    return safe_divide(jnp.sum(scale * (scale * gain), axis=0), jnp.sum(scale**2, axis=0))
+    own = weighted(scale, pool)
+    return safe_divide(jnp.sum(own * (scale * gain), axis=0), jnp.sum(own * scale, axis=0))
 
 
 def correlation_of(cov: Array) -> Array:

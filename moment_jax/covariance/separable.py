@@ -20,6 +20,7 @@ from moment_jax.covariance.numerics import (
     safe_divide,
     safe_sqrt,
     vector_variance,
+    weighted,
 )
 from moment_jax.xla import materialized
 
@@ -48,11 +49,43 @@ class Separable(Covariance):
       scale: s, (T, D), signed.
       token_correlation: r, (T, T), unit diagonal.
       feature_correlation: R, (D, D), unit diagonal.
+      pool: weights (T,) of the tokens in the feature Gram matrix, sum_t pool_t Cov[x_td, x_te]; None
+        for one each. See `pooled`.
     """
 
     scale: Array
     token_correlation: Array
     feature_correlation: Array
+    pool: Array | None = None
+
+    def pooled(self, pool: Array | None) -> Self:
+        """The same covariance, whose feature correlation is from now on that of some tokens alone.
+
+        Whatever is averaged over the tokens is averaged with these weights. So tokens of weight zero, of
+        padding or yet to come, have no influence on what is kept of the others.
+
+        Args:
+          pool: (T,), boolean or not negative; None for all tokens alike.
+
+        Raises:
+          ValueError: if there is not one weight for each token.
+        """
+        if pool is not None:
+            if pool.shape != self.scale.shape[:1]:
+                raise ValueError(
+                    f"`Separable.pooled` needs one weight for each of {self.scale.shape[0]} tokens. "
+                    f"Got an array of shape {tuple(pool.shape)}."
+                )
+            pool = pool.astype(self.dtype)
+        result = dataclasses.replace(self, pool=pool)
+        known = self.__dict__.get("_grams")
+        if known is not None:
+            features = result.features()
+            if known[1].inner is None:  # no correlation of features
+                diagonal = jnp.sum(weighted(self.variance(), pool), axis=0)
+                features = FeatureGram(diagonal=diagonal)
+            result.__dict__["_grams"] = (known[0], features)
+        return result
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
@@ -74,6 +107,7 @@ class Separable(Covariance):
         variance: Array,
         token_gram: Array,
         feature_gram: Array | FeatureGram,
+        pool: Array | None = None,
     ) -> Self:
         """The structure of these variances (T, D) and Gram matrices (T, T) and (D, D)."""
         scale, token_gram = materialized(safe_sqrt(variance)), materialized(token_gram)
@@ -83,6 +117,7 @@ class Separable(Covariance):
             scale,
             correlation_of(token_gram),
             correlation_of(feature_gram.dense()),
+            pool,
         )
         # The next operation asks for the Gram matrices that we have just had: remember them while this
         # object lives. They are no fields, so a transformation boundary forgets them. Compiled, what
@@ -143,15 +178,19 @@ class Separable(Covariance):
         )
 
     def feature_gram(self) -> Array:
-        """sum_t Cov[x_td, x_te], (D, D)."""
+        """sum_t Cov[x_td, x_te], (D, D), weighted by `pool` where there is one."""
         return self.features().dense()
 
     def features(self) -> FeatureGram:
         """`feature_gram()`, formed as far as it is by now."""
         known = self.__dict__.get("_grams")
         if known is None:
-            return FeatureGram(self.feature_correlation * (self.scale.T @ self.scale))
+            return FeatureGram(self.feature_correlation * self._over_tokens(self.scale))
         return known[1]
+
+    def _over_tokens(self, rows: Array) -> Array:
+        """sum_t pool_t rows_td rows_te, (D, D)."""
+        return rows.T @ weighted(rows, self.pool)
 
     def token_matvec(self, vectors: Array) -> Array:
         return self.scale * ((self.scale * vectors) @ self.feature_correlation)
@@ -162,7 +201,7 @@ class Separable(Covariance):
 
     def rescale(self, factor: Array) -> Self:
         scale = self.scale * factor
-        result = type(self)(scale, self.token_correlation, self.feature_correlation)
+        result = dataclasses.replace(self, scale=scale)
         if factor.shape[0] == 1:  # the same for all tokens
             features = FeatureGram(self.feature_gram() * (factor.T @ factor))
             result.__dict__["_grams"] = (self.token_correlation * (scale @ scale.T), features)
@@ -170,7 +209,7 @@ class Separable(Covariance):
 
     def map_features(self, kernel: Array) -> Self:
         features, variance, squared = self.features().map(kernel), self.variance(), kernel**2
-        pattern = jnp.sum(variance, axis=0) @ squared
+        pattern = jnp.sum(weighted(variance, self.pool), axis=0) @ squared
         factor = safe_divide(jnp.maximum(features.diag(), 0), pattern)
         # With a scale of rank one the tokens' correlation passes as it is. The variances' sums over the
         # features without the variances, for which queries and keys have no use.
@@ -181,6 +220,7 @@ class Separable(Covariance):
             (variance @ squared) * factor[None, :],
             root[:, None] * token_gram * root[None, :],
             features,
+            self.pool,
         )
 
     def map_tokens(self, weights: Array) -> Self:
@@ -196,16 +236,20 @@ class Separable(Covariance):
 
     def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
         variance, pattern, feature_gram = low_rank_moments(
-            self.scale, self.feature_correlation, gain, left, right
+            self.scale, self.feature_correlation, gain, left, right, self.pool
         )
-        return self.from_moments(variance, self.token_correlation * pattern, feature_gram)
+        token_gram = self.token_correlation * pattern
+        return self.from_moments(variance, token_gram, feature_gram, self.pool)
 
     def add(self, *others: Self) -> Self:
-        every = (self, *others)
+        every: tuple[Self, ...] = (self, *others)
+        pool = next((cov.pool for cov in every if cov.pool is not None), None)
+        every = tuple(cov if cov.pool is pool else cov.pooled(pool) for cov in every)
         return self.from_moments(
             sum((cov.variance() for cov in others), self.variance()),
             sum((cov.token_gram() for cov in others), self.token_gram()),
             functools.reduce(FeatureGram.plus, (cov.features() for cov in every)),
+            pool,
         )
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
@@ -213,11 +257,14 @@ class Separable(Covariance):
         of_mean, token_gram = gram(mean, mean, metric), self.token_gram(metric)
         if weights.uncorrelated:  # no feature correlation enters the variances, and none comes out
             variance = weights.noise_variance(mean, self.variance())
-            features = column_noise(weights, mean, self.variance())
-            return self.from_moments(variance, token_gram + of_mean, features)
+            features = column_noise(weights, mean, self.variance(), self.pool)
+            return self.from_moments(variance, token_gram + of_mean, features, self.pool)
         feature_gram, none = self.feature_gram(), jnp.zeros_like(mean)
         certain = self.from_moments(
-            weights.noise_variance(mean, none), of_mean, weights.noise_block(mean.T @ mean)
+            weights.noise_variance(mean, none),
+            of_mean,
+            weights.noise_block(self._over_tokens(mean)),
+            self.pool,
         )
         return certain.add(
             self._from_pattern(
@@ -232,10 +279,10 @@ class Separable(Covariance):
         variance = (self.variance() + mean**2) * metric[None, :]
         token_gram = self.token_gram(metric) + gram(mean, mean, metric)
         if gain_cov.ndim == 1:
-            features = FeatureGram(diagonal=jnp.sum(variance, axis=0))
+            features = FeatureGram(diagonal=jnp.sum(weighted(variance, self.pool), axis=0))
         else:
-            features = FeatureGram((self.feature_gram() + mean.T @ mean) * gain_cov)
-        return self.from_moments(variance, token_gram, features)
+            features = FeatureGram((self.feature_gram() + self._over_tokens(mean)) * gain_cov)
+        return self.from_moments(variance, token_gram, features, self.pool)
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         first, second = self.scale * moments.gain, moments.second
@@ -247,17 +294,18 @@ class Separable(Covariance):
         features = self.features()
         if features.basis is None:
             features = FeatureGram(
-                correlation * (first.T @ first)
-                + correlation**2 * (second.T @ second)
-                + jnp.diag(jnp.sum(rest, axis=0))
+                correlation * self._over_tokens(first)
+                + correlation**2 * self._over_tokens(second)
+                + jnp.diag(jnp.sum(weighted(rest, self.pool), axis=0))
             )
         else:  # a wide layer: every feature's average gain, and the rest of the variance by itself
-            gain = average_gain(self.scale, moments.gain)
-            features = features.scaled(gain, jnp.sum(moments.variance, axis=0))
-        return self.from_moments(moments.variance, token_gram, features)
+            gain = average_gain(self.scale, moments.gain, self.pool)
+            total = jnp.sum(weighted(moments.variance, self.pool), axis=0)
+            features = features.scaled(gain, total)
+        return self.from_moments(moments.variance, token_gram, features, self.pool)
 
-    @classmethod
-    def _from_pattern(cls, pattern: Array, token_gram: Array, feature_gram: Array) -> Self:
+    def _from_pattern(self, pattern: Array, token_gram: Array, feature_gram: Array) -> Self:
         """`from_moments` with variances of this pattern (T, D), scaled to fit the Gram matrices."""
-        variance = fit_marginals(pattern, jnp.diagonal(token_gram), jnp.diagonal(feature_gram))
-        return cls.from_moments(variance, token_gram, feature_gram)
+        rows, columns = jnp.diagonal(token_gram), jnp.diagonal(feature_gram)
+        variance = fit_marginals(pattern, rows, columns, self.pool)
+        return self.from_moments(variance, token_gram, feature_gram, self.pool)

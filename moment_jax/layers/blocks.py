@@ -21,6 +21,7 @@ from moment_jax.layers.params import (
     NormParams,
 )
 from moment_jax.layers.residual import Tangent, residual
+from moment_jax.layers.seen import pool_as, pool_seen
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -66,6 +67,7 @@ def encoder_block(
     Source: Transformer derivation, section 4.
     """
     check_moments("encoder_block", mean, cov)
+    before, cov = cov, pool_seen(cov, mask)
     norm = Normalization(norm_first, epsilon, order)
     mean, cov = attention_sublayer(
         mean, cov, params.attention, params.norm1, norm, num_heads=num_heads, mask=mask
@@ -73,7 +75,7 @@ def encoder_block(
     mean, cov = feed_forward_sublayer(
         mean, cov, params.feed_forward, params.norm2, norm, activation=activation
     )
-    return mean, _by_fields(cov)
+    return mean, pool_as(cov, before)
 
 
 def decoder_block(
@@ -123,6 +125,8 @@ def decoder_block(
     Source: Transformer derivation, section 1.1.
     """
     check_moments("decoder_block", mean, cov)
+    before, cov = cov, pool_seen(cov, mask)
+    memory_cov = pool_seen(memory_cov, memory_mask)
     norm = Normalization(norm_first, epsilon, order)
     mean, cov = attention_sublayer(
         mean, cov, params.self_attention, params.norm1, norm, num_heads=num_heads, mask=mask
@@ -140,16 +144,7 @@ def decoder_block(
     mean, cov = feed_forward_sublayer(
         mean, cov, params.feed_forward, params.norm3, norm, activation=activation
     )
-    return mean, _by_fields(cov)
-
-
-def _by_fields(cov: S) -> S:
-    """The same covariance, with its fields alone.
-
-    Within a block one operation may tell the next more than the fields hold, which `jit` and `scan`
-    would drop; dropped here, a stack of blocks gives the same result in a loop and in a scan.
-    """
-    return jax.tree.map(lambda leaf: leaf, cov)
+    return mean, pool_as(cov, before)
 
 
 class Normalization(NamedTuple):

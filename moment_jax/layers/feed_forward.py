@@ -91,11 +91,12 @@ def feed_forward_and_tangent(
 
 def _average_kernel(kernel: Array, gain: Array, before: Covariance, after: Covariance) -> Array:
     """A kernel times each unit's gain averaged over the tokens, by variance, (D, F)."""
+    pool = None
     if isinstance(after, Separable):
-        basis = after.features().basis
+        basis, pool = after.features().basis, after.pool
         if basis is not None:  # the same; as the next layer has it, so that they share its products
             return basis
-    return kernel * average_gain(safe_sqrt(before.variance()), gain)[None, :]
+    return kernel * average_gain(safe_sqrt(before.variance()), gain, pool)[None, :]
 
 
 def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Separable, TokenCorrelated
 from moment_jax.covariance.low_rank import low_rank_variance
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.layers.checks import check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
@@ -52,7 +52,7 @@ class NormTangent(NamedTuple):
     def feature_cross(self, cov: Separable) -> Array:
         """sum_t Cov[x_td, y_te] of input and output, (D, D), for a scale of rank one."""
         blocks = _ScaledBlocks.of(cov)
-        shares = blocks.energy * self.inverse
+        shares = weighted(blocks.energy * self.inverse, cov.pool)
         lost = (shares * blocks.pull(self.normal)).T @ self.normal
         kept = jnp.sum(shares) * _centred(blocks.features)
         return (kept - lost / self.normal.shape[1]) * self.scale
@@ -223,13 +223,14 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     # Scaled where a feature loses variance, which keeps it positive; added where it gains from others.
     kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
     variance = tangent.inverse**2 * (kept + blocks.energy * jnp.maximum(after - before, 0))
-    energy = blocks.energy * tangent.inverse**2
+    energy = weighted(blocks.energy * tangent.inverse**2, cov.pool)
     bent = normal.T @ (energy * (0.5 * along * normal - pulled))
     root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1, keepdims=True), blocks.energy))
     return Separable.from_moments(
         variance,
         root * cov.token_gram() * root.T,
         jnp.sum(energy) * features + bent + bent.T,
+        cov.pool,
     )
 
 

@@ -24,7 +24,7 @@ from moment_jax.covariance import (
     TokenBlock,
     TokenCorrelated,
 )
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.layers.attention.inputs import split_heads
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
@@ -167,6 +167,7 @@ def _add_separable(
         cov.variance() + branch.variance() + 2 * _bounded(cross.variance, cov, branch),
         cov.token_gram() + branch.token_gram() + cross.token_gram + cross.token_gram.T,
         cov.feature_gram() + branch.feature_gram() + cross.feature_gram + cross.feature_gram.T,
+        cov.pool,
     )
 
 
@@ -180,7 +181,7 @@ def _through_feed_forward(
     inner = tangent.input_cov.feature_gram()
     paths = (inner @ tangent.hidden_kernel) * tangent.output_kernel.T
     own = safe_divide(tangent.gain @ paths.T, jnp.diagonal(inner)[None, :] + 0 * entering)
-    missing = jnp.diagonal(feature_gram) - jnp.sum(cov.scale * entering * own, axis=0)
+    missing = jnp.diagonal(feature_gram) - _pooled(cov.scale * entering * own, cov)
     returned = entering * (own + _per_feature(missing, cov, entering)[None])
     return _Cross(
         cov.scale * returned, cov.token_correlation * (cov.scale @ returned.T), feature_gram
@@ -189,7 +190,12 @@ def _through_feed_forward(
 
 def _per_feature(total: Array, cov: Separable, entering: Array) -> Array:
     """Sums over the tokens of covariances (..., D), over sum_t s_td entering_td."""
-    return safe_divide(total, jnp.broadcast_to(jnp.sum(cov.scale * entering, axis=0), total.shape))
+    return safe_divide(total, jnp.broadcast_to(_pooled(cov.scale * entering, cov), total.shape))
+
+
+def _pooled(rows: Array, cov: Separable) -> Array:
+    """The sum over the tokens, with the weights of the covariance where it has some."""
+    return jnp.sum(weighted(rows, cov.pool), axis=0)
 
 
 def _through_queries(
@@ -197,7 +203,8 @@ def _through_queries(
 ) -> _Cross:
     """With a memory, the branch knows x by its queries alone."""
     h = tangent.mixing.weights.shape[0]
-    v, own = split_heads(tangent.value, h), jnp.sum(cov.scale * entering, axis=1)
+    v = split_heads(tangent.value, h)
+    own = weighted(jnp.sum(cov.scale * entering, axis=1), cov.pool)
     own = safe_divide(own, jnp.broadcast_to(jnp.sum(own), own.shape))
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     bent = split_heads(features @ tangent.query_kernel, h) @ _query_jacobian(tangent, own, v)
@@ -219,8 +226,9 @@ def _through_mixing(
 ) -> _Cross:
     scale, h = cov.scale, tangent.mixing.weights.shape[0]
     tokens = cov.token_correlation * (scale @ entering.T)
-    energy = jnp.trace(tokens)
-    normal = safe_divide(tokens, jnp.broadcast_to(energy, (1, 1)))
+    energy = _pooled(jnp.diagonal(tokens), cov)
+    # Rows are those of the sum over the tokens of the output.
+    normal = weighted(safe_divide(tokens, jnp.broadcast_to(energy, (1, 1))), cov.pool)
     v = split_heads(tangent.value, h)
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     by_query, by_key, by_value = (
@@ -241,7 +249,7 @@ def _through_mixing(
     carried = (tangent.mixing.weights * cov.token_correlation[None]) @ size
     carried = safe_divide(carried, jnp.broadcast_to(size, carried.shape))
     variance = scale * (entering * (carried.T @ paths) + by_scores)
-    shares = paths @ jnp.sum(scale * entering, axis=0)
+    shares = paths @ _pooled(scale * entering, cov)
     shares = safe_divide(shares, jnp.broadcast_to(energy, shares.shape))
     mixed = jnp.einsum("h,htc->tc", shares, tangent.mixing.weights)
     gram = tokens @ mixed.T + cov.token_correlation * (scale @ by_scores.T)

@@ -13,40 +13,53 @@ Array = jax.Array
 
 
 def over_batch(
-    layer: Callable[[Array, Covariance], Any],
+    layer: Callable[..., Any],
     mean: Array,
     cov: Covariance | None,
     structure: type[Covariance],
+    valid: Array | None = None,
 ) -> Any:
     """Apply `layer` to every sequence of a batch (..., T, D).
 
     Args:
-      layer: a function of one (T, D) mean and its covariance.
+      layer: a function of one (T, D) mean and its covariance, and of `valid` where that is given.
       mean: (..., T, D).
       cov: covariance with the same leading axes on its leaves; None where the input is certain.
       structure: the structure in which a certain input starts.
+      valid: (..., T) boolean, True for the tokens that exist; None for all.
     """
+    check_valid(mean, valid)
     if mean.ndim < 2:
         raise ValueError(
             f"A module needs an input of shape (..., T, D). Got {tuple(mean.shape)}. For a single "
             "row, use x[None, :]."
         )
     if mean.ndim > 2:
-        if cov is None:
-            return jax.vmap(lambda m: over_batch(layer, m, None, structure))(mean)
-        return jax.vmap(lambda m, c: over_batch(layer, m, c, structure))(mean, cov)
-    return layer(mean, _certain(mean, structure) if cov is None else cov)
+        axes = (0, None if cov is None else 0, None if valid is None else 0)
+        return jax.vmap(lambda m, c, v: over_batch(layer, m, c, structure, v), in_axes=axes)(
+            mean, cov, valid
+        )
+    inputs = (mean, _certain(mean, structure) if cov is None else cov)
+    return layer(*inputs) if valid is None else layer(*inputs, valid)
 
 
 def over_batch_with_memory(
-    layer: Callable[[Array, Covariance, Array, Covariance], Any],
+    layer: Callable[..., Any],
     mean: Array,
     cov: Covariance | None,
     memory_mean: Array,
     memory_cov: Covariance | None,
     structure: type[Covariance],
+    valid: Array | None = None,
+    memory_valid: Array | None = None,
 ) -> Any:
-    """`over_batch` of a sequence (..., T, D) and a memory (..., S, E) with the same leading axes."""
+    """`over_batch` of a sequence (..., T, D) and a memory (..., S, E) with the same leading axes.
+
+    The layer takes two means and covariances, (mean, cov, memory_mean, memory_cov), and after them what
+    tokens exist of the sequence and of the memory, (T,) and (S,), or None for all.
+    """
+    check_valid(mean, valid)
+    check_valid(memory_mean, memory_valid)
     if mean.ndim < 2 or mean.shape[:-2] != memory_mean.shape[:-2]:
         raise ValueError(
             "A decoder needs a sequence (..., T, D) and a memory (..., S, E) with the same leading "
@@ -54,16 +67,33 @@ def over_batch_with_memory(
             "x[None, :]; for one memory of a whole batch, broadcast it."
         )
     if mean.ndim > 2:
-        axes = (0, None if cov is None else 0, 0, None if memory_cov is None else 0)
-        return jax.vmap(
-            lambda m, c, n, d: over_batch_with_memory(layer, m, c, n, d, structure), in_axes=axes
-        )(mean, cov, memory_mean, memory_cov)
+        inputs = (mean, cov, memory_mean, memory_cov, valid, memory_valid)
+
+        def one(m: Any, c: Any, n: Any, d: Any, v: Any, w: Any) -> Any:
+            return over_batch_with_memory(layer, m, c, n, d, structure, v, w)
+
+        return jax.vmap(one, in_axes=tuple(None if x is None else 0 for x in inputs))(*inputs)
     return layer(
         mean,
         _certain(mean, structure) if cov is None else cov,
         memory_mean,
         _certain(memory_mean, structure) if memory_cov is None else memory_cov,
+        valid,
+        memory_valid,
     )
+
+
+def check_valid(mean: Array, valid: Array | None) -> None:
+    """Raise unless `valid` says True or False of every token of a (..., T, D) batch."""
+    if valid is None:
+        return
+    if valid.shape != mean.shape[:-1] or valid.dtype != bool:
+        raise ValueError(
+            "`valid` needs a boolean for each token, (..., T), True for those that exist and False "
+            f"for padding; with a mean of shape {tuple(mean.shape)}, {tuple(mean.shape[:-1])}. Got "
+            f"{tuple(valid.shape)} of {valid.dtype}. For lengths, use jnp.arange(T) < "
+            "lengths[..., None]."
+        )
 
 
 def _certain(mean: Array, structure: type[Covariance]) -> Covariance:

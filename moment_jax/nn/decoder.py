@@ -9,6 +9,7 @@ import jax
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, NormParams, layer_norm
+from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.batching import over_batch_with_memory
 from moment_jax.nn.decoder_block import DecoderBlock
 from moment_jax.nn.plain_decoder import PlainDecoder
@@ -44,9 +45,14 @@ class Decoder(Stack):
         params: tuple[list[DecoderBlockParams], NormParams | None],
         mask: Array | None,
         memory_mask: Array | None,
+        valid: Array | None = None,
+        memory_valid: Array | None = None,
     ) -> tuple[Array, Covariance]:
         """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
         blocks, final = params
+        mask = look_at_valid(mask, valid, mean.shape[0])
+        memory_mask = look_at_valid(memory_mask, memory_valid, mean.shape[0])
+        cov, memory_cov = pool_seen(cov, mask), pool_seen(memory_cov, memory_mask)
 
         def step(block: DecoderBlock) -> Callable[..., Any]:
             def run(mean: Array, cov: Covariance, beliefs: DecoderBlockParams) -> Any:
@@ -67,14 +73,22 @@ class Decoder(Stack):
         memory_cov: Covariance | None = None,
         mask: Array | None = None,
         memory_mask: Array | None = None,
+        valid: Array | None = None,
+        memory_valid: Array | None = None,
     ) -> tuple[Array, Covariance]:
-        """Moments of the output, (..., T, D), with a memory (..., S, D); masks as `decoder_block`'s."""
+        """Moments of the output, (..., T, D), with a memory (..., S, D).
+
+        Masks are as `decoder_block`'s, the same for the batch; `valid` (..., T) and `memory_valid`
+        (..., S) are True for tokens that exist and False for padding.
+        """
         params = self.params
         return over_batch_with_memory(
-            lambda m, c, n, d: self.moments(m, c, n, d, params, mask, memory_mask),
+            lambda m, c, n, d, v, w: self.moments(m, c, n, d, params, mask, memory_mask, v, w),
             mean,
             cov,
             memory_mean,
             memory_cov,
             self.settings.structure,
+            valid,
+            memory_valid,
         )

@@ -95,7 +95,7 @@ class DecoderBlock(Block):
         """Moments of the output, (..., T, D), with a memory (..., S, D); masks as `decoder_block`'s."""
         params = self.params
         return over_batch_with_memory(
-            lambda m, c, n, d: self.moments(m, c, n, d, params, mask, memory_mask),
+            lambda m, c, n, d, *_: self.moments(m, c, n, d, params, mask, memory_mask),
             mean,
             cov,
             memory_mean,

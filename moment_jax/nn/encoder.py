@@ -12,6 +12,7 @@ from moment_jax.layers import (
     EncoderBlockParams,
     layer_norm,
 )
+from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.encoder_block import EncoderBlock
 from moment_jax.nn.plain import PlainEncoder
@@ -57,10 +58,17 @@ class Encoder(Stack):
         return jax.checkpoint(step) if self.remat else step
 
     def moments(
-        self, mean: Array, cov: Covariance, params: Any, mask: Array | None
+        self,
+        mean: Array,
+        cov: Covariance,
+        params: Any,
+        mask: Array | None,
+        valid: Array | None = None,
     ) -> tuple[Array, Covariance]:
         """Moments of one sequence (T, D) with these beliefs."""
         blocks, final = params
+        mask = look_at_valid(mask, valid, mean.shape[0])
+        cov = pool_seen(cov, mask)
         mean, cov = through_blocks(
             self.blocks, lambda block: self._step(block, mask), blocks, mean, cov
         )
@@ -69,10 +77,29 @@ class Encoder(Stack):
         return mean, cov
 
     def __call__(
-        self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
+        self,
+        mean: Array,
+        cov: Covariance | None = None,
+        mask: Array | None = None,
+        valid: Array | None = None,
     ) -> tuple[Array, Covariance]:
-        """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
+        """Moments of the output.
+
+        Args:
+          mean: of the input, (..., T, D).
+          cov: covariance with the same leading axes; None where the input is certain.
+          mask: (T, T) or (H, T, T) boolean, True where a query may look, the same for the batch.
+          valid: (..., T) boolean, True for tokens that exist and False for padding; None for all. The
+            moments of those that exist are what they would be without padding.
+
+        Returns:
+          Mean (..., T, D) and covariance.
+        """
         params = self.params
         return over_batch(
-            lambda m, c: self.moments(m, c, params, mask), mean, cov, self.settings.structure
+            lambda m, c, *v: self.moments(m, c, params, mask, *v),
+            mean,
+            cov,
+            self.settings.structure,
+            valid,
         )

@@ -88,6 +88,8 @@ class Transformer(BayesianModule):
         source_mask: Array | None = None,
         mask: Array | None = None,
         memory_mask: Array | None = None,
+        source_valid: Array | None = None,
+        target_valid: Array | None = None,
     ) -> tuple[Array, Covariance]:
         """Moments of the decoder's output.
 
@@ -99,6 +101,8 @@ class Transformer(BayesianModule):
           source_mask: (S, S) or (H, S, S) boolean, of the encoder's attention, the same for the batch.
           mask: (T, T) or (H, T, T), of the decoder's self-attention.
           memory_mask: (T, S) or (H, T, S), of its attention to the memory.
+          source_valid: (..., S) boolean, True for tokens that exist and False for padding.
+          target_valid: (..., T), the same of the target.
 
         Returns:
           Mean (..., T, D) and covariance.
@@ -106,11 +110,32 @@ class Transformer(BayesianModule):
         encoder, decoder = self.params
 
         def moments(
-            source: Array, source_cov: Covariance, target: Array, target_cov: Covariance
+            source: Array,
+            source_cov: Covariance,
+            target: Array,
+            target_cov: Covariance,
+            source_valid: Array | None,
+            target_valid: Array | None,
         ) -> tuple[Array, Covariance]:
-            memory = self.encoder.moments(source, source_cov, encoder, source_mask)
-            return self.decoder.moments(target, target_cov, *memory, decoder, mask, memory_mask)
+            memory = self.encoder.moments(source, source_cov, encoder, source_mask, source_valid)
+            return self.decoder.moments(
+                target,
+                target_cov,
+                *memory,
+                decoder,
+                mask,
+                memory_mask,
+                target_valid,
+                source_valid,
+            )
 
         return over_batch_with_memory(
-            moments, source, source_cov, target, target_cov, self.settings.structure
+            moments,
+            source,
+            source_cov,
+            target,
+            target_cov,
+            self.settings.structure,
+            source_valid,
+            target_valid,
         )

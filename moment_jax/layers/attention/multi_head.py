@@ -38,6 +38,7 @@ from moment_jax.layers.checks import (
 )
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams
+from moment_jax.layers.seen import pool_as, pool_seen
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -102,9 +103,9 @@ def attention(
     Source: Transformer derivation, sections 4.2 to 4.4.
     """
     out_mean, out_cov, _ = attention_and_tangent(
-        mean, cov, params, num_heads=num_heads, mask=mask, order=order
+        mean, pool_seen(cov, mask), params, num_heads=num_heads, mask=mask, order=order
     )
-    return out_mean, out_cov
+    return out_mean, out_cov if mask is None else pool_as(out_cov, cov)
 
 
 def cross_attention(
@@ -146,7 +147,7 @@ def cross_attention(
 
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """
-    memory = Memory(memory_mean, memory_cov)
+    memory = Memory(memory_mean, pool_seen(memory_cov, mask))
     out_mean, out_cov, _ = attention_and_tangent(
         mean, cov, params, num_heads=num_heads, mask=mask, order=order, memory=memory
     )

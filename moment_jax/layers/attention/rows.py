@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import safe_divide
+from moment_jax.covariance.numerics import safe_divide, weighted
 
 Array = jax.Array
 
@@ -108,11 +108,15 @@ def _quadratic(keys: Array, weights: Array, products: Products) -> Array:
     return 0.5 * (half + half.T) + products.averages * (pulled @ weights.T)
 
 
-def inner_noise(rows: RowCovariance, weights: Array, gain: Array) -> Array:
-    """sum_a Cov[W_ac, W_af], (S, S): sum_cf of it with v_c v_f^T is the scores' feature Gram matrix."""
-    return _total(
-        _inner(term.keys, weights, term.own() * gain[:, None] ** 2) for term in rows.terms
-    )
+def inner_noise(
+    rows: RowCovariance, weights: Array, gain: Array, pool: Array | None = None
+) -> Array:
+    """sum_a Cov[W_ac, W_af], (S, S): sum_cf of it with v_c v_f^T is the scores' feature Gram matrix.
+
+    The queries a have weights `pool` in the sum, (T,), or one each.
+    """
+    size = weighted(gain[:, None] ** 2, pool)
+    return _total(_inner(term.keys, weights, term.own() * size) for term in rows.terms)
 
 
 def _inner(keys: Array, weights: Array, own: Array) -> Array:

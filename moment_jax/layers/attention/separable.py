@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import Separable
 from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.marginals import fit_marginals
-from moment_jax.covariance.numerics import safe_divide, vector_cov
+from moment_jax.covariance.numerics import safe_divide, vector_cov, weighted
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
 from moment_jax.layers.attention.separable_head import Head, Mixed, Tokens, mix_head
@@ -40,14 +40,20 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
 
     num_scores = h * heads.query.shape[1] * heads.key.shape[1]
     mixed = each_head(mix, (heads, links[1:], inputs.mask), num_scores)
-    values = ValueNoise(inputs.value.cov, mixed.weights, mixed.reach)
+    pool = inputs.query.cov.pool
+    values = ValueNoise(inputs.value.cov, mixed.weights, mixed.reach, pool)
     mean = merge_heads(mixed.mean)
-    cov = _output_cov(output, values, mixed, mean, noise_metric)
+    cov = _output_cov(output, values, mixed, mean, noise_metric, pool)
     return output.mean_output(mean), cov, Mixing(mixed.weights, mixed.gain)
 
 
 def _output_cov(
-    output: DenseParams, values: ValueNoise, mixed: Mixed, mean: Array, noise_metric: Array
+    output: DenseParams,
+    values: ValueNoise,
+    mixed: Mixed,
+    mean: Array,
+    noise_metric: Array,
+    pool: Array | None,
 ) -> Separable:
     """Covariance of the projected output, its random kernel and bias included."""
     kernel = output.kernel.mean
@@ -64,12 +70,13 @@ def _output_cov(
         variance = variance + output.kernel.noise_variance(mean, mixed_variance)
         token_gram = token_gram + (mean @ noise_metric) @ mean.T
         if output.kernel.uncorrelated:
-            features = features.plus(column_noise(output.kernel, mean, mixed_variance))
+            features = features.plus(column_noise(output.kernel, mean, mixed_variance, pool))
         else:
-            moment = values.feature_gram() + _block_diagonal(mixed.feature_gram) + mean.T @ mean
+            moment = values.feature_gram() + _block_diagonal(mixed.feature_gram)
+            moment = moment + mean.T @ weighted(mean, pool)
             features = FeatureGram(feature_gram + output.kernel.noise_block(moment))
-    variance = fit_marginals(variance, jnp.diagonal(token_gram), features.diag())
-    cov = Separable.from_moments(variance, token_gram, features)
+    variance = fit_marginals(variance, jnp.diagonal(token_gram), features.diag(), pool)
+    cov = Separable.from_moments(variance, token_gram, features, pool)
     if output.bias is None or isinstance(output.bias, Point):
         return cov
     return cov.add(Separable.shared(mean.shape[0], output.bias.vector_cov()))
@@ -97,9 +104,9 @@ def _heads(inputs: Inputs[Separable], metric: Array) -> tuple[Head, Tokens]:
         kernel.reshape(h, kernel.shape[0] // h, -1),
     )
     query, key, value = (
-        over_trace(p.cov.token_gram()) for p in (inputs.query, inputs.key, inputs.value)
+        over_trace(p.cov.token_gram(), p.cov.pool) for p in (inputs.query, inputs.key, inputs.value)
     )
-    return heads, Tokens(query, key, value, centre)
+    return heads, Tokens(query, key, value, centre, inputs.query.cov.pool)
 
 
 def _contrasts(inputs: Inputs[Separable]) -> tuple[Array, Array]:
@@ -110,15 +117,14 @@ def _contrasts(inputs: Inputs[Separable]) -> tuple[Array, Array]:
     """
     mean, cov, kernel = inputs.key_input
     h = inputs.num_heads
-    used = jnp.ones(mean.shape[0], mean.dtype)
-    if inputs.mask is not None:  # the average of the keys that any query may look at
-        used = jnp.any(inputs.mask, axis=(0, 1)).astype(mean.dtype)
+    used = jnp.ones(mean.shape[0], mean.dtype) if cov.pool is None else cov.pool
     share = used / jnp.maximum(jnp.sum(used), 1)
     centre = jnp.diag(used) - share[:, None] * used[None, :]
     tokens = cov.token_gram()
-    part = safe_divide(jnp.sum(tokens * centre), jnp.trace(tokens))  # of all the input's variance
+    total = jnp.sum(weighted(jnp.diagonal(tokens), cov.pool))
+    part = safe_divide(jnp.sum(tokens * centre), total)  # of all the input's variance
     features = cov.features()
-    centred = used[:, None] * (mean - (share @ mean)[None, :])
+    centred = jnp.sqrt(used)[:, None] * (mean - (share @ mean)[None, :])
     if kernel.uncorrelated:
         total = part * features.diag() + jnp.sum(centred**2, axis=0)
         noise = FeatureGram(diagonal=kernel.noise_variance(0 * total, total))

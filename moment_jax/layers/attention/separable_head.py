@@ -52,6 +52,7 @@ class Tokens(NamedTuple):
     key: Array
     value: Array
     centre: Array  # what takes the average off: a (S, S) quadratic form in keys
+    pool: Array | None  # weights of the queries in sums over them, (T,)
 
 
 class Mixed(NamedTuple):
@@ -90,7 +91,7 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     products = _products(head, tokens, weights, mean, reach)
     noise = score_noise(rows, weights, products, order)
     token_gram = noise.token_gram
-    inner = inner_noise(rows, weights, noise.gain)
+    inner = inner_noise(rows, weights, noise.gain, tokens.pool)
     feature_gram = head.value.T @ inner @ head.value
     feature_gram = feature_gram + jnp.sum(inner * tokens.value) * head.value_features
     noisy = weights**2 * rows.variance()
@@ -101,7 +102,7 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     linked = weights @ links.tokens
     centres = Centres(head.query, head.key, head.value)
     crossed_tokens, crossed_features = score_value(
-        centres, links, weights, mean, gain, linked, head.metric
+        centres, links, weights, mean, gain, linked, head.metric, tokens.pool
     )
     token_gram = token_gram + crossed_tokens + crossed_tokens.T
     feature_gram = feature_gram + crossed_features + crossed_features.T
@@ -170,8 +171,15 @@ def _rows(head: Head, tokens: Tokens, width: Array) -> RowCovariance:
     by_mean = jnp.sum(key_mean * tokens.centre)
     both = jnp.sum(head.query_features * head.contrasts)
     near = (head.query @ head.contrasts) @ head.query.T + both * tokens.query
-    share = safe_divide(jnp.mean(jnp.diagonal(near)), by_key)
-    keys = share * tokens.key + jnp.mean(jnp.diagonal(tokens.query)) * key_mean
+    share = safe_divide(_average(jnp.diagonal(near), tokens.pool), by_key)
+    keys = share * tokens.key + _average(jnp.diagonal(tokens.query), tokens.pool) * key_mean
     total = jnp.broadcast_to(jnp.sum(keys * tokens.centre), (1, 1))
     queries = safe_divide(near + by_mean * tokens.query, total) / width
     return RowCovariance((Term(queries, keys),))
+
+
+def _average(row: Array, pool: Array | None) -> Array:
+    """The average over the queries, weighted where there are weights."""
+    if pool is None:
+        return jnp.mean(row)
+    return safe_divide(jnp.sum(pool * row), jnp.sum(pool))

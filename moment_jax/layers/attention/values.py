@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import safe_divide
+from moment_jax.covariance.numerics import safe_divide, weighted
 
 Array = jax.Array
 
@@ -21,14 +21,18 @@ class ValueNoise:
       cov: covariance of all heads' values, of shape (S, H K).
       weights: mean attention weights, (H, T, S).
       reach: the weights times the token pattern V, (H, T, S).
+      pool: weights of the averages in sums over them, (T,); None for one each.
     """
 
-    def __init__(self, cov: Separable, weights: Array, reach: Array) -> None:
+    def __init__(
+        self, cov: Separable, weights: Array, reach: Array, pool: Array | None = None
+    ) -> None:
         self.features = cov.feature_gram()
         h = weights.shape[0]
         self.blocks = (h, self.features.shape[0] // h)
         self.weights, self.reach = weights, reach
         self.overlaps = jnp.einsum("hac,gac->ahg", reach, weights)  # (T, H, H)
+        self.shares = jnp.sum(weighted(self.overlaps, pool), axis=0)  # (H, H)
 
     def token_gram(self, metric: Array) -> Array:
         """Under a metric (H K, H K) of the features, (T, T)."""
@@ -45,8 +49,7 @@ class ValueNoise:
 
     def feature_gram(self) -> Array:
         """(H K, H K)."""
-        shares = jnp.sum(self.overlaps, axis=0)
-        whole = self.features.reshape(*self.blocks, *self.blocks) * shares[:, None, :, None]
+        whole = self.features.reshape(*self.blocks, *self.blocks) * self.shares[:, None, :, None]
         return whole.reshape(self.features.shape)
 
     def map_features(self, kernel: Array) -> tuple[Array, Array]:
@@ -59,10 +62,11 @@ class ValueNoise:
         pairs = jnp.einsum("hdo,ghdo->hgo", split, pulled)
         t = self.overlaps.shape[0]
         variance = self.overlaps.reshape(t, h * h) @ pairs.reshape(h * h, -1)
-        shared = jnp.einsum("hg,ghdo->hdo", jnp.sum(self.overlaps, axis=0), pulled)
+        shared = jnp.einsum("hg,ghdo->hdo", self.shares, pulled)
         return jnp.maximum(variance, 0), kernel.T @ shared.reshape(kernel.shape)
 
 
-def over_trace(matrix: Array) -> Array:
-    """A matrix over its trace; zero where that is zero."""
-    return safe_divide(matrix, jnp.broadcast_to(jnp.trace(matrix), (1, 1)))
+def over_trace(matrix: Array, pool: Array | None = None) -> Array:
+    """A matrix over its trace, the diagonal weighted by `pool`; zero where that is zero."""
+    trace = jnp.sum(weighted(jnp.diagonal(matrix), pool))
+    return safe_divide(matrix, jnp.broadcast_to(trace, (1, 1)))

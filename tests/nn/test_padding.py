@@ -1,0 +1,81 @@
+"""Sequences of different lengths in one batch: what exists does not see the padding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.builders import assert_close
+
+FEATURES, HEADS, VOCABULARY = 4, 2, 7
+SOURCE_LENGTHS, TARGET_LENGTHS = (5, 3), (2, 4)
+IDS = jax.random.randint(jax.random.key(0), (2, 2, 5), 0, VOCABULARY)
+
+
+class Translator(nnx.Module):
+    """Tokens and positions of source and target, a Transformer, tied logits."""
+
+    def __init__(self, structure):
+        settings = {"structure": structure, "rngs": nnx.Rngs(0), "relative_scale": 0.3}
+        self.tokens = mj.nn.Embedding(VOCABULARY, FEATURES, **settings)
+        self.places = mj.nn.LearnedPositions(5, FEATURES, **settings)
+        self.transformer = mj.nn.Transformer(
+            FEATURES, HEADS, 1, hidden_features=6, norm_first=True, **settings
+        )
+
+    def __call__(self, source, target, source_valid=None, target_valid=None):
+        (x, x_cov), (y, y_cov) = (self.places(*self.tokens(ids)) for ids in (source, target))
+        causal = jnp.tril(jnp.ones((target.shape[-1],) * 2, bool))
+        mean, cov = self.transformer(
+            x,
+            y,
+            x_cov,
+            y_cov,
+            mask=causal,
+            source_valid=source_valid,
+            target_valid=target_valid,
+        )
+        mean, cov = self.tokens.attend(mean, cov)
+        return mean, jax.vmap(lambda c: c.variance())(cov)
+
+
+def test_a_padded_batch_is_a_loop_over_its_sequences():
+    model, run = Translator(mj.Diagonal), nnx.jit(Translator.__call__)
+    source, target = IDS[0], IDS[1, :, :4]
+    valid = [
+        jnp.arange(ids.shape[1])[None] < jnp.array(lengths)[:, None]
+        for ids, lengths in ((source, SOURCE_LENGTHS), (target, TARGET_LENGTHS))
+    ]
+    mean, variance = run(model, source, target, *valid)
+    for row, (s, t) in enumerate(zip(SOURCE_LENGTHS, TARGET_LENGTHS, strict=True)):
+        # Alone it is a batch of one; in the batch other ids stand where the padding is.
+        single, single_variance = run(model, source[row : row + 1, :s], target[row : row + 1, :t])
+        assert_close(mean[row, :t], single[0], 1e-5)
+        assert_close(variance[row, :t], single_variance[0], 1e-5)
+
+
+@pytest.mark.parametrize("structure", [mj.Diagonal, mj.DEFAULT_STRUCTURE])
+def test_padding_of_an_encoder(structure):
+    """What is padded is not seen; in an empty sequence nobody looks at anything: finite moments."""
+    encoder = mj.nn.Encoder(
+        1, FEATURES, HEADS, hidden_features=6, structure=structure, rngs=nnx.Rngs(0)
+    )
+    run = nnx.jit(lambda m, x, v: m(x, valid=v))
+    x = jax.random.normal(jax.random.key(1), (2, 3, FEATURES), jnp.float32)
+    mean, cov = run(encoder, x, jnp.array([[True, True, False], [False] * 3]))
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((mean, cov)))
+    single, single_cov = run(encoder, x[:1, :2], None)
+    assert_close(mean[0, :2], single[0], 1e-5)
+    variances = jax.vmap(lambda c: c.variance())
+    assert_close(variances(cov)[0, :2], variances(single_cov)[0], 1e-5)
+
+
+def test_messages():
+    encoder = mj.nn.Encoder(1, FEATURES, HEADS, structure=mj.Diagonal, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="lengths"):
+        encoder(jnp.ones((2, 3, FEATURES)), valid=jnp.ones((2, 2), bool))
+    with pytest.raises(ValueError, match="one weight for each"):
+        mj.Separable.zeros((3, FEATURES)).pooled(jnp.ones(2))
