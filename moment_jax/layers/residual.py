@@ -87,8 +87,7 @@ def _add_token_block(
         h, value_kernel = tangent.mixing.weights.shape[0], tangent.source_kernels[1]
         value = value_kernel.reshape(value_kernel.shape[0], h, -1)
         output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
-        own = jnp.einsum("htt->ht", tangent.mixing.weights)
-        jacobian = jnp.einsum("ihk,ht,hko->tio", value, own, output)
+        jacobian = jnp.einsum("ihk,ht,hko->tio", value, tangent.own_weights(), output)
     carried = cov.blocks if norm is None else cov.blocks @ norm.jacobian()
     cross = carried @ jacobian
     return TokenBlock(cov.blocks + branch.blocks + cross + jnp.swapaxes(cross, 1, 2))
@@ -104,7 +103,7 @@ def _add_diagonal(
         paths = tangent.value_paths()
         if paths is None:
             return cov.add(branch)
-        returned = jnp.einsum("htt,hd->td", tangent.mixing.weights, paths)
+        returned = jnp.einsum("ht,hd->td", tangent.own_weights(), paths)
     if norm is not None:
         returned = returned * norm.gain
     cross = _bounded(cov.variance() * returned, cov, branch)

@@ -83,6 +83,22 @@ def over_batch_with_memory(
     )
 
 
+def over_batch_with_cache(
+    layer: Callable[[Array, Covariance, Any], Any],
+    mean: Array,
+    cov: Covariance | None,
+    cache: Any,
+    structure: type[Covariance],
+) -> Any:
+    """`over_batch` of the newest tokens (..., N, D) and a cache with the same leading axes."""
+    if mean.ndim > 2:
+        axes = (0, None if cov is None else 0, 0)
+        return jax.vmap(
+            lambda m, c, k: over_batch_with_cache(layer, m, c, k, structure), in_axes=axes
+        )(mean, cov, cache)
+    return layer(mean, _certain(mean, structure) if cov is None else cov, cache)
+
+
 def check_valid(mean: Array, valid: Array | None) -> None:
     """Raise unless `valid` says True or False of every token of a (..., T, D) batch."""
     if valid is None:

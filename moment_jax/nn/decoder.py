@@ -9,11 +9,14 @@ import jax
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, NormParams, layer_norm
+from moment_jax.layers.attention.attend import make_source
+from moment_jax.layers.attention.cache import empty_cache
+from moment_jax.layers.cached_blocks import DecoderBlockCache
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.nn.batching import over_batch_with_memory
+from moment_jax.nn.batching import over_batch, over_batch_with_memory
 from moment_jax.nn.decoder_block import DecoderBlock
 from moment_jax.nn.plain_decoder import PlainDecoder
-from moment_jax.nn.stack import Stack, through_blocks
+from moment_jax.nn.stack import Stack, stack_caches, through_blocks
 
 Array = jax.Array
 
@@ -64,6 +67,36 @@ class Decoder(Stack):
         if final is not None:
             mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
         return mean, cov
+
+    def start(
+        self,
+        max_length: int,
+        memory_mean: Array,
+        memory_cov: Covariance | None = None,
+        memory_valid: Array | None = None,
+    ) -> DecoderBlockCache:
+        """A cache for causal sequences of up to `max_length` tokens that look at a memory (..., S, D).
+
+        Keys and values of the memory are computed here, once.
+
+        Raises:
+          ValueError: if there is no room for a token. TypeError: if the structure correlates tokens.
+        """
+        blocks, structure = self.params[0], self.settings.structure
+
+        def make(mean: Array, cov: Covariance, valid: Array | None = None) -> Any:
+            return stack_caches(
+                [
+                    DecoderBlockCache(
+                        empty_cache(max_length, own.self_attention, structure, mean.dtype),
+                        make_source(mean, cov, own.cross_attention),
+                        valid,
+                    )
+                    for own in blocks
+                ]
+            )
+
+        return over_batch(make, memory_mean, memory_cov, structure, memory_valid)
 
     def __call__(
         self,

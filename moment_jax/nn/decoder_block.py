@@ -9,6 +9,7 @@ from flax import nnx
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
+from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.batching import over_batch_with_memory
@@ -80,6 +81,21 @@ class DecoderBlock(Block):
             activation=find_activation(self.activation).moments,
             mask=mask,
             memory_mask=memory_mask,
+            epsilon=self.epsilon,
+        )
+
+    def step(
+        self, mean: Array, cov: Covariance, cache: DecoderBlockCache, params: DecoderBlockParams
+    ) -> tuple[Array, Covariance, DecoderBlockCache]:
+        """Moments of the newest tokens (N, D) of a causal sequence, and the cache with them."""
+        return decoder_block_step(
+            mean,
+            cov,
+            cache,
+            params,
+            num_heads=self.num_heads,
+            norm_first=self.norm_first,
+            activation=find_activation(self.activation).moments,
             epsilon=self.epsilon,
         )
 

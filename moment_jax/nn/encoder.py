@@ -12,11 +12,12 @@ from moment_jax.layers import (
     EncoderBlockParams,
     layer_norm,
 )
+from moment_jax.layers.attention.cache import KeyValueCache, empty_cache
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.encoder_block import EncoderBlock
 from moment_jax.nn.plain import PlainEncoder
-from moment_jax.nn.stack import Stack, through_blocks
+from moment_jax.nn.stack import Stack, stack_caches, through_blocks
 from moment_jax.reference import Stage
 
 Array = jax.Array
@@ -75,6 +76,19 @@ class Encoder(Stack):
         if final is not None:
             mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
         return mean, cov
+
+    def start(self, max_length: int, batch: tuple[int, ...] = ()) -> KeyValueCache:
+        """An empty cache for causal sequences of up to `max_length` tokens, with these leading axes.
+
+        Raises:
+          ValueError: if there is no room for a token. TypeError: if the structure correlates tokens.
+        """
+        settings = self.settings
+        caches = [
+            empty_cache(max_length, own.attention, settings.structure, settings.dtype)
+            for own in self.params[0]
+        ]
+        return stack_caches(caches, batch)
 
     def __call__(
         self,

@@ -13,7 +13,9 @@ from moment_jax.layers import (
     FeedForwardParams,
     encoder_block,
 )
-from moment_jax.layers.blocks import (
+from moment_jax.layers.attention.cache import KeyValueCache
+from moment_jax.layers.cached_blocks import encoder_block_step
+from moment_jax.layers.sublayers import (
     Normalization,
     attention_sublayer,
     feed_forward_sublayer,
@@ -98,6 +100,21 @@ class EncoderBlock(Block):
             norm_first=self.norm_first,
             activation=find_activation(self.activation).moments,
             mask=mask,
+            epsilon=self.epsilon,
+        )
+
+    def step(
+        self, mean: Array, cov: Covariance, cache: KeyValueCache, params: EncoderBlockParams
+    ) -> tuple[Array, Covariance, KeyValueCache]:
+        """Moments of the newest tokens (N, D) of a causal sequence, and the cache with them."""
+        return encoder_block_step(
+            mean,
+            cov,
+            cache,
+            params,
+            num_heads=self.num_heads,
+            norm_first=self.norm_first,
+            activation=find_activation(self.activation).moments,
             epsilon=self.epsilon,
         )
 

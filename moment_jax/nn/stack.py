@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import NormParams
+from moment_jax.layers import NormParams, layer_norm
 from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.batching import over_batch_with_cache
 from moment_jax.nn.dense import LayerNorm
 from moment_jax.nn.plain import plain_norm
 from moment_jax.nn.settings import Settings
@@ -104,6 +105,31 @@ class Stack(BayesianModule):
             None if final is None else plain_norm(final, features, self.epsilon),
         )
 
+    def step(
+        self, mean: Array, cov: Covariance | None, cache: Any
+    ) -> tuple[Array, Covariance, Any]:
+        """Moments of the newest tokens alone, as the whole pass with a causal mask would give them.
+
+        A step costs as much as there is room in the cache. A whole prompt can come in one step.
+
+        Args:
+          mean: of the newest tokens, (..., N, D).
+          cov: their covariance; None where they are certain.
+          cache: from `start`, or from the step before.
+
+        Returns:
+          Mean (..., N, D), covariance, and the next step's cache.
+        """
+        blocks, final = self.params
+
+        def run(mean: Array, cov: Covariance, cache: Any) -> Any:
+            mean, cov, cache = through_steps(self.blocks, blocks, cache, mean, cov)
+            if final is not None:
+                mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
+            return mean, cov, cache
+
+        return over_batch_with_cache(run, mean, cov, cache, self.settings.structure)
+
 
 def through_blocks(
     blocks: Sequence[Any],
@@ -132,6 +158,40 @@ def through_blocks(
     first = step(blocks[0])
     (mean, cov), _ = jax.lax.scan(lambda carry, own: (first(*carry, own), None), start, stacked)
     return mean, cov
+
+
+def through_steps(
+    blocks: Sequence[Any], beliefs: Sequence[Any], caches: Any, mean: Array, cov: Covariance
+) -> tuple[Array, Covariance, Any]:
+    """Moments of the newest tokens after all blocks, and the blocks' caches with them.
+
+    Args:
+      blocks: modules with a `step`.
+      beliefs: each block's.
+      caches: of all blocks, on a leading axis.
+      mean: of the newest tokens, (N, D).
+      cov: its covariance.
+    """
+    if _alike(blocks, beliefs):
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
+
+        def scanned(carry: Any, own: Any) -> Any:
+            mean, cov, cache = blocks[0].step(*carry, *own)
+            return (mean, cov), cache
+
+        (mean, cov), caches = jax.lax.scan(scanned, (mean, cov), (caches, stacked))
+        return mean, cov, caches
+    new = []
+    for i, (block, own) in enumerate(zip(blocks, beliefs, strict=True)):
+        mean, cov, cache = block.step(mean, cov, jax.tree.map(lambda c, i=i: c[i], caches), own)
+        new.append(cache)
+    return mean, cov, stack_caches(new)
+
+
+def stack_caches(caches: Sequence[Any], batch: tuple[int, ...] = ()) -> Any:
+    """The caches of all blocks on one axis, after the leading axes of a batch."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*batch, *leaf.shape)), stacked)
 
 
 def _alike(blocks: Sequence[Any], beliefs: Sequence[Any]) -> bool:

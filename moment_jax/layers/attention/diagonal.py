@@ -27,6 +27,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
+from moment_jax.layers.attention.places import at_own, own_entries, own_tokens
 from moment_jax.layers.attention.rows import saturation
 from moment_jax.xla import materialized
 
@@ -47,6 +48,7 @@ class _Shared(NamedTuple):
     query_kernel: Array | None  # (D, K); None where queries are made of another sequence
     key_kernel: Array  # (D, K)
     value_kernel: Array  # (D, K)
+    places: Array | None  # of the queries' own tokens among the keys
 
 
 class _Rows(NamedTuple):
@@ -67,7 +69,12 @@ class _Rows(NamedTuple):
     def square_matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af]^2 weights_af, (T, S)."""
         own = (self.own**2 + 2 * self.own * self._by_query()) * weights
-        return own + self.query**2 * (weights @ (self.key @ self.key.T) ** 2)
+        if by_features(weights.shape[0], *self.key.shape):
+            keys = jnp.einsum("af,fd,fe->ade", weights, self.key, self.key)
+            common = jnp.einsum("ade,cd,ce->ac", keys, self.key, self.key)
+        else:
+            common = weights @ (self.key @ self.key.T) ** 2
+        return own + self.query**2 * common
 
     def _by_query(self) -> Array:
         return self.query * jnp.sum(self.key**2, axis=1)[None, :]
@@ -80,10 +87,12 @@ def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Mixing]:
 
     def mix(one: Any) -> tuple[Array, Array, Array]:
         (q, k, v), kernels, mask = one
-        return _head(q, k, v, _Shared._make((shared.variance, *kernels)), mask, inputs.order)
+        return _head(
+            q, k, v, _Shared._make((shared.variance, *kernels, shared.places)), mask, inputs.order
+        )
 
     num_scores = h * parts[0].mean.shape[1] * parts[1].mean.shape[1]
-    mean, variance, weights = each_head(mix, (parts, shared[1:], inputs.mask), num_scores)
+    mean, variance, weights = each_head(mix, (parts, shared[1:4], inputs.mask), num_scores)
     return merge_heads(mean), Diagonal(merge_heads(variance)), Mixing(weights)
 
 
@@ -100,6 +109,7 @@ def _shared(shared: SharedInput[Diagonal], num_heads: int) -> _Shared:
         None if query is None else split_heads(query, num_heads),
         split_heads(shared.key_kernel, num_heads),
         split_heads(shared.value_kernel, num_heads),
+        shared.places,
     )
 
 
@@ -111,7 +121,8 @@ def _head(
     scores = q.mean @ k.mean.T
     if order == 2 and shared.query_kernel is not None:
         metric = jnp.sum(shared.query_kernel * shared.key_kernel, axis=1)
-        scores = scores + jnp.diag(shared.variance @ metric)
+        own_noise = own_tokens(shared.variance, shared.places) @ metric
+        scores = scores + at_own(own_noise, shared.places, k.mean.shape[0])
     scores = materialized(scores / jnp.sqrt(width))
     own = (q.mean**2 + q.variance) @ k.variance.T / width
     rows = _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)
@@ -146,11 +157,9 @@ def _variance(
     pattern = jnp.maximum(pattern, 0)
     spread = values[None, :] - 2 * crossed + size[:, None]
     by_keys = jnp.sum(weights**2 * rows.own * spread, axis=1)
-    keys = rows.key @ rows.key.T
-    pulled = weights * (weights @ keys)
-    products = v.mean @ v.mean.T + jnp.diag(noise)
+    pulled = weights * ((weights @ rows.key) @ rows.key.T)
     by_query = (
-        jnp.sum(weights * (weights @ (keys * products)), axis=1)
+        _squared_products(rows.key, v.mean, noise, weights)
         - 2 * jnp.sum(crossed * pulled, axis=1)
         + size * jnp.sum(pulled, axis=1)
     )
@@ -160,6 +169,21 @@ def _variance(
         gain = saturation(total, weights @ values - size)
     share = safe_divide(pattern, jnp.sum(pattern, axis=1, keepdims=True))
     return by_values + share * (gain**2 * jnp.maximum(total, 0))[:, None], gain
+
+
+def _squared_products(k: Array, v: Array, noise: Array, weights: Array) -> Array:
+    """sum_cf W_ac W_af (k_c . k_f) (v_c . v_f + [c = f] noise_c), (T,)."""
+    if by_features(weights.shape[0], *k.shape):
+        pairs = jnp.einsum("ac,cd,ce->ade", weights, k, v)
+        own = weights**2 @ (jnp.sum(k**2, axis=1) * noise)
+        return jnp.sum(pairs**2, axis=(1, 2)) + own
+    products = (k @ k.T) * (v @ v.T + jnp.diag(noise))
+    return jnp.sum(weights * (weights @ products), axis=1)
+
+
+def by_features(num_queries: int, num_keys: int, width: int) -> bool:
+    """Whether K^2 numbers for each query cost less than S^2 for all: so with a few queries."""
+    return num_queries * width**2 < (num_queries + 2 * width) * num_keys
 
 
 def _shared_mean(q: _Part, k: _Part, shared: _Shared, weights: Array) -> Array:
@@ -172,6 +196,8 @@ def _shared_mean(q: _Part, k: _Part, shared: _Shared, weights: Array) -> Array:
     by_key = (q.mean @ shared.key_kernel.T) * ((weights - weights**2) @ shared.variance)
     if shared.query_kernel is None:
         return by_key @ shared.value_kernel / jnp.sqrt(width)
-    offset = k.mean - weights @ k.mean
-    by_query = (offset @ shared.query_kernel.T) * (jnp.diagonal(weights)[:, None] * shared.variance)
+    offset = own_tokens(k.mean, shared.places) - weights @ k.mean
+    by_query = (offset @ shared.query_kernel.T) * (
+        own_entries(weights, shared.places)[:, None] * own_tokens(shared.variance, shared.places)
+    )
     return (by_key + by_query) @ shared.value_kernel / jnp.sqrt(width)

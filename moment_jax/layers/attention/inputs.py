@@ -21,6 +21,15 @@ class Projection(NamedTuple, Generic[S]):
     cov: S
 
 
+class Source(NamedTuple, Generic[S]):
+    """A random sequence that is looked at, and the keys and values that are made of it."""
+
+    mean: Array  # (S, D)
+    cov: S
+    key: Projection[S]  # (S, H K)
+    value: Projection[S]  # (S, H K)
+
+
 class SharedInput(NamedTuple, Generic[S]):
     """The random sequence that keys and values have in common, and queries too in self-attention.
 
@@ -31,6 +40,7 @@ class SharedInput(NamedTuple, Generic[S]):
     query_kernel: Array | None  # (D, H K), mean; None where queries are made of another sequence
     key_kernel: Array  # (D, H K)
     value_kernel: Array  # (D, H K)
+    places: Array | None = None  # of the queries' own tokens among the keys', see `places`
 
 
 class KeyInput(NamedTuple, Generic[S]):

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 
-from moment_jax.covariance import (
-    Covariance,
-    Diagonal,
-    Full,
-    Separable,
-    TokenBlock,
-    TokenCorrelated,
-)
-from moment_jax.layers.attention.diagonal import mix_diagonal
-from moment_jax.layers.attention.full import mix_full
-from moment_jax.layers.attention.inputs import (
-    Inputs,
-    KeyInput,
-    Mixing,
-    Projection,
-    SharedInput,
-)
-from moment_jax.layers.attention.separable import attend_separable
+from moment_jax.covariance import Covariance
+from moment_jax.layers.attention.attend import View, attend, make_source
 from moment_jax.layers.attention.tangent import AttentionTangent
-from moment_jax.layers.attention.token_block import mix_token_block
-from moment_jax.layers.attention.token_correlated import mix_token_correlated
 from moment_jax.layers.checks import (
     check_heads,
     check_kernel,
@@ -36,33 +16,11 @@ from moment_jax.layers.checks import (
     check_moments,
     check_order,
 )
-from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams
 from moment_jax.layers.seen import pool_as, pool_seen
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
-Attend = Callable[[Inputs[Any]], tuple[Array, Any, Mixing]]
-
-
-def _projected(mix: Callable[[Inputs[Any]], tuple[Array, Any, Mixing]]) -> Attend:
-    """The output projection after a mixing of the tokens whose covariance is formed by itself."""
-
-    def attend(inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
-        mean, cov, mixing = mix(inputs)
-        return *dense(mean, cov, inputs.output), mixing
-
-    return attend
-
-
-ATTENDERS: dict[type[Covariance], Attend] = {
-    Diagonal: _projected(mix_diagonal),
-    TokenBlock: _projected(mix_token_block),
-    TokenCorrelated: _projected(mix_token_correlated),
-    Separable: attend_separable,
-    Full: _projected(mix_full),
-}
-"""How each structure mixes tokens and projects the result; a new structure enters here."""
 
 
 def attention(
@@ -174,34 +132,12 @@ def attention_and_tangent(
     """`attention`, or `cross_attention` with a memory, and the map by which it carries Cov[x]."""
     name = "attention" if memory is None else "cross_attention"
     check_moments(name, mean, cov)
-    source = Memory(mean, cov) if memory is None else memory
-    _check(name, mean, cov, source, params, num_heads, mask)
+    looked_at = Memory(mean, cov) if memory is None else memory
+    _check(name, mean, cov, looked_at, params, num_heads, mask)
     check_order(name, order)
-    if mask is not None:
-        mask = jnp.broadcast_to(mask, (num_heads, mean.shape[0], source.mean.shape[0]))
-    kernels = (params.query.kernel.mean, params.key.kernel.mean, params.value.kernel.mean)
-    inputs: Inputs[Any] = Inputs(
-        Projection(*dense(mean, cov, params.query)),
-        Projection(*dense(*source, params.key)),
-        Projection(*dense(*source, params.value)),
-        KeyInput(*source, params.key.kernel),
-        SharedInput(source.cov, kernels[0] if memory is None else None, *kernels[1:]),
-        params.output,
-        mask,
-        num_heads,
-        order,
-    )
-    out_mean, out_cov, mixing = ATTENDERS[type(cov)](inputs)
-    tangent = AttentionTangent(
-        inputs.query.mean,
-        inputs.key.mean,
-        inputs.value.mean,
-        mixing,
-        kernels[0],
-        None if memory is not None else (kernels[1], kernels[2]),
-        params.output.kernel.mean,
-    )
-    return out_mean, out_cov, tangent
+    source = make_source(*looked_at, params)
+    view = View(num_heads, mask, order, own=memory is None)
+    return attend(mean, cov, source, params, view)
 
 
 def _check(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.layers.attention.inputs import Mixing, merge_heads, split_heads
+from moment_jax.layers.attention.places import own_entries
 
 Array = jax.Array
 
@@ -22,6 +23,11 @@ class AttentionTangent(NamedTuple):
     query_kernel: Array  # (D, H K)
     source_kernels: tuple[Array, Array] | None  # of keys and values, (D, H K); None: of a memory
     output_kernel: Array  # (H K, D)
+    places: Array | None = None  # of the queries' own tokens among the keys
+
+    def own_weights(self) -> Array:
+        """The weight that every query gives to its own token, (H, T)."""
+        return own_entries(self.mixing.weights, self.places)
 
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""

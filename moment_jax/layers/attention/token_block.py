@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import TokenBlock
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import Inputs, Mixing, SharedInput, merge_heads, split_heads
+from moment_jax.layers.attention.places import at_own, own_tokens
 from moment_jax.layers.attention.rows import saturation
 
 Array = jax.Array
@@ -33,7 +34,7 @@ def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Mixi
     scores = jnp.einsum("had,hcd->hac", q, k)
     query_kernel = inputs.shared.query_kernel
     if inputs.order == 2 and query_kernel is not None:
-        scores = scores + _shared_scores(inputs.shared, query_kernel, h)
+        scores = scores + _shared_scores(inputs.shared, query_kernel, h, k.shape[1])
     scores = scores / jnp.sqrt(jnp.asarray(width, scores.dtype))
     if inputs.order == 1:
         weights = masked_softmax(scores, inputs.mask)
@@ -80,11 +81,15 @@ def _head_blocks(cov: TokenBlock, num_heads: int) -> Array:
     return cov.blocks.reshape(t, num_heads, k, num_heads, k)
 
 
-def _shared_scores(shared: SharedInput[TokenBlock], query_kernel: Array, num_heads: int) -> Array:
-    """sum_d Cov[q_had, k_had]: with independent tokens, only of a token with itself, (H, T, T)."""
+def _shared_scores(
+    shared: SharedInput[TokenBlock], query_kernel: Array, num_heads: int, num_keys: int
+) -> Array:
+    """sum_d Cov[q_had, k_had]: with independent tokens, only of a token with itself, (H, T, S)."""
     query, key = (split_heads(m, num_heads) for m in (query_kernel, shared.key_kernel))
     metric = jnp.einsum("hik,hjk->hij", query, key)
-    return jax.vmap(jnp.diag)(jnp.einsum("tij,hij->ht", shared.cov.blocks, metric))
+    blocks = own_tokens(shared.cov.blocks, shared.places)
+    own = jnp.einsum("tij,hij->ht", blocks, metric)
+    return jax.vmap(lambda row: at_own(row, shared.places, num_keys))(own)
 
 
 def _output_blocks(

@@ -1,0 +1,107 @@
+"""Attention to keys and values that are there already, by every structure in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import (
+    Covariance,
+    Diagonal,
+    Full,
+    Separable,
+    TokenBlock,
+    TokenCorrelated,
+)
+from moment_jax.layers.attention.diagonal import mix_diagonal
+from moment_jax.layers.attention.full import mix_full
+from moment_jax.layers.attention.inputs import (
+    Inputs,
+    KeyInput,
+    Mixing,
+    Projection,
+    SharedInput,
+    Source,
+)
+from moment_jax.layers.attention.separable import attend_separable
+from moment_jax.layers.attention.tangent import AttentionTangent
+from moment_jax.layers.attention.token_block import mix_token_block
+from moment_jax.layers.attention.token_correlated import mix_token_correlated
+from moment_jax.layers.dense import dense
+from moment_jax.layers.params import AttentionParams
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+Attend = Callable[[Inputs[Any]], tuple[Array, Any, Mixing]]
+
+
+def _projected(mix: Callable[[Inputs[Any]], tuple[Array, Any, Mixing]]) -> Attend:
+    """The output projection after a mixing of the tokens whose covariance is formed by itself."""
+
+    def attend(inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
+        mean, cov, mixing = mix(inputs)
+        return *dense(mean, cov, inputs.output), mixing
+
+    return attend
+
+
+ATTENDERS: dict[type[Covariance], Attend] = {
+    Diagonal: _projected(mix_diagonal),
+    TokenBlock: _projected(mix_token_block),
+    TokenCorrelated: _projected(mix_token_correlated),
+    Separable: attend_separable,
+    Full: _projected(mix_full),
+}
+"""How each structure mixes tokens and projects the result; a new structure enters here."""
+
+
+def make_source(mean: Array, cov: Covariance, params: AttentionParams) -> Source[Any]:
+    """Keys and values of a random sequence."""
+    key, value = (Projection(*dense(mean, cov, p)) for p in (params.key, params.value))
+    return Source(mean, cov, key, value)
+
+
+class View(NamedTuple):
+    """How queries look at a source."""
+
+    num_heads: int
+    mask: Array | None  # (T, S) or (H, T, S)
+    order: int
+    own: bool  # whether the queries are made of tokens of the source
+    places: Array | None = None  # and of which ones, (T,); None for token a of query a
+
+
+def attend(
+    mean: Array, cov: S, source: Source[Any], params: AttentionParams, view: View
+) -> tuple[Array, S, AttentionTangent]:
+    """Attention of a random sequence (T, D) to keys and values that are there already."""
+    mask, h = view.mask, view.num_heads
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (h, mean.shape[0], source.mean.shape[0]))
+    kernels = (params.query.kernel.mean, params.key.kernel.mean, params.value.kernel.mean)
+    inputs: Inputs[Any] = Inputs(
+        Projection(*dense(mean, cov, params.query)),
+        source.key,
+        source.value,
+        KeyInput(source.mean, source.cov, params.key.kernel),
+        SharedInput(source.cov, kernels[0] if view.own else None, *kernels[1:], view.places),
+        params.output,
+        mask,
+        h,
+        view.order,
+    )
+    out_mean, out_cov, mixing = ATTENDERS[type(cov)](inputs)
+    tangent = AttentionTangent(
+        inputs.query.mean,
+        inputs.key.mean,
+        inputs.value.mean,
+        mixing,
+        kernels[0],
+        (kernels[1], kernels[2]) if view.own else None,
+        params.output.kernel.mean,
+        view.places,
+    )
+    return out_mean, out_cov, tangent

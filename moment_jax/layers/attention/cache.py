@@ -1,0 +1,101 @@
+"""Attention of the newest tokens to cached keys and values: one step costs as much as it has keys.
+
+For structures whose tokens are independent, `Diagonal` and `TokenBlock`: the moments of an earlier
+token's key and value, once computed, stay what they are. Where tokens are correlated, a step would need
+the covariance of the newest token with all earlier ones, which takes all pairs of them: run the whole
+pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Covariance, Diagonal, TokenBlock
+from moment_jax.layers.attention.attend import View, attend, make_source
+from moment_jax.layers.attention.inputs import Projection, Source
+from moment_jax.layers.attention.tangent import AttentionTangent
+from moment_jax.layers.params import AttentionParams
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+
+CACHED_STRUCTURES: tuple[type[Covariance], ...] = (Diagonal, TokenBlock)
+"""Structures whose tokens are independent."""
+
+
+class KeyValueCache(NamedTuple):
+    """Moments of the tokens so far, and of their keys and values, in buffers of a fixed length S."""
+
+    source: Source[Any]
+    length: Array  # how many of the S tokens are there
+
+
+def empty_cache(
+    length: int, params: AttentionParams, structure: type[Covariance], dtype: jnp.dtype | type
+) -> KeyValueCache:
+    """Buffers for `length` tokens.
+
+    Raises:
+      ValueError: if there is no room for a token. TypeError: if tokens are correlated in the structure.
+    """
+    check_cached("A cache", structure)
+    if length < 1:
+        raise ValueError(f"A cache needs room for at least one token. Got length={length}.")
+
+    def zeros(width: int) -> Projection[Any]:
+        return Projection(
+            jnp.zeros((length, width), dtype), structure.zeros((length, width), dtype)
+        )
+
+    sequence, key, value = (
+        zeros(n)
+        for n in (
+            params.key.kernel.shape[0],
+            params.key.kernel.shape[1],
+            params.value.kernel.shape[1],
+        )
+    )
+    return KeyValueCache(Source(*sequence, key, value), jnp.zeros((), jnp.int32))
+
+
+def attention_step(
+    mean: Array,
+    cov: S,
+    cache: KeyValueCache,
+    params: AttentionParams,
+    *,
+    num_heads: int,
+    order: int = 2,
+) -> tuple[Array, S, AttentionTangent, KeyValueCache]:
+    """Causal self-attention of the newest tokens (N, D) to those before them and to themselves.
+
+    Tokens beyond the end of the buffers overwrite the last ones; lengths are no static facts.
+    """
+    new = make_source(mean, cov, params)
+
+    def write(buffer: Array, rows: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(
+            buffer, rows.astype(buffer.dtype), cache.length, axis=0
+        )
+
+    source = jax.tree.map(write, cache.source, new)
+    places = cache.length + jnp.arange(mean.shape[0])
+    mask = jnp.arange(source.mean.shape[0])[None, :] <= places[:, None]
+    view = View(num_heads, mask, order, own=True, places=places)
+    out_mean, out_cov, tangent = attend(mean, cov, source, params, view)
+    cache = KeyValueCache(source, cache.length + mean.shape[0])
+    return out_mean, out_cov, tangent, cache
+
+
+def check_cached(name: str, structure: type[Covariance]) -> None:
+    """Raise unless tokens are independent in this structure."""
+    if structure not in CACHED_STRUCTURES:
+        names = " or ".join(known.__name__ for known in CACHED_STRUCTURES)
+        raise TypeError(
+            f"{name} needs a structure in which tokens are independent, {names}. Got "
+            f"{structure.__name__}, whose tokens are correlated: a step would cost as much as all "
+            "pairs of tokens. Run the whole pass over the tokens so far."
+        )

@@ -1,0 +1,105 @@
+"""One step of a block: the newest tokens of a causal sequence, with what is cached of those before."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers.activation import relu
+from moment_jax.layers.attention.attend import View, attend
+from moment_jax.layers.attention.cache import KeyValueCache
+from moment_jax.layers.attention.inputs import Source
+from moment_jax.layers.checks import check_moments
+from moment_jax.layers.feed_forward import Activation
+from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams
+from moment_jax.layers.residual import Tangent
+from moment_jax.layers.seen import look_at_valid
+from moment_jax.layers.sublayers import (
+    Normalization,
+    attention_step_sublayer,
+    feed_forward_sublayer,
+    sublayer,
+)
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+
+
+class DecoderBlockCache(NamedTuple):
+    """What a decoder block keeps: its own tokens so far, and the memory's keys and values."""
+
+    tokens: KeyValueCache
+    memory: Source[Any]
+    memory_valid: Array | None  # (S,) boolean, True for tokens that exist; None for all
+
+
+def encoder_block_step(
+    mean: Array,
+    cov: S,
+    cache: KeyValueCache,
+    params: EncoderBlockParams,
+    *,
+    num_heads: int,
+    norm_first: bool = False,
+    activation: Activation = relu,
+    epsilon: float = 1e-6,
+    order: int = 2,
+) -> tuple[Array, S, KeyValueCache]:
+    """`encoder_block` with a causal mask, for the newest tokens (N, D) alone.
+
+    Args:
+      mean: E[x] of the newest tokens, (N, D).
+      cov: their covariance, a structure whose tokens are independent.
+      cache: of the tokens before them.
+      params: beliefs about the parameters.
+      num_heads: number of attention heads.
+      norm_first: False for post-norm, True for pre-norm.
+      activation: an elementwise transform such as `mj.relu`.
+      epsilon: added to the variance in the normalisations.
+      order: 1 or 2, as for `encoder_block`.
+
+    Returns:
+      Mean (N, D) and covariance of the output, and the cache with the new tokens in it.
+    """
+    check_moments("encoder_block_step", mean, cov)
+    norm = Normalization(norm_first, epsilon, order)
+    mean, cov, cache = attention_step_sublayer(
+        mean, cov, cache, params.attention, params.norm1, norm, num_heads=num_heads
+    )
+    mean, cov = feed_forward_sublayer(
+        mean, cov, params.feed_forward, params.norm2, norm, activation=activation
+    )
+    return mean, cov, cache
+
+
+def decoder_block_step(
+    mean: Array,
+    cov: S,
+    cache: DecoderBlockCache,
+    params: DecoderBlockParams,
+    *,
+    num_heads: int,
+    norm_first: bool = False,
+    activation: Activation = relu,
+    epsilon: float = 1e-6,
+    order: int = 2,
+) -> tuple[Array, S, DecoderBlockCache]:
+    """`decoder_block` with a causal mask for the newest tokens (N, D): see `encoder_block_step`."""
+    check_moments("decoder_block_step", mean, cov)
+    norm = Normalization(norm_first, epsilon, order)
+    mean, cov, tokens = attention_step_sublayer(
+        mean, cov, cache.tokens, params.self_attention, params.norm1, norm, num_heads=num_heads
+    )
+    mask = look_at_valid(None, cache.memory_valid, mean.shape[0])
+    view = View(num_heads, mask, order, own=False)
+
+    def look(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return attend(mean, cov, cache.memory, params.cross_attention, view)
+
+    mean, cov = sublayer(mean, cov, look, params.norm2, norm)
+    mean, cov = feed_forward_sublayer(
+        mean, cov, params.feed_forward, params.norm3, norm, activation=activation
+    )
+    return mean, cov, cache._replace(tokens=tokens)
