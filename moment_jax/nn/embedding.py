@@ -151,8 +151,8 @@ class LearnedPositions(BayesianModule):
         Args:
           mean: of a sequence (..., T, D).
           cov: its covariance; None where it is certain.
-          start: the place of its first token. Within compiled code, places beyond the last one are
-            taken as the last one.
+          start: the place of its first token, one for all or one for each sequence, (...). As an array
+            it is not checked: places beyond the last one are taken as the last one.
 
         Raises:
           ValueError: if the sequence ends beyond the last position.
@@ -164,7 +164,9 @@ class LearnedPositions(BayesianModule):
                 f"`LearnedPositions` of {params.shape[0]} places needs a sequence within them. Got "
                 f"places {first} to {first + num_tokens - 1}."
             )
-        places, noise = embedding(start + jnp.arange(num_tokens), params, self.settings.structure)
-        return over_batch(
-            lambda m, c: (m + places, c.add(noise)), mean, cov, self.settings.structure
-        )
+        structure = self.settings.structure
+        if isinstance(start, int) or start.ndim == 0:  # the same noise for the whole batch
+            places, noise = embedding(start + jnp.arange(num_tokens), params, structure)
+            return over_batch(lambda m, c: (m + places, c.add(noise)), mean, cov, structure)
+        axes = (0, None if cov is None else 0, 0)
+        return jax.vmap(lambda m, c, s: self(m, c, start=s), in_axes=axes)(mean, cov, start)

@@ -67,6 +67,7 @@ def test_modules_are_their_networks():
         assert_close(moved, places.mean_network()(mean))
         later = places.mean_network()(mean[:, 2:], 2)
     assert_close(places(mean[:, 2:], start=2)[0], later)
+    assert_close(places(mean[:, 2:], start=jnp.array([2, 0]))[0][0], later[0])
     total = jax.vmap(lambda c: c.variance())(cov) + places.params.variance[None, : IDS.shape[0]]
     assert_close(jax.vmap(lambda c: c.variance())(moved_cov), total, 1e-6)
     for module in (embed, places):
