@@ -36,6 +36,7 @@ from moment_jax.layers import (
     cross_attention,
     decoder_block,
     dense,
+    embedding,
     encoder_block,
     feed_forward,
     gelu,
@@ -43,6 +44,7 @@ from moment_jax.layers import (
     matmul,
     mean_pool,
     relu,
+    sinusoidal_positions,
     softmax,
 )
 from moment_jax.nn import DEFAULT_STRUCTURE
@@ -74,6 +76,7 @@ __all__ = [
     "decoding",
     "dense",
     "discrete",
+    "embedding",
     "encoder_block",
     "expectations",
     "feed_forward",
@@ -88,5 +91,6 @@ __all__ = [
     "posterior",
     "reference",
     "relu",
+    "sinusoidal_positions",
     "softmax",
 ]

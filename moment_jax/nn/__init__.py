@@ -7,6 +7,7 @@ from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.decoder import Decoder
 from moment_jax.nn.decoder_block import DecoderBlock
 from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.embedding import Embedding, LearnedPositions
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.encoder_block import EncoderBlock
 from moment_jax.nn.mlp import MLP
@@ -14,8 +15,10 @@ from moment_jax.nn.plain import (
     PlainEncoder,
     PlainEncoderBlock,
     PlainMLP,
+    PlainPositions,
     PlainVisionTransformer,
     plain_attention,
+    plain_embed,
     plain_linear,
     plain_norm,
 )
@@ -35,9 +38,11 @@ __all__ = [
     "Decoder",
     "DecoderBlock",
     "Dense",
+    "Embedding",
     "Encoder",
     "EncoderBlock",
     "LayerNorm",
+    "LearnedPositions",
     "MultiHeadAttention",
     "Patches",
     "PlainDecoder",
@@ -45,6 +50,7 @@ __all__ = [
     "PlainEncoder",
     "PlainEncoderBlock",
     "PlainMLP",
+    "PlainPositions",
     "PlainTransformer",
     "PlainVisionTransformer",
     "PriorScale",
@@ -56,6 +62,7 @@ __all__ = [
     "VisionTransformerParams",
     "find_activation",
     "plain_attention",
+    "plain_embed",
     "plain_linear",
     "plain_norm",
     "total_kl",
