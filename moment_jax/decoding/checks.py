@@ -76,10 +76,15 @@ def check_step(name: str, step: Step, state: State, tokens: Array) -> tuple[int,
     if not jnp.issubdtype(mean.dtype, jnp.floating):
         raise TypeError(f"`{name}` needs floating-point mean logits. Got {mean.dtype}.")
     size = mean.shape[1]
+    if not isinstance(cov, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"`{name}` needs the logits' variances or covariances as an array. Got "
+            f"{type(cov).__name__}. Of a structure, take variance()."
+        )
     if cov.shape not in (mean.shape, (*mean.shape, size)):
         raise ValueError(
             f"`{name}` needs the logits' variances {mean.shape} or covariances "
-            f"{(*mean.shape, size)}. Got {cov.shape}. Of a structure, take variance()."
+            f"{(*mean.shape, size)}. Got {cov.shape}."
         )
     _check_same(name, state, after)
     return size, mean.dtype

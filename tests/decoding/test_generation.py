@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from moment_jax.covariance import Diagonal
 from moment_jax.decoding import greedy, sample, token_uncertainty
 from moment_jax.objectives import class_probabilities
 from tests.decoding.tree import LENGTH, POINTS, V, log_prob, logits, root, step_of, table
@@ -224,6 +225,11 @@ BAD = {
         {"step": lambda s, t: (jnp.zeros((2, V)), jnp.zeros((2, 2)), s)},
         ValueError,
         "variances",
+    ),
+    "structure": (
+        {"step": lambda s, t: (jnp.zeros((2, V)), Diagonal.zeros((2, V)), s)},
+        TypeError,
+        "Diagonal.*variance",
     ),
     "other state": (
         {"step": lambda s, t: (*flat(s, t)[:2], (s, s))},
