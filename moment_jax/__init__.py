@@ -4,7 +4,17 @@ Every layer is a pure function `(mean, cov, params) -> (mean, cov)` of one (T, D
 it, differentiate it. The type of `cov` says what is kept of the covariance.
 """
 
-from moment_jax import brownian, discrete, expectations, nn, objectives, optim, posterior, reference
+from moment_jax import (
+    brownian,
+    decoding,
+    discrete,
+    expectations,
+    nn,
+    objectives,
+    optim,
+    posterior,
+    reference,
+)
 from moment_jax.covariance import (
     STRUCTURES,
     Covariance,
@@ -63,6 +73,7 @@ __all__ = [
     "brownian",
     "cross_attention",
     "decoder_block",
+    "decoding",
     "dense",
     "discrete",
     "embedding",

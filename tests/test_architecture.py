@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "objectives": {"xla", "covariance", "expectations", "posterior"},
     "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
     "discrete": {"covariance", "expectations", "layers", "objectives"},
+    "decoding": {"objectives", "discrete"},
     "nn": {"xla", "covariance", "expectations", "posterior", "layers", "objectives", "reference"},
     "brownian": {
         "xla",

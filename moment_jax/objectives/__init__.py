@@ -30,6 +30,7 @@ from moment_jax.objectives.predictive import (
     log_class_probabilities,
     predictive_gaussian,
 )
+from moment_jax.objectives.uncertainty import TokenUncertainty, token_uncertainty
 
 __all__ = [
     "Bernoulli",
@@ -38,6 +39,7 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Likelihood",
     "ReliabilityCurve",
+    "TokenUncertainty",
     "accuracy",
     "bernoulli_probabilities",
     "brier_score",
@@ -55,4 +57,5 @@ __all__ = [
     "negative_log_likelihood",
     "predictive_gaussian",
     "reliability_curve",
+    "token_uncertainty",
 ]

@@ -14,7 +14,6 @@ respect to the covariance pass through L and are right where the covariance is p
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 
 import jax
@@ -126,7 +125,7 @@ def _expected_logsumexp_jvp(
     points = gaussian_points(*primals, num_points)
     weights = jax.nn.softmax(points, axis=1)
     mean_dot, cov_dot = tangents
-    diagonal, pulled = _curvature_terms(weights, cov_dot)
+    diagonal, pulled = curvature_terms(weights, cov_dot)
     slope = jnp.mean(weights, axis=0) @ (mean_dot + diagonal / 2)
     tangent = slope - jnp.mean(jnp.sum(weights * pulled, axis=1)) / 2
     return jnp.mean(jax.nn.logsumexp(points, axis=1)), tangent
@@ -134,27 +133,48 @@ def _expected_logsumexp_jvp(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def log_expected_softmax(mean: Array, cov: Array, num_points: int) -> Array:
-    """Log E[softmax(f)], (C,), f ~ N(mean, cov) with cov (C,) or (C, C); exp of it sums to one."""
-    log_weights = jax.nn.log_softmax(gaussian_points(mean, cov, num_points), axis=1)
-    return jax.nn.logsumexp(log_weights, axis=0) - math.log(num_points)
+    """Log E[softmax(f)], (C,), f ~ N(mean, cov) with cov (C,) or (C, C); exp of it sums to one.
+
+    Classes with a mean of -inf cannot occur: -inf, with derivatives of zero, and so where nothing can.
+    """
+    return log_mean_exp(log_softmax_rows(gaussian_points(mean, cov, num_points)))
 
 
 @log_expected_softmax.defjvp
 def _log_expected_softmax_jvp(
     num_points: int, primals: Tangents, tangents: Tangents
 ) -> tuple[Array, Array]:
-    log_weights = jax.nn.log_softmax(gaussian_points(*primals, num_points), axis=1)
+    log_weights = log_softmax_rows(gaussian_points(*primals, num_points))
+    value = log_mean_exp(log_weights)
+    possible = value > -jnp.inf
     weights = jnp.exp(log_weights)
     # How much each point has to say about each class: columns sum to one even where exp underflows.
-    shares = jax.nn.softmax(log_weights, axis=0)
+    shares = jax.nn.softmax(jnp.where(possible[None, :], log_weights, 0), axis=0)
     mean_dot, cov_dot = tangents
-    diagonal, pulled = _curvature_terms(weights, cov_dot)
+    diagonal, pulled = curvature_terms(weights, cov_dot)
     common = -weights @ (mean_dot + diagonal / 2) + jnp.sum(weights * pulled, axis=1)
     tangent = mean_dot + diagonal / 2 - jnp.sum(shares * pulled, axis=0) + common @ shares
-    return jax.nn.logsumexp(log_weights, axis=0) - math.log(num_points), tangent
+    return value, jnp.where(possible, tangent, 0)
 
 
-def _curvature_terms(weights: Array, cov_dot: Array) -> Tangents:
+def log_softmax_rows(points: Array) -> Array:
+    """Log softmax of every row, -inf where the logit is, and everywhere if no logit is finite."""
+    largest = jax.lax.stop_gradient(jnp.max(points, axis=1, keepdims=True))
+    some = largest > -jnp.inf
+    shifted = points - jnp.where(some, largest, 0)
+    total = jnp.sum(jnp.exp(shifted), axis=1, keepdims=True)
+    return shifted - jnp.log(jnp.where(some, total, 1))
+
+
+def log_mean_exp(values: Array) -> Array:
+    """Log of the mean over the rows of exp(values), (N, C) -> (C,): of equal rows, exactly that row."""
+    largest = jax.lax.stop_gradient(jnp.max(values, axis=0, keepdims=True))
+    some = largest > -jnp.inf
+    average = jnp.mean(jnp.exp(values - jnp.where(some, largest, 0)), axis=0)
+    return jnp.log(jnp.where(some[0], average, 1)) + largest[0]
+
+
+def curvature_terms(weights: Array, cov_dot: Array) -> Tangents:
     """The diagonal of a change of the covariance, and that change times each point's weights."""
     if cov_dot.ndim == 1:
         return cov_dot, weights * cov_dot[None, :]

@@ -15,7 +15,10 @@ Array = jax.Array
 
 
 def log_class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:
-    """Log E[softmax(f)], f ~ N(mean, cov): `class_probabilities` without underflow."""
+    """Log E[softmax(f)], f ~ N(mean, cov): `class_probabilities` without underflow.
+
+    It is -inf, with derivatives of zero, exactly where the mean is, and everywhere if all of it is.
+    """
     check_logits("class_probabilities", mean, cov)
     return log_expected_softmax(mean, cov, count_points(num_points, mean.shape[0], default=512))
 
@@ -42,8 +45,8 @@ def class_probabilities(mean: Array, cov: Array, *, num_points: int | None = Non
     logits, only a few points see it.
 
     Args:
-      mean: (C,) mean logits.
-      cov: their variances (C,), or covariance (C, C), positive semidefinite.
+      mean: (C,) mean logits; -inf for a class that cannot occur, which gets exactly 0.
+      cov: their variances (C,), or covariance (C, C), positive semidefinite, and finite everywhere.
       num_points: points of the cubature, rounded up to a power of two; None for 512, or 8 for each
         class where that is more.
 

@@ -1,0 +1,203 @@
+"""Train a Bayesian language model of characters on Python's own documentation by the analytic ELBO.
+
+Compares it with the same plain network, and asks whether its uncertainty tells foreign text from
+held-out text. Writes metrics.json and figures, and prints two tables and a continuation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments import figures, language_figures, language_model, language_predictions
+from experiments.checkpoints import Checkpoints
+from experiments.language_model import CONTEXT, CharacterModel, PlainCharacterModel
+from experiments.language_options import add_arguments
+from experiments.language_predictions import Scores, auroc
+from experiments.language_text import Texts, Vocabulary, load, windows
+from experiments.outputs import writable_folder, write_json
+from experiments.report import aligned
+from experiments.training import fit
+
+__all__ = ["add_arguments", "run"]
+
+NUM_VALIDATION = 100  # windows by which the plain network is stopped
+LENGTH = 200  # of the continuation
+KNOWN = "test"
+Results = dict[str, dict[str, Scores]]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train both networks, compare them, write what came out."""
+    start = time.perf_counter()
+    out = writable_folder(args.out, "--out")
+    texts, vocabulary = load()
+    train = vocabulary.encode(texts.train)
+    try:
+        plain, plain_seconds = _train_plain(args, train, texts, vocabulary)
+        network, bayesian_seconds = _train_bayesian(args, train, plain, vocabulary)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
+        ) from None
+    results = _predict(args, plain, network, texts, vocabulary)
+    sample = _continue(args, network, texts, vocabulary)
+    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+    metrics = {
+        "settings": {**settings, "python": platform.python_version()},
+        "characters": {
+            "train": len(texts.train),
+            "validation": len(texts.validation),
+            "test": len(texts.test),
+            "vocabulary": len(vocabulary.characters),
+        },
+        "kl": float(network.kl()),
+        **_compare(results),
+        "continuation": sample,
+    }
+    figure = language_figures.uncertainty(results, "Bayesian, analytic")
+    figures.save(figure, out / "uncertainty.png")
+    figures.save(language_figures.bits(results), out / "bits.png")
+    metrics["seconds"] = {
+        "plain": plain_seconds,
+        "bayesian": bayesian_seconds,
+        "total": time.perf_counter() - start,
+    }
+    write_json(out / "metrics.json", metrics)
+    _print(out, metrics)
+
+
+def _train_plain(
+    args: argparse.Namespace, train: np.ndarray, texts: Texts, vocabulary: Vocabulary
+) -> tuple[PlainCharacterModel, float]:
+    start = time.perf_counter()
+    untrained = language_model.bayesian_network(
+        len(vocabulary.characters), args.structure, args.seed
+    )
+    graph, params = nnx.split(untrained.plain())
+    validation = windows(vocabulary.encode(texts.validation), CONTEXT, NUM_VALIDATION)
+    options: dict[str, Any] = {
+        "num_steps": args.plain_steps,
+        "batch_size": args.batch_size,
+        "learning_rate": args.plain_learning_rate,
+        "weight_decay": args.weight_decay,
+    }
+    given = jnp.asarray(train), jnp.asarray(validation)
+    task = language_model.plain_task(graph, *given, **options)
+    settings = {"seed": args.seed, **options}
+    with Checkpoints(args.out / "checkpoints" / "plain", settings, resume=args.resume) as store:
+        first = task.start(params, jax.random.key(args.seed))
+        state = fit(task, first, store, args.save_every)
+    assert state.best is not None
+    return nnx.merge(graph, state.best.params), time.perf_counter() - start
+
+
+def _train_bayesian(
+    args: argparse.Namespace, train: np.ndarray, plain: PlainCharacterModel, vocabulary: Vocabulary
+) -> tuple[CharacterModel, float]:
+    """Start at the trained plain network's weights, with small spreads, and maximise the ELBO."""
+    start = time.perf_counter()
+    network = language_model.bayesian_network(len(vocabulary.characters), args.structure, args.seed)
+    network.load(plain)
+    graph, params = nnx.split(network)
+    options: dict[str, Any] = {
+        "num_steps": args.steps,
+        "batch_size": args.batch_size,
+        "learning_rate": args.learning_rate,
+        "kl_weight": args.kl_weight,
+        "warm_up_steps": args.warm_up,
+    }
+    task = language_model.bayesian_task(graph, jnp.asarray(train), **options)
+    settings = {
+        "seed": args.seed, "structure": args.structure, "plain_steps": args.plain_steps, **options
+    }  # fmt: skip
+    with Checkpoints(args.out / "checkpoints" / "bayesian", settings, resume=args.resume) as store:
+        first = task.start(params, jax.random.key(args.seed + 1))
+        state = fit(task, first, store, args.save_every)
+    return nnx.merge(graph, state.params), time.perf_counter() - start
+
+
+def _predict(
+    args: argparse.Namespace,
+    plain: PlainCharacterModel,
+    network: CharacterModel,
+    texts: Texts,
+    vocabulary: Vocabulary,
+) -> Results:
+    """Every network's word on every text, the test first."""
+    cut = {}
+    for name, text in {KNOWN: texts.test, **texts.foreign}.items():
+        cut[name] = windows(vocabulary.encode(text), CONTEXT, args.windows)
+    key = jax.random.key(args.seed + 2)
+    predictors = {
+        "plain network": lambda w: language_predictions.plain(plain, w),
+        "Bayesian, analytic": lambda w: language_predictions.analytic(network, w),
+        f"Bayesian, {args.samples} samples": lambda w: language_predictions.sampled(
+            network, w, key, args.samples
+        ),
+    }
+    every = np.concatenate(list(cut.values()))  # together, for one compilation
+    ends = np.cumsum([len(w) for w in cut.values()])[:-1]
+    return {
+        name: dict(zip(cut, language_predictions.split(predict(every), ends), strict=True))
+        for name, predict in predictors.items()
+    }
+
+
+def _continue(
+    args: argparse.Namespace, network: CharacterModel, texts: Texts, vocabulary: Vocabulary
+) -> dict[str, str]:
+    prompt = texts.test[: CONTEXT + 1]
+    key = jax.random.key(args.seed + 3)
+    tokens, _ = language_predictions.continuation(network, vocabulary.encode(prompt), key, LENGTH)
+    return {"prompt": prompt, "drawn": vocabulary.decode(tokens)}
+
+
+def _compare(results: Results) -> dict[str, Any]:
+    """Averages of every network on every text, and how well each part tells the foreign windows."""
+    averages = {
+        name: {
+            text: {part: float(value.mean()) for part, value in scores._asdict().items()}
+            for text, scores in texts.items()
+        }
+        for name, texts in results.items()
+    }
+    told = {
+        name: {
+            foreign: {
+                part: auroc(getattr(texts[KNOWN], part), getattr(scores, part))
+                for part in Scores._fields
+            }
+            for foreign, scores in texts.items()
+            if foreign != KNOWN
+        }
+        for name, texts in results.items()
+    }
+    plain = averages["plain network"][KNOWN]["bits"]
+    ratio = averages["Bayesian, analytic"][KNOWN]["bits"] / plain
+    return {"averages": averages, "auroc": told, "bits_over_plain": ratio}
+
+
+def _print(out: Path, metrics: dict[str, Any]) -> None:
+    rows = [["bits per character", *next(iter(metrics["averages"].values()))]]
+    for name, texts in metrics["averages"].items():
+        rows.append([name, *(f"{scores['bits']:.3f}" for scores in texts.values())])
+    print(aligned(rows))
+    rows = [["AUROC against the test", *Scores._fields]]
+    for name, texts in metrics["auroc"].items():
+        for text, parts in texts.items():
+            rows.append([f"{name}: {text}", *(f"{value:.3f}" for value in parts.values())])
+    print(f"\n{aligned(rows)}\n")
+    drawn = metrics["continuation"]
+    print(f"{drawn['prompt']}|{drawn['drawn']}\n")
+    print(f"bits over those of the plain network: {metrics['bits_over_plain']:.4f}; KL weight "
+          f"{metrics['settings']['kl_weight']:g}; {metrics['seconds']['total']:.0f} s in all; figures "
+          f"and metrics.json in {out}")  # fmt: skip

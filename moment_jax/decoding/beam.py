@@ -1,0 +1,176 @@
+"""Beam search over the predictive distribution."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.decoding.checks import (
+    State,
+    Step,
+    as_state,
+    as_tokens,
+    check_end,
+    check_finite,
+    check_step,
+    whole_number,
+)
+from moment_jax.objectives.predictive import log_class_probabilities
+
+Array = jax.Array
+
+
+class Beams(NamedTuple):
+    """The best sequences found, best first."""
+
+    tokens: Array  # (num_beams, length) int32, the end token among them, padding after it
+    scores: Array  # (num_beams,), log_probs / number of tokens ** length_penalty
+    log_probs: Array  # (num_beams,), sums of predictive log-probabilities, in nats
+
+
+class _Found(NamedTuple):
+    """Hypotheses: those that go on, or those that have ended."""
+
+    tokens: Array  # (num_beams, length)
+    log_probs: Array  # (num_beams,), -inf where there is none
+    scores: Array  # (num_beams,)
+
+
+def beam_search(
+    step: Step,
+    state: State,
+    first_token: Array,
+    length: int,
+    num_beams: int,
+    *,
+    end: int | None = None,
+    pad: int = -1,
+    length_penalty: Array | float = 0.0,
+    num_points: int | None = None,
+) -> Beams:
+    """The sequences of the highest scores that a beam of `num_beams` hypotheses finds.
+
+    At every position all continuations of all hypotheses compete. Those that end, and are among the
+    best `num_beams` of all, are kept with their score; the best `num_beams` others go on. After
+    `length` tokens both are ranked together. With num_beams >= V^(length - 1) nothing is ever dropped,
+    and the result is that of an exhaustive search. With one beam, and no length penalty, it is `greedy`.
+
+    Args:
+      step: (state, tokens (B,)) -> moments of the next logits and the state; see this package. Here B
+        is num_beams.
+      state: a pytree of arrays, each with a leading axis 1, that of the one sequence.
+      first_token: an integer (), that which the sequence begins with; not among the results. For
+        several sequences use `jax.vmap` over state and first_token.
+      length: number of tokens to produce.
+      num_beams: hypotheses kept; at most V^length, the number of sequences.
+      end: the token that ends a hypothesis; None for none.
+      pad: what stands after it; the step never sees it.
+      length_penalty: a score is the log-probability over the number of tokens (the end token counts) to
+        this power: 0 ranks by probability, which prefers short sequences, 1 by the average of a token.
+        Inside `jit`, where its value is not known, NaN counts as 0.
+      num_points: points of the integral over the logits; None for the default of
+        `mj.objectives.class_probabilities`.
+
+    Returns:
+      Tokens, scores and log-probabilities. Where there are fewer possible sequences than beams, the rest
+      is padding with scores of -inf. Of equal scores the first token counts.
+
+    Raises:
+      ValueError: if length or num_beams < 1, or there are fewer sequences than beams, or there is no
+        token `end`, or the length penalty is known and not finite, or shapes do not fit.
+      TypeError: if the token is not an integer, or length, num_beams, end or pad are not Python ints.
+
+    >>> import jax.numpy as jnp
+    >>> def step(state, tokens):
+    ...     mean = jnp.log(jnp.array([[0.3, 0.4, 0.3], [0.4, 0.3, 0.3], [0.9, 0.1, 0.0]]))[tokens]
+    ...     return mean, jnp.zeros_like(mean), state
+    >>> beams = beam_search(step, (), 0, 2, num_beams=3)
+    >>> beams.tokens[0].tolist(), round(float(jnp.exp(beams.scores[0])), 3)
+    ([2, 0], 0.27)
+    """
+    name = "beam_search"
+    first = as_tokens(name, first_token, 0)[None]
+    state = as_state(name, state, 1)
+    length = whole_number(name, "length", length, 1)
+    num_beams = whole_number(name, "num_beams", num_beams, 1)
+    pad = whole_number(name, "pad", pad, -(2**31))
+    check_finite(name, "length_penalty", length_penalty, positive=False)
+    state = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_beams, axis=0), state)
+    last = jnp.repeat(first, num_beams)
+    size, dtype = check_step(name, step, state, last)
+    end = check_end(name, end, size)
+    if num_beams > size**length:
+        raise ValueError(
+            f"`{name}` needs num_beams <= {size}^{length} = {size**length}, the number of sequences. "
+            f"Got {num_beams}."
+        )
+    weights = _weights(length, length_penalty, dtype)
+    predict = jax.vmap(partial(log_class_probabilities, num_points=num_points))
+
+    def advance(carry: tuple, at: tuple[Array, Array]) -> tuple:
+        state, last, alive, ended = carry
+        position, weight = at
+        mean, cov, state = step(state, last)
+        totals = alive.log_probs[:, None] + predict(mean, cov)
+        ended = _with_ended(ended, alive, totals, position, weight, end)
+        parents, chosen, log_probs = _best_that_go_on(totals, end)
+        tokens = alive.tokens[parents].at[:, position].set(chosen)
+        state = jax.tree.map(lambda leaf: leaf[parents], state)
+        alive = _Found(tokens, log_probs, log_probs * weight)
+        return (state, chosen, alive, ended), None
+
+    # Copies of one hypothesis would be found twice: all beams but the first are empty at first.
+    nothing = jnp.full(num_beams, -jnp.inf, dtype)
+    empty = jnp.full((num_beams, length), pad, jnp.int32)
+    start = (
+        state,
+        last,
+        _Found(empty, nothing.at[0].set(0), nothing.at[0].set(0)),
+        _Found(empty, nothing, nothing),
+    )
+    (_, _, alive, ended), _ = jax.lax.scan(advance, start, (jnp.arange(length), weights))
+    best = _best(ended, alive)
+    exists = best.scores > -jnp.inf
+    return Beams(jnp.where(exists[:, None], best.tokens, pad), best.scores, best.log_probs)
+
+
+def _weights(length: int, penalty: Array | float, dtype: jnp.dtype) -> Array:
+    """What a log-probability is multiplied by at each length, (length,), positive and finite."""
+    power = jnp.asarray(penalty, dtype)
+    power = jnp.where(jnp.isnan(power), 0, power)
+    weights = jnp.arange(1, length + 1).astype(dtype) ** -power
+    # Neither 0 nor inf: times a log-probability of -inf or 0 they would be NaN.
+    return jnp.clip(weights, jnp.finfo(dtype).tiny, jnp.finfo(dtype).max)
+
+
+def _with_ended(
+    ended: _Found, alive: _Found, totals: Array, position: Array, weight: Array, end: int | None
+) -> _Found:
+    """The hypotheses that have ended, with those that do so now and are among the best of all."""
+    if end is None:
+        return ended
+    num_beams, size = totals.shape
+    log_probs, index = jax.lax.top_k(totals.reshape(-1), num_beams)
+    ends = index % size == end
+    log_probs = jnp.where(ends, log_probs, -jnp.inf)
+    tokens = alive.tokens[index // size].at[:, position].set(end)
+    return _best(ended, _Found(tokens, log_probs, log_probs * weight))
+
+
+def _best_that_go_on(totals: Array, end: int | None) -> tuple[Array, Array, Array]:
+    """Parent, token and log-probability of the best continuations that do not end."""
+    num_beams, size = totals.shape
+    if end is not None:
+        totals = totals.at[:, end].set(-jnp.inf)
+    log_probs, index = jax.lax.top_k(totals.reshape(-1), num_beams)
+    return index // size, (index % size).astype(jnp.int32), log_probs
+
+
+def _best(first: _Found, second: _Found) -> _Found:
+    """The best half of both together by their scores; of equal ones, those of the first."""
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+    _, chosen = jax.lax.top_k(both.scores, first.scores.shape[0])
+    return jax.tree.map(lambda leaf: leaf[chosen], both)

@@ -1,0 +1,130 @@
+"""How uncertain a prediction is, and how much of it more data about the weights could take away."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.objectives.cubature import (
+    count_points,
+    curvature_terms,
+    gaussian_points,
+    log_expected_softmax,
+    log_mean_exp,
+    log_softmax_rows,
+)
+from moment_jax.objectives.moments import check_logits
+
+Array = jax.Array
+Parts = tuple[Array, Array, Array]
+
+
+class TokenUncertainty(NamedTuple):
+    """Entropies of a prediction in nats, from 0 to log C; total = aleatoric + epistemic."""
+
+    total: Array  # H[E softmax(f)], of the predictive distribution
+    aleatoric: Array  # E[H[softmax(f)]], which would be left if the weights were known
+    epistemic: Array  # the mutual information of the class and the weights
+
+
+def token_uncertainty(
+    mean: Array, cov: Array, *, num_points: int | None = None
+) -> TokenUncertainty:
+    """Total, aleatoric and epistemic uncertainty of a class (a token) whose logits are random.
+
+    All three are averages over the same points of the cubature that `class_probabilities` uses, so
+    the epistemic part, the mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never
+    negative, and exactly zero where the covariance is. Derivatives follow Price's theorem over the
+    points: finite at any covariance, zero included.
+
+    Args:
+      mean: (C,) mean logits; -inf for a class that cannot occur. If none can, all parts are zero.
+      cov: their variances (C,), or covariance (C, C), positive semidefinite, and finite everywhere.
+      num_points: points of the cubature, rounded up to a power of two; None for 512, or 8 for each
+        class where that is more.
+
+    Returns:
+      Scalars. For a batch, use `jax.vmap`.
+
+    Raises:
+      ValueError: if shapes do not fit, or fewer than 4 points for each class are asked for.
+      TypeError: if `cov` is a structure.
+
+    >>> import jax.numpy as jnp
+    >>> parts = token_uncertainty(jnp.zeros(2), jnp.zeros(2))
+    >>> round(float(parts.total), 4), float(parts.epistemic)
+    (0.6931, 0.0)
+    """
+    return probabilities_with_uncertainty(mean, cov, num_points=num_points)[1]
+
+
+def probabilities_with_uncertainty(
+    mean: Array, cov: Array, *, num_points: int | None = None
+) -> tuple[Array, TokenUncertainty]:
+    """`log_class_probabilities` (C,) and `token_uncertainty`, over one set of points."""
+    check_logits("token_uncertainty", mean, cov)
+    count = count_points(num_points, mean.shape[0], default=512)
+    log_probs, aleatoric, epistemic = _parts(mean, cov, count)
+    return log_probs, TokenUncertainty(aleatoric + epistemic, aleatoric, epistemic)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _parts(mean: Array, cov: Array, num_points: int) -> Parts:
+    """Log E[softmax], E[H[softmax]] and E[KL(softmax || E[softmax])]."""
+    log_weights = log_softmax_rows(gaussian_points(mean, cov, num_points))
+    log_probs = log_mean_exp(log_weights)
+    divergence = jnp.sum(_divergence_terms(log_weights, log_probs[None, :]), axis=1)
+    return log_probs, jnp.mean(_entropy(log_weights)), jnp.mean(divergence)
+
+
+@_parts.defjvp
+def _parts_jvp(
+    num_points: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Parts, Parts]:
+    """Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, for g = H[softmax(f)].
+
+    With p = softmax(f) and d = log p + H: g' = -p d, g'' = p p^T (1 + d_i + d_j) - diag(p (1 + d)).
+    """
+    value = _parts(*primals, num_points)
+    log_weights = log_softmax_rows(gaussian_points(*primals, num_points))
+    weights = jnp.exp(log_weights)
+    mean_dot, cov_dot = tangents
+    deviation = _finite(log_weights) + _entropy(log_weights)[:, None]
+    diagonal, pulled = curvature_terms(weights, cov_dot)
+    slope = -(weights * deviation) @ mean_dot
+    curved = (weights * (1 + deviation)) @ diagonal
+    paired = jnp.sum(pulled * weights * (1 + 2 * deviation), axis=1)
+    aleatoric_dot = jnp.mean(slope + (paired - curved) / 2)
+
+    log_probs, log_probs_dot = jax.jvp(
+        lambda mean, cov: log_expected_softmax(mean, cov, num_points), primals, tangents
+    )
+    surprise = jnp.exp(log_probs) * (1 + _finite(log_probs))
+    total_dot = -jnp.sum(surprise * log_probs_dot)
+    return value, (log_probs_dot, aleatoric_dot, total_dot - aleatoric_dot)
+
+
+def _entropy(log_weights: Array) -> Array:
+    """-sum p log p of every row, 0 log 0 being 0."""
+    return -jnp.sum(jnp.exp(log_weights) * _finite(log_weights), axis=1)
+
+
+def _finite(logarithm: Array) -> Array:
+    """The logarithm of a probability, 0 where the probability is."""
+    return jnp.where(logarithm > -jnp.inf, logarithm, 0)
+
+
+def _divergence_terms(log_p: Array, log_q: Array) -> Array:
+    """Elementwise p log(p / q) - p + q: its sum is KL(p || q), and every term is nonnegative.
+
+    Summed so, rounding is of the size of eps |log(p / q)|, not of eps: small divergences are exact.
+    """
+    both = (log_p > -jnp.inf) & (log_q > -jnp.inf)
+    ratio = jnp.where(both, log_p - jnp.where(both, log_q, 0), 0)
+    gap = jnp.abs(ratio)
+    above = jnp.exp(log_p) * (gap + jnp.expm1(-gap))
+    below = -jnp.exp(log_q) * (jnp.expm1(-gap) + gap * jnp.exp(-gap))
+    return jnp.maximum(jnp.where(ratio >= 0, above, below), 0)
