@@ -87,8 +87,8 @@ def natural_scales(
     and dataset_size |D| this is the natural gradient of the ELBO itself, for which rates from 0.01 to 1
     suit. Gradients that are not finite count as zero.
 
-    If the KL term has a weight below 1 in the loss, give dataset_size |D| / weight: a step of rate 1 then
-    is Newton's on the KL term, as it is without a weight, and not a tenth of it at a weight of 0.1.
+    If the KL term has a weight below 1 in the loss, give dataset_size |D| / weight: then a step of rate
+    1 is Newton's on the KL term, as it is without a weight, and not a tenth of it at a weight of 0.1.
 
     Args:
       learning_rate: a number or a schedule.
