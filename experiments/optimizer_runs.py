@@ -18,6 +18,8 @@ from experiments.optimizer_tasks import OptimizerTask
 
 Array = jax.Array
 
+LAST_UPDATES = 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
@@ -48,17 +50,97 @@ class Course(NamedTuple):
         return int(reached[0]) + 1 if reached.size else None
 
     @property
+    def last_loss(self) -> float:
+        """The median of the last updates, so that no single one decides."""
+        return float(np.median(self.losses[-LAST_UPDATES:]))
+
+    @property
     def diverged(self) -> bool:
         """Whether the loss is no number in the end, or above where it began."""
         return not self.losses[-1] <= self.losses[0]
 
 
-Settings = dict[str, float]
+Settings = Mapping[str, Any]
+
+
+class Training:
+    """Training on one task by one method, compiled once for all settings, seeds and lengths.
+
+    Compilation of a second-order update of a Bayesian network takes a minute or more, so tuning, the
+    final runs and the timing share one program.
+    """
+
+    def __init__(self, task: OptimizerTask, method: Method) -> None:
+        self.task, self.method = task, method
+        self.graph, _ = nnx.split(task.create(0))
+        self._start = jax.jit(self._start_of)
+        self._advance = jax.jit(self._advanced)
+        self._evaluate = jax.jit(self._loss_of)
+
+    def courses(
+        self, settings: Settings, seeds: list[int], num_steps: int, evaluate_every: int = 1
+    ) -> list[Course]:
+        """Train from every seed, the loss evaluated after every so many updates.
+
+        Between evaluations the last loss is repeated.
+        """
+        values = jax.tree.map(jnp.float32, dict(settings))
+        return [self._course(values, seed, num_steps, evaluate_every) for seed in seeds]
+
+    def _course(self, values: Settings, seed: int, num_steps: int, evaluate_every: int) -> Course:
+        params, key = nnx.split(self.task.create(seed))[1], jax.random.key(seed)
+        state = self._start(params, values)
+        last, losses, iterations = float(self._evaluate(params)), [], []
+        for first in range(0, num_steps, evaluate_every):
+            count = min(evaluate_every, num_steps - first)
+            params, state = self._advance(params, state, values, key, first, count)
+            losses += [last] * (count - 1)
+            last = float(self._evaluate(params))
+            losses.append(last)
+            iterations.append(np.asarray(_iterations(state)))
+        return Course(np.asarray(losses), np.asarray(iterations))
+
+    def timed(self, settings: Settings) -> Callable[[int], float]:
+        """A function that goes on training by so many updates and returns the seconds of one."""
+        values = jax.tree.map(jnp.float32, dict(settings))
+        params: Any = nnx.split(self.task.create(0))[1]
+        now = (params, self._start(params, values))
+        done = 0
+
+        def go_on(count: int) -> float:
+            nonlocal now, done
+            jax.block_until_ready(now)
+            began = time.perf_counter()
+            now = self._advance(*now, values, jax.random.key(0), done, count)
+            jax.block_until_ready(now)
+            done += count
+            return (time.perf_counter() - began) / count
+
+        return go_on
+
+    def _start_of(self, params: Any, values: Settings) -> Any:
+        return make_update(self.task, self.method, values)[1].init(nnx.as_pure(params))
+
+    def _advanced(
+        self, params: Any, state: Any, values: Settings, key: Array, first: Array, count: Array
+    ) -> tuple[Any, Any]:
+        """After updates number first to first + count - 1."""
+        update = make_update(self.task, self.method, values)[2]
+
+        def one(step: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            return update(*carry, key, step)
+
+        return jax.lax.fori_loop(first, first + count, one, (params, state))
+
+    def _loss_of(self, params: Any) -> Array:
+        return self.task.loss(nnx.merge(self.graph, params, copy=True), *self.task.evaluated)[0]
+
+
 Update = Callable[[Any, Any, Array, Array], tuple[Any, Any]]
 
 
 def make_update(
-    task: OptimizerTask, method: Method, settings: Mapping[str, Any]
+    task: OptimizerTask, method: Method, settings: Settings
 ) -> tuple[Any, optax.GradientTransformationExtraArgs, Update]:
     """Graph, transformation, and the update (params, state, key, step) -> (params, state)."""
     model = task.create(0)
@@ -85,74 +167,21 @@ def make_update(
     return graph, tx, update
 
 
-def train(
-    task: OptimizerTask,
-    method: Method,
-    settings: list[Settings],
-    seeds: list[int],
-    num_steps: int,
-    evaluate_every: int = 1,
-) -> list[list[Course]]:
-    """Train with every setting from every seed, the loss evaluated after every so many updates.
-
-    Compiled once: the settings are arguments. Between evaluations the last loss is repeated.
-    """
-    evaluated = task.evaluated
-
-    @jax.jit
-    def course(params: Any, values: dict[str, Array], key: Array) -> Any:
-        graph, tx, update = make_update(task, method, values)
-
-        def record(carry: Any, step: Array) -> Any:
-            params, state = update(carry[0], carry[1], key, step)
-            loss = jax.lax.cond(
-                (step + 1) % evaluate_every == 0, evaluate, lambda _: carry[2], params
-            )
-            return (params, state, loss), (loss, _iterations(state))
-
-        def evaluate(params: Any) -> Array:
-            return task.loss(nnx.merge(graph, params, copy=True), *evaluated)[0]
-
-        start = (params, tx.init(nnx.as_pure(params)), evaluate(params))
-        return jax.lax.scan(record, start, jnp.arange(num_steps))[1]
-
-    starts = [(nnx.split(task.create(seed))[1], jax.random.key(seed)) for seed in seeds]
-    return [
-        [_course(course(params, jax.tree.map(jnp.float32, chosen), key)) for params, key in starts]
-        for chosen in settings
-    ]
-
-
 def seconds_per_step(
-    task: OptimizerTask, methods: dict[str, tuple[Method, Settings]], num_steps: int
+    trainings: Mapping[str, tuple[Training, Settings]], num_steps: int
 ) -> dict[str, float]:
     """Median over rounds of the time of an update; all take turns, so what slows one slows all.
 
     Every round goes on where the last one ended, so what the first updates do more of is left out.
     """
-    runs = {}
-    for name, (method, settings) in methods.items():
-        _, tx, update = make_update(task, method, settings)
-        params = nnx.split(task.create(0))[1]
-        start = (params, tx.init(nnx.as_pure(params)))
-        compiled = jax.jit(update)
-        runs[name] = (compiled, start)
+    runs = {name: training.timed(settings) for name, (training, settings) in trainings.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_number in range(6):
-        for name, (compiled, (params, state)) in runs.items():
-            began = time.perf_counter()
-            for step in range(round_number * num_steps, (round_number + 1) * num_steps):
-                params, state = compiled(params, state, jax.random.key(0), jnp.int32(step))
-            jax.block_until_ready((params, state))
-            runs[name] = (compiled, (params, state))
-            if round_number:  # the first one compiles
-                times[name].append((time.perf_counter() - began) / num_steps)
+        for name, go_on in runs.items():
+            seconds = go_on(num_steps)
+            if round_number:  # the first one may compile
+                times[name].append(seconds)
     return {name: float(np.median(taken)) for name, taken in times.items()}
-
-
-def _course(recorded: Any) -> Course:
-    losses, iterations = recorded
-    return Course(np.asarray(losses), np.asarray(iterations))
 
 
 def _iterations(state: Any) -> Array:

@@ -20,7 +20,7 @@ from experiments.command_line import InputError, number, one_of
 from experiments.common_options import add_json
 from experiments.optimizer_figures import draw
 from experiments.optimizer_methods import methods
-from experiments.optimizer_runs import Course, Method, Settings, seconds_per_step, train
+from experiments.optimizer_runs import Course, Settings, Training, seconds_per_step
 from experiments.optimizer_tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
 from experiments.optimizer_widths import cost_of_update
 from experiments.outputs import writable_file, writable_folder, write_json
@@ -124,18 +124,19 @@ def _compare(
     seeds, target = list(range(args.seeds)), task.target
     courses: dict[str, list[Course]] = {}
     settings: dict[str, Settings] = {}
+    trainings: dict[str, Training] = {}
     for name in names:
-        method = known[name]
         steps = args.steps or (task.num_steps if name == "adam" else task.num_second_order_steps)
         # A task of new data takes the settings of the one it is meant to check.
         source = tuned.get(TUNED_ON.get(task.name, ""), {}).get(name)
-        settings[name] = source or _best(task, method, steps, target)
-        (courses[name],) = train(task, method, [settings[name]], seeds, steps)
+        trainings[name] = training = Training(task, known[name])
+        settings[name] = source or _best(training, steps, target)
+        courses[name] = training.courses(settings[name], seeds, steps, task.evaluate_every)
         if target is None:
-            target = float(np.median([course.losses[-1] for course in courses[name]]))
+            target = float(np.median([course.last_loss for course in courses[name]]))
     tuned[task.name] = settings
     seconds = seconds_per_step(
-        task, {name: (known[name], settings[name]) for name in names}, TIMED_STEPS
+        {name: (trainings[name], settings[name]) for name in names}, TIMED_STEPS
     )
     assert target is not None
     rows = {
@@ -147,20 +148,20 @@ def _compare(
     return record, courses
 
 
-def _best(task: OptimizerTask, method: Method, steps: int, target: float | None) -> Settings:
+def _best(training: Training, steps: int, target: float | None) -> Settings:
     """The setting that reaches the target first, or else ends lowest, from the first seed."""
+    values = training.method.grid
     grid = [
-        dict(zip(method.grid, values, strict=True))
-        for values in itertools.product(*method.grid.values())
+        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
     ]
 
-    def rank(courses: list[Course]) -> tuple[float, float]:
-        reached = None if target is None else courses[0].steps_to(target)
-        last = float(courses[0].losses[-1])
+    def rank(settings: Settings) -> tuple[float, float]:
+        (course,) = training.courses(settings, [0], steps, evaluate_every=TUNING_STRIDE)
+        reached = None if target is None else course.steps_to(target)
+        last = course.last_loss
         return (np.inf if reached is None else reached, last if np.isfinite(last) else np.inf)
 
-    results = train(task, method, grid, [0], steps, evaluate_every=TUNING_STRIDE)
-    return min(zip(grid, results, strict=True), key=lambda pair: rank(pair[1]))[0]
+    return min(grid, key=rank)
 
 
 def _row(
@@ -176,7 +177,7 @@ def _row(
         "seconds": median * seconds,
         "seconds_per_step": seconds,
         "time_ratio": seconds / adam,
-        "last_loss": float(np.median([course.losses[-1] for course in courses])),
+        "last_loss": float(np.median([course.last_loss for course in courses])),
         "diverged": sum(course.diverged for course in courses),
         "iterations": _mean_iterations(courses),
         "losses": [course.losses.tolist() for course in courses],

@@ -137,8 +137,8 @@ def _between_contrasts(matrix: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
-    """X / y, and 1 where y is not positive."""
-    positive = y > jnp.finfo(y.dtype).tiny
+    """X / y, and 1 where y is not positive, or so small that 1 / y^2 in its derivative overflows."""
+    positive = y > 2 * jnp.finfo(y.dtype).tiny ** 0.5
     return jnp.where(positive, x / jnp.where(positive, y, 1.0), 1.0)
 
 

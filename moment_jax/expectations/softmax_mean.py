@@ -97,8 +97,8 @@ def _nonnegative(x: Array) -> Array:
 
 
 def _quotient(x: Array, y: Array) -> Array:
-    """X / y, and 0 where y is not positive."""
-    positive = y > jnp.finfo(y.dtype).tiny
+    """X / y, and 0 where y is not positive, or so small that 1 / y^2 in its derivative overflows."""
+    positive = y > 2 * jnp.finfo(y.dtype).tiny ** 0.5
     return jnp.where(positive, x / jnp.where(positive, y, 1), 0)
 
 

@@ -22,7 +22,7 @@ def for_model(
     method: Callable[..., optax.GradientTransformation],
     *,
     scale_learning_rate: Number | Schedule | None = None,
-    dataset_size: int = 1,
+    dataset_size: float = 1,
     others: optax.GradientTransformation | None = None,
     wrt: Any = nnx.Param,
 ) -> optax.GradientTransformationExtraArgs:
@@ -38,7 +38,7 @@ def for_model(
       method: called as method(blocks=...); functools.partial(mj.optim.kfac, 0.1, damping=1e-3) for
         example.
       scale_learning_rate: of `natural_scales`; None to leave spreads to `others`.
-      dataset_size: what the loss was divided by, for `natural_scales`.
+      dataset_size: for `natural_scales`: what the loss was divided by, over the weight of its KL term.
       others: Adam with a learning rate of 1e-3 where None.
       wrt: filter of the parameters that are trained.
 

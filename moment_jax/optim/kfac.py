@@ -91,7 +91,9 @@ def kfac(
       damping: gamma, a number, a schedule or `LevenbergMarquardt()`.
       decay: of the running averages of the factors.
       refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
-      inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`.
+      inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`. Factored damping adds sqrt(gamma)
+        times each factor, which is much where gamma is not small; `Eigh()` adds gamma alone, and took a
+        quarter fewer steps on an autoencoder of digits. It is dear on accelerators.
       kl_bound: as for `cg_fac`.
       momentum: as for `cg_fac`.
       blocks: as for `cg_fac`.

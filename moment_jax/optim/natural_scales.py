@@ -78,7 +78,7 @@ def natural_scales(
     learning_rate: Number | Schedule,
     scales: tuple[ScaleParameter, ...],
     *,
-    dataset_size: int = 1,
+    dataset_size: float = 1,
     max_change: float = 0.5,
 ) -> optax.GradientTransformation:
     """The natural gradient step of log standard deviations (of Cholesky factors: from the right).
@@ -87,10 +87,13 @@ def natural_scales(
     and dataset_size |D| this is the natural gradient of the ELBO itself, for which rates from 0.01 to 1
     suit. Gradients that are not finite count as zero.
 
+    If the KL term has a weight below 1 in the loss, give dataset_size |D| / weight: then a step of rate
+    1 is Newton's on the KL term, as it is without a weight, and not a tenth of it at a weight of 0.1.
+
     Args:
       learning_rate: a number or a schedule.
       scales: `find_scales(model)`.
-      dataset_size: what the loss was divided by.
+      dataset_size: what the loss was divided by, over the weight of its KL term.
       max_change: no log standard deviation (no entry of K) moves more in one step.
 
     Raises:

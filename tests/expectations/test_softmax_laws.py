@@ -202,6 +202,18 @@ def test_huge_scores(dtype):
         assert all(bool(jnp.all(jnp.isfinite(g))) for g in grads)
 
 
+def test_gradients_are_finite_however_sure_the_row():
+    """Between an even row and one with a single score left, weights pass through every size."""
+    mean, cov = (x[1, :4].astype(jnp.float32) for x in rows(0.1))
+
+    def total(scale):
+        q, out = softmax_moments(scale * mean, cov[:, :4])
+        return q @ jnp.arange(4.0, dtype=q.dtype) + (out**2).sum()
+
+    slopes = jax.jit(jax.vmap(jax.grad(total)))(jnp.linspace(1, 150, 300, dtype=jnp.float32))
+    assert bool(jnp.all(jnp.isfinite(slopes)))
+
+
 def test_jit_and_vmap():
     mean, cov = rows(1.0, count=3)
     for got, want in zip(

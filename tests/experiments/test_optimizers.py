@@ -10,9 +10,9 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import optimizer_methods, optimizers
+from experiments import optimizer_methods, optimizer_tasks, optimizers
 from experiments.__main__ import main
-from experiments.optimizer_runs import Course
+from experiments.optimizer_runs import LAST_UPDATES, Course, Training
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,21 @@ def test_steps_to_a_loss():
     assert course.steps_to(0.5) is None
     assert not course.diverged
     assert Course(np.array([1.0, np.nan]), np.zeros((2, 0))).diverged
+
+
+def test_the_last_loss_is_no_single_update():
+    losses = np.ones(2 * LAST_UPDATES)
+    losses[-3:] = 7.0
+    assert Course(losses, np.zeros((0, 0))).last_loss == 1.0
+
+
+def test_how_often_the_loss_is_evaluated_changes_nothing():
+    training = Training(optimizer_tasks.autoencoder(), optimizer_methods.methods()["adam"])
+    settings = {"learning_rate": 1e-3}
+    (each,) = training.courses(settings, [0], 5)
+    (some,) = training.courses(settings, [0], 5, evaluate_every=2)
+    assert some.losses[1] == some.losses[2]
+    np.testing.assert_allclose(some.losses[[1, 3, 4]], each.losses[[1, 3, 4]], rtol=1e-6)
 
 
 def test_images_that_are_not_there(capsys, monkeypatch):

@@ -91,13 +91,15 @@ def test_mean_and_spread_are_separate():
     assert np.all(np.abs(outer.mean(axis=0) - jnp.diag(jnp.array([1 / 0.49, 2.0]))) < 4 * error)
 
 
-def test_a_rate_of_one_fits_a_variance_at_once_near_the_optimum():
+@pytest.mark.parametrize("kl_weight", [1.0, 0.1])
+def test_a_rate_of_one_fits_a_variance_at_once_near_the_optimum(kl_weight):
     """KL(N(0, s^2) || N(0, 1)) from s = 1.01: Newton's step, up to second order."""
     node = Belief(jnp.zeros((4,), jnp.float64), scale=1.01, prior_scale=1.0)
     scales = optim.find_scales(node)
-    tx = optim.natural_scales(1.0, scales)
+    tx = optim.natural_scales(1.0, scales, dataset_size=50 / kl_weight)
     optimizer = nnx.Optimizer(node, tx, wrt=mj.nn.VariationalScale)
-    grads = nnx.grad(lambda node: node.kl(), argnums=nnx.DiffState(0, mj.nn.VariationalScale))(node)
+    wrt = nnx.DiffState(0, mj.nn.VariationalScale)
+    grads = nnx.grad(lambda node: kl_weight * node.kl() / 50, argnums=wrt)(node)
     optimizer.update(node, grads)
     sd = jnp.sqrt(node.posterior.variance)
     assert np.all(np.abs(sd - 1) < 3e-4)
