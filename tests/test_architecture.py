@@ -17,7 +17,16 @@ MAY_IMPORT = {
     "objectives": {"xla", "covariance", "expectations", "posterior"},
     "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
     "discrete": {"covariance", "expectations", "layers", "objectives"},
-    "nn": {"xla", "covariance", "expectations", "posterior", "layers", "objectives", "reference"},
+    "nn": {
+        "xla",
+        "covariance",
+        "expectations",
+        "posterior",
+        "layers",
+        "objectives",
+        "reference",
+        "discrete",
+    },
     "brownian": {
         "xla",
         "covariance",

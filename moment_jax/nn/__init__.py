@@ -4,9 +4,11 @@ from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.nn.code_bound import NegativeElbo
 from moment_jax.nn.decoder import Decoder
 from moment_jax.nn.decoder_block import DecoderBlock
 from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder, DiscreteAutoencoderParams
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.encoder_block import EncoderBlock
 from moment_jax.nn.mlp import MLP
@@ -20,7 +22,13 @@ from moment_jax.nn.plain import (
     plain_norm,
 )
 from moment_jax.nn.plain_decoder import PlainDecoder, PlainDecoderBlock, PlainTransformer
+from moment_jax.nn.plain_discrete_autoencoder import PlainDiscreteAutoencoder
 from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings
+from moment_jax.nn.token_transformer import (
+    PlainTokenTransformer,
+    TokenTransformer,
+    TokenTransformerParams,
+)
 from moment_jax.nn.transformer import Transformer
 from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
 from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams
@@ -35,20 +43,27 @@ __all__ = [
     "Decoder",
     "DecoderBlock",
     "Dense",
+    "DiscreteAutoencoder",
+    "DiscreteAutoencoderParams",
     "Encoder",
     "EncoderBlock",
     "LayerNorm",
     "MultiHeadAttention",
+    "NegativeElbo",
     "Patches",
+    "PlainDiscreteAutoencoder",
     "PlainDecoder",
     "PlainDecoderBlock",
     "PlainEncoder",
     "PlainEncoderBlock",
     "PlainMLP",
+    "PlainTokenTransformer",
     "PlainTransformer",
     "PlainVisionTransformer",
     "PriorScale",
     "Settings",
+    "TokenTransformer",
+    "TokenTransformerParams",
     "Transformer",
     "VariationalMean",
     "VariationalScale",

