@@ -26,6 +26,7 @@ from moment_jax.layers import (
     cross_attention,
     decoder_block,
     dense,
+    embedding,
     encoder_block,
     feed_forward,
     gelu,
@@ -33,6 +34,7 @@ from moment_jax.layers import (
     matmul,
     mean_pool,
     relu,
+    sinusoidal_positions,
     softmax,
 )
 from moment_jax.nn import DEFAULT_STRUCTURE
@@ -63,6 +65,7 @@ __all__ = [
     "decoder_block",
     "dense",
     "discrete",
+    "embedding",
     "encoder_block",
     "expectations",
     "feed_forward",
@@ -77,5 +80,6 @@ __all__ = [
     "posterior",
     "reference",
     "relu",
+    "sinusoidal_positions",
     "softmax",
 ]

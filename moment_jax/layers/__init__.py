@@ -4,6 +4,7 @@ from moment_jax.layers.activation import activation, gelu, relu
 from moment_jax.layers.attention import attention, cross_attention
 from moment_jax.layers.blocks import decoder_block, encoder_block
 from moment_jax.layers.dense import dense, matmul
+from moment_jax.layers.embedding import embedding, sinusoidal_positions
 from moment_jax.layers.feed_forward import feed_forward
 from moment_jax.layers.norm import layer_norm
 from moment_jax.layers.params import (
@@ -29,6 +30,7 @@ __all__ = [
     "cross_attention",
     "decoder_block",
     "dense",
+    "embedding",
     "encoder_block",
     "feed_forward",
     "gelu",
@@ -36,5 +38,6 @@ __all__ = [
     "matmul",
     "mean_pool",
     "relu",
+    "sinusoidal_positions",
     "softmax",
 ]

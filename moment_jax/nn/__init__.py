@@ -9,6 +9,7 @@ from moment_jax.nn.decoder import Decoder
 from moment_jax.nn.decoder_block import DecoderBlock
 from moment_jax.nn.dense import Dense, LayerNorm
 from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder, DiscreteAutoencoderParams
+from moment_jax.nn.embedding import Embedding, LearnedPositions
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.encoder_block import EncoderBlock
 from moment_jax.nn.mlp import MLP
@@ -16,8 +17,10 @@ from moment_jax.nn.plain import (
     PlainEncoder,
     PlainEncoderBlock,
     PlainMLP,
+    PlainPositions,
     PlainVisionTransformer,
     plain_attention,
+    plain_embed,
     plain_linear,
     plain_norm,
 )
@@ -45,9 +48,11 @@ __all__ = [
     "Dense",
     "DiscreteAutoencoder",
     "DiscreteAutoencoderParams",
+    "Embedding",
     "Encoder",
     "EncoderBlock",
     "LayerNorm",
+    "LearnedPositions",
     "MultiHeadAttention",
     "NegativeElbo",
     "Patches",
@@ -57,6 +62,7 @@ __all__ = [
     "PlainEncoder",
     "PlainEncoderBlock",
     "PlainMLP",
+    "PlainPositions",
     "PlainTokenTransformer",
     "PlainTransformer",
     "PlainVisionTransformer",
@@ -71,6 +77,7 @@ __all__ = [
     "VisionTransformerParams",
     "find_activation",
     "plain_attention",
+    "plain_embed",
     "plain_linear",
     "plain_norm",
     "total_kl",

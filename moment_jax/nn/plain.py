@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 Array = jax.Array
@@ -32,6 +33,24 @@ def plain_linear(params: Arrays) -> nnx.Linear:
     if layer.bias is not None:
         layer.bias.set_value(bias)
     return layer
+
+
+def plain_embed(table: Array) -> nnx.Embed:
+    """`nnx.Embed` with this (V, D) table."""
+    layer = nnx.Embed(*table.shape, param_dtype=table.dtype, rngs=nnx.Rngs(0))
+    layer.embedding.set_value(table)
+    return layer
+
+
+class PlainPositions(nnx.Module):
+    """Adds its place's row of a table to every token."""
+
+    def __init__(self, table: nnx.Embed) -> None:
+        self.table = table
+
+    def __call__(self, x: Array, start: int = 0) -> Array:
+        """(..., T, D) -> (..., T, D), the first token at place `start`."""
+        return x + self.table(start + jnp.arange(x.shape[-2]))
 
 
 def plain_norm(params: Arrays, num_features: int, epsilon: float) -> nnx.LayerNorm:

@@ -27,7 +27,7 @@ class Settings:
       structure: the covariance structure in which moments are propagated.
       posterior: the family of the beliefs about weights.
       relative_scale: where standard deviations start: relative_scale / sqrt(fan_in) for a kernel,
-        and relative_scale / sqrt(D) for a bias, a gain or a position of D numbers.
+        and relative_scale / sqrt(D) for a bias, a gain, a position or an embedding of D numbers.
       prior_scale: standard deviation of the prior N(0, prior_scale^2) of every parameter.
       learn_prior: learn one prior standard deviation for each array (empirical Bayes).
       dtype: floating-point type of the parameters.
@@ -54,6 +54,11 @@ class Settings:
         """A belief about an (in, out) kernel, its mean drawn as Flax does (LeCun normal)."""
         mean = nnx.initializers.lecun_normal()(rngs.params(), shape, self.dtype)
         return self._belief(mean, self.posterior, shape[0])
+
+    def table(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:
+        """A belief about the (V, D) rows of an embedding, its mean drawn as Flax does."""
+        start = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+        return self._belief(start(rngs.params(), shape, self.dtype), self.posterior, shape[1])
 
     def vector(self, size: int, value: float = 0.0) -> Belief:
         """A belief about a bias or gain of `size` numbers, its mean at `value`."""

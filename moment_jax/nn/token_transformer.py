@@ -9,16 +9,13 @@ import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import dense
-from moment_jax.layers.params import DenseParams
 from moment_jax.nn.base import BayesianModule, set_mean
-from moment_jax.nn.batching import over_batch
 from moment_jax.nn.dense import Dense
+from moment_jax.nn.embedding import LearnedPositions
 from moment_jax.nn.encoder import Encoder
-from moment_jax.nn.plain import PlainEncoder, plain_linear
+from moment_jax.nn.plain import PlainEncoder, PlainPositions, plain_linear
 from moment_jax.nn.settings import Settings
-from moment_jax.posterior import Point, Posterior
-from moment_jax.reference import Stage, sample_params
+from moment_jax.reference import Stage
 
 Array = jax.Array
 
@@ -29,7 +26,7 @@ class TokenTransformerParams:
     """Beliefs about a `TokenTransformer`, or one draw of them."""
 
     embed: Any
-    position: Any
+    positions: Any
     encoder: Any
     head: Any
 
@@ -38,16 +35,20 @@ class PlainTokenTransformer(nnx.Module):
     """Embedding, positions, encoder, and a linear head at every token, of Flax's own layers."""
 
     def __init__(
-        self, embed: nnx.Linear, position: Array, encoder: PlainEncoder, head: nnx.Linear
+        self,
+        embed: nnx.Linear,
+        positions: PlainPositions,
+        encoder: PlainEncoder,
+        head: nnx.Linear,
     ) -> None:
         self.embed = embed
-        self.position = nnx.Param(position)
+        self.positions = positions
         self.encoder = encoder
         self.head = head
 
     def __call__(self, x: Array) -> Array:
         """(..., T, in) -> (..., T, out)."""
-        return self.head(self.encoder(self.embed(x) + self.position[...]))
+        return self.head(self.encoder(self.positions(self.embed(x))))
 
 
 class TokenTransformer(BayesianModule):
@@ -59,19 +60,19 @@ class TokenTransformer(BayesianModule):
       num_tokens: T.
       in_features: numbers at every token of the input.
       out_features: numbers at every token of the output.
+      num_blocks: L.
       num_features: D.
       num_heads: H, a divisor of D.
-      num_blocks: L.
-      hidden_features: width of the feed-forward layers; 4 D where None.
       norm_first: pre-norm if True.
-      activation: "relu", "gelu", "tanh" or "silu".
       position_scale: sd of the positions' means at the start. As large as the tokens by default: with
         Flax's customary 0.02 a small network takes long to tell places apart.
       rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
+      dtype: floating-point type of the parameters.
+      options: the other keyword arguments of `Encoder`, those of `Settings` among them.
 
     Raises:
-      ValueError: if the heads do not divide the features, or the activation is unknown.
+      ValueError: if a size is below one, the heads do not divide the features, or the activation is
+        unknown.
     """
 
     def __init__(
@@ -80,37 +81,29 @@ class TokenTransformer(BayesianModule):
         in_features: int,
         out_features: int,
         *,
+        num_blocks: int = 1,
         num_features: int = 32,
         num_heads: int = 4,
-        num_blocks: int = 1,
-        hidden_features: int | None = None,
         norm_first: bool = True,
-        activation: str = "gelu",
         position_scale: float = 1.0,
         rngs: nnx.Rngs,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        self.settings = Settings(**settings)
-        self.embed = Dense(in_features, num_features, rngs=rngs, **settings)
-        shape = (num_tokens, num_features)
-        start = position_scale * jax.random.normal(rngs.params(), shape, self.settings.dtype)
-        self.position = self.settings.entries(start, num_features)
         self.encoder = Encoder(
-            num_blocks,
-            num_features,
-            num_heads,
-            norm_first=norm_first,
-            hidden_features=hidden_features,
-            activation=activation,
-            rngs=rngs,
-            **settings,
+            num_blocks, num_features, num_heads, norm_first=norm_first, rngs=rngs, **options
         )
+        self.settings: Settings = self.encoder.settings
+        settings = dataclasses.asdict(self.settings)
+        self.embed = Dense(in_features, num_features, rngs=rngs, **settings)
+        self.positions = LearnedPositions(num_tokens, num_features, rngs=rngs, **settings)
+        start = jax.random.normal(rngs.params(), (num_tokens, num_features), self.settings.dtype)
+        set_mean(self.positions.embedding.table, position_scale * start)
         self.head = Dense(num_features, out_features, rngs=rngs, **settings)
 
     def load(self, network: PlainTokenTransformer) -> None:
         """Take the weights of a plain network as means."""
         self.embed.load(network.embed)
-        set_mean(self.position, network.position[...])
+        self.positions.load(network.positions)
         self.encoder.load(network.encoder)
         self.head.load(network.head)
 
@@ -118,60 +111,37 @@ class TokenTransformer(BayesianModule):
     def params(self) -> TokenTransformerParams:
         """Beliefs about all weights."""
         return TokenTransformerParams(
-            self.embed.params, self.position.posterior, self.encoder.params, self.head.params
+            self.embed.params, self.positions.params, self.encoder.params, self.head.params
         )
 
     def network(self, params: TokenTransformerParams) -> PlainTokenTransformer:
         """The plain network with these arrays."""
         return PlainTokenTransformer(
             plain_linear(params.embed),
-            params.position,
+            self.positions.network(params.positions),
             self.encoder.network(params.encoder),
             plain_linear(params.head),
         )
 
     @property
     def stages(self) -> list[Stage]:
-        """Embedding, the encoder's, and the head."""
-        params = self.params
-
-        def embed(key: Array, x: Array) -> Array:
-            layer, position = sample_params((params.embed, params.position), key)
-            return plain_linear(layer)(x) + position
-
+        """Embedding, positions, those of the encoder, and the head."""
         return [
-            Stage("embedding", lambda m, c: _embedded(m, c, params.embed, params.position), embed),
+            *(stage._replace(name="embedding") for stage in self.embed.stages),
+            *(stage._replace(name="positions") for stage in self.positions.stages),
             *self.encoder.stages,
             *(stage._replace(name="head") for stage in self.head.stages),
         ]
 
-    def moments(
-        self, mean: Array, cov: Covariance, params: TokenTransformerParams
-    ) -> tuple[Array, Covariance]:
-        """Moments of one sequence, (T, in) -> (T, out), with these beliefs."""
-        if tuple(mean.shape) != (params.position.shape[0], params.embed.kernel.shape[0]):
-            raise ValueError(
-                "`TokenTransformer` needs sequences of shape (T, in) == "
-                f"({params.position.shape[0]}, {params.embed.kernel.shape[0]}). Got "
-                f"{tuple(mean.shape)}."
-            )
-        mean, cov = _embedded(mean, cov, params.embed, params.position)
-        mean, cov = self.encoder.moments(mean, cov, params.encoder, None)
-        return dense(mean, cov, params.head)
-
     def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
-        params = self.params
-        return over_batch(
-            lambda m, c: self.moments(m, c, params), mean, cov, self.settings.structure
-        )
-
-
-def _embedded(
-    mean: Array, cov: Covariance, embed: DenseParams, position: Posterior
-) -> tuple[Array, Covariance]:
-    mean, cov = dense(mean, cov, embed)
-    mean = mean + position.mean
-    if not isinstance(position, Point):
-        cov = cov.add(type(cov).independent(position.marginal_variance()))
-    return mean, cov
+        size = (self.positions.params.shape[0], self.embed.params.kernel.shape[0])
+        if tuple(mean.shape[-2:]) != size:
+            raise ValueError(
+                f"`TokenTransformer` needs sequences of shape (..., T, in), (T, in) == {size}. Got "
+                f"{tuple(mean.shape)}."
+            )
+        mean, cov = self.embed(mean, cov)
+        mean, cov = self.positions(mean, cov)
+        mean, cov = self.encoder(mean, cov)
+        return self.head(mean, cov)

@@ -98,6 +98,22 @@ class Posterior(abc.ABC):
         y @ w, summed over the outputs.
         """
 
+    @abc.abstractmethod
+    def rows(self, indices: Array) -> Posterior:
+        """The belief about these rows of a kernel (in, out), such as those of a table of embeddings.
+
+        Args:
+          indices: (N,) integers, different from each other: a row that is asked for twice would be two
+            independent rows in families of independent entries.
+
+        Returns:
+          A belief about a (N, out) kernel, of the same family.
+        """
+
+    @abc.abstractmethod
+    def transpose(self) -> Posterior:
+        """The belief about the transposed kernel, (out, in)."""
+
     # -- biases and gains (D,) --------------------------------------------------------------------
 
     def vector_cov(self) -> Array:

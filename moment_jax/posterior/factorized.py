@@ -85,6 +85,16 @@ class Factorized(Posterior):
         check_kernel("Factorized.input_metric", self.shape)
         return jnp.sum(self.variance, axis=1)
 
+    def rows(self, indices: Array) -> Factorized:
+        """These rows, (N, out)."""
+        check_kernel("Factorized.rows", self.shape)
+        return Factorized(self.mean[indices], self.variance[indices])
+
+    def transpose(self) -> Factorized:
+        """The same weights, (out, in)."""
+        check_kernel("Factorized.transpose", self.shape)
+        return Factorized(self.mean.T, self.variance.T)
+
     def vector_cov(self) -> Array:
         """The variances themselves, (D,)."""
         check_vector("Factorized.vector_cov", self.shape)

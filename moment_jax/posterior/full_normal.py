@@ -96,6 +96,16 @@ class FullNormal(Posterior):
         check_kernel("FullNormal.input_metric", self.shape)
         return jnp.einsum("iojo->ij", self.cov)
 
+    def rows(self, indices: Array) -> FullNormal:
+        """These rows, (N, out)."""
+        check_kernel("FullNormal.rows", self.shape)
+        return FullNormal(self.mean[indices], self.cov[indices][:, :, indices])
+
+    def transpose(self) -> FullNormal:
+        """The same weights, (out, in)."""
+        check_kernel("FullNormal.transpose", self.shape)
+        return FullNormal(self.mean.T, self.cov.transpose(1, 0, 3, 2))
+
     def vector_cov(self) -> Array:
         """The covariance itself, (D, D)."""
         check_vector("FullNormal.vector_cov", self.shape)

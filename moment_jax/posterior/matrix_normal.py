@@ -97,6 +97,17 @@ class MatrixNormal(Posterior):
         check_kernel("MatrixNormal.input_metric", self.shape)
         return self.in_cov * jnp.trace(self.out_cov)
 
+    def rows(self, indices: Array) -> MatrixNormal:
+        """These rows, (N, out)."""
+        check_kernel("MatrixNormal.rows", self.shape)
+        in_cov = self.in_cov[indices][:, indices]
+        return MatrixNormal(self.mean[indices], in_cov, self.out_cov)
+
+    def transpose(self) -> MatrixNormal:
+        """The same weights, (out, in)."""
+        check_kernel("MatrixNormal.transpose", self.shape)
+        return MatrixNormal(self.mean.T, self.out_cov, self.in_cov)
+
 
 def _outer(total: Array, cov: Array) -> Array:
     """(...,) times an array: (..., *cov.shape)."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.checks import check_fields, check_inputs, check_kernel, check_moment
+from moment_jax.posterior.factorized import Factorized
 from moment_jax.posterior.linalg import embed_diagonal
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.posterior.pytree import register_belief
@@ -82,6 +83,16 @@ class OutputShared(Posterior):
         """sum_o v_o, the same for every input, (in,)."""
         check_kernel("OutputShared.input_metric", self.shape)
         return jnp.broadcast_to(jnp.sum(self.variance), self.shape[:1])
+
+    def rows(self, indices: Array) -> OutputShared:
+        """These rows, (N, out)."""
+        check_kernel("OutputShared.rows", self.shape)
+        return OutputShared(self.mean[indices], self.variance)
+
+    def transpose(self) -> Factorized:
+        """The same weights, (out, in): there every input has a variance of its own."""
+        check_kernel("OutputShared.transpose", self.shape)
+        return Factorized(self.mean.T, self.marginal_variance().T)
 
     def _spread(self, per_output: Array) -> Array:
         """(out,) to (in, out)."""

@@ -69,6 +69,16 @@ class Point(Posterior):
         check_kernel("Point.input_metric", self.shape)
         return jnp.zeros(self.shape[:1], self.mean.dtype)
 
+    def rows(self, indices: Array) -> Point:
+        """These rows, (N, out)."""
+        check_kernel("Point.rows", self.shape)
+        return Point(self.mean[indices])
+
+    def transpose(self) -> Point:
+        """The same weights, (out, in)."""
+        check_kernel("Point.transpose", self.shape)
+        return Point(self.mean.T)
+
     def vector_cov(self) -> Array:
         """Zeros (D,)."""
         check_vector("Point.vector_cov", self.shape)

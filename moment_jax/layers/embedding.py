@@ -1,0 +1,129 @@
+"""Token ids to random rows of a table, and positions that are known."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.covariance import Covariance
+from moment_jax.posterior import Point, Posterior
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+
+
+def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, S]:
+    """Moments of the rows of a random table that a sequence of token ids asks for.
+
+    Tokens with the same id get the same row, so their noise is the same: Cov[x_td, x_se] is that of rows
+    ids[t] and ids[s]. Exact for `Full`; every other structure keeps its projection of it.
+
+    Args:
+      ids: (T,) integers in [0, V). Ids that are known while tracing are checked; others are clipped to
+        that range, in compiled code nothing else can be done.
+      table: belief about the (V, D) table.
+      structure: the structure of the covariance, such as `mj.Separable`.
+
+    Returns:
+      Mean (T, D) and covariance.
+
+    Raises:
+      ValueError: if `ids` are not one sequence of integers, none, or known and out of range. TypeError:
+        if `table` is not a belief about a matrix, or `structure` no structure.
+
+    >>> import jax.numpy as jnp
+    >>> import moment_jax as mj
+    >>> table = mj.posterior.Factorized(jnp.eye(3), jnp.full((3, 3), 0.25))
+    >>> mean, cov = mj.embedding(jnp.array([2, 0, 2]), table, mj.TokenCorrelated)
+    >>> print(mean[0], cov.correlation[0].round(3))
+    [0. 0. 1.] [1. 0. 1.]
+    """
+    check_table("embedding", table)
+    check_ids("embedding", ids, table.shape[0])
+    if not (isinstance(structure, type) and issubclass(structure, Covariance)):
+        raise TypeError(
+            f"`embedding` needs a covariance structure such as mj.Separable. Got {structure!r}."
+        )
+    ids = jnp.clip(jnp.asarray(ids), 0, table.shape[0] - 1)
+    mean = table.mean[ids]
+    if isinstance(table, Point):
+        return mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+    # Every token chooses the first token with its id: so no row is counted as two independent ones.
+    first = jnp.argmax(ids[:, None] == ids[None, :], axis=1)
+    choice = jax.nn.one_hot(first, ids.shape[0], dtype=mean.dtype)
+    certain = structure.zeros((ids.shape[0], ids.shape[0]), mean.dtype)
+    return mean, certain.weight_noise(choice, table.rows(ids))
+
+
+def sinusoidal_positions(
+    num_tokens: int,
+    num_features: int,
+    *,
+    longest: float = 10_000.0,
+    dtype: jnp.dtype | type = float,
+) -> Array:
+    """Known positions: sines and cosines of geometrically spaced wavelengths, (T, D).
+
+    Feature 2 k of token t is sin(t / longest^(2 k / D)), feature 2 k + 1 the cosine of the same.
+
+    Args:
+      num_tokens: T.
+      num_features: D, even.
+      longest: the longest wavelength over 2 pi.
+      dtype: of the result.
+
+    Raises:
+      ValueError: if a size is not positive, or D is odd.
+
+    Source: Vaswani et al., Attention is all you need (2017), section 3.5.
+
+    >>> print(sinusoidal_positions(2, 2).round(2))
+    [[0.   1.  ]
+     [0.84 0.54]]
+    """
+    if num_tokens < 1 or num_features < 1 or num_features % 2:
+        raise ValueError(
+            "`sinusoidal_positions` needs at least one token and an even number of features. Got "
+            f"{num_tokens} and {num_features}."
+        )
+    wavelength = longest ** (jnp.arange(0, num_features, 2) / num_features)
+    angle = jnp.arange(num_tokens)[:, None] / wavelength[None, :]
+    pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+    return pairs.reshape(num_tokens, num_features).astype(dtype)
+
+
+def check_table(name: str, table: object) -> None:
+    """Raise unless `table` is a belief about a matrix."""
+    if not isinstance(table, Posterior) or len(table.shape) != 2:
+        came = tuple(table.shape) if isinstance(table, Posterior) else type(table).__name__
+        raise TypeError(
+            f"`{name}` needs a belief about a (V, D) table of rows (a Posterior). Got {came}. For a "
+            "certain table, use mj.posterior.Point(table)."
+        )
+
+
+def check_ids(name: str, ids: Array, num_rows: int) -> None:
+    """Raise unless `ids` is one sequence of integers, in range where its values are known."""
+    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"`{name}` needs token ids of shape (T,), integers. Got {tuple(ids.shape)} of {ids.dtype}. "
+            f"For a batch, use jax.vmap, or the module mj.nn.Embedding."
+        )
+    if ids.shape[0] == 0:
+        raise ValueError(f"`{name}` needs at least one token. Got none.")
+    check_known_ids(name, ids, num_rows)
+
+
+def check_known_ids(name: str, ids: Array, num_rows: int) -> None:
+    """Raise where ids, of any shape, are known by now and out of range."""
+    if isinstance(ids, jax.core.Tracer) or ids.size == 0:
+        return
+    known = np.asarray(ids)
+    if known.min() < 0 or known.max() >= num_rows:
+        raise ValueError(
+            f"`{name}` needs token ids from 0 to {num_rows - 1}, one for each row of its table. Got "
+            f"{known.min()} to {known.max()}. Encode the text with the vocabulary of the table."
+        )

@@ -1,0 +1,170 @@
+"""`Embedding` and `LearnedPositions`: random tables whose rows are looked up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers import DenseParams, dense, embedding
+from moment_jax.layers.embedding import check_known_ids
+from moment_jax.nn.base import BayesianModule, set_mean
+from moment_jax.nn.batching import over_batch
+from moment_jax.nn.plain import PlainPositions, plain_embed
+from moment_jax.nn.settings import Settings
+from moment_jax.posterior import Posterior
+
+Array = jax.Array
+
+
+class Embedding(BayesianModule):
+    """A table of random rows, one for each token id.
+
+    `attend` gives logits by the same table (tied weights), transposed; it assumes that what it is given
+    is independent of the table, though the sequence began with its rows.
+
+    Args:
+      num_embeddings: V, the size of the vocabulary.
+      num_features: D.
+      rngs: Flax random streams, for the initial mean.
+      settings: keyword arguments of `Settings`.
+
+    Raises:
+      ValueError: if a size is below one.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> import moment_jax as mj
+    >>> table = mj.nn.Embedding(10, 4, rngs=nnx.Rngs(0))
+    >>> mean, cov = table(jnp.array([[1, 2, 1], [0, 9, 3]]))
+    >>> logits, logit_cov = table.attend(mean, cov)
+    >>> mean.shape, logits.shape
+    ((2, 3, 4), (2, 3, 10))
+    """
+
+    def __init__(
+        self, num_embeddings: int, num_features: int, *, rngs: nnx.Rngs, **settings: Any
+    ) -> None:
+        if num_embeddings < 1 or num_features < 1:
+            raise ValueError(
+                "`Embedding` needs num_embeddings >= 1 and num_features >= 1. Got "
+                f"{num_embeddings} and {num_features}."
+            )
+        self.settings = Settings(**settings)
+        self.table = self.settings.table((num_embeddings, num_features), rngs)
+
+    @classmethod
+    def from_deterministic(cls, layer: nnx.Embed, **settings: Any) -> Embedding:
+        """A belief that starts at the rows of a trained `nnx.Embed`."""
+        new = cls(layer.num_embeddings, layer.features, rngs=nnx.Rngs(0), **settings)
+        new.load(layer)
+        return new
+
+    def load(self, layer: nnx.Embed) -> None:
+        """Take the rows of an `nnx.Embed` as means."""
+        set_mean(self.table, layer.embedding[...])
+
+    @property
+    def params(self) -> Posterior:
+        """Belief about the (V, D) table."""
+        return self.table.posterior
+
+    def network(self, params: Array) -> nnx.Embed:
+        """The plain `nnx.Embed` with this table."""
+        return plain_embed(params)
+
+    def __call__(self, ids: Array) -> tuple[Array, Covariance]:
+        """Moments of the tokens' rows, (..., T) integers -> (..., T, D).
+
+        Ids out of range are an error where they are known, and clipped in compiled code.
+        """
+        ids = jnp.asarray(ids)
+        table, structure = self.params, self.settings.structure
+        check_known_ids("Embedding", ids, table.shape[0])
+
+        def look_up(ids: Array) -> tuple[Array, Covariance]:
+            if ids.ndim > 1:
+                return jax.vmap(look_up)(ids)
+            return embedding(ids, table, structure)
+
+        return look_up(ids)
+
+    def attend(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+        """Moments of `x @ table.T`, (..., T, D) -> (..., T, V); cov None where x is certain."""
+        tied = DenseParams(self.params.transpose())
+        return over_batch(lambda m, c: dense(m, c, tied), mean, cov, self.settings.structure)
+
+
+class LearnedPositions(BayesianModule):
+    """Adds a random vector to every place of a sequence.
+
+    Args:
+      max_length: the longest sequence.
+      num_features: D.
+      rngs: Flax random streams, for the initial mean.
+      settings: keyword arguments of `Settings`.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> import moment_jax as mj
+    >>> positions = mj.nn.LearnedPositions(16, 4, rngs=nnx.Rngs(0))
+    >>> mean, cov = positions(jnp.ones((2, 3, 4)))
+    >>> mean.shape, cov.scale.shape
+    ((2, 3, 4), (2, 3, 4))
+    """
+
+    def __init__(
+        self, max_length: int, num_features: int, *, rngs: nnx.Rngs, **settings: Any
+    ) -> None:
+        self.embedding = Embedding(max_length, num_features, rngs=rngs, **settings)
+        self.settings: Settings = self.embedding.settings
+
+    @classmethod
+    def from_deterministic(cls, layer: PlainPositions, **settings: Any) -> LearnedPositions:
+        """A belief that starts at trained positions."""
+        table = layer.table
+        new = cls(table.num_embeddings, table.features, rngs=nnx.Rngs(0), **settings)
+        new.load(layer)
+        return new
+
+    def load(self, layer: PlainPositions) -> None:
+        """Take the positions of a plain network as means."""
+        self.embedding.load(layer.table)
+
+    @property
+    def params(self) -> Posterior:
+        """Belief about the (max_length, D) positions."""
+        return self.embedding.params
+
+    def network(self, params: Array) -> PlainPositions:
+        """The plain module that adds these positions."""
+        return PlainPositions(plain_embed(params))
+
+    def __call__(
+        self, mean: Array, cov: Covariance | None = None, *, start: int | Array = 0
+    ) -> tuple[Array, Covariance]:
+        """Moments of the sequence with its positions, (..., T, D).
+
+        Args:
+          mean: of a sequence (..., T, D).
+          cov: its covariance; None where it is certain.
+          start: the place of its first token. Within compiled code, places beyond the last one are
+            taken as the last one.
+
+        Raises:
+          ValueError: if the sequence ends beyond the last position.
+        """
+        num_tokens, params = mean.shape[-2], self.params
+        first = start if isinstance(start, int) else 0
+        if first < 0 or first + num_tokens > params.shape[0]:
+            raise ValueError(
+                f"`LearnedPositions` of {params.shape[0]} places needs a sequence within them. Got "
+                f"places {first} to {first + num_tokens - 1}."
+            )
+        places, noise = embedding(start + jnp.arange(num_tokens), params, self.settings.structure)
+        return over_batch(
+            lambda m, c: (m + places, c.add(noise)), mean, cov, self.settings.structure
+        )
