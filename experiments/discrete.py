@@ -23,8 +23,7 @@ from experiments.code_images import SOURCES, ImageSet
 from experiments.code_models import Size, Training, number_of_parameters
 from experiments.code_report import BAYESIAN, DENSE, TRANSFORMER, WIDE, draw, print_table
 from experiments.code_scores import Coder, Scores, sampled_reconstruction, score
-from experiments.command_line import InputError
-from experiments.discrete_options import LIKELIHOODS, add_arguments
+from experiments.discrete_options import LIKELIHOODS, add_arguments, check
 from experiments.outputs import writable_folder, write_json
 from experiments.training import Task, TrainState, fit
 
@@ -34,18 +33,11 @@ __all__ = ["add_arguments", "run"]
 def run(args: argparse.Namespace) -> None:
     """Train all, score all, write what came out."""
     start = time.perf_counter()
-    out = writable_folder(args.out, "--out")
-    if args.features % code_models.NUM_HEADS:
-        raise InputError(
-            f"--features needs a multiple of {code_models.NUM_HEADS}, the heads. Got {args.features}"
-        )
-    if args.floor > args.temperature:
-        raise InputError(
-            f"--floor must not be above --temperature. Got {args.floor:g} and {args.temperature:g}"
-        )
+    check(args)
     images = SOURCES[args.data]()
     if args.likelihood == "bernoulli":
         images = images.binary()
+    out = writable_folder(args.out, "--out")
     try:
         bayesian, plains, seconds = _train(args, images)
     except KeyboardInterrupt:

@@ -9,7 +9,8 @@ from typing import Any
 
 import moment_jax as mj
 from experiments.code_images import SOURCES
-from experiments.command_line import number, one_of
+from experiments.code_models import NUM_HEADS
+from experiments.command_line import InputError, number, one_of
 from experiments.common_options import add_seed
 
 LIKELIHOODS: dict[str, Callable[[], Any]] = {
@@ -105,3 +106,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="weight of the weights' KL divergence: 1 is Bayes' rule, less a cold posterior (default: "
         "%(default)s)",
     )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise, before anything is written, where options do not fit each other.
+
+    Raises:
+      InputError: if so.
+    """
+    if args.features % NUM_HEADS:
+        raise InputError(
+            f"--features needs a multiple of {NUM_HEADS}, the heads. Got {args.features}"
+        )
+    if args.floor > args.temperature:
+        raise InputError(
+            f"--floor must not be above --temperature. Got {args.floor:g} and {args.temperature:g}"
+        )

@@ -37,43 +37,57 @@ class NegativeElbo(NamedTuple):
 
 def code_terms(
     log_probs: Array,
-    decode: Callable[[Array], tuple[Array, Any]],
-    target: Array,
-    likelihood: PixelLikelihood,
-    draw: tuple[Array, Array | float, bool],
+    log_likelihood: Callable[[Array], Array],
+    key: Array,
+    temperature: Array | float,
+    straight_through: bool,
 ) -> tuple[Array, Array]:
-    """Reconstruction and KL of the codes for a batch of images cut into patches.
+    """Reconstruction and KL of the codes of images.
 
     Args:
-      log_probs: log q(z_t = k | x), (N, T, K).
-      decode: codes (N, T, K) -> mean (N, T, P) and covariance of the patches.
-      target: the patches, (N, T, P).
-      likelihood: of the pixels.
-      draw: key, temperature and straight_through of the `gumbel_softmax` that draws the codes.
+      log_probs: log q(z_t = k | x), (..., T, K).
+      log_likelihood: codes (..., T, K) -> (expected) log p(x | z), (...,).
+      key: of `gumbel_softmax`, which draws the codes, as the next two.
+      temperature: of the relaxation.
+      straight_through: hard codes, with the relaxed ones' gradient.
     """
-    key, temperature, straight_through = draw
     z = gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
-    fit = jax.vmap(objectives.expected_log_likelihood, (None, 0, 0, 0))(
-        likelihood, target, *decode(z)
-    )
-    return -fit, jnp.sum(categorical_kl(log_probs), axis=-1)
+    return -log_likelihood(z), jnp.sum(categorical_kl(log_probs), axis=-1)
+
+
+def over_images(fn: Callable[..., Array], target: Array, *moments: Any) -> Array:
+    """`fn` of every image's patches (..., T, P) and what belongs to them."""
+    for _ in target.shape[:-2]:
+        fn = jax.vmap(fn)
+    return fn(target, *moments)
+
+
+def prior_codes(key: Array, num_images: int, num_tokens: int, num_codes: int) -> Array:
+    """Codes from the uniform prior, integers (N, T)."""
+    if num_images < 1:
+        raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
+    return jax.random.randint(key, (num_images, num_tokens), 0, num_codes)
+
+
+def cut(patches: Patches, images: Array, image_size: int) -> Array:
+    """The patches of images of this size, (..., T, P).
+
+    Raises:
+      ValueError: for images of another size.
+    """
+    tokens = patches(images)
+    if tokens.shape[-2] != (image_size // patches.size) ** 2:
+        raise ValueError(
+            f"This autoencoder needs images of {image_size} x {image_size} pixels. Got "
+            f"{tuple(images.shape)}."
+        )
+    return tokens
 
 
 def joined(tokens: Array, patches: Patches, image_size: int) -> Array:
     """The inverse of `Patches`: (..., T, P) -> (..., height, width[, channels])."""
     batch, side, size = tokens.shape[:-2], image_size // patches.size, patches.size
-    cut = tokens.reshape(*batch, side, side, size, size, patches.channels)
-    images = jnp.moveaxis(cut, -3, -4).reshape(*batch, image_size, image_size, patches.channels)
+    squares = tokens.reshape(*batch, side, side, size, size, patches.channels)
+    images = jnp.moveaxis(squares, -3, -4)
+    images = images.reshape(*batch, image_size, image_size, patches.channels)
     return images[..., 0] if patches.channels == 1 else images
-
-
-def flattened(patches: Patches, images: Array, image_size: int) -> tuple[tuple[int, ...], Array]:
-    """The batch axes of images, and their patches as (N, T, P)."""
-    tokens = patches(images)
-    expected = (image_size // patches.size) ** 2
-    if tokens.shape[-2] != expected:
-        raise ValueError(
-            f"This autoencoder needs images of {image_size} x {image_size} pixels. Got "
-            f"{tuple(images.shape)}."
-        )
-    return tokens.shape[:-2], tokens.reshape(-1, *tokens.shape[-2:])

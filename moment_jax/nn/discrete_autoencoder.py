@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,12 +14,15 @@ from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
 from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.batching import over_batch
 from moment_jax.nn.code_bound import (
     NegativeElbo,
     PixelLikelihood,
     code_terms,
-    flattened,
+    cut,
     joined,
+    over_images,
+    prior_codes,
 )
 from moment_jax.nn.plain_discrete_autoencoder import (
     PlainDiscreteAutoencoder,
@@ -58,23 +62,28 @@ class DiscreteAutoencoder(BayesianModule):
       patch_size: height and width of a patch, a divisor of image_size.
       num_codes: K, at least 2.
       channels: channels of the images.
-      num_features: D.
-      num_heads: H.
       num_encoder_blocks: blocks before the codes.
       num_decoder_blocks: blocks after the codes.
-      hidden_features: width of the feed-forward layers; 4 D where None.
-      norm_first: pre-norm if True.
-      activation: "relu", "gelu", "tanh" or "silu".
       likelihood: `mj.objectives.Bernoulli()`, or `Gaussian(noise_variance)` with the one variance at
         which the noise starts; it is learned.
       rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
+      options: the other keyword arguments of `TokenTransformer`: num_features, num_heads,
+        hidden_features, norm_first, activation, and those of `Settings` among them.
 
     Raises:
       ValueError: if patches do not divide the image, heads do not divide the features, or there are
         fewer than two codes. TypeError: for another likelihood.
 
     Source: handwritten notes, x -> Enc -> pi, z ~ Mult(z | pi) -> Dec -> x_hat.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> import moment_jax as mj
+    >>> model = mj.nn.DiscreteAutoencoder(image_size=4, patch_size=2, num_codes=3, num_features=4,
+    ...     num_heads=2, structure=mj.Diagonal, rngs=nnx.Rngs(0))
+    >>> bound = model.negative_elbo(jnp.ones((5, 4, 4)), jax.random.key(0), 1.0, dataset_size=100)
+    >>> bound.total.shape
+    (5,)
     """
 
     def __init__(
@@ -84,45 +93,31 @@ class DiscreteAutoencoder(BayesianModule):
         patch_size: int,
         num_codes: int,
         channels: int = 1,
-        num_features: int = 32,
-        num_heads: int = 4,
         num_encoder_blocks: int = 1,
         num_decoder_blocks: int = 1,
-        hidden_features: int | None = None,
-        norm_first: bool = True,
-        activation: str = "gelu",
         likelihood: PixelLikelihood | None = None,
         rngs: nnx.Rngs,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        if patch_size < 1 or image_size % patch_size:
+        if patch_size < 1 or image_size < 1 or image_size % patch_size:
             raise ValueError(
                 "`DiscreteAutoencoder` needs patch_size to divide image_size. Got "
                 f"{patch_size} and {image_size}."
             )
-        if num_codes < 2:
-            raise ValueError(f"`DiscreteAutoencoder` needs num_codes >= 2. Got {num_codes}.")
-        self.settings = Settings(**settings)
+        if num_codes < 2 or channels < 1:
+            raise ValueError(
+                "`DiscreteAutoencoder` needs num_codes >= 2 and channels >= 1. Got "
+                f"{num_codes} and {channels}."
+            )
         self.patches = Patches(patch_size, channels)
         self.image_size = image_size
         self.num_codes = num_codes
         self.num_tokens = (image_size // patch_size) ** 2
         pixels = patch_size**2 * channels
-        options: dict[str, Any] = {
-            "num_features": num_features,
-            "num_heads": num_heads,
-            "hidden_features": hidden_features,
-            "norm_first": norm_first,
-            "activation": activation,
-            "rngs": rngs,
-            **settings,
-        }
-        self.encoder = TokenTransformer(
-            self.num_tokens, pixels, num_codes, num_blocks=num_encoder_blocks, **options
-        )
-        self.decoder = TokenTransformer(
-            self.num_tokens, num_codes, pixels, num_blocks=num_decoder_blocks, **options
-        )
+        make = partial(TokenTransformer, self.num_tokens, rngs=rngs)
+        self.encoder = make(pixels, num_codes, num_blocks=num_encoder_blocks, **options)
+        self.decoder = make(num_codes, pixels, num_blocks=num_decoder_blocks, **options)
+        self.settings: Settings = self.encoder.settings
         self.log_noise = nnx.data(log_noise(likelihood or objectives.Bernoulli()))
 
     def load(self, network: PlainDiscreteAutoencoder) -> None:
@@ -155,21 +150,15 @@ class DiscreteAutoencoder(BayesianModule):
 
     def encode(self, images: Array) -> tuple[Array, Covariance]:
         """Moments of the codes' logits, (..., height, width[, channels]) -> (..., T, K)."""
-        batch, tokens = flattened(self.patches, images, self.image_size)
-        mean, cov = self.encoder(tokens)
-        return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), (mean, cov))
+        return self.encoder(cut(self.patches, images, self.image_size))
 
     def probabilities(self, images: Array) -> tuple[Array, Covariance]:
         """Moments of pi, the codes' probabilities: mean (..., T, K), and covariance alike."""
-        batch, tokens = flattened(self.patches, images, self.image_size)
-        moments = jax.vmap(category_moments)(*self.encoder(tokens))
-        return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), moments)
+        return over_batch(category_moments, *self.encode(images), self.settings.structure)
 
     def code_log_probs(self, images: Array) -> Array:
         """Log E[pi], the logarithm of q(z_t = k | x), (..., T, K)."""
-        batch, tokens = flattened(self.patches, images, self.image_size)
-        log_probs = jax.vmap(log_category_probabilities)(*self.encoder(tokens))
-        return log_probs.reshape(*batch, *log_probs.shape[1:])
+        return over_batch(log_category_probabilities, *self.encode(images), self.settings.structure)
 
     def decode(self, z: Array) -> tuple[Array, Covariance]:
         """Moments of the patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P).
@@ -232,26 +221,26 @@ class DiscreteAutoencoder(BayesianModule):
             raise ValueError(
                 f"`negative_elbo` needs dataset_size >= 1, the training images. Got {dataset_size}."
             )
-        batch, target = flattened(self.patches, images, self.image_size)
+        target = cut(self.patches, images, self.image_size)
+        expected = partial(objectives.expected_log_likelihood, self.likelihood)
         fit, code_kl = code_terms(
-            jax.vmap(log_category_probabilities)(*self.encoder(target)),
-            self.decode,
-            target,
-            self.likelihood,
-            (key, temperature, straight_through),
+            self.code_log_probs(images),
+            lambda z: over_images(expected, target, *self.decode(z)),
+            key,
+            temperature,
+            straight_through,
         )
         weight_kl = jnp.asarray(kl_weight, fit.dtype) * self.kl() / dataset_size
-        return NegativeElbo(fit.reshape(batch), code_kl.reshape(batch), weight_kl)
+        return NegativeElbo(fit, code_kl, weight_kl)
 
-    def generate(self, key: Array, num_images: int) -> tuple[Array, Array, Covariance]:
-        """Images from the prior: uniform codes, decoded.
+    def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array, Covariance]:
+        """Images from the prior: uniform codes, decoded (`sample` draws networks, not images).
 
         Returns:
           Codes (num_images, T), and moments of the patches as `decode` gives them.
         """
-        codes = jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
-        mean, cov = self.decode(jax.nn.one_hot(codes, self.num_codes, dtype=self.settings.dtype))
-        return codes, mean, cov
+        codes = prior_codes(key, num_images, self.num_tokens, self.num_codes)
+        return codes, *self.decode(jax.nn.one_hot(codes, self.num_codes, dtype=self.settings.dtype))
 
     @property
     def stages(self) -> list[Stage]:

@@ -164,7 +164,11 @@ class LearnedPositions(BayesianModule):
                 f"`LearnedPositions` of {params.shape[0]} places needs a sequence within them. Got "
                 f"places {first} to {first + num_tokens - 1}."
             )
-        places, noise = embedding(start + jnp.arange(num_tokens), params, self.settings.structure)
-        return over_batch(
-            lambda m, c: (m + places, c.add(noise)), mean, cov, self.settings.structure
-        )
+        places = start + jnp.arange(num_tokens)
+
+        def add(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            # In the structure of the sequence, which need not be that of the settings.
+            position, noise = embedding(places, params, type(cov))
+            return mean + position, cov.add(noise)
+
+        return over_batch(add, mean, cov, self.settings.structure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,10 @@ from moment_jax.nn.code_bound import (
     NegativeElbo,
     PixelLikelihood,
     code_terms,
-    flattened,
+    cut,
     joined,
+    over_images,
+    prior_codes,
 )
 from moment_jax.nn.vision import Patches
 
@@ -57,10 +60,14 @@ class PlainDiscreteAutoencoder(nnx.Module):
         """The pixels' observation model, with the noise as it is by now."""
         return with_noise(self.log_noise)
 
+    @property
+    def num_tokens(self) -> int:
+        """T, the patches of an image."""
+        return (self.image_size // self.patches.size) ** 2
+
     def code_log_probs(self, images: Array) -> Array:
         """Log pi, (..., height, width[, channels]) -> (..., T, K)."""
-        batch, tokens = flattened(self.patches, images, self.image_size)
-        return log_probabilities(self.encoder(tokens)).reshape(*batch, -1, self.num_codes)
+        return log_probabilities(self.encoder(cut(self.patches, images, self.image_size)))
 
     def decode(self, z: Array) -> Array:
         """Codes (..., T, K), one-hot or relaxed -> patches (..., T, P)."""
@@ -79,20 +86,28 @@ class PlainDiscreteAutoencoder(nnx.Module):
         straight_through: bool = False,
     ) -> NegativeElbo:
         """The negative ELBO in nats for each image: `DiscreteAutoencoder.negative_elbo`."""
-        batch, target = flattened(self.patches, images, self.image_size)
+        target = cut(self.patches, images, self.image_size)
 
-        def decode(z: Array) -> tuple[Array, Array]:
+        def log_likelihood(z: Array) -> Array:
             mean = self.decoder(z)
-            return mean, jnp.zeros_like(mean)
+            if isinstance(self.likelihood, objectives.Bernoulli):
+                # Without uncertainty no quadrature is needed.
+                return jnp.sum(target * mean - jax.nn.softplus(mean), axis=(-2, -1))
+            return over_images(
+                partial(objectives.expected_log_likelihood, self.likelihood),
+                target,
+                mean,
+                jnp.zeros_like(mean),
+            )
 
-        fit, code_kl = code_terms(
-            log_probabilities(self.encoder(target)),
-            decode,
-            target,
-            self.likelihood,
-            (key, temperature, straight_through),
-        )
-        return NegativeElbo(fit.reshape(batch), code_kl.reshape(batch), jnp.zeros((), fit.dtype))
+        log_probs = log_probabilities(self.encoder(target))
+        fit, code_kl = code_terms(log_probs, log_likelihood, key, temperature, straight_through)
+        return NegativeElbo(fit, code_kl, jnp.zeros((), fit.dtype))
+
+    def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array]:
+        """Codes (N, T) from the uniform prior, and what `decode` makes of them."""
+        codes = prior_codes(key, num_images, self.num_tokens, self.num_codes)
+        return codes, self.decode(jax.nn.one_hot(codes, self.num_codes))
 
 
 def log_noise(likelihood: PixelLikelihood) -> nnx.Param | None:
