@@ -57,6 +57,10 @@ class DiscreteAutoencoder(BayesianModule):
     would not be (E[softmax(f)] is flatter). Dependence between the codes of one image that comes from
     their common weights is left out of q. That is a choice of q, and no approximation of the bound.
 
+    Against 2,000 sampled networks (D 16, relative_scale 0.1), means of logits, pi and pixels are within
+    0.02 sd and sds within 1 % on average. At D 4 and relative_scale 0.3, where normalisations and hidden
+    layers average over next to nothing, means are 0.05 sd off and sds 5 % too small.
+
     Args:
       image_size: height and width of the images.
       patch_size: height and width of a patch, a divisor of image_size.
@@ -109,10 +113,8 @@ class DiscreteAutoencoder(BayesianModule):
                 "`DiscreteAutoencoder` needs num_codes >= 2 and channels >= 1. Got "
                 f"{num_codes} and {channels}."
             )
-        self.patches = Patches(patch_size, channels)
-        self.image_size = image_size
-        self.num_codes = num_codes
-        self.num_tokens = (image_size // patch_size) ** 2
+        self.patches, self.image_size = Patches(patch_size, channels), image_size
+        self.num_tokens, self.num_codes = (image_size // patch_size) ** 2, num_codes
         pixels = patch_size**2 * channels
         make = partial(TokenTransformer, self.num_tokens, rngs=rngs)
         self.encoder = make(pixels, num_codes, num_blocks=num_encoder_blocks, **options)
@@ -234,11 +236,7 @@ class DiscreteAutoencoder(BayesianModule):
         return NegativeElbo(fit, code_kl, weight_kl)
 
     def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array, Covariance]:
-        """Images from the prior: uniform codes, decoded (`sample` draws networks, not images).
-
-        Returns:
-          Codes (num_images, T), and moments of the patches as `decode` gives them.
-        """
+        """Images from the prior (`sample` draws networks): uniform codes (N, T), and `decode` of them."""
         codes = prior_codes(key, num_images, self.num_tokens, self.num_codes)
         return codes, *self.decode(jax.nn.one_hot(codes, self.num_codes, dtype=self.settings.dtype))
 
