@@ -232,11 +232,10 @@ class DiscreteAutoencoder(BayesianModule):
             temperature,
             straight_through,
         )
-        weight_kl = jnp.asarray(kl_weight, fit.dtype) * self.kl() / dataset_size
-        return NegativeElbo(fit, code_kl, weight_kl)
+        return NegativeElbo(fit, code_kl, kl_weight * self.kl() / dataset_size)
 
     def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array, Covariance]:
-        """Images from the prior (`sample` draws networks): uniform codes (N, T), and `decode` of them."""
+        """Images from the prior (`sample` draws networks): uniform codes (N, T), and them decoded."""
         codes = prior_codes(key, num_images, self.num_tokens, self.num_codes)
         return codes, *self.decode(jax.nn.one_hot(codes, self.num_codes, dtype=self.settings.dtype))
 
