@@ -13,12 +13,17 @@ from experiments.command_line import InputError
 
 
 class ImageSet(NamedTuple):
-    """Images (N, size, size) of numbers in [0, 1], and how an autoencoder is to cut them."""
+    """Images (N, size, size) of numbers in [0, 1].
+
+    patch_size and dense_patch_size are the sides of the squares that one code stands for, in
+    Transformers and in dense networks, where nobody says otherwise.
+    """
 
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
     patch_size: int
+    dense_patch_size: int
 
     @property
     def image_size(self) -> int:
@@ -28,12 +33,12 @@ class ImageSet(NamedTuple):
     def binary(self) -> ImageSet:
         """Every pixel 0 or 1, whichever is nearer: the numbers of which `Bernoulli` is the law."""
         train, validation, test = ((part >= 0.5).astype(np.float32) for part in self[:3])
-        return ImageSet(train, validation, test, self.patch_size)
+        return self._replace(train=train, validation=validation, test=test)
 
 
 def digits() -> ImageSet:
     """1,797 images of 8 x 8 pixels: 1,147 to train, 150 to choose settings by, 500 to test."""
-    return _split(data.pixels(), data.NUM_VALIDATION, data.NUM_TEST, patch_size=2)
+    return _split(data.pixels(), data.NUM_VALIDATION, data.NUM_TEST, (4, 2))
 
 
 def mnist() -> ImageSet:
@@ -46,15 +51,17 @@ def mnist() -> ImageSet:
         ) from error
     pixels, _ = mnist_data()
     images = (np.asarray(pixels).reshape(-1, 28, 28) / 255).astype(np.float32)
-    return _split(images, len(images) // 10, len(images) // 5, patch_size=7)
+    return _split(images, len(images) // 10, len(images) // 5, (7, 7))
 
 
-def _split(images: np.ndarray, num_validation: int, num_test: int, *, patch_size: int) -> ImageSet:
+def _split(
+    images: np.ndarray, num_validation: int, num_test: int, patch_sizes: tuple[int, int]
+) -> ImageSet:
     """The same split for every --seed: runs are to be compared on the same images."""
     options = {"random_state": data.SPLIT_SEED}
     rest, test = train_test_split(images, test_size=num_test, **options)
     train, validation = train_test_split(rest, test_size=num_validation, **options)
-    return ImageSet(train, validation, test, patch_size)
+    return ImageSet(train, validation, test, *patch_sizes)
 
 
 SOURCES: dict[str, Callable[[], ImageSet]] = {"digits": digits, "mnist": mnist}

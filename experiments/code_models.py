@@ -27,8 +27,9 @@ VALIDATION_DRAWS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The size of the autoencoders: codes, and the Transformer's features."""
+    """The size of a Transformer autoencoder: its patches and codes, and its features."""
 
+    patch_size: int
     num_codes: int
     num_features: int
     hidden_features: int
@@ -70,7 +71,7 @@ def bayesian_autoencoder(
     """A Bayesian Transformer autoencoder, its prior scales learned."""
     return mj.nn.DiscreteAutoencoder(
         image_size=images.image_size,
-        patch_size=images.patch_size,
+        patch_size=size.patch_size,
         num_codes=size.num_codes,
         num_features=size.num_features,
         num_heads=NUM_HEADS,
@@ -88,13 +89,14 @@ def bayesian_autoencoder(
 
 
 def dense_autoencoder(
-    images: ImageSet, num_codes: int, likelihood: Any, num_weights: int, seed: int
+    image_size: int, patch_size: int, num_codes: int, likelihood: Any, num_weights: int, seed: int
 ) -> mj.nn.PlainDiscreteAutoencoder:
-    """A categorical VAE of dense layers with as many codes, and as near to so many weights as can be.
+    """A categorical VAE of dense layers, as near to so many weights as can be.
 
-    Encoder: pixels, two hidden layers, logits of all codes; the decoder is its mirror.
+    Encoder: pixels, two hidden layers, logits of all codes, one for each patch; the decoder is its
+    mirror.
     """
-    pixels, tokens = images.image_size**2, (images.image_size // images.patch_size) ** 2
+    pixels, tokens = image_size**2, (image_size // patch_size) ** 2
     codes = tokens * num_codes
 
     def widths(hidden: tuple[int, int]) -> tuple[list[int], list[int]]:
@@ -119,8 +121,8 @@ def dense_autoencoder(
     return mj.nn.PlainDiscreteAutoencoder(
         encoder,
         decoder,
-        patches=mj.nn.Patches(images.patch_size),
-        image_size=images.image_size,
+        patches=mj.nn.Patches(patch_size),
+        image_size=image_size,
         num_codes=num_codes,
         likelihood=likelihood,
     )

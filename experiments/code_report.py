@@ -41,13 +41,8 @@ def draw(
         code_figures.rows_of_images(rows, title, len(rows["test image"])),
         out / "reconstructions.png",
     )
-    # As many as the test images, so that nothing is compiled anew; a few are shown.
-    shape = scores[BAYESIAN].codes.shape
-    codes = jax.random.randint(jax.random.key(args.seed + 5), shape, 0, args.codes)
     panels = {
-        label.replace("\n", " "): coders[name].shown(
-            *coders[name].decode(jax.nn.one_hot(codes, args.codes))
-        )
+        label.replace("\n", " "): _from_prior(coders[name], scores[name], args.seed + 5)
         for name, label in names.items()
         if name != TRANSFORMER
     }
@@ -55,13 +50,21 @@ def draw(
     figures.save(code_figures.grid_of_images(panels, title, GRID_SIDE), out / "samples.png")
 
 
+def _from_prior(coder: Coder, scores: Scores, seed: int) -> np.ndarray:
+    """Images of uniform codes: as many as test images, so that nothing is compiled anew."""
+    codes = jax.random.randint(jax.random.key(seed), scores.codes.shape, 0, scores.num_codes)
+    return coder.shown(*coder.decode(jax.nn.one_hot(codes, scores.num_codes)))
+
+
 def print_table(out: Path, metrics: dict[str, Any]) -> None:
     """One row for each network, and what the rows leave out."""
-    rows = [["", "-ELBO (nats)", "reconstruction", "KL of codes", "perplexity", "weights"]]
+    rows = [["", "-ELBO (nats)", "reconstruction", "KL of codes", "codes", "perplexity", "weights"]]
     for name, row in metrics["test"].items():
         total = f"{row['negative_elbo']:.2f} ± {row['standard_error']:.2f}"
-        numbers = [f"{row[key]:.2f}" for key in ("reconstruction", "code_kl", "perplexity")]
-        rows.append([name, total, *numbers, f"{row['weights']:,}"])
+        numbers = [f"{row[key]:.2f}" for key in ("reconstruction", "code_kl")]
+        codes = f"{row['codes_per_image']} of {row['num_codes']}"
+        used = f"{row['perplexity']:.1f}"
+        rows.append([name, total, *numbers, codes, used, f"{row['weights']:,}"])
     print(aligned(rows))
     gap, wide = metrics["gap_to_dense"], metrics["gap_to_wide_dense"]
     print(

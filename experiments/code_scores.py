@@ -71,6 +71,7 @@ class Scores:
     reconstruction: np.ndarray
     code_kl: np.ndarray
     codes: np.ndarray
+    num_codes: int
     decoded: tuple[Array, Array]
     draw_sd: float
 
@@ -79,10 +80,10 @@ class Scores:
         """The negative ELBO of each image given the weights' distribution, (N,)."""
         return self.reconstruction + self.code_kl
 
-    def summary(self, num_codes: int) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         """What metrics.json holds of it."""
-        usage = mj.discrete.code_usage(jnp.asarray(self.codes), num_codes)
-        by_place = jax.vmap(lambda column: mj.discrete.code_usage(column, num_codes))(
+        usage = mj.discrete.code_usage(jnp.asarray(self.codes), self.num_codes)
+        by_place = jax.vmap(lambda column: mj.discrete.code_usage(column, self.num_codes))(
             jnp.asarray(self.codes.T)
         )
         return {
@@ -91,6 +92,8 @@ class Scores:
             "sd_of_one_draw": self.draw_sd,
             "reconstruction": float(self.reconstruction.mean()),
             "code_kl": float(self.code_kl.mean()),
+            "num_codes": self.num_codes,
+            "codes_per_image": self.codes.shape[1],
             "perplexity": float(mj.discrete.perplexity(jnp.log(usage))),
             "perplexity_by_place": float(jnp.mean(mj.discrete.perplexity(jnp.log(by_place)))),
         }
@@ -100,17 +103,18 @@ def score(coder: Coder, images: np.ndarray, key: Array, num_draws: int) -> Score
     """The negative ELBO of images by hard codes: exact draws, nothing relaxed."""
     target = coder.patches(jnp.asarray(images))
     log_probs = coder.encode(jnp.asarray(images))
+    num_codes = log_probs.shape[-1]
     every, codes, decoded = [], None, None
     for draw in range(num_draws):
         codes = mj.discrete.gumbel_max(jax.random.fold_in(key, draw), log_probs)
-        decoded = coder.decode(jax.nn.one_hot(codes, log_probs.shape[-1]))
+        decoded = coder.decode(jax.nn.one_hot(codes, num_codes))
         every.append(-np.asarray(_fit(coder.likelihood, target, *decoded)))
     assert codes is not None
     assert decoded is not None
     code_kl = np.asarray(mj.discrete.categorical_kl(log_probs).sum(axis=-1))
     losses = np.stack(every)
     spread = float(losses.mean(axis=1).std(ddof=1)) if num_draws > 1 else 0.0
-    return Scores(losses.mean(axis=0), code_kl, np.asarray(codes), decoded, spread)
+    return Scores(losses.mean(axis=0), code_kl, np.asarray(codes), num_codes, decoded, spread)
 
 
 def sampled_reconstruction(

@@ -23,7 +23,7 @@ from experiments.code_images import SOURCES, ImageSet
 from experiments.code_models import Size, Training, number_of_parameters
 from experiments.code_report import BAYESIAN, DENSE, TRANSFORMER, WIDE, draw, print_table
 from experiments.code_scores import Coder, Scores, sampled_reconstruction, score
-from experiments.discrete_options import LIKELIHOODS, add_arguments, check
+from experiments.discrete_options import LIKELIHOODS, add_arguments, check, check_patches
 from experiments.outputs import writable_folder, write_json
 from experiments.training import Task, TrainState, fit
 
@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     check(args)
     images = SOURCES[args.data]()
+    args.patch_size = args.patch_size or images.patch_size
+    args.dense_patch_size = args.dense_patch_size or images.dense_patch_size
+    check_patches(args, images.image_size)
     if args.likelihood == "bernoulli":
         images = images.binary()
     out = writable_folder(args.out, "--out")
@@ -88,7 +91,7 @@ def _train(
         args.weight_decay,
         args.temperature,
         args.floor,
-        straight_through=not args.relaxed,
+        straight_through=args.straight_through,
     )
     plains[TRANSFORMER] = _fitted(args, "transformer", TRANSFORMER, untrained, images, training)
     seconds[TRANSFORMER] = time.perf_counter() - start
@@ -104,14 +107,16 @@ def _train(
     )
     for folder, name, count in (("dense", DENSE, weights), ("wide", WIDE, trained)):
         start = time.perf_counter()
-        network = code_models.dense_autoencoder(images, args.codes, likelihood, count, args.seed)
+        network = code_models.dense_autoencoder(
+            images.image_size, args.dense_patch_size, args.dense_codes, likelihood, count, args.seed
+        )
         plains[name] = _fitted(args, folder, name, network, images, training)
         seconds[name] = time.perf_counter() - start
     return bayesian, plains, seconds
 
 
 def _size(args: argparse.Namespace) -> Size:
-    return Size(args.codes, args.features, 2 * args.features, args.blocks)
+    return Size(args.patch_size, args.codes, args.features, 2 * args.features, args.blocks)
 
 
 def _fitted(
@@ -141,7 +146,7 @@ def _train_bayesian(
         "learning_rate": args.bayesian_learning_rate,
         "kl_weight": args.kl_weight,
         "temperature": args.floor,
-        "straight_through": not args.relaxed,
+        "straight_through": args.straight_through,
     }
     task = code_models.bayesian_task(graph, images, **options)
     settings = {
@@ -153,7 +158,10 @@ def _train_bayesian(
 
 
 def _made_with(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("seed", "data", "likelihood", "codes", "features", "blocks")
+    names = (
+        "seed", "data", "likelihood", "codes", "patch_size", "dense_codes", "dense_patch_size",
+        "features", "blocks",
+    )  # fmt: skip
     return {name: getattr(args, name) for name in names}
 
 
@@ -180,7 +188,7 @@ def _summaries(
     networks: dict[str, nnx.Module] = {BAYESIAN: bayesian, **plains}
     return {
         name: {
-            **scores[name].summary(args.codes),
+            **scores[name].summary(),
             "weights": number_of_parameters(bayesian, mj.nn.VariationalMean)
             + (bayesian.log_noise is not None)
             if name == BAYESIAN

@@ -52,10 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "earlier run's checkpoints there are replaced",
     )
     add(
-        "--relaxed",
+        "--straight-through",
         action="store_true",
-        help="train the Transformers with relaxed codes, not hard ones with their gradient "
-        "(straight-through); the dense networks always are, and do better so",
+        help="train the Transformers with hard codes, and the gradient of relaxed ones",
     )
     add_seed(parser, "random seed of weights, batches and draws; never of the split")
     add(
@@ -66,8 +65,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"covariance structure: {', '.join(mj.STRUCTURES)} (default: %(default)s, which compiles "
         "fastest)",
     )
+    for name, whose in (
+        ("--patch-size", "the Transformers"),
+        ("--dense-patch-size", "the dense networks"),
+    ):
+        add(
+            name,
+            type=count,
+            metavar="N",
+            help=f"side of the squares that a code of {whose} stands for (default: the data's own)",
+        )
     whole = (
-        ("--codes", 16, 2, "codes that each token has to choose from"),
+        ("--codes", 32, 2, "codes that each patch of the Transformers has to choose from"),
+        ("--dense-codes", 16, 2, "the same of the dense networks"),
         ("--features", 32, 4, "features of the Transformers' tokens, a multiple of 4"),
         ("--blocks", 1, 1, "blocks of encoder and decoder each"),
         ("--steps", 300, 1, "updates of the Bayesian network"),
@@ -122,3 +132,14 @@ def check(args: argparse.Namespace) -> None:
         raise InputError(
             f"--floor must not be above --temperature. Got {args.floor:g} and {args.temperature:g}"
         )
+
+
+def check_patches(args: argparse.Namespace, image_size: int) -> None:
+    """Raise, before anything is written, unless patches cut the images evenly."""
+    for name in ("patch_size", "dense_patch_size"):
+        size = getattr(args, name)
+        if image_size % size:
+            raise InputError(
+                f"--{name.replace('_', '-')} needs a divisor of {image_size}, the side of the images. "
+                f"Got {size}"
+            )

@@ -19,7 +19,7 @@ from experiments.__main__ import main
 
 TINY = {
     "--steps": 2, "--plain-steps": 3, "--batch-size": 4, "--bayesian-batch-size": 2, "--draws": 2,
-    "--samples": 2, "--features": 12, "--codes": 4,
+    "--samples": 2, "--features": 8, "--codes": 4, "--dense-codes": 4,
 }  # fmt: skip
 
 
@@ -50,9 +50,8 @@ def test_the_experiment(tmp_path, capsys):
 
 @pytest.mark.parametrize("num_weights", [3224, 19_604, 39_254])
 def test_dense_networks_are_as_large_as_they_should_be(num_weights):
-    images = code_images.digits().binary()
     network = code_models.dense_autoencoder(
-        images, 16, mj.objectives.Bernoulli(), num_weights, seed=0
+        8, 2, 16, mj.objectives.Bernoulli(), num_weights, seed=0
     )
     assert abs(code_models.number_of_parameters(network) / num_weights - 1) < 0.01
 
@@ -78,7 +77,7 @@ def test_hard_codes_of_a_known_autoencoder():
     np.testing.assert_allclose(scores.reconstruction, 64 * np.log(2), rtol=1e-5)
     np.testing.assert_allclose(scores.code_kl, 16 * np.log(4), rtol=1e-5)
     assert (scores.codes == 2).all()
-    assert scores.summary(4)["perplexity"] == pytest.approx(1)
+    assert scores.summary()["perplexity"] == pytest.approx(1)
 
 
 def test_mnist_that_is_not_there(capsys, monkeypatch, tmp_path):
@@ -111,10 +110,13 @@ def test_mnist_that_is_there(monkeypatch):
         (["--codes", "1"], "2 or more"),
         (["--steps", "0"], "1 or more"),
         (["--features", "6"], "multiple of 4"),
+        (["--patch-size", "3"], "divisor of 8"),
+        (["--dense-patch-size", "5"], "divisor of 8"),
         (["--structure", "Foo"], "Separable"),
     ],
 )
 def test_bad_input(arguments, words, capsys, tmp_path):
-    assert main(["discrete", *arguments, "--out", str(tmp_path)]) == 2
+    assert main(["discrete", *arguments, "--out", str(tmp_path / "run")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+    assert not (tmp_path / "run").exists()
