@@ -21,7 +21,7 @@ Array = jax.Array
 
 NUM_HEADS = 4
 WARM_UP = 0.05  # share of the updates in which the learning rate rises
-KL_WARM_UP = 0.2  # share of the updates in which the weight of the codes' KL rises to 1
+KL_WARM_UP = 0.4  # share of the updates in which the weight of the codes' KL rises to 1
 VALIDATION_DRAWS = 4
 
 

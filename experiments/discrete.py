@@ -98,11 +98,13 @@ def _train(
     bayesian.load(plains[TRANSFORMER])
     bayesian = _train_bayesian(args, bayesian, images)
     seconds[BAYESIAN] = time.perf_counter() - start
-    training = dataclasses.replace(  # as many updates as both phases of the Transformer have
+    training = dataclasses.replace(
         training,
-        num_steps=args.plain_steps + args.steps,
+        num_steps=args.dense_steps,
         learning_rate=args.dense_learning_rate,
-        floor=min(args.dense_floor, args.temperature),
+        weight_decay=args.dense_weight_decay,
+        temperature=args.dense_temperature,
+        floor=args.dense_floor,
         straight_through=False,
     )
     for folder, name, count in (("dense", DENSE, weights), ("wide", WIDE, trained)):
@@ -116,7 +118,7 @@ def _train(
 
 
 def _size(args: argparse.Namespace) -> Size:
-    return Size(args.patch_size, args.codes, args.features, 2 * args.features, args.blocks)
+    return Size(args.patch_size, args.codes, args.features, args.hidden, args.blocks)
 
 
 def _fitted(
@@ -160,7 +162,7 @@ def _train_bayesian(
 def _made_with(args: argparse.Namespace) -> dict[str, Any]:
     names = (
         "seed", "data", "likelihood", "codes", "patch_size", "dense_codes", "dense_patch_size",
-        "features", "blocks",
+        "features", "hidden", "blocks",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}
 

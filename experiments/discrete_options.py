@@ -78,12 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole = (
         ("--codes", 32, 2, "codes that each patch of the Transformers has to choose from"),
         ("--dense-codes", 16, 2, "the same of the dense networks"),
-        ("--features", 32, 4, "features of the Transformers' tokens, a multiple of 4"),
-        ("--blocks", 1, 1, "blocks of encoder and decoder each"),
+        ("--features", 24, 4, "features of the Transformers' tokens, a multiple of 4"),
+        ("--hidden", 40, 1, "width of their feed-forward layers"),
+        ("--blocks", 2, 1, "blocks of encoder and decoder each"),
         ("--steps", 300, 1, "updates of the Bayesian network"),
-        ("--plain-steps", 4000, 1, "updates of the plain one before; the dense networks get both"),
+        ("--plain-steps", 3000, 1, "updates of the plain one before"),
+        ("--dense-steps", 6000, 1, "updates of the dense networks, which are cheaper"),
         ("--batch-size", 64, 1, "training images for each update of the plain networks"),
-        ("--bayesian-batch-size", 32, 1, "training images for each update of the Bayesian network"),
+        ("--bayesian-batch-size", 64, 1, "training images for each update of the Bayesian network"),
         ("--draws", 20, 1, "draws of the codes of every test image"),
         ("--samples", 50, 2, "networks sampled from the posterior to compare with"),
         ("--save-every", 100, 1, "updates of the Bayesian network between checkpoints"),
@@ -92,30 +94,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind = count if least == 1 else number(int, least=least)
         add(name, type=kind, default=default, metavar="N", help=f"{what} (default: %(default)s)")
     real = (
-        ("--learning-rate", 6e-3, "peak of the plain Transformer's cosine schedule"),
-        ("--dense-learning-rate", 6e-3, "the same of the dense networks"),
+        ("--learning-rate", 1e-2, "peak of the plain Transformer's cosine schedule"),
+        ("--dense-learning-rate", 2e-2, "the same of the dense networks"),
         ("--bayesian-learning-rate", 1e-3, "the same of the Bayesian network"),
-        ("--temperature", 1.0, "of the relaxed codes at the start"),
-        ("--floor", 0.5, "the same in the end, and for the Bayesian network"),
-        ("--dense-floor", 0.3, "the same in the end for the dense networks"),
+        ("--temperature", 0.7, "of the Transformer's relaxed codes at the start"),
+        ("--floor", 0.4, "the same in the end, and for the Bayesian network"),
+        ("--dense-temperature", 1.0, "of the dense networks' relaxed codes at the start"),
+        ("--dense-floor", 0.3, "the same in the end"),
     )
     for name, value, what in real:
         add(name, type=positive, default=value, metavar="X", help=f"{what} (default: %(default)s)")
-    add(
-        "--weight-decay",
-        type=number(float, least=0),
-        default=1e-2,
-        metavar="X",
-        help="AdamW weight decay of the plain networks (default: %(default)s)",
+    weights = (
+        ("--weight-decay", 5e-2, "AdamW weight decay of the plain Transformer"),
+        ("--dense-weight-decay", 1e-2, "the same of the dense networks"),
+        (
+            "--kl-weight",
+            0.05,
+            "of the weights' KL divergence: 1 is Bayes' rule, less a cold posterior",
+        ),
     )
-    add(
-        "--kl-weight",
-        type=number(float, least=0),
-        default=0.01,
-        metavar="X",
-        help="weight of the weights' KL divergence: 1 is Bayes' rule, less a cold posterior (default: "
-        "%(default)s)",
-    )
+    for name, value, what in weights:
+        kind = number(float, least=0)
+        add(name, type=kind, default=value, metavar="X", help=f"{what} (default: %(default)s)")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -128,10 +128,13 @@ def check(args: argparse.Namespace) -> None:
         raise InputError(
             f"--features needs a multiple of {NUM_HEADS}, the heads. Got {args.features}"
         )
-    if args.floor > args.temperature:
-        raise InputError(
-            f"--floor must not be above --temperature. Got {args.floor:g} and {args.temperature:g}"
-        )
+    for kind in ("", "dense_"):
+        floor, start = getattr(args, f"{kind}floor"), getattr(args, f"{kind}temperature")
+        if floor > start:
+            option = f"--{kind.replace('_', '-')}"
+            raise InputError(
+                f"{option}floor must not be above {option}temperature. Got {floor:g} and {start:g}"
+            )
 
 
 def check_patches(args: argparse.Namespace, image_size: int) -> None:

@@ -18,8 +18,9 @@ from experiments import code_images, code_models, code_scores
 from experiments.__main__ import main
 
 TINY = {
-    "--steps": 2, "--plain-steps": 3, "--batch-size": 4, "--bayesian-batch-size": 2, "--draws": 2,
-    "--samples": 2, "--features": 8, "--codes": 4, "--dense-codes": 4,
+    "--steps": 2, "--plain-steps": 3, "--dense-steps": 3, "--batch-size": 4,
+    "--bayesian-batch-size": 2, "--draws": 2, "--samples": 2, "--features": 8, "--hidden": 6,
+    "--blocks": 1, "--codes": 4, "--dense-codes": 4,
 }  # fmt: skip
 
 
@@ -107,6 +108,7 @@ def test_mnist_that_is_there(monkeypatch):
         (["--temperature", "0"], "above 0"),
         (["--floor", "-1"], "above 0"),
         (["--floor", "2"], "--floor"),
+        (["--dense-floor", "2"], "--dense-temperature"),
         (["--codes", "1"], "2 or more"),
         (["--steps", "0"], "1 or more"),
         (["--features", "6"], "multiple of 4"),
