@@ -46,7 +46,6 @@ class Training:
     weight_decay: float
     temperature: float
     floor: float
-    straight_through: bool
 
 
 class DenseTokens(nnx.Module):
@@ -148,15 +147,18 @@ def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> Array:
     return jnp.asarray(images)[chosen]
 
 
-def validation_bound(graph: Any, images: np.ndarray) -> Callable[[Any], Array]:
-    """A plain network's negative ELBO on images, by a few draws of hard codes, always the same."""
+def validation_bound(graph: Any, images: np.ndarray, **options: Any) -> Callable[[Any], Array]:
+    """A network's negative ELBO given its weights, by a few draws of hard codes, always the same.
+
+    `options` are further arguments of its `negative_elbo`.
+    """
     repeated = jnp.tile(jnp.asarray(images), (VALIDATION_DRAWS, 1, 1))
 
     def score(params: Any) -> Array:
         bound = nnx.merge(graph, params).negative_elbo(
-            repeated, jax.random.key(0), 1.0, straight_through=True
+            repeated, jax.random.key(0), 1.0, straight_through=True, **options
         )
-        return bound.total.mean()
+        return jnp.mean(bound.reconstruction + bound.code_kl)
 
     return score
 
@@ -170,9 +172,7 @@ def plain_task(name: str, graph: Any, images: ImageSet, training: Training) -> T
         order_key, draw_key = jax.random.split(key)
         batch = _batch(images.train, training.batch_size, order_key, step)
         draw_key = jax.random.fold_in(draw_key, step)
-        bound = nnx.merge(graph, params).negative_elbo(
-            batch, draw_key, temperature(step), straight_through=training.straight_through
-        )
+        bound = nnx.merge(graph, params).negative_elbo(batch, draw_key, temperature(step))
         weight = mj.objectives.kl_warmup(step, int(KL_WARM_UP * training.num_steps))
         fit, codes = bound.reconstruction.mean(), bound.code_kl.mean()
         return fit + weight * codes, {"fit": fit, "codes": codes}
@@ -199,7 +199,7 @@ def bayesian_task(
     temperature: float,
     straight_through: bool,
 ) -> Task:
-    """The analytic negative ELBO for each training image, by one pass of moments a step."""
+    """The analytic negative ELBO for each training image, stopped where the validation's is best."""
 
     def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
         order_key, draw_key = jax.random.split(key)
@@ -218,4 +218,5 @@ def bayesian_task(
     optimizer = optax.chain(
         optax.clip_by_global_norm(100.0), optax.adam(_schedule(learning_rate, num_steps))
     )
-    return Task("Bayesian Transformer", loss, optimizer, num_steps)
+    validate = validation_bound(graph, images.validation, dataset_size=len(images.train))
+    return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
         images = images.binary()
     out = writable_folder(args.out, "--out")
     try:
-        bayesian, plains, seconds = _train(args, images)
+        bayesian, plains, trained = _train(args, images)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         "sampled_reconstruction": dict(zip(("mean", "standard_error"), sampled, strict=True)),
         "gap_to_dense": _gap(scores[DENSE], scores[BAYESIAN]),
         "gap_to_wide_dense": _gap(scores[WIDE], scores[BAYESIAN]),
-        "seconds": seconds,
+        **trained,
     }
     draw(out, images.test, coders, scores, args)
     metrics["seconds"]["total"] = time.perf_counter() - start
@@ -75,14 +75,20 @@ def run(args: argparse.Namespace) -> None:
 
 def _train(
     args: argparse.Namespace, images: ImageSet
-) -> tuple[mj.nn.DiscreteAutoencoder, dict[str, mj.nn.PlainDiscreteAutoencoder], dict[str, float]]:
-    """The Bayesian network, started at the trained plain one, and all plain ones."""
+) -> tuple[
+    mj.nn.DiscreteAutoencoder,
+    dict[str, mj.nn.PlainDiscreteAutoencoder],
+    dict[str, dict[str, float]],
+]:
+    """The Bayesian network, started at the trained plain one, all plain ones, and what metrics say."""
     likelihood, size = LIKELIHOODS[args.likelihood](), _size(args)
     bayesian = code_models.bayesian_autoencoder(images, size, likelihood, args.structure, args.seed)
     untrained = bayesian.mean_network()
     assert isinstance(untrained, mj.nn.PlainDiscreteAutoencoder)
     weights, trained = number_of_parameters(untrained), number_of_parameters(bayesian)
-    plains, seconds = {}, {}
+    plains: dict[str, mj.nn.PlainDiscreteAutoencoder] = {}
+    seconds: dict[str, float] = {}
+    validation: dict[str, float] = {}
     start = time.perf_counter()
     training = Training(
         args.plain_steps,
@@ -91,12 +97,13 @@ def _train(
         args.weight_decay,
         args.temperature,
         args.floor,
-        straight_through=args.straight_through,
     )
-    plains[TRANSFORMER] = _fitted(args, "transformer", TRANSFORMER, untrained, images, training)
+    plains[TRANSFORMER], validation[TRANSFORMER] = _fitted(
+        args, "transformer", TRANSFORMER, untrained, images, training
+    )
     seconds[TRANSFORMER] = time.perf_counter() - start
     bayesian.load(plains[TRANSFORMER])
-    bayesian = _train_bayesian(args, bayesian, images)
+    bayesian, validation[BAYESIAN] = _train_bayesian(args, bayesian, images)
     seconds[BAYESIAN] = time.perf_counter() - start
     training = dataclasses.replace(
         training,
@@ -105,16 +112,15 @@ def _train(
         weight_decay=args.dense_weight_decay,
         temperature=args.dense_temperature,
         floor=args.dense_floor,
-        straight_through=False,
     )
     for folder, name, count in (("dense", DENSE, weights), ("wide", WIDE, trained)):
         start = time.perf_counter()
         network = code_models.dense_autoencoder(
             images.image_size, args.dense_patch_size, args.dense_codes, likelihood, count, args.seed
         )
-        plains[name] = _fitted(args, folder, name, network, images, training)
+        plains[name], validation[name] = _fitted(args, folder, name, network, images, training)
         seconds[name] = time.perf_counter() - start
-    return bayesian, plains, seconds
+    return bayesian, plains, {"validation": validation, "seconds": seconds}
 
 
 def _size(args: argparse.Namespace) -> Size:
@@ -128,19 +134,24 @@ def _fitted(
     network: mj.nn.PlainDiscreteAutoencoder,
     images: ImageSet,
     training: Training,
-) -> mj.nn.PlainDiscreteAutoencoder:
+) -> tuple[mj.nn.PlainDiscreteAutoencoder, float]:
     graph, params = nnx.split(network)
     task = code_models.plain_task(name, graph, images, training)
     # Updates are so cheap that half a run is all that a checkpoint is worth.
     settings = {**_made_with(args), **dataclasses.asdict(training)}
     state = _run_task(args, folder, task, params, settings, max(1, training.num_steps // 2))
+    return _best(graph, state)
+
+
+def _best(graph: Any, state: TrainState) -> tuple[Any, float]:
+    """The network that the validation liked most, and its negative ELBO there."""
     assert state.best is not None
-    return nnx.merge(graph, state.best.params)
+    return nnx.merge(graph, state.best.params), float(state.best.score)
 
 
 def _train_bayesian(
     args: argparse.Namespace, network: mj.nn.DiscreteAutoencoder, images: ImageSet
-) -> mj.nn.DiscreteAutoencoder:
+) -> tuple[mj.nn.DiscreteAutoencoder, float]:
     graph, params = nnx.split(network)
     options: dict[str, Any] = {
         "num_steps": args.steps,
@@ -148,7 +159,7 @@ def _train_bayesian(
         "learning_rate": args.bayesian_learning_rate,
         "kl_weight": args.kl_weight,
         "temperature": args.floor,
-        "straight_through": args.straight_through,
+        "straight_through": not args.relaxed,
     }
     task = code_models.bayesian_task(graph, images, **options)
     settings = {
@@ -156,7 +167,7 @@ def _train_bayesian(
         "structure": args.structure, "plain_steps": args.plain_steps,
     }  # fmt: skip
     state = _run_task(args, "bayesian", task, params, settings, args.save_every)
-    return nnx.merge(graph, state.params)
+    return _best(graph, state)
 
 
 def _made_with(args: argparse.Namespace) -> dict[str, Any]:

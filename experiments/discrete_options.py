@@ -52,9 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "earlier run's checkpoints there are replaced",
     )
     add(
-        "--straight-through",
+        "--relaxed",
         action="store_true",
-        help="train the Transformers with hard codes, and the gradient of relaxed ones",
+        help="train the Bayesian network with relaxed codes, as the plain ones are, not with hard ones and "
+        "the gradient of relaxed ones",
     )
     add_seed(parser, "random seed of weights, batches and draws; never of the split")
     add(
@@ -81,8 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--features", 24, 4, "features of the Transformers' tokens, a multiple of 4"),
         ("--hidden", 40, 1, "width of their feed-forward layers"),
         ("--blocks", 2, 1, "blocks of encoder and decoder each"),
-        ("--steps", 300, 1, "updates of the Bayesian network"),
-        ("--plain-steps", 3000, 1, "updates of the plain one before"),
+        ("--steps", 400, 1, "updates of the Bayesian network"),
+        ("--plain-steps", 4500, 1, "updates of the plain one before"),
         ("--dense-steps", 6000, 1, "updates of the dense networks, which are cheaper"),
         ("--batch-size", 64, 1, "training images for each update of the plain networks"),
         ("--bayesian-batch-size", 64, 1, "training images for each update of the Bayesian network"),
@@ -96,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     real = (
         ("--learning-rate", 1e-2, "peak of the plain Transformer's cosine schedule"),
         ("--dense-learning-rate", 2e-2, "the same of the dense networks"),
-        ("--bayesian-learning-rate", 1e-3, "the same of the Bayesian network"),
+        ("--bayesian-learning-rate", 3e-3, "the same of the Bayesian network"),
         ("--temperature", 0.7, "of the Transformer's relaxed codes at the start"),
         ("--floor", 0.4, "the same in the end, and for the Bayesian network"),
         ("--dense-temperature", 1.0, "of the dense networks' relaxed codes at the start"),
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--dense-weight-decay", 1e-2, "the same of the dense networks"),
         (
             "--kl-weight",
-            0.05,
+            0.02,
             "of the weights' KL divergence: 1 is Bayes' rule, less a cold posterior",
         ),
     )
