@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--relaxed",
         action="store_true",
-        help="train the Bayesian network with relaxed codes, as the plain ones, not with hard ones and the "
-        "gradient of relaxed ones",
+        help="train the Bayesian network with relaxed codes, as the plain ones, not with hard ones and "
+        "the gradient of relaxed ones",
     )
     add_seed(parser, "random seed of weights, batches and draws; never of the split")
     add(
