@@ -16,6 +16,7 @@ COMMANDS = {
     "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",
     "language": "train a Bayesian language model of characters; does it know foreign text?",
     "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
+    "discrete": "train an autoencoder with categorical codes, against a dense one",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""

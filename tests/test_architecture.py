@@ -18,7 +18,16 @@ MAY_IMPORT = {
     "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
     "discrete": {"covariance", "expectations", "layers", "objectives"},
     "decoding": {"objectives", "discrete"},
-    "nn": {"xla", "covariance", "expectations", "posterior", "layers", "objectives", "reference"},
+    "nn": {
+        "xla",
+        "covariance",
+        "expectations",
+        "posterior",
+        "layers",
+        "objectives",
+        "reference",
+        "discrete",
+    },
     "brownian": {
         "xla",
         "covariance",

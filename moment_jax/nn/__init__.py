@@ -4,9 +4,11 @@ from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.nn.code_bound import NegativeElbo
 from moment_jax.nn.decoder import Decoder
 from moment_jax.nn.decoder_block import DecoderBlock
 from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder, DiscreteAutoencoderParams
 from moment_jax.nn.embedding import Embedding, LearnedPositions
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.encoder_block import EncoderBlock
@@ -23,7 +25,13 @@ from moment_jax.nn.plain import (
     plain_norm,
 )
 from moment_jax.nn.plain_decoder import PlainDecoder, PlainDecoderBlock, PlainTransformer
+from moment_jax.nn.plain_discrete_autoencoder import PlainDiscreteAutoencoder
 from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings
+from moment_jax.nn.token_transformer import (
+    PlainTokenTransformer,
+    TokenTransformer,
+    TokenTransformerParams,
+)
 from moment_jax.nn.transformer import Transformer
 from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
 from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams
@@ -38,23 +46,30 @@ __all__ = [
     "Decoder",
     "DecoderBlock",
     "Dense",
+    "DiscreteAutoencoder",
+    "DiscreteAutoencoderParams",
     "Embedding",
     "Encoder",
     "EncoderBlock",
     "LayerNorm",
     "LearnedPositions",
     "MultiHeadAttention",
+    "NegativeElbo",
     "Patches",
     "PlainDecoder",
     "PlainDecoderBlock",
+    "PlainDiscreteAutoencoder",
     "PlainEncoder",
     "PlainEncoderBlock",
     "PlainMLP",
     "PlainPositions",
+    "PlainTokenTransformer",
     "PlainTransformer",
     "PlainVisionTransformer",
     "PriorScale",
     "Settings",
+    "TokenTransformer",
+    "TokenTransformerParams",
     "Transformer",
     "VariationalMean",
     "VariationalScale",

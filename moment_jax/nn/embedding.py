@@ -164,9 +164,14 @@ class LearnedPositions(BayesianModule):
                 f"`LearnedPositions` of {params.shape[0]} places needs a sequence within them. Got "
                 f"places {first} to {first + num_tokens - 1}."
             )
-        structure = self.settings.structure
-        if isinstance(start, int) or start.ndim == 0:  # the same noise for the whole batch
-            places, noise = embedding(start + jnp.arange(num_tokens), params, structure)
-            return over_batch(lambda m, c: (m + places, c.add(noise)), mean, cov, structure)
-        axes = (0, None if cov is None else 0, 0)
-        return jax.vmap(lambda m, c, s: self(m, c, start=s), in_axes=axes)(mean, cov, start)
+        if not isinstance(start, int) and start.ndim:  # a place of its own in every sequence
+            axes = (0, None if cov is None else 0, 0)
+            return jax.vmap(lambda m, c, s: self(m, c, start=s), in_axes=axes)(mean, cov, start)
+        places = start + jnp.arange(num_tokens)
+
+        def add(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            # In the structure of the sequence, which need not be that of the settings.
+            position, noise = embedding(places, params, type(cov))
+            return mean + position, cov.add(noise)
+
+        return over_batch(add, mean, cov, self.settings.structure)

@@ -1,0 +1,218 @@
+"""Train an autoencoder of images with categorical codes, its Transformers' weights random.
+
+Compares its negative ELBO on test images, with hard codes, with that of a plain categorical VAE of dense
+layers with as many weights (and of one with as many trained numbers), and of the plain Transformer that
+it starts from. Writes metrics.json and figures, and prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+import moment_jax as mj
+from experiments import code_models
+from experiments.checkpoints import Checkpoints
+from experiments.code_images import SOURCES, ImageSet
+from experiments.code_models import Size, Training, number_of_parameters
+from experiments.code_report import BAYESIAN, DENSE, TRANSFORMER, WIDE, draw, print_table
+from experiments.code_scores import Coder, Scores, sampled_reconstruction, score
+from experiments.discrete_options import LIKELIHOODS, add_arguments, check, check_patches
+from experiments.outputs import writable_folder, write_json
+from experiments.training import Task, TrainState, fit
+
+__all__ = ["add_arguments", "run"]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train all, score all, write what came out."""
+    start = time.perf_counter()
+    check(args)
+    images = SOURCES[args.data]()
+    args.patch_size = args.patch_size or images.patch_size
+    args.dense_patch_size = args.dense_patch_size or images.dense_patch_size
+    check_patches(args, images.image_size)
+    if args.likelihood == "bernoulli":
+        images = images.binary()
+    out = writable_folder(args.out, "--out")
+    try:
+        bayesian, plains, trained = _train(args, images)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
+        ) from None
+    coders = {BAYESIAN: Coder.bayesian(bayesian)}
+    coders |= {name: Coder.plain(network) for name, network in plains.items()}
+    key = jax.random.key(args.seed + 3)
+    scores = {name: score(coder, images.test, key, args.draws) for name, coder in coders.items()}
+    sampled = sampled_reconstruction(
+        bayesian, coders[BAYESIAN], images.test, jax.random.key(args.seed + 4), args.samples
+    )
+    metrics: dict[str, Any] = {
+        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "images": {name: len(getattr(images, name)) for name in ("train", "validation", "test")},
+        "test": _summaries(args, bayesian, plains, scores),
+        "weight_kl": {
+            "nats": float(bayesian.kl()),
+            "per_training_image": float(bayesian.kl()) / len(images.train),
+        },
+        "sampled_reconstruction": dict(zip(("mean", "standard_error"), sampled, strict=True)),
+        "gap_to_dense": _gap(scores[DENSE], scores[BAYESIAN]),
+        "gap_to_wide_dense": _gap(scores[WIDE], scores[BAYESIAN]),
+        **trained,
+    }
+    draw(out, images.test, coders, scores, args)
+    metrics["seconds"]["total"] = time.perf_counter() - start
+    write_json(out / "metrics.json", metrics)
+    print_table(out, metrics)
+
+
+def _train(
+    args: argparse.Namespace, images: ImageSet
+) -> tuple[
+    mj.nn.DiscreteAutoencoder,
+    dict[str, mj.nn.PlainDiscreteAutoencoder],
+    dict[str, dict[str, float]],
+]:
+    """The Bayesian network, started at the trained plain one, all plain ones, and what metrics say."""
+    likelihood, size = LIKELIHOODS[args.likelihood](), _size(args)
+    bayesian = code_models.bayesian_autoencoder(images, size, likelihood, args.structure, args.seed)
+    untrained = bayesian.mean_network()
+    assert isinstance(untrained, mj.nn.PlainDiscreteAutoencoder)
+    weights, trained = number_of_parameters(untrained), number_of_parameters(bayesian)
+    plains: dict[str, mj.nn.PlainDiscreteAutoencoder] = {}
+    seconds: dict[str, float] = {}
+    validation: dict[str, float] = {}
+    start = time.perf_counter()
+    training = Training(
+        args.plain_steps,
+        min(args.batch_size, len(images.train)),
+        args.learning_rate,
+        args.weight_decay,
+        args.temperature,
+        args.floor,
+    )
+    plains[TRANSFORMER], validation[TRANSFORMER] = _fitted(
+        args, "transformer", TRANSFORMER, untrained, images, training
+    )
+    seconds[TRANSFORMER] = time.perf_counter() - start
+    bayesian.load(plains[TRANSFORMER])
+    bayesian, validation[BAYESIAN] = _train_bayesian(args, bayesian, images)
+    seconds[BAYESIAN] = time.perf_counter() - start
+    training = dataclasses.replace(
+        training,
+        num_steps=args.dense_steps,
+        learning_rate=args.dense_learning_rate,
+        weight_decay=args.dense_weight_decay,
+        temperature=args.dense_temperature,
+        floor=args.dense_floor,
+    )
+    for folder, name, count in (("dense", DENSE, weights), ("wide", WIDE, trained)):
+        start = time.perf_counter()
+        network = code_models.dense_autoencoder(
+            images.image_size, args.dense_patch_size, args.dense_codes, likelihood, count, args.seed
+        )
+        plains[name], validation[name] = _fitted(args, folder, name, network, images, training)
+        seconds[name] = time.perf_counter() - start
+    return bayesian, plains, {"validation": validation, "seconds": seconds}
+
+
+def _size(args: argparse.Namespace) -> Size:
+    return Size(args.patch_size, args.codes, args.features, args.hidden, args.blocks)
+
+
+def _fitted(
+    args: argparse.Namespace,
+    folder: str,
+    name: str,
+    network: mj.nn.PlainDiscreteAutoencoder,
+    images: ImageSet,
+    training: Training,
+) -> tuple[mj.nn.PlainDiscreteAutoencoder, float]:
+    graph, params = nnx.split(network)
+    task = code_models.plain_task(name, graph, images, training)
+    # Updates are so cheap that half a run is all that a checkpoint is worth.
+    settings = {**_made_with(args), **dataclasses.asdict(training)}
+    state = _run_task(args, folder, task, params, settings, max(1, training.num_steps // 2))
+    return _best(graph, state)
+
+
+def _best(graph: Any, state: TrainState) -> tuple[Any, float]:
+    """The network that the validation liked most, and its negative ELBO there."""
+    assert state.best is not None
+    return nnx.merge(graph, state.best.params), float(state.best.score)
+
+
+def _train_bayesian(
+    args: argparse.Namespace, network: mj.nn.DiscreteAutoencoder, images: ImageSet
+) -> tuple[mj.nn.DiscreteAutoencoder, float]:
+    graph, params = nnx.split(network)
+    options: dict[str, Any] = {
+        "num_steps": args.steps,
+        "batch_size": min(args.bayesian_batch_size, len(images.train)),
+        "learning_rate": args.bayesian_learning_rate,
+        "kl_weight": args.kl_weight,
+        "temperature": args.floor,
+        "straight_through": not args.relaxed,
+    }
+    task = code_models.bayesian_task(graph, images, **options)
+    settings = {
+        **_made_with(args), **options,
+        "structure": args.structure, "plain_steps": args.plain_steps,
+    }  # fmt: skip
+    state = _run_task(args, "bayesian", task, params, settings, args.save_every)
+    return _best(graph, state)
+
+
+def _made_with(args: argparse.Namespace) -> dict[str, Any]:
+    names = (
+        "seed", "data", "likelihood", "codes", "patch_size", "dense_codes", "dense_patch_size",
+        "features", "hidden", "blocks",
+    )  # fmt: skip
+    return {name: getattr(args, name) for name in names}
+
+
+def _run_task(
+    args: argparse.Namespace,
+    folder: str,
+    task: Task,
+    params: Any,
+    settings: dict[str, Any],
+    save_every: int,
+) -> TrainState:
+    path = args.out / "checkpoints" / folder
+    with Checkpoints(path, settings, resume=args.resume) as store:
+        start = task.start(params, jax.random.key(args.seed + 1))
+        return fit(task, start, store, save_every)
+
+
+def _summaries(
+    args: argparse.Namespace,
+    bayesian: mj.nn.DiscreteAutoencoder,
+    plains: dict[str, mj.nn.PlainDiscreteAutoencoder],
+    scores: dict[str, Scores],
+) -> dict[str, dict[str, float]]:
+    networks: dict[str, nnx.Module] = {BAYESIAN: bayesian, **plains}
+    return {
+        name: {
+            **scores[name].summary(),
+            "weights": number_of_parameters(bayesian, mj.nn.VariationalMean)
+            + (bayesian.log_noise is not None)
+            if name == BAYESIAN
+            else number_of_parameters(network),
+            "trained_numbers": number_of_parameters(network),
+        }
+        for name, network in networks.items()
+    }
+
+
+def _gap(other: Scores, mine: Scores) -> dict[str, float]:
+    """By how many nats an image mine is better, and the standard error over the images."""
+    gap = other.total - mine.total
+    return {"nats": float(gap.mean()), "standard_error": float(gap.std(ddof=1) / len(gap) ** 0.5)}

@@ -1,0 +1,248 @@
+"""`DiscreteAutoencoder`: images -> a grid of categorical codes -> images, with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moment_jax import objectives
+from moment_jax.covariance import Covariance
+from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.batching import over_batch
+from moment_jax.nn.code_bound import (
+    NegativeElbo,
+    PixelLikelihood,
+    code_terms,
+    cut,
+    joined,
+    over_images,
+    prior_codes,
+)
+from moment_jax.nn.plain_discrete_autoencoder import (
+    PlainDiscreteAutoencoder,
+    log_noise,
+    with_noise,
+)
+from moment_jax.nn.settings import Settings
+from moment_jax.nn.token_transformer import TokenTransformer
+from moment_jax.nn.vision import Patches
+from moment_jax.reference import Stage
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DiscreteAutoencoderParams:
+    """Beliefs about both halves of a `DiscreteAutoencoder`."""
+
+    encoder: Any
+    decoder: Any
+
+
+class DiscreteAutoencoder(BayesianModule):
+    """x -> Transformer -> pi -> z ~ Categorical(pi) -> Transformer -> x_hat, with random weights.
+
+    The image's patches are T tokens, each gets one of K codes, and the prior of the codes is uniform.
+    Given the weights, codes are independent: q(z | x, w) = prod_t Categorical(z_t | softmax(f_t)), f the
+    encoder's output, of which `encode` gives mean and covariance. What the decoder is given is drawn
+    from q(z | x) = prod_t Categorical(z_t | E[pi_t]). That is the exact law of every code under
+    random weights, P(z_t = k) = E[P(z_t = k | w)] = E[pi_tk]; a draw from the softmax of the mean logits
+    would not be (E[softmax(f)] is flatter). Dependence between the codes of one image that comes from
+    their common weights is left out of q. That is a choice of q, and no approximation of the bound.
+
+    Against 2,000 sampled networks (D 16, relative_scale 0.1), means of logits, pi and pixels are within
+    0.02 sd and sds within 1 % on average. At D 4 and relative_scale 0.3, where normalisations and hidden
+    layers average over next to nothing, means are 0.05 sd off and sds 5 % too small.
+
+    Args:
+      image_size: height and width of the images.
+      patch_size: height and width of a patch, a divisor of image_size.
+      num_codes: K, at least 2.
+      channels: channels of the images.
+      num_encoder_blocks: blocks before the codes.
+      num_decoder_blocks: blocks after the codes.
+      likelihood: `mj.objectives.Bernoulli()`, or `Gaussian(noise_variance)` with the one variance at
+        which the noise starts; it is learned.
+      rngs: Flax random streams.
+      options: the other keyword arguments of `TokenTransformer`: num_features, num_heads,
+        hidden_features, norm_first, activation, and those of `Settings` among them.
+
+    Raises:
+      ValueError: if patches do not divide the image, heads do not divide the features, or there are
+        fewer than two codes. TypeError: for another likelihood.
+
+    Source: handwritten notes, x -> Enc -> pi, z ~ Mult(z | pi) -> Dec -> x_hat.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> import moment_jax as mj
+    >>> model = mj.nn.DiscreteAutoencoder(image_size=4, patch_size=2, num_codes=3, num_features=4,
+    ...     num_heads=2, structure=mj.Diagonal, rngs=nnx.Rngs(0))
+    >>> bound = model.negative_elbo(jnp.ones((5, 4, 4)), jax.random.key(0), 1.0, dataset_size=100)
+    >>> bound.total.shape
+    (5,)
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        patch_size: int,
+        num_codes: int,
+        channels: int = 1,
+        num_encoder_blocks: int = 1,
+        num_decoder_blocks: int = 1,
+        likelihood: PixelLikelihood | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        if patch_size < 1 or image_size < 1 or image_size % patch_size:
+            raise ValueError(
+                "`DiscreteAutoencoder` needs patch_size to divide image_size. Got "
+                f"{patch_size} and {image_size}."
+            )
+        if num_codes < 2 or channels < 1:
+            raise ValueError(
+                "`DiscreteAutoencoder` needs num_codes >= 2 and channels >= 1. Got "
+                f"{num_codes} and {channels}."
+            )
+        self.patches, self.image_size = Patches(patch_size, channels), image_size
+        self.num_tokens, self.num_codes = (image_size // patch_size) ** 2, num_codes
+        pixels = patch_size**2 * channels
+        make = partial(TokenTransformer, self.num_tokens, rngs=rngs)
+        self.encoder = make(pixels, num_codes, num_blocks=num_encoder_blocks, **options)
+        self.decoder = make(num_codes, pixels, num_blocks=num_decoder_blocks, **options)
+        self.settings: Settings = self.encoder.settings
+        self.log_noise = nnx.data(log_noise(likelihood or objectives.Bernoulli()))
+
+    def load(self, network: PlainDiscreteAutoencoder) -> None:
+        """Take the weights of a trained plain network (as `mean_network` makes them) as means."""
+        self.encoder.load(network.encoder)
+        self.decoder.load(network.decoder)
+        if self.log_noise is not None and network.log_noise is not None:
+            self.log_noise.set_value(network.log_noise[...])
+
+    @property
+    def params(self) -> DiscreteAutoencoderParams:
+        """Beliefs about all weights."""
+        return DiscreteAutoencoderParams(self.encoder.params, self.decoder.params)
+
+    @property
+    def likelihood(self) -> PixelLikelihood:
+        """The pixels' observation model, with the noise as it is by now."""
+        return with_noise(self.log_noise)
+
+    def network(self, params: DiscreteAutoencoderParams) -> PlainDiscreteAutoencoder:
+        """The plain autoencoder with these arrays."""
+        return PlainDiscreteAutoencoder(
+            self.encoder.network(params.encoder),
+            self.decoder.network(params.decoder),
+            patches=self.patches,
+            image_size=self.image_size,
+            num_codes=self.num_codes,
+            likelihood=self.likelihood,
+        )
+
+    def encode(self, images: Array) -> tuple[Array, Covariance]:
+        """Moments of the codes' logits, (..., height, width[, channels]) -> (..., T, K)."""
+        return self.encoder(cut(self.patches, images, self.image_size))
+
+    def probabilities(self, images: Array) -> tuple[Array, Covariance]:
+        """Moments of pi, the codes' probabilities: mean (..., T, K), and covariance alike."""
+        return over_batch(category_moments, *self.encode(images), self.settings.structure)
+
+    def code_log_probs(self, images: Array) -> Array:
+        """Log E[pi], the logarithm of q(z_t = k | x), (..., T, K)."""
+        return over_batch(log_category_probabilities, *self.encode(images), self.settings.structure)
+
+    def decode(self, z: Array) -> tuple[Array, Covariance]:
+        """Moments of the patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P).
+
+        Of the logits of pixels for `Bernoulli`, of the pixels for `Gaussian` (without their noise). The
+        codes are certain: what is random are the weights.
+        """
+        return self.decoder(z)
+
+    def pixels(self, tokens: Array) -> Array:
+        """Patches (..., T, P), such as a mean or a variance that `decode` gives, as images."""
+        return joined(tokens, self.patches, self.image_size)
+
+    def __call__(
+        self,
+        images: Array,
+        key: Array,
+        temperature: Array | float,
+        *,
+        straight_through: bool = False,
+    ) -> tuple[Array, Covariance]:
+        """`decode` of one draw of the codes of every image (`mj.discrete.gumbel_softmax`)."""
+        log_probs = self.code_log_probs(images)
+        return self.decode(
+            gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
+        )
+
+    def negative_elbo(
+        self,
+        images: Array,
+        key: Array,
+        temperature: Array | float,
+        *,
+        dataset_size: int,
+        kl_weight: Array | float = 1.0,
+        straight_through: bool = False,
+    ) -> NegativeElbo:
+        """The negative ELBO in nats for each image, by one draw of its codes and no draw of weights.
+
+        -E[log p(x | z, w)] + KL(q(z | x) || uniform) + kl_weight KL(q(w) || p(w)) / dataset_size,
+
+        the expectation over the decoder's weights by their moments, with exact KL divergences. As
+        q(z | x) is a function of the beliefs about the encoder's weights, a bound on the evidence needs
+        the decoder's KL alone; that of the encoder's weights keeps it a bound, and regularises them.
+        With straight_through the codes are hard, and the result is an unbiased estimate of the bound;
+        with relaxed ones it is a surrogate, whose gradients vary less.
+
+        Args:
+          images: (..., height, width[, channels]); numbers in [0, 1] for `Bernoulli`.
+          key: a JAX random key.
+          temperature: of the relaxation.
+          dataset_size: the number of training images.
+          kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior.
+          straight_through: hard codes, with the relaxed ones' gradient.
+
+        Raises:
+          ValueError: if shapes do not fit, or dataset_size is below 1.
+        """
+        if dataset_size < 1:
+            raise ValueError(
+                f"`negative_elbo` needs dataset_size >= 1, the training images. Got {dataset_size}."
+            )
+        target = cut(self.patches, images, self.image_size)
+        expected = partial(objectives.expected_log_likelihood, self.likelihood)
+        fit, code_kl = code_terms(
+            self.code_log_probs(images),
+            lambda z: over_images(expected, target, *self.decode(z)),
+            key,
+            temperature,
+            straight_through,
+        )
+        return NegativeElbo(fit, code_kl, kl_weight * self.kl() / dataset_size)
+
+    def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array, Covariance]:
+        """Images from the prior (`sample` draws networks): uniform codes (N, T), and them decoded."""
+        codes = prior_codes(key, num_images, self.num_tokens, self.num_codes)
+        return codes, *self.decode(jax.nn.one_hot(codes, self.num_codes, dtype=self.settings.dtype))
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The encoder's sublayers, up to the logits of the codes: given z, the decoder has its own."""
+        return self.encoder.stages
+
+    def sequence(self, x: Array) -> Array:
+        """One image as its patches."""
+        return self.patches(x)

@@ -1,0 +1,147 @@
+"""`TokenTransformer`: a sequence of vectors in, moments of a vector at every token out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from moment_jax.covariance import Covariance
+from moment_jax.nn.base import BayesianModule, set_mean
+from moment_jax.nn.dense import Dense
+from moment_jax.nn.embedding import LearnedPositions
+from moment_jax.nn.encoder import Encoder
+from moment_jax.nn.plain import PlainEncoder, PlainPositions, plain_linear
+from moment_jax.nn.settings import Settings
+from moment_jax.reference import Stage
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenTransformerParams:
+    """Beliefs about a `TokenTransformer`, or one draw of them."""
+
+    embed: Any
+    positions: Any
+    encoder: Any
+    head: Any
+
+
+class PlainTokenTransformer(nnx.Module):
+    """Embedding, positions, encoder, and a linear head at every token, of Flax's own layers."""
+
+    def __init__(
+        self,
+        embed: nnx.Linear,
+        positions: PlainPositions,
+        encoder: PlainEncoder,
+        head: nnx.Linear,
+    ) -> None:
+        self.embed = embed
+        self.positions = positions
+        self.encoder = encoder
+        self.head = head
+
+    def __call__(self, x: Array) -> Array:
+        """(..., T, in) -> (..., T, out)."""
+        return self.head(self.encoder(self.positions(self.embed(x))))
+
+
+class TokenTransformer(BayesianModule):
+    """Dense embedding + learned positions -> encoder -> dense head at every token.
+
+    With one-hot inputs the embedding's kernel is a table of random rows.
+
+    Args:
+      num_tokens: T.
+      in_features: numbers at every token of the input.
+      out_features: numbers at every token of the output.
+      num_blocks: L.
+      num_features: D.
+      num_heads: H, a divisor of D.
+      norm_first: pre-norm if True.
+      position_scale: sd of the positions' means at the start. As large as the tokens by default: with
+        Flax's customary 0.02 a small network takes long to tell places apart.
+      rngs: Flax random streams.
+      dtype: floating-point type of the parameters.
+      options: the other keyword arguments of `Encoder`, those of `Settings` among them.
+
+    Raises:
+      ValueError: if a size is below one, the heads do not divide the features, or the activation is
+        unknown.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        in_features: int,
+        out_features: int,
+        *,
+        num_blocks: int = 1,
+        num_features: int = 32,
+        num_heads: int = 4,
+        norm_first: bool = True,
+        position_scale: float = 1.0,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        self.encoder = Encoder(
+            num_blocks, num_features, num_heads, norm_first=norm_first, rngs=rngs, **options
+        )
+        self.settings: Settings = self.encoder.settings
+        settings = dataclasses.asdict(self.settings)
+        self.embed = Dense(in_features, num_features, rngs=rngs, **settings)
+        self.positions = LearnedPositions(num_tokens, num_features, rngs=rngs, **settings)
+        start = jax.random.normal(rngs.params(), (num_tokens, num_features), self.settings.dtype)
+        set_mean(self.positions.embedding.table, position_scale * start)
+        self.head = Dense(num_features, out_features, rngs=rngs, **settings)
+
+    def load(self, network: PlainTokenTransformer) -> None:
+        """Take the weights of a plain network as means."""
+        self.embed.load(network.embed)
+        self.positions.load(network.positions)
+        self.encoder.load(network.encoder)
+        self.head.load(network.head)
+
+    @property
+    def params(self) -> TokenTransformerParams:
+        """Beliefs about all weights."""
+        return TokenTransformerParams(
+            self.embed.params, self.positions.params, self.encoder.params, self.head.params
+        )
+
+    def network(self, params: TokenTransformerParams) -> PlainTokenTransformer:
+        """The plain network with these arrays."""
+        return PlainTokenTransformer(
+            plain_linear(params.embed),
+            self.positions.network(params.positions),
+            self.encoder.network(params.encoder),
+            plain_linear(params.head),
+        )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Embedding, positions, those of the encoder, and the head."""
+        return [
+            *(stage._replace(name="embedding") for stage in self.embed.stages),
+            *(stage._replace(name="positions") for stage in self.positions.stages),
+            *self.encoder.stages,
+            *(stage._replace(name="head") for stage in self.head.stages),
+        ]
+
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+        """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
+        size = (self.positions.params.shape[0], self.embed.params.kernel.shape[0])
+        if tuple(mean.shape[-2:]) != size:
+            raise ValueError(
+                f"`TokenTransformer` needs sequences of shape (..., T, in), (T, in) == {size}. Got "
+                f"{tuple(mean.shape)}."
+            )
+        mean, cov = self.embed(mean, cov)
+        mean, cov = self.positions(mean, cov)
+        mean, cov = self.encoder(mean, cov)
+        return self.head(mean, cov)
