@@ -14,6 +14,7 @@ COMMANDS = {
     "closure": "tell apart what a structure cannot hold and what a transform gets wrong",
     "frontier": "measure error over cost of every structure, from one block to twelve",
     "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",
+    "seq2seq": "forecast hourly temperatures with an encoder-decoder Bayesian Transformer",
     "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
