@@ -22,6 +22,10 @@ class Forecast(NamedTuple):
     mean: np.ndarray
     sd: np.ndarray
 
+    def part(self, chosen: slice | np.ndarray) -> Forecast:
+        """Those of some of the windows."""
+        return Forecast(self.mean[chosen], self.sd[chosen])
+
 
 def seasonal_naive(part: Windows) -> np.ndarray:
     """Yesterday again, (N, 24)."""

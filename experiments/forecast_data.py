@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import csv
 import datetime
-import importlib.resources
+import importlib.util
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -52,9 +53,13 @@ class Windows(NamedTuple):
         """What is known, day by day: (N, 3, 24), the same hour of the day below each other."""
         return self.past.reshape(-1, PAST_DAYS, DAY)
 
-    def part(self, chosen: slice | np.ndarray) -> Windows:
+    def part(self, chosen: np.ndarray) -> Windows:
         """Some of the windows."""
         return Windows(*(array[chosen] for array in self))
+
+    def followed_by(self, other: Windows) -> Windows:
+        """These, then others."""
+        return Windows(*(np.concatenate(both) for both in zip(self, other, strict=True)))
 
 
 class Parts(NamedTuple):
@@ -84,18 +89,28 @@ def load() -> Series:
     Raises:
       InputError: if the package is missing.
     """
+    package = _package_folder()
+    if package is None:
+        raise InputError(MISSING)
     try:
-        folder = importlib.resources.files("vega_datasets")
-    except ModuleNotFoundError as error:
-        raise InputError(MISSING) from error
-    try:
-        text = (folder / "_data" / "seattle-temps.csv").read_text(encoding="utf-8")
+        text = (package / "_data" / "seattle-temps.csv").read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"{MISSING}; the one that is there has no seattle-temps.csv") from error
     rows = list(csv.reader(text.splitlines()))[1:]
     times = [datetime.datetime.strptime(row[0], "%Y/%m/%d %H:%M") for row in rows]
     hours = [round((time - START) / datetime.timedelta(hours=1)) for time in times]
     return Series(np.array(hours), np.array([float(row[1]) for row in rows]))
+
+
+def _package_folder() -> Path | None:
+    """Where vega_datasets is, found without importing it, for that would import pandas."""
+    try:
+        found = importlib.util.find_spec("vega_datasets")
+    except ValueError:  # what stands in its place is no package
+        return None
+    if found is None or not found.submodule_search_locations:
+        return None
+    return Path(found.submodule_search_locations[0])
 
 
 def windows(series: Series, first: int, last: int) -> Windows:

@@ -56,7 +56,7 @@ def task(
         return -bound / (size * DAY), {"fit": fits.mean() / DAY, "kl": kl}
 
     def validate(params: Any) -> Array:
-        mean, variance = predictive(nnx.merge(graph, params), judged)
+        mean, variance, _ = predictive(nnx.merge(graph, params), judged)
         truth = jnp.asarray(judged.correction)
         return mj.objectives.gaussian_negative_log_likelihood(mean, variance, truth)
 
@@ -74,16 +74,20 @@ def _fit(correction: Array, mean: Array, cov: Array) -> Array:
     return jnp.sum(jax.vmap(fit_of)(correction[:, None], mean, cov))
 
 
-def predictive(network: Forecaster, part: Tokens) -> tuple[Array, Array]:
-    """Mean and variance of the change since yesterday, parameters and noise, (N, 24), in its units."""
-    moments = network(*(jnp.asarray(array) for array in part[:3]))
+def predictive(network: Forecaster, part: Tokens) -> tuple[Array, Array, Array]:
+    """Mean of the correction, its variance in all, and that of the parameters alone, (N, 24) each."""
+    output, cov = network(*(jnp.asarray(array) for array in part[:3]))
     one = partial(mj.objectives.predictive_gaussian, likelihood=LIKELIHOOD)
-    mean, variance = jax.vmap(jax.vmap(one))(*moments)
-    return mean[..., 0], variance[..., 0]
+    mean, variance = jax.vmap(jax.vmap(one))(output, cov)
+    return mean[..., 0], variance[..., 0], cov[..., 0, 0]
 
 
-def forecast(network: Forecaster, part: Windows, scale: float) -> Forecast:
-    """Analytic forecasts in degrees: one pass of moments, nothing sampled."""
+def forecast(network: Forecaster, part: Windows, scale: float) -> tuple[Forecast, np.ndarray]:
+    """Analytic forecasts: one pass of moments, nothing sampled.
+
+    Returns:
+      The forecasts, and the standard deviations without the noise, (N, 24), both in degrees.
+    """
     graph, params = nnx.split(network)
     compiled = jax.jit(lambda params, chunk: predictive(nnx.merge(graph, params), chunk))
     given, total = tokens(part, scale), len(part.origin)
@@ -92,8 +96,9 @@ def forecast(network: Forecaster, part: Windows, scale: float) -> Forecast:
     for start in range(0, total, size):
         rows = np.arange(start, start + size) % total  # all chunks of one size: one compilation
         results.append(compiled(params, Tokens(*(array[rows] for array in given))))
-    mean, variance = (np.concatenate(each)[:total] for each in zip(*results, strict=True))
-    return Forecast(seasonal_naive(part) + scale * mean, scale * np.sqrt(variance))
+    mean, variance, own = (np.concatenate(each)[:total] for each in zip(*results, strict=True))
+    whole = Forecast(seasonal_naive(part) + scale * mean, scale * np.sqrt(variance))
+    return whole, scale * np.sqrt(own)
 
 
 def calibration(forecast: Forecast, part: Windows) -> float:

@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> None:
             f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
         ) from None
     trained = time.perf_counter()
-    validation = forecast_training.forecast(network, parts.validation, scale)
-    test = forecast_training.forecast(network, parts.test, scale)
+    later = parts.validation.followed_by(parts.test)
+    forecast, parameter_sd = forecast_training.forecast(network, later, scale)
+    count = len(parts.validation.origin)
+    validation, test = forecast.part(slice(count)), forecast.part(slice(count, None))
     factor = forecast_training.calibration(validation, parts.validation)
-    each[NETWORK] = tuple(
-        forecast_training.calibrated(forecast, factor) for forecast in (validation, test)
-    )
+    each[NETWORK] = tuple(forecast_training.calibrated(part, factor) for part in (validation, test))
     metrics: dict[str, Any] = {
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
         "parts": _described(parts),
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         "sd_factor": factor,
         "without_sd_factor": baselines.scores(test, parts.test),
         "test_coverage_by_horizon": _coverage(each, parts),
-        "sampled": _sampled(args, network, parts, scale),
+        "sampled": _sampled(args, network, parts, scale, (test, parameter_sd[count:])),
         "seconds": {"training": trained - begin},
     }
     tested = {name: both[1] for name, both in each.items()}
@@ -152,12 +152,23 @@ def _coverage(each: dict[str, Both], parts: Parts) -> dict[str, dict[str, list[f
 
 
 def _sampled(
-    args: argparse.Namespace, network: Forecaster, parts: Parts, scale: float
+    args: argparse.Namespace,
+    network: Forecaster,
+    parts: Parts,
+    scale: float,
+    analytic: tuple[Forecast, np.ndarray],
 ) -> dict[str, Any]:
     """The analytic forecast beside that of sampled networks, on some of the test windows."""
     chosen = np.unique(np.linspace(0, len(parts.test.origin) - 1, NUM_SAMPLED).round().astype(int))
-    key = jax.random.key(args.seed + 2)
-    return against_samples(network, parts.test.part(chosen), scale, key, args.samples)
+    forecast, parameter_sd = analytic
+    return against_samples(
+        network,
+        parts.test.part(chosen),
+        (forecast.part(chosen), parameter_sd[chosen]),
+        scale,
+        jax.random.key(args.seed + 2),
+        args.samples,
+    )
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:
