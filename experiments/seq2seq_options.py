@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--steps",
         type=count,
-        default=1000,
+        default=800,
         metavar="N",
         help="updates (default: %(default)s)",
     )
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kl-weight",
         type=number(float, least=0),
-        default=1.0,
+        default=4.0,
         metavar="X",
         help="final weight of the KL divergence against all windows; they overlap, so 24 would count "
         "each hour once (default: %(default)s)",

@@ -190,20 +190,34 @@ def test_moments_of_certain_weights_are_those_of_the_plain_network():
     network = Forecaster(tiny(), 7, nnx.Rngs(0))
     state = nnx.state(network, mj.nn.VariationalScale)
     nnx.update(network, jax.tree.map(lambda raw: jnp.full_like(raw, -30.0), state))
+    moments = nnx.jit(lambda model: model(*given[:3]))
+    without, _ = moments(network)
     network.linear.kernel.mean.set_value(0.1 * jnp.ones((2 * DAY, DAY)))
-    mean, cov = nnx.jit(lambda model: model(*given[:3]))(network)
-    plain = network.mean_network()
-    np.testing.assert_allclose(mean, plain(*given[:3]), atol=2e-5)
+    mean, cov = moments(network)
+    np.testing.assert_allclose(mean, network.mean_network()(*given[:3]), atol=2e-5)
     np.testing.assert_allclose(cov, 0, atol=1e-8)
-    straight = 0.1 * given.changes.sum((1, 2))
-    network.linear.kernel.mean.set_value(jnp.zeros((2 * DAY, DAY)))
-    rest, _ = nnx.jit(lambda model: model(*given[:3]))(network)
-    np.testing.assert_allclose(
-        mean[..., 0] - rest[..., 0], straight[:, None] + 0 * rest[..., 0], atol=1e-4
-    )
+    straight = np.broadcast_to(0.1 * given.changes.sum((1, 2))[:, None], (6, DAY))
+    np.testing.assert_allclose(mean[..., 0] - without[..., 0], straight, atol=1e-5)
+    np.testing.assert_array_equal(mean[..., 1], without[..., 1])
 
 
-def test_the_whole_at_a_tiny_size(tmp_path, capsys, monkeypatch):
+class Shallow(mj.nn.Dense):
+    """In the place of the Transformer, whose gradient takes most of a minute to compile."""
+
+    def __init__(self, num_features, num_heads, num_blocks, *, rngs, structure, **options):
+        kept = {name: options[name] for name in ("relative_scale", "prior_scale", "learn_prior")}
+        super().__init__(num_features, num_features, rngs=rngs, structure=structure, **kept)
+
+    def network(self, params):
+        layer = super().network(params)
+        return lambda source, target: layer(target)
+
+    def __call__(self, source, target, source_cov, target_cov):
+        return super().__call__(target, target_cov)
+
+
+def test_the_whole_with_a_shallow_network(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mj.nn, "Transformer", Shallow)
     monkeypatch.setattr(seq2seq, "load", year)
     monkeypatch.setattr(seq2seq, "Size", tiny)
     monkeypatch.setattr(seq2seq, "NUM_SAMPLED", 4)
@@ -219,8 +233,9 @@ def test_the_whole_at_a_tiny_size(tmp_path, capsys, monkeypatch):
     assert metrics["sampled"]["windows"] == 4
     assert metrics["parts"]["train"]["last"] < metrics["parts"]["validation"]["first"]
     assert np.shape(metrics["test_coverage_by_horizon"]["ridge"]["0.9"]) == (DAY,)
-    validation = metrics["validation"]["Bayesian Transformer"]
-    assert validation["nll"] < metrics["validation"]["yesterday"]["nll"] + 5
+    assert metrics["validation"]["Bayesian Transformer"]["nll"] < 10
+    agreement = metrics["sampled"]["total_sd"]
+    assert 0.5 < agreement["sd_ratio"] < 2
     for name in ("forecasts.png", "by_horizon.png"):
         assert (tmp_path / name).stat().st_size > 10_000
 

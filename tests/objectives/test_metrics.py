@@ -174,7 +174,7 @@ def test_crps_is_proper():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_crps_of_a_certain_prediction_is_its_error(dtype):
-    mean, targets = np.array([0, 1, 2], dtype), np.array([0, 3, -1], dtype)
+    mean, targets = np.array([0, 1, 2], dtype), np.array([0.5, 3, -1], dtype)
     variance = np.zeros(3, dtype)
     score = gaussian_crps(mean, variance, targets)
     assert score.dtype == dtype
