@@ -15,6 +15,7 @@ COMMANDS = {
     "frontier": "measure error over cost of every structure, from one block to twelve",
     "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",
     "language": "train a Bayesian language model of characters; does it know foreign text?",
+    "seq2seq": "forecast hourly temperatures with an encoder-decoder Bayesian Transformer",
     "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
     "discrete": "train an autoencoder with categorical codes, against a dense one",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",

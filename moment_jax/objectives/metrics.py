@@ -85,6 +85,41 @@ def gaussian_negative_log_likelihood(mean: Array, variance: Array, targets: Arra
     return 0.5 * jnp.mean(math.log(2 * math.pi) + jnp.log(variance) + quadratic)
 
 
+def gaussian_crps(mean: Array, variance: Array, targets: Array) -> Array:
+    """Continuous ranked probability score of Gaussian predictions, mean over all entries.
+
+    In the units of the targets: the integral over x of (F(x) - [x >= target])^2, F the predicted
+    distribution function. With z = (target - mean) / sd it is sd (z (2 Phi(z) - 1) + 2 phi(z) - 1 /
+    sqrt(pi)), and |target - mean| where the variance is zero, also in its derivatives (that by the
+    variance is zero there). Lower is better; a tail costs less than in the negative log-likelihood.
+
+    Args:
+      mean: any shape.
+      variance: the same shape, not negative.
+      targets: the same shape.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Source: Gneiting and Raftery (2007), Strictly proper scoring rules, Eq. 21 (with the sign turned).
+
+    >>> import jax.numpy as jnp
+    >>> mean, target = jnp.zeros(2), jnp.array([0.0, 3.0])
+    >>> round(float(gaussian_crps(mean, jnp.ones(2), target)), 4)
+    1.335
+    >>> float(gaussian_crps(mean, jnp.zeros(2), target))
+    1.5
+    """
+    _check_same("gaussian_crps", mean, variance, targets)
+    known = variance <= 0
+    sd = jnp.sqrt(jnp.where(known, 1, variance))
+    error = targets - mean
+    z = error / sd
+    norm = jax.scipy.stats.norm
+    score = sd * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - 1 / math.sqrt(math.pi))
+    return jnp.mean(jnp.where(known, jnp.abs(error), score))
+
+
 def interval_coverage(mean: Array, variance: Array, targets: Array, level: float = 0.95) -> Array:
     """Share of the targets in the central Gaussian interval that should hold `level` of them."""
     _check_same("interval_coverage", mean, variance, targets)

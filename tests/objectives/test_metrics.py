@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.integrate
 import scipy.stats
 
 from moment_jax import objectives
@@ -14,6 +15,7 @@ brier_score = jax.jit(objectives.brier_score)
 gaussian_negative_log_likelihood = jax.jit(objectives.gaussian_negative_log_likelihood)
 expected_calibration_error = jax.jit(objectives.expected_calibration_error, static_argnums=2)
 reliability_curve = jax.jit(objectives.reliability_curve, static_argnums=2)
+gaussian_crps = jax.jit(objectives.gaussian_crps)
 interval_coverage = jax.jit(objectives.interval_coverage, static_argnums=3)
 
 
@@ -136,3 +138,49 @@ def test_bad_numbers():
         interval_coverage(jnp.ones(3), jnp.ones(3), jnp.ones(3), 95)
     with pytest.raises(ValueError, match="of one shape"):
         gaussian_negative_log_likelihood(jnp.ones(3), jnp.ones(3), jnp.ones((3, 1)))
+    with pytest.raises(ValueError, match=r"gaussian_crps.*of one shape"):
+        gaussian_crps(jnp.ones(3), jnp.ones(2), jnp.ones(3))
+
+
+def test_crps_is_the_integral_of_its_definition():
+    rng = np.random.default_rng(4)
+    mean, variance = rng.normal(size=6), rng.uniform(0.2, 3, size=6)
+    targets = mean + 2 * np.sqrt(variance) * rng.normal(size=6)
+
+    def by_definition(m, v, y):
+        law, options = scipy.stats.norm(m, v**0.5), {"epsabs": 1e-13, "epsrel": 1e-13}
+        below, _ = scipy.integrate.quad(lambda x: law.cdf(x) ** 2, m - 12 * v**0.5, y, **options)
+        above, _ = scipy.integrate.quad(lambda x: law.sf(x) ** 2, y, m + 12 * v**0.5, **options)
+        return below + above
+
+    exact = np.mean([by_definition(*one) for one in zip(mean, variance, targets, strict=True)])
+    np.testing.assert_allclose(gaussian_crps(mean, variance, targets), exact, atol=1e-10)
+
+
+def test_crps_is_proper():
+    """No other Gaussian has a lower expected score than the one that the targets come from."""
+    targets = scipy.stats.norm.ppf((np.arange(2000) + 0.5) / 2000)
+
+    def score(moments):
+        mean, variance = (jnp.full(targets.shape, moment) for moment in moments)
+        return objectives.gaussian_crps(mean, variance, targets)
+
+    slope = jax.jit(jax.grad(score))(jnp.array([0.0, 1.0]))
+    np.testing.assert_allclose(slope, 0, atol=1e-3)
+    assert score(jnp.array([0.0, 1.0])) < min(
+        score(jnp.array(other)) for other in ((0.2, 1.0), (-0.2, 1.0), (0.0, 1.4), (0.0, 0.7))
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_crps_of_a_certain_prediction_is_its_error(dtype):
+    mean, targets = np.array([0, 1, 2], dtype), np.array([0.5, 3, -1], dtype)
+    variance = np.zeros(3, dtype)
+    score = gaussian_crps(mean, variance, targets)
+    assert score.dtype == dtype
+    np.testing.assert_allclose(score, np.abs(targets - mean).mean(), rtol=1e-6)
+    nearly = gaussian_crps(mean, variance + np.finfo(dtype).tiny, targets)
+    np.testing.assert_allclose(nearly, score, rtol=1e-6)
+    slopes = jax.jit(jax.grad(objectives.gaussian_crps, argnums=(0, 1)))(mean, variance, targets)
+    np.testing.assert_allclose(slopes[0], np.sign(mean - targets) / 3)
+    np.testing.assert_array_equal(slopes[1], 0)

@@ -1,0 +1,129 @@
+"""Forecasts to be compared with: yesterday again, and ridge regression, with Gaussian residuals."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from sklearn.linear_model import Ridge
+
+import moment_jax as mj
+from experiments.forecast_data import DAY, Parts, Windows
+
+ALPHAS = tuple(10.0**power for power in range(-8, 5))
+LEVELS = (0.5, 0.9)
+
+
+class Forecast(NamedTuple):
+    """Gaussian forecasts of N windows, in degrees: means and standard deviations, both (N, 24)."""
+
+    mean: np.ndarray
+    sd: np.ndarray
+
+    def part(self, chosen: slice | np.ndarray) -> Forecast:
+        """Those of some of the windows."""
+        return Forecast(self.mean[chosen], self.sd[chosen])
+
+
+def seasonal_naive(part: Windows) -> np.ndarray:
+    """Yesterday again, (N, 24)."""
+    return part.past[:, -DAY:]
+
+
+def with_residual_spread(validation: np.ndarray, part: np.ndarray, truth: Windows) -> Forecast:
+    """Means with, at each horizon, the root mean square of the validation part's residuals.
+
+    Args:
+      validation: means for the validation part, (M, 24).
+      part: means for the part to forecast, (N, 24).
+      truth: the validation part.
+    """
+    spread = np.sqrt(np.mean((truth.future - validation) ** 2, axis=0))
+    return Forecast(part, np.broadcast_to(spread, part.shape))
+
+
+def calendar_regressors(part: Windows) -> np.ndarray:
+    """The 72 temperatures; at the first hour two harmonics of the day and one of the year, (N, 78)."""
+    day = 2 * np.pi * part.origin[:, None] / DAY
+    year = day / 365
+    angles = np.concatenate([day, 2 * day, year], axis=1)
+    return np.concatenate([part.past, np.sin(angles), np.cos(angles)], axis=1)
+
+
+def change_regressors(part: Windows) -> np.ndarray:
+    """The two differences of the three days, (N, 48)."""
+    return np.diff(part.days, axis=1).reshape(len(part.past), -1)
+
+
+class Regression(NamedTuple):
+    """A ridge regression, the root mean square of its validation residuals, and its regressors."""
+
+    model: Any
+    alpha: float
+    validation_error: float
+    center: np.ndarray
+    scale: np.ndarray
+    on_changes: bool
+
+    def predict(self, part: Windows) -> np.ndarray:
+        """Means, (N, 24)."""
+        inputs, offset = _regressors(part, self.on_changes)
+        return offset + self.model.predict((inputs - self.center) / self.scale)
+
+
+def ridge(parts: Parts, *, on_changes: bool = False) -> Regression:
+    """Ridge regression of all 24 hours; its alpha is the one with the least validation error.
+
+    Args:
+      parts: fitted on the training part, chosen on the validation part.
+      on_changes: in the place of the temperatures and the calendar with an intercept, the change since
+        yesterday on the two differences of the days, without intercept: the linear model of which the
+        network's is the nonlinear one, and which, like it, takes warming and cooling for mirror images.
+    """
+    inputs, offset = _regressors(parts.train, on_changes)
+    # Without an intercept the regressors must keep their zero.
+    center = np.zeros(inputs.shape[1]) if on_changes else inputs.mean(axis=0)
+    scale = inputs.std() if on_changes else inputs.std(axis=0)
+    fits = []
+    for alpha in ALPHAS:
+        model = Ridge(alpha=alpha, fit_intercept=not on_changes, solver="svd")
+        model.fit((inputs - center) / scale, parts.train.future - offset)
+        fit = Regression(model, alpha, np.inf, center, scale, on_changes)
+        residual = parts.validation.future - fit.predict(parts.validation)
+        fits.append(fit._replace(validation_error=float(np.sqrt(np.mean(residual**2)))))
+    return min(fits, key=lambda fit: fit.validation_error)
+
+
+def _regressors(part: Windows, on_changes: bool) -> tuple[np.ndarray, np.ndarray]:
+    if on_changes:
+        return change_regressors(part), seasonal_naive(part)
+    return calendar_regressors(part), np.zeros(part.future.shape)
+
+
+def scores(forecast: Forecast, part: Windows) -> dict[str, float]:
+    """Errors in degrees, negative log-likelihood (nats an hour), CRPS in degrees, and coverage."""
+    moments = (jnp.asarray(a) for a in (forecast.mean, forecast.sd**2, part.future))
+    mean, variance, truth = moments
+    objectives = mj.objectives
+    coverage = {
+        f"coverage_{round(100 * level)}": float(
+            objectives.interval_coverage(mean, variance, truth, level)
+        )
+        for level in LEVELS
+    }
+    return {
+        "nll": float(objectives.gaussian_negative_log_likelihood(mean, variance, truth)),
+        "crps": float(objectives.gaussian_crps(mean, variance, truth)),
+        "rmse": float(jnp.sqrt(jnp.mean((truth - mean) ** 2))),
+        "mae": float(jnp.mean(jnp.abs(truth - mean))),
+        "mean_sd": float(jnp.mean(jnp.sqrt(variance))),
+        **coverage,
+    }
+
+
+def coverage_by_horizon(forecast: Forecast, part: Windows, level: float) -> np.ndarray:
+    """Share of the truths inside the central interval at each horizon, (24,)."""
+    width = NormalDist().inv_cdf((1 + level) / 2)
+    return np.mean(np.abs(part.future - forecast.mean) <= width * forecast.sd, axis=0)

@@ -1,0 +1,192 @@
+"""Hourly temperatures of Seattle in 2010, as forecasts to make: 72 hours in, 24 hours out.
+
+The series is of NOAA's hourly climate normals: averages over years, without weather. It is smooth,
+rounded to a tenth of a degree, and one year long, so that every later part is a season that no earlier
+part has seen.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.command_line import InputError
+
+Array = jax.Array
+
+DAY = 24
+PAST_DAYS = 3
+PAST = PAST_DAYS * DAY
+FUTURE = DAY
+SHARES = (0.6, 0.2)
+"""The shares of the year to train and to validate; the rest is to test."""
+MISSING = (
+    "seq2seq takes its temperatures from vega_datasets; pip install 'moment_jax[forecast]' (or only the "
+    "package: pip install --no-deps vega_datasets)"
+)
+START = datetime.datetime(2010, 1, 1)
+
+
+class Series(NamedTuple):
+    """Temperatures (N,) in degrees Fahrenheit, and their hours (N,) since the year began."""
+
+    hour: np.ndarray
+    temperature: np.ndarray
+
+
+class Windows(NamedTuple):
+    """N forecasts to make: temperatures (N, 72) known and (N, 24) wanted, and the first wanted hour."""
+
+    past: np.ndarray
+    future: np.ndarray
+    origin: np.ndarray  # (N,) hours since the year began
+
+    @property
+    def days(self) -> np.ndarray:
+        """What is known, day by day: (N, 3, 24), the same hour of the day below each other."""
+        return self.past.reshape(-1, PAST_DAYS, DAY)
+
+    def part(self, chosen: np.ndarray) -> Windows:
+        """Some of the windows."""
+        return Windows(*(array[chosen] for array in self))
+
+    def followed_by(self, other: Windows) -> Windows:
+        """These, then others."""
+        return Windows(*(np.concatenate(both) for both in zip(self, other, strict=True)))
+
+
+class Parts(NamedTuple):
+    """Three spans of the year, in this order; no window reaches from one into the next."""
+
+    train: Windows
+    validation: Windows
+    test: Windows
+
+
+class Tokens(NamedTuple):
+    """Windows as the network takes them, changes of temperature in units of a scale.
+
+    One token of the source for each of the last 24 hours, one of the target for each hour to come, both
+    at the same hours of the day. Arrays of NumPy, or of JAX in a mini-batch.
+    """
+
+    changes: Any  # (N, 24, 2): of the last 24 hours from the 24 before, and of those from theirs
+    source_calendar: Any  # (N, 24, C)
+    target_calendar: Any  # (N, 24, C)
+    correction: Any  # (N, 24): what is to be predicted, the change since the last 24 hours
+
+
+def load() -> Series:
+    """Read the file inside the package (nothing is downloaded, and pandas is not needed).
+
+    Raises:
+      InputError: if the package is missing.
+    """
+    package = _package_folder()
+    if package is None:
+        raise InputError(MISSING)
+    try:
+        text = (package / "_data" / "seattle-temps.csv").read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{MISSING}; the one that is there has no seattle-temps.csv") from error
+    rows = list(csv.reader(text.splitlines()))[1:]
+    times = [datetime.datetime.strptime(row[0], "%Y/%m/%d %H:%M") for row in rows]
+    hours = [round((time - START) / datetime.timedelta(hours=1)) for time in times]
+    return Series(np.array(hours), np.array([float(row[1]) for row in rows]))
+
+
+def _package_folder() -> Path | None:
+    """Where vega_datasets is, found without importing it, for that would import pandas."""
+    try:
+        found = importlib.util.find_spec("vega_datasets")
+    except ValueError:  # what stands in its place is no package
+        return None
+    if found is None or not found.submodule_search_locations:
+        return None
+    return Path(found.submodule_search_locations[0])
+
+
+def windows(series: Series, first: int, last: int) -> Windows:
+    """Every window that lies wholly in the hours [first, last), one for each hour it may start at.
+
+    One that an hour is missing in (the clock skipped one in March) is left out.
+    """
+    inside = (series.hour >= first) & (series.hour < last)
+    hour, temperature = series.hour[inside], series.temperature[inside]
+    span = PAST + FUTURE
+    if len(hour) < span:
+        raise ValueError(f"A window needs {span} hours. Got {len(hour)} from {first} to {last}.")
+    rows = np.lib.stride_tricks.sliding_window_view(temperature, span)
+    whole = hour[span - 1 :] - hour[: len(hour) - span + 1] == span - 1
+    return Windows(
+        rows[whole, :PAST].copy(), rows[whole, PAST:].copy(), hour[PAST:][: len(rows)][whole]
+    )
+
+
+def split(series: Series) -> Parts:
+    """Train, validation and test in the order of time, borders at midnight."""
+    start, end = int(series.hour[0]), int(series.hour[-1]) + 1
+    borders = [start]
+    for share in SHARES:
+        borders.append(borders[-1] + round(share * (end - start) / DAY) * DAY)
+    borders.append(end)
+    return Parts(*(windows(series, *borders[i : i + 2]) for i in range(3)))
+
+
+def day_difference_scale(train: Windows) -> float:
+    """Root mean square of the changes from one day to the next at the same hour, in degrees."""
+    return float(np.sqrt(np.mean((train.future - train.past[:, -DAY:]) ** 2)))
+
+
+def tokens(part: Windows, scale: float) -> Tokens:
+    """Differences of days, the hour of the day and the place in the sequence, as features.
+
+    The temperature itself and the day of the year are left out: in one year's data both have values in
+    the later parts that the earlier ones never show. All three days are used, by their two differences.
+    """
+    before, middle, yesterday = np.moveaxis(part.days, 1, 0)
+    changes = np.stack([yesterday - middle, middle - before], axis=-1) / scale
+    place = np.arange(DAY)
+    return Tokens(
+        changes.astype(np.float32),
+        _calendar(part.origin, place, DAY - 1 - place),
+        _calendar(part.origin, place, place),
+        ((part.future - yesterday) / scale).astype(np.float32),
+    )
+
+
+def _calendar(origin: np.ndarray, place: np.ndarray, distance: np.ndarray) -> np.ndarray:
+    """(N, 24, 7): two harmonics of the hour of the day, and how far the hour is from the border."""
+    turn = 2 * np.pi * (origin[:, None] + place) / DAY
+    waves = [wave(k * turn) for k in (1, 2) for wave in (np.sin, np.cos)]
+    near = [2 * distance / (DAY - 1) - 1, np.exp(-distance / 2), np.exp(-distance / 6)]
+    shape = turn.shape
+    return np.stack([*waves, *(np.broadcast_to(n, shape) for n in near)], -1).astype(np.float32)
+
+
+def mini_batch(key: Array, step: Array, part: Tokens, size: int) -> Tokens:
+    """The windows of update `step`: each epoch is a new order of all of them."""
+    total = len(part.correction)
+    num_batches = total // size
+    order = jax.random.permutation(jax.random.fold_in(key, step // num_batches), total)
+    chosen = jax.lax.dynamic_slice(order, ((step % num_batches) * size,), (size,))
+    return Tokens(*(jnp.asarray(array)[chosen] for array in part))
+
+
+def mirrored(key: Array, batch: Tokens) -> Tokens:
+    """Each window as it is or, with probability one half, with all changes of the opposite sign.
+
+    So a day that follows two colder ones also teaches what follows two warmer ones. Without it a network
+    trained from winter to summer forecasts that autumn gets warmer.
+    """
+    sign = jax.random.rademacher(key, (len(batch.correction),), batch.correction.dtype)
+    return batch._replace(
+        changes=batch.changes * sign[:, None, None], correction=batch.correction * sign[:, None]
+    )

@@ -1,0 +1,113 @@
+"""What the forecaster is trained by, and the forecasts that it makes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import moment_jax as mj
+from experiments.forecast_baselines import Forecast, seasonal_naive
+from experiments.forecast_data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
+from experiments.forecaster import Forecaster
+from experiments.training import Report, Task
+
+Array = jax.Array
+
+LIKELIHOOD = mj.objectives.HeteroscedasticGaussian()
+WARM_UP = 0.05  # share of the updates in which the learning rate rises
+KL_WARM_UP = 0.25  # and in which the weight of the KL does
+VALIDATED = 3  # one in so many validation windows judges the best parameters
+CHUNK = 128
+
+
+def task(
+    graph: Any,
+    train: Tokens,
+    validation: Tokens,
+    *,
+    num_steps: int,
+    batch_size: int,
+    learning_rate: float,
+    kl_weight: float,
+) -> Task:
+    """The negative analytic ELBO for each hour, by one pass of moments a step; best on validation kept.
+
+    The windows overlap, so each hour of the data is counted up to 24 times against the one KL. Bayes'
+    rule for the hours would be a KL weight of about 24; with less the posterior is colder.
+    """
+    size = len(train.correction)
+    judged = Tokens(*(array[::VALIDATED] for array in validation))
+
+    def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
+        order_key, sign_key = jax.random.split(key)
+        batch = mini_batch(order_key, step, train, batch_size)
+        batch = mirrored(jax.random.fold_in(sign_key, step), batch)
+        network = nnx.merge(graph, params)
+        fits = jax.vmap(_fit)(batch.correction, *network(*batch[:3]))
+        kl = network.kl()
+        weight = mj.objectives.kl_warmup(step, round(KL_WARM_UP * num_steps), kl_weight)
+        bound = mj.objectives.elbo(fits, kl, dataset_size=size, kl_weight=weight)
+        return -bound / (size * DAY), {"fit": fits.mean() / DAY, "kl": kl}
+
+    def validate(params: Any) -> Array:
+        mean, variance, _ = predictive(nnx.merge(graph, params), judged)
+        truth = jnp.asarray(judged.correction)
+        # As the forecasts will be: with the one factor that fits this part, see `calibration`.
+        variance = variance * jnp.mean((truth - mean) ** 2 / variance)
+        return mj.objectives.gaussian_negative_log_likelihood(mean, variance, truth)
+
+    rising = max(1, round(WARM_UP * num_steps))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, rising, max(num_steps, rising + 1), 0.01 * learning_rate
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(schedule))
+    return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)
+
+
+def _fit(correction: Array, mean: Array, cov: Array) -> Array:
+    """E[log p] of the 24 hours of one window."""
+    fit_of = partial(mj.objectives.expected_log_likelihood, LIKELIHOOD)
+    return jnp.sum(jax.vmap(fit_of)(correction[:, None], mean, cov))
+
+
+def predictive(network: Forecaster, part: Tokens) -> tuple[Array, Array, Array]:
+    """Mean of the correction, its variance in all, and that of the parameters alone, (N, 24) each."""
+    output, cov = network(*(jnp.asarray(array) for array in part[:3]))
+    one = partial(mj.objectives.predictive_gaussian, likelihood=LIKELIHOOD)
+    mean, variance = jax.vmap(jax.vmap(one))(output, cov)
+    return mean[..., 0], variance[..., 0], cov[..., 0, 0]
+
+
+def forecast(network: Forecaster, part: Windows, scale: float) -> tuple[Forecast, np.ndarray]:
+    """Analytic forecasts: one pass of moments, nothing sampled.
+
+    Returns:
+      The forecasts, and the standard deviations without the noise, (N, 24), both in degrees.
+    """
+    graph, params = nnx.split(network)
+    compiled = jax.jit(lambda params, chunk: predictive(nnx.merge(graph, params), chunk))
+    given, total = tokens(part, scale), len(part.origin)
+    size = min(CHUNK, total)
+    results = []
+    for start in range(0, total, size):
+        rows = np.arange(start, start + size) % total  # all chunks of one size: one compilation
+        results.append(compiled(params, Tokens(*(array[rows] for array in given))))
+    mean, variance, own = (np.concatenate(each)[:total] for each in zip(*results, strict=True))
+    whole = Forecast(seasonal_naive(part) + scale * mean, scale * np.sqrt(variance))
+    return whole, scale * np.sqrt(own)
+
+
+def calibration(forecast: Forecast, part: Windows) -> float:
+    """The factor of all standard deviations that makes the part likeliest, the root mean square of z."""
+    return float(np.sqrt(np.mean(((part.future - forecast.mean) / forecast.sd) ** 2)))
+
+
+def calibrated(forecast: Forecast, factor: float) -> Forecast:
+    """The same means, the standard deviations times a factor."""
+    return forecast._replace(sd=factor * forecast.sd)

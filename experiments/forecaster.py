@@ -1,0 +1,127 @@
+"""`Forecaster`: an encoder-decoder Bayesian Transformer over the hours of a day, and its plain form."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import moment_jax as mj
+from experiments.forecast_data import DAY
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Sizes of the network, and how its beliefs begin: see `mj.nn.Settings`."""
+
+    structure: str = "Diagonal"
+    num_features: int = 32
+    num_heads: int = 4
+    num_blocks: int = 1
+    hidden_features: int = 64
+    relative_scale: float = 0.05
+    prior_scale: float = 0.3
+
+
+class PlainForecaster(nnx.Module):
+    """One draw of a `Forecaster`, of Flax's own layers."""
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.parts = nnx.data(parts)
+
+    def __call__(self, changes: Array, source: Array, target: Array) -> Array:
+        """The change since yesterday and the logarithm of its noise variance, (N, 24, 2)."""
+        known = self.parts["source"](jnp.concatenate([changes, source], axis=-1))
+        wanted = self.parts["target"](jnp.concatenate([changes, target], axis=-1))
+        output = self.parts["head"](self.parts["transformer"](known, wanted))
+        straight = self.parts["linear"](changes.reshape(-1, 2 * DAY))
+        return output.at[..., 0].add(straight)
+
+
+class Forecaster(mj.nn.BayesianModule):
+    """What the 24 hours to come will differ from yesterday by, hour by hour, and how uncertain that is.
+
+    The encoder reads the last 24 hours, a token each, with their changes since the day before and that
+    day's since its own. The decoder has a token for each hour to come, with its place, its time of day
+    and the changes at that time of day, and no mask: nothing is fed back, all hours are forecast in one
+    pass. Each target token has two outputs, the change and the logarithm of its noise variance. Layer
+    normalisation inside the Transformer flattens the size of a change, so a dense layer carries the
+    changes straight to the output too: the Transformer adds to a Bayesian linear regression what is not
+    linear, and the noise.
+
+    All weights are random. The straight path and the Transformer have independent weights, so their
+    moments add.
+
+    Args:
+      size: of the network.
+      num_calendar: features of an hour that are known beforehand.
+      rngs: Flax random streams.
+    """
+
+    def __init__(self, size: Size, num_calendar: int, rngs: nnx.Rngs) -> None:
+        settings: dict[str, Any] = {
+            "structure": mj.STRUCTURES[size.structure],
+            "relative_scale": size.relative_scale,
+            "prior_scale": size.prior_scale,
+            "learn_prior": True,
+        }
+        width, num_inputs = size.num_features, 2 + num_calendar
+        self.source = mj.nn.Dense(num_inputs, width, rngs=rngs, **settings)
+        self.target = mj.nn.Dense(num_inputs, width, rngs=rngs, **settings)
+        self.transformer = mj.nn.Transformer(
+            width,
+            size.num_heads,
+            size.num_blocks,
+            norm_first=True,
+            hidden_features=size.hidden_features,
+            activation="gelu",
+            rngs=rngs,
+            **settings,
+        )
+        self.head = mj.nn.Dense(width, 2, rngs=rngs, **settings)
+        self.linear = mj.nn.Dense(2 * DAY, DAY, use_bias=False, rngs=rngs, **settings)
+        self.linear.kernel.mean.set_value(jnp.zeros_like(self.linear.kernel.mean[...]))
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """Its parts by name."""
+        names = ("source", "target", "transformer", "head", "linear")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Beliefs about all weights."""
+        return {name: layer.params for name, layer in self.layers.items()}
+
+    def network(self, params: dict[str, Any]) -> PlainForecaster:
+        """The plain network with these arrays."""
+        return PlainForecaster(
+            {name: layer.network(params[name]) for name, layer in self.layers.items()}
+        )
+
+    def __call__(self, changes: Array, source: Array, target: Array) -> tuple[Array, Array]:
+        """Moments of change and log noise variance, in units of the scale of `forecast_data.tokens`.
+
+        Args:
+          changes: (N, 24, 2), certain.
+          source: (N, 24, C), what is known about the last hours.
+          target: (N, 24, C), what is known about the hours to come.
+
+        Returns:
+          Mean (N, 24, 2), and each hour's own covariance (N, 24, 2, 2).
+        """
+        known, known_cov = self.source(jnp.concatenate([changes, source], axis=-1))
+        wanted, wanted_cov = self.target(jnp.concatenate([changes, target], axis=-1))
+        mean, cov = self.head(*self.transformer(known, wanted, known_cov, wanted_cov))
+        straight, straight_cov = self.linear(changes.reshape(-1, 1, 2 * DAY))
+        variance = jax.vmap(lambda each: each.variance())(straight_cov)
+        blocks = jax.vmap(lambda each: each.token_blocks())(cov)
+        return (
+            mean.at[..., 0].add(straight[:, 0]),
+            blocks.at[..., 0, 0].add(variance[:, 0]),
+        )

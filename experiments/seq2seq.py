@@ -1,0 +1,192 @@
+"""Forecast hourly temperatures with an encoder-decoder Bayesian Transformer, by the analytic ELBO.
+
+72 hours in, 24 hours out, with bands. The data, `seattle-temps` of the package vega_datasets, are NOAA's
+hourly climate normals of Seattle for one year, split by time: train, validation, test. What is predicted
+is the correction to yesterday's value at the same hour and its noise, from the changes between the three
+days; in training half of the windows have the signs of all changes turned (warming is taken for the
+mirror image of cooling). Nothing is sampled, neither to train nor to predict. Compared with yesterday's
+value and with two ridge regressions, all with spreads from the validation part, which also gives the one
+factor on the network's standard deviations. Writes metrics.json and figures, and prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from experiments import forecast_baselines as baselines
+from experiments import forecast_figures as figures
+from experiments import forecast_training, report
+from experiments.checkpoints import Checkpoints
+from experiments.figures import save
+from experiments.forecast_baselines import Forecast
+from experiments.forecast_data import START, Parts, day_difference_scale, load, split, tokens
+from experiments.forecast_sampling import against_samples
+from experiments.forecaster import Forecaster, Size
+from experiments.outputs import writable_folder, write_json
+from experiments.seq2seq_options import add_arguments
+from experiments.training import fit
+
+__all__ = ["add_arguments", "run"]
+
+NETWORK = "Bayesian Transformer"
+NUM_SHOWN = 5
+NUM_SAMPLED = 60  # test windows that the analytic moments are judged on by sampling
+
+
+def run(args: argparse.Namespace) -> None:
+    """Fit the baselines, train the network, compare them, write what came out."""
+    begin = time.perf_counter()
+    parts = split(load())
+    out = writable_folder(args.out, "--out")
+    each, choices = _baselines(parts)
+    scale = day_difference_scale(parts.train)
+    try:
+        network = _train(args, parts, scale)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
+        ) from None
+    trained = time.perf_counter()
+    later = parts.validation.followed_by(parts.test)
+    forecast, parameter_sd = forecast_training.forecast(network, later, scale)
+    count = len(parts.validation.origin)
+    validation, test = forecast.part(slice(count)), forecast.part(slice(count, None))
+    factor = forecast_training.calibration(validation, parts.validation)
+    each[NETWORK] = tuple(forecast_training.calibrated(part, factor) for part in (validation, test))
+    metrics: dict[str, Any] = {
+        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "parts": _described(parts),
+        "scale": scale,
+        "baselines": choices,
+        "kl": float(network.kl()),
+        "validation": _scores(each, parts, 0),
+        "test": _scores(each, parts, 1),
+        "sd_factor": factor,
+        "without_sd_factor": baselines.scores(test, parts.test),
+        "test_coverage_by_horizon": _coverage(each, parts),
+        "sampled": _sampled(args, network, parts, scale, (test, parameter_sd[count:])),
+        "seconds": {"training": trained - begin},
+    }
+    tested = {name: both[1] for name, both in each.items()}
+    shown = np.linspace(0, len(parts.test.origin) - 1, NUM_SHOWN).round().astype(int)
+    save(figures.forecasts(parts.test, tested[NETWORK], shown), out / "forecasts.png")
+    save(figures.by_horizon(parts.test, tested), out / "by_horizon.png")
+    metrics["seconds"]["total"] = time.perf_counter() - begin
+    write_json(out / "metrics.json", metrics)
+    _print(out, metrics)
+
+
+Both = tuple[Forecast, ...]
+"""Forecasts of the validation part and of the test part."""
+
+
+def _baselines(parts: Parts) -> tuple[dict[str, Both], dict[str, Any]]:
+    """Every baseline's forecasts by name, and what the validation part chose."""
+    fits = {
+        "ridge": baselines.ridge(parts),
+        "ridge on changes": baselines.ridge(parts, on_changes=True),
+    }
+    means = {"yesterday": baselines.seasonal_naive, **{n: f.predict for n, f in fits.items()}}
+    each: dict[str, Both] = {}
+    for name, predict in means.items():
+        validation = predict(parts.validation)
+        each[name] = tuple(
+            baselines.with_residual_spread(validation, mean, parts.validation)
+            for mean in (validation, predict(parts.test))
+        )
+    return each, {f"{name}: alpha": fit.alpha for name, fit in fits.items()}
+
+
+def _train(args: argparse.Namespace, parts: Parts, scale: float) -> Forecaster:
+    train, validation = tokens(parts.train, scale), tokens(parts.validation, scale)
+    size = Size(args.structure)
+    graph, params = nnx.split(
+        Forecaster(size, train.target_calendar.shape[-1], nnx.Rngs(args.seed))
+    )
+    options: dict[str, Any] = {
+        "num_steps": args.steps,
+        "batch_size": min(args.batch_size, len(train.correction)),
+        "learning_rate": args.learning_rate,
+        "kl_weight": args.kl_weight,
+    }
+    task = forecast_training.task(graph, train, validation, **options)
+    settings = {"seed": args.seed, "structure": args.structure, **options}
+    with Checkpoints(args.out / "checkpoints", settings, resume=args.resume) as store:
+        start = task.start(params, jax.random.key(args.seed + 1))
+        state = fit(task, start, store, args.save_every)
+    assert state.best is not None
+    return nnx.merge(graph, state.best.params)
+
+
+def _described(parts: Parts) -> dict[str, dict[str, Any]]:
+    """Windows of each part, and the hours from the first known to the last wanted one."""
+    described = {}
+    for name, part in parts._asdict().items():
+        borders = (part.origin[0] - part.past.shape[1], part.origin[-1] + part.future.shape[1] - 1)
+        first, last = (str(START + datetime.timedelta(hours=int(hour))) for hour in borders)
+        described[name] = {"windows": len(part.origin), "first": first, "last": last}
+    return described
+
+
+def _scores(each: dict[str, Both], parts: Parts, which: int) -> dict[str, dict[str, float]]:
+    part = parts[1 + which]
+    return {name: baselines.scores(both[which], part) for name, both in each.items()}
+
+
+def _coverage(each: dict[str, Both], parts: Parts) -> dict[str, dict[str, list[float]]]:
+    return {
+        name: {
+            str(level): baselines.coverage_by_horizon(both[1], parts.test, level).tolist()
+            for level in baselines.LEVELS
+        }
+        for name, both in each.items()
+    }
+
+
+def _sampled(
+    args: argparse.Namespace,
+    network: Forecaster,
+    parts: Parts,
+    scale: float,
+    analytic: tuple[Forecast, np.ndarray],
+) -> dict[str, Any]:
+    """The analytic forecast beside that of sampled networks, on some of the test windows."""
+    chosen = np.unique(np.linspace(0, len(parts.test.origin) - 1, NUM_SAMPLED).round().astype(int))
+    forecast, parameter_sd = analytic
+    return against_samples(
+        network,
+        parts.test.part(chosen),
+        (forecast.part(chosen), parameter_sd[chosen]),
+        scale,
+        jax.random.key(args.seed + 2),
+        args.samples,
+    )
+
+
+def _print(out: Path, metrics: dict[str, Any]) -> None:
+    rows = [["test part", "NLL", "CRPS (°F)", "RMSE (°F)", "in 50 %", "in 90 %"]]
+    for name, found in metrics["test"].items():
+        cells = [f"{found['nll']:.3f}", *(f"{found[key]:.4f}" for key in ("crps", "rmse"))]
+        shares = [f"{100 * found[key]:.1f} %" for key in ("coverage_50", "coverage_90")]
+        rows.append([name, *cells, *shares])
+    print(report.aligned(rows))
+    pair = metrics["sampled"]
+    print(
+        f"analytic against {metrics['settings']['samples']:,} sampled networks on {pair['windows']} "
+        f"windows, before the factor: NLL {pair['analytic']['nll']:.4f} and "
+        f"{pair['sampled']['nll']:.4f}; sd ratio {pair['total_sd']['sd_ratio']:.3f} with the noise, "
+        f"{pair['parameter_sd']['sd_ratio']:.3f} without"
+    )
+    print(
+        f"sds times {metrics['sd_factor']:.3f} by the validation part; KL weight "
+        f"{metrics['settings']['kl_weight']:g}; {metrics['seconds']['total']:.0f} s in all; figures "
+        f"and metrics.json in {out}"
+    )

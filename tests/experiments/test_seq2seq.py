@@ -1,0 +1,284 @@
+"""Forecasts: the split, the tokens, the baselines by their formulas, and the whole at a tiny size."""
+
+import importlib.machinery
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("orbax.checkpoint")
+
+import moment_jax as mj
+from experiments import forecast_baselines as baselines
+from experiments import forecast_data as data
+from experiments import forecast_training as training
+from experiments import seq2seq
+from experiments.__main__ import main
+from experiments.command_line import InputError
+from experiments.forecast_baselines import Forecast
+from experiments.forecast_data import DAY, FUTURE, PAST, Series
+from experiments.forecaster import Forecaster, Size
+
+NAMES = ("yesterday", "ridge", "ridge on changes", "Bayesian Transformer")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_a_user():
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def year(days=60, without=()):
+    """A daily wave on a slow one, with noise, and hours left out."""
+    hour = np.setdiff1d(np.arange(days * DAY), without)
+    noise = np.random.default_rng(0).normal(size=hour.size)
+    slow = 10 * np.sin(2 * np.pi * hour / (days * DAY))
+    return Series(hour, 50 + slow + 5 * np.sin(2 * np.pi * hour / DAY) + 0.2 * noise)
+
+
+def tiny(structure="Diagonal"):
+    return Size(structure, num_features=4, num_heads=2, hidden_features=4)
+
+
+def small_tokens(series=None, count=6):
+    part = data.split(series or year()).train
+    return data.tokens(part.part(np.arange(count) * 7), 0.5)
+
+
+def hours_of(part):
+    return set((part.origin[:, None] + np.arange(-PAST, FUTURE)).ravel().tolist())
+
+
+def test_no_hour_is_in_two_parts():
+    series = year()
+    parts = data.split(series)
+    train, validation, test = (hours_of(part) for part in parts)
+    assert max(train) < min(validation) <= max(validation) < min(test)
+    assert train | validation | test == set(series.hour.tolist())  # and none is wasted
+    for part in parts:
+        assert min(hours_of(part)) % DAY == 0
+    at = dict(zip(*series, strict=True))
+    for part in parts:
+        for i in (0, len(part.origin) - 1):
+            hours = part.origin[i] + np.arange(-PAST, FUTURE)
+            both = np.concatenate([part.past[i], part.future[i]])
+            np.testing.assert_array_equal(both, [at[hour] for hour in hours])
+
+
+def test_the_scale_is_of_the_training_part_alone():
+    series = year()
+    later = series.temperature + 100 * (series.hour >= 36 * DAY)
+    scales = [
+        data.day_difference_scale(data.split(each).train)
+        for each in (series, series._replace(temperature=later))
+    ]
+    assert scales[0] == scales[1]
+    assert data.split(series).train.origin[-1] + FUTURE == 36 * DAY
+
+
+def test_windows_with_a_missing_hour_are_left_out():
+    whole, broken = (data.windows(year(20, gap), 0, 20 * DAY) for gap in ((), (200,)))
+    missing = {origin for origin in whole.origin if origin - PAST <= 200 < origin + FUTURE}
+    assert set(broken.origin) == set(whole.origin) - missing
+    assert len(missing) == PAST + FUTURE
+    with pytest.raises(ValueError, match="needs 96 hours"):
+        data.windows(year(3), 0, 3 * DAY)
+
+
+def test_tokens_by_their_definition():
+    part = data.windows(year(10), 0, 10 * DAY).part(np.array([5, 100]))
+    found = data.tokens(part, 0.5)
+    for n in range(2):
+        for h in range(DAY):
+            first, second, third = part.past[n, h::DAY]
+            wanted = [(third - second) / 0.5, (second - first) / 0.5]
+            np.testing.assert_allclose(found.changes[n, h], wanted, rtol=1e-5)
+            correction = (part.future[n, h] - third) / 0.5
+            np.testing.assert_allclose(found.correction[n, h], correction, rtol=1e-4)
+            angle = 2 * np.pi * (part.origin[n] + h) / DAY
+            for calendar in (found.source_calendar, found.target_calendar):
+                np.testing.assert_allclose(calendar[n, h, 0], np.sin(angle), atol=1e-5)
+                np.testing.assert_allclose(calendar[n, h, 3], np.cos(2 * angle), atol=1e-5)
+    # How near an hour is to the border between known and wanted.
+    assert np.all(np.diff(found.source_calendar[0, :, 5]) > 0)
+    assert np.all(np.diff(found.target_calendar[0, :, 5]) < 0)
+
+
+def test_a_network_sees_nothing_of_what_it_forecasts():
+    part = data.windows(year(10), 0, 10 * DAY)
+    known, other = (
+        data.tokens(each, 1.0)[:3] for each in (part, part._replace(future=0 * part.future))
+    )
+    for left, right in zip(known, other, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_mini_batches_and_mirrors():
+    given = small_tokens()
+    key = jax.random.key(0)
+    batches = [data.mini_batch(key, jnp.int32(step), given, 2) for step in range(3)]
+    seen = np.concatenate([batch.correction for batch in batches])
+    np.testing.assert_allclose(np.sort(seen[:, 0]), np.sort(given.correction[:, 0]))
+    mirrored = data.mirrored(key, given)
+    sign = np.sign(mirrored.correction[:, 0] / given.correction[:, 0])
+    assert set(sign.tolist()) == {-1, 1}
+    np.testing.assert_allclose(mirrored.correction, sign[:, None] * given.correction)
+    np.testing.assert_allclose(mirrored.changes, sign[:, None, None] * given.changes)
+    np.testing.assert_array_equal(mirrored.target_calendar, given.target_calendar)
+
+
+def test_yesterday_and_the_spread_of_its_residuals():
+    parts = data.split(year())
+    means = [baselines.seasonal_naive(part) for part in parts]
+    np.testing.assert_array_equal(means[2][7], parts.test.past[7, 48:])
+    found = baselines.with_residual_spread(means[1], means[2], parts.validation)
+    errors = parts.validation.future - parts.validation.past[:, 48:]
+    for horizon in (0, 23):
+        spread = np.mean(errors[:, horizon] ** 2) ** 0.5
+        np.testing.assert_allclose(found.sd[:, horizon], spread)
+
+
+@pytest.mark.parametrize("on_changes", [False, True])
+def test_ridge_by_its_normal_equations(on_changes, monkeypatch):
+    parts = data.split(year())
+    monkeypatch.setattr(baselines, "ALPHAS", (3.0,))
+    found = baselines.ridge(parts, on_changes=on_changes).predict(parts.test)
+    regressors = baselines.change_regressors if on_changes else baselines.calendar_regressors
+    x, new = regressors(parts.train), regressors(parts.test)
+    y, offset = parts.train.future, np.zeros(parts.test.future.shape)
+    if on_changes:
+        x, new = x / x.std(), new / x.std()
+        y, offset = y - baselines.seasonal_naive(parts.train), baselines.seasonal_naive(parts.test)
+        center = np.zeros(DAY)
+    else:
+        x, new = (x - x.mean(0)) / x.std(0), (new - x.mean(0)) / x.std(0)
+        center = y.mean(0)
+    weights = np.linalg.solve(x.T @ x + 3 * np.eye(x.shape[1]), x.T @ (y - center))
+    np.testing.assert_allclose(found, offset + center + new @ weights, atol=1e-7)
+
+
+def test_ridge_is_chosen_on_the_validation_part():
+    parts = data.split(year())
+    best = baselines.ridge(parts)
+    other = baselines.ridge(parts._replace(test=parts.validation))
+    assert best.alpha == other.alpha
+    error = np.sqrt(np.mean((parts.validation.future - best.predict(parts.validation)) ** 2))
+    np.testing.assert_allclose(best.validation_error, error)
+
+
+def test_calibration_makes_the_root_mean_square_one():
+    part = data.split(year()).validation
+    forecast = Forecast(part.future + 0.3, np.full(part.future.shape, 0.1))
+    factor = training.calibration(forecast, part)
+    np.testing.assert_allclose(factor, 3)
+    again = training.calibrated(forecast, factor)
+    np.testing.assert_allclose(training.calibration(again, part), 1)
+    found = baselines.scores(again, part)
+    np.testing.assert_allclose(found["rmse"], 0.3, rtol=1e-4)
+    assert (found["coverage_50"], found["coverage_90"]) == (0, 1)
+    assert np.all(baselines.coverage_by_horizon(again, part, 0.9) == 1)
+
+
+def test_moments_of_certain_weights_are_those_of_the_plain_network():
+    given = small_tokens()
+    network = Forecaster(tiny(), 7, nnx.Rngs(0))
+    state = nnx.state(network, mj.nn.VariationalScale)
+    nnx.update(network, jax.tree.map(lambda raw: jnp.full_like(raw, -30.0), state))
+    moments = nnx.jit(lambda model: model(*given[:3]))
+    without, _ = moments(network)
+    network.linear.kernel.mean.set_value(0.1 * jnp.ones((2 * DAY, DAY)))
+    mean, cov = moments(network)
+    np.testing.assert_allclose(mean, network.mean_network()(*given[:3]), atol=2e-5)
+    np.testing.assert_allclose(cov, 0, atol=1e-8)
+    straight = np.broadcast_to(0.1 * given.changes.sum((1, 2))[:, None], (6, DAY))
+    np.testing.assert_allclose(mean[..., 0] - without[..., 0], straight, atol=1e-5)
+    np.testing.assert_array_equal(mean[..., 1], without[..., 1])
+
+
+class Shallow(mj.nn.Dense):
+    """In the place of the Transformer, whose gradient takes most of a minute to compile."""
+
+    def __init__(self, num_features, num_heads, num_blocks, *, rngs, structure, **options):
+        kept = {name: options[name] for name in ("relative_scale", "prior_scale", "learn_prior")}
+        super().__init__(num_features, num_features, rngs=rngs, structure=structure, **kept)
+
+    def network(self, params):
+        layer = super().network(params)
+        return lambda source, target: layer(target)
+
+    def __call__(self, source, target, source_cov, target_cov):
+        return super().__call__(target, target_cov)
+
+
+def test_the_whole_with_a_shallow_network(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mj.nn, "Transformer", Shallow)
+    monkeypatch.setattr(seq2seq, "load", year)
+    monkeypatch.setattr(seq2seq, "Size", tiny)
+    monkeypatch.setattr(seq2seq, "NUM_SAMPLED", 4)
+    arguments = ["seq2seq", "--steps", "2", "--batch-size", "4", "--samples", "3"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in NAMES)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert set(metrics["test"]) == set(metrics["validation"]) == set(NAMES)
+    for found in metrics["test"].values():
+        assert np.all(np.isfinite(list(found.values())))
+    assert metrics["settings"]["steps"] == 2
+    assert metrics["sampled"]["windows"] == 4
+    assert metrics["parts"]["train"]["last"] < metrics["parts"]["validation"]["first"]
+    assert np.shape(metrics["test_coverage_by_horizon"]["ridge"]["0.9"]) == (DAY,)
+    assert metrics["validation"]["Bayesian Transformer"]["nll"] < 10
+    agreement = metrics["sampled"]["total_sd"]
+    assert 0.5 < agreement["sd_ratio"] < 2
+    for name in ("forecasts.png", "by_horizon.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--structure", "Foo"], ("Foo", "Diagonal", "Separable")),
+        (["--steps", "0"], ("--steps", "1 or more")),
+        (["--samples", "1"], ("--samples", "2 or more")),
+        (["--learning-rate", "0"], ("--learning-rate", "above 0")),
+    ],
+)
+def test_bad_options(options, words, capsys):
+    assert main(["seq2seq", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in words)
+
+
+def test_a_missing_package_is_named_with_its_mend(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["seq2seq", "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "moment_jax[forecast]" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_package_without_the_file(monkeypatch, tmp_path):
+    spec = importlib.machinery.ModuleSpec("vega_datasets", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(InputError, match=r"no seattle-temps\.csv"):
+        data.load()
+
+
+def test_the_real_series():
+    if importlib.util.find_spec("vega_datasets") is None:
+        pytest.skip("vega_datasets is not installed")
+    series = data.load()
+    assert series.hour[0] == 0
+    assert series.hour[-1] == 365 * DAY - 1
+    assert np.sum(np.diff(series.hour) != 1) == 1  # the hour that the clock skipped
+    assert series.temperature.min() > 30
+    assert series.temperature.max() < 80
+    parts = data.split(series)
+    assert [len(part.origin) for part in parts] == [5065, 1657, 1657]
