@@ -9,12 +9,11 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance import separable_noise
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
-from moment_jax.covariance.feature_gram import FeatureGram, column_noise
+from moment_jax.covariance.feature_gram import FeatureGram
 from moment_jax.covariance.low_rank import low_rank_moments
-from moment_jax.covariance.marginals import fit_marginals
 from moment_jax.covariance.numerics import (
-    average_gain,
     correlation_of,
     gram,
     safe_divide,
@@ -185,10 +184,10 @@ class Separable(Covariance):
         """`feature_gram()`, formed as far as it is by now."""
         known = self.__dict__.get("_grams")
         if known is None:
-            return FeatureGram(self.feature_correlation * self._over_tokens(self.scale))
+            return FeatureGram(self.feature_correlation * self.over_tokens(self.scale))
         return known[1]
 
-    def _over_tokens(self, rows: Array) -> Array:
+    def over_tokens(self, rows: Array) -> Array:
         """sum_t pool_t rows_td rows_te, (D, D)."""
         return rows.T @ weighted(rows, self.pool)
 
@@ -224,9 +223,9 @@ class Separable(Covariance):
         )
 
     def map_tokens(self, weights: Array) -> Self:
-        weighted = weights[:, :, None] * self.scale[None]
-        partial = jnp.einsum("utd,ts->usd", weighted, self.token_correlation)
-        variance = jnp.maximum(jnp.sum(partial * weighted, axis=1), 0)
+        scaled = weights[:, :, None] * self.scale[None]
+        partial = jnp.einsum("utd,ts->usd", scaled, self.token_correlation)
+        variance = jnp.maximum(jnp.sum(partial * scaled, axis=1), 0)
         inner = self.token_correlation * (weights.T @ weights)
         return self.from_moments(
             variance,
@@ -253,59 +252,11 @@ class Separable(Covariance):
         )
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
-        metric = weights.input_metric()
-        of_mean, token_gram = gram(mean, mean, metric), self.token_gram(metric)
-        if weights.uncorrelated:  # no feature correlation enters the variances, and none comes out
-            variance = weights.noise_variance(mean, self.variance())
-            features = column_noise(weights, mean, self.variance(), self.pool)
-            return self.from_moments(variance, token_gram + of_mean, features, self.pool)
-        feature_gram, none = self.feature_gram(), jnp.zeros_like(mean)
-        certain = self.from_moments(
-            weights.noise_variance(mean, none),
-            of_mean,
-            weights.noise_block(self._over_tokens(mean)),
-            self.pool,
-        )
-        return certain.add(
-            self._from_pattern(
-                weights.noise_variance(none, self.variance()),
-                token_gram,
-                weights.noise_block(feature_gram),
-            )
-        )
+        return self.from_moments(*separable_noise.kernel(self, mean, weights), pool=self.pool)
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
-        metric = vector_variance(gain_cov)
-        variance = (self.variance() + mean**2) * metric[None, :]
-        token_gram = self.token_gram(metric) + gram(mean, mean, metric)
-        if gain_cov.ndim == 1:
-            features = FeatureGram(diagonal=jnp.sum(weighted(variance, self.pool), axis=0))
-        else:
-            features = FeatureGram((self.feature_gram() + self._over_tokens(mean)) * gain_cov)
-        return self.from_moments(variance, token_gram, features, self.pool)
+        return self.from_moments(*separable_noise.gain(self, mean, gain_cov), pool=self.pool)
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
-        first, second = self.scale * moments.gain, moments.second
-        rest = jnp.maximum(moments.variance - first**2 - second**2, 0)
-        r, correlation = self.token_correlation, self.feature_correlation
-        token_gram = (
-            r * (first @ first.T) + r**2 * (second @ second.T) + jnp.diag(jnp.sum(rest, axis=1))
-        )
-        features = self.features()
-        if features.basis is None:
-            features = FeatureGram(
-                correlation * self._over_tokens(first)
-                + correlation**2 * self._over_tokens(second)
-                + jnp.diag(jnp.sum(weighted(rest, self.pool), axis=0))
-            )
-        else:  # a wide layer: every feature's average gain, and the rest of the variance by itself
-            gain = average_gain(self.scale, moments.gain, self.pool)
-            total = jnp.sum(weighted(moments.variance, self.pool), axis=0)
-            features = features.scaled(gain, total)
-        return self.from_moments(moments.variance, token_gram, features, self.pool)
-
-    def _from_pattern(self, pattern: Array, token_gram: Array, feature_gram: Array) -> Self:
-        """`from_moments` with variances of this pattern (T, D), scaled to fit the Gram matrices."""
-        rows, columns = jnp.diagonal(token_gram), jnp.diagonal(feature_gram)
-        variance = fit_marginals(pattern, rows, columns, self.pool)
-        return self.from_moments(variance, token_gram, feature_gram, self.pool)
+        grams = separable_noise.elementwise(self, moments)
+        return self.from_moments(moments.variance, *grams, pool=self.pool)
