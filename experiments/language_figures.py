@@ -28,6 +28,7 @@ def uncertainty(results: Results, network: str) -> Figure:
                 axis.hist(value, bins, density=True, color=colour, alpha=0.55, label=text)
             title = "surprise" if part == "bits" else f"{part} uncertainty"
             axis.set(xlabel=f"{title}, {unit}", yticks=[])
+            axis.locator_params(axis="x", nbins=5)
         axes[0].set_ylabel("windows")
         axes[0].legend()
         figure.suptitle(f"{network}: windows of known and of foreign text", fontsize=9)

@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "causal; in Separable later characters reach earlier ones a little; others are slow)",
     )
     numbers = (
-        ("--steps", count, 500, "N", "updates of the Bayesian network"),
-        ("--plain-steps", count, 3000, "N", "updates of the plain network"),
-        ("--batch-size", count, 32, "N", "windows for each update, of both networks"),
-        ("--learning-rate", positive, 1e-3, "X", "peak of the Bayesian network's schedule"),
+        ("--steps", count, 150, "N", "updates of the Bayesian network"),
+        ("--plain-steps", count, 2000, "N", "updates of the plain network"),
+        ("--batch-size", count, 16, "N", "windows for each update, of both networks"),
+        ("--learning-rate", positive, 2e-3, "X", "peak of the Bayesian network's schedule"),
         ("--plain-learning-rate", positive, 3e-3, "X", "peak of the plain network's schedule"),
         ("--weight-decay", weight, 1e-2, "X", "AdamW weight decay of the plain network"),
         ("--kl-weight", weight, 0.3, "X", "final weight of the KL: 1 is Bayes' rule, less is cold"),
-        ("--warm-up", number(int, least=0), 100, "N", "updates in which the KL's weight rises"),
-        ("--samples", number(int, least=2), 30, "N", "sampled networks to compare with"),
-        ("--windows", number(int, least=2), 180, "N", "windows of each text to score, at most"),
+        ("--warm-up", number(int, least=0), 50, "N", "updates in which the KL's weight rises"),
+        ("--samples", number(int, least=2), 10, "N", "sampled networks to compare with"),
+        ("--windows", number(int, least=2), 100, "N", "windows of each text to score, at most"),
         ("--save-every", count, 250, "N", "updates of either network between checkpoints"),
     )
     for name, kind, default, metavar, what in numbers:
