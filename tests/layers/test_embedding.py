@@ -70,6 +70,11 @@ def test_modules_are_their_networks():
     assert_close(places(mean[:, 2:], start=jnp.array([2, 0]))[0][0], later[0])
     total = jax.vmap(lambda c: c.variance())(cov) + places.params.variance[None, : IDS.shape[0]]
     assert_close(jax.vmap(lambda c: c.variance())(moved_cov), total, 1e-6)
+    # A sequence in another structure than the module's own keeps it.
+    certain = mj.Full.zeros(mean.shape[1:])
+    assert_close(
+        places(mean[0], certain)[1].variance(), places.params.variance[: IDS.shape[0]], 1e-6
+    )
     for module in (embed, places):
         again = type(module).from_deterministic(module.mean_network())
         assert_close(again.params.mean, module.params.mean)
