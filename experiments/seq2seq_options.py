@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--steps",
         type=count,
-        default=800,
+        default=600,
         metavar="N",
         help="updates (default: %(default)s)",
     )
