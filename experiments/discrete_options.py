@@ -21,7 +21,11 @@ LIKELIHOODS: dict[str, Callable[[], Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the experiment."""
+    """The options of the experiment.
+
+    The defaults were chosen for the digits, kind of network by kind of network, on 300 images held out
+    of those to train and to validate by; the test images had no part in it.
+    """
     count, positive = number(int, least=1), number(float, above=0)
     add = parser.add_argument
     add(

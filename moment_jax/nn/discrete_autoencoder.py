@@ -84,9 +84,9 @@ class DiscreteAutoencoder(BayesianModule):
     >>> import moment_jax as mj
     >>> model = mj.nn.DiscreteAutoencoder(image_size=4, patch_size=2, num_codes=3, num_features=4,
     ...     num_heads=2, structure=mj.Diagonal, rngs=nnx.Rngs(0))
-    >>> bound = model.negative_elbo(jnp.ones((5, 4, 4)), jax.random.key(0), 1.0, dataset_size=100)
-    >>> bound.total.shape
-    (5,)
+    >>> images = jnp.ones((5, 4, 4))
+    >>> jax.eval_shape(model.code_log_probs, images).shape
+    (5, 4, 3)
     """
 
     def __init__(
