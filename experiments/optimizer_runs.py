@@ -72,6 +72,8 @@ class Training:
 
     def __init__(self, task: OptimizerTask, method: Method) -> None:
         self.task, self.method = task, method
+        own = task.second_order if method.curvature is not None else None
+        self.grid = method.grid if own is None else own
         self.graph, _ = nnx.split(task.create(0))
         self._start = jax.jit(self._start_of)
         self._advance = jax.jit(self._advanced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ WIDTHS = (64, 128, 64, 12, 64, 128, 64)
 NUM_EVALUATED = 512
 NUM_HEADS = 4
 KL_WEIGHT = 0.1
+NUM_TRAIN = 1147  # digits in the training part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class OptimizerTask:
       num_second_order_steps: the same of methods other than Adam.
       curvature_every: updates between new curvature, which the first so many updates all have.
       evaluate_every: updates between evaluations of the loss, in the runs that are reported.
+      second_order: values to try of the settings of second-order methods; None for the methods' own.
     """
 
     name: str
@@ -54,6 +56,7 @@ class OptimizerTask:
     num_second_order_steps: int
     curvature_every: int = 5
     evaluate_every: int = 1
+    second_order: Mapping[str, tuple[float, ...]] | None = None
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
@@ -145,7 +148,8 @@ def bayesian() -> OptimizerTask:
     what is compared here is the optimisers.
     """
     part = data.load().train
-    size = part.labels.size
+    size = NUM_TRAIN
+    assert part.labels.size == size
     fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
 
     def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:

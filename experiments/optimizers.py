@@ -150,7 +150,7 @@ def _compare(
 
 def _best(training: Training, steps: int, target: float | None) -> Settings:
     """The setting that reaches the target first, or else ends lowest, from the first seed."""
-    values = training.method.grid
+    values = training.grid
     grid = [
         dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
     ]
