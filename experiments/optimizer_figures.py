@@ -16,6 +16,7 @@ COLOURS = {
     "muon": "#d1852b",
     "cg_fac": "#2b6cb0",
     "kfac": "#2a9d5c",
+    "kfac_eigh": "#b23a48",
     "somax": "#8b5fbf",
 }
 

@@ -15,7 +15,7 @@ from experiments.optimizer_tasks import KL_WEIGHT, NUM_TRAIN
 
 # Nine values for all: of the learning rate alone, or of the step's bound by the damping.
 FIRST_ORDER = {"learning_rate": (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 3e-2)}
-SECOND_ORDER = {"kl_bound": (1e-5, 1e-4, 3e-4), "damping": (1e-6, 1e-5, 1e-4)}
+SECOND_ORDER = {"kl_bound": (1e-5, 3e-4, 1e-3), "damping": (1e-6, 1e-5, 1e-4)}
 OTHERS_RATE = 3e-2  # of Adam for the positions, which belong to no layer, beside every method
 SCALE_RATE = 1.0  # of the spreads; 1 is Newton's step on the KL term
 MOMENTUM = 0.8
@@ -56,8 +56,9 @@ def _second_order(method: Any, model: nnx.Module, **settings: Any) -> optax.Grad
 def methods() -> dict[str, Method]:
     """Every method by name."""
     curvature: dict[str, Any] = {"fisher": mj.optim.SampledFisher()}
+    kfac = partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)
     # Exact damping: what factored damping adds on top costs the autoencoder a quarter more steps.
-    kfac = partial(mj.optim.kfac, refresh_every=REFRESH_EVERY, inversion=mj.optim.Eigh())
+    kfac_eigh = partial(kfac, inversion=mj.optim.Eigh())
     cg_fac = partial(
         mj.optim.cg_fac,
         max_iterations=CG_ITERATIONS,
@@ -73,4 +74,5 @@ def methods() -> dict[str, Method]:
         "muon": Method(partial(_first_order, optax.contrib.muon), FIRST_ORDER),
         "cg_fac": second_order(cg_fac),
         "kfac": second_order(kfac),
+        "kfac_eigh": second_order(kfac_eigh),
     }

@@ -1,0 +1,21 @@
+"""Meshes of devices, and how parameters, batches and moments lie on them.
+
+The transforms themselves know nothing of devices: they are compiled for the shardings of what comes in,
+and the compiler adds the communication (GSPMD). Here is what to put in: batches and, if wished, rows of
+parameters over the axis `data`, heads, hidden features and vocabularies over the axis `model`.
+"""
+
+from moment_jax.parallel.mesh import make_mesh
+from moment_jax.parallel.moments import constrain, moment_specs
+from moment_jax.parallel.parameters import partition_spec, shard, shardings
+from moment_jax.parallel.place import shard_batch
+
+__all__ = [
+    "constrain",
+    "make_mesh",
+    "moment_specs",
+    "partition_spec",
+    "shard",
+    "shard_batch",
+    "shardings",
+]

@@ -1,0 +1,84 @@
+"""Where means and covariances lie between layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from moment_jax.covariance import (
+    Covariance,
+    Diagonal,
+    Full,
+    Separable,
+    TokenBlock,
+    TokenCorrelated,
+)
+from moment_jax.parallel.mesh import DATA, MODEL
+
+Array = jax.Array
+S = TypeVar("S", bound=Covariance)
+
+# For each field the axis that belongs to features; all others stay whole.
+FEATURE_AXES: dict[type[Covariance], dict[str, int | None]] = {
+    Diagonal: {"variances": 1},
+    TokenBlock: {"blocks": 1},
+    TokenCorrelated: {"scale": 1, "correlation": None},
+    Separable: {"scale": 1, "token_correlation": None, "feature_correlation": 0, "pool": None},
+    Full: {"cov": 1},
+}
+
+
+def moment_specs(cov: Covariance, *, batched: bool = True) -> Covariance:
+    """Partition specs of a covariance, in its structure: a batch over `data`, features over `model`.
+
+    Args:
+      cov: a covariance, with one leading axis of a batch or without.
+      batched: whether there is one.
+
+    Raises:
+      TypeError: if it is of a structure that is not known here.
+    """
+    if type(cov) not in FEATURE_AXES:
+        names = ", ".join(structure.__name__ for structure in FEATURE_AXES)
+        raise TypeError(
+            f"`moment_specs` knows the structures {names}. Got {type(cov).__name__}; enter the axis of "
+            "its features in FEATURE_AXES."
+        )
+    lead = (DATA,) if batched else ()
+
+    def spec(name: str, axis: int | None) -> PartitionSpec | None:
+        leaf = getattr(cov, name)
+        if leaf is None:
+            return None
+        axes: list[str | None] = [None] * (leaf.ndim - len(lead))
+        if axis is not None:
+            axes[axis] = MODEL
+        return PartitionSpec(*lead, *axes)
+
+    specs = {name: spec(name, axis) for name, axis in FEATURE_AXES[type(cov)].items()}
+    fields: Any = cov
+    return dataclasses.replace(fields, **specs)
+
+
+def constrain(mean: Array, cov: S, mesh: Mesh, *, batched: bool = True) -> tuple[Array, S]:
+    """The same moments, laid out as `moment_specs` says, inside `jit`.
+
+    Args:
+      mean: (B, T, D), or (T, D) without a batch.
+      cov: its covariance.
+      mesh: from `make_mesh`; its axes must divide B and D.
+      batched: whether there is a batch.
+    """
+    specs = moment_specs(cov, batched=batched)
+    lead = (DATA,) if batched else ()
+    mean = jax.lax.with_sharding_constraint(
+        mean, NamedSharding(mesh, PartitionSpec(*lead, None, MODEL))
+    )
+    return mean, jax.tree.map(
+        lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
+        cov,
+        specs,
+    )
