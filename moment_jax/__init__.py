@@ -12,6 +12,7 @@ from moment_jax import (
     nn,
     objectives,
     optim,
+    parallel,
     posterior,
     reference,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "nn",
     "objectives",
     "optim",
+    "parallel",
     "posterior",
     "reference",
     "relu",

@@ -40,8 +40,9 @@ MAY_IMPORT = {
     },
     # The layers that report their curvature are Flax's and those of nn, so it stands above nn.
     "optim": {"xla", "posterior", "layers", "nn"},
+    "parallel": {"covariance"},
 }
-KNOW_FLAX = {"nn", "optim"}
+KNOW_FLAX = {"nn", "optim", "parallel"}
 
 
 def imported(path: Path) -> set[str]:

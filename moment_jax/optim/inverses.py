@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +65,7 @@ class Eigh:
     def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> EigenPair:
         """Eigenbases of (L, n, n) factors."""
         del damping
-        a, u = jnp.linalg.eigh(inputs)
-        g, w = jnp.linalg.eigh(outputs)
+        (a, u), (g, w) = (_one_by_one(jnp.linalg.eigh, factor) for factor in (inputs, outputs))
         return EigenPair(jnp.maximum(a, 0), u, jnp.maximum(g, 0), w)
 
     def empty(self, count: int, rows: int, columns: int, dtype: DType) -> EigenPair:
@@ -163,14 +163,21 @@ def _floor(trace: Array, damping: Array) -> Array:
 
 def _inverse(matrices: Array) -> Array:
     """Of positive definite (L, n, n)."""
+    return _one_by_one(_inverse_of_one, matrices)
+
+
+def _one_by_one(function: Callable[[Array], Any], matrices: Array) -> Any:
+    """`function` of every matrix of (L, n, n), in a batch only where there are no CPU threads.
+
+    On CPU jaxlib (0.10.2) shares a batch of LAPACK calls out to the threads that already run it and
+    waits there; as many batches at once as there are threads wait for ever.
+    """
     return jax.lax.platform_dependent(
-        matrices, cpu=lambda m: jax.lax.map(_inverse_of_one, m), default=jax.vmap(_inverse_of_one)
+        matrices, cpu=lambda m: jax.lax.map(function, m), default=jax.vmap(function)
     )
 
 
 def _inverse_of_one(matrix: Array) -> Array:
-    # One by one on CPU: jaxlib (0.10.2) shares a batch of LAPACK calls out to the threads that already
-    # run it and waits there; as many batches at once as there are threads wait for ever.
     factor = jnp.linalg.cholesky(matrix)
     eye = jnp.eye(len(matrix), dtype=matrix.dtype)
     half = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)

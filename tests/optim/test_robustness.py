@@ -131,20 +131,25 @@ def test_a_batch_of_one():
 
 
 MANY_INVERSES = """
+import sys
 import jax, jax.numpy as jnp
-from moment_jax.optim import Cholesky
+import moment_jax as mj
+
+inversion, count = getattr(mj.optim, sys.argv[1])(), int(sys.argv[2])
 
 def inverses():
     for n in (65, 64, 48, 32, 129, 100, 70, 80):
         factor = jnp.tile(2 * jnp.eye(n)[None], (16, 1, 1))
-        yield Cholesky().refreshed(factor, factor, jnp.ones(()))
+        yield inversion.refreshed(factor, factor, jnp.ones(()))
 
 compiled = jax.jit(lambda: list(inverses()))
-for _ in range(60):
+for _ in range(count):
     jax.block_until_ready(compiled())
 """
 
 
-def test_inverses_of_many_groups_of_layers_end():
+@pytest.mark.parametrize(("inversion", "count"), [("Cholesky", 60), ("Eigh", 6)])
+def test_inverses_of_many_groups_of_layers_end(inversion, count):
     """Batches of LAPACK calls that run at once have waited for each other for ever on few cores."""
-    subprocess.run([sys.executable, "-c", MANY_INVERSES], check=True, timeout=200)
+    words = [sys.executable, "-c", MANY_INVERSES, inversion, str(count)]
+    subprocess.run(words, check=True, timeout=200)

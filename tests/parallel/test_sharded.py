@@ -26,6 +26,7 @@ def test_eight_devices_are_one():
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "8",  # of a process, which cannot be told later
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_ENABLE_X64": "1",
         "PYTHONWARNINGS": "error",
     }
     done = subprocess.run(
@@ -38,8 +39,8 @@ def test_eight_devices_are_one():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout)
-    assert len(results) == 5
-    assert all(value < 1e-5 for value in results.values()), results
+    assert len(results) == 3
+    assert all(value < 1e-10 for value in results.values()), results
 
 
 @pytest.mark.parametrize(
