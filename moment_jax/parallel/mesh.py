@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 DATA, MODEL = "data", "model"
@@ -27,7 +26,7 @@ def make_mesh(
     >>> make_mesh(1, 1, devices=jax.devices()[:1]).shape["data"]
     1
     """
-    devices = jax.devices() if devices is None else devices
+    devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
     rows = count // model if data is None and model >= 1 else data
     if model < 1 or rows is None or rows < 1 or rows * model != count:
@@ -35,7 +34,6 @@ def make_mesh(
             f"`make_mesh` needs data * model == {count}, the number of devices. Got data={data} and "
             f"model={model}. Give fewer by devices=jax.devices()[:n]."
         )
-    if devices is not None and list(devices) == jax.devices():
-        return jax.make_mesh((rows, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
-    grid = np.asarray(devices).reshape(rows, model)
-    return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    return jax.make_mesh(
+        (rows, model), (DATA, MODEL), devices=devices, axis_types=(AxisType.Auto,) * 2
+    )
