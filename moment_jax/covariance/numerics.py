@@ -17,8 +17,11 @@ def safe_sqrt(x: Array) -> Array:
 
 
 def safe_divide(x: Array, y: Array, otherwise: float = 0.0) -> Array:
-    """Quotient x / y, and `otherwise` where y is zero (or so small that the quotient would overflow)."""
-    usable = jnp.abs(y) > jnp.finfo(y.dtype).tiny
+    """Quotient x / y, and `otherwise` where y is zero, or so small that 1 / y^2 would overflow.
+
+    That is in the derivative, which would be NaN at x = 0.
+    """
+    usable = jnp.abs(y) > 2 * jnp.finfo(y.dtype).tiny ** 0.5
     return jnp.where(usable, x / jnp.where(usable, y, 1), otherwise)
 
 
