@@ -22,6 +22,7 @@ def settings_of_a_user():
         yield
 
 
+@pytest.mark.whole_run
 def test_figures_and_metrics(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(classifiers, "NUM_BLOCKS", 1)  # half the compilation
     counts = {"--steps": 2, "--plain-steps": 4, "--batch-size": 4, "--samples": 2}

@@ -30,6 +30,7 @@ def settings_of_a_user():
         yield
 
 
+@pytest.mark.whole_run
 def test_the_experiment(tmp_path, capsys):
     arguments = [str(word) for option in TINY.items() for word in option]
     assert main(["discrete", *arguments, "--out", str(tmp_path)]) == 0

@@ -21,6 +21,7 @@ def settings_of_a_user():
         yield
 
 
+@pytest.mark.whole_run
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(optimizer_methods, "FIRST_ORDER", {"learning_rate": (1e-3, 3e-3)})
     monkeypatch.setattr(

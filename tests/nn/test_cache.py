@@ -33,7 +33,7 @@ def token_by_token(model, cache, x):
     return jnp.concatenate(means, axis=1), jnp.concatenate(spreads, axis=1)
 
 
-@pytest.mark.parametrize(("structure", "norm_first"), zip(CACHED, (True, False), strict=True))
+@pytest.mark.parametrize(("structure", "norm_first"), list(zip(CACHED, (True, False), strict=True)))
 def test_a_causal_encoder(structure, norm_first):
     model = mj.nn.Encoder(
         2, FEATURES, HEADS, structure=structure, norm_first=norm_first, **SETTINGS
