@@ -1,4 +1,4 @@
-"""Sharded is unsharded: loss, gradients, updates and moments, over data, model and both."""
+"""Sharded is unsharded: loss, gradients, an update and moments, over data and model together."""
 
 from __future__ import annotations
 
