@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
 import moment_jax as mj
 from experiments.optimizer_runs import Method
-from experiments.optimizer_tasks import KL_WEIGHT, NUM_TRAIN
+from experiments.optimizer_tasks import KL_WEIGHT, NUM_TRAIN, OptimizerTask
+
+Array = jax.Array
 
 # Nine values for all: of the learning rate alone, or of the step's bound by the damping.
 FIRST_ORDER = {"learning_rate": (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 3e-2)}
 SECOND_ORDER = {"kl_bound": (1e-5, 3e-4, 1e-3), "damping": (1e-6, 1e-5, 1e-4)}
 OTHERS_RATE = 3e-2  # of Adam for the positions, which belong to no layer, beside every method
-SCALE_RATE = 1.0  # of the spreads; 1 is Newton's step on the KL term
 MOMENTUM = 0.8
 CG_ITERATIONS = 5
 REFRESH_EVERY = 10
 DECAY = 0.9
 
 
-def _first_order(method: Any, model: nnx.Module, **settings: Any) -> optax.GradientTransformation:
+def _falling(task: OptimizerTask, num_steps: int, power: int = 1) -> Callable[[Array], Array]:
+    """What the steps of a run are multiplied by: a cosine down to zero if the task asks for it, or 1."""
+
+    def factor(step: Array) -> Array:
+        if not task.falling:
+            return jnp.ones(())
+        return (0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(step / num_steps, 1)))) ** power
+
+    return factor
+
+
+def _others(factor: Callable[[Array], Array]) -> optax.GradientTransformation:
+    return optax.adam(lambda step: OTHERS_RATE * factor(step))
+
+
+def _first_order(
+    method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int, *, learning_rate: Any
+) -> optax.GradientTransformation:
     """By `method`, positions at a rate of their own."""
+    factor = _falling(task, num_steps)
     owned = {leaf for block in mj.optim.find_blocks(model) for leaf in block.leaves}
     owned |= {scale.path for scale in mj.optim.find_scales(model)}
 
@@ -35,21 +56,39 @@ def _first_order(method: Any, model: nnx.Module, **settings: Any) -> optax.Gradi
             lambda path, _: "layers" if _name(path) in owned else "others", paths
         )
 
-    return optax.partition({"layers": method(**settings), "others": optax.adam(OTHERS_RATE)}, label)
+    layers = method(lambda step: learning_rate * factor(step))
+    return optax.partition({"layers": layers, "others": _others(factor)}, label)
 
 
 def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _second_order(method: Any, model: nnx.Module, **settings: Any) -> optax.GradientTransformation:
-    # The learning rate is 1 and the bound sets the step: it is as good as always in force.
+def _second_order(
+    method: Any,
+    model: nnx.Module,
+    task: OptimizerTask,
+    num_steps: int,
+    *,
+    kl_bound: Any,
+    **settings: Any,
+) -> optax.GradientTransformation:
+    # The learning rate is 1 and the bound sets the step: it is as good as always in force. The length of
+    # a step is as the bound's root.
+    factor, squared = _falling(task, num_steps), _falling(task, num_steps, 2)
     return mj.optim.for_model(
         model,
-        partial(method, 1.0, momentum=MOMENTUM, decay=DECAY, **settings),
-        scale_learning_rate=SCALE_RATE,
+        partial(
+            method,
+            1.0,
+            momentum=MOMENTUM,
+            decay=DECAY,
+            kl_bound=lambda step: kl_bound * squared(step),
+            **settings,
+        ),
+        scale_learning_rate=task.scale_rate,
         dataset_size=NUM_TRAIN / KL_WEIGHT,
-        others=optax.adam(OTHERS_RATE),
+        others=_others(factor),
     )
 
 

@@ -26,7 +26,8 @@ class Method:
     """An optimiser with its settings.
 
     Args:
-      optimizer: (model, **settings) -> the Optax transformation; settings may be arrays.
+      optimizer: (model, task, number of updates of a run, **settings) -> the Optax transformation;
+        settings may be arrays.
       grid: values to try of every setting.
       curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
     """
@@ -64,14 +65,14 @@ Settings = Mapping[str, Any]
 
 
 class Training:
-    """Training on one task by one method, compiled once for all settings, seeds and lengths.
+    """Training on one task by one method in so many updates, compiled once for all settings and seeds.
 
     Compilation of a second-order update of a Bayesian network takes a minute or more, so tuning, the
     final runs and the timing share one program.
     """
 
-    def __init__(self, task: OptimizerTask, method: Method) -> None:
-        self.task, self.method = task, method
+    def __init__(self, task: OptimizerTask, method: Method, num_steps: int) -> None:
+        self.task, self.method, self.num_steps = task, method, num_steps
         own = task.second_order if method.curvature is not None else None
         self.grid = method.grid if own is None else own
         self.graph, _ = nnx.split(task.create(0))
@@ -80,21 +81,21 @@ class Training:
         self._evaluate = jax.jit(self._loss_of)
 
     def courses(
-        self, settings: Settings, seeds: list[int], num_steps: int, evaluate_every: int = 1
+        self, settings: Settings, seeds: list[int], evaluate_every: int = 1
     ) -> list[Course]:
         """Train from every seed, the loss evaluated after every so many updates.
 
         Between evaluations the last loss is repeated.
         """
         values = jax.tree.map(jnp.float32, dict(settings))
-        return [self._course(values, seed, num_steps, evaluate_every) for seed in seeds]
+        return [self._course(values, seed, evaluate_every) for seed in seeds]
 
-    def _course(self, values: Settings, seed: int, num_steps: int, evaluate_every: int) -> Course:
+    def _course(self, values: Settings, seed: int, evaluate_every: int) -> Course:
         params, key = nnx.split(self.task.create(seed))[1], jax.random.key(seed)
         state = self._start(params, values)
         last, losses, iterations = float(self._evaluate(params)), [], []
-        for first in range(0, num_steps, evaluate_every):
-            count = min(evaluate_every, num_steps - first)
+        for first in range(0, self.num_steps, evaluate_every):
+            count = min(evaluate_every, self.num_steps - first)
             params, state = self._advance(params, state, values, key, first, count)
             losses += [last] * (count - 1)
             last = float(self._evaluate(params))
@@ -121,13 +122,15 @@ class Training:
         return go_on
 
     def _start_of(self, params: Any, values: Settings) -> Any:
-        return make_update(self.task, self.method, values)[1].init(nnx.as_pure(params))
+        return make_update(self.task, self.method, self.num_steps, values)[1].init(
+            nnx.as_pure(params)
+        )
 
     def _advanced(
         self, params: Any, state: Any, values: Settings, key: Array, first: Array, count: Array
     ) -> tuple[Any, Any]:
         """After updates number first to first + count - 1."""
-        update = make_update(self.task, self.method, values)[2]
+        update = make_update(self.task, self.method, self.num_steps, values)[2]
 
         def one(step: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             return update(*carry, key, step)
@@ -142,11 +145,11 @@ Update = Callable[[Any, Any, Array, Array], tuple[Any, Any]]
 
 
 def make_update(
-    task: OptimizerTask, method: Method, settings: Settings
+    task: OptimizerTask, method: Method, num_steps: int, settings: Settings
 ) -> tuple[Any, optax.GradientTransformationExtraArgs, Update]:
     """Graph, transformation, and the update (params, state, key, step) -> (params, state)."""
     model = task.create(0)
-    tx = optax.with_extra_args_support(method.optimizer(model, **settings))
+    tx = optax.with_extra_args_support(method.optimizer(model, task, num_steps, **settings))
     graph, _ = nnx.split(model)
 
     def gradients(params: Any, batch: Any, key: Array, step: Array) -> tuple[Any, dict[str, Any]]:

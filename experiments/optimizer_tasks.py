@@ -43,6 +43,8 @@ class OptimizerTask:
       num_second_order_steps: the same of methods other than Adam.
       curvature_every: updates between new curvature, which the first so many updates all have.
       evaluate_every: updates between evaluations of the loss, in the runs that are reported.
+      falling: whether rates and bounds fall to zero by a cosine over the run.
+      scale_rate: of the spreads' natural gradient; 1 is Newton's step on the KL term.
       second_order: values to try of the settings of second-order methods; None for the methods' own.
     """
 
@@ -56,6 +58,8 @@ class OptimizerTask:
     num_second_order_steps: int
     curvature_every: int = 5
     evaluate_every: int = 1
+    falling: bool = False
+    scale_rate: float = 1.0
     second_order: Mapping[str, tuple[float, ...]] | None = None
 
     def batch(self, key: Array, step: Array) -> Batch:
@@ -145,7 +149,8 @@ def bayesian() -> OptimizerTask:
     """(d) A Bayesian vision Transformer on digits; minus the tempered ELBO for each example.
 
     Four tokens, ReLU and variances alone, for the sake of compilation, which takes minutes otherwise:
-    what is compared here is the optimisers.
+    what is compared here is the optimisers. The damping that fits is of the size of the prior's own
+    curvature for each example, kl_weight / (N prior_scale^2) = 1e-3.
     """
     part = data.load().train
     size = NUM_TRAIN
@@ -162,8 +167,20 @@ def bayesian() -> OptimizerTask:
         settings: dict[str, Any] = {"structure": mj.Diagonal, "activation": "relu"}
         return _vision(seed, data.IMAGE_SIZE, 4, 32, 64, **settings)
 
-    arrays = (part.images, part.labels)
-    return OptimizerTask("bayesian", create, loss, arrays, 64, None, 300, 120, evaluate_every=5)
+    return OptimizerTask(
+        "bayesian",
+        create,
+        loss,
+        (part.images, part.labels),
+        batch_size=64,
+        target=None,
+        num_steps=300,
+        num_second_order_steps=120,
+        evaluate_every=5,
+        falling=True,
+        scale_rate=0.3,
+        second_order={"kl_bound": (3e-4, 1e-3, 3e-3), "damping": (3e-4, 1e-3, 3e-3)},
+    )
 
 
 def _vision(

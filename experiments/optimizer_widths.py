@@ -26,7 +26,7 @@ class Cost(NamedTuple):
 def cost_of_update(width: int, name: str, method: Method, settings: Settings) -> Cost:
     """Compile the update of the Transformer of this width, and time both kinds of it once."""
     task = transformer(width)
-    _, tx, update = make_update(task, method, settings)
+    _, tx, update = make_update(task, method, task.num_steps, settings)
     params: Any = nnx.split(task.create(0))[1]
     state = tx.init(nnx.as_pure(params))
     key = jax.random.key(0)

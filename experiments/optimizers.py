@@ -129,9 +129,9 @@ def _compare(
         steps = args.steps or (task.num_steps if name == "adam" else task.num_second_order_steps)
         # A task of new data takes the settings of the one it is meant to check.
         source = tuned.get(TUNED_ON.get(task.name, ""), {}).get(name)
-        trainings[name] = training = Training(task, known[name])
-        settings[name] = source or _best(training, steps, target)
-        courses[name] = training.courses(settings[name], seeds, steps, task.evaluate_every)
+        trainings[name] = training = Training(task, known[name], steps)
+        settings[name] = source or _best(training, target)
+        courses[name] = training.courses(settings[name], seeds, task.evaluate_every)
         if target is None:
             target = float(np.median([course.last_loss for course in courses[name]]))
     tuned[task.name] = settings
@@ -148,7 +148,7 @@ def _compare(
     return record, courses
 
 
-def _best(training: Training, steps: int, target: float | None) -> Settings:
+def _best(training: Training, target: float | None) -> Settings:
     """The setting that reaches the target first, or else ends lowest, from the first seed."""
     values = training.grid
     grid = [
@@ -156,7 +156,7 @@ def _best(training: Training, steps: int, target: float | None) -> Settings:
     ]
 
     def rank(settings: Settings) -> tuple[float, float]:
-        (course,) = training.courses(settings, [0], steps, evaluate_every=TUNING_STRIDE)
+        (course,) = training.courses(settings, [0], evaluate_every=TUNING_STRIDE)
         reached = None if target is None else course.steps_to(target)
         last = course.last_loss
         return (np.inf if reached is None else reached, last if np.isfinite(last) else np.inf)

@@ -55,10 +55,10 @@ def test_the_last_loss_is_no_single_update():
 
 
 def test_how_often_the_loss_is_evaluated_changes_nothing():
-    training = Training(optimizer_tasks.autoencoder(), optimizer_methods.methods()["adam"])
+    training = Training(optimizer_tasks.autoencoder(), optimizer_methods.methods()["adam"], 5)
     settings = {"learning_rate": 1e-3}
-    (each,) = training.courses(settings, [0], 5)
-    (some,) = training.courses(settings, [0], 5, evaluate_every=2)
+    (each,) = training.courses(settings, [0])
+    (some,) = training.courses(settings, [0], evaluate_every=2)
     assert some.losses[1] == some.losses[2]
     np.testing.assert_allclose(some.losses[[1, 3, 4]], each.losses[[1, 3, 4]], rtol=1e-6)
 
