@@ -6,6 +6,7 @@ from moment_jax.xla.tokens import (
     by_tokens,
     product_of_transposed,
     product_with_transposed,
+    rows_diagonal,
     rows_product,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "materialized",
     "product_of_transposed",
     "product_with_transposed",
+    "rows_diagonal",
     "rows_product",
 ]

@@ -48,6 +48,19 @@ def product_of_transposed(a: Array, b: Array) -> Array:
     return a.T @ b if mesh is None else _inner(mesh, a, b)
 
 
+def rows_diagonal(matrix: Array) -> Array:
+    """The diagonal (T,) of a matrix (T, T) by rows."""
+    mesh = _mesh_dividing(*matrix.shape)
+    if mesh is None or matrix.shape[0] != matrix.shape[1]:
+        return jnp.diagonal(matrix)
+
+    def part(rows: Array) -> Array:
+        width = rows.shape[0]
+        return jnp.diagonal(_columns(rows, jax.lax.axis_index(SEQUENCE), width))
+
+    return _by_rows(mesh, part)(matrix)
+
+
 def _mesh() -> AbstractMesh | None:
     """The mesh around us, if it has more than one device along an axis `sequence` of the compiler's."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -85,22 +98,19 @@ def _keep(product: Callable[[AbstractMesh, Array, Array], Array]) -> Callable[..
     return lambda mesh, a, b: (product(mesh, a, b), (a, b))
 
 
-_straight.defvjp(
-    _keep(_straight), lambda m, ab, g: (_outer(m, g, ab[1]), _inner(m, ab[0], g))
-)
+_straight.defvjp(_keep(_straight), lambda m, ab, g: (_outer(m, g, ab[1]), _inner(m, ab[0], g)))
 _outer.defvjp(_keep(_outer), lambda m, ab, g: (_straight(m, g, ab[1]), _inner(m, g, ab[0])))
 _inner.defvjp(_keep(_inner), lambda m, ab, g: (_outer(m, ab[1], g), _straight(m, ab[0], g)))
 
 
 def _ring(mesh: AbstractMesh, part: Callable[..., Array], a: Array, b: Array) -> Array:
-    """The parts of a product, each device's own rows; other axes of the mesh stay the compiler's."""
-    return jax.shard_map(
-        partial(part, mesh.shape[SEQUENCE]),
-        mesh=mesh,
-        in_specs=(_ROWS, _ROWS),
-        out_specs=_ROWS,
-        axis_names={SEQUENCE},
-    )(a, b)
+    """The parts of a product."""
+    return _by_rows(mesh, partial(part, mesh.shape[SEQUENCE]))(a, b)
+
+
+def _by_rows(mesh: AbstractMesh, part: Callable[..., Array]) -> Callable[..., Array]:
+    """What every device does with its rows; other axes of the mesh stay the compiler's."""
+    return jax.shard_map(part, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS, axis_names={SEQUENCE})
 
 
 def _straight_part(count: int, a: Array, b: Array) -> Array:
