@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +55,8 @@ def rows_diagonal(matrix: Array) -> Array:
     if mesh is None or matrix.shape[0] != matrix.shape[1]:
         return jnp.diagonal(matrix)
 
-    def part(rows: Array) -> Array:
-        width = rows.shape[0]
-        return jnp.diagonal(_columns(rows, jax.lax.axis_index(SEQUENCE), width))
+    def part(own: Array, rows: Array) -> Array:
+        return jnp.diagonal(_columns(rows, own, rows.shape[0]))
 
     return _by_rows(mesh, part)(matrix)
 
@@ -94,7 +94,7 @@ def _inner(mesh: AbstractMesh, a: Array, b: Array) -> Array:
     return _ring(mesh, _inner_part, a, b)
 
 
-def _keep(product: Callable[[AbstractMesh, Array, Array], Array]) -> Callable[..., object]:
+def _keep(product: Callable[[AbstractMesh, Array, Array], Array]) -> Callable[..., Any]:
     return lambda mesh, a, b: (product(mesh, a, b), (a, b))
 
 
@@ -109,38 +109,48 @@ def _ring(mesh: AbstractMesh, part: Callable[..., Array], a: Array, b: Array) ->
 
 
 def _by_rows(mesh: AbstractMesh, part: Callable[..., Array]) -> Callable[..., Array]:
-    """What every device does with its rows; other axes of the mesh stay the compiler's."""
-    return jax.shard_map(part, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS, axis_names={SEQUENCE})
+    """What every device does with its place and its rows; other axes stay the compiler's.
+
+    The place comes as an array, since not every compiler knows `axis_index` beside such axes.
+    """
+    mapped = jax.shard_map(
+        lambda places, *rows: part(places[0], *rows),
+        mesh=mesh,
+        in_specs=_ROWS,
+        out_specs=_ROWS,
+        axis_names={SEQUENCE},
+    )
+    return lambda *rows: mapped(jnp.arange(mesh.shape[SEQUENCE]), *rows)
 
 
-def _straight_part(count: int, a: Array, b: Array) -> Array:
+def _straight_part(count: int, own: Array, a: Array, b: Array) -> Array:
     """Rows of a b: sum over the devices of the columns of a that meet their rows of b."""
     width = b.shape[0]
 
     def meet(turn: Array, total: Array, b: Array) -> Array:
-        return total + _columns(a, _owner(turn, count), width) @ b
+        return total + _columns(a, (own + turn) % count, width) @ b
 
     return _pass_round(count, meet, _zeros((a.shape[0], b.shape[1]), a, b), b)
 
 
-def _outer_part(count: int, a: Array, b: Array) -> Array:
+def _outer_part(count: int, own: Array, a: Array, b: Array) -> Array:
     """Rows of a b^T: every device's rows of b make its columns."""
     width = b.shape[0]
 
     def meet(turn: Array, total: Array, b: Array) -> Array:
-        start = _owner(turn, count) * width
+        start = (own + turn) % count * width
         return jax.lax.dynamic_update_slice_in_dim(total, a @ b.T, start, axis=1)
 
     return _pass_round(count, meet, _zeros((a.shape[0], count * width), a, b), b)
 
 
-def _inner_part(count: int, a: Array, b: Array) -> Array:
+def _inner_part(count: int, own: Array, a: Array, b: Array) -> Array:
     """Rows of a^T b: the sum goes round, and ends where its rows belong."""
     width = a.shape[1] // count
 
     def turn_round(turn: Array, total: Array) -> Array:
         total = _shifted(total, count, 1)
-        target = (jax.lax.axis_index(SEQUENCE) + count - 1 - turn) % count
+        target = (own + count - 1 - turn) % count
         return total + _columns(a, target, width).T @ b
 
     return jax.lax.fori_loop(0, count, turn_round, _zeros((width, b.shape[1]), a, b))
@@ -163,11 +173,6 @@ def _pass_round(
 def _shifted(array: Array, count: int, by: int) -> Array:
     """What the device `by` places before this one has."""
     return jax.lax.ppermute(array, SEQUENCE, [(i, (i + by) % count) for i in range(count)])
-
-
-def _owner(turn: Array, count: int) -> Array:
-    """Whose rows are here after so many turns."""
-    return (jax.lax.axis_index(SEQUENCE) + turn) % count
 
 
 def _columns(a: Array, block: Array, width: int) -> Array:
