@@ -1,10 +1,11 @@
 """Sequences on 8 virtual devices beside one device; the test starts it as a process of its own.
 
-Prints one JSON object: for each case the largest difference, relative to the largest entry. With the
-argument `all`, every structure on every mesh, which takes minutes.
+Prints one JSON object: for each case the largest difference, relative to the largest entry. Other cases
+can be named, such as "block:Separable:data x sequence"; one takes a minute or two to compile.
 """
 
 import json
+import re
 import sys
 
 import jax
@@ -12,9 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 import moment_jax as mj
+from moment_jax.xla import (
+    product_of_transposed,
+    product_with_transposed,
+    rows_diagonal,
+    rows_product,
+)
 from tests.parallel.program import difference
 
-BATCH, TOKENS, FEATURES, HEADS = 2, 8, 8, 2
+BATCH, TOKENS, FEATURES, HEADS = 2, 16, 8, 2
 KEYS = jax.random.split(jax.random.key(1), 3)
 DTYPE = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
 X = jax.random.normal(KEYS[0], (BATCH, TOKENS, FEATURES), DTYPE)
@@ -73,22 +80,70 @@ def results(make, structure, mesh):
     return nnx.jit(nnx.value_and_grad(loss, argnums=arguments, has_aux=True))(model, *inputs)
 
 
-LEAN = [
-    (block, mj.Separable, "data x sequence"),
-    (block, mj.TokenBlock, "sequence"),
-    (encoder, mj.TokenCorrelated, "sequence x model"),
-    (encoder, mj.Diagonal, "data x sequence"),
-]
+def products(mesh):
+    """The products by rows and the diagonal, one after another: value and gradients."""
+
+    def one(a, b, c):
+        inner = product_of_transposed(jnp.sin(product_with_transposed(rows_product(a, b), c)), a)
+        return jnp.sum(inner**2) + jnp.sum(jnp.cos(rows_diagonal(a @ b @ c.T)))
+
+    def total(a, b, c):
+        return jnp.sum(jax.vmap(one)(a, b, c))
+
+    shapes = ((BATCH, TOKENS, 8), (BATCH, 8, 12), (BATCH, TOKENS, 12))
+    inputs = tuple(jax.random.normal(k, s) for k, s in zip(KEYS, shapes, strict=True))
+    if mesh is not None:
+        total = mj.parallel.by_sequence(total, mesh)
+        inputs = mj.parallel.shard_sequences(inputs, mesh)
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*inputs)
+
+
+def attention(mesh):
+    """Moments of attention with a causal mask, and how many of its arrays are of all pairs of tokens."""
+    structure = mj.TokenCorrelated
+    params = block(structure)[0].attention.params
+
+    def attend(x, noise):
+        mean, cov = jax.vmap(lambda m, c: mj.attention(m, c, params, num_heads=HEADS, mask=CAUSAL))(
+            x, _random(structure, noise)
+        )
+        return (mean, cov) if mesh is None else mj.parallel.constrain(mean, cov, mesh)
+
+    inputs = (X, NOISE)
+    if mesh is not None:
+        attend = mj.parallel.by_sequence(attend, mesh)
+        inputs = mj.parallel.shard_sequences(inputs, mesh)
+    compiled = jax.jit(attend).lower(*inputs).compile()
+    return compiled(*inputs), whole_arrays(compiled.as_text())
+
+
+def whole_arrays(program):
+    """Instructions whose result is of numbers, and has an entry for each pair of tokens."""
+    shapes = re.findall(r"= f(?:32|64)\[([0-9,]+)\]", program)
+    return sum(shape.split(",").count(str(TOKENS)) >= 2 for shape in shapes)
+
+
+def lean():
+    """What the test asks for."""
+    found = {}
+    mesh = mj.parallel.make_mesh(2, 1, sequence=4)
+    found["products"] = difference(products(mesh), products(None))
+    alone, count_alone = attention(None)
+    sharded, count = attention(mj.parallel.make_mesh(1, 2, sequence=4))
+    found["attention"] = difference(sharded, alone)
+    found |= {"whole arrays alone": count_alone, "whole arrays": count}
+    pair = (results(encoder, mj.Diagonal, m) for m in (mesh, None))
+    found["encoder"] = difference(*pair)
+    return found
 
 
 def main(names):
-    """The cases of the test, or all."""
-    cases = LEAN
-    if names:
-        structures = [getattr(mj, name) for name in names]
-        cases = [(m, s, mesh) for s in structures for m in (block, encoder) for mesh in MESHES]
-    differences, alone = {}, {}
-    for make, structure, name in cases:
+    """The cases of the test, or those named."""
+    differences = {} if names else lean()
+    alone = {}
+    for case in names:
+        kind, structure_name, name = case.split(":")
+        make, structure = {"block": block, "encoder": encoder}[kind], getattr(mj, structure_name)
         data, model, sequence = MESHES[name]
         mesh = mj.parallel.make_mesh(data, model, sequence=sequence)
         if (make, structure) not in alone:
