@@ -76,7 +76,7 @@ def results(make, structure, mesh):
         loss = mj.parallel.by_sequence(loss, mesh)
         mj.parallel.shard(model, mesh)
         inputs = mj.parallel.shard_sequences(inputs, mesh)
-    arguments = (0, 1, 2) if make is block else (0, 1)
+    arguments = (0, 1) if make is encoder else (0, 1, 2)
     return nnx.jit(nnx.value_and_grad(loss, argnums=arguments, has_aux=True))(model, *inputs)
 
 
@@ -98,22 +98,26 @@ def products(mesh):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*inputs)
 
 
-def attention(mesh):
-    """Moments of attention with a causal mask, and how many of its arrays are of all pairs of tokens."""
-    structure = mj.TokenCorrelated
-    params = block(structure)[0].attention.params
+def attend(structure):
+    """Attention with a causal mask: model, and its moments for an input that is random."""
+    model = block(structure)[0].attention
+    return model, lambda model, x, noise, valid: model(x, _random(structure, noise), CAUSAL)
 
-    def attend(x, noise):
-        mean, cov = jax.vmap(lambda m, c: mj.attention(m, c, params, num_heads=HEADS, mask=CAUSAL))(
-            x, _random(structure, noise)
-        )
+
+def attention(mesh):
+    """Moments of attention, and how many of its arrays have an entry for each pair of tokens."""
+    structure, inputs = mj.TokenCorrelated, (X, NOISE)
+    model, moments = attend(structure)
+    graph, state = nnx.split(model)
+
+    def run(x, noise):
+        mean, cov = moments(nnx.merge(graph, state), x, noise, None)
         return (mean, cov) if mesh is None else mj.parallel.constrain(mean, cov, mesh)
 
-    inputs = (X, NOISE)
     if mesh is not None:
-        attend = mj.parallel.by_sequence(attend, mesh)
+        run = mj.parallel.by_sequence(run, mesh)
         inputs = mj.parallel.shard_sequences(inputs, mesh)
-    compiled = jax.jit(attend).lower(*inputs).compile()
+    compiled = jax.jit(run).lower(*inputs).compile()
     return compiled(*inputs), whole_arrays(compiled.as_text())
 
 
@@ -123,18 +127,31 @@ def whole_arrays(program):
     return sum(shape.split(",").count(str(TOKENS)) >= 2 for shape in shapes)
 
 
+def forward(mesh):
+    """Moments of an encoder, with padding, as `Diagonal` has them."""
+    model, moments = encoder(mj.Diagonal)
+    inputs = (X, NOISE, VALID)
+    if mesh is not None:
+        moments = mj.parallel.by_sequence(moments, mesh)
+        mj.parallel.shard(model, mesh)
+        inputs = mj.parallel.shard_sequences(inputs, mesh)
+    return nnx.jit(moments)(model, *inputs)
+
+
 def lean():
     """What the test asks for."""
-    found = {}
-    mesh = mj.parallel.make_mesh(2, 1, sequence=4)
-    found["products"] = difference(products(mesh), products(None))
+    both = mj.parallel.make_mesh(2, 1, sequence=4)
+    heads = mj.parallel.make_mesh(1, 2, sequence=4)
     alone, count_alone = attention(None)
-    sharded, count = attention(mj.parallel.make_mesh(1, 2, sequence=4))
-    found["attention"] = difference(sharded, alone)
-    found |= {"whole arrays alone": count_alone, "whole arrays": count}
-    pair = (results(encoder, mj.Diagonal, m) for m in (mesh, None))
-    found["encoder"] = difference(*pair)
-    return found
+    sharded, count = attention(heads)
+    return {
+        "products": difference(products(both), products(None)),
+        "gradients": difference(*(results(attend, mj.Diagonal, m) for m in (both, None))),
+        "attention": difference(sharded, alone),
+        "encoder": difference(forward(both), forward(None)),
+        "whole arrays alone": count_alone,
+        "whole arrays": count,
+    }
 
 
 def main(names):
@@ -143,7 +160,10 @@ def main(names):
     alone = {}
     for case in names:
         kind, structure_name, name = case.split(":")
-        make, structure = {"block": block, "encoder": encoder}[kind], getattr(mj, structure_name)
+        make, structure = (
+            {"attention": attend, "block": block, "encoder": encoder}[kind],
+            getattr(mj, structure_name),
+        )
         data, model, sequence = MESHES[name]
         mesh = mj.parallel.make_mesh(data, model, sequence=sequence)
         if (make, structure) not in alone:

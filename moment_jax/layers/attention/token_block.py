@@ -137,7 +137,9 @@ def _output_blocks(
     width = k.shape[2]
     # u_hac^d = W_hac (v_hcd - A_had): the derivative of A_had with respect to the scores.
     keys = jnp.einsum("hac,hce->hae", weights, k)
-    slope = jnp.einsum("hac,hcd,hce->hade", weights, v, k) - mean[..., None] * keys[:, :, None, :]
+    crossed = _flat(v[..., None] * k[:, :, None, :])
+    slope = jax.vmap(rows_product)(weights, crossed).reshape(*mean.shape, width)
+    slope = slope - mean[..., None] * keys[:, :, None, :]
     by_query = jnp.einsum("hadp,ahpgq,gaeq->ahdge", slope, query_cov, slope) / width
     # sum_c W_hac W_gac Cov[v_hc, v_gc], as products of what each pair of heads has
     value_pairs = _pairs(value_cov)
