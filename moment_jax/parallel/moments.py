@@ -38,7 +38,6 @@ BY_TOKENS: dict[type[Covariance], frozenset[str]] = {
     TokenBlock: frozenset({"blocks"}),
     TokenCorrelated: frozenset({"scale", "correlation"}),
     Separable: frozenset({"scale", "token_correlation", "pool"}),
-    Full: frozenset({"cov"}),
 }
 
 
@@ -52,13 +51,19 @@ def moment_specs(cov: Covariance, *, batched: bool = True, sequence: bool = Fals
         has those of its own tokens.
 
     Raises:
-      TypeError: if it is of a structure that is not known here.
+      TypeError: if it is of a structure that is not known here, or of `Full` with `sequence`.
     """
     if type(cov) not in FEATURE_AXES:
         names = ", ".join(structure.__name__ for structure in FEATURE_AXES)
         raise TypeError(
             f"`moment_specs` knows the structures {names}. Got {type(cov).__name__}; enter the axis of "
             "its features in FEATURE_AXES."
+        )
+    if sequence and type(cov) not in BY_TOKENS:
+        names = ", ".join(structure.__name__ for structure in BY_TOKENS)
+        raise TypeError(
+            f"Tokens lie over `sequence` in the structures {names}. Got {type(cov).__name__}, whose "
+            "attention needs every pair of pairs of tokens. Use Separable, or a mesh without `sequence`."
         )
     lead = (DATA,) if batched else ()
 
