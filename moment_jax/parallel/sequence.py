@@ -32,8 +32,8 @@ def by_sequence(fn: F, mesh: Mesh) -> F:
         each device for each product of two of them. Their transposes take one all-to-all of T^2 / S;
       what is summed over the tokens (feature Gram matrices, gradients of parameters) is all-reduced.
 
-    No device holds an array of all tokens by all tokens, in the backward pass neither. `Full` is not laid
-    out by tokens: its attention needs every pair of pairs of them, and `constrain` raises a TypeError.
+    No device holds an array of all tokens by all tokens, in the backward pass neither. `Full` is not
+    laid out by tokens: its attention needs every pair of pairs of them; `constrain` raises a TypeError.
 
     Sequences whose length the devices do not divide (one pooled token, say) are left to the compiler.
     Derivatives are those of reverse mode alone: `jax.jvp` of attention raises a TypeError.
