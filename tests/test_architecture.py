@@ -40,7 +40,7 @@ MAY_IMPORT = {
     },
     # The layers that report their curvature are Flax's and those of nn, so it stands above nn.
     "optim": {"xla", "posterior", "layers", "nn"},
-    "parallel": {"covariance"},
+    "parallel": {"xla", "covariance"},
 }
 KNOW_FLAX = {"nn", "optim", "parallel"}
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import vector_variance
+from moment_jax.xla import by_tokens
 
 Array = jax.Array
 
@@ -36,7 +37,7 @@ class Diagonal(Covariance):
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(jnp.zeros(shape, dtype))
+        return cls(by_tokens(jnp.zeros(shape, dtype)))
 
     @classmethod
     def project(cls, dense: Array) -> Self:

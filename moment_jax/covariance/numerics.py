@@ -55,9 +55,14 @@ def average_gain(scale: Array, gain: Array, pool: Array | None = None) -> Array:
     return safe_divide(jnp.sum(own * (scale * gain), axis=0), jnp.sum(own * scale, axis=0))
 
 
-def correlation_of(cov: Array) -> Array:
-    """The correlation matrix of a positive semidefinite matrix: so is it, with a unit diagonal."""
-    deviation = safe_sqrt(jnp.diagonal(cov))
+def correlation_of(cov: Array, variance: Array | None = None) -> Array:
+    """The correlation matrix of a positive semidefinite matrix: so is it, with a unit diagonal.
+
+    Args:
+      cov: the matrix.
+      variance: its diagonal, where that is known.
+    """
+    deviation = safe_sqrt(jnp.diagonal(cov) if variance is None else variance)
     inverse = safe_divide(jnp.ones_like(deviation), deviation)
     correlation = jnp.clip(inverse[:, None] * cov * inverse[None, :], -1, 1)
     unit = jnp.eye(cov.shape[0], dtype=bool)

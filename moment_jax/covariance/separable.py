@@ -21,7 +21,7 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted,
 )
-from moment_jax.xla import materialized
+from moment_jax.xla import by_tokens, materialized, rows_diagonal
 
 Array = jax.Array
 
@@ -89,7 +89,8 @@ class Separable(Covariance):
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
         t, d = shape
-        return cls(jnp.zeros(shape, dtype), jnp.eye(t, dtype=dtype), jnp.eye(d, dtype=dtype))
+        unit = by_tokens(jnp.eye(t, dtype=dtype))
+        return cls(by_tokens(jnp.zeros(shape, dtype)), unit, jnp.eye(d, dtype=dtype))
 
     @classmethod
     def project(cls, dense: Array) -> Self:
@@ -109,12 +110,12 @@ class Separable(Covariance):
         pool: Array | None = None,
     ) -> Self:
         """The structure of these variances (T, D) and Gram matrices (T, T) and (D, D)."""
-        scale, token_gram = materialized(safe_sqrt(variance)), materialized(token_gram)
+        scale, token_gram = materialized(safe_sqrt(variance)), materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
         result = cls(
             scale,
-            correlation_of(token_gram),
+            correlation_of(token_gram, rows_diagonal(token_gram)),
             correlation_of(feature_gram.dense()),
             pool,
         )
@@ -213,7 +214,7 @@ class Separable(Covariance):
         # With a scale of rank one the tokens' correlation passes as it is. The variances' sums over the
         # features without the variances, for which queries and keys have no use.
         token_gram = self.token_gram()
-        ratio = safe_divide(variance @ (squared @ factor), jnp.diagonal(token_gram))
+        ratio = safe_divide(variance @ (squared @ factor), rows_diagonal(token_gram))
         root = safe_sqrt(ratio)
         return self.from_moments(
             (variance @ squared) * factor[None, :],

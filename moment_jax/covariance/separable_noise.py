@@ -11,6 +11,7 @@ from moment_jax.covariance.base import ElementwiseGain, RandomKernel
 from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.marginals import fit_marginals
 from moment_jax.covariance.numerics import average_gain, gram, vector_variance, weighted
+from moment_jax.xla import product_with_transposed, rows_diagonal
 
 if TYPE_CHECKING:
     from moment_jax.covariance.separable import Separable
@@ -33,7 +34,7 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
     # The variances by the noise of x have the pattern that uncorrelated features would give.
     variance = fit_marginals(
         weights.noise_variance(none, cov.variance()),
-        jnp.diagonal(token_gram),
+        rows_diagonal(token_gram),
         jnp.diagonal(of_noise),
         cov.pool,
     )
@@ -60,7 +61,9 @@ def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, Featur
     rest = jnp.maximum(moments.variance - first**2 - second**2, 0)
     r, correlation = cov.token_correlation, cov.feature_correlation
     token_gram = (
-        r * (first @ first.T) + r**2 * (second @ second.T) + jnp.diag(jnp.sum(rest, axis=1))
+        r * product_with_transposed(first, first)
+        + r**2 * product_with_transposed(second, second)
+        + jnp.diag(jnp.sum(rest, axis=1))
     )
     features = cov.features()
     if features.basis is None:

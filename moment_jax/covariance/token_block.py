@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.numerics import safe_divide, vector_cov
+from moment_jax.xla import by_tokens
 
 Array = jax.Array
 
@@ -30,7 +31,7 @@ class TokenBlock(Covariance):
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(jnp.zeros((*shape, shape[1]), dtype))
+        return cls(by_tokens(jnp.zeros((*shape, shape[1]), dtype)))
 
     @classmethod
     def project(cls, dense: Array) -> Self:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
-from moment_jax.xla import materialized
+from moment_jax.xla import by_tokens, materialized, product_with_transposed, rows_diagonal
 
 Array = jax.Array
 
@@ -39,7 +39,8 @@ class TokenCorrelated(Covariance):
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(jnp.zeros(shape, dtype), jnp.eye(shape[0], dtype=dtype))
+        unit = by_tokens(jnp.eye(shape[0], dtype=dtype))
+        return cls(by_tokens(jnp.zeros(shape, dtype)), unit)
 
     @classmethod
     def project(cls, dense: Array) -> Self:
@@ -49,8 +50,8 @@ class TokenCorrelated(Covariance):
     @classmethod
     def from_moments(cls, variance: Array, token_gram: Array) -> Self:
         """The structure of these variances (T, D) and this token Gram matrix (T, T)."""
-        scale, token_gram = materialized(safe_sqrt(variance)), materialized(token_gram)
-        result = cls(scale, correlation_of(token_gram))
+        scale, token_gram = materialized(safe_sqrt(variance)), materialized(by_tokens(token_gram))
+        result = cls(scale, correlation_of(token_gram, rows_diagonal(token_gram)))
         # `add` asks for the Gram matrix that we have just had: remember it while this object lives.
         # It is no field, so a transformation boundary forgets it and `token_gram` forms it anew.
         result.__dict__["_token_gram"] = token_gram
@@ -144,8 +145,8 @@ class TokenCorrelated(Covariance):
         first = self.scale * moments.gain
         rest = jnp.maximum(moments.variance - first**2 - moments.second**2, 0)
         token_gram = (
-            self.correlation * (first @ first.T)
-            + self.correlation**2 * (moments.second @ moments.second.T)
+            self.correlation * product_with_transposed(first, first)
+            + self.correlation**2 * product_with_transposed(moments.second, moments.second)
             + jnp.diag(jnp.sum(rest, axis=1))
         )
         return self.from_moments(moments.variance, token_gram)

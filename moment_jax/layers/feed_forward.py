@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance, Separable
+from moment_jax.covariance import Covariance, Diagonal, Separable
 from moment_jax.covariance.numerics import average_gain, safe_sqrt
 from moment_jax.layers.checks import check_moments
 from moment_jax.layers.dense import dense
@@ -101,5 +101,7 @@ def _average_kernel(kernel: Array, gain: Array, before: Covariance, after: Covar
 
 def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:
     """The activation's moments, and its expected derivative at every entry, (T, F)."""
-    _, gain = jax.jvp(lambda m: activation(m, cov)[0], (mean,), (jnp.ones_like(mean),))
+    # The mean of an elementwise function asks for the variances alone.
+    variances = Diagonal(cov.variance())
+    _, gain = jax.jvp(lambda m: activation(m, variances)[0], (mean,), (jnp.ones_like(mean),))
     return activation(mean, cov), gain

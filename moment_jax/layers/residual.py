@@ -28,6 +28,7 @@ from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm import NormTangent
 from moment_jax.layers.residual_separable import Tangent, separable_cross
+from moment_jax.xla import product_with_transposed
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -129,7 +130,7 @@ def _add_token_correlated(
         def head(weights: Array, paths: Array) -> tuple[Array, Array]:
             source = entering * paths[None, :]
             variance = scale * ((weights * cov.correlation) @ source)
-            return variance, (cov.correlation * (scale @ source.T)) @ weights.T
+            return variance, product_with_transposed(cov.correlation * (scale @ source.T), weights)
 
         parts = jax.vmap(head)(tangent.mixing.weights, value_paths)
         cross, gram = (jnp.sum(part, axis=0) for part in parts)

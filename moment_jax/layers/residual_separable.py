@@ -16,6 +16,7 @@ from moment_jax.layers.attention.inputs import split_heads
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm import NormTangent
+from moment_jax.xla import product_with_transposed, rows_diagonal
 
 Array = jax.Array
 Tangent = AttentionTangent | FeedForwardTangent
@@ -101,7 +102,7 @@ def _through_mixing(
 ) -> Cross:
     scale, h = cov.scale, tangent.mixing.weights.shape[0]
     tokens = cov.token_correlation * (scale @ entering.T)
-    energy = _pooled(jnp.diagonal(tokens), cov)
+    energy = _pooled(rows_diagonal(tokens), cov)
     # Rows are those of the sum over the tokens of the output.
     normal = weighted(safe_divide(tokens, jnp.broadcast_to(energy, (1, 1))), cov.pool)
     v = split_heads(tangent.value, h)
@@ -111,7 +112,7 @@ def _through_mixing(
         for kernel in (tangent.query_kernel, key_kernel, value_kernel)
     )
     linked = tangent.mixing.weights * normal[None]  # (H, T, S)
-    mean_query = _query_jacobian(tangent, jnp.diagonal(normal), v)
+    mean_query = _query_jacobian(tangent, rows_diagonal(normal), v)
     mean_key = _key_jacobian(tangent, linked, v)
     bent = by_query @ mean_query + by_key @ mean_key  # (H, D, K)
     straight = by_value * jnp.sum(linked, axis=(1, 2))[:, None, None]
@@ -127,7 +128,7 @@ def _through_mixing(
     shares = paths @ _pooled(scale * entering, cov)
     shares = safe_divide(shares, jnp.broadcast_to(energy, shares.shape))
     mixed = jnp.einsum("h,htc->tc", shares, tangent.mixing.weights)
-    gram = tokens @ mixed.T + cov.token_correlation * (scale @ by_scores.T)
+    gram = product_with_transposed(tokens, mixed) + cov.token_correlation * (scale @ by_scores.T)
     return Cross(variance, gram, feature_gram)
 
 

@@ -1,4 +1,4 @@
-"""The mesh: devices in rows (data) and columns (model)."""
+"""The mesh: devices in rows (data) and columns (model), and in layers (sequence) where asked for."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
+from moment_jax.xla import SEQUENCE
+
 DATA, MODEL = "data", "model"
 
 
 def make_mesh(
-    data: int | None = None, model: int = 1, *, devices: Sequence[jax.Device] | None = None
+    data: int | None = None,
+    model: int = 1,
+    *,
+    sequence: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """A mesh of the axes `data` and `model`, whose shardings the compiler propagates (Auto).
+
+    With `sequence` it has the axes `data`, `sequence` and `model`, in this order.
 
     Args:
       data: devices along which batches are split; None for as many as there are.
       model: devices along which heads, hidden features and vocabularies are split.
+      sequence: devices along which the tokens of every sequence are split, see `by_sequence`; None for
+        a mesh without that axis.
       devices: None for all, of all processes.
 
     Raises:
@@ -28,12 +38,18 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
-    rows = count // model if data is None and model >= 1 else data
-    if model < 1 or rows is None or rows < 1 or rows * model != count:
+    layers = 1 if sequence is None else sequence
+    others = model * layers
+    rows = count // others if data is None and others >= 1 else data
+    if min(model, layers) < 1 or rows is None or rows < 1 or rows * others != count:
+        more, got = ("", "") if sequence is None else (" * sequence", f", sequence={sequence}")
         raise ValueError(
-            f"`make_mesh` needs data * model == {count}, the number of devices. Got data={data} and "
-            f"model={model}. Give fewer by devices=jax.devices()[:n]."
+            f"`make_mesh` needs data * model{more} == {count}, the number of devices. Got data={data}, "
+            f"model={model}{got}. Give fewer by devices=jax.devices()[:n]."
         )
+    axes = {DATA: rows, MODEL: model}
+    if sequence is not None:
+        axes = {DATA: rows, SEQUENCE: sequence, MODEL: model}
     return jax.make_mesh(
-        (rows, model), (DATA, MODEL), devices=devices, axis_types=(AxisType.Auto,) * 2
+        tuple(axes.values()), tuple(axes), devices=devices, axis_types=(AxisType.Auto,) * len(axes)
     )

@@ -17,6 +17,8 @@ from moment_jax.covariance import (
     TokenCorrelated,
 )
 from moment_jax.parallel.mesh import DATA, MODEL
+from moment_jax.parallel.sequence import check_tokens
+from moment_jax.xla import SEQUENCE
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -30,22 +32,38 @@ FEATURE_AXES: dict[type[Covariance], dict[str, int | None]] = {
     Full: {"cov": 1},
 }
 
+# The fields whose first axis belongs to tokens: the rows of a covariance lie where its tokens do.
+BY_TOKENS: dict[type[Covariance], frozenset[str]] = {
+    Diagonal: frozenset({"variances"}),
+    TokenBlock: frozenset({"blocks"}),
+    TokenCorrelated: frozenset({"scale", "correlation"}),
+    Separable: frozenset({"scale", "token_correlation", "pool"}),
+}
 
-def moment_specs(cov: Covariance, *, batched: bool = True) -> Covariance:
+
+def moment_specs(cov: Covariance, *, batched: bool = True, sequence: bool = False) -> Covariance:
     """Partition specs of a covariance, in its structure: a batch over `data`, features over `model`.
 
     Args:
       cov: a covariance, with one leading axis of a batch or without.
       batched: whether there is one.
+      sequence: lay rows, of tokens, over `sequence`: of a correlation of tokens (T, T) each device then
+        has those of its own tokens.
 
     Raises:
-      TypeError: if it is of a structure that is not known here.
+      TypeError: if it is of a structure that is not known here, or of `Full` with `sequence`.
     """
     if type(cov) not in FEATURE_AXES:
         names = ", ".join(structure.__name__ for structure in FEATURE_AXES)
         raise TypeError(
             f"`moment_specs` knows the structures {names}. Got {type(cov).__name__}; enter the axis of "
             "its features in FEATURE_AXES."
+        )
+    if sequence and type(cov) not in BY_TOKENS:
+        names = ", ".join(structure.__name__ for structure in BY_TOKENS)
+        raise TypeError(
+            f"Tokens lie over `sequence` in the structures {names}. Got {type(cov).__name__}, whose "
+            "attention needs every pair of pairs of tokens. Use Separable, or a mesh without `sequence`."
         )
     lead = (DATA,) if batched else ()
 
@@ -56,6 +74,8 @@ def moment_specs(cov: Covariance, *, batched: bool = True) -> Covariance:
         axes: list[str | None] = [None] * (leaf.ndim - len(lead))
         if axis is not None:
             axes[axis] = MODEL
+        if sequence and name in BY_TOKENS[type(cov)]:
+            axes[0] = SEQUENCE
         return PartitionSpec(*lead, *axes)
 
     specs = {name: spec(name, axis) for name, axis in FEATURE_AXES[type(cov)].items()}
@@ -69,13 +89,19 @@ def constrain(mean: Array, cov: S, mesh: Mesh, *, batched: bool = True) -> tuple
     Args:
       mean: (B, T, D), or (T, D) without a batch.
       cov: its covariance.
-      mesh: from `make_mesh`; its axes must divide B and D.
+      mesh: from `make_mesh`; its axes must divide B and D, and T if it has an axis `sequence`.
       batched: whether there is a batch.
+
+    Raises:
+      ValueError: if the devices along `sequence` do not divide T.
     """
-    specs = moment_specs(cov, batched=batched)
-    lead = (DATA,) if batched else ()
+    sequence = SEQUENCE in mesh.axis_names
+    if sequence:
+        check_tokens("constrain", mean.shape, int(batched), mesh)
+    specs = moment_specs(cov, batched=batched, sequence=sequence)
+    lead, tokens = (DATA,) if batched else (), SEQUENCE if sequence else None
     mean = jax.lax.with_sharding_constraint(
-        mean, NamedSharding(mesh, PartitionSpec(*lead, None, MODEL))
+        mean, NamedSharding(mesh, PartitionSpec(*lead, tokens, MODEL))
     )
     return mean, jax.tree.map(
         lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),

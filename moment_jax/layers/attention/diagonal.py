@@ -29,7 +29,7 @@ from moment_jax.layers.attention.inputs import (
 )
 from moment_jax.layers.attention.places import at_own, own_entries, own_tokens
 from moment_jax.layers.attention.rows import saturation
-from moment_jax.xla import materialized
+from moment_jax.xla import materialized, rows_product
 
 Array = jax.Array
 
@@ -70,10 +70,10 @@ class _Rows(NamedTuple):
         """sum_f Cov[S_ac, S_af]^2 weights_af, (T, S)."""
         own = (self.own**2 + 2 * self.own * self._by_query()) * weights
         if by_features(weights.shape[0], *self.key.shape):
-            keys = jnp.einsum("af,fd,fe->ade", weights, self.key, self.key)
+            keys = _mixed_pairs(weights, self.key, self.key)
             common = jnp.einsum("ade,cd,ce->ac", keys, self.key, self.key)
         else:
-            common = weights @ (self.key @ self.key.T) ** 2
+            common = rows_product(weights, (self.key @ self.key.T) ** 2)
         return own + self.query**2 * common
 
     def _by_query(self) -> Array:
@@ -174,11 +174,17 @@ def _variance(
 def _squared_products(k: Array, v: Array, noise: Array, weights: Array) -> Array:
     """sum_cf W_ac W_af (k_c . k_f) (v_c . v_f + [c = f] noise_c), (T,)."""
     if by_features(weights.shape[0], *k.shape):
-        pairs = jnp.einsum("ac,cd,ce->ade", weights, k, v)
+        pairs = _mixed_pairs(weights, k, v)
         own = weights**2 @ (jnp.sum(k**2, axis=1) * noise)
         return jnp.sum(pairs**2, axis=(1, 2)) + own
     products = (k @ k.T) * (v @ v.T + jnp.diag(noise))
-    return jnp.sum(weights * (weights @ products), axis=1)
+    return jnp.sum(weights * rows_product(weights, products), axis=1)
+
+
+def _mixed_pairs(weights: Array, left: Array, right: Array) -> Array:
+    """sum_c W_ac left_cd right_ce, (T, K, K)."""
+    pairs = left[:, :, None] * right[:, None, :]
+    return rows_product(weights, pairs.reshape(pairs.shape[0], -1)).reshape(-1, *pairs.shape[1:])
 
 
 def by_features(num_queries: int, num_keys: int, width: int) -> bool:

@@ -11,6 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import safe_divide, weighted
+from moment_jax.xla import (
+    product_of_transposed,
+    product_with_transposed,
+    rows_diagonal,
+    rows_product,
+)
 
 Array = jax.Array
 
@@ -23,7 +29,7 @@ class Term(NamedTuple):
 
     def own(self) -> Array:
         """The queries' side of the covariance of a row with itself, (T, 1)."""
-        return jnp.diagonal(self.queries)[:, None]
+        return rows_diagonal(self.queries)[:, None]
 
 
 class RowCovariance(NamedTuple):
@@ -33,12 +39,12 @@ class RowCovariance(NamedTuple):
 
     def matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
-        return _total(term.own() * (weights @ term.keys) for term in self.terms)
+        return _total(term.own() * rows_product(weights, term.keys) for term in self.terms)
 
     def square_matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af]^2 weights_af, (T, S)."""
         return _total(
-            (1 if i == j else 2) * a.own() * b.own() * (weights @ (a.keys * b.keys))
+            (1 if i == j else 2) * a.own() * b.own() * rows_product(weights, a.keys * b.keys)
             for i, a in enumerate(self.terms)
             for j, b in enumerate(self.terms)
             if i <= j
@@ -46,7 +52,7 @@ class RowCovariance(NamedTuple):
 
     def variance(self) -> Array:
         """Var[S_ac], (T, S)."""
-        return _total(term.own() * jnp.diagonal(term.keys)[None, :] for term in self.terms)
+        return _total(term.own() * rows_diagonal(term.keys)[None, :] for term in self.terms)
 
 
 def _total(arrays: Iterable[Array]) -> Array:
@@ -65,12 +71,12 @@ class Products(NamedTuple):
 
     def spread(self) -> Array:
         """E |v_c - A_a|^2, (T, S)."""
-        own = jnp.diagonal(self.averages)[:, None]
-        return jnp.diagonal(self.values)[None, :] - 2 * self.crossed + own
+        own = rows_diagonal(self.averages)[:, None]
+        return rows_diagonal(self.values)[None, :] - 2 * self.crossed + own
 
     def within(self, weights: Array) -> Array:
         """The variance of the values under the weights W, (T,)."""
-        return weights @ jnp.diagonal(self.values) - jnp.diagonal(self.averages)
+        return weights @ rows_diagonal(self.values) - rows_diagonal(self.averages)
 
 
 class ScoreNoise(NamedTuple):
@@ -94,18 +100,19 @@ def score_noise(rows: RowCovariance, weights: Array, products: Products, order: 
     token_gram = _total(
         term.queries * _quadratic(term.keys, weights, products) for term in rows.terms
     )
-    gain = jnp.ones_like(jnp.diagonal(token_gram))
+    gain = jnp.ones_like(rows_diagonal(token_gram))
     if order == 2:
-        gain = saturation(jnp.diagonal(token_gram), products.within(weights))
+        gain = saturation(rows_diagonal(token_gram), products.within(weights))
         token_gram = gain[:, None] * token_gram * gain[None, :]
     return ScoreNoise(token_gram, gain)
 
 
 def _quadratic(keys: Array, weights: Array, products: Products) -> Array:
     """sum_cf keys_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), multiplied out, (T, T)."""
-    pulled = weights @ keys
-    half = (weights @ (keys * products.values) - 2 * products.crossed * pulled) @ weights.T
-    return 0.5 * (half + half.T) + products.averages * (pulled @ weights.T)
+    pulled = rows_product(weights, keys)
+    half = rows_product(weights, keys * products.values) - 2 * products.crossed * pulled
+    half = product_with_transposed(half, weights)
+    return 0.5 * (half + half.T) + products.averages * product_with_transposed(pulled, weights)
 
 
 def inner_noise(
@@ -121,11 +128,11 @@ def inner_noise(
 
 def _inner(keys: Array, weights: Array, own: Array) -> Array:
     """sum_a own_a J_a,cg keys_gh J_a,hf with the softmax's Jacobians J_a, (S, S)."""
-    pulled = weights @ keys
+    pulled = rows_product(weights, keys)
     scaled = own * weights
     total = jnp.sum(weights * pulled, axis=1, keepdims=True)
-    bent = scaled.T @ (0.5 * total * weights - weights * pulled)
-    return keys * (scaled.T @ weights) + bent + bent.T
+    bent = product_of_transposed(scaled, 0.5 * total * weights - weights * pulled)
+    return keys * product_of_transposed(scaled, weights) + bent + bent.T
 
 
 def independent_variance(

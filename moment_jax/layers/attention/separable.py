@@ -21,6 +21,7 @@ from moment_jax.layers.attention.shared_input import Links, make_links
 from moment_jax.layers.attention.values import ValueNoise, over_trace
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
+from moment_jax.xla import rows_diagonal
 
 Array = jax.Array
 
@@ -75,7 +76,7 @@ def _output_cov(
             moment = values.feature_gram() + _block_diagonal(mixed.feature_gram)
             moment = moment + mean.T @ weighted(mean, pool)
             features = FeatureGram(feature_gram + output.kernel.noise_block(moment))
-    variance = fit_marginals(variance, jnp.diagonal(token_gram), features.diag(), pool)
+    variance = fit_marginals(variance, rows_diagonal(token_gram), features.diag(), pool)
     cov = Separable.from_moments(variance, token_gram, features, pool)
     if output.bias is None or isinstance(output.bias, Point):
         return cov
@@ -121,7 +122,7 @@ def _contrasts(inputs: Inputs[Separable]) -> tuple[Array, Array]:
     share = used / jnp.maximum(jnp.sum(used), 1)
     centre = jnp.diag(used) - share[:, None] * used[None, :]
     tokens = cov.token_gram()
-    total = jnp.sum(weighted(jnp.diagonal(tokens), cov.pool))
+    total = jnp.sum(weighted(rows_diagonal(tokens), cov.pool))
     part = safe_divide(jnp.sum(tokens * centre), total)  # of all the input's variance
     features = cov.features()
     centred = jnp.sqrt(used)[:, None] * (mean - (share @ mean)[None, :])

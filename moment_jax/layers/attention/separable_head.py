@@ -27,7 +27,12 @@ from moment_jax.layers.attention.rows import (
     score_noise,
 )
 from moment_jax.layers.attention.shared_input import Centres, Links, score_value, shared_mean
-from moment_jax.xla import materialized
+from moment_jax.xla import (
+    materialized,
+    product_with_transposed,
+    rows_diagonal,
+    rows_product,
+)
 
 Array = jax.Array
 
@@ -86,7 +91,7 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     rows = _rows(head, tokens, width)
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
     weights = materialized(weights)
-    mean, reach = weights @ head.value, weights @ tokens.value
+    mean, reach = weights @ head.value, rows_product(weights, tokens.value)
 
     products = _products(head, tokens, weights, mean, reach)
     noise = score_noise(rows, weights, products, order)
@@ -96,10 +101,10 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     feature_gram = feature_gram + jnp.sum(inner * tokens.value) * head.value_features
     noisy = weights**2 * rows.variance()
     independent = jnp.sum(noisy * products.spread(), axis=1)
-    size = safe_divide(jnp.maximum(jnp.diagonal(token_gram), 0), independent)
+    size = safe_divide(jnp.maximum(rows_diagonal(token_gram), 0), independent)
     energy, variance = _by_independent_keys(head, tokens, noisy, weights, mean, reach)
     gain = noise.gain / jnp.sqrt(width)
-    linked = weights @ links.tokens
+    linked = rows_product(weights, links.tokens)
     centres = Centres(head.query, head.key, head.value)
     crossed_tokens, crossed_features = score_value(
         centres, links, weights, mean, gain, linked, head.metric, tokens.pool
@@ -127,7 +132,7 @@ def _products(head: Head, tokens: Tokens, weights: Array, mean: Array, reach: Ar
     return Products(
         head.value @ value.T + noise * tokens.value,
         mean @ value.T + noise * reach,
-        mean @ average.T + noise * (reach @ weights.T),
+        mean @ average.T + noise * product_with_transposed(reach, weights),
     )
 
 
@@ -145,7 +150,7 @@ def _by_independent_keys(
       reach: W times the token pattern of the values, (T, S).
     """
     overlap = jnp.sum(reach * weights, axis=1, keepdims=True)
-    spread = jnp.diagonal(tokens.value)[None, :] - 2 * reach + overlap
+    spread = rows_diagonal(tokens.value)[None, :] - 2 * reach + overlap
     by_noise = jnp.sum(noisy * spread, axis=1, keepdims=True)
     total = jnp.sum(noisy, axis=1, keepdims=True)
 
@@ -171,8 +176,8 @@ def _rows(head: Head, tokens: Tokens, width: Array) -> RowCovariance:
     by_mean = jnp.sum(key_mean * tokens.centre)
     both = jnp.sum(head.query_features * head.contrasts)
     near = (head.query @ head.contrasts) @ head.query.T + both * tokens.query
-    share = safe_divide(_average(jnp.diagonal(near), tokens.pool), by_key)
-    keys = share * tokens.key + _average(jnp.diagonal(tokens.query), tokens.pool) * key_mean
+    share = safe_divide(_average(rows_diagonal(near), tokens.pool), by_key)
+    keys = share * tokens.key + _average(rows_diagonal(tokens.query), tokens.pool) * key_mean
     total = jnp.broadcast_to(jnp.sum(keys * tokens.centre), (1, 1))
     queries = safe_divide(near + by_mean * tokens.query, total) / width
     return RowCovariance((Term(queries, keys),))

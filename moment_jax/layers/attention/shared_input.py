@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import safe_divide, weighted
 from moment_jax.layers.attention.inputs import SharedInput, split_heads
+from moment_jax.xla import product_with_transposed, rows_diagonal
 
 Array = jax.Array
 
@@ -65,7 +66,7 @@ def shared_mean(centres: Centres, links: Links, weights: Array, gain: Array, rea
       reach: W G, (T, S).
     """
     tokens = links.tokens
-    spread = weights @ jnp.diagonal(tokens) - jnp.sum(weights * reach, axis=1)
+    spread = weights @ rows_diagonal(tokens) - jnp.sum(weights * reach, axis=1)
     by_key = spread[:, None] * (centres.query @ links.key_value)
     if links.query_value is None:
         return gain[:, None] * by_key
@@ -96,7 +97,7 @@ def score_value(
     valued, averaged = centres.value @ metric, mean @ metric
     by_key = centres.query @ links.key_value  # (T, K)
     lean = by_key @ valued.T - jnp.sum(by_key * averaged, axis=1, keepdims=True)
-    token_gram = (weights * lean) @ reach.T
+    token_gram = product_with_transposed(weights * lean, reach)
     near = weighted(gain, pool)[:, None] * weights * reach
     centred = near @ centres.value - jnp.sum(near, axis=1, keepdims=True) * mean
     feature_gram = centred.T @ by_key
@@ -106,7 +107,7 @@ def score_value(
     turn = weights @ jnp.sum(valued * by_query, axis=1)
     turn = turn - jnp.sum(averaged * (weights @ by_query), axis=1)
     token_gram = token_gram + turn[:, None] * reach.T
-    own = weighted(gain, pool) * jnp.diagonal(reach)
+    own = weighted(gain, pool) * rows_diagonal(reach)
     far = (centres.value.T * (own @ weights)[None, :]) @ by_query
     far = far - (own[:, None] * mean).T @ (weights @ by_query)
     return gain[:, None] * token_gram, feature_gram + far

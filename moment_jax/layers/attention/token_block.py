@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import Inputs, Mixing, SharedInput, merge_heads, split_heads
 from moment_jax.layers.attention.places import at_own, own_tokens
 from moment_jax.layers.attention.rows import saturation
+from moment_jax.xla import product_with_transposed, rows_product
 
 Array = jax.Array
 
@@ -30,7 +32,7 @@ def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Mixi
     width = q.shape[2]
     # Noise of single keys: sum_dd' E[q_had q_gad'] Cov[k_hcd, k_gcd'], (H, H, T, S).
     query_moment = query_cov + jnp.einsum("had,gae->ahdge", q, q)
-    own = jnp.einsum("ahdge,chdge->hgac", query_moment, key_cov) / width
+    own = _per_pair(product_with_transposed)(_pairs(query_moment), _pairs(key_cov)) / width
     scores = jnp.einsum("had,hcd->hac", q, k)
     query_kernel = inputs.shared.query_kernel
     if inputs.order == 2 and query_kernel is not None:
@@ -56,8 +58,12 @@ class _Rows(NamedTuple):
     query: Array  # Q, (H, T, K, K)
     key: Array  # k, (H, S, K)
 
+    def _squares(self) -> Array:
+        """K k^T, (H, S, K^2)."""
+        return _flat(self.key[..., None] * self.key[:, :, None, :])
+
     def by_query(self) -> Array:
-        return jnp.einsum("hade,hce,hcd->hac", self.query, self.key, self.key)
+        return jax.vmap(product_with_transposed)(_flat(self.query), self._squares())
 
     def variance(self) -> Array:
         return self.own + self.by_query()
@@ -68,9 +74,9 @@ class _Rows(NamedTuple):
         return common + self.own * vectors
 
     def square_matvec(self, vectors: Array) -> Array:
-        keys = jnp.einsum("haf,hfd,hfe->hade", vectors, self.key, self.key)
+        keys = jax.vmap(rows_product)(vectors, self._squares()).reshape(self.query.shape)
         inner = jnp.einsum("hadi,haij,haej->hade", self.query, keys, self.query)
-        common = jnp.einsum("hade,hcd,hce->hac", inner, self.key, self.key)
+        common = jax.vmap(product_with_transposed)(_flat(inner), self._squares())
         return common + (self.own**2 + 2 * self.own * self.by_query()) * vectors
 
 
@@ -79,6 +85,31 @@ def _head_blocks(cov: TokenBlock, num_heads: int) -> Array:
     t, width = cov.shape
     k = width // num_heads
     return cov.blocks.reshape(t, num_heads, k, num_heads, k)
+
+
+def _flat(array: Array) -> Array:
+    """(..., K, K) -> (..., K^2)."""
+    return array.reshape(*array.shape[:-2], -1)
+
+
+def _pairs(blocks: Array) -> Array:
+    """(T, H, K, H, K) -> what each pair of heads has, (H, H, T, K^2)."""
+    return _flat(blocks.transpose(1, 3, 0, 2, 4))
+
+
+def _unpaired(pairs: Array, width: int) -> Array:
+    """The way back, (H, H, T, K^2) -> (T, H, K, H, K)."""
+    return pairs.reshape(*pairs.shape[:3], width, width).transpose(2, 0, 3, 1, 4)
+
+
+def _outer(v: Array) -> Array:
+    """v_hcd v_gce, (H, H, S, K, K)."""
+    return v[:, None, :, :, None] * v[None, :, :, None, :]
+
+
+def _per_pair(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """A product for each pair of heads."""
+    return jax.vmap(jax.vmap(product))
 
 
 def _shared_scores(
@@ -106,21 +137,25 @@ def _output_blocks(
     width = k.shape[2]
     # u_hac^d = W_hac (v_hcd - A_had): the derivative of A_had with respect to the scores.
     keys = jnp.einsum("hac,hce->hae", weights, k)
-    slope = jnp.einsum("hac,hcd,hce->hade", weights, v, k) - mean[..., None] * keys[:, :, None, :]
+    crossed = _flat(v[..., None] * k[:, :, None, :])
+    slope = jax.vmap(rows_product)(weights, crossed).reshape(*mean.shape, width)
+    slope = slope - mean[..., None] * keys[:, :, None, :]
     by_query = jnp.einsum("hadp,ahpgq,gaeq->ahdge", slope, query_cov, slope) / width
-    by_value = jnp.einsum("hac,gac,chdge->ahdge", weights, weights, value_cov)
+    # sum_c W_hac W_gac Cov[v_hc, v_gc], as products of what each pair of heads has
+    value_pairs = _pairs(value_cov)
+    both = jnp.einsum("hac,gac->hgac", weights, weights)
+    by_value = _unpaired(_per_pair(rows_product)(both, value_pairs), width)
     # sum_c W_hac W_gac own_hgac E[(v_hc - A_ha) (v_gc - A_ga)^T], multiplied out so that nothing of
     # size T S K^2 is formed; A is as random as the values that it averages.
-    both = jnp.einsum("hac,gac->hgac", weights, weights)
     pair = both * own
     centred = pair * (1 - weights[:, None] - weights[None])
     total = jnp.sum(pair, axis=3)
     by_key = (
-        jnp.einsum("hgac,hcd,gce->ahdge", pair, v, v)
+        _unpaired(_per_pair(rows_product)(pair, _flat(_outer(v))), width)
         - jnp.einsum("hgac,hcd,gae->ahdge", pair, v, mean)
         - jnp.einsum("hgac,gce,had->ahdge", pair, v, mean)
         + jnp.einsum("hga,had,gae->ahdge", total, mean, mean)
-        + jnp.einsum("hgac,chdge->ahdge", centred, value_cov)
+        + _unpaired(_per_pair(rows_product)(centred, value_pairs), width)
         + jnp.einsum("hga,ahdge->ahdge", total, by_value)
     )
     by_scores = by_query + by_key

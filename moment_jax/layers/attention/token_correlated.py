@@ -34,7 +34,12 @@ from moment_jax.layers.attention.rows import (
     independent_variance,
     score_noise,
 )
-from moment_jax.xla import materialized
+from moment_jax.xla import (
+    materialized,
+    product_with_transposed,
+    rows_diagonal,
+    rows_product,
+)
 
 Array = jax.Array
 
@@ -140,8 +145,8 @@ def _output_moments(
 ) -> tuple[Array, Array, Array]:
     """Variance (T, K) and token Gram matrix (T, T) of weights @ values, and the softmax's gain (T,)."""
     value_cov = v.token_gram()
-    reach = weights @ value_cov
-    by_values = reach @ weights.T
+    reach = rows_product(weights, value_cov)
+    by_values = product_with_transposed(reach, weights)
     products = Products(
         v.mean @ v.mean.T + value_cov, mean @ v.mean.T + reach, mean @ mean.T + by_values
     )
@@ -149,7 +154,7 @@ def _output_moments(
     gram = by_values + by_scores.token_gram
     # The variance of a token, shared out over the features by the pattern of independent keys.
     independent = independent_variance(rows, weights, mean, v.mean, v.variance())
-    total = jnp.maximum(jnp.diagonal(gram), 0)[:, None]
+    total = jnp.maximum(rows_diagonal(gram), 0)[:, None]
     share = safe_divide(independent, jnp.sum(independent, axis=1, keepdims=True))
     return share * total, gram, by_scores.gain
 
@@ -165,7 +170,7 @@ def _shared_mean(q: _Head, k: _Head, shared: _SharedHead, weights: Array) -> Arr
     near = weights @ scale**2
     # sum_cf W_ac W_af Cov[x_ci, x_fi], with the token pattern of the sum over the features.
     gram = shared.correlation * (scale @ scale.T)
-    far = jnp.sum(weights * (weights @ gram), axis=1, keepdims=True)
+    far = jnp.sum(weights * rows_product(weights, gram), axis=1, keepdims=True)
     far = safe_divide(far * near, jnp.sum(near, axis=1, keepdims=True))
     key_side = by_query * (near - far)
     width = jnp.asarray(q.mean.shape[1], q.mean.dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import safe_divide, weighted
+from moment_jax.xla import product_with_transposed, rows_diagonal
 
 Array = jax.Array
 
@@ -39,7 +40,8 @@ class ValueNoise:
         h, t, s = self.weights.shape
         shares = jnp.sum((self.features * metric).reshape(*self.blocks, *self.blocks), axis=(1, 3))
         others = (shares @ self.weights.reshape(h, t * s)).reshape(h, t, s)
-        return jnp.einsum("hac,hbc->ab", self.reach, others)
+        left, right = (x.swapaxes(0, 1).reshape(t, h * s) for x in (self.reach, others))
+        return product_with_transposed(left, right)
 
     def variance(self) -> Array:
         """Var of the heads' averages, (T, H K)."""
@@ -68,5 +70,5 @@ class ValueNoise:
 
 def over_trace(matrix: Array, pool: Array | None = None) -> Array:
     """A matrix over its trace, the diagonal weighted by `pool`; zero where that is zero."""
-    trace = jnp.sum(weighted(jnp.diagonal(matrix), pool))
+    trace = jnp.sum(weighted(rows_diagonal(matrix), pool))
     return safe_divide(matrix, jnp.broadcast_to(trace, (1, 1)))

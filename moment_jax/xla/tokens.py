@@ -1,0 +1,185 @@
+"""Arrays with a row for each token, where the tokens lie on several devices.
+
+Under a mesh with an axis `sequence` (`jax.set_mesh`, or `mj.parallel.by_sequence`) the compiler is told
+that tokens lie along it, and products of arrays of which both have tokens in rows and columns go round
+the devices in a ring. Left to itself the compiler would gather one of the two: an array of all tokens by
+all tokens on every device. Without such an axis all of this is the plain product and the array itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+Array = jax.Array
+
+SEQUENCE = "sequence"
+_ROWS = PartitionSpec(SEQUENCE)
+
+
+def by_tokens(array: Array) -> Array:
+    """The array itself, its leading axis over the devices along `sequence` if they divide it."""
+    mesh = _mesh()
+    if mesh is None or array.ndim == 0 or array.shape[0] % mesh.shape[SEQUENCE]:
+        return array
+    rest = (PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)
+    return jax.lax.with_sharding_constraint(array, PartitionSpec(SEQUENCE, *rest))
+
+
+def rows_product(a: Array, b: Array) -> Array:
+    """The product a b of (T, S) and (S, U), both by rows; so is the result."""
+    mesh = _mesh_dividing(a.shape[0], b.shape[0])
+    return a @ b if mesh is None else _straight(mesh, a, b)
+
+
+def product_with_transposed(a: Array, b: Array) -> Array:
+    """The product a b^T of (T, S) and (U, S), both by rows; so is the result (T, U)."""
+    mesh = _mesh_dividing(a.shape[0], b.shape[0])
+    return a @ b.T if mesh is None else _outer(mesh, a, b)
+
+
+def product_of_transposed(a: Array, b: Array) -> Array:
+    """The product a^T b of (T, S) and (T, U), both by rows; so is the result (S, U)."""
+    mesh = _mesh_dividing(a.shape[0], a.shape[1])
+    return a.T @ b if mesh is None else _inner(mesh, a, b)
+
+
+def rows_diagonal(matrix: Array) -> Array:
+    """The diagonal (T,) of a matrix (T, T) by rows."""
+    mesh = _mesh_dividing(*matrix.shape)
+    if mesh is None or matrix.shape[0] != matrix.shape[1]:
+        return jnp.diagonal(matrix)
+
+    def part(own: Array, rows: Array) -> Array:
+        return jnp.diagonal(_columns(rows, own, rows.shape[0]))
+
+    return _by_rows(mesh, part)(matrix)
+
+
+def _mesh() -> AbstractMesh | None:
+    """The mesh around us, if it has more than one device along an axis `sequence` of the compiler's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if types.get(SEQUENCE) is not AxisType.Auto or mesh.shape[SEQUENCE] == 1:
+        return None
+    return mesh
+
+
+def _mesh_dividing(*sizes: int) -> AbstractMesh | None:
+    mesh = _mesh()
+    if mesh is None or any(size % mesh.shape[SEQUENCE] for size in sizes):
+        return None
+    return mesh
+
+
+# The three are each other's derivatives. Told so, because the derivative of a loop would keep what came
+# by in every round: all of b.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _straight(mesh: AbstractMesh, a: Array, b: Array) -> Array:
+    return _ring(mesh, _straight_part, a, b)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _outer(mesh: AbstractMesh, a: Array, b: Array) -> Array:
+    return _ring(mesh, _outer_part, a, b)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _inner(mesh: AbstractMesh, a: Array, b: Array) -> Array:
+    return _ring(mesh, _inner_part, a, b)
+
+
+def _keep(product: Callable[[AbstractMesh, Array, Array], Array]) -> Callable[..., Any]:
+    return lambda mesh, a, b: (product(mesh, a, b), (a, b))
+
+
+_straight.defvjp(_keep(_straight), lambda m, ab, g: (_outer(m, g, ab[1]), _inner(m, ab[0], g)))
+_outer.defvjp(_keep(_outer), lambda m, ab, g: (_straight(m, g, ab[1]), _inner(m, g, ab[0])))
+_inner.defvjp(_keep(_inner), lambda m, ab, g: (_outer(m, ab[1], g), _straight(m, ab[0], g)))
+
+
+def _ring(mesh: AbstractMesh, part: Callable[..., Array], a: Array, b: Array) -> Array:
+    """The parts of a product."""
+    return _by_rows(mesh, partial(part, mesh.shape[SEQUENCE]))(a, b)
+
+
+def _by_rows(mesh: AbstractMesh, part: Callable[..., Array]) -> Callable[..., Array]:
+    """What every device does with its place and its rows; other axes stay the compiler's.
+
+    The place comes as an array, since not every compiler knows `axis_index` beside such axes.
+    """
+    mapped = jax.shard_map(
+        lambda places, *rows: part(places[0], *rows),
+        mesh=mesh,
+        in_specs=_ROWS,
+        out_specs=_ROWS,
+        axis_names={SEQUENCE},
+    )
+    return lambda *rows: mapped(jnp.arange(mesh.shape[SEQUENCE]), *rows)
+
+
+def _straight_part(count: int, own: Array, a: Array, b: Array) -> Array:
+    """Rows of a b: sum over the devices of the columns of a that meet their rows of b."""
+    width = b.shape[0]
+
+    def meet(turn: Array, total: Array, b: Array) -> Array:
+        return total + _columns(a, (own + turn) % count, width) @ b
+
+    return _pass_round(count, meet, _zeros((a.shape[0], b.shape[1]), a, b), b)
+
+
+def _outer_part(count: int, own: Array, a: Array, b: Array) -> Array:
+    """Rows of a b^T: every device's rows of b make its columns."""
+    width = b.shape[0]
+
+    def meet(turn: Array, total: Array, b: Array) -> Array:
+        start = (own + turn) % count * width
+        return jax.lax.dynamic_update_slice_in_dim(total, a @ b.T, start, axis=1)
+
+    return _pass_round(count, meet, _zeros((a.shape[0], count * width), a, b), b)
+
+
+def _inner_part(count: int, own: Array, a: Array, b: Array) -> Array:
+    """Rows of a^T b: the sum goes round, and ends where its rows belong."""
+    width = a.shape[1] // count
+
+    def turn_round(turn: Array, total: Array) -> Array:
+        total = _shifted(total, count, 1)
+        target = (own + count - 1 - turn) % count
+        return total + _columns(a, target, width).T @ b
+
+    return jax.lax.fori_loop(0, count, turn_round, _zeros((width, b.shape[1]), a, b))
+
+
+def _pass_round(
+    count: int, meet: Callable[[Array, Array, Array], Array], total: Array, b: Array
+) -> Array:
+    """Every device's b meets every device: the own first, then one neighbour's after another's."""
+
+    def turn_round(turn: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        total, b = carry
+        b = _shifted(b, count, -1)
+        return meet(turn, total, b), b
+
+    total = meet(jnp.zeros((), jnp.int32), total, b)
+    return jax.lax.fori_loop(1, count, turn_round, (total, b))[0]
+
+
+def _shifted(array: Array, count: int, by: int) -> Array:
+    """What the device `by` places before this one has."""
+    return jax.lax.ppermute(array, SEQUENCE, [(i, (i + by) % count) for i in range(count)])
+
+
+def _columns(a: Array, block: Array, width: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(a, block * width, width, axis=1)
+
+
+def _zeros(shape: tuple[int, int], a: Array, b: Array) -> Array:
+    """A sum to begin with, different on every device as it will be."""
+    zeros = jnp.zeros(shape, jnp.result_type(a, b))
+    return jax.lax.pcast(zeros, (SEQUENCE,), to="varying")

@@ -1,0 +1,178 @@
+"""Sequences on 8 virtual devices beside one device; the test starts it as a process of its own.
+
+Prints one JSON object: for each case the largest difference, relative to the largest entry. Other cases
+can be named, such as "block:Separable:data x sequence"; one takes a minute or two to compile.
+"""
+
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import moment_jax as mj
+from moment_jax.xla import (
+    product_of_transposed,
+    product_with_transposed,
+    rows_diagonal,
+    rows_product,
+)
+from tests.parallel.program import difference
+
+BATCH, TOKENS, FEATURES, HEADS = 2, 16, 8, 2
+KEYS = jax.random.split(jax.random.key(1), 3)
+DTYPE = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+X = jax.random.normal(KEYS[0], (BATCH, TOKENS, FEATURES), DTYPE)
+NOISE = 0.1 * jax.random.uniform(KEYS[1], X.shape, DTYPE)
+CAUSAL = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+VALID = jnp.arange(TOKENS)[None, :] < jnp.array([[TOKENS], [TOKENS - 3]])
+MESHES = {"sequence": (1, 1, 8), "data x sequence": (2, 1, 4), "sequence x model": (1, 2, 4)}
+OPTIONS = {"hidden_features": 12, "relative_scale": 0.3, "dtype": DTYPE}
+
+
+def block(structure):
+    """An encoder block with a causal mask: model, and its moments for an input that is random."""
+    model = mj.nn.EncoderBlock(
+        FEATURES, HEADS, structure=structure, rngs=nnx.Rngs(0), norm_first=True, **OPTIONS
+    )
+    return model, lambda model, x, noise, valid: model(x, _random(structure, noise), CAUSAL)
+
+
+def encoder(structure):
+    """Two blocks and a final normalisation, with padding: model, and moments for a certain input."""
+    model = mj.nn.Encoder(
+        2, FEATURES, HEADS, structure=structure, rngs=nnx.Rngs(0), norm_first=True, **OPTIONS
+    )
+    return model, lambda model, x, noise, valid: model(x, None, None, valid)
+
+
+def _random(structure, noise):
+    """Noise of each entry, and some that all tokens share."""
+
+    def one(variance):
+        shared = structure.shared(TOKENS, jnp.full(FEATURES, 0.05, variance.dtype))
+        return structure.independent(variance).add(shared)
+
+    return jax.vmap(one)(noise)
+
+
+def results(make, structure, mesh):
+    """Moments, loss and gradients by parameters and input, on a mesh or without one."""
+    model, moments = make(structure)
+    inputs = (X, NOISE, VALID)
+
+    def loss(model, x, noise, valid):
+        mean, cov = moments(model, x, noise, valid)
+        variance = jax.vmap(lambda c: c.variance())(cov)
+        weights = jnp.cos(jnp.arange(mean.size, dtype=mean.dtype)).reshape(mean.shape)
+        if mesh is not None:
+            mean, cov = mj.parallel.constrain(mean, cov, mesh)
+        value = jnp.sum(weights * mean) + jnp.sum((1 + weights) * variance) + 1e-3 * model.kl()
+        return value, (mean, cov)
+
+    if mesh is not None:
+        loss = mj.parallel.by_sequence(loss, mesh)
+        mj.parallel.shard(model, mesh)
+        inputs = mj.parallel.shard_sequences(inputs, mesh)
+    arguments = (0, 1) if make is encoder else (0, 1, 2)
+    return nnx.jit(nnx.value_and_grad(loss, argnums=arguments, has_aux=True))(model, *inputs)
+
+
+def products(mesh):
+    """The products by rows and the diagonal, one after another: value and gradients."""
+
+    def one(a, b, c):
+        inner = product_of_transposed(jnp.sin(product_with_transposed(rows_product(a, b), c)), a)
+        return jnp.sum(inner**2) + jnp.sum(jnp.cos(rows_diagonal(a @ b @ c.T)))
+
+    def total(a, b, c):
+        return jnp.sum(jax.vmap(one)(a, b, c))
+
+    shapes = ((BATCH, TOKENS, 8), (BATCH, 8, 12), (BATCH, TOKENS, 12))
+    inputs = tuple(jax.random.normal(k, s) for k, s in zip(KEYS, shapes, strict=True))
+    if mesh is not None:
+        total = mj.parallel.by_sequence(total, mesh)
+        inputs = mj.parallel.shard_sequences(inputs, mesh)
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*inputs)
+
+
+def attend(structure):
+    """Attention with a causal mask: model, and its moments for an input that is random."""
+    model = block(structure)[0].attention
+    return model, lambda model, x, noise, valid: model(x, _random(structure, noise), CAUSAL)
+
+
+def attention(mesh):
+    """Moments of attention, and how many of its arrays have an entry for each pair of tokens."""
+    structure, inputs = mj.TokenCorrelated, (X, NOISE)
+    model, moments = attend(structure)
+    graph, state = nnx.split(model)
+
+    def run(x, noise):
+        mean, cov = moments(nnx.merge(graph, state), x, noise, None)
+        return (mean, cov) if mesh is None else mj.parallel.constrain(mean, cov, mesh)
+
+    if mesh is not None:
+        run = mj.parallel.by_sequence(run, mesh)
+        inputs = mj.parallel.shard_sequences(inputs, mesh)
+    compiled = jax.jit(run).lower(*inputs).compile()
+    return compiled(*inputs), whole_arrays(compiled.as_text())
+
+
+def whole_arrays(program):
+    """Instructions whose result is of numbers, and has an entry for each pair of tokens."""
+    shapes = re.findall(r"= f(?:32|64)\[([0-9,]+)\]", program)
+    return sum(shape.split(",").count(str(TOKENS)) >= 2 for shape in shapes)
+
+
+def forward(mesh):
+    """Moments of an encoder, with padding, as `Diagonal` has them."""
+    model, moments = encoder(mj.Diagonal)
+    inputs = (X, NOISE, VALID)
+    if mesh is not None:
+        moments = mj.parallel.by_sequence(moments, mesh)
+        mj.parallel.shard(model, mesh)
+        inputs = mj.parallel.shard_sequences(inputs, mesh)
+    return nnx.jit(moments)(model, *inputs)
+
+
+def lean():
+    """What the test asks for."""
+    both = mj.parallel.make_mesh(2, 1, sequence=4)
+    heads = mj.parallel.make_mesh(1, 2, sequence=4)
+    alone, count_alone = attention(None)
+    sharded, count = attention(heads)
+    return {
+        "products": difference(products(both), products(None)),
+        "gradients": difference(*(results(attend, mj.Diagonal, m) for m in (both, None))),
+        "attention": difference(sharded, alone),
+        "encoder": difference(forward(both), forward(None)),
+        "whole arrays alone": count_alone,
+        "whole arrays": count,
+    }
+
+
+def main(names):
+    """The cases of the test, or those named."""
+    differences = {} if names else lean()
+    alone = {}
+    for case in names:
+        kind, structure_name, name = case.split(":")
+        make, structure = (
+            {"attention": attend, "block": block, "encoder": encoder}[kind],
+            getattr(mj, structure_name),
+        )
+        data, model, sequence = MESHES[name]
+        mesh = mj.parallel.make_mesh(data, model, sequence=sequence)
+        if (make, structure) not in alone:
+            alone[make, structure] = results(make, structure, None)
+        key = f"{make.__name__} {structure.__name__} {name}"
+        differences[key] = difference(results(make, structure, mesh), alone[make, structure])
+        print(key, differences[key], file=sys.stderr, flush=True)
+    json.dump(differences, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
