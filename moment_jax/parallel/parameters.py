@@ -45,7 +45,7 @@ def partition_spec(
     names = [name for name in path if isinstance(name, str)]
     array = next((name for name in reversed(names) if name in KERNELS), None)
     if array is None:
-        return _fit(_vector(names), shape, sizes)
+        return _fit(_vector(names, len(shape)), shape, sizes)
     rows, columns = _kernel_axes(names, array)
     if not fsdp:
         rows, columns = (None if axis == DATA else axis for axis in (rows, columns))
@@ -58,6 +58,10 @@ def partition_spec(
         axes = (columns,)
     elif len(shape) == 2:
         axes = (rows, columns)
+    elif len(shape) == 3 and SPLITS_OUTPUTS.intersection(names):  # Flax's (features, heads, width)
+        axes = (rows, columns, None)
+    elif len(shape) == 3 and SPLITS_INPUTS.intersection(names):  # (heads, width, features)
+        axes = (rows, None, columns)
     else:
         axes = ()
     return _fit(axes, shape, sizes)
@@ -74,10 +78,10 @@ def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | No
     return DATA, None
 
 
-def _vector(names: Sequence[str]) -> tuple[str | None, ...]:
-    """The axes of what is no kernel: biases of split outputs lie as these do."""
+def _vector(names: Sequence[str], rank: int) -> tuple[str | None, ...]:
+    """The axes of what is no kernel: biases of split outputs lie as these do, Flax's by heads."""
     if "bias" in names and SPLITS_OUTPUTS.intersection(names):
-        return (MODEL,)
+        return (MODEL, *[None] * (rank - 1))
     return ()
 
 
