@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-from flax import nnx
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import moment_jax as mj
@@ -48,16 +48,55 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(placed, state)
 
-    def gathered(self, block: Any) -> Any:
-        """One block's parameters, no longer split over `data`: FSDP's gather, where they are used."""
-        if self.mesh is None:
-            return block
+    @property
+    def rows(self) -> int:
+        """Rows of devices, along which batches are split."""
+        return 1 if self.mesh is None else int(self.mesh.shape["data"])
 
-        def whole(path: Any, leaf: Array) -> Array:
-            place = self.place(_names(path), leaf.shape, fsdp=False)
-            return jax.lax.with_sharding_constraint(leaf, place)
+    def for_rows(self, block: Any) -> Any:
+        """One block's parameters as every row of devices uses them, (rows, ...).
 
-        return jax.tree_util.tree_map_with_path(whole, block)
+        FSDP's gather of one layer, written as a copy for each row. So the gradient has one part for each
+        row too: rows add up their examples by themselves, and one reduce-scatter joins the sums.
+        """
+
+        def copies(path: Any, leaf: Array) -> Array:
+            whole = jnp.broadcast_to(leaf[None], (self.rows, *leaf.shape))
+            if self.mesh is None:
+                return whole
+            spec = self.place(_names(path), leaf.shape, fsdp=False).spec
+            place = NamedSharding(self.mesh, PartitionSpec("data", *spec))
+            return jax.lax.with_sharding_constraint(whole, place)
+
+        def split(path: Any, leaf: Array) -> Array:
+            if self.mesh is None:
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, self.place(_names(path), leaf.shape))
+
+        over = jax.tree_util.tree_map_with_path
+        return over(copies, over(split, block))  # the gradient passes `split` last, and lies so
+
+    def in_chunks(self, fn: Callable[..., Any], weights: Any, batch: Any, count: int) -> Any:
+        """`fn(weights, part)` of `count` parts of a batch in turn, computed anew in the backward pass.
+
+        Args:
+          fn: of one row's weights and of its examples of one part.
+          weights: from `for_rows`.
+          batch: a pytree of arrays (N, ...), split by rows.
+          count: parts; with the number of rows a divisor of N.
+        """
+
+        def split(leaf: Array) -> Array:
+            return leaf.reshape(self.rows, count, -1, *leaf.shape[1:]).swapaxes(0, 1)
+
+        def join(leaf: Array) -> Array:
+            return leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[3:])
+
+        @jax.checkpoint
+        def part(examples: Any) -> Any:
+            return jax.vmap(fn, spmd_axis_name="data")(weights, examples)
+
+        return jax.tree.map(join, jax.lax.map(part, jax.tree.map(split, batch)))
 
     def moments(self, mean: Array, cov: S) -> tuple[Array, S]:
         """Moments between blocks."""
@@ -74,5 +113,9 @@ class Layout:
 
 
 def _names(path: Any) -> list[Any]:
-    """Names and indices on the way to a leaf of a state."""
-    return [getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path]
+    """Names and indices on the way to a leaf of a state, without the fields of Python objects."""
+    return [
+        key.key if isinstance(key, jax.tree_util.DictKey) else key.idx
+        for key in path
+        if isinstance(key, jax.tree_util.DictKey | jax.tree_util.SequenceKey)
+    ]

@@ -32,6 +32,8 @@ class Size:
       num_tokens: T, a square for images.
       num_classes: C.
       per_row: examples of a batch for each row of devices (the axis `data`).
+      chunks: parts of the batch that go through a block one after another, so that what a block keeps
+        for its backward pass is of one part; the block's parameters are gathered once for all.
       patch: height and width of a patch of an image of three channels; 0 for sequences of words.
       vocabulary: number of words; 0 for images.
     """
@@ -43,6 +45,7 @@ class Size:
     num_tokens: int
     num_classes: int
     per_row: int
+    chunks: int = 1
     patch: int = 0
     vocabulary: int = 0
 
@@ -69,6 +72,7 @@ class Classifier(mj.nn.BayesianModule):
 
     def __init__(self, size: Size, *, rngs: nnx.Rngs, **settings: Any) -> None:
         features = size.num_features
+        self.chunks = size.chunks
         self.patches = mj.nn.Patches(size.patch, 3) if size.patch else None
         if size.patch:
             self.embed = mj.nn.Dense(3 * size.patch**2, features, rngs=rngs, **settings)
@@ -87,7 +91,11 @@ class Classifier(mj.nn.BayesianModule):
 
         @jax.checkpoint
         def through(moments: Any, block: Any) -> Any:
-            return layout.moments(*nnx.merge(graph, layout.gathered(block))(*moments))
+            def one(weights: Any, part: Any) -> Any:
+                return nnx.merge(graph, weights)(*part)
+
+            weights = layout.for_rows(block)
+            return layout.moments(*layout.in_chunks(one, weights, moments, self.chunks))
 
         start = layout.moments(*self.positions(*self.embed(x)))
         (mean, cov), _ = jax.lax.scan(lambda m, block: (through(m, block), None), start, blocks)
@@ -101,7 +109,7 @@ class PlainClassifier(nnx.Module):
 
     def __init__(self, size: Size, *, rngs: nnx.Rngs) -> None:
         other = Classifier(dataclasses.replace(size, num_blocks=1), rngs=rngs)
-        self.patches = other.patches
+        self.chunks, self.patches = size.chunks, other.patches
         self.embed, self.positions, self.norm, self.head = (
             layer.mean_network()
             for layer in (other.embed, other.positions, other.norm, other.head)
@@ -116,7 +124,11 @@ class PlainClassifier(nnx.Module):
 
         @jax.checkpoint
         def through(x: Array, block: Any) -> Array:
-            return layout.activations(nnx.merge(graph, layout.gathered(block))(x))
+            def one(weights: Any, part: Array) -> Array:
+                return nnx.merge(graph, weights)(part)
+
+            weights = layout.for_rows(block)
+            return layout.activations(layout.in_chunks(one, weights, x, self.chunks))
 
         start = layout.activations(self.positions(self.embed(x)))
         x, _ = jax.lax.scan(lambda x, block: (through(x, block), None), start, blocks)
