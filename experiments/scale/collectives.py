@@ -102,27 +102,33 @@ def by_kind(found: list[Collective]) -> dict[str, dict[str, float]]:
 
 
 def whole_arrays(
-    found: list[Collective], forbidden: Mapping[str, Dims], *, batch: int = 1
+    found: list[Collective],
+    parameters: Mapping[str, Dims],
+    covariances: Mapping[str, Dims],
+    batch: int,
 ) -> list[Gather]:
-    """Gathers whose result is one of the arrays that should stay split, on each device.
+    """Gathers that make whole, on each device, an array of which a part would do.
 
     Args:
       found: from `collectives`.
-      forbidden: what it is -> its whole shape.
-      batch: how many examples a device has at the most; a leading axis of so many or fewer is left out
-        of account.
+      parameters: what it is -> the shape that no gather may have.
+      covariances: what it is -> the shape for one example.
+      batch: how many examples a row of devices has.
     """
-    wanted = {_core(dims): what for what, dims in forbidden.items()}
+    kernels = {_core(dims): what for what, dims in parameters.items()}
+    covs = {_core(dims): what for what, dims in covariances.items()}
     gathers = []
     for one in found:
         if one.kind != "all-gather":
             continue
         for array in one.line.results:
             dims = tuple(n for n in array.dims if n > 1)
-            shorter = dims[1:] if dims and dims[0] <= batch else dims
-            what = wanted.get(_core(dims)) or wanted.get(_core(shorter))
+            what = kernels.get(_core(dims))
+            if what is None and len(dims) > 2:  # one axis of examples, wherever XLA has put it
+                rest = [(n, dims[:i] + dims[i + 1 :]) for i, n in enumerate(dims) if n <= batch]
+                what = next((covs[_core(own)] for _, own in rest if _core(own) in covs), None)
             if what is not None:
-                gathers.append(Gather(what, one.line.text[:200], array.bytes, one.times))
+                gathers.append(Gather(what, one.line.text[:160], array.bytes, one.times))
                 break
     return gathers
 

@@ -23,9 +23,9 @@ CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|async_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
 )
 FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while conditional call after-all iota "
-    "partition-id replica-id opt-barrier".split()
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "iota"}
 )
+FREE |= {"conditional", "call", "after-all", "partition-id", "replica-id", "opt-barrier"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +261,9 @@ def _moved(line: Instruction, lines: dict[str, Instruction], module: Module) -> 
     """Bytes that one instruction reads and writes."""
     reads = [lines[name].results for name in line.operands if name in lines]
     sizes = [float(sum(a.bytes for a in arrays if a.in_hbm)) for arrays in reads]
-    written = float(sum(a.bytes for a in line.results if a.in_hbm))
+    # The start of something asynchronous lists what it reads too, and what it waits for.
+    results = line.results[:1] if line.opcode.endswith("-start") else line.results
+    written = float(sum(a.bytes for a in results if a.in_hbm))
     if line.opcode == "dynamic-slice":
         return 2 * written
     if line.opcode == "dynamic-update-slice":
@@ -295,7 +297,7 @@ def _read(inner: dict[str, Instruction], index: int, size: float) -> float:
     readers = _readers(inner, name) if name is not None else []
     total = 0.0
     for line, as_name in readers:
-        if line.opcode == "dynamic-slice":
+        if line.opcode == "dynamic-slice" and line.operands[0] == as_name:
             total += line.bytes
         elif line.opcode != "dynamic-update-slice" or line.operands[0] != as_name:
             return size

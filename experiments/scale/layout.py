@@ -1,4 +1,4 @@
-"""Where the arrays of a scanned network lie: the rules of `mj.parallel`, below a leading axis of blocks."""
+"""Where the arrays of a scanned network lie: by the rules of `mj.parallel`, below an axis of blocks."""
 
 from __future__ import annotations
 
@@ -34,16 +34,14 @@ class Layout:
         if STACKED in path:
             spec = mj.parallel.partition_spec(path, shape[1:], sizes, fsdp=fsdp)
             return NamedSharding(self.mesh, PartitionSpec(None, *spec))
-        return NamedSharding(
-            self.mesh, mj.parallel.partition_spec(path, shape, sizes, fsdp=fsdp)
-        )
+        return NamedSharding(self.mesh, mj.parallel.partition_spec(path, shape, sizes, fsdp=fsdp))
 
     def shapes(self, state: Any) -> Any:
         """A state of shapes, with the sharding of every one."""
 
         def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=self.place(_names(path), leaf.shape)
+                leaf.shape, leaf.dtype, sharding=self.place(names_of(path), leaf.shape)
             )
 
         return jax.tree_util.tree_map_with_path(placed, state)
@@ -64,14 +62,14 @@ class Layout:
             whole = jnp.broadcast_to(leaf[None], (self.rows, *leaf.shape))
             if self.mesh is None:
                 return whole
-            spec = self.place(_names(path), leaf.shape, fsdp=False).spec
+            spec = self.place(names_of(path), leaf.shape, fsdp=False).spec
             place = NamedSharding(self.mesh, PartitionSpec("data", *spec))
             return jax.lax.with_sharding_constraint(whole, place)
 
         def split(path: Any, leaf: Array) -> Array:
             if self.mesh is None:
                 return leaf
-            return jax.lax.with_sharding_constraint(leaf, self.place(_names(path), leaf.shape))
+            return jax.lax.with_sharding_constraint(leaf, self.place(names_of(path), leaf.shape))
 
         over = jax.tree_util.tree_map_with_path
         return over(copies, over(split, block))  # the gradient passes `split` last, and lies so
@@ -92,10 +90,10 @@ class Layout:
         def join(leaf: Array) -> Array:
             return leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[3:])
 
-        @jax.checkpoint
         def part(examples: Any) -> Any:
-            return jax.vmap(fn, spmd_axis_name="data")(weights, examples)
+            return jax.vmap(fn)(weights, examples)
 
+        part = jax.checkpoint(part) if count > 1 else part
         return jax.tree.map(join, jax.lax.map(part, jax.tree.map(split, batch)))
 
     def moments(self, mean: Array, cov: S) -> tuple[Array, S]:
@@ -112,7 +110,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, place)
 
 
-def _names(path: Any) -> list[Any]:
+def names_of(path: Any) -> list[Any]:
     """Names and indices on the way to a leaf of a state, without the fields of Python objects."""
     return [
         key.key if isinstance(key, jax.tree_util.DictKey) else key.idx

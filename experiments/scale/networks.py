@@ -1,8 +1,8 @@
 """The networks whose training is compiled: of the size of ViT-B/16, and of 1.3 billion weights.
 
-Tokens of images or words, a pre-norm encoder, the mean over the tokens, a linear head. The blocks are kept
-as they are used: one module whose arrays have a leading axis of blocks, over which the pass scans. So one
-block is compiled, and the optimiser updates one array in the place of one for each block.
+Tokens of images or words, a pre-norm encoder, the mean over the tokens, a linear head. The blocks are
+kept as they are used: one module whose arrays have a leading axis of blocks, over which the pass scans.
+So one block is compiled, and the optimiser updates one array in the place of one for each block.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Size:
       per_row: examples of a batch for each row of devices (the axis `data`).
       chunks: parts of the batch that go through a block one after another, so that what a block keeps
         for its backward pass is of one part; the block's parameters are gathered once for all.
+      remat: compute every block anew in the backward pass.
       patch: height and width of a patch of an image of three channels; 0 for sequences of words.
       vocabulary: number of words; 0 for images.
     """
@@ -46,6 +47,7 @@ class Size:
     num_classes: int
     per_row: int
     chunks: int = 1
+    remat: bool = True
     patch: int = 0
     vocabulary: int = 0
 
@@ -61,8 +63,8 @@ class Size:
 
 SIZES = {
     # T is 196: the mean over the tokens takes the place of a token for the class.
-    "vit-b16": Size(12, 768, 12, 3072, 196, 1000, per_row=32, patch=16),
-    "1.3b": Size(24, 2048, 16, 8192, 256, 1000, per_row=16, vocabulary=50304),
+    "vit-b16": Size(12, 768, 12, 3072, 196, 1000, per_row=32, chunks=16, patch=16),
+    "1.3b": Size(24, 2048, 16, 8192, 256, 1000, per_row=16, chunks=16, vocabulary=50304),
     "tiny": Size(2, 32, 4, 64, 4, 8, per_row=2, patch=4),
 }
 
@@ -72,7 +74,7 @@ class Classifier(mj.nn.BayesianModule):
 
     def __init__(self, size: Size, *, rngs: nnx.Rngs, **settings: Any) -> None:
         features = size.num_features
-        self.chunks = size.chunks
+        self.chunks, self.remat = size.chunks, size.remat
         self.patches = mj.nn.Patches(size.patch, 3) if size.patch else None
         if size.patch:
             self.embed = mj.nn.Dense(3 * size.patch**2, features, rngs=rngs, **settings)
@@ -89,16 +91,16 @@ class Classifier(mj.nn.BayesianModule):
         x = inputs if self.patches is None else self.patches(inputs)
         graph, blocks = nnx.split(self.blocks)
 
-        @jax.checkpoint
         def through(moments: Any, block: Any) -> Any:
             def one(weights: Any, part: Any) -> Any:
                 return nnx.merge(graph, weights)(*part)
 
             weights = layout.for_rows(block)
-            return layout.moments(*layout.in_chunks(one, weights, moments, self.chunks))
+            return layout.moments(*layout.in_chunks(one, weights, moments, self.chunks)), None
 
         start = layout.moments(*self.positions(*self.embed(x)))
-        (mean, cov), _ = jax.lax.scan(lambda m, block: (through(m, block), None), start, blocks)
+        step = jax.checkpoint(through) if self.remat else through
+        (mean, cov), _ = jax.lax.scan(step, start, blocks)
         pooled, pooled_cov = jax.vmap(mj.mean_pool)(*self.norm(mean, cov))
         logits, logit_cov = self.head(pooled, pooled_cov)
         return logits[:, 0], jax.vmap(lambda one: one.variance())(logit_cov)[:, 0]
@@ -109,10 +111,9 @@ class PlainClassifier(nnx.Module):
 
     def __init__(self, size: Size, *, rngs: nnx.Rngs) -> None:
         other = Classifier(dataclasses.replace(size, num_blocks=1), rngs=rngs)
-        self.chunks, self.patches = size.chunks, other.patches
+        self.chunks, self.remat, self.patches = size.chunks, size.remat, other.patches
         self.embed, self.positions, self.norm, self.head = (
-            layer.mean_network()
-            for layer in (other.embed, other.positions, other.norm, other.head)
+            layer.mean_network() for layer in (other.embed, other.positions, other.norm, other.head)
         )
         self.blocks = _stack(size, rngs, lambda block: block.mean_network(), {})
 
@@ -122,16 +123,16 @@ class PlainClassifier(nnx.Module):
         x = inputs if self.patches is None else self.patches(inputs)
         graph, blocks = nnx.split(self.blocks)
 
-        @jax.checkpoint
-        def through(x: Array, block: Any) -> Array:
+        def through(x: Array, block: Any) -> Any:
             def one(weights: Any, part: Array) -> Array:
                 return nnx.merge(graph, weights)(part)
 
             weights = layout.for_rows(block)
-            return layout.activations(layout.in_chunks(one, weights, x, self.chunks))
+            return layout.activations(layout.in_chunks(one, weights, x, self.chunks)), None
 
         start = layout.activations(self.positions(self.embed(x)))
-        x, _ = jax.lax.scan(lambda x, block: (through(x, block), None), start, blocks)
+        step = jax.checkpoint(through) if self.remat else through
+        x, _ = jax.lax.scan(step, start, blocks)
         return self.head(self.norm(x).mean(axis=-2))
 
 

@@ -32,9 +32,7 @@ def negative_elbo(network: Any, inputs: Array, labels: Array, layout: Layout) ->
 
     With a thousand classes the points of a cubature would cost more than the network.
     """
-    fits = jax.vmap(mj.objectives.expected_log_likelihood_bound)(
-        labels, *network(inputs, layout)
-    )
+    fits = jax.vmap(mj.objectives.expected_log_likelihood_bound)(labels, *network(inputs, layout))
     return -mj.objectives.elbo(fits, network.kl(), dataset_size=DATASET_SIZE) / DATASET_SIZE
 
 
