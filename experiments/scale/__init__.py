@@ -3,9 +3,9 @@
 Parts: `devices` compares eight virtual devices, and two processes of two, with one device; `tpu`
 compiles whole train steps for TPU v5e without one (skipped with a word where libtpu is missing, which
 is no failure); `export` saves a predictive function for CPU, CUDA and TPU and calls it from a fresh
-process; `weak` compiles for 1 to 8 devices with the batch growing. Exit status 1 if a part does not show what it
-should: a difference of 1e-5, more than three times the plain step's memory, a gather of a whole array, a
-device's share that grows; the other parts are done and written all the same.
+process; `weak` compiles for 1 to 8 devices with the batch growing. Exit status 1 if a part does not show
+what it should: a difference of 1e-5, more than three times the plain step's memory, a gather of a whole
+array, a device's share that grows; the other parts are done and written all the same.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ def _check(args: argparse.Namespace) -> None:
         writable_folder(args.out, "--out")
     if args.effort > 1:
         raise InputError(f"--effort needs a number from -1 to 1; got {args.effort:g}")
+    if "export" in args.part and not export.can_save():
+        raise InputError(
+            "part export needs the package flatbuffers; pip install 'moment_jax[experiments]', or name "
+            "other parts with --part"
+        )
     if "tpu" not in args.part:
         return
     for name in args.topology:

@@ -43,7 +43,7 @@ def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
     middle = time.perf_counter()
     program = lowered.compile()
     end = time.perf_counter()
-    module = hlo.parse(program.as_text())
+    module = hlo.parse(program.as_text() or "")
     devices = layout.mesh.size
     sent = collectives(module, devices)
     gathers = whole_arrays(
@@ -143,7 +143,8 @@ def _covariances(size: Size, structure: str) -> dict[str, tuple[int, ...]]:
     """Shapes of one example's covariances between features."""
     if structure == PLAIN or mj.STRUCTURES[structure] not in (mj.Separable, mj.TokenBlock, mj.Full):
         return {}
-    t, shapes = size.num_tokens, {}
+    t = size.num_tokens
+    shapes: dict[str, tuple[int, ...]] = {}
     for width in (size.num_features, size.hidden_features):
         shapes[f"covariance of {width} features"] = (width, width)
         shapes[f"each token's covariance of {width} features"] = (t, width, width)

@@ -47,7 +47,7 @@ def encoder(structure: type[mj.Covariance]) -> mj.nn.Encoder:
 def case(structure: type[mj.Covariance], mesh: Mesh | None) -> dict[str, Array]:
     """All results by name, from parameters, an optimizer's state and a batch laid on a mesh."""
     model = encoder(structure)
-    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    optimizer: Any = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     x = jax.random.normal(jax.random.key(0), (BATCH, NUM_TOKENS, NUM_FEATURES))
     if mesh is not None:
         mj.parallel.shard(model, mesh)
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
             cluster_detection_method="deactivate",
             initialization_timeout=60,
         )
-    found = {}
+    found: dict[str, Any] = {}
     for name in structures.split(","):
         for layout in layouts.split(","):
             rows, columns = (int(n) for n in layout.split("x"))
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> None:
             jax.clear_caches()
     if jax.process_index() == 0:
         with Path(out).open("wb") as file:
-            np.savez(file, **found)
+            np.savez(file, allow_pickle=False, **found)
 
 
 if __name__ == "__main__":

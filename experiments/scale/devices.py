@@ -19,7 +19,9 @@ from experiments.command_line import PartError
 ONE = "1x1"
 EIGHT = ("8x1", "1x8", "2x4")
 FOUR = ("4x1", "1x4")
+TWO = "2x2"  # two processes of two devices, a row each
 PROCESSES = 2
+COUNTS = (2, 8)  # devices of a process
 TOLERANCE = 1e-5  # of the largest entry, in float32
 WHAT = ("loss", "mean", "variance", "gradient", "update")
 TIMEOUT = 1800
@@ -31,17 +33,17 @@ def run(structures: Sequence[str]) -> list[dict[str, Any]]:
     Raises:
       PartError: if a process fails, or a difference is above the tolerance.
     """
-    records = differences(structures, compute(structures, [ONE, *EIGHT, *FOUR], 8))
-    one = compute(structures, [ONE], 1)
-    two = compute(structures, ["2x2"], 2, processes=PROCESSES)
-    both = {**one, **{key.replace("/2x2/", "/2 processes 2x2/"): v for key, v in two.items()}}
-    records += differences(structures, both)
-    rows = [["", "layout", *WHAT]]
-    for record in records:
-        numbers = [f"{record[what]:.1e}" for what in WHAT]
-        rows.append([record["structure"], record["layout"], *numbers])
     print("largest difference from one device, over the largest entry (float32)")
-    print(report.aligned(rows), flush=True)
+    records = []
+    for structure in structures:  # each is printed when it is there
+        own = compute([structure], [ONE, *EIGHT, *FOUR], max(COUNTS))
+        two = compute([structure], [TWO], COUNTS[0], processes=PROCESSES)
+        own |= {key.replace(TWO, f"{PROCESSES} processes"): value for key, value in two.items()}
+        found = differences([structure], own)
+        rows = [[structure, *WHAT]]
+        rows += [[one["layout"], *(f"{one[what]:.1e}" for what in WHAT)] for one in found]
+        print(report.aligned(rows), flush=True)
+        records += found
     worst = max(record[what] for record in records for what in WHAT)
     if not worst < TOLERANCE:
         raise PartError(

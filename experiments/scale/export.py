@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,11 @@ BATCHES = (3, 8)
 IMAGE_SIZE = 8
 TOLERANCE = 1e-6
 FILE = "predictive.jax"
+
+
+def can_save() -> bool:
+    """Whether there is the package with which JAX writes and reads such files."""
+    return importlib.util.find_spec("flatbuffers") is not None
 
 
 def predictive(network: Any) -> Callable[[Array], Array]:

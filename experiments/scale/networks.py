@@ -76,6 +76,7 @@ class Classifier(mj.nn.BayesianModule):
         features = size.num_features
         self.chunks, self.remat = size.chunks, size.remat
         self.patches = mj.nn.Patches(size.patch, 3) if size.patch else None
+        self.embed: Any
         if size.patch:
             self.embed = mj.nn.Dense(3 * size.patch**2, features, rngs=rngs, **settings)
         else:
@@ -152,4 +153,4 @@ def _stack(size: Size, rngs: nnx.Rngs, form: Any, settings: dict[str, Any]) -> A
         )
         return form(block)
 
-    return make(rngs.fork(split=size.num_blocks))
+    return make(rngs.split(size.num_blocks))

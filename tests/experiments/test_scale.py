@@ -12,7 +12,7 @@ from experiments.scale import collectives, devices, export, hlo, tpu, weak
 from experiments.scale.layout import Layout
 from experiments.scale.networks import SIZES
 from experiments.scale.roofline import Chip, roofline
-from experiments.scale.steps import make_step
+from experiments.scale.steps import PLAIN, make_step
 
 PROGRAM = """
 HloModule step, is_scheduled=true
@@ -32,7 +32,7 @@ HloModule step, is_scheduled=true
 
 %all-reduce-scatter.1 (input: f32[8,8]) -> f32[4,8] {
   %input = f32[8,8]{1,0} parameter(0)
-  %reduced = f32[8,8]{1,0} all-reduce(%input), replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}, to_apply=%sum
+  %reduced = f32[8,8]{1,0} all-reduce(%input), replica_groups=mesh['a'=4,'b'=2] {'b'}, to_apply=%sum
   ROOT %part = f32[4,8]{1,0} dynamic-slice(%reduced), dynamic_slice_sizes={4,8}
 }
 
@@ -75,8 +75,9 @@ def test_loops_count_as_often_as_they_run():
     assert module.counts()["body"] == 5
     assert hlo.matrix_flops(module) == 5 * 2 * 8**3
     # A round reads and writes the slice (256 bytes), gathers it (128 + 256), multiplies into the chip's
-    # own memory (2 x 256), and scatters from there (128); at the end an all-reduce reads and writes 256.
-    assert hlo.hbm_bytes(module) == 5 * (2 * 128 + 4 + 128 + 256 + 2 * 256 + 128) + 2 * 256
+    # own memory (2 x 256), and scatters from there (128); its condition takes 9.
+    # At the end an all-reduce reads and writes 256.
+    assert hlo.hbm_bytes(module) == 5 * (2 * 128 + 4 + 128 + 256 + 2 * 256 + 128 + 9) + 2 * 256
     with pytest.raises(ValueError, match="ENTRY"):
         hlo.parse("HloModule empty")
 
@@ -166,7 +167,7 @@ def test_a_step_in_chunks_is_the_step():
     keys = jax.random.split(jax.random.key(0), 3)
 
     def loss(size):
-        step = make_step(size, "Diagonal", Layout(None))
+        step = make_step(size, PLAIN, Layout(None))
         params, moments = step.state
         params = jax.tree.map(lambda x: 0.1 * jax.random.normal(keys[0], x.shape, x.dtype), params)
         moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), moments)
@@ -179,12 +180,28 @@ def test_a_step_in_chunks_is_the_step():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), parts, whole)
 
 
-def test_export_for_any_batch(tmp_path, capsys):
+def test_export_for_any_batch():
+    function = export.predictive(export.small_network("Diagonal"))
+    whole = export.exported(function, export.IMAGE_SIZE)
+    assert whole.platforms == export.PLATFORMS
+    for count in export.BATCHES:
+        images = np.ones((count, export.IMAGE_SIZE, export.IMAGE_SIZE), np.float32)
+        np.testing.assert_allclose(whole.call(images), jax.jit(function)(images), atol=1e-6)
+
+
+def test_an_exported_function_is_saved_and_loaded(tmp_path, capsys):
+    pytest.importorskip("flatbuffers")
     record = export.run("Diagonal", tmp_path)
     assert record["platforms"] == ["cpu", "cuda", "tpu"]
     assert set(record["differences"]) == {"3", "8"}
     assert (tmp_path / export.FILE).stat().st_size == record["bytes"]
     assert "cuda" in capsys.readouterr().out
+
+
+def test_without_the_package_that_saves(capsys, monkeypatch):
+    monkeypatch.setattr(export, "can_save", lambda: False)
+    assert main(["scale", "--part", "export"]) == 2
+    assert "needs the package flatbuffers" in capsys.readouterr().err
 
 
 def test_without_a_compiler_for_tpus(capsys, monkeypatch, tmp_path):
@@ -240,7 +257,7 @@ def test_a_share_that_grows_is_a_fault():
     ],
 )
 def test_options(arguments, message, capsys):
-    assert main(["scale", *arguments]) == 2
+    assert main(["scale", "--part", "tpu", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
