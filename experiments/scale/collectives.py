@@ -12,6 +12,7 @@ from experiments.scale.hlo import Instruction, Module
 Dims = tuple[int, ...]
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+STACK = "all blocks"
 SCATTERED = "all-reduce-scatter"  # how XLA for TPU names a fused reduce-scatter
 
 
@@ -106,6 +107,7 @@ def whole_arrays(
     parameters: Mapping[str, Dims],
     covariances: Mapping[str, Dims],
     batch: int,
+    rows: int,
 ) -> list[Gather]:
     """Gathers that make whole, on each device, an array of which a part would do.
 
@@ -114,6 +116,7 @@ def whole_arrays(
       parameters: what it is -> the shape that no gather may have.
       covariances: what it is -> the shape for one example.
       batch: how many examples a row of devices has.
+      rows: devices along `data`. To gather over these what nothing else splits is how FSDP works.
     """
     kernels = {_core(dims): what for what, dims in parameters.items()}
     covs = {_core(dims): what for what, dims in covariances.items()}
@@ -124,6 +127,8 @@ def whole_arrays(
         for array in one.line.results:
             dims = tuple(n for n in array.dims if n > 1)
             what = kernels.get(_core(dims))
+            if what is not None and one.group == rows and not what.startswith(STACK):
+                what = None
             if what is None and len(dims) > 2:  # one axis of examples, wherever XLA has put it
                 rest = [(n, dims[:i] + dims[i + 1 :]) for i, n in enumerate(dims) if n <= batch]
                 what = next((covs[_core(own)] for _, own in rest if _core(own) in covs), None)

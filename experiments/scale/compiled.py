@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import moment_jax as mj
 from experiments.scale import hlo
-from experiments.scale.collectives import by_kind, collectives, whole_arrays
+from experiments.scale.collectives import STACK, by_kind, collectives, whole_arrays
 from experiments.scale.layout import STACKED, Layout, names_of
 from experiments.scale.networks import Size
 from experiments.scale.steps import PLAIN, make_step
@@ -47,7 +47,11 @@ def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
     devices = layout.mesh.size
     sent = collectives(module, devices)
     gathers = whole_arrays(
-        sent, _parameters(state[0], layout), _covariances(size, structure), size.per_row
+        sent,
+        _parameters(state[0], layout),
+        _covariances(size, structure),
+        size.per_row,
+        layout.rows,
     )
     return {
         "structure": structure,
@@ -132,8 +136,8 @@ def _parameters(params: Any, layout: Layout) -> dict[str, tuple[int, ...]]:
         parts = [n // columns if axis == "model" else n for n, axis in zip(own, spec, strict=True)]
         name = "/".join(str(part) for part in names)
         if stacked:
-            shapes[f"all blocks of {name}"] = leaf.shape
-            shapes[f"all blocks of {name}, over data"] = (leaf.shape[0], *parts)
+            shapes[f"{STACK} of {name}"] = leaf.shape
+            shapes[f"{STACK} of {name}, over data"] = (leaf.shape[0], *parts)
         if parts != list(own):
             shapes[f"all of {name}"] = own
     return shapes

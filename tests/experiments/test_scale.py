@@ -92,11 +92,15 @@ def test_collectives_by_kind():
 
 def test_gathers_of_whole_arrays_are_named():
     found = collectives.collectives(hlo.parse(PROGRAM), 8)
-    (gather,) = collectives.whole_arrays(found, {"a kernel": (8, 8)}, {}, 4)
+    (gather,) = collectives.whole_arrays(found, {"a kernel": (8, 8)}, {}, 4, rows=4)
     assert gather.what == "a kernel"
     assert gather.times == 5
     assert gather.line.startswith("%whole = ")
-    assert not collectives.whole_arrays(found, {"all blocks": (5, 8, 8)}, {"cov": (8, 8)}, 4)
+    assert not collectives.whole_arrays(
+        found, {"all blocks": (5, 8, 8)}, {"cov": (8, 8)}, 4, rows=4
+    )
+    # Over the two rows of devices that hold it: the gather of FSDP.
+    assert not collectives.whole_arrays(found, {"a kernel": (8, 8)}, {}, 4, rows=2)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_eight_devices_are_one():
         (("query", "bias"), (4, 2), ("model", None)),
         (("out", "kernel"), (4, 2, 8), ("model", None, "data")),
         (("table", "mean"), (12, 8), ("model", "data")),
+        (("positions", "table", "mean"), (12, 8), ("data", "model")),
         (("query", "kernel", "prior_log_scale"), (), ()),
         (("norm1", "scale", "mean"), (8,), ()),
         ((0, "mu", "hidden", "kernel", "mean"), (8, 8), ("data", "model")),  # of an optimizer
