@@ -62,9 +62,10 @@ class Size:
 
 
 SIZES = {
+    # A part of a batch has two examples for each row, so that no activation has the shape of a weight.
     # T is 196: the mean over the tokens takes the place of a token for the class.
     "vit-b16": Size(12, 768, 12, 3072, 196, 1000, per_row=32, chunks=16, patch=16),
-    "1.3b": Size(24, 2048, 16, 8192, 256, 1000, per_row=16, chunks=16, vocabulary=50304),
+    "1.3b": Size(24, 2048, 16, 8192, 256, 1000, per_row=16, chunks=8, vocabulary=50304),
     "tiny": Size(2, 32, 4, 64, 4, 8, per_row=2, patch=4),
 }
 
@@ -99,7 +100,8 @@ class Classifier(mj.nn.BayesianModule):
             weights = layout.for_rows(block)
             return layout.moments(*layout.in_chunks(one, weights, moments, self.chunks)), None
 
-        start = layout.moments(*self.positions(*self.embed(x)))
+        # Laid out before the positions are added, so that these need not be whole anywhere.
+        start = layout.moments(*self.positions(*layout.moments(*self.embed(x))))
         step = jax.checkpoint(through) if self.remat else through
         (mean, cov), _ = jax.lax.scan(step, start, blocks)
         pooled, pooled_cov = jax.vmap(mj.mean_pool)(*self.norm(mean, cov))
@@ -131,7 +133,7 @@ class PlainClassifier(nnx.Module):
             weights = layout.for_rows(block)
             return layout.activations(layout.in_chunks(one, weights, x, self.chunks)), None
 
-        start = layout.activations(self.positions(self.embed(x)))
+        start = layout.activations(self.positions(layout.activations(self.embed(x))))
         step = jax.checkpoint(through) if self.remat else through
         x, _ = jax.lax.scan(step, start, blocks)
         return self.head(self.norm(x).mean(axis=-2))
