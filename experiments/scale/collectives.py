@@ -12,6 +12,7 @@ from experiments.scale.hlo import Instruction, Module
 Dims = tuple[int, ...]
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+FLOATS = ("f32", "bf16", "f16", "f64")
 STACK = "all blocks"
 SCATTERED = "all-reduce-scatter"  # how XLA for TPU names a fused reduce-scatter
 
@@ -125,6 +126,8 @@ def whole_arrays(
         if one.kind != "all-gather":
             continue
         for array in one.line.results:
+            if array.dtype not in FLOATS:  # numbers of words have the shape of positions
+                continue
             dims = tuple(n for n in array.dims if n > 1)
             what = kernels.get(_core(dims))
             if what is not None and one.group == rows and not what.startswith(STACK):
