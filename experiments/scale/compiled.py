@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import moment_jax as mj
-from experiments.scale import hlo
+from experiments.scale import hlo, work
 from experiments.scale.collectives import STACK, by_kind, collectives, whole_arrays
 from experiments.scale.layout import STACKED, Layout, names_of
 from experiments.scale.networks import Size
@@ -61,10 +61,10 @@ def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
         "seconds_lowering": middle - start,
         "seconds_compiling": end - middle,
         "memory": memory(program),
-        "flops": hlo.matrix_flops(module),
+        "flops": work.matrix_flops(module),
         "all_flops": float((program.cost_analysis() or {}).get("flops", math.nan)),
         "model_flops": model_flops(size, structure) * layout.rows / devices,
-        "hbm_bytes": hlo.hbm_bytes(module),
+        "hbm_bytes": work.hbm_bytes(module),
         "collectives": by_kind(sent),
         "whole_arrays": [gather._asdict() for gather in gathers],
     }
