@@ -17,6 +17,7 @@ COMMANDS = {
     "language": "train a Bayesian language model of characters; does it know foreign text?",
     "seq2seq": "forecast hourly temperatures with an encoder-decoder Bayesian Transformer",
     "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
+    "scale": "sharded results, train steps compiled for TPU pods, export, weak scaling",
     "discrete": "train an autoencoder with categorical codes, against a dense one",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }

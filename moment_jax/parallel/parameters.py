@@ -27,11 +27,13 @@ def partition_spec(
     """Where a parameter lies, by the names on its way through the module.
 
     Kernels of queries, keys, values and hidden layers are split by outputs over `model`, those of output
-    layers by inputs, tables of embeddings by rows; with `fsdp` the other axis is split over `data`. What
-    belongs to one axis of a kernel alone (a bias, the variances of `OutputShared`, the factors of
-    `MatrixNormal`) lies as that axis does. An axis that its devices do not divide is not split, and what
-    no rule knows lies whole on every device. So does the state of an optimizer, whose leaves have the
-    names and the shapes of the parameters that they belong to.
+    layers by inputs, tables of embeddings by rows; with `fsdp` the other axis is split over `data`.
+    Flax's own attention, whose kernels have an axis of heads, is split by these. Tables of positions,
+    all rows of which are used at once, are split by features. What belongs to one axis of a kernel alone
+    (a bias, the variances of `OutputShared`, the factors of `MatrixNormal`) lies as that axis does. An
+    axis that its devices do not divide is not split, and what no rule knows lies whole on every device.
+    So does the state of an optimizer, whose leaves have the names and the shapes of the parameters that
+    they belong to.
 
     Args:
       path: names and indices from the module to the array, such as those of `nnx.to_flat_state`.
@@ -45,7 +47,7 @@ def partition_spec(
     names = [name for name in path if isinstance(name, str)]
     array = next((name for name in reversed(names) if name in KERNELS), None)
     if array is None:
-        return _fit(_vector(names), shape, sizes)
+        return _fit(_vector(names, len(shape)), shape, sizes)
     rows, columns = _kernel_axes(names, array)
     if not fsdp:
         rows, columns = (None if axis == DATA else axis for axis in (rows, columns))
@@ -58,6 +60,10 @@ def partition_spec(
         axes = (columns,)
     elif len(shape) == 2:
         axes = (rows, columns)
+    elif len(shape) == 3 and SPLITS_OUTPUTS.intersection(names):  # Flax's (features, heads, width)
+        axes = (rows, columns, None)
+    elif len(shape) == 3 and SPLITS_INPUTS.intersection(names):  # (heads, width, features)
+        axes = (rows, None, columns)
     else:
         axes = ()
     return _fit(axes, shape, sizes)
@@ -65,6 +71,8 @@ def partition_spec(
 
 def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | None]:
     """The mesh axes of a kernel's inputs and outputs."""
+    if "positions" in names:
+        return DATA, MODEL
     if array in TABLES:
         return MODEL, DATA
     if SPLITS_OUTPUTS.intersection(names):
@@ -74,10 +82,10 @@ def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | No
     return DATA, None
 
 
-def _vector(names: Sequence[str]) -> tuple[str | None, ...]:
-    """The axes of what is no kernel: biases of split outputs lie as these do."""
+def _vector(names: Sequence[str], rank: int) -> tuple[str | None, ...]:
+    """The axes of what is no kernel: biases of split outputs lie as these do, Flax's by heads."""
     if "bias" in names and SPLITS_OUTPUTS.intersection(names):
-        return (MODEL,)
+        return (MODEL, *[None] * (rank - 1))
     return ()
 
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,32 +9,22 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import moment_jax as mj
+from experiments.scale import devices
 from tests.builders import ALL_STRUCTURES
 
 SIZES = {"data": 2, "model": 4}
 
 
 def test_eight_devices_are_one():
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "8",  # of a process, which cannot be told later
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_ENABLE_X64": "1",
-        "PYTHONWARNINGS": "error",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.program"],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+    """Both axes at once; `experiments scale --part devices` does every structure and layout."""
+    results = devices.compute(
+        ["TokenCorrelated"],
+        ["1x1", "2x4"],
+        8,
+        environment={"JAX_ENABLE_X64": "1", "PYTHONWARNINGS": "error"},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout)
-    assert len(results) == 2
-    assert all(value < 1e-10 for value in results.values()), results
+    (record,) = devices.differences(["TokenCorrelated"], results)
+    assert max(record[what] for what in devices.WHAT) < 1e-10, record
 
 
 @pytest.mark.parametrize(
@@ -55,7 +39,11 @@ def test_eight_devices_are_one():
         (("query", "kernel", "raw", "rows"), (8, 8), ("data", None)),
         (("query", "kernel", "raw", "columns"), (8, 8), ("model", None)),
         (("query", "kernel", "mean"), (7, 8), (None, "model")),  # 7 rows on 2 devices
+        (("query", "kernel"), (8, 4, 2), ("data", "model", None)),  # Flax's, by heads
+        (("query", "bias"), (4, 2), ("model", None)),
+        (("out", "kernel"), (4, 2, 8), ("model", None, "data")),
         (("table", "mean"), (12, 8), ("model", "data")),
+        (("positions", "table", "mean"), (12, 8), ("data", "model")),
         (("query", "kernel", "prior_log_scale"), (), ()),
         (("norm1", "scale", "mean"), (8,), ()),
         ((0, "mu", "hidden", "kernel", "mean"), (8, 8), ("data", "model")),  # of an optimizer

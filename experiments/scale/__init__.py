@@ -1,0 +1,132 @@
+"""Does it scale? Sharded results, train steps compiled for TPU pods, export, weak scaling.
+
+Parts: `devices` compares eight virtual devices, and two processes of two, with one device; `tpu`
+compiles whole train steps for TPU v5e without one (skipped with a word where libtpu is missing, which
+is no failure); `export` saves a predictive function for CPU, CUDA and TPU and calls it from a fresh
+process; `weak` compiles for 1 to 8 devices with the batch growing. `weak` and `tpu` take `Diagonal`
+unless structures are named. Exit status 1 if a part does not show what it should: a difference of 1e-5,
+more than three times the plain step's memory, a gather of a whole array, a device's share that grows;
+the other parts are done and written all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import moment_jax as mj
+from experiments.command_line import InputError, PartError, number, one_of
+from experiments.common_options import add_json, add_structures
+from experiments.outputs import writable_file, writable_folder, write_json
+from experiments.scale import devices, export, tpu, weak
+
+__all__ = ["add_arguments", "run"]
+
+PARTS = ("devices", "export", "weak", "tpu")
+COMPILED = (
+    "Diagonal"  # in the parts that only compile, unless structures are named: others take long
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the parts."""
+    add = parser.add_argument
+    add(
+        "--part",
+        type=one_of(dict.fromkeys(PARTS), "part"),
+        nargs="+",
+        default=list(PARTS),
+        metavar="NAME",
+        help=f"parts: {', '.join(PARTS)} (default: all)",
+    )
+    add_structures(parser)
+    add(
+        "--network",
+        type=one_of(tpu.NETWORKS, "network"),
+        nargs="+",
+        default=list(tpu.NETWORKS),
+        metavar="NAME",
+        help=f"networks of part tpu: {', '.join(tpu.NETWORKS)} (default: all)",
+    )
+    add(
+        "--topology",
+        type=one_of(tpu.TOPOLOGIES, "topology"),
+        nargs="+",
+        default=["4x4", "16x16"],
+        metavar="NAME",
+        help=f"chips of part tpu: {', '.join(tpu.TOPOLOGIES)} of v5e (default: 4x4 16x16)",
+    )
+    add(
+        "--columns",
+        type=number(int, least=1),
+        default=2,
+        metavar="N",
+        help="chips that share heads and hidden units in part tpu (default: %(default)s)",
+    )
+    add(
+        "--effort",
+        type=number(float, least=-1),
+        default=-1.0,
+        metavar="X",
+        help="of the compiler in part tpu, -1 to 1; 0 takes several times as long as -1 (default: -1)",
+    )
+    add_json(parser)
+    add("--out", type=Path, metavar="DIR", help="folder for the exported function (default: none)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """All parts, one after another; what failed is said at the end."""
+    _check(args)
+    records: dict[str, Any] = {}
+    failed = []
+    for part in dict.fromkeys(args.part):
+        try:
+            records[part] = _part(part, args)
+        except PartError as error:
+            failed.append(str(error))
+            records[part] = {"failed": str(error)}
+        if args.json is not None:
+            write_json(args.json, records)
+    if failed:
+        raise PartError("; ".join(failed))
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.json is not None:
+        writable_file(args.json, "--json")
+    if args.out is not None:
+        writable_folder(args.out, "--out")
+    if args.effort > 1:
+        raise InputError(f"--effort needs a number from -1 to 1; got {args.effort:g}")
+    if "export" in args.part and not export.can_save():
+        raise InputError(
+            "part export needs the package flatbuffers; pip install 'moment_jax[experiments]', or name "
+            "other parts with --part"
+        )
+    if "tpu" not in args.part:
+        return
+    for name in args.topology:
+        rows, columns = (int(n) for n in name.split("x"))
+        if rows * columns % args.columns:
+            raise InputError(
+                f"--columns must divide the {rows * columns} chips of {name}; got {args.columns}"
+            )
+    for name in args.network:
+        if tpu.NETWORKS[name].num_heads % args.columns:
+            raise InputError(
+                f"--columns must divide the {tpu.NETWORKS[name].num_heads} heads of {name}; got "
+                f"{args.columns}"
+            )
+
+
+def _part(part: str, args: argparse.Namespace) -> Any:
+    every = list(dict.fromkeys(args.structure))
+    compiled = [COMPILED] if every == list(mj.STRUCTURES) else every
+    if part == "devices":
+        return devices.run(every)
+    if part == "weak":
+        return weak.run(compiled)
+    if part == "export":
+        return export.run(every[0] if len(every) == 1 else mj.DEFAULT_STRUCTURE.__name__, args.out)
+    return tpu.run(args.network, args.topology, compiled, args.columns, args.effort)

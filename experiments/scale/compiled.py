@@ -1,0 +1,156 @@
+"""A train step compiled for a mesh, and what can be read from the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import moment_jax as mj
+from experiments.scale import hlo, work
+from experiments.scale.collectives import STACK, by_kind, collectives, whole_arrays
+from experiments.scale.layout import STACKED, Layout, names_of
+from experiments.scale.networks import Size
+from experiments.scale.steps import PLAIN, make_step
+
+
+def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
+    """Compile a step for the devices of a mesh, which need not be here, and describe the program.
+
+    Args:
+      size: the network and its batch.
+      structure: name of a covariance structure, or "plain".
+      layout: of a mesh.
+
+    Returns:
+      Bytes of memory, operations, bytes moved and sent by one device, and the gathers of whole arrays.
+    """
+    assert layout.mesh is not None
+    step = make_step(size, structure, layout)
+    state = layout.shapes(step.state)
+    rows = NamedSharding(layout.mesh, PartitionSpec("data"))
+    batch = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=rows)
+        for array in size.batch(layout.rows)
+    ]
+    start = time.perf_counter()
+    lowered = jax.jit(step.fn, donate_argnums=0).lower(state, *batch)
+    middle = time.perf_counter()
+    program = lowered.compile()
+    end = time.perf_counter()
+    module = hlo.parse(program.as_text() or "")
+    devices = layout.mesh.size
+    sent = collectives(module, devices)
+    gathers = whole_arrays(
+        sent,
+        _parameters(state[0], layout),
+        _covariances(size, structure),
+        size.per_row,
+        layout.rows,
+    )
+    return {
+        "structure": structure,
+        "devices": devices,
+        "rows": layout.rows,
+        "batch": size.per_row * layout.rows,
+        "seconds_lowering": middle - start,
+        "seconds_compiling": end - middle,
+        "memory": memory(program),
+        "flops": work.matrix_flops(module),
+        "all_flops": float((program.cost_analysis() or {}).get("flops", math.nan)),
+        "model_flops": model_flops(size, structure) * layout.rows / devices,
+        "hbm_bytes": work.hbm_bytes(module),
+        "collectives": by_kind(sent),
+        "whole_arrays": [gather._asdict() for gather in gathers],
+    }
+
+
+def memory(program: Any) -> dict[str, float]:
+    """Bytes of a device: arguments (results take their place), temporaries, their sum, and the peak.
+
+    The sum is what the program reserves; the peak is what of it is in use at one moment.
+    """
+    known = program.memory_analysis()
+    results = known.output_size_in_bytes - known.alias_size_in_bytes
+    return {
+        "arguments": known.argument_size_in_bytes,
+        "temporaries": known.temp_size_in_bytes,
+        "reserved": known.argument_size_in_bytes + results + known.temp_size_in_bytes,
+        "peak": getattr(known, "peak_memory_in_bytes", 0),
+    }
+
+
+def model_flops(size: Size, structure: str) -> float:
+    """Operations of the matrix products of a step on the examples of one row, nothing computed twice."""
+    step = make_step(dataclasses.replace(size, remat=False, chunks=1), structure, Layout(None))
+    traced = jax.make_jaxpr(step.fn)(step.state, *size.batch(1))
+    return _products(traced.jaxpr)
+
+
+def _products(jaxpr: Any) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            out = math.prod(equation.outvars[0].aval.shape)
+            total += 2.0 * out * math.prod(left[i] for i in contracted)
+        elif equation.primitive.name in ("cond", "platform_index"):
+            branches = equation.params.get("branches", ())
+            total += max((_products(branch.jaxpr) for branch in branches), default=0.0)
+        else:
+            times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+            total += times * sum(_products(inner) for inner in _inner(equation.params))
+    return total
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, jax.extend.core.ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, jax.extend.core.Jaxpr):
+                yield one
+
+
+def _parameters(params: Any, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Shapes that no gather may have: all blocks' kernels, and one block's where `model` splits it.
+
+    To gather one block's kernel over `data`, where it is used, is how FSDP works.
+    """
+    assert layout.mesh is not None
+    columns = layout.mesh.shape["model"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = names_of(path)
+        stacked = STACKED in names
+        own = leaf.shape[1:] if stacked else leaf.shape
+        if len(own) < 2 or leaf.sharding.is_fully_replicated:
+            continue
+        spec = tuple(layout.place(names, leaf.shape, fsdp=False).spec)[stacked:]
+        parts = [n // columns if axis == "model" else n for n, axis in zip(own, spec, strict=True)]
+        name = "/".join(str(part) for part in names)
+        if stacked:
+            shapes[f"{STACK} of {name}"] = leaf.shape
+            shapes[f"{STACK} of {name}, over data"] = (leaf.shape[0], *parts)
+        if parts != list(own):
+            shapes[f"all of {name}"] = own
+    return shapes
+
+
+def _covariances(size: Size, structure: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of one example's covariances between features."""
+    if structure == PLAIN or mj.STRUCTURES[structure] not in (mj.Separable, mj.TokenBlock, mj.Full):
+        return {}
+    t = size.num_tokens
+    shapes: dict[str, tuple[int, ...]] = {}
+    for width in (size.num_features, size.hidden_features):
+        shapes[f"covariance of {width} features"] = (width, width)
+        shapes[f"each token's covariance of {width} features"] = (t, width, width)
+        shapes[f"covariance of all entries of {width} features"] = (t, width, t, width)
+    return shapes

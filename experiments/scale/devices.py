@@ -1,0 +1,139 @@
+"""Part `devices`: eight virtual devices, and two processes of two, compute what one device does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import report
+from experiments.command_line import PartError
+
+ONE = "1x1"
+EIGHT = ("8x1", "1x8", "2x4")
+FOUR = ("4x1", "1x4")
+TWO = "2x2"  # two processes of two devices, a row each
+PROCESSES = 2
+COUNTS = (2, 8)  # devices of a process
+TOLERANCE = 1e-5  # of the largest entry, in float32
+WHAT = ("loss", "mean", "variance", "gradient", "update")
+TIMEOUT = 1800
+
+
+def run(structures: Sequence[str]) -> list[dict[str, Any]]:
+    """Compare all layouts; one record for each structure and layout.
+
+    Raises:
+      PartError: if a process fails, or a difference is above the tolerance.
+    """
+    print("largest difference from one device, over the largest entry (float32)")
+    records = []
+    for structure in structures:  # each is printed when it is there
+        own = compute([structure], [ONE, *EIGHT, *FOUR], max(COUNTS))
+        two = compute([structure], [TWO], COUNTS[0], processes=PROCESSES)
+        own |= {key.replace(TWO, f"{PROCESSES} processes"): value for key, value in two.items()}
+        found = differences([structure], own)
+        rows = [[structure, *WHAT]]
+        rows += [[one["layout"], *(f"{one[what]:.1e}" for what in WHAT)] for one in found]
+        print(report.aligned(rows), flush=True)
+        records += found
+    worst = max(record[what] for record in records for what in WHAT)
+    if not worst < TOLERANCE:
+        raise PartError(
+            f"devices: a sharded result differs from one device's by {worst:.1e} of its largest entry, "
+            f"not less than {TOLERANCE:g}"
+        )
+    return records
+
+
+def compute(
+    structures: Sequence[str],
+    layouts: Sequence[str],
+    devices: int,
+    *,
+    processes: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, np.ndarray]:
+    """Results of `device_program`, by "structure/layout/what".
+
+    Args:
+      structures: names.
+      layouts: ROWSxCOLUMNS each.
+      devices: virtual devices of a process.
+      processes: how many there are.
+      environment: more variables of the processes.
+
+    Raises:
+      PartError: if a process fails, with the end of what it said.
+    """
+    known = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),  # a process cannot be told later
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        **(environment or {}),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.npz"
+        words = [str(out), ",".join(layouts), ",".join(structures)]
+        command = [sys.executable, "-m", "experiments.scale.device_program", *words]
+        address = f"127.0.0.1:{_free_port()}"
+        started = [
+            subprocess.Popen(
+                command + ([address, str(i), str(processes)] if processes > 1 else []),
+                cwd=Path(__file__).parents[2],
+                env=known,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for i in range(processes)
+        ]
+        try:
+            said = [process.communicate(timeout=TIMEOUT)[0] for process in started]
+        except subprocess.TimeoutExpired:
+            raise PartError(f"devices: no result after {TIMEOUT} s") from None
+        finally:
+            for process in started:
+                process.kill()
+        for process, text in zip(started, said, strict=True):
+            if process.returncode:
+                raise PartError(f"devices: a process failed: {text[-1500:]}")
+        with np.load(out) as file:
+            return dict(file)
+
+
+def differences(
+    structures: Sequence[str], results: Mapping[str, np.ndarray]
+) -> list[dict[str, Any]]:
+    """For each structure, layout and kind of result, the largest difference from one device's."""
+    layouts = [name for name in dict.fromkeys(key.split("/")[1] for key in results) if name != ONE]
+    records = []
+    for structure in structures:
+        for layout in layouts:
+            record: dict[str, Any] = {"structure": structure, "layout": layout}
+            record |= dict.fromkeys(WHAT, 0.0)
+            for key, expected in results.items():
+                if not key.startswith(f"{structure}/{ONE}/"):
+                    continue
+                name = key.split("/")[2]
+                actual = results[f"{structure}/{layout}/{name}"]
+                size = max(float(np.max(np.abs(expected))), 1e-3)
+                error = float(np.max(np.abs(actual - expected))) / size
+                what = name.split(" ")[0]
+                record[what] = max(record[what], error)
+            records.append(record)
+    return records
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

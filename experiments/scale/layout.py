@@ -1,0 +1,119 @@
+"""Where the arrays of a scanned network lie: by the rules of `mj.parallel`, below an axis of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import moment_jax as mj
+
+Array = jax.Array
+S = TypeVar("S", bound=mj.Covariance)
+
+STACKED = "blocks"  # the name of the module whose arrays have a leading axis
+
+
+class Layout:
+    """Layouts on one mesh; without a mesh nothing is said of any array.
+
+    Args:
+      mesh: from `mj.parallel.make_mesh`, or one of devices that are not here.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.mesh = mesh
+
+    def place(self, path: Sequence[Any], shape: tuple[int, ...], fsdp: bool = True) -> Any:
+        """The sharding of one parameter."""
+        assert self.mesh is not None
+        sizes = dict(self.mesh.shape)
+        if STACKED in path:
+            spec = mj.parallel.partition_spec(path, shape[1:], sizes, fsdp=fsdp)
+            return NamedSharding(self.mesh, PartitionSpec(None, *spec))
+        return NamedSharding(self.mesh, mj.parallel.partition_spec(path, shape, sizes, fsdp=fsdp))
+
+    def shapes(self, state: Any) -> Any:
+        """A state of shapes, with the sharding of every one."""
+
+        def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=self.place(names_of(path), leaf.shape)
+            )
+
+        return jax.tree_util.tree_map_with_path(placed, state)
+
+    @property
+    def rows(self) -> int:
+        """Rows of devices, along which batches are split."""
+        return 1 if self.mesh is None else int(self.mesh.shape["data"])
+
+    def for_rows(self, block: Any) -> Any:
+        """One block's parameters as every row of devices uses them, (rows, ...).
+
+        FSDP's gather of one layer, written as a copy for each row. So the gradient has one part for each
+        row too: rows add up their examples by themselves, and one reduce-scatter joins the sums.
+        """
+
+        def copies(path: Any, leaf: Array) -> Array:
+            whole = jnp.broadcast_to(leaf[None], (self.rows, *leaf.shape))
+            if self.mesh is None:
+                return whole
+            spec = self.place(names_of(path), leaf.shape, fsdp=False).spec
+            place = NamedSharding(self.mesh, PartitionSpec("data", *spec))
+            return jax.lax.with_sharding_constraint(whole, place)
+
+        def split(path: Any, leaf: Array) -> Array:
+            if self.mesh is None:
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, self.place(names_of(path), leaf.shape))
+
+        over = jax.tree_util.tree_map_with_path
+        return over(copies, over(split, block))  # the gradient passes `split` last, and lies so
+
+    def in_chunks(self, fn: Callable[..., Any], weights: Any, batch: Any, count: int) -> Any:
+        """`fn(weights, part)` of `count` parts of a batch in turn, computed anew in the backward pass.
+
+        Args:
+          fn: of one row's weights and of its examples of one part.
+          weights: from `for_rows`.
+          batch: a pytree of arrays (N, ...), split by rows.
+          count: parts; with the number of rows a divisor of N.
+        """
+
+        def split(leaf: Array) -> Array:
+            return leaf.reshape(self.rows, count, -1, *leaf.shape[1:]).swapaxes(0, 1)
+
+        def join(leaf: Array) -> Array:
+            return leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[3:])
+
+        def part(examples: Any) -> Any:
+            return jax.vmap(fn)(weights, examples)
+
+        part = jax.checkpoint(part) if count > 1 else part
+        return jax.tree.map(join, jax.lax.map(part, jax.tree.map(split, batch)))
+
+    def moments(self, mean: Array, cov: S) -> tuple[Array, S]:
+        """Moments between blocks."""
+        if self.mesh is None:
+            return mean, cov
+        return mj.parallel.constrain(mean, cov, self.mesh)
+
+    def activations(self, x: Array) -> Array:
+        """A plain network's activations between blocks, (N, T, D), as the means lie."""
+        if self.mesh is None:
+            return x
+        place = NamedSharding(self.mesh, PartitionSpec("data", None, "model"))
+        return jax.lax.with_sharding_constraint(x, place)
+
+
+def names_of(path: Any) -> list[Any]:
+    """Names and indices on the way to a leaf of a state, without the fields of Python objects."""
+    return [
+        key.key if isinstance(key, jax.tree_util.DictKey) else key.idx
+        for key in path
+        if isinstance(key, jax.tree_util.DictKey | jax.tree_util.SequenceKey)
+    ]

@@ -1,0 +1,158 @@
+"""The networks whose training is compiled: of the size of ViT-B/16, and of 1.3 billion weights.
+
+Tokens of images or words, a pre-norm encoder, the mean over the tokens, a linear head. The blocks are
+kept as they are used: one module whose arrays have a leading axis of blocks, over which the pass scans.
+So one block is compiled, and the optimiser updates one array in the place of one for each block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import moment_jax as mj
+from experiments.scale.layout import Layout
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A network, and the batch that it is trained with.
+
+    Args:
+      num_blocks: L.
+      num_features: D.
+      num_heads: H.
+      hidden_features: F, of the feed-forward layers.
+      num_tokens: T, a square for images.
+      num_classes: C.
+      per_row: examples of a batch for each row of devices (the axis `data`).
+      chunks: parts of the batch that go through a block one after another, so that what a block keeps
+        for its backward pass is of one part; the block's parameters are gathered once for all.
+      remat: compute every block anew in the backward pass.
+      patch: height and width of a patch of an image of three channels; 0 for sequences of words.
+      vocabulary: number of words; 0 for images.
+    """
+
+    num_blocks: int
+    num_features: int
+    num_heads: int
+    hidden_features: int
+    num_tokens: int
+    num_classes: int
+    per_row: int
+    chunks: int = 1
+    remat: bool = True
+    patch: int = 0
+    vocabulary: int = 0
+
+    def batch(self, rows: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of the inputs and labels for this many rows of devices."""
+        count = self.per_row * rows
+        labels = jax.ShapeDtypeStruct((count,), jnp.int32)
+        if self.vocabulary:
+            return jax.ShapeDtypeStruct((count, self.num_tokens), jnp.int32), labels
+        side = self.patch * round(self.num_tokens**0.5)
+        return jax.ShapeDtypeStruct((count, side, side, 3), jnp.float32), labels
+
+
+SIZES = {
+    # A part of a batch has two examples for each row, so that no activation has the shape of a weight.
+    # T is 196: the mean over the tokens takes the place of a token for the class.
+    "vit-b16": Size(12, 768, 12, 3072, 196, 1000, per_row=32, chunks=16, patch=16),
+    "1.3b": Size(24, 2048, 16, 8192, 256, 1000, per_row=16, chunks=8, vocabulary=50304),
+    "tiny": Size(2, 32, 4, 64, 4, 8, per_row=2, patch=4),
+}
+
+
+class Classifier(mj.nn.BayesianModule):
+    """The Bayesian network; all its weights are random."""
+
+    def __init__(self, size: Size, *, rngs: nnx.Rngs, **settings: Any) -> None:
+        features = size.num_features
+        self.chunks, self.remat = size.chunks, size.remat
+        self.patches = mj.nn.Patches(size.patch, 3) if size.patch else None
+        self.embed: Any
+        if size.patch:
+            self.embed = mj.nn.Dense(3 * size.patch**2, features, rngs=rngs, **settings)
+        else:
+            self.embed = mj.nn.Embedding(size.vocabulary, features, rngs=rngs, **settings)
+        self.positions = mj.nn.LearnedPositions(size.num_tokens, features, rngs=rngs, **settings)
+        self.blocks = _stack(size, rngs, lambda block: block, settings)
+        self.norm = mj.nn.LayerNorm(features, **settings)
+        self.head = mj.nn.Dense(features, size.num_classes, rngs=rngs, **settings)
+
+    def __call__(self, inputs: Array, layout: Layout | None = None) -> tuple[Array, Array]:
+        """Images or words of a batch -> means and variances (N, C) of the logits."""
+        layout = Layout(None) if layout is None else layout
+        x = inputs if self.patches is None else self.patches(inputs)
+        graph, blocks = nnx.split(self.blocks)
+
+        def through(moments: Any, block: Any) -> Any:
+            def one(weights: Any, part: Any) -> Any:
+                return nnx.merge(graph, weights)(*part)
+
+            weights = layout.for_rows(block)
+            return layout.moments(*layout.in_chunks(one, weights, moments, self.chunks)), None
+
+        # Laid out before the positions are added, so that these need not be whole anywhere.
+        start = layout.moments(*self.positions(*layout.moments(*self.embed(x))))
+        step = jax.checkpoint(through) if self.remat else through
+        (mean, cov), _ = jax.lax.scan(step, start, blocks)
+        pooled, pooled_cov = jax.vmap(mj.mean_pool)(*self.norm(mean, cov))
+        logits, logit_cov = self.head(pooled, pooled_cov)
+        return logits[:, 0], jax.vmap(lambda one: one.variance())(logit_cov)[:, 0]
+
+
+class PlainClassifier(nnx.Module):
+    """The plain network of Flax's layers, with one weight for each belief."""
+
+    def __init__(self, size: Size, *, rngs: nnx.Rngs) -> None:
+        other = Classifier(dataclasses.replace(size, num_blocks=1), rngs=rngs)
+        self.chunks, self.remat, self.patches = size.chunks, size.remat, other.patches
+        self.embed, self.positions, self.norm, self.head = (
+            layer.mean_network() for layer in (other.embed, other.positions, other.norm, other.head)
+        )
+        self.blocks = _stack(size, rngs, lambda block: block.mean_network(), {})
+
+    def __call__(self, inputs: Array, layout: Layout | None = None) -> Array:
+        """Images or words of a batch -> logits (N, C)."""
+        layout = Layout(None) if layout is None else layout
+        x = inputs if self.patches is None else self.patches(inputs)
+        graph, blocks = nnx.split(self.blocks)
+
+        def through(x: Array, block: Any) -> Any:
+            def one(weights: Any, part: Array) -> Array:
+                return nnx.merge(graph, weights)(part)
+
+            weights = layout.for_rows(block)
+            return layout.activations(layout.in_chunks(one, weights, x, self.chunks)), None
+
+        start = layout.activations(self.positions(layout.activations(self.embed(x))))
+        step = jax.checkpoint(through) if self.remat else through
+        x, _ = jax.lax.scan(step, start, blocks)
+        return self.head(self.norm(x).mean(axis=-2))
+
+
+def _stack(size: Size, rngs: nnx.Rngs, form: Any, settings: dict[str, Any]) -> Any:
+    """All blocks as one module, with a leading axis on every array."""
+
+    @nnx.vmap
+    def make(rngs: nnx.Rngs) -> Any:
+        block = mj.nn.EncoderBlock(
+            size.num_features,
+            size.num_heads,
+            hidden_features=size.hidden_features,
+            norm_first=True,
+            activation="gelu",
+            rngs=rngs,
+            **settings,
+        )
+        return form(block)
+
+    return make(rngs.split(size.num_blocks))

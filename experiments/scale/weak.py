@@ -1,0 +1,126 @@
+"""Part `weak`: with as many examples more as devices, a device's share of the program stays the same.
+
+What every device does alike, however many there are (a serial part), and what grows with their number,
+show in the compiled program: operations and memory of a device over those of one device alone, and bytes
+sent over what sharded parameters have to send, which is (n - 1) / n of a few times their size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import moment_jax as mj
+from experiments import report
+from experiments.command_line import PartError
+
+COUNTS = (1, 2, 4, 8)
+GROWTH = 1.02  # what a device's share may grow by
+UNEVEN = 1.1  # what the bytes sent, over (n - 1) / n, may differ by
+
+
+def run(structures: Sequence[str]) -> list[dict[str, Any]]:
+    """Compile for all numbers of devices in a process that has eight.
+
+    Raises:
+      PartError: if the process fails, or a device's share grows.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.scale.weak", *structures],
+        cwd=Path(__file__).parents[2],
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(max(COUNTS)),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # shares are compared, not times
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise PartError(f"weak: the process failed: {done.stderr[-1500:]}")
+    records: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    rows = [["", "devices", "batch", "GFLOP", "MB", "sent, MB", "flops / one's", "memory / one's"]]
+    wrong = []
+    for record in records:
+        rows.append(_cells(record))
+        wrong += faults(record)
+    print("weak scaling, one device's share of the compiled train step")
+    print(report.aligned(rows), flush=True)
+    wrong += [fault for name in structures for fault in uneven(name, records)]
+    if wrong:
+        raise PartError(f"weak: {'; '.join(wrong)}")
+    return records
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    return [
+        record["structure"],
+        str(record["devices"]),
+        str(record["batch"]),
+        f"{record['flops'] / 1e9:.4f}",
+        f"{record['memory']['reserved'] / 1e6:.3f}",
+        f"{sent(record) / 1e6:.3f}",
+        f"{record['flops_growth']:.3f}",
+        f"{record['memory_growth']:.3f}",
+    ]
+
+
+def sent(record: dict[str, Any]) -> float:
+    """Bytes that a device sends in a step."""
+    return float(sum(kind["bytes"] for kind in record["collectives"].values()))
+
+
+def faults(record: dict[str, Any]) -> list[str]:
+    """What has grown."""
+    return [
+        f"{record['structure']} on {record['devices']} devices: {what} of a device are "
+        f"{record[f'{what}_growth']:.3f} times those of one alone"
+        for what in ("flops", "memory")
+        if record[f"{what}_growth"] > GROWTH
+    ]
+
+
+def uneven(structure: str, records: Sequence[dict[str, Any]]) -> list[str]:
+    """Whether the bytes sent grow faster than (n - 1) / n."""
+    shares = [
+        sent(record) * record["devices"] / (record["devices"] - 1)
+        for record in records
+        if record["structure"] == structure and record["devices"] > 1
+    ]
+    if max(shares) <= UNEVEN * min(shares):
+        return []
+    return [
+        f"{structure}: bytes sent, over (n - 1) / n, are from {min(shares):g} to {max(shares):g}"
+    ]
+
+
+def compile_all(structures: Sequence[str]) -> list[dict[str, Any]]:
+    """The records, in a process with enough devices."""
+    from experiments.scale.compiled import compile_step
+    from experiments.scale.layout import Layout
+    from experiments.scale.networks import SIZES
+
+    records = []
+    for structure in structures:
+        alone: dict[str, Any] | None = None
+        for count in COUNTS:
+            mesh = mj.parallel.make_mesh(count, 1, devices=jax.devices()[:count])
+            record = compile_step(SIZES["tiny"], structure, Layout(mesh))
+            alone = record if alone is None else alone
+            record["flops_growth"] = record["flops"] / alone["flops"]
+            record["memory_growth"] = record["memory"]["reserved"] / alone["memory"]["reserved"]
+            records.append(record)
+    return records
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(sys.argv[1:])))

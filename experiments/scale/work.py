@@ -1,0 +1,137 @@
+"""What a compiled program computes and moves, loops counted as often as they run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+from experiments.scale.hlo import Instruction, Module
+
+# What moves nothing by itself.
+FREE = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "iota"}
+)
+FREE |= {"conditional", "call", "after-all", "partition-id", "replica-id", "opt-barrier"}
+
+
+def matrix_flops(module: Module) -> float:
+    """Operations of all matrix products, an addition and a multiplication each."""
+    total = 0.0
+    for line, lines, times in module.lines():
+        if line.opcode == "dot":
+            total += times * _dot_flops(line, lines)
+        elif line.opcode == "convolution":
+            total += times * _convolution_flops(line, lines)
+    return total
+
+
+def _dot_flops(line: Instruction, lines: dict[str, Instruction]) -> float:
+    left = lines[line.operands[0]].results[0].dims
+    contracted = [int(n) for n in re.findall(r"\d+", line.attribute("lhs_contracting_dims"))]
+    return 2.0 * math.prod(line.results[0].dims) * math.prod(left[i] for i in contracted)
+
+
+def _convolution_flops(line: Instruction, lines: dict[str, Instruction]) -> float:
+    """XLA for TPU writes every matrix product as a convolution, batches as padded windows."""
+    left, right = (lines[name].results[0].dims for name in line.operands[:2])
+    inputs, kernels, outputs = re.split("_|->", line.attribute("dim_labels"))
+    out = line.results[0].dims
+    flops = 2.0 * out[outputs.index("b")] * out[outputs.index("f")] * right[kernels.index("i")]
+    window = _window(line.attribute("window"))
+    for i in range(len(inputs) - 2):
+        axis = str(i)
+        flops *= _pairs(
+            left[inputs.index(axis)],
+            right[kernels.index(axis)],
+            out[outputs.index(axis)],
+            {key: values[i] for key, values in window.items()},
+        )
+    return flops
+
+
+def _window(text: str) -> dict[str, list[str]]:
+    return {key: value.split("x") for key, value in re.findall(r"(\w+)=([\w\-]+)", text)}
+
+
+def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
+    """How many pairs of a place in the output and in the kernel meet an entry that is no padding."""
+    low = int(window.get("pad", "0_0").split("_")[0])
+    stride = int(window.get("stride", 1))
+    spread, step = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
+    count = 0
+    for o, k in itertools.product(range(out), range(kernel)):
+        place = o * stride + k * step - low
+        count += 0 <= place <= (size - 1) * spread and place % spread == 0
+    return count
+
+
+def hbm_bytes(module: Module) -> float:
+    """Bytes read from and written to the large memory, what is fused counted at its edges."""
+    fused, counts = module.fused(), module.counts()
+    total = 0.0
+    for name, times in counts.items():
+        if name in fused:
+            continue
+        lines = module.computations.get(name, {})
+        for line in lines.values():
+            if line.opcode not in FREE and not line.opcode.endswith("-done"):
+                total += times * _moved(line, lines, module)
+    return total
+
+
+def _moved(line: Instruction, lines: dict[str, Instruction], module: Module) -> float:
+    """Bytes that one instruction reads and writes."""
+    reads = [lines[name].results for name in line.operands if name in lines]
+    sizes = [float(sum(a.bytes for a in arrays if a.in_hbm)) for arrays in reads]
+    # The start of something asynchronous lists what it reads too, and what it waits for.
+    results = line.results[:1] if line.opcode.endswith("-start") else line.results
+    written = float(sum(a.bytes for a in results if a.in_hbm))
+    if line.opcode == "dynamic-slice":
+        return 2 * written
+    if line.opcode == "dynamic-update-slice":
+        return 2 * sizes[1]
+    if line.opcode == "fusion" and line.called:
+        inner = module.computations.get(line.called[0], {})
+        sizes = [_read(inner, i, size) for i, size in enumerate(sizes)]
+        written = min(written, _written(inner, written))
+    return sum(sizes) + written
+
+
+def _parameter(inner: dict[str, Instruction], index: int) -> str | None:
+    for line in inner.values():
+        if line.opcode == "parameter" and f"parameter({index})" in line.text:
+            return line.name
+    return None
+
+
+def _readers(inner: dict[str, Instruction], name: str) -> list[tuple[Instruction, str]]:
+    """What reads an array, through changes of its shape alone, and by which name."""
+    found = []
+    for line in inner.values():
+        if name in line.operands:
+            found += _readers(inner, line.name) if line.opcode == "bitcast" else [(line, name)]
+    return found
+
+
+def _read(inner: dict[str, Instruction], index: int, size: float) -> float:
+    """Bytes read of a fusion's operand: of a slice, its own; of an array that is updated, none."""
+    name = _parameter(inner, index)
+    readers = _readers(inner, name) if name is not None else []
+    total = 0.0
+    for line, as_name in readers:
+        if line.opcode == "dynamic-slice" and line.operands[0] == as_name:
+            total += line.bytes
+        elif line.opcode != "dynamic-update-slice" or line.operands[0] != as_name:
+            return size
+    return min(total, size) if readers else size
+
+
+def _written(inner: dict[str, Instruction], size: float) -> float:
+    """Bytes written by a fusion: where slices of arrays are updated, those of the slices."""
+    updates = [line for line in inner.values() if line.opcode == "dynamic-update-slice"]
+    if not updates:
+        return size
+    whole = sum(line.bytes for line in updates)
+    parts = sum(inner[line.operands[1]].bytes for line in updates if line.operands[1] in inner)
+    return max(size - whole, 0) + parts
