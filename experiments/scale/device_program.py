@@ -30,25 +30,36 @@ ADAM = optax.adam(1e-2, eps=1e-3)
 
 
 def encoder(structure: type[mj.Covariance]) -> mj.nn.Encoder:
-    """One block of eight heads, which eight devices may share."""
-    return mj.nn.Encoder(
-        1,
-        NUM_FEATURES,
-        NUM_HEADS,
-        hidden_features=HIDDEN_FEATURES,
-        norm_first=True,
-        structure=structure,
-        relative_scale=0.3,
-        dtype=jnp.zeros(()).dtype,
-        rngs=nnx.Rngs(0),
-    )
+    """One block of eight heads, which eight devices may share.
+
+    Its parameters are float32 numbers in float64 too, so that both can be compared.
+    """
+
+    def of(dtype: Any) -> mj.nn.Encoder:
+        return mj.nn.Encoder(
+            1,
+            NUM_FEATURES,
+            NUM_HEADS,
+            hidden_features=HIDDEN_FEATURES,
+            norm_first=True,
+            structure=structure,
+            relative_scale=0.3,
+            dtype=dtype,
+            rngs=nnx.Rngs(0),
+        )
+
+    dtype = jnp.zeros(()).dtype
+    model = of(dtype)
+    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(of(jnp.float32))))
+    return model
 
 
 def case(structure: type[mj.Covariance], mesh: Mesh | None) -> dict[str, Array]:
     """All results by name, from parameters, an optimizer's state and a batch laid on a mesh."""
     model = encoder(structure)
     optimizer: Any = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-    x = jax.random.normal(jax.random.key(0), (BATCH, NUM_TOKENS, NUM_FEATURES))
+    x = jax.random.normal(jax.random.key(0), (BATCH, NUM_TOKENS, NUM_FEATURES), jnp.float32)
+    x = x.astype(jnp.zeros(()).dtype)
     if mesh is not None:
         mj.parallel.shard(model, mesh)
         mj.parallel.shard(optimizer, mesh)

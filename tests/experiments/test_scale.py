@@ -240,6 +240,18 @@ def test_differences_are_relative_to_the_largest_entry():
     assert record["loss"] == 0
 
 
+def test_more_than_rounding_is_a_fault():
+    same = dict.fromkeys(devices.WHAT, 0.0)
+    rounding = {"structure": "S", "layout": devices.FLOAT64, **same, "gradient": 6e-6}
+    near = {"structure": "S", "layout": "2x4", **same, "gradient": 1.2e-5}
+    far = {"structure": "S", "layout": "4x1", **same, "gradient": 2e-5, "loss": 2e-5}
+    assert not devices.faults([near, rounding])
+    said = devices.faults([far, near, rounding])
+    assert [what in text for what, text in zip(("loss", "gradient"), said, strict=True)] == [
+        True
+    ] * 2
+
+
 def test_a_share_that_grows_is_a_fault():
     record = {"structure": "S", "devices": 2, "flops_growth": 1.5, "memory_growth": 1.0}
     assert "flops" in weak.faults(record)[0]
