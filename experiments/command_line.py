@@ -16,6 +16,10 @@ class PartError(Exception):
     """A part of the work failed, and the message says which; the rest is done and written."""
 
 
+class Preempted(Exception):
+    """Asked to leave before the end; what is done is saved, and the same command goes on from there."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with the exit status 2."""
 

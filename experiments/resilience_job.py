@@ -1,0 +1,73 @@
+"""What the resilience experiment trains: a small Bayesian vision Transformer on digits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+import moment_jax as mj
+from experiments import data
+from experiments.loop import Job
+from experiments.loop.job import Batch, Report
+
+Array = jax.Array
+
+REFERENCE = "experiments.resilience_job:digits_job"
+PATCH_SIZE = 4
+NUM_FEATURES = 16
+NUM_HEADS = 4
+HIDDEN_FEATURES = 32
+KL_WEIGHT = 0.1
+CLIP = 10.0
+
+
+def digits_job(settings: dict[str, Any]) -> Job:
+    """The job of these settings: structure, blocks, steps, batch_size, and so on, as in the options."""
+    digits = data.load()
+    dataset_size = digits.train.labels.size
+    fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
+
+    def create(seed: int) -> nnx.Module:
+        return mj.nn.VisionTransformer(
+            image_size=data.IMAGE_SIZE,
+            patch_size=PATCH_SIZE,
+            num_classes=data.NUM_CLASSES,
+            num_features=NUM_FEATURES,
+            num_heads=NUM_HEADS,
+            num_blocks=settings["blocks"],
+            hidden_features=HIDDEN_FEATURES,
+            activation="relu",
+            structure=mj.STRUCTURES[settings["structure"]],
+            relative_scale=0.05,
+            prior_scale=0.3,
+            rngs=nnx.Rngs(seed),
+        )
+
+    def loss(module: Any, batch: Batch, key: Array, step: Array) -> tuple[Array, Report]:
+        images, labels = batch
+        fits = jax.vmap(fit_of)(labels, *module(data.shifted(key, images, digits.background)))
+        kl = module.kl()
+        bound = mj.objectives.elbo(fits, kl, dataset_size=dataset_size, kl_weight=KL_WEIGHT)
+        return -bound / dataset_size, {"fit": fits.mean(), "kl": kl}
+
+    steps, rate = settings["steps"], settings["learning_rate"]
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, rate, max(1, steps // 20), max(steps, 2), rate / 100
+    )
+    return Job(
+        name="resilience",
+        create=create,
+        loss=loss,
+        optimizer=optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(schedule)),
+        arrays=(digits.train.images, digits.train.labels),
+        batch_size=settings["batch_size"],
+        num_steps=steps,
+        accumulate=settings["accumulate"],
+        precision=settings["precision"],
+        seed=settings["seed"],
+        settings={name: settings[name] for name in ("structure", "blocks", "learning_rate")},
+    )
