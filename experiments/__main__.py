@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-from experiments.command_line import InputError, Parser, PartError, Preempted
+from experiments.command_line import PREEMPTED, InputError, Parser, PartError, PreemptedError
 from experiments.compiler import without_faulty_fusions
 
 COMMANDS = {
@@ -25,8 +25,6 @@ COMMANDS = {
 
 DEFAULT_COMMAND = "digits"
 
-PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run one experiment.
@@ -41,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         return _say(error, 2)
     except PartError as error:
         return _say(error, 1)
-    except Preempted as error:
+    except PreemptedError as error:
         return _say(error, PREEMPTED)
     except KeyboardInterrupt as error:
         return _say(str(error) or "stopped", 130)

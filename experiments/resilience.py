@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     folder = writable_folder(args.out, "--out")
     if args.compile_cache is not None:
         writable_folder(args.compile_cache, "--compile-cache")
-    if args.check is not None:
+    if args.check is not None or args.topologies:
         from experiments.resilience_check import check
 
         check(args, layout)

@@ -16,23 +16,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_training(parser)
     _add_machines(parser)
     _add_saving(parser)
-    check = parser.add_argument_group("check")
-    check.add_argument(
+    parser.add_argument(
         "--check",
-        type=number(int, least=0),
+        type=number(int, least=1),
         metavar="KILLS",
-        help="do not train once: train undisturbed, then again with so many SIGKILLs at random moments "
-        "(a worker, the coordinator, all workers, the supervisor, everything; while starting, training "
-        "and saving) and one SIGTERM, and compare; then go on from other topologies",
+        help="train undisturbed, then again with so many SIGKILLs at random moments (a worker, the "
+        "coordinator, all workers, the supervisor, everything; while starting, training and saving) and "
+        "one SIGTERM, and compare bit for bit; --out has to be empty",
     )
-    add_json(check)
+    parser.add_argument(
+        "--topologies",
+        action="store_true",
+        help="train undisturbed, then half on 4 devices and half on 1, and half on 2 x 2 and half on "
+        "1 x 4, and compare; --out has to be empty",
+    )
+    add_json(parser)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     count = number(int, least=1)
-    group = parser.add_argument_group("training")
-    add = group.add_argument
-    add_seed(group, "random seed of weights, order, noise, and moments of kills")
+    add = parser.add_argument
+    add_seed(parser, "random seed of weights, order, noise, and moments of kills")
     add("--steps", type=count, default=200, metavar="N", help="updates (default: %(default)s)")
     add(
         "--structure",
@@ -68,14 +72,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=one_of(PRECISIONS, "precision"),
         default="float32",
         metavar="NAME",
-        help=f"of products of matrices on accelerators: {', '.join(PRECISIONS)}; moments, parameters and "
-        "optimiser stay in float32, and CPUs multiply in float32 whatever is asked (default: %(default)s)",
+        help=f"of products of matrices on accelerators: {', '.join(PRECISIONS)}; moments, parameters "
+        "and optimiser stay in float32; CPUs multiply in float32 whatever is asked (default: "
+        "%(default)s)",
     )
 
 
 def _add_machines(parser: argparse.ArgumentParser) -> None:
     count = number(int, least=1)
-    add = parser.add_argument_group("processes and devices").add_argument
+    add = parser.add_argument
     add("--processes", type=count, default=2, metavar="N", help="processes (default: %(default)s)")
     add(
         "--devices",
@@ -107,7 +112,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 
 def _add_saving(parser: argparse.ArgumentParser) -> None:
     count = number(int, least=1)
-    add = parser.add_argument_group("checkpoints and restarts").add_argument
+    add = parser.add_argument
     add(
         "--out",
         type=Path,

@@ -15,9 +15,9 @@ Array = jax.Array
 class Reader:
     """The batches of a data set, each epoch in a new order; what is left over of an epoch is skipped.
 
-    A batch of B examples comes as arrays (A, B / A, ...), A parts to be gone through one after the other,
-    each split over `data`. Which examples come next depends on the seed and the position alone, so a
-    reader put back to a saved position goes on as if nothing had happened, on any mesh.
+    A batch of B examples comes as arrays (A, B / A, ...): A parts, to be gone through one after the
+    other, each split over `data`. Which examples come next depends on the seed and the position alone,
+    so a reader put back to a saved position goes on as if nothing had happened, on any mesh.
 
     Args:
       arrays: NumPy arrays (or memory maps) with one leading axis of examples.

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from experiments.command_line import Preempted
+from experiments.command_line import PreemptedError
 from experiments.loop.job import Job
 from experiments.loop.preemption import Preemption
 from experiments.loop.reader import Reader
@@ -53,7 +53,7 @@ def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainStat
     Raises:
       InputError: if the batch does not divide, or the folder holds something else.
       PartError: if something is not finite. The latest checkpoint is of before.
-      Preempted: if asked to leave. All that was done is on disk.
+      PreemptedError: if asked to leave. All that was done is on disk.
     """
     reader = Reader(
         job.arrays,
@@ -86,12 +86,14 @@ def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainStat
                 if last or leave or step % saving.every == 0:
                     log.flush()  # stops here if this update is not finite, before it is saved
                     bits = store.save(step, state, reader.position)
+                    if is_main_process():
+                        add_event(saving.folder, "save", step=step, digest=bits)
                 if (last or leave) and is_main_process():
                     store.wait()
                     add_event(saving.folder, "saved", step=step, digest=bits)
                 if leave and not last:
                     store.wait()
-                    raise Preempted(
+                    raise PreemptedError(
                         f"asked to leave after update {step} of {job.num_steps}, which is saved in "
                         f"{saving.folder}; the same command goes on from there"
                     )

@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from experiments.command_line import InputError, PartError, Preempted
+from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.loop.layout import HOST, Layout
 from experiments.loop.records import EVENTS, add_event, read_lines
 from experiments.loop.run import Saving
 
 POLL = 0.02
 LOCK_TIMEOUT = 30.0  # seconds for the processes of a killed run to be gone
-FINISHED, FAILED, BAD_INPUT, PREEMPTED = 0, 1, 2, os.EX_TEMPFAIL
+FINISHED, FAILED, BAD_INPUT = 0, 1, 2
 LOCK, LOGS = ".lock", "logs"
 
 
@@ -39,8 +39,8 @@ class Order:
       saving: where and when to save.
       restarts: how often the processes are started again before the run is given up.
       grace: seconds from SIGTERM to SIGKILL, in which a checkpoint has to be written.
-      compile_cache: a folder for compiled programs, which spares their compilation at each start. What is
-        in it is executed, so it belongs where only you can write, and not among checkpoints.
+      compile_cache: a folder for compiled programs, which spares their compilation at each start. What
+        is in it is executed, so it belongs where only you can write, and not among checkpoints.
     """
 
     job: str
@@ -67,14 +67,14 @@ class Order:
 def supervise(order: Order) -> None:
     """Run to the end, through the loss of processes.
 
-    A process that dies takes the others with it, and all are started anew from the latest checkpoint. One
-    folder has one run: a lock, which every process holds, keeps a second one out, also while processes of
-    a killed supervisor are still on their way out.
+    A process that dies takes the others with it, and all are started anew from the latest checkpoint.
+    One folder has one run: a lock, which every process holds, keeps a second one out, also while
+    processes of a killed supervisor are still on their way out.
 
     Raises:
       InputError: if a worker found its input bad, or another run is at work in the folder.
       PartError: if the run is not finite, or processes were lost more often than `restarts`.
-      Preempted: after SIGTERM, or if the workers were asked to leave.
+      PreemptedError: after SIGTERM, or if the workers were asked to leave.
       KeyboardInterrupt: after Ctrl-C; what was done is saved.
     """
     folder = order.saving.folder
@@ -94,12 +94,12 @@ def supervise(order: Order) -> None:
                     f"stopped; the same command goes on from what is in {folder}"
                 )
             if asked or PREEMPTED in codes:
-                raise Preempted(_message(folder, attempt))
+                raise PreemptedError(_message(folder, attempt))
         said = [row["message"] for row in read_lines(folder / EVENTS) if row["event"] == "error"]
         raise PartError(
             f"a process was lost {order.restarts + 1} times (exit codes at last: {codes}"
-            f"{''.join(f'; {text}' for text in said[-1:])}); see {folder / LOGS}; the same command goes on "
-            "from the latest checkpoint"
+            f"{''.join(f'; {text}' for text in said[-1:])}); see {folder / LOGS}; the same command goes "
+            "on from the latest checkpoint"
         )
 
 

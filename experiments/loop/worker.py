@@ -1,7 +1,7 @@
-"""One process of a run: `python -m experiments.loop.worker RANK PORT ATTEMPT ORDER`, by a supervisor.
+"""One process of a run, started by a supervisor: `-m experiments.loop.worker RANK PORT ATTEMPT ORDER`.
 
-Exit status 0 for a finished run, 1 for one that is not finite, 2 for bad input, 75 for one that was asked
-to leave, 70 for one that lost another process; then it is worth starting all of them again.
+Exit status 0 for a finished run, 1 for one that is not finite, 2 for bad input, 75 for one that was
+asked to leave, 70 for one that lost another process; then it is worth starting all of them again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import traceback
 
 import jax
 
-from experiments.command_line import InputError, PartError, Preempted
+from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.compiler import without_faulty_fusions
 from experiments.loop.records import add_event
 from experiments.loop.run import fit
-from experiments.loop.supervisor import Order
+from experiments.loop.supervisor import BAD_INPUT, FAILED, FINISHED, Order
 
-FINISHED, FAILED, BAD_INPUT, LOST, PREEMPTED = 0, 1, 2, os.EX_SOFTWARE, os.EX_TEMPFAIL
+LOST = os.EX_SOFTWARE
 
 
 def main(arguments: list[str]) -> int:
@@ -41,10 +41,10 @@ def main(arguments: list[str]) -> int:
         job = getattr(importlib.import_module(module), function)(order.settings)
         fit(job, order.layout.mesh(), order.saving, fsdp=order.layout.fsdp)
         status = FINISHED
-    except (InputError, PartError, Preempted) as error:
+    except (InputError, PartError, PreemptedError) as error:
         if rank == 0:
             add_event(order.saving.folder, "ended", attempt=attempt, message=str(error))
-        codes = {InputError: BAD_INPUT, PartError: FAILED, Preempted: PREEMPTED}
+        codes = {InputError: BAD_INPUT, PartError: FAILED, PreemptedError: PREEMPTED}
         status = codes[type(error)]
     except (
         Exception
