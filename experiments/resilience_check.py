@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import moment_jax as mj
 from experiments.command_line import PREEMPTED, InputError, PartError
 from experiments.loop import Layout
 from experiments.loop.state import Blueprint
@@ -151,7 +152,8 @@ def _moved(
 def final_state(args: argparse.Namespace, folder: Path) -> TrainState:
     """The last checkpoint of a run, on one device."""
     job = digits_job(vars(args))
-    blueprint = Blueprint.of(job, Layout().mesh())
+    mesh = mj.parallel.make_mesh(1, 1, devices=jax.devices()[:1])
+    blueprint = Blueprint.of(job, mesh)
     with Store(folder, job, blueprint, any_version=False) as store:
         restored = store.restore()
     assert restored is not None

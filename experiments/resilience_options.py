@@ -87,7 +87,8 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=2,
         metavar="N",
-        help="devices of each process, virtual ones on CPU (default: %(default)s)",
+        help="devices of each process (default: %(default)s); on CPU, which is taken unless "
+        "JAX_PLATFORMS says otherwise, they are virtual",
     )
     add(
         "--data",

@@ -80,14 +80,14 @@ def supervise(order: Order) -> None:
     folder = order.saving.folder
     with _locked(folder) as lock, _asked() as asked:
         for attempt in range(order.restarts + 1):
-            codes = _attempt(order, attempt, lock, asked)
+            codes, killed = _attempt(order, attempt, lock, asked)
             kind = signal.Signals(asked[0]).name if asked else None
             add_event(folder, "over", attempt=attempt, codes=codes, asked=kind)
             if all(code == FINISHED for code in codes):
                 return
-            if BAD_INPUT in codes:
+            if BAD_INPUT in codes and not killed:
                 raise InputError(_message(folder, attempt))
-            if FAILED in codes:
+            if FAILED in codes and not killed:
                 raise PartError(_message(folder, attempt))
             if asked and asked[0] == signal.SIGINT:
                 raise KeyboardInterrupt(
@@ -103,8 +103,11 @@ def supervise(order: Order) -> None:
         )
 
 
-def _attempt(order: Order, attempt: int, lock: int, asked: list[int]) -> list[int]:
-    """Start all processes, wait for all, and return their exit codes."""
+def _attempt(order: Order, attempt: int, lock: int, asked: list[int]) -> tuple[list[int], bool]:
+    """Start all processes, wait for all, and return their exit codes, and whether others killed one.
+
+    Where one was killed, what another one says of its input may only be that.
+    """
     folder = order.saving.folder
     logs = folder / LOGS
     logs.mkdir(exist_ok=True)
@@ -117,13 +120,14 @@ def _attempt(order: Order, attempt: int, lock: int, asked: list[int]) -> list[in
         try:
             add_event(folder, "launch", attempt=attempt, pids=[worker.pid for worker in workers])
             _wait(workers, order.grace, asked)
+            killed = any((worker.poll() or 0) < 0 for worker in workers)
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
                 assert worker.stdin is not None
                 worker.stdin.close()
-    return [worker.returncode for worker in workers]
+    return [worker.returncode for worker in workers], killed
 
 
 def _log_file(stack: contextlib.ExitStack, logs: Path, rank: int) -> IO[bytes] | None:

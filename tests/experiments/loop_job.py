@@ -23,7 +23,9 @@ def job(settings):
     arrays = (x, x[:, : settings.get("out", 4)] * 2)
 
     def create(seed):
-        return mj.nn.Dense(FEATURES, settings.get("out", 4), rngs=nnx.Rngs(seed))
+        return mj.nn.Dense(
+            FEATURES, settings.get("out", 4), structure=mj.Diagonal, rngs=nnx.Rngs(seed)
+        )
 
     def loss(module, batch, key, step):
         x, y = batch

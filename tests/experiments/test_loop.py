@@ -1,8 +1,10 @@
 """The training loop: resumed is unbroken, bad checkpoints are refused, lost processes start again."""
 
+import dataclasses
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +20,13 @@ pytest.importorskip("orbax.checkpoint")
 
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.loop import Layout, Order, Saving, fit, store, supervise, supervisor
+from experiments.loop.job import PRECISIONS
 from experiments.loop.preemption import Preemption
 from experiments.loop.reader import Reader
 from experiments.loop.records import EVENTS, METRICS, Metrics, read_lines
-from experiments.loop.state import digest
+from experiments.loop.state import Blueprint, digest
 from experiments.loop.store import CHECKPOINTS, steps_on_disk
+from experiments.loop.update import compiled_update
 from tests.experiments.loop_job import job
 
 ROOT = Path(__file__).parents[2]
@@ -36,9 +40,8 @@ def settings_of_a_user():
 
 def train(folder, stop_at=None, every=1, any_version=False, **settings):
     folder.mkdir(exist_ok=True)
-    mesh = Layout().mesh() if jax.device_count() == 1 else None
     saving = Saving(folder, every, stop_at, any_version)
-    return fit(job(settings), mesh, saving)
+    return fit(job(settings), Layout().mesh(), saving)
 
 
 def stopped(folder, stop_at, **settings):
@@ -81,6 +84,22 @@ def test_accumulated_gradients_are_those_of_the_batch(tmp_path):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
 
 
+def test_the_precision_of_products_is_the_one_asked_for():
+    mesh = Layout().mesh()
+    texts = {}
+    for name in PRECISIONS:
+        chosen = dataclasses.replace(job({}), precision=name)
+        blueprint = Blueprint.of(chosen, mesh)
+        batch = Reader(chosen.arrays, batch_size=8, accumulate=1, seed=0, mesh=mesh).next()
+        lowered = compiled_update(chosen, blueprint).lower(blueprint.abstract, batch)
+        assert all(
+            leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(lowered.out_info[0].params)
+        )
+        texts[name] = lowered.as_text()
+    assert "HIGHEST" in texts["float32"]
+    assert "HIGHEST" not in texts["bfloat16"]
+
+
 def test_what_is_not_finite_is_named_and_not_saved(tmp_path):
     with pytest.raises(PartError, match=r"update 3: the gradient of bias\.mean.* not finite"):
         train(tmp_path, poison=3)
@@ -88,41 +107,47 @@ def test_what_is_not_finite_is_named_and_not_saved(tmp_path):
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
 
 
-def test_checkpoints_of_something_else_are_refused(tmp_path, monkeypatch):
-    stopped(tmp_path, 2)
-    before = listing(tmp_path / CHECKPOINTS)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two updates; to take it up again compiles nothing."""
+    folder = tmp_path_factory.mktemp("finished")
+    with jax.enable_x64(False):
+        train(folder, steps=2)
+    return folder
+
+
+def test_checkpoints_of_something_else_are_refused(finished, monkeypatch):
+    before = listing(finished)
     for settings, said in (
         ({"batch_size": 4}, "made with batch_size 8, not 4"),
         ({"out": 3}, r"another model: .* is float32\[4\] there, and float32\[3\] here"),
     ):
         with pytest.raises(InputError, match=said):
-            train(tmp_path, **settings)
+            train(finished, steps=2, **settings)
     with monkeypatch.context() as patch:
         patch.setattr(store, "_version", lambda name: "9")
         with pytest.raises(InputError, match=r"was made with moment_jax .*, not 9"):
-            train(tmp_path)
-        assert before == listing(tmp_path / CHECKPOINTS)
-        assert int(train(tmp_path, any_version=True).step) == 6
+            train(finished, steps=2)
+        assert before == listing(finished)
+        assert int(train(finished, steps=2, any_version=True).step) == 2
 
 
-@pytest.mark.parametrize("what", ["data", "manifest", "json"])
-def test_a_truncated_checkpoint_is_refused(tmp_path, what):
-    stopped(tmp_path, 2)
-    newest = tmp_path / CHECKPOINTS / "2"
-    chosen = {
-        "data": max((newest / "state").rglob("d/*"), key=lambda path: path.stat().st_size),
-        "manifest": newest / "state" / "manifest.ocdbt",
-        "json": newest / "settings" / "metadata",
-    }[what]
-    chosen.write_bytes(chosen.read_bytes()[: chosen.stat().st_size // 2])
-    before = listing(tmp_path)
+@pytest.mark.parametrize("what", ["state/**/d/*", "state/manifest.ocdbt", "settings/metadata"])
+def test_a_truncated_checkpoint_is_refused(finished, tmp_path, what):
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    files = list((folder / CHECKPOINTS / "2").glob(what))
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    before = listing(folder)
     with pytest.raises(InputError, match=r"truncated or damaged.*remove"):
-        train(tmp_path)
-    assert before == listing(tmp_path)
+        train(folder, steps=2)
+    assert before == listing(folder)
 
 
-def test_a_digest_sees_places_and_bits(tmp_path):
-    state = train(tmp_path, steps=1)
+def test_a_digest_sees_places_and_bits(finished):
+    state = train(finished, steps=2)
     mesh = Layout().mesh()
     assert digest(state, mesh) == digest(jax.tree.map(jnp.copy, state), mesh)
     place = jax.tree.leaves(state.params)[0].sharding
@@ -162,6 +187,7 @@ def test_an_epoch_reads_every_example_once():
 def test_sigterm_in_one_process_is_noticed():
     before = signal.getsignal(signal.SIGTERM)
     with Preemption() as preemption:
+        assert signal.getsignal(signal.SIGTERM) != before
         assert not preemption.reached(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert preemption.reached(2)
