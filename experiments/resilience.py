@@ -1,4 +1,4 @@
-"""Train a small Bayesian vision Transformer over many processes and devices, through crashes.
+"""Train a small Bayesian network on digits over many processes and devices, through crashes.
 
 A supervisor starts the processes, and starts them again from the latest checkpoint when one is lost.
 SIGTERM (or Ctrl-C) saves and leaves; the same command then goes on, bit for bit on the same layout.
@@ -22,7 +22,7 @@ from experiments.resilience_options import add_arguments
 __all__ = ["add_arguments", "run"]
 
 SETTINGS = (
-    "seed", "steps", "structure", "blocks", "batch_size", "accumulate", "learning_rate", "precision"
+    "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate", "precision"
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from experiments.resilience_runs import Run
 from experiments.training import TrainState
 
 KEPT_OPTIONS = (
-    "seed", "steps", "structure", "blocks", "batch_size", "accumulate", "learning_rate", "precision",
+    "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate", "precision",
     "save_every", "grace",
 )  # fmt: skip
 MOVES = {

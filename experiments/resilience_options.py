@@ -9,6 +9,7 @@ import moment_jax as mj
 from experiments.command_line import number, one_of
 from experiments.common_options import add_json, add_seed
 from experiments.loop.job import PRECISIONS
+from experiments.resilience_job import NETWORKS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,20 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"covariance structure: {', '.join(mj.STRUCTURES)} (default: %(default)s)",
     )
-    add("--blocks", type=count, default=1, metavar="N", help="blocks (default: %(default)s)")
+    add(
+        "--network",
+        type=one_of(NETWORKS, "network"),
+        default="transformer",
+        metavar="NAME",
+        help=f"one of {', '.join(NETWORKS)}; an MLP starts faster (default: %(default)s)",
+    )
+    add(
+        "--blocks",
+        type=count,
+        default=1,
+        metavar="N",
+        help="blocks, or hidden layers (default: %(default)s)",
+    )
     add(
         "--batch-size",
         type=count,
