@@ -22,7 +22,8 @@ from experiments.resilience_options import add_arguments
 __all__ = ["add_arguments", "run"]
 
 SETTINGS = (
-    "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate", "precision"
+    "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate",
+    "precision",
 )  # fmt: skip
 
 

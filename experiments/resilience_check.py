@@ -25,8 +25,8 @@ from experiments.resilience_runs import Run
 from experiments.training import TrainState
 
 KEPT_OPTIONS = (
-    "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate", "precision",
-    "save_every", "grace",
+    "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate",
+    "precision", "save_every", "grace",
 )  # fmt: skip
 MOVES = {
     "1 x 4 devices, mesh 2 x 2, to 1 device": (Layout(1, 4, 2, 2), Layout(1, 1)),
