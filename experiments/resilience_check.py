@@ -49,8 +49,9 @@ def check(args: argparse.Namespace, layout: Layout) -> None:
     common += [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in KEPT_OPTIONS]
     start = time.perf_counter()
     whole = Run([*common, *_layout_options(layout)], args.out / "undisturbed")
-    whole.start()
-    whole.expect(0)
+    with whole:
+        whole.start()
+        whole.expect(0)
     results: dict[str, Any] = {"undisturbed": {"seconds": time.perf_counter() - start}}
     failures: list[str] = []
     if args.check is not None:
@@ -82,10 +83,11 @@ def _killed(
     start = time.perf_counter()
     options = [*common, *_layout_options(layout), f"--restarts={args.check + 1}"]
     run = Run(options, args.out / "killed")
-    disturb(run, kills, args.steps, rng)
-    sigterm = preempt(run)
-    run.start()
-    run.expect(0)
+    with run:
+        disturb(run, kills, args.steps, rng)
+        sigterm = preempt(run)
+        run.start()
+        run.expect(0)
     settle(run, kills)
     saved = {row["step"]: row["digest"] for row in whole.events("save")}
     corrupt = [k for k in kills if k.resumed and k.digest != saved.get(k.resumed)]
@@ -125,11 +127,12 @@ def _moved(
     """Half a run on one layout, half on another."""
     folder = args.out / f"moved_{list(MOVES).index(name)}"
     first = Run([*common, *_layout_options(before), f"--stop-at={args.steps // 2}"], folder)
-    first.start()
-    first.expect(PREEMPTED)
     second = Run([*common, *_layout_options(after)], folder)
-    second.start()
-    second.expect(0)
+    with first, second:
+        first.start()
+        first.expect(PREEMPTED)
+        second.start()
+        second.expect(0)
     restored = second.events("start")[-1]
     exact = restored["digest"] == first.events("saved")[0]["digest"]
     loss, expected = (run.metrics()[-1]["loss"] for run in (second, whole))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from experiments.command_line import PartError
 from experiments.loop.records import EVENTS, METRICS, read_lines
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Run:
-    """One `python -m experiments resilience` in a process group of its own.
+    """One `python -m experiments resilience` in a process group of its own, dead when the block ends.
 
     Args:
       options: of the command line.
@@ -41,6 +42,18 @@ class Run:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def status(self) -> int | None:
         """Its exit status, or None while it runs."""
