@@ -63,7 +63,7 @@ def listing(folder):
 
 
 def test_a_resumed_run_is_an_unbroken_one(tmp_path, monkeypatch):
-    whole = train(tmp_path / "whole", accumulate=2)
+    whole = train(tmp_path / "whole", accumulate=2, every=6)
     stopped(tmp_path / "parts", 3, accumulate=2, every=2)
 
     def no_code(*_):
@@ -241,13 +241,13 @@ class Supervised:
 
 @pytest.mark.whole_run
 def test_a_killed_worker_and_a_preemption_change_nothing(tmp_path):
-    whole, broken = Supervised(tmp_path / "whole", 400), Supervised(tmp_path / "broken", 400)
+    whole, broken = Supervised(tmp_path / "whole", 200), Supervised(tmp_path / "broken", 200)
     whole.start()
     assert whole.end() == 0
     broken.start()
-    broken.wait_for_step(40, starts=1)
+    broken.wait_for_step(30, starts=1)
     os.kill(broken.events("launch")[0]["pids"][1], signal.SIGKILL)
-    broken.wait_for_step(40, starts=2)
+    broken.wait_for_step(30, starts=2)
     asked = time.time()
     broken.process.terminate()
     assert broken.end() == PREEMPTED
