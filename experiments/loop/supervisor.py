@@ -25,6 +25,7 @@ from experiments.loop.run import Saving
 POLL = 0.02
 LOCK_TIMEOUT = 30.0  # seconds for the processes of a killed run to be gone
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
+EXPECTED = (FINISHED, FAILED, BAD_INPUT, PREEMPTED)
 LOCK, LOGS = ".lock", "logs"
 
 
@@ -80,14 +81,14 @@ def supervise(order: Order) -> None:
     folder = order.saving.folder
     with _locked(folder) as lock, _asked() as asked:
         for attempt in range(order.restarts + 1):
-            codes, killed = _attempt(order, attempt, lock, asked)
+            codes, lost = _attempt(order, attempt, lock, asked)
             kind = signal.Signals(asked[0]).name if asked else None
             add_event(folder, "over", attempt=attempt, codes=codes, asked=kind)
             if all(code == FINISHED for code in codes):
                 return
-            if BAD_INPUT in codes and not killed:
+            if BAD_INPUT in codes and not lost:
                 raise InputError(_message(folder, attempt))
-            if FAILED in codes and not killed:
+            if FAILED in codes and not lost:
                 raise PartError(_message(folder, attempt))
             if asked and asked[0] == signal.SIGINT:
                 raise KeyboardInterrupt(
@@ -104,9 +105,10 @@ def supervise(order: Order) -> None:
 
 
 def _attempt(order: Order, attempt: int, lock: int, asked: list[int]) -> tuple[list[int], bool]:
-    """Start all processes, wait for all, and return their exit codes, and whether others killed one.
+    """Start all processes, wait for all, and return their exit codes, and whether one was lost.
 
-    Where one was killed, what another one says of its input may only be that.
+    Where one was lost, an unreadable checkpoint may mean to another one no more than that: the
+    communication of JAX raises the same errors as the reading of files.
     """
     folder = order.saving.folder
     logs = folder / LOGS
@@ -120,14 +122,14 @@ def _attempt(order: Order, attempt: int, lock: int, asked: list[int]) -> tuple[l
         try:
             add_event(folder, "launch", attempt=attempt, pids=[worker.pid for worker in workers])
             _wait(workers, order.grace, asked)
-            killed = any((worker.poll() or 0) < 0 for worker in workers)
+            lost = any(worker.poll() not in (None, *EXPECTED) for worker in workers)
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
                 assert worker.stdin is not None
                 worker.stdin.close()
-    return [worker.returncode for worker in workers], killed
+    return [worker.returncode for worker in workers], lost
 
 
 def _log_file(stack: contextlib.ExitStack, logs: Path, rank: int) -> IO[bytes] | None:
