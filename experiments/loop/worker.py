@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> int:
         fit(job, order.layout.mesh(), order.saving, fsdp=order.layout.fsdp)
         status = FINISHED
     except (InputError, PartError, PreemptedError) as error:
-        if rank == 0:
-            add_event(order.saving.folder, "ended", attempt=attempt, message=str(error))
+        folder = order.saving.folder
+        add_event(folder, "ended", attempt=attempt, rank=rank, message=str(error))
         codes = {InputError: BAD_INPUT, PartError: FAILED, PreemptedError: PREEMPTED}
         status = codes[type(error)]
     except (
