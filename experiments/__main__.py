@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-from experiments.command_line import InputError, Parser, PartError
+from experiments.command_line import PREEMPTED, InputError, Parser, PartError, PreemptedError
 from experiments.compiler import without_faulty_fusions
 
 COMMANDS = {
@@ -19,6 +19,7 @@ COMMANDS = {
     "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
     "scale": "sharded results, train steps compiled for TPU pods, export, weak scaling",
     "discrete": "train an autoencoder with categorical codes, against a dense one",
+    "resilience": "train over processes and devices, and survive kills and preemption",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""
@@ -27,7 +28,11 @@ DEFAULT_COMMAND = "digits"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one experiment; exit status 1 for a part that failed, 2 for bad input, 130 for Ctrl-C."""
+    """Run one experiment.
+
+    Exit status 1 for a part that failed, 2 for bad input, 75 for a run that was asked to leave (SIGTERM)
+    and is to be started again, 130 for Ctrl-C.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)
@@ -35,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         return _say(error, 2)
     except PartError as error:
         return _say(error, 1)
+    except PreemptedError as error:
+        return _say(error, PREEMPTED)
     except KeyboardInterrupt as error:
         return _say(str(error) or "stopped", 130)
     except BrokenPipeError:  # whoever read our output has closed it, as `head` does

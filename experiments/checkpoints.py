@@ -26,15 +26,28 @@ class Checkpoints:
       folder: where they are; made if need be.
       settings: what the run was started with; a checkpoint of other settings is not restored.
       resume: go on from the latest checkpoint; otherwise those of an earlier run are removed.
+      background: write while the run goes on. What is saved must then not be donated to an update, so
+        give a copy; otherwise `save` returns when all is on disk.
+      option: what the error about other settings begins with, and mend: what it advises.
 
     Raises:
       InputError: if the folder holds a checkpoint of other settings.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        resume: bool,
+        background: bool = False,
+        option: str = "--resume",
+        mend: str = "give what it was made with, or leave out --resume to start anew",
+    ) -> None:
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
         self.settings = settings
+        self.option, self.mend = option, mend
         self.folder = folder.absolute()
         self.manager = ocp.CheckpointManager(
             self.folder,
@@ -42,7 +55,7 @@ class Checkpoints:
                 max_to_keep=KEPT,
                 cleanup_tmp_directories=True,
                 # A step's buffers are donated to the next, so they must be on disk before it starts.
-                enable_async_checkpointing=False,
+                enable_async_checkpointing=background,
             ),
         )
 
@@ -51,28 +64,42 @@ class Checkpoints:
         """The step of the latest checkpoint, or None."""
         return self.manager.latest_step()
 
-    def save(self, step: int, state: Any) -> None:
-        """Save the state after `step` updates; returns when it is on disk."""
+    def save(self, step: int, state: Any, **facts: Any) -> None:
+        """Save the state after `step` updates, and facts for its JSON beside the settings."""
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), settings=ocp.args.JsonSave(self.settings)
+            state=ocp.args.StandardSave(state),
+            settings=ocp.args.JsonSave({**self.settings, **facts}),
         )
         self.manager.save(step, args=items, force=True)
+
+    def wait(self) -> None:
+        """Return when all that was saved is on disk."""
+        self.manager.wait_until_finished()
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """The JSON of a checkpoint.
+
+        Raises:
+          InputError: if it was made with other settings.
+        """
+        stored = self.manager.restore(
+            step, args=ocp.args.Composite(settings=ocp.args.JsonRestore())
+        ).settings
+        for name, value in self.settings.items():
+            before = stored.get(name)
+            if before != value:
+                raise InputError(
+                    f"{self.option}: {self.folder} was made with {name} {before}, not {value}; "
+                    f"{self.mend}"
+                )
+        return stored
 
     def restore(self, like: Any) -> Any | None:
         """The latest checkpoint in the form of `like`, or None if there is none."""
         step = self.latest
         if step is None:
             return None
-        stored = self.manager.restore(
-            step, args=ocp.args.Composite(settings=ocp.args.JsonRestore())
-        )
-        for name, value in self.settings.items():
-            before = stored.settings.get(name)
-            if before != value:
-                raise InputError(
-                    f"--resume: {self.folder} was made with {name} {before}, not {value}; give what "
-                    "it was made with, or leave out --resume to start anew"
-                )
+        self.facts(step)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         return self.manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
 
 
 class InputError(Exception):
@@ -14,6 +17,10 @@ class InputError(Exception):
 
 class PartError(Exception):
     """A part of the work failed, and the message says which; the rest is done and written."""
+
+
+class PreemptedError(Exception):
+    """Asked to leave before the end; what is done is saved, and the same command goes on from there."""
 
 
 class Parser(argparse.ArgumentParser):

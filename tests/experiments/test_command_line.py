@@ -146,3 +146,19 @@ def test_closure_needs_a_finished_run(capsys, tmp_path):
     fails(capsys, ["closure", "--structure", "Foo"], "Foo", "Separable")
     (tmp_path / "metrics.json").write_text("{")
     fails(capsys, ["closure", "--run", str(tmp_path)], "no finished run")
+
+
+def test_meshes_and_batches_that_do_not_fit(capsys, tmp_path):
+    out = ["resilience", "--out", tmp_path / "run"]
+    fails(capsys, [*out, "--data", 3], "mesh of 3 x 1", "--processes 2", "be 4")
+    fails(capsys, [*out, "--model", 3], "does not match the 4")
+    fails(capsys, [*out, "--batch-size", 30], "batch of 30", "multiple of 4")
+    fails(capsys, [*out, "--accumulate", 3], "multiple of 12")
+    fails(capsys, [*out, "--stop-at", 300], "--stop-at 300", "--steps 200")
+    fails(capsys, [*out, "--precision", "float8"], "float8", "bfloat16")
+    assert not list(tmp_path.iterdir())
+    file = tmp_path / "file"
+    file.write_text("mine")
+    fails(capsys, ["resilience", "--out", file], "--out", "may write")
+    fails(capsys, ["resilience", "--check", 1, "--out", tmp_path], "not empty")
+    assert file.read_text() == "mine"

@@ -1,0 +1,64 @@
+"""What a run trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+Array = jax.Array
+Batch = tuple[Array, ...]
+Report = dict[str, Array]
+PRECISIONS = {"float32": "float32", "bfloat16": "bfloat16"}
+"""How accelerators multiply matrices; parameters, moments and optimiser stay in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to train, the same in every process.
+
+    Args:
+      name: shown at the progress bar.
+      create: seed -> the untrained module; it is called inside `jit`, so that each device makes its own
+        part of it.
+      loss: (module, batch, key, step) -> the mean loss of the batch and what else to report. The key is
+        another one for each update and each accumulated part.
+      optimizer: an optax transformation.
+      arrays: the training data; their leading axis counts the examples.
+      batch_size: examples of an update, over all devices.
+      num_steps: number of updates.
+      accumulate: parts into which a batch is cut, one after the other; their gradients are averaged.
+      precision: of matrix products, a key of `PRECISIONS`.
+      seed: of weights, order of examples and noise.
+      settings: what else a checkpoint has to agree with, in JSON's types.
+    """
+
+    name: str
+    create: Callable[[int], nnx.Module]
+    loss: Callable[[Any, Batch, Array, Array], tuple[Array, Report]]
+    optimizer: optax.GradientTransformation
+    arrays: tuple[np.ndarray, ...]
+    batch_size: int
+    num_steps: int
+    accumulate: int = 1
+    precision: str = "float32"
+    seed: int = 0
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run and the checkpoints that it goes on from must have in common."""
+        return {
+            "job": self.name,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "accumulate": self.accumulate,
+            "precision": self.precision,
+            "num_steps": self.num_steps,
+            **self.settings,
+        }

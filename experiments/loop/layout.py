@@ -1,0 +1,108 @@
+"""Processes and devices of a run, and the mesh that they form."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh
+
+import moment_jax as mj
+from experiments.command_line import InputError
+
+HOST = "127.0.0.1"
+START_TIMEOUT = 120  # seconds in which all processes have to be there
+HEARTBEAT_TIMEOUT = 30  # seconds of silence after which a process counts as lost
+SHUTDOWN_TIMEOUT = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How many processes and devices there are, and how many of them share batches and features.
+
+    Args:
+      processes: of this run, on this machine.
+      devices: of each process; on CPU they are virtual.
+      data: devices along which batches are split; None for all that `model` leaves.
+      model: devices along which heads and hidden units are split.
+      fsdp: split the parameters and the optimiser's state over `data` too.
+
+    Raises:
+      InputError: if the mesh is not of as many devices as there are.
+    """
+
+    processes: int = 1
+    devices: int = 1
+    data: int | None = None
+    model: int = 1
+    fsdp: bool = True
+
+    def __post_init__(self) -> None:
+        total = self.processes * self.devices
+        if self.rows * self.model != total:
+            asked = (
+                f"{self.rows} x {self.model}" if self.data is not None else f"... x {self.model}"
+            )
+            raise InputError(
+                f"a mesh of {asked} devices does not match the {total} that there are "
+                f"(--processes {self.processes} with --devices {self.devices} each); let --data times "
+                f"--model be {total}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Devices along `data`."""
+        total = self.processes * self.devices
+        return max(1, total // self.model) if self.data is None else self.data
+
+    def environment(self) -> dict[str, str]:
+        """What a worker has to find in its environment before it imports JAX."""
+        return {
+            "JAX_NUM_CPU_DEVICES": str(self.devices),
+            "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
+        }
+
+    def start(self, rank: int, port: int) -> None:
+        """Join the other processes; with one process there is nothing to join."""
+        if self.processes == 1:
+            return
+        address = f"{HOST}:{port}"
+        jax.distributed.initialize(
+            address,
+            self.processes,
+            rank,
+            coordinator_bind_address=address,
+            cluster_detection_method="deactivate",
+            initialization_timeout=START_TIMEOUT,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+        )
+
+    def mesh(self) -> Mesh:
+        """The mesh over the devices of all processes.
+
+        Raises:
+          InputError: if JAX finds another number of devices than asked for.
+        """
+        try:
+            return mj.parallel.make_mesh(self.rows, self.model)
+        except ValueError as error:
+            raise InputError(
+                f"{error} (this is --processes {self.processes}, --devices {self.devices})"
+            ) from error
+
+
+def check_batch(size: int, accumulate: int, axes: Mapping[str, int]) -> None:
+    """Refuse a batch that does not divide into parts of the same size, one for each device.
+
+    Raises:
+      InputError: if so.
+    """
+    rows = axes["data"]
+    if size % (accumulate * rows):
+        raise InputError(
+            f"a batch of {size} does not divide into {accumulate} accumulated parts on {rows} devices "
+            f"along data; take a --batch-size that is a multiple of {accumulate * rows}"
+        )

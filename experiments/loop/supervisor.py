@@ -1,0 +1,223 @@
+"""Starts the processes of a run, and starts all of them again when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
+from experiments.loop.layout import HOST, Layout
+from experiments.loop.records import EVENTS, add_event, read_lines
+from experiments.loop.run import Saving
+
+POLL = 0.02
+LOCK_TIMEOUT = 30.0  # seconds for the processes of a killed run to be gone
+FINISHED, FAILED, BAD_INPUT = 0, 1, 2
+EXPECTED = (FINISHED, FAILED, BAD_INPUT, PREEMPTED)
+LOCK, LOGS = ".lock", "logs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What a supervisor has its workers do.
+
+    Args:
+      job: "module:function", which makes a `Job` of the settings.
+      settings: in JSON's types.
+      layout: processes and devices.
+      saving: where and when to save.
+      restarts: how often the processes are started again before the run is given up.
+      grace: seconds from SIGTERM to SIGKILL, in which a checkpoint has to be written.
+      compile_cache: a folder for compiled programs, which spares their compilation at each start. What
+        is in it is executed, so it belongs where only you can write, and not among checkpoints.
+    """
+
+    job: str
+    settings: dict[str, Any]
+    layout: Layout
+    saving: Saving
+    restarts: int = 3
+    grace: float = 30.0
+    compile_cache: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON's types."""
+        saving = {**dataclasses.asdict(self.saving), "folder": str(self.saving.folder)}
+        return {**dataclasses.asdict(self), "saving": saving}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Order:
+        """The order that `to_json` gave."""
+        saving = {**content["saving"], "folder": Path(content["saving"]["folder"])}
+        parts = {"layout": Layout(**content["layout"]), "saving": Saving(**saving)}
+        return cls(**{**content, **parts})
+
+
+def supervise(order: Order) -> None:
+    """Run to the end, through the loss of processes.
+
+    A process that dies takes the others with it, and all are started anew from the latest checkpoint.
+    One folder has one run: a lock, which every process holds, keeps a second one out, also while
+    processes of a killed supervisor are still on their way out.
+
+    Raises:
+      InputError: if a worker found its input bad, or another run is at work in the folder.
+      PartError: if the run is not finite, or processes were lost more often than `restarts`.
+      PreemptedError: after SIGTERM, or if the workers were asked to leave.
+      KeyboardInterrupt: after Ctrl-C; what was done is saved.
+    """
+    folder = order.saving.folder
+    with _locked(folder) as lock, _asked() as asked:
+        for attempt in range(order.restarts + 1):
+            codes, lost = _attempt(order, attempt, lock, asked)
+            kind = signal.Signals(asked[0]).name if asked else None
+            add_event(folder, "over", attempt=attempt, codes=codes, asked=kind)
+            if all(code == FINISHED for code in codes):
+                return
+            if BAD_INPUT in codes and not lost:
+                raise InputError(_message(folder, attempt))
+            if FAILED in codes and not lost:
+                raise PartError(_message(folder, attempt))
+            if asked and asked[0] == signal.SIGINT:
+                raise KeyboardInterrupt(
+                    f"stopped; the same command goes on from what is in {folder}"
+                )
+            if asked or PREEMPTED in codes:
+                raise PreemptedError(_message(folder, attempt))
+        said = [row["message"] for row in read_lines(folder / EVENTS) if row["event"] == "error"]
+        raise PartError(
+            f"a process was lost {order.restarts + 1} times (exit codes at last: {codes}"
+            f"{''.join(f'; {text}' for text in said[-1:])}); see {folder / LOGS}; the same command goes "
+            "on from the latest checkpoint"
+        )
+
+
+def _attempt(order: Order, attempt: int, lock: int, asked: list[int]) -> tuple[list[int], bool]:
+    """Start all processes, wait for all, and return their exit codes, and whether one was lost.
+
+    Where one was lost, an unreadable checkpoint may mean to another one no more than that: the
+    communication of JAX raises the same errors as the reading of files.
+    """
+    folder = order.saving.folder
+    logs = folder / LOGS
+    logs.mkdir(exist_ok=True)
+    port = _free_port()
+    with contextlib.ExitStack() as stack:
+        workers = [
+            _start(order, rank, port, attempt, lock, _log_file(stack, logs, rank))
+            for rank in range(order.layout.processes)
+        ]
+        try:
+            add_event(folder, "launch", attempt=attempt, pids=[worker.pid for worker in workers])
+            _wait(workers, order.grace, asked)
+            lost = any(worker.poll() not in (None, *EXPECTED) for worker in workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+                assert worker.stdin is not None
+                worker.stdin.close()
+    return [worker.returncode for worker in workers], lost
+
+
+def _log_file(stack: contextlib.ExitStack, logs: Path, rank: int) -> IO[bytes] | None:
+    """Where a worker's standard error goes; None for ours, which shows the progress bar."""
+    if rank == 0 and sys.stderr.isatty():
+        return None
+    return stack.enter_context((logs / f"worker-{rank}.log").open("ab"))
+
+
+def _start(
+    order: Order, rank: int, port: int, attempt: int, lock: int, log: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "experiments.loop.worker", str(rank), str(port), str(attempt)]
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [*command, json.dumps(order.to_json())],
+        env={**os.environ, **order.layout.environment(), "PYTHONPATH": path},
+        stdin=subprocess.PIPE,  # closes with us, however we end, and then the worker ends
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        pass_fds=(lock,),
+    )
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], grace: float, asked: list[int]) -> None:
+    """Until all have ended, or one is lost, or those that were asked to leave take too long."""
+    deadline = None
+    while any(worker.poll() is None for worker in workers):
+        codes = [worker.returncode for worker in workers if worker.returncode is not None]
+        if any(code not in (FINISHED, PREEMPTED) for code in codes):
+            return
+        if deadline is None and (asked or codes):
+            deadline = time.monotonic() + grace
+            for worker in workers:
+                if asked and worker.poll() is None:
+                    worker.terminate()
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        time.sleep(POLL)
+
+
+def _message(folder: Path, attempt: int) -> str:
+    """What the first worker said at its end."""
+    said = [row for row in read_lines(folder / EVENTS) if row["event"] == "ended"]
+    if said and said[-1].get("attempt") == attempt:
+        return str(said[-1]["message"])
+    return f"asked to leave; what was saved is in {folder}; the same command goes on from there"
+
+
+@contextlib.contextmanager
+def _asked() -> Iterator[list[int]]:
+    """The signals that asked us to leave, in a list that grows."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(n, lambda number, _: asked.append(number)) for n in numbers]
+    try:
+        yield asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """The lock of a folder; the system opens it when the last process that holds it is gone."""
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        deadline = time.monotonic() + LOCK_TIMEOUT
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise InputError(
+                        f"another run is at work in {folder}; wait for it, or name another --out"
+                    ) from None
+                time.sleep(POLL)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,69 @@
+"""One process of a run, started by a supervisor: `-m experiments.loop.worker RANK PORT ATTEMPT ORDER`.
+
+Exit status 0 for a finished run, 1 for one that is not finite, 2 for bad input, 75 for one that was
+asked to leave, 70 for one that lost another process; then it is worth starting all of them again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+
+import jax
+
+from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
+from experiments.compiler import without_faulty_fusions
+from experiments.loop.records import add_event
+from experiments.loop.run import fit
+from experiments.loop.supervisor import BAD_INPUT, FAILED, FINISHED, Order
+
+LOST = os.EX_SOFTWARE
+
+
+def main(arguments: list[str]) -> int:
+    """Join the others, train, and say how it ended."""
+    rank, port, attempt = (int(word) for word in arguments[:3])
+    order = Order.from_json(json.loads(arguments[3]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the supervisor, which asks us
+    threading.Thread(target=_end_with_supervisor, daemon=True).start()
+    without_faulty_fusions()
+    if order.compile_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", order.compile_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    try:
+        order.layout.start(rank, port)
+        module, function = order.job.split(":")
+        job = getattr(importlib.import_module(module), function)(order.settings)
+        fit(job, order.layout.mesh(), order.saving, fsdp=order.layout.fsdp)
+        status = FINISHED
+    except (InputError, PartError, PreemptedError) as error:
+        folder = order.saving.folder
+        add_event(folder, "ended", attempt=attempt, rank=rank, message=str(error))
+        codes = {InputError: BAD_INPUT, PartError: FAILED, PreemptedError: PREEMPTED}
+        status = codes[type(error)]
+    except (
+        Exception
+    ) as error:  # a lost process shows itself as whatever the step or a barrier raises
+        traceback.print_exc()
+        sys.stderr.flush()
+        message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        add_event(order.saving.folder, "error", attempt=attempt, rank=rank, message=message)
+        os._exit(LOST)  # and not through JAX's own shutdown, which would wait for who is lost
+    if order.layout.processes > 1:
+        jax.distributed.shutdown()
+    return status
+
+
+def _end_with_supervisor() -> None:
+    """Leave when the supervisor is gone: it holds the other end of our standard input."""
+    os.read(0, 1)  # not sys.stdin, whose lock would be held at our own end
+    os._exit(LOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
