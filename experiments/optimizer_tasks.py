@@ -175,7 +175,7 @@ def bayesian() -> OptimizerTask:
         batch_size=64,
         target=None,
         num_steps=300,
-        num_second_order_steps=120,
+        num_second_order_steps=200,
         evaluate_every=5,
         falling=True,
         scale_rate=0.3,
