@@ -26,19 +26,19 @@ GROWTH = 1.02  # what a device's share may grow by
 UNEVEN = 1.1  # what the bytes sent, over (n - 1) / n, may differ by
 
 
-def run(structures: Sequence[str]) -> list[dict[str, Any]]:
-    """Compile for all numbers of devices in a process that has eight.
+def run(structures: Sequence[str], counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
+    """Compile for all numbers of devices, one the first, in a process that has as many as the last.
 
     Raises:
       PartError: if the process fails, or a device's share grows.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.scale.weak", *structures],
+        [sys.executable, "-m", "experiments.scale.weak", json.dumps(counts), *structures],
         cwd=Path(__file__).parents[2],
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(max(COUNTS)),
+            "JAX_NUM_CPU_DEVICES": str(max(counts)),
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # shares are compared, not times
         },
         capture_output=True,
@@ -103,7 +103,7 @@ def uneven(structure: str, records: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def compile_all(structures: Sequence[str]) -> list[dict[str, Any]]:
+def compile_all(structures: Sequence[str], counts: Sequence[int]) -> list[dict[str, Any]]:
     """The records, in a process with enough devices."""
     from experiments.scale.compiled import compile_step
     from experiments.scale.layout import Layout
@@ -112,7 +112,7 @@ def compile_all(structures: Sequence[str]) -> list[dict[str, Any]]:
     records = []
     for structure in structures:
         alone: dict[str, Any] | None = None
-        for count in COUNTS:
+        for count in counts:
             mesh = mj.parallel.make_mesh(count, 1, devices=jax.devices()[:count])
             record = compile_step(SIZES["tiny"], structure, Layout(mesh))
             alone = record if alone is None else alone
@@ -123,4 +123,4 @@ def compile_all(structures: Sequence[str]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(sys.argv[1:])))
+    print(json.dumps(compile_all(sys.argv[2:], json.loads(sys.argv[1]))))
