@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.checks import check_fields, check_variances, sequence_shape
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import vector_variance
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.xla import by_tokens
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class Diagonal(Covariance):
     """Variance only: Cov[x_td, x_se] = [t = s][d = e] v_td.
@@ -35,9 +37,14 @@ class Diagonal(Covariance):
 
     variances: Array
 
+    def __post_init__(self) -> None:
+        call = "Diagonal(variances)"
+        check_fields(call, "For one token, give vector[None, :].", _no_others, self.variances)
+        check_variances(call, self.variances)
+
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(by_tokens(jnp.zeros(shape, dtype)))
+        return cls(by_tokens(jnp.zeros(sequence_shape(cls, shape), dtype)))
 
     @classmethod
     def project(cls, dense: Array) -> Self:
@@ -105,3 +112,9 @@ class Diagonal(Covariance):
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         return type(self)(moments.variance)
+
+
+def _no_others(variances: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if len(variances) < 2:
+        raise ValueError("needs variances of shape (T, D).")
+    return []

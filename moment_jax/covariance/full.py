@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.checks import check_fields, check_variances, sequence_shape
 from moment_jax.covariance.numerics import safe_divide, vector_cov
+from moment_jax.covariance.pytree import register_fields
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class Full(Covariance):
     """The dense covariance of all entries: Cov[x_td, x_se] = C_tdse.
@@ -27,9 +29,17 @@ class Full(Covariance):
 
     cov: Array
 
+    def __post_init__(self) -> None:
+        call, mend = (
+            "Full(cov)",
+            "For variances, use Diagonal; for a matrix, cov.reshape(T, D, T, D).",
+        )
+        check_fields(call, mend, _no_others, self.cov)
+        check_variances(call, self.cov, "td")
+
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(jnp.zeros((*shape, *shape), dtype))
+        return cls(jnp.zeros(2 * sequence_shape(cls, shape), dtype))
 
     @classmethod
     def project(cls, dense: Array) -> Self:
@@ -117,3 +127,9 @@ class Full(Covariance):
         # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
         rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
         return type(self)(kept + jnp.diag(rest.ravel()).reshape(t, d, t, d))
+
+
+def _no_others(cov: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if len(cov) < 4 or cov[-4:-2] != cov[-2:]:
+        raise ValueError("needs a covariance of shape (T, D, T, D).")
+    return []

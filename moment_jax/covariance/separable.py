@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import separable_noise
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.checks import check_correlations, sequence_shape
 from moment_jax.covariance.feature_gram import FeatureGram
 from moment_jax.covariance.low_rank import low_rank_moments
 from moment_jax.covariance.numerics import (
@@ -21,12 +22,13 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted,
 )
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.xla import by_tokens, materialized, rows_diagonal
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class Separable(Covariance):
     """Token and feature correlations multiply: Cov[x_td, x_se] = s_td s_se r_ts R_de.
@@ -56,6 +58,12 @@ class Separable(Covariance):
     token_correlation: Array
     feature_correlation: Array
     pool: Array | None = None
+
+    def __post_init__(self) -> None:
+        call = "Separable(scale, token_correlation, feature_correlation)"
+        check_correlations(
+            call, self.scale, self.token_correlation, self.feature_correlation, self.pool
+        )
 
     def pooled(self, pool: Array | None) -> Self:
         """The same covariance, whose feature correlation is from now on that of some tokens alone.
@@ -88,7 +96,7 @@ class Separable(Covariance):
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        t, d = shape
+        t, d = sequence_shape(cls, shape)
         unit = by_tokens(jnp.eye(t, dtype=dtype))
         return cls(by_tokens(jnp.zeros(shape, dtype)), unit, jnp.eye(d, dtype=dtype))
 

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.checks import check_fields, check_variances, sequence_shape
 from moment_jax.covariance.numerics import safe_divide, vector_cov
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.xla import by_tokens
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class TokenBlock(Covariance):
     """One (D, D) covariance a token: Cov[x_td, x_se] = [t = s] B_tde.
@@ -29,9 +31,15 @@ class TokenBlock(Covariance):
 
     blocks: Array
 
+    def __post_init__(self) -> None:
+        call = "TokenBlock(blocks)"
+        check_fields(call, "For variances (T, D), use Diagonal.", _no_others, self.blocks)
+        check_variances(call, self.blocks, "d")
+
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(by_tokens(jnp.zeros((*shape, shape[1]), dtype)))
+        t, d = sequence_shape(cls, shape)
+        return cls(by_tokens(jnp.zeros((t, d, d), dtype)))
 
     @classmethod
     def project(cls, dense: Array) -> Self:
@@ -116,3 +124,9 @@ class TokenBlock(Covariance):
         # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
         rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
         return type(self)(kept + rest[:, :, None] * jnp.eye(self.shape[1], dtype=self.dtype)[None])
+
+
+def _no_others(blocks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if len(blocks) < 3 or blocks[-1] != blocks[-2]:
+        raise ValueError("needs blocks of shape (T, D, D).")
+    return []

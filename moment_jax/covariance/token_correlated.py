@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.checks import check_correlations, sequence_shape
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.xla import by_tokens, materialized, product_with_transposed, rows_diagonal
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class TokenCorrelated(Covariance):
     """Features independent, one token correlation for all: Cov[x_td, x_se] = [d = e] s_td s_sd r_ts.
@@ -37,9 +39,12 @@ class TokenCorrelated(Covariance):
     scale: Array
     correlation: Array
 
+    def __post_init__(self) -> None:
+        check_correlations("TokenCorrelated(scale, correlation)", self.scale, self.correlation)
+
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        unit = by_tokens(jnp.eye(shape[0], dtype=dtype))
+        unit = by_tokens(jnp.eye(sequence_shape(cls, shape)[0], dtype=dtype))
         return cls(by_tokens(jnp.zeros(shape, dtype)), unit)
 
     @classmethod

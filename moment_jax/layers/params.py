@@ -6,12 +6,13 @@ import dataclasses
 
 import jax
 
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.posterior import Posterior
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class DenseParams:
     """Belief about a dense layer.
@@ -30,7 +31,7 @@ class DenseParams:
         return output if self.bias is None else output + self.bias.mean[None, :]
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class NormParams:
     """Belief about the gain and the bias of a layer normalisation.
@@ -49,7 +50,7 @@ class NormParams:
         return output if self.bias is None else output + self.bias.mean[None, :]
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class AttentionParams:
     """Belief about multi-head attention; the four matrices are independent of each other.
@@ -67,7 +68,7 @@ class AttentionParams:
     output: DenseParams
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class FeedForwardParams:
     """Belief about a feed-forward layer: hidden (D, F) and output (F, D)."""
@@ -76,7 +77,7 @@ class FeedForwardParams:
     output: DenseParams
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class EncoderBlockParams:
     """Belief about a Transformer encoder block."""
@@ -87,7 +88,7 @@ class EncoderBlockParams:
     norm2: NormParams
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class DecoderBlockParams:
     """Belief about a Transformer decoder block."""

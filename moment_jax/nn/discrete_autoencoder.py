@@ -11,6 +11,7 @@ from flax import nnx
 
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.batching import over_batch
@@ -36,7 +37,7 @@ from moment_jax.reference import Stage
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class DiscreteAutoencoderParams:
     """Beliefs about both halves of a `DiscreteAutoencoder`."""

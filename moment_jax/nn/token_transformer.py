@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.nn.base import BayesianModule, set_mean
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.embedding import LearnedPositions
@@ -20,7 +21,7 @@ from moment_jax.reference import Stage
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class TokenTransformerParams:
     """Beliefs about a `TokenTransformer`, or one draw of them."""

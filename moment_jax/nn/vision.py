@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import Covariance, TokenBlock
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
 from moment_jax.nn.base import BayesianModule, set_mean
@@ -51,7 +52,7 @@ class Patches:
         return cut.reshape(*batch, rows * columns, self.size * self.size * channels)
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class VisionTransformerParams:
     """Beliefs about a vision Transformer."""

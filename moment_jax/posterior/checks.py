@@ -2,42 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import jax
-import numpy as np
-
 Shape = tuple[int, ...]
-
-
-def check_fields(
-    call: str, mend: str, shape_of: Callable[[Shape], list[Shape]], *leaves: object
-) -> None:
-    """Raise unless the fields of a belief fit its mean, which comes first.
-
-    Beliefs with something else in the place of arrays (None, axis numbers for `vmap`, shapes) are
-    let pass, and so are leading axes that all fields share, for they are a stack of beliefs.
-
-    Args:
-      call: how the belief is made, as `Family(mean, ...)`.
-      mend: what to do instead.
-      shape_of: from the mean's shape, the shapes of the other fields; ValueError if there are none.
-      *leaves: the fields.
-    """
-    shapes = [_array_shape(leaf) for leaf in leaves]
-    known = [shape for shape in shapes if shape is not None]
-    if len(known) < len(shapes) or not any(known):
-        return
-    mean, *others = known
-    try:
-        expected = shape_of(mean)
-    except ValueError as error:
-        raise ValueError(f"`{call}` {error} Got {_listed(known)}. {mend}") from None
-    if others != expected:
-        raise ValueError(
-            f"`{call}` needs fields of shapes {_listed([mean, *expected])} for this mean. "
-            f"Got {_listed(known)}. {mend}"
-        )
 
 
 def check_kernel(call: str, shape: Shape) -> None:
@@ -77,14 +42,3 @@ def check_moment(family: str, shape: Shape, moment: Shape) -> None:
             f"`{family}.noise_block(moment)` needs a moment of shape (..., in, in) with "
             f"in == {shape[0]}. Got {tuple(moment)}. Move the two feature axes last."
         )
-
-
-def _array_shape(leaf: object) -> Shape | None:
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return tuple(leaf.shape)
-    is_number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-    return () if is_number else None
-
-
-def _listed(shapes: list[Shape]) -> str:
-    return " and ".join(str(shape) for shape in shapes)

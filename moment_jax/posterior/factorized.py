@@ -7,10 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_fields, check_variances
 from moment_jax.covariance.numerics import safe_sqrt
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.checks import (
-    check_fields,
     check_inputs,
     check_kernel,
     check_moment,
@@ -18,12 +19,11 @@ from moment_jax.posterior.checks import (
 )
 from moment_jax.posterior.linalg import embed_diagonal
 from moment_jax.posterior.prior import GaussianPrior, divergence
-from moment_jax.posterior.pytree import register_belief
 
 Array = jax.Array
 
 
-@register_belief
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class Factorized(Posterior):
     """Independent entries: Cov[w_io, w_jp] = [i = j][o = p] v_io.
@@ -56,6 +56,7 @@ class Factorized(Posterior):
             self.mean,
             self.variance,
         )
+        check_variances("Factorized(mean, variance)", self.variance)
 
     def sample(self, key: Array) -> Array:
         """Draw mean + sqrt(v) z, as `Posterior.sample` says."""

@@ -7,9 +7,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_fields, check_variances
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.checks import (
-    check_fields,
     check_inputs,
     check_kernel,
     check_moment,
@@ -17,12 +18,11 @@ from moment_jax.posterior.checks import (
 )
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
-from moment_jax.posterior.pytree import register_belief
 
 Array = jax.Array
 
 
-@register_belief
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class FullNormal(Posterior):
     """Gaussian with a dense covariance; assumes nothing about it. For small arrays.
@@ -56,6 +56,7 @@ class FullNormal(Posterior):
             self.mean,
             self.cov,
         )
+        check_variances("FullNormal(mean, cov)", self.cov, "abcdefgh"[: max(num_axes, 0)])
 
     @property
     def uncorrelated(self) -> bool:

@@ -7,16 +7,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_fields, check_variances
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.checks import check_fields, check_inputs, check_kernel, check_moment
+from moment_jax.posterior.checks import check_inputs, check_kernel, check_moment
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
-from moment_jax.posterior.pytree import register_belief
 
 Array = jax.Array
 
 
-@register_belief
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class MatrixNormal(Posterior):
     """Matrix-normal kernel: Cov[w_io, w_jp] = A_ij B_op.
@@ -54,6 +55,8 @@ class MatrixNormal(Posterior):
             self.in_cov,
             self.out_cov,
         )
+        check_variances("MatrixNormal(mean, in_cov, out_cov)", self.in_cov, "i")
+        check_variances("MatrixNormal(mean, in_cov, out_cov)", self.out_cov, "o")
 
     @property
     def uncorrelated(self) -> bool:

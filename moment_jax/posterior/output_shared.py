@@ -7,18 +7,19 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_fields, check_variances
 from moment_jax.covariance.numerics import safe_sqrt
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.checks import check_fields, check_inputs, check_kernel, check_moment
+from moment_jax.posterior.checks import check_inputs, check_kernel, check_moment
 from moment_jax.posterior.factorized import Factorized
 from moment_jax.posterior.linalg import embed_diagonal
 from moment_jax.posterior.prior import GaussianPrior, divergence
-from moment_jax.posterior.pytree import register_belief
 
 Array = jax.Array
 
 
-@register_belief
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class OutputShared(Posterior):
     """Independent entries, one variance an output unit: Cov[w_io, w_jp] = [i = j][o = p] v_o.
@@ -54,6 +55,7 @@ class OutputShared(Posterior):
             self.mean,
             self.variance,
         )
+        check_variances("OutputShared(mean, variance)", self.variance)
 
     def sample(self, key: Array) -> Array:
         """Draw mean + sqrt(v) z, as `Posterior.sample` says."""

@@ -7,15 +7,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_floating
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.checks import check_inputs, check_kernel, check_moment, check_vector
 from moment_jax.posterior.prior import GaussianPrior, log_density
-from moment_jax.posterior.pytree import register_belief
 
 Array = jax.Array
 
 
-@register_belief
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class Point(Posterior):
     """Point mass at `mean`: a deterministic parameter, of any shape.
@@ -38,6 +39,9 @@ class Point(Posterior):
     """
 
     mean: Array
+
+    def __post_init__(self) -> None:
+        check_floating("Point(mean)", self.mean)
 
     def sample(self, key: Array) -> Array:
         """The weights themselves; the key is not used."""

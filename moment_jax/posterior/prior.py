@@ -8,10 +8,12 @@ import math
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.pytree import register_fields
+
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class GaussianPrior:
     """Prior N(mean, variance) of the entries of one array of weights, independent of each other.

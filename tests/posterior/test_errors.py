@@ -44,6 +44,14 @@ CASES = {
     "full_matrix": (lambda: FullNormal(KERNEL, np.eye(6)), "(3, 2, 3, 2)", "cov.reshape"),
     "full_scalar": (lambda: FullNormal(KERNEL, 1.0), "Got (3, 2) and ()", "cov.reshape"),
     "full_vector": (lambda: FullNormal(VECTOR, np.ones(IN)), "(3, 3)", "cov.reshape"),
+    "negative": (lambda: Factorized(VECTOR, VECTOR - 2), "Got -2", "squares"),
+    "negative_shared": (lambda: OutputShared(KERNEL, -np.ones(OUT)), "Got -1", "squares"),
+    "negative_matrix": (
+        lambda: MatrixNormal(KERNEL, np.eye(IN), -np.eye(OUT)),
+        "Got -1",
+        "squares",
+    ),
+    "negative_full": (lambda: FullNormal(VECTOR, -np.eye(IN)), "Got -1", "squares"),
     "noise_of_vector": (
         lambda: Factorized(VECTOR, VECTOR).noise_variance(X, X),
         "Factorized.noise_variance",
@@ -109,6 +117,15 @@ def test_error(call, got, mend):
 def test_a_number_is_no_prior():
     with pytest.raises(TypeError, match=re.escape("Got float. For a variance s, use")):
         example(Factorized).kl(1.0)
+
+
+@pytest.mark.parametrize(
+    ("mean", "got"), [(np.ones(IN, int), "int64"), (np.ones(IN, bool), "bool"), ([1.0], "list")]
+)
+def test_a_belief_is_about_real_numbers(mean, got):
+    for make in (Point, lambda mean: Factorized(mean, mean)):
+        with pytest.raises(TypeError, match=rf"Got {got}\. Use .*"):
+            make(mean)
 
 
 def test_errors_are_raised_while_tracing():

@@ -1,0 +1,128 @@
+"""Checks of fields, made when a covariance or a belief is made by hand: shapes, types, known values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+def check_fields(
+    call: str, mend: str, shape_of: Callable[[Shape], list[Shape]], *leaves: object
+) -> None:
+    """Raise unless the fields of a dataclass are arrays of real numbers that fit the first of them.
+
+    Something else in the place of arrays (None, axis numbers for `vmap`, shapes) is let pass, and so
+    are leading axes that all fields share: that is a stack.
+
+    Args:
+      call: how the dataclass is made, as `Family(mean, ...)`.
+      mend: what to do instead.
+      shape_of: from the first field's shape, those of the others; ValueError if there are none.
+      *leaves: the fields.
+    """
+    for leaf in leaves:
+        check_floating(call, leaf)
+    shapes = [_array_shape(leaf) for leaf in leaves]
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes) or not any(known):
+        return
+    first, *others = known
+    try:
+        expected = shape_of(first)
+    except ValueError as error:
+        raise ValueError(f"`{call}` {error} Got {_listed(known)}. {mend}") from None
+    if others != expected:
+        raise ValueError(
+            f"`{call}` needs fields of shapes {_listed([first, *expected])}, by the first of them. "
+            f"Got {_listed(known)}. {mend}"
+        )
+
+
+def check_floating(call: str, array: object) -> None:
+    """Raise for a list and for an array of integers or booleans; let anything else pass."""
+    if isinstance(array, list):
+        raise TypeError(f"`{call}` needs arrays. Got list. Use jnp.asarray(values).")
+    if isinstance(array, (jax.Array, np.ndarray)) and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"`{call}` needs floating-point numbers. Got {array.dtype}. Use .astype(jnp.float32)."
+        )
+
+
+def check_variances(call: str, array: object, axes: str = "") -> None:
+    """Raise where variances are known by now and negative by more than rounding.
+
+    Args:
+      call: how the dataclass is made.
+      array: variances of any shape, or covariances.
+      axes: those whose diagonal holds the variances, such as "ij" for (..., n, n) matrices.
+    """
+    values = known_values(array)
+    if values is None or values.ndim < 2 * len(axes) or values.size == 0:
+        return
+    if axes:
+        values = np.einsum(f"...{axes}{axes}->...{axes}", values)
+    least, eps = float(np.min(values)), float(jnp.finfo(values.dtype).eps)
+    if least < 0 and least < -(eps**0.5) * float(np.max(np.abs(values))):
+        raise ValueError(
+            f"`{call}` needs variances that are not negative. Got {least:.4g}. Of standard "
+            "deviations, give the squares."
+        )
+
+
+def known_values(array: object) -> np.ndarray | None:
+    """The numbers of an array that is on this host by now; None while tracing, and for other things."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, (jax.Array, np.ndarray)):
+        return None
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:  # on several hosts
+        return None
+    return np.asarray(array)
+
+
+def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:
+    """`shape`, once it is that of one sequence, (T, D)."""
+    if len(shape) != 2:
+        name = structure.__name__
+        raise ValueError(
+            f"`{name}.zeros(shape)` needs the shape (T, D) of one sequence. Got {tuple(shape)}. For a "
+            f"batch, use jax.vmap, within which every x has a {name}.zeros(x.shape) of its own."
+        )
+    return shape[0], shape[1]
+
+
+def check_correlations(
+    call: str, scale: object, tokens: object, features: object = None, pool: object = None
+) -> None:
+    """Raise unless correlations of the tokens (T, T) and of the features (D, D) fit the scale (T, D)."""
+    given = [field is not None for field in (tokens, features, pool)]
+
+    def shapes(scale: Shape) -> list[Shape]:
+        if len(scale) < 2:
+            raise ValueError("needs a scale of shape (T, D).")
+        *stack, t, d = scale
+        shapes = [(*stack, t, t), (*stack, d, d), (*stack, t)]
+        return [shape for shape, there in zip(shapes, given, strict=True) if there]
+
+    fields = [field for field in (tokens, features, pool) if field is not None]
+    check_fields(
+        call,
+        "For independent tokens, or features, give jnp.eye(T), or jnp.eye(D).",
+        shapes,
+        scale,
+        *fields,
+    )
+
+
+def _array_shape(leaf: object) -> Shape | None:
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return tuple(leaf.shape)
+    is_number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+    return () if is_number else None
+
+
+def _listed(shapes: list[Shape]) -> str:
+    return " and ".join(str(shape) for shape in shapes)

@@ -1,0 +1,109 @@
+"""Fields that do not fit are refused when a covariance is made by hand, and only then."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moment_jax.covariance import Diagonal, Full, Separable, TokenBlock, TokenCorrelated
+from tests.builders import ALL_STRUCTURES, random_cov
+
+T, D = 4, 3
+ONES, TOKENS, FEATURES = np.ones((T, D)), np.eye(T), np.eye(D)
+
+CASES = {
+    "diagonal_vector": (lambda: Diagonal(ONES[0]), ValueError, "Got (3,)", "vector[None, :]"),
+    "blocks_of_one": (
+        lambda: TokenBlock(ONES[:, :, None]),
+        ValueError,
+        "Got (4, 3, 1)",
+        "Diagonal",
+    ),
+    "full_matrix": (lambda: Full(np.eye(T * D)), ValueError, "Got (12, 12)", "cov.reshape"),
+    "full_of_one": (
+        lambda: Full(ONES[:, :, None, None]),
+        ValueError,
+        "(4, 3, 1, 1)",
+        "Diagonal",
+    ),
+    "tokens_of_one": (
+        lambda: TokenCorrelated(ONES, np.ones((1, 1))),
+        ValueError,
+        "Got (4, 3) and (1, 1)",
+        "independent tokens",
+    ),
+    "separable_tokens": (
+        lambda: Separable(ONES, np.ones((1, 1)), FEATURES),
+        ValueError,
+        "Got (4, 3) and (1, 1) and (3, 3)",
+        "independent tokens",
+    ),
+    "separable_swapped": (
+        lambda: Separable(ONES, FEATURES, TOKENS),
+        ValueError,
+        "(4, 4) and (3, 3), by the first",
+        "independent tokens",
+    ),
+    "negative": (lambda: Diagonal(-ONES), ValueError, "Got -1", "not negative"),
+    "negative_block": (lambda: TokenBlock.project(-_dense()), ValueError, "Got -1", "not negative"),
+    "negative_full": (lambda: Full(-_dense()), ValueError, "Got -1", "not negative"),
+    "integers": (lambda: Diagonal(np.ones((T, D), int)), TypeError, "int64", "astype(jnp.float32)"),
+    "list": (lambda: Diagonal([[1.0, 2.0]]), TypeError, "Got list", "jnp.asarray"),
+    "number": (lambda: TokenCorrelated(ONES, 1.0), ValueError, "(4, 3) and ()", "jnp.eye(T)"),
+    **{
+        f"batch_{structure.__name__}": (
+            lambda structure=structure: structure.zeros((2, T, D)),
+            ValueError,
+            "Got (2, 4, 3)",
+            "jax.vmap",
+        )
+        for structure in ALL_STRUCTURES
+    },
+}
+
+
+def _dense():
+    return np.einsum("td,ts,de->tdse", ONES, TOKENS, FEATURES)
+
+
+@pytest.mark.parametrize(("call", "error", "got", "mend"), CASES.values(), ids=CASES)
+def test_error(call, error, got, mend):
+    with pytest.raises(error, match=re.escape(got)) as caught:
+        call()
+    assert mend in str(caught.value)
+    assert str(caught.value).startswith("`")
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_transformations_may_put_anything_in_the_fields(structure):
+    """`vmap` over any axis, derivatives, `None` and axis numbers in the place of arrays."""
+    cov = random_cov(jax.random.key(0), structure, (T, D))
+    axes = jax.tree.map(lambda _: 0, cov)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), cov)
+    for axis in (0, 1, -1):
+        turned = jax.eval_shape(jax.vmap(lambda c: c, in_axes=(axes,), out_axes=axis), stacked)
+        assert jax.tree.structure(turned) == jax.tree.structure(cov)
+    slopes = jax.jacfwd(lambda c: c.rescale(jnp.full((T, D), 2.0)))(cov)
+    assert jax.tree.map(lambda _: None, slopes) is not None
+    assert jax.tree.map(lambda leaf: leaf.shape, stacked) is not None
+    assert type(cov)(*jax.tree.leaves(stacked)).shape  # a batch, made by hand
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_rounding_below_zero_is_no_error(structure):
+    dense = np.float32(_dense())
+    dense[0, 0, 0, 0] = -1e-6
+    assert structure.project(jnp.asarray(dense)).variance().shape == (T, D)
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_exported_functions_take_and_give_covariances(structure):
+    pytest.importorskip("flatbuffers")
+    cov = random_cov(jax.random.key(1), structure, (T, D))
+    double = jax.jit(lambda c: c.rescale(jnp.full((T, D), 2.0)))
+    saved = jax.export.export(double)(cov).serialize()
+    result = jax.export.deserialize(saved).call(cov)
+    assert isinstance(result, structure)
+    np.testing.assert_allclose(result.variance(), 4 * cov.variance(), rtol=1e-12)
