@@ -12,7 +12,7 @@ for every linear operation `op`: a method computes what the textbook formula on 
 from __future__ import annotations
 
 import abc
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +64,11 @@ class Covariance(abc.ABC):
     """Covariance of a (T, D) array: T tokens in rows, D features in columns.
 
     All subclasses are frozen pytree dataclasses: they pass through `jit`, `vmap`, `grad` and `scan`.
-    No method checks values; shapes are checked while tracing.
+    Constructors check shapes, while tracing too, and that known variances are not negative. No other
+    method checks values.
     """
+
+    num_axes: ClassVar[int] = 2  # of the first field, for one sequence
 
     # -- making ---------------------------------------------------------------------------------
 

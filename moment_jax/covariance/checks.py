@@ -43,6 +43,15 @@ def check_fields(
         )
 
 
+def check_array(call: str, array: object) -> None:
+    """Raise unless this is an array of floating-point numbers."""
+    if not hasattr(array, "ndim"):
+        raise TypeError(
+            f"`{call}` needs arrays. Got {type(array).__name__}. Use jnp.asarray(values)."
+        )
+    check_floating(call, array)
+
+
 def check_floating(call: str, array: object) -> None:
     """Raise for a list and for an array of integers or booleans; let anything else pass."""
     if isinstance(array, list):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ class Full(Covariance):
     """
 
     cov: Array
+
+    num_axes: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         call, mend = (

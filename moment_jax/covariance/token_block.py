@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ class TokenBlock(Covariance):
     """
 
     blocks: Array
+
+    num_axes: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         call = "TokenBlock(blocks)"

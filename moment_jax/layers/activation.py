@@ -9,7 +9,7 @@ import jax
 
 from moment_jax import expectations
 from moment_jax.covariance import Covariance
-from moment_jax.layers.checks import check_moments
+from moment_jax.layers.checks import check_moments, takes
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -60,8 +60,13 @@ def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array
       Mean (T, D) and covariance of fn(x), in the structure of `cov`.
 
     Raises:
-      ValueError: if shapes do not fit.
+      ValueError: if shapes do not fit. TypeError: if `fn` is no function of a scalar.
     """
     check_moments("activation", mean, cov)
+    if not takes(fn, 1):
+        raise TypeError(
+            f"`activation(mean, cov, fn)` needs a function of a scalar. Got {fn!r}. Use jnp.tanh for "
+            "example; mj.relu(mean, cov) and mj.gelu(mean, cov) transform moments by themselves."
+        )
     moments = expectations.elementwise(fn, mean, cov.variance())
     return moments.mean, cov.elementwise(moments)

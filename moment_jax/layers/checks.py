@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
+
 import jax
+import jax.numpy as jnp
 
 from moment_jax.covariance import STRUCTURES, Covariance
+from moment_jax.covariance.checks import check_array
 from moment_jax.posterior import Posterior
 
 Array = jax.Array
@@ -17,10 +22,23 @@ def check_moments(name: str, mean: Array, cov: Covariance) -> None:
             f"`{name}(mean, cov)` needs a covariance structure. Got {type(cov).__name__}. "
             f"Use one of {', '.join(STRUCTURES)}, for instance Diagonal.zeros(mean.shape)."
         )
+    check_array(f"{name}(mean, cov)", mean)
+    fields = [jnp.shape(leaf) for leaf in jax.tree.leaves(cov)]
+    if len(fields[0]) != cov.num_axes:  # `vmap` took an axis, or has not taken one
+        raise ValueError(
+            f"`{name}(mean, cov)` needs the covariance of one sequence. Got "
+            f"{type(cov).__name__} of fields {', '.join(map(str, fields))}. For a batch, use "
+            f"jax.vmap({name}), with in_axes=None for a covariance that all share."
+        )
     if mean.ndim != 2 or cov.shape != mean.shape:
         raise ValueError(
             f"`{name}(mean, cov)` needs a mean of shape (T, D) and cov.shape == mean.shape. "
             f"Got {tuple(mean.shape)} and {tuple(cov.shape)}. For a batch, use jax.vmap({name})."
+        )
+    if 0 in mean.shape:
+        raise ValueError(
+            f"`{name}(mean, cov)` needs at least one token and one feature. Got {tuple(mean.shape)}. "
+            "Leave empty sequences out."
         )
 
 
@@ -65,6 +83,12 @@ def check_order(name: str, order: int) -> None:
 
 def check_heads(name: str, num_heads: int, *widths: int) -> int:
     """Raise unless `num_heads` divides every width; return the first width over it."""
+    try:
+        operator.index(num_heads)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` needs num_heads as a whole number. Got {num_heads!r}. Use int(num_heads)."
+        ) from None
     for width in widths:
         if num_heads < 1 or width % num_heads:
             raise ValueError(
@@ -86,3 +110,33 @@ def check_mask(name: str, mask: Array | None, num_heads: int, queries: int, keys
             f"queries, keys) == {allowed[1]}, True where a query may look. Got "
             f"{tuple(mask.shape)} of {mask.dtype}."
         )
+
+
+def check_epsilon(name: str, epsilon: Array | float) -> None:
+    """Raise where `epsilon` is known by now and negative."""
+    if not isinstance(epsilon, jax.core.Tracer) and epsilon < 0:
+        raise ValueError(
+            f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax has 1e-6."
+        )
+
+
+def check_row_mask(name: str, mask: Array, shape: tuple[int, ...]) -> None:
+    """Raise unless `mask` is boolean and of this shape."""
+    if tuple(mask.shape) != tuple(shape) or mask.dtype != bool:
+        raise ValueError(
+            f"`{name}` needs a boolean mask of shape {tuple(shape)}, True for what counts. Got "
+            f"{tuple(mask.shape)} of {mask.dtype}."
+        )
+
+
+def takes(fn: object, num_arguments: int) -> bool:
+    """Whether `fn` can be called with that many arguments, as far as its signature tells."""
+    if not callable(fn):
+        return False
+    try:
+        inspect.signature(fn).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:  # there is none
+        return True
+    return True

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Diagonal, Separable
 from moment_jax.covariance.numerics import average_gain, safe_sqrt
-from moment_jax.layers.checks import check_moments
+from moment_jax.layers.checks import check_moments, takes
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import FeedForwardParams
 
@@ -62,7 +62,7 @@ def feed_forward(
       Mean (T, D) and covariance of the output, in the structure of `cov`.
 
     Raises:
-      ValueError: if shapes do not fit.
+      ValueError: if shapes do not fit. TypeError: if `activation` does not transform moments.
 
     Source: Transformer derivation, section 4.6.
     """
@@ -101,7 +101,20 @@ def _average_kernel(kernel: Array, gain: Array, before: Covariance, after: Covar
 
 def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:
     """The activation's moments, and its expected derivative at every entry, (T, F)."""
+    active = activation(mean, cov) if takes(activation, 2) and not _is_plain(activation) else None
+    if not (isinstance(active, tuple) and len(active) == 2 and isinstance(active[1], Covariance)):
+        raise TypeError(
+            "`feed_forward` needs an activation of moments, (mean, cov) -> (mean, cov). Got "
+            f"{getattr(activation, '__name__', repr(activation))}. Use mj.gelu or mj.relu; of a plain "
+            "function, "
+            "functools.partial(mj.activation, fn=jnp.tanh)."
+        )
     # The mean of an elementwise function asks for the variances alone.
     variances = Diagonal(cov.variance())
     _, gain = jax.jvp(lambda m: activation(m, variances)[0], (mean,), (jnp.ones_like(mean),))
-    return activation(mean, cov), gain
+    return active, gain
+
+
+def _is_plain(activation: Activation) -> bool:
+    """Whether this is a function of JAX, which would take a covariance for an option."""
+    return str(getattr(activation, "__module__", "")).split(".")[0] == "jax"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import Covariance, Separable, TokenCorrelated
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
-from moment_jax.layers.checks import check_moments, check_order, check_vector
+from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
 
@@ -98,6 +98,7 @@ def layer_norm_and_tangent(
     """`layer_norm`, and the linear map by which its covariance carries the covariance of x."""
     check_moments("layer_norm", mean, cov)
     check_order("layer_norm", order)
+    check_epsilon("layer_norm", epsilon)
     mean, tangent = _normalize(mean, cov, epsilon, order)
     cov = _carry(cov, tangent)
     gain, bias = params.scale, params.bias

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers.checks import check_moments
+from moment_jax.layers.checks import check_moments, check_row_mask
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -35,11 +35,7 @@ def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]
     if mask is None:
         weights = jnp.full((1, num_tokens), 1 / num_tokens, mean.dtype)
     else:
-        if tuple(mask.shape) != (num_tokens,):
-            raise ValueError(
-                f"`mean_pool` needs a mask of shape (T,) == ({num_tokens},), True for the tokens "
-                f"that count. Got {tuple(mask.shape)}."
-            )
+        check_row_mask("mean_pool", mask, (num_tokens,))
         weights = jnp.where(mask, 1, 0).astype(mean.dtype)[None, :]
         weights = weights / jnp.maximum(jnp.sum(weights), 1)
     return weights @ mean, cov.map_tokens(weights)

@@ -8,7 +8,7 @@ import jax
 
 from moment_jax.covariance import Covariance
 from moment_jax.expectations import expected_softmax, masked_softmax
-from moment_jax.layers.checks import check_moments, check_order
+from moment_jax.layers.checks import check_moments, check_order, check_row_mask
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -41,11 +41,8 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
     """
     check_moments("softmax", mean, cov)
     check_order("softmax", order)
-    if mask is not None and tuple(mask.shape) != tuple(mean.shape):
-        raise ValueError(
-            f"`softmax` needs a mask of the shape of the mean, {tuple(mean.shape)}, True where a "
-            f"weight may be positive. Got {tuple(mask.shape)}."
-        )
+    if mask is not None:
+        check_row_mask("softmax", mask, mean.shape)
     if order == 1:
         weights = masked_softmax(mean, mask)
     else:

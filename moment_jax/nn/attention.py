@@ -46,7 +46,7 @@ class MultiHeadAttention(BayesianModule):
         **settings: Any,
     ) -> None:
         check_heads("MultiHeadAttention", num_heads, num_features)
-        self.settings = Settings(**settings)
+        self.settings = Settings.of(self, settings)
         self.num_heads = num_heads
         size = (num_features, num_features)
         self.query = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.checks import check_array
 
 Array = jax.Array
 
@@ -28,12 +30,8 @@ def over_batch(
       structure: the structure in which a certain input starts.
       valid: (..., T) boolean, True for the tokens that exist; None for all.
     """
+    check_sequences(mean, cov)
     check_valid(mean, valid)
-    if mean.ndim < 2:
-        raise ValueError(
-            f"A module needs an input of shape (..., T, D). Got {tuple(mean.shape)}. For a single "
-            "row, use x[None, :]."
-        )
     if mean.ndim > 2:
         axes = (0, None if cov is None else 0, None if valid is None else 0)
         return jax.vmap(lambda m, c, v: over_batch(layer, m, c, structure, v), in_axes=axes)(
@@ -58,9 +56,11 @@ def over_batch_with_memory(
     The layer takes two means and covariances, (mean, cov, memory_mean, memory_cov), and after them what
     tokens exist of the sequence and of the memory, (T,) and (S,), or None for all.
     """
+    check_sequences(mean, cov)
+    check_sequences(memory_mean, memory_cov)
     check_valid(mean, valid)
     check_valid(memory_mean, memory_valid)
-    if mean.ndim < 2 or mean.shape[:-2] != memory_mean.shape[:-2]:
+    if mean.shape[:-2] != memory_mean.shape[:-2]:
         raise ValueError(
             "A decoder needs a sequence (..., T, D) and a memory (..., S, E) with the same leading "
             f"axes. Got {tuple(mean.shape)} and {tuple(memory_mean.shape)}. For a single row, use "
@@ -91,12 +91,31 @@ def over_batch_with_cache(
     structure: type[Covariance],
 ) -> Any:
     """`over_batch` of the newest tokens (..., N, D) and a cache with the same leading axes."""
+    check_sequences(mean, cov)
     if mean.ndim > 2:
         axes = (0, None if cov is None else 0, 0)
         return jax.vmap(
             lambda m, c, k: over_batch_with_cache(layer, m, c, k, structure), in_axes=axes
         )(mean, cov, cache)
     return layer(mean, _certain(mean, structure) if cov is None else cov, cache)
+
+
+def check_sequences(mean: Array, cov: Covariance | None = None) -> None:
+    """Raise unless these are the moments of sequences (..., T, D)."""
+    check_array("module(mean, cov)", mean)
+    if mean.ndim < 2:
+        raise ValueError(
+            f"A module needs an input of shape (..., T, D). Got {tuple(mean.shape)}. For a single "
+            "row, use x[None, :]."
+        )
+    batch = tuple(mean.shape[:-2])
+    fields = [tuple(jnp.shape(leaf)) for leaf in jax.tree.leaves(cov)]
+    if any(shape[: len(batch)] != batch for shape in fields):
+        raise ValueError(
+            f"A module needs a covariance with the leading axes of its mean, {batch}. Got fields "
+            f"{', '.join(map(str, fields))}. For one covariance of the whole batch, broadcast every "
+            f"leaf to ({', '.join(map(str, batch))}, *leaf.shape)."
+        )
 
 
 def check_valid(mean: Array, valid: Array | None) -> None:

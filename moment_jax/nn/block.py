@@ -35,7 +35,7 @@ class Block(BayesianModule):
         rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:
-        self.settings = Settings(**settings)
+        self.settings = Settings.of(self, settings)
         self.num_heads = num_heads
         self.norm_first = norm_first
         self.activation = activation

@@ -45,7 +45,7 @@ class Dense(BayesianModule):
         rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:
-        self.settings = Settings(**settings)
+        self.settings = Settings.of(self, settings)
         self.kernel = self.settings.kernel((in_features, out_features), rngs)
         self.bias = nnx.data(self.settings.vector(out_features) if use_bias else None)
 
@@ -90,7 +90,7 @@ class LayerNorm(BayesianModule):
     """
 
     def __init__(self, num_features: int, *, epsilon: float = 1e-6, **settings: Any) -> None:
-        self.settings = Settings(**settings)
+        self.settings = Settings.of(self, settings)
         self.epsilon = epsilon
         self.scale = self.settings.vector(num_features, 1.0)
         self.bias = self.settings.vector(num_features)

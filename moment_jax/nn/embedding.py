@@ -12,7 +12,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense, embedding
 from moment_jax.layers.embedding import check_known_ids
 from moment_jax.nn.base import BayesianModule, set_mean
-from moment_jax.nn.batching import over_batch
+from moment_jax.nn.batching import check_sequences, over_batch
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior
@@ -53,7 +53,7 @@ class Embedding(BayesianModule):
                 "`Embedding` needs num_embeddings >= 1 and num_features >= 1. Got "
                 f"{num_embeddings} and {num_features}."
             )
-        self.settings = Settings(**settings)
+        self.settings = Settings.of(self, settings)
         self.table = self.settings.table((num_embeddings, num_features), rngs)
 
     @classmethod
@@ -157,6 +157,7 @@ class LearnedPositions(BayesianModule):
         Raises:
           ValueError: if the sequence ends beyond the last position.
         """
+        check_sequences(mean, cov)
         num_tokens, params = mean.shape[-2], self.params
         first = start if isinstance(start, int) else 0
         if first < 0 or first + num_tokens > params.shape[0]:

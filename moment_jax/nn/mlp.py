@@ -57,7 +57,7 @@ class MLP(BayesianModule):
                 "`MLP` needs the widths of its input and its output at least, such as [8, 50, 1]. "
                 f"Got {list(features)}."
             )
-        self.settings = Settings(**settings)
+        self.settings = Settings.of(self, settings)
         self.activation = activation
         find_activation(activation)
         self.layers = nnx.List(Dense(a, b, rngs=rngs, **settings) for a, b in pairwise(features))

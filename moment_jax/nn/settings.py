@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,24 @@ class Settings:
                 f"A module needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
                 f"itself, such as mj.Separable). Got {self.structure!r}."
             )
+
+    @classmethod
+    def of(cls, module: object, settings: dict[str, Any]) -> Settings:
+        """The settings of a module, from the keyword arguments that it does not know itself.
+
+        Raises:
+          TypeError: if they are no settings either.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            own = [*inspect.signature(type(module).__init__).parameters.values()][1:]
+            names = [option.name for option in own if option.kind is not option.VAR_KEYWORD]
+            raise TypeError(
+                f"`{type(module).__name__}` takes {', '.join(names)}, and the settings "
+                f"{', '.join(known)}. Got {', '.join(unknown)}."
+            )
+        return cls(**settings)
 
     def kernel(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:
         """A belief about an (in, out) kernel, its mean drawn as Flax does (LeCun normal)."""

@@ -45,7 +45,7 @@ class Stack(BayesianModule):
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"`{type(self).__name__}` needs num_blocks >= 1. Got {num_blocks}.")
-        self.settings = Settings(**settings)
+        self.settings = Settings.of(self, settings)
         self.remat = remat
         self.blocks = nnx.List(
             self.block_type(

@@ -11,6 +11,7 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.pytree import register_fields
 from moment_jax.nn.base import BayesianModule, set_mean
+from moment_jax.nn.batching import check_sequences
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.embedding import LearnedPositions
 from moment_jax.nn.encoder import Encoder
@@ -136,6 +137,7 @@ class TokenTransformer(BayesianModule):
 
     def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
+        check_sequences(mean, cov)
         size = (self.positions.params.shape[0], self.embed.params.kernel.shape[0])
         if tuple(mean.shape[-2:]) != size:
             raise ValueError(

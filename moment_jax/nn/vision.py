@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ Array = jax.Array
 class Patches:
     """Cuts images into the tokens of a sequence, patch by patch in rows.
 
+    Integers, such as uint8, become float32 of the same size: divide by 255 for numbers up to one.
+
     Args:
       size: height and width of a patch.
       channels: number of channels; images of one channel may leave the axis out.
@@ -38,6 +41,13 @@ class Patches:
 
     def __call__(self, images: Array) -> Array:
         """(..., height, width[, channels]) -> (..., tokens, size * size * channels)."""
+        if not hasattr(images, "ndim") or images.ndim < 2:
+            raise ValueError(
+                "Patches need images (..., height, width[, channels]) as an array. Got "
+                f"{getattr(images, 'shape', type(images).__name__)}. Use jnp.asarray(images)."
+            )
+        if not jnp.issubdtype(images.dtype, jnp.floating):
+            images = images.astype(jnp.float32)
         if self.channels == 1 and (images.ndim < 3 or images.shape[-1] != 1):
             images = images[..., None]
         *batch, height, width, channels = images.shape
@@ -110,7 +120,7 @@ class VisionTransformer(BayesianModule):
                 "`VisionTransformer` needs patch_size to divide image_size. Got "
                 f"{patch_size} and {image_size}."
             )
-        self.settings = Settings(**settings)
+        self.settings = Settings.of(self, settings)
         self.patches = Patches(patch_size, channels)
         num_tokens = (image_size // patch_size) ** 2
         self.embed = Dense(patch_size**2 * channels, num_features, rngs=rngs, **settings)
@@ -196,9 +206,9 @@ class VisionTransformer(BayesianModule):
         params = self.params
         tokens = self.patches(images)
         batch = tokens.shape[:-2]
-        flat = tokens.reshape(-1, *tokens.shape[-2:])
+        flat = tokens.reshape(math.prod(batch), *tokens.shape[-2:])
         mean, cov = jax.vmap(lambda x: self._moments(x, params))(flat)
-        return mean.reshape(*batch, -1), cov.reshape(*batch, *cov.shape[-2:])
+        return mean.reshape(*batch, *mean.shape[1:]), cov.reshape(*batch, *cov.shape[1:])
 
     @property
     def stages(self) -> list[Stage]:

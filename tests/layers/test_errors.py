@@ -16,6 +16,10 @@ DENSE = random_dense_params(KEY, mj.posterior.Factorized, (4, 5))
 BLOCK = random_block(KEY, 4, 8)
 
 
+def encoder(**options):
+    return mj.encoder_block(MEAN, COV, BLOCK, **{"num_heads": 2, **options})
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -91,6 +95,36 @@ BLOCK = random_block(KEY, 4, 8)
             ValueError,
             "encoder_block",
         ),
+        (lambda: mj.mean_pool(MEAN.astype(int), COV), TypeError, r"int64.*astype\(jnp.float32\)"),
+        (lambda: mj.relu(MEAN > 0, COV), TypeError, r"bool.*astype\(jnp.float32\)"),
+        (lambda: mj.dense([[1.0]], COV, DENSE), TypeError, "Got list. Use jnp.asarray"),
+        (lambda: mj.mean_pool(MEAN, COV, jnp.ones(3)), ValueError, "boolean mask"),
+        (lambda: mj.softmax(MEAN, COV, mask=jnp.zeros((3, 4))), ValueError, "boolean mask"),
+        (
+            lambda: mj.dense(MEAN[:0], mj.Separable.zeros((0, 4)), DENSE),
+            ValueError,
+            r"at least one token.*Got \(0, 4\)",
+        ),
+        (
+            lambda: jax.vmap(mj.dense, (0, 0, None))(jnp.ones((3, 3, 4)), COV, DENSE),
+            ValueError,
+            "in_axes=None",
+        ),
+        (
+            lambda: mj.dense(MEAN, jax.tree.map(lambda v: v[..., None], COV), DENSE),
+            ValueError,
+            "in_axes=None",
+        ),
+        (lambda: encoder(num_heads=2.0), TypeError, "a whole number. Got 2.0"),
+        (lambda: encoder(num_heads="2"), TypeError, "a whole number. Got '2'"),
+        (lambda: encoder(num_heads=0), ValueError, "num_heads=0"),
+        (lambda: encoder(activation="gelu"), TypeError, "Got 'gelu'. Use mj.gelu"),
+        (lambda: encoder(activation=jax.nn.gelu), TypeError, "gelu.*Use mj.gelu"),
+        (lambda: encoder(activation=jax.nn.relu), TypeError, "relu.*Use mj.gelu"),
+        (lambda: encoder(activation=lambda m, c: m), TypeError, "Use mj.gelu"),
+        (lambda: mj.activation(MEAN, COV, "gelu"), TypeError, "of a scalar. Got 'gelu'"),
+        (lambda: mj.activation(MEAN, COV, mj.gelu), TypeError, r"mj.gelu\(mean, cov\)"),
+        (lambda: encoder(epsilon=-1e-3), ValueError, "epsilon >= 0. Got -0.001"),
         (lambda: mj.nn.Dense(3, 2, rngs=None, structure="Full"), TypeError, "mj.Separable"),
         (lambda: mj.nn.MLP([3], rngs=None), ValueError, r"\[8, 50, 1\]"),
     ],

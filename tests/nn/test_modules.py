@@ -150,6 +150,24 @@ def test_parameters_are_of_their_kinds():
     assert kinds >= {mj.nn.VariationalMean, mj.nn.VariationalScale, mj.nn.PriorScale}
 
 
+def test_images_of_bytes_are_images_of_numbers():
+    module = vision(structure=mj.Diagonal)
+    images = jax.random.randint(jax.random.key(5), (2, 4, 4), 0, 256).astype(jnp.uint8)
+    floats = call(module, images.astype(jnp.float32))
+    for got, expected in zip(call(module, images), floats, strict=True):
+        assert got.dtype == jnp.float32
+        assert_close(got, expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_empty_batch_gives_empty_moments(name: str):
+    module = MODULES[name](structure=mj.Diagonal)
+    empty, some = (jax.eval_shape(module, *(x[:n] for x in inputs(name))) for n in (0, 2))
+    shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(moments)] for moments in (empty, some)]
+    assert shapes[0] == shapes[1]
+    assert all(leaf.shape[0] == 0 for leaf in jax.tree.leaves(empty))
+
+
 def test_patches_are_cut_in_rows():
     image = jnp.arange(16.0).reshape(4, 4)
     tokens = mj.nn.Patches(2)(image)
@@ -167,6 +185,23 @@ def test_patches_are_cut_in_rows():
         (lambda: MODULES["block"](activation="swish2"), ValueError, "gelu"),
         (lambda: mj.nn.MultiHeadAttention(4, 3, rngs=nnx.Rngs(0)), ValueError, "divide"),
         (lambda: MODULES["dense"]()(jnp.ones(4)), ValueError, r"x\[None, :\]"),
+        (lambda: MODULES["dense"]()([[1.0] * 4]), TypeError, "Got list. Use jnp.asarray"),
+        (lambda: MODULES["encoder"]()(X.astype(int)), TypeError, r"astype\(jnp.float32\)"),
+        (lambda: MODULES["encoder"]()(X[:, :0]), ValueError, r"one token.*Got \(0, 4\)"),
+        (lambda: MODULES["dense"]()(X, mj.Separable.zeros((3, 4))), ValueError, "leading axes"),
+        (lambda: vision()([[1.0]]), ValueError, "Got list. Use jnp.asarray"),
+        (lambda: MODULES["dense"](prior=2.0), TypeError, "`Dense` takes.*prior_scale.*Got prior"),
+        (
+            lambda: MODULES["block"](heads=2),
+            TypeError,
+            "`EncoderBlock` takes.*num_heads.*Got heads",
+        ),
+        (lambda: MODULES["encoder"](heads=2), TypeError, "`Encoder` takes.*num_blocks.*Got heads"),
+        (
+            lambda: vision(num_head=2),
+            TypeError,
+            "`VisionTransformer` takes.*num_heads.*Got num_head",
+        ),
         (lambda: mj.nn.total_kl(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), ValueError, "mj.nn"),
         (
             lambda: mj.nn.Belief(jnp.ones(3), family=mj.posterior.MatrixNormal),
