@@ -107,18 +107,18 @@ def _regressors(part: Windows, on_changes: bool) -> tuple[np.ndarray, np.ndarray
 
 def scores(forecast: Forecast, part: Windows) -> dict[str, float]:
     """Errors in degrees, negative log-likelihood (nats an hour), CRPS in degrees, and coverage."""
-    moments = (jnp.asarray(a) for a in (forecast.mean, forecast.sd**2, part.future))
-    mean, variance, truth = moments
+    mean, variance, truth = map(jnp.asarray, (forecast.mean, forecast.sd**2, part.future))
+    moments = {"mean": mean, "variance": variance}
     objectives = mj.objectives
     coverage = {
         f"coverage_{round(100 * level)}": float(
-            objectives.interval_coverage(mean, variance, truth, level)
+            objectives.interval_coverage(truth, **moments, level=level)
         )
         for level in LEVELS
     }
     return {
-        "nll": float(objectives.gaussian_negative_log_likelihood(mean, variance, truth)),
-        "crps": float(objectives.gaussian_crps(mean, variance, truth)),
+        "nll": float(objectives.gaussian_negative_log_likelihood(truth, **moments)),
+        "crps": float(objectives.gaussian_crps(truth, **moments)),
         "rmse": float(jnp.sqrt(jnp.mean((truth - mean) ** 2))),
         "mae": float(jnp.mean(jnp.abs(truth - mean))),
         "mean_sd": float(jnp.mean(jnp.sqrt(variance))),

@@ -60,7 +60,7 @@ def task(
         truth = jnp.asarray(judged.correction)
         # As the forecasts will be: with the one factor that fits this part, see `calibration`.
         variance = variance * jnp.mean((truth - mean) ** 2 / variance)
-        return mj.objectives.gaussian_negative_log_likelihood(mean, variance, truth)
+        return mj.objectives.gaussian_negative_log_likelihood(truth, mean=mean, variance=variance)
 
     rising = max(1, round(WARM_UP * num_steps))
     schedule = optax.warmup_cosine_decay_schedule(

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
 
+from moment_jax.covariance.checks import check_array
+
 Array = jax.Array
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
@@ -14,7 +16,8 @@ TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3
 
 
 def check_points(name: str, points: Array) -> None:
-    """Raise unless `points` is (T, D) with T and D at least one."""
+    """Raise unless `points` are floating-point numbers (T, D) with T and D at least one."""
+    check_array(name, points)
     if points.ndim != 2 or min(points.shape) < 1:
         raise ValueError(
             f"`{name}` needs points of shape (T, D), one in each row. Got {tuple(points.shape)}. "

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.brownian.checks import check_positive
+from moment_jax.covariance.checks import check_array
 
 Array = jax.Array
 Coefficient = Callable[[Array, Array], Array]
@@ -61,6 +62,7 @@ def quadratic_variation(path: Array) -> Array:
 
     Source: The Brownian motion in the Transformer, dB^2 = dt above Eq. 7.
     """
+    check_array("quadratic_variation", path)
     squares = jnp.diff(path, axis=0) ** 2
     return jnp.concatenate([jnp.zeros_like(path[:1]), jnp.cumsum(squares, axis=0)])
 

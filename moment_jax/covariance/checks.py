@@ -85,7 +85,8 @@ def check_variances(call: str, array: object, axes: str = "") -> None:
 
 def known_values(array: object) -> np.ndarray | None:
     """The numbers of an array that is on this host by now; None while tracing, and for other things."""
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, (jax.Array, np.ndarray)):
+    kinds = (jax.Array, np.ndarray, np.generic, int, float)
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, kinds):
         return None
     if isinstance(array, jax.Array) and not array.is_fully_addressable:  # on several hosts
         return None

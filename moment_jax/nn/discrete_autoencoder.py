@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from moment_jax.nn.plain_discrete_autoencoder import (
 from moment_jax.nn.settings import Settings
 from moment_jax.nn.token_transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
+from moment_jax.objectives.elbo import check_weight
 from moment_jax.reference import Stage
 
 Array = jax.Array
@@ -217,13 +219,15 @@ class DiscreteAutoencoder(BayesianModule):
           straight_through: hard codes, with the relaxed ones' gradient.
 
         Raises:
-          ValueError: if shapes do not fit, or dataset_size is below 1.
+          ValueError: if shapes do not fit, dataset_size is below the batch, or kl_weight negative.
         """
-        if dataset_size < 1:
-            raise ValueError(
-                f"`negative_elbo` needs dataset_size >= 1, the training images. Got {dataset_size}."
-            )
         target = cut(self.patches, images, self.image_size)
+        if dataset_size < max(1, math.prod(target.shape[:-2])):
+            raise ValueError(
+                "`negative_elbo` needs dataset_size >= 1, the training images, and not less than the "
+                f"images given. Got {dataset_size} for images {tuple(images.shape)}."
+            )
+        check_weight("negative_elbo", "kl_weight", kl_weight)
         expected = partial(objectives.expected_log_likelihood, self.likelihood)
         fit, code_kl = code_terms(
             self.code_log_probs(images),

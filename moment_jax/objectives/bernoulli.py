@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moment_jax.covariance.checks import check_array
 from moment_jax.covariance.numerics import safe_sqrt
 
 Array = jax.Array
@@ -17,6 +18,7 @@ _NUM_NODES = 20
 
 def _average(fn: Callable[[Array], Array], mean: Array, variance: Array) -> Array:
     """E[fn(f)] by Gauss and Hermite's rule, all nodes at once along a new last axis."""
+    check_array("bernoulli_probabilities(mean, variance)", mean)
     points, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
     axes = (1,) * mean.ndim + (_NUM_NODES,)
     nodes = jnp.asarray(points, mean.dtype).reshape(axes)

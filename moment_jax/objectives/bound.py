@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.expectations.softmax import logsumexp_mean
-from moment_jax.objectives.moments import check_label, check_logits
+from moment_jax.objectives.moments import as_label, check_logits, of_label
 
 Array = jax.Array
 
@@ -25,15 +25,15 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
       cov: their variances (C,), or covariance (C, C).
 
     Returns:
-      A scalar.
+      A scalar; NaN in compiled code where the target is out of range.
 
     Raises:
-      ValueError: if shapes do not fit.
+      ValueError: if shapes do not fit, or a known target is out of range.
       TypeError: if `cov` is a structure.
 
     Source: Transformer derivation, Eq. 5; Knowles and Minka (2011) for the tilted bound.
     """
-    target = jnp.asarray(target)
-    check_label("expected_log_likelihood_bound", target)
     cov = check_logits("expected_log_likelihood_bound", mean, cov)
-    return -logsumexp_mean(mean - mean[target], cov)
+    label = as_label("expected_log_likelihood_bound", target, mean.shape[0])
+    in_range = of_label(jnp.zeros_like(mean), label)  # else NaN, which would count as masked below
+    return in_range - logsumexp_mean(mean - mean[label], cov)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from moment_jax.covariance.checks import check_array, known_values
+
 Array = jax.Array
 
 
@@ -32,8 +34,8 @@ def elbo(
       kl_weight: 1 for the bound itself; below 1 for warm-up (`kl_warmup`) or a cold posterior.
 
     Raises:
-      ValueError: if `expected_log_likelihoods` is not a non-empty vector, or dataset_size is below
-        1.
+      ValueError: if `expected_log_likelihoods` is not a non-empty vector, dataset_size is smaller than
+        the mini-batch, kl or kl_weight is not a scalar, or a known kl_weight is negative.
 
     Source: Transformer derivation, Eq. 5, 6 and 13.
 
@@ -41,6 +43,7 @@ def elbo(
     >>> float(elbo(jnp.array([-1.0, -3.0]), 5.0, dataset_size=10))
     -25.0
     """
+    check_array("elbo", expected_log_likelihoods)
     shape = tuple(expected_log_likelihoods.shape)
     if len(shape) != 1 or shape[0] == 0:
         raise ValueError(
@@ -51,8 +54,28 @@ def elbo(
         raise ValueError(
             f"`elbo` needs dataset_size >= 1, the examples in the data set. Got {dataset_size}."
         )
+    if dataset_size < shape[0]:
+        raise ValueError(
+            f"`elbo` needs dataset_size of at least the {shape[0]} examples of the mini-batch. Got "
+            f"{dataset_size}. It is the number of examples in the whole data set."
+        )
+    if jnp.ndim(kl) or jnp.ndim(kl_weight):
+        raise ValueError(
+            f"`elbo` needs kl and kl_weight as scalars. Got {jnp.shape(kl)} and {jnp.shape(kl_weight)}. "
+            "Use the sum of the divergences, such as model.kl()."
+        )
+    check_weight("elbo", "kl_weight", kl_weight)
     kl = jnp.asarray(kl, expected_log_likelihoods.dtype)
     return dataset_size * jnp.mean(expected_log_likelihoods) - jnp.asarray(kl_weight, kl.dtype) * kl
+
+
+def check_weight(name: str, argument: str, value: Array | float) -> None:
+    """Raise where a weight is known by now and negative."""
+    known = known_values(value)
+    if known is not None and (known < 0).any():
+        raise ValueError(
+            f"`{name}` needs {argument} >= 0. Got {known}. The ELBO itself has 1, a cold posterior less."
+        )
 
 
 def kl_warmup(step: Array | int, num_steps: int, final: float = 1.0) -> Array:
@@ -64,10 +87,11 @@ def kl_warmup(step: Array | int, num_steps: int, final: float = 1.0) -> Array:
       final: the weight afterwards.
 
     Raises:
-      ValueError: if num_steps is negative.
+      ValueError: if num_steps or final is negative.
     """
     if num_steps < 0:
         raise ValueError(f"`kl_warmup` needs num_steps >= 0. Got {num_steps}.")
+    check_weight("kl_warmup", "final", final)
     if num_steps == 0:
         return jnp.asarray(final)
     return jnp.asarray(optax.linear_schedule(0.0, final, num_steps)(step))

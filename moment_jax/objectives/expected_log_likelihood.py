@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_array, known_values
 from moment_jax.objectives.bernoulli import expected_softplus
 from moment_jax.objectives.cubature import count_points, expected_logsumexp
 from moment_jax.objectives.likelihoods import (
@@ -18,11 +19,12 @@ from moment_jax.objectives.likelihoods import (
 )
 from moment_jax.objectives.moments import (
     Cov,
+    as_label,
     check_cov,
-    check_label,
     check_logits,
     check_output,
     has_pairs,
+    of_label,
     token_blocks,
     variances,
 )
@@ -63,7 +65,8 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
 
     Args:
       likelihood: the observation model.
-      target: Gaussian, Bernoulli: y, of the mean's shape. HeteroscedasticGaussian: y, (D,).
+      target: Gaussian: y, of the mean's shape; Bernoulli: the same, numbers from 0 to 1.
+        HeteroscedasticGaussian: y, (D,).
         Categorical: an integer class index of shape ().
       mean: Gaussian, Bernoulli: (D,) or (T, D). HeteroscedasticGaussian: (2 D,). Categorical: (C,)
         logits.
@@ -71,25 +74,24 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
         Gaussian and Bernoulli also a structure such as `Diagonal` or `Full`.
 
     Returns:
-      A scalar: the sum over the features (and tokens) of one example.
+      A scalar: the sum over the features (and tokens) of one example. NaN in compiled code where a
+      target is out of range.
 
     Raises:
-      ValueError: if shapes do not fit.
-      TypeError: if the likelihood or the covariance is of another type.
+      ValueError: if shapes do not fit, or a known target is out of range.
+      TypeError: if the likelihood or the covariance is of another type, or numbers are integers.
 
     Source: Transformer derivation, Eq. 5, 6 and 13 (with observation noise, and with the trace that
     makes it an expectation of a logarithm).
     """
-    target = jnp.asarray(target)
     if isinstance(likelihood, Gaussian):
-        return _gaussian(likelihood, target, mean, cov)
+        return _gaussian(likelihood, jnp.asarray(target), mean, cov)
     if isinstance(likelihood, HeteroscedasticGaussian):
-        return _heteroscedastic(target, mean, cov)
+        return _heteroscedastic(jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
         return _categorical(likelihood, target, mean, cov)
     if isinstance(likelihood, Bernoulli):
-        check_output(_NAME, target, mean, cov)
-        return jnp.sum(target * mean - expected_softplus(mean, variances(mean, cov)))
+        return _bernoulli(target, mean, cov)
     raise TypeError(
         f"`{_NAME}` needs Gaussian, HeteroscedasticGaussian, Bernoulli or Categorical. Got "
         f"{type(likelihood).__name__}."
@@ -120,6 +122,7 @@ def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Arr
 
 
 def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
+    check_array(_NAME, mean)
     size = target.shape[0] if target.ndim == 1 else -1
     if mean.shape != (2 * size,):
         raise ValueError(
@@ -141,8 +144,22 @@ def bounded_exp(exponent: Array) -> Array:
 
 
 def _categorical(likelihood: Categorical, target: Array, mean: Array, cov: Cov) -> Array:
-    check_label(_NAME, target)
     logits_cov = check_logits(_NAME, mean, cov)
+    label = as_label(_NAME, target, mean.shape[0])
     num_points = count_points(likelihood.num_points, mean.shape[0])
     # Relative to the target's own logit nothing large is subtracted from anything large.
-    return -expected_logsumexp(mean - mean[target], logits_cov, num_points)
+    return -expected_logsumexp(mean - of_label(mean, label), logits_cov, num_points)
+
+
+def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
+    known = known_values(target)
+    target = jnp.asarray(target)
+    check_output(_NAME, target, mean, cov)
+    if known is not None and ((known < 0) | (known > 1)).any():
+        raise ValueError(
+            f"`{_NAME}` with Bernoulli needs targets from 0 to 1. Got {known.min()} to {known.max()}. "
+            "Divide bytes by 255, or use Gaussian."
+        )
+    nan = jnp.asarray(jnp.nan, mean.dtype)
+    target = jnp.where((target >= 0) & (target <= 1), target, nan)
+    return jnp.sum(target * mean - expected_softplus(mean, variances(mean, cov)))

@@ -11,11 +11,12 @@ from moment_jax.objectives.cubature import count_points, log_expected_softmax
 from moment_jax.objectives.likelihoods import Categorical, Gaussian, Likelihood
 from moment_jax.objectives.moments import (
     Cov,
-    check_label,
+    as_label,
     check_logits,
     check_output,
     has_pairs,
     matrix,
+    of_label,
     variances,
 )
 from moment_jax.objectives.noise import noise_array, noise_like, noise_matrix
@@ -47,22 +48,22 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
         their noises are independent.
 
     Returns:
-      A scalar: the joint log density of one example's features and tokens.
+      A scalar: the joint log density of one example's features and tokens. NaN in compiled code where
+      a class index is out of range.
 
     Raises:
-      ValueError: if shapes do not fit.
+      ValueError: if shapes do not fit, or a known class index is out of range.
       TypeError: if the likelihood has no such closed form, or the covariance is of another type.
 
     Source: Transformer derivation, Eq. 1 and 13.
     """
-    target = jnp.asarray(target)
     if isinstance(likelihood, Gaussian):
-        return _gaussian(likelihood, target, mean, cov)
+        return _gaussian(likelihood, jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
-        check_label(_NAME, target)
         logits_cov = check_logits(_NAME, mean, cov)
+        label = as_label(_NAME, target, mean.shape[0])
         num_points = count_points(likelihood.num_points, mean.shape[0])
-        return log_expected_softmax(mean, logits_cov, num_points)[target]
+        return of_label(log_expected_softmax(mean, logits_cov, num_points), label)
     raise TypeError(
         f"`{_NAME}` needs Gaussian or Categorical. Got {type(likelihood).__name__}. With a random "
         "noise variance there is no closed form: score predictive_gaussian's moments with "

@@ -1,4 +1,8 @@
-"""How good predictions are: proper scores and calibration. Pure functions, safe under jit."""
+"""How good predictions are: proper scores and calibration. Pure functions, safe under jit.
+
+Labels out of range and negative variances are an error where their values are known; in compiled code
+they make the score NaN, as a prediction of NaN does.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from moment_jax.covariance.checks import check_array, check_variances, known_values
 
 Array = jax.Array
 
@@ -28,18 +34,19 @@ def negative_log_likelihood(probabilities: Array, labels: Array) -> Array:
       labels: (N,) integers in 0 .. C-1.
 
     Raises:
-      ValueError: if shapes do not fit, here and in the metrics below.
+      ValueError: if shapes do not fit, there is no example, or a known label is out of range, here and
+        in the metrics below. TypeError: if the probabilities are no floating-point numbers.
     """
-    _check_classes("negative_log_likelihood", probabilities, labels)
+    valid = _check_classes("negative_log_likelihood", probabilities, labels)
     chosen = jnp.take_along_axis(probabilities, labels[:, None], axis=1)[:, 0]
+    chosen = jnp.where(valid, chosen, jnp.nan)
     return -jnp.mean(jnp.log(jnp.maximum(chosen, jnp.finfo(chosen.dtype).tiny)))
 
 
 def accuracy(probabilities: Array, labels: Array) -> Array:
     """Share of examples whose most probable class (the first of equals) is the label."""
-    _check_classes("accuracy", probabilities, labels)
-    hits = jnp.argmax(probabilities, axis=1) == labels
-    return jnp.mean(hits.astype(probabilities.dtype))
+    valid = _check_classes("accuracy", probabilities, labels)
+    return jnp.mean(_hits(probabilities, labels, valid))
 
 
 def brier_score(probabilities: Array, labels: Array) -> Array:
@@ -47,8 +54,9 @@ def brier_score(probabilities: Array, labels: Array) -> Array:
 
     This is the multi-class convention, from 0 to 2: with two classes, twice the binary score.
     """
-    _check_classes("brier_score", probabilities, labels)
+    valid = _check_classes("brier_score", probabilities, labels)
     truth = jax.nn.one_hot(labels, probabilities.shape[1], dtype=probabilities.dtype)
+    truth = jnp.where(valid[:, None], truth, jnp.nan)
     return jnp.mean(jnp.sum((probabilities - truth) ** 2, axis=1))
 
 
@@ -58,11 +66,11 @@ def reliability_curve(probabilities: Array, labels: Array, num_bins: int = 15) -
     Confidence is the probability of the most probable class. The bins ((b-1) / num_bins, b /
     num_bins] have equal width.
     """
-    _check_classes("reliability_curve", probabilities, labels)
+    valid = _check_classes("reliability_curve", probabilities, labels)
     if num_bins < 1:
         raise ValueError(f"`reliability_curve` needs num_bins >= 1. Got {num_bins}.")
     confidence = jnp.max(probabilities, axis=1)
-    hits = (jnp.argmax(probabilities, axis=1) == labels).astype(confidence.dtype)
+    hits = _hits(probabilities, labels, valid)
     bins = jnp.clip(jnp.ceil(confidence * num_bins).astype(jnp.int32) - 1, 0, num_bins - 1)
     values = jnp.stack([confidence, hits, jnp.ones_like(confidence)], axis=1)
     sums = jax.ops.segment_sum(values, bins, num_segments=num_bins)
@@ -78,14 +86,14 @@ def expected_calibration_error(probabilities: Array, labels: Array, num_bins: in
     return jnp.sum(gap * curve.num_examples) / probabilities.shape[0]
 
 
-def gaussian_negative_log_likelihood(mean: Array, variance: Array, targets: Array) -> Array:
+def gaussian_negative_log_likelihood(targets: Array, *, mean: Array, variance: Array) -> Array:
     """Mean over all entries of -log N(target; mean, variance), in nats; arrays of one shape."""
-    _check_same("gaussian_negative_log_likelihood", mean, variance, targets)
+    _check_same("gaussian_negative_log_likelihood", targets, mean, variance)
     quadratic = (targets - mean) ** 2 / variance
     return 0.5 * jnp.mean(math.log(2 * math.pi) + jnp.log(variance) + quadratic)
 
 
-def gaussian_crps(mean: Array, variance: Array, targets: Array) -> Array:
+def gaussian_crps(targets: Array, *, mean: Array, variance: Array) -> Array:
     """Continuous ranked probability score of Gaussian predictions, mean over all entries.
 
     In the units of the targets: the integral over x of (F(x) - [x >= target])^2, F the predicted
@@ -94,24 +102,25 @@ def gaussian_crps(mean: Array, variance: Array, targets: Array) -> Array:
     variance is zero there). Lower is better; a tail costs less than in the negative log-likelihood.
 
     Args:
-      mean: any shape.
+      targets: any shape.
+      mean: the same shape.
       variance: the same shape, not negative.
-      targets: the same shape.
 
     Raises:
-      ValueError: if the shapes differ.
+      ValueError: if the shapes differ, there is no target, or a known variance is negative, here and in
+        the other two scores of Gaussians. TypeError: if moments are no floating-point numbers.
 
     Source: Gneiting and Raftery (2007), Strictly proper scoring rules, Eq. 21 (with the sign turned).
 
     >>> import jax.numpy as jnp
     >>> mean, target = jnp.zeros(2), jnp.array([0.0, 3.0])
-    >>> round(float(gaussian_crps(mean, jnp.ones(2), target)), 3)
+    >>> round(float(gaussian_crps(target, mean=mean, variance=jnp.ones(2))), 3)
     1.335
-    >>> float(gaussian_crps(mean, jnp.zeros(2), target))
+    >>> float(gaussian_crps(target, mean=mean, variance=jnp.zeros(2)))
     1.5
     """
-    _check_same("gaussian_crps", mean, variance, targets)
-    known = variance <= 0
+    _check_same("gaussian_crps", targets, mean, variance)
+    known = variance == 0
     sd = jnp.sqrt(jnp.where(known, 1, variance))
     error = targets - mean
     z = error / sd
@@ -120,17 +129,29 @@ def gaussian_crps(mean: Array, variance: Array, targets: Array) -> Array:
     return jnp.mean(jnp.where(known, jnp.abs(error), score))
 
 
-def interval_coverage(mean: Array, variance: Array, targets: Array, level: float = 0.95) -> Array:
+def interval_coverage(
+    targets: Array, *, mean: Array, variance: Array, level: float = 0.95
+) -> Array:
     """Share of the targets in the central Gaussian interval that should hold `level` of them."""
-    _check_same("interval_coverage", mean, variance, targets)
+    _check_same("interval_coverage", targets, mean, variance)
     if not 0 < level < 1:
         raise ValueError(f"`interval_coverage` needs 0 < level < 1. Got {level}.")
     width = jax.scipy.special.ndtri(jnp.asarray((1 + level) / 2, mean.dtype))
-    inside = jnp.abs(targets - mean) <= width * jnp.sqrt(variance)
-    return jnp.mean(inside.astype(mean.dtype))
+    room = width * jnp.sqrt(variance) - jnp.abs(targets - mean)
+    return jnp.mean(jnp.where(jnp.isnan(room), room, room >= 0))
 
 
-def _check_classes(name: str, probabilities: Array, labels: Array) -> None:
+def _hits(probabilities: Array, labels: Array, valid: Array) -> Array:
+    """1 where the most probable class is the label, else 0, (N,); NaN without either of the two."""
+    hits = (jnp.argmax(probabilities, axis=1) == labels).astype(probabilities.dtype)
+    return jnp.where(valid & ~jnp.isnan(jnp.max(probabilities, axis=1)), hits, jnp.nan)
+
+
+def _check_classes(name: str, probabilities: Array, labels: Array) -> Array:
+    """Which labels are in range, (N,), once shapes and types fit and known labels are."""
+    check_array(name, probabilities)
+    if not hasattr(labels, "shape"):
+        raise TypeError(f"`{name}` needs arrays. Got {type(labels).__name__}. Use jnp.asarray.")
     if probabilities.ndim != 2 or tuple(labels.shape) != (probabilities.shape[0],):
         raise ValueError(
             f"`{name}` needs probabilities (N, C) and labels (N,). Got "
@@ -139,12 +160,26 @@ def _check_classes(name: str, probabilities: Array, labels: Array) -> None:
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"`{name}` needs integer labels. Got {labels.dtype}.")
+    size, known = probabilities.shape[1], known_values(labels)
+    if labels.shape[0] == 0:
+        raise ValueError(f"`{name}` needs at least one example. Got {tuple(probabilities.shape)}.")
+    if known is not None and not (known.min() >= 0 and known.max() < size):
+        raise ValueError(
+            f"`{name}` needs labels from 0 to {size - 1}, one for each column of the probabilities. Got "
+            f"{known.min()} to {known.max()}. Leave out examples without a label."
+        )
+    return (labels >= 0) & (labels < size)
 
 
-def _check_same(name: str, mean: Array, variance: Array, targets: Array) -> None:
-    shapes = [tuple(array.shape) for array in (mean, variance, targets)]
+def _check_same(name: str, targets: Array, mean: Array, variance: Array) -> None:
+    for moment in (mean, variance):
+        check_array(name, moment)
+    shapes = [jnp.shape(array) for array in (targets, mean, variance)]
     if len(set(shapes)) != 1:
         raise ValueError(
-            f"`{name}` needs mean, variance and targets of one shape. Got {shapes[0]}, {shapes[1]} "
+            f"`{name}` needs targets, mean and variance of one shape. Got {shapes[0]}, {shapes[1]} "
             f"and {shapes[2]}."
         )
+    if 0 in shapes[0]:
+        raise ValueError(f"`{name}` needs at least one target. Got {shapes[0]}.")
+    check_variances(name, variance)

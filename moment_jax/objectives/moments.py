@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_array, check_floating, known_values
+
 Array = jax.Array
 
 
@@ -37,6 +39,7 @@ def check_output(name: str, target: Array, mean: Array, cov: Cov) -> None:
     A covariance is an array of variances of the mean's shape, an array of the mean's shape twice,
     or a structure of the mean's shape.
     """
+    check_array(name, mean)
     shape = tuple(mean.shape)
     if len(shape) not in (1, 2) or tuple(target.shape) != shape:
         raise ValueError(
@@ -52,6 +55,7 @@ def check_cov(name: str, shape: tuple[int, ...], cov: Cov) -> None:
         raise TypeError(
             f"`{name}` needs a covariance: an array or a structure. Got {type(cov).__name__}."
         )
+    check_floating(name, cov)
     allowed = (shape,) if isinstance(cov, Structured) else (shape, shape + shape)
     if tuple(cov.shape) not in allowed:
         wanted = " or ".join(str(form) for form in allowed)
@@ -63,6 +67,7 @@ def check_cov(name: str, shape: tuple[int, ...], cov: Cov) -> None:
 
 def check_logits(name: str, mean: Array, cov: Cov) -> Array:
     """`cov`, once `mean` holds (C,) logits and `cov` their variances (C,) or covariance (C, C)."""
+    check_array(name, mean)
     if mean.ndim != 1:
         raise ValueError(
             f"`{name}` needs the logits of one example, of shape (C,). Got {tuple(mean.shape)}. "
@@ -77,14 +82,31 @@ def check_logits(name: str, mean: Array, cov: Cov) -> Array:
     return cov
 
 
-def check_label(name: str, target: Array) -> None:
-    """Raise unless `target` is one integer class index."""
+def as_label(name: str, target: Array | int, num_classes: int) -> Array:
+    """`target` as an array, once it is one integer class index and, where it is known, in range."""
+    known = known_values(target)
+    target = jnp.asarray(target)
     if target.ndim != 0 or not jnp.issubdtype(target.dtype, jnp.integer):
         raise ValueError(
             f"`{name}` with Categorical needs an integer class index of shape (). Got "
             f"{tuple(target.shape)} of {target.dtype}. For a batch, use jax.vmap; for one-hot "
             "targets, pass jnp.argmax(target)."
         )
+    if known is not None and not 0 <= known < num_classes:
+        raise ValueError(
+            f"`{name}` needs a class index from 0 to {num_classes - 1}. Got {known}. There is one logit "
+            "for each class."
+        )
+    return target
+
+
+def of_label(values: Array, label: Array) -> Array:
+    """values[label], or NaN where compiled code meets a label that is out of range."""
+    return (
+        jnp.asarray(values)
+        .at[label]
+        .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    )
 
 
 def has_pairs(mean: Array, cov: Cov) -> bool:

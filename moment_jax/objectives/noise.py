@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_variances
 from moment_jax.objectives.likelihoods import Gaussian
 
 Array = jax.Array
@@ -14,7 +15,8 @@ def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
     """The noise as (D,) variances, or as a (D, D) covariance where it was given as one.
 
     Raises:
-      ValueError: if the noise is none of a scalar, (D,) and (D, D), D = mean.shape[-1].
+      ValueError: if the noise is none of a scalar, (D,) and (D, D), D = mean.shape[-1], or known to be
+        negative.
     """
     noise = jnp.asarray(likelihood.noise_variance, mean.dtype)
     size = mean.shape[-1]
@@ -23,6 +25,8 @@ def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
             f"`{name}` needs Gaussian(noise_variance) with a scalar, ({size},) or ({size}, "
             f"{size}): the last axis of the mean is {size}. Got {tuple(noise.shape)}."
         )
+    axes = "d" if noise.ndim == 2 else ""
+    check_variances(f"{name}` with `Gaussian(noise_variance)", likelihood.noise_variance, axes)
     return jnp.broadcast_to(noise, (size,)) if noise.ndim == 0 else noise
 
 

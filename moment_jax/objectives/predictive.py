@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.checks import check_array
 from moment_jax.objectives.cubature import count_points, log_expected_softmax
 from moment_jax.objectives.expected_log_likelihood import bounded_exp
 from moment_jax.objectives.likelihoods import Gaussian, HeteroscedasticGaussian
@@ -84,6 +85,7 @@ def predictive_gaussian(
 
     Source: Transformer derivation, Eq. 1.
     """
+    check_array("predictive_gaussian", mean)
     check_cov("predictive_gaussian", tuple(mean.shape), cov)
     variance = variances(mean, cov)
     if isinstance(likelihood, Gaussian):

@@ -186,7 +186,7 @@ def test_colours_come_back_where_they_were():
         ),
         (
             lambda: jax.eval_shape(
-                lambda: autoencoder().negative_elbo(IMAGES, KEY, 0.0, dataset_size=1)
+                lambda: autoencoder().negative_elbo(IMAGES, KEY, 0.0, dataset_size=3)
             ),
             ValueError,
             "temperature > 0",

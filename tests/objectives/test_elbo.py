@@ -111,6 +111,16 @@ def test_bad_input():
         elbo(jnp.zeros(0), 0.0, dataset_size=10)
     with pytest.raises(ValueError, match="dataset_size >= 1"):
         elbo(jnp.zeros(3), 0.0, dataset_size=0)
+    with pytest.raises(ValueError, match=r"at least the 3 examples of the mini-batch. Got 2"):
+        elbo(jnp.zeros(3), 0.0, dataset_size=2)
+    with pytest.raises(ValueError, match=r"kl and kl_weight as scalars. Got \(5,\) and \(\)"):
+        elbo(jnp.ones(3), jnp.ones(5), dataset_size=20)
+    with pytest.raises(ValueError, match=r"kl_weight >= 0. Got -1"):
+        elbo(jnp.ones(3), 1.0, dataset_size=20, kl_weight=-1.0)
+    with pytest.raises(TypeError, match=r"int64. Use .astype\(jnp.float32\)"):
+        elbo(jnp.ones(3, int), 1.7, dataset_size=20)
+    with pytest.raises(ValueError, match=r"final >= 0. Got -1"):
+        kl_warmup(0, 10, -1.0)
     with pytest.raises(ValueError, match="num_steps >= 0"):
         kl_warmup(0, -1)
     with pytest.raises(ValueError, match="num_samples >= 2"):

@@ -8,6 +8,7 @@ import scipy.stats
 
 import moment_jax as mj
 from moment_jax.objectives import (
+    Bernoulli,
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
@@ -241,6 +242,56 @@ def test_bad_input(args, error, match):
         target = jnp.asarray(0)
     with pytest.raises(error, match=match):
         uncompiled(likelihood, target, mean, cov)
+
+
+@pytest.mark.parametrize("label", [4, -1])
+def test_a_label_out_of_range(label):
+    """An error where it is known, NaN in compiled code, and with the default no gradient to follow."""
+    mean, cov = jnp.arange(4.0), jnp.ones(4)
+
+    def expected(label, mean):
+        return uncompiled(Categorical(), label, mean, cov)
+
+    for score in (
+        expected,
+        lambda label, mean: mj.objectives.log_marginal(Categorical(), label, mean, cov),
+        lambda label, mean: mj.objectives.expected_log_likelihood_bound(label, mean, cov),
+    ):
+        for known in (label, np.asarray(label), jnp.asarray(label)):
+            with pytest.raises(ValueError, match=f"index from 0 to 3. Got {label}"):
+                score(known, mean)
+        value, slope = jax.jit(jax.value_and_grad(score, 1))(label, mean)
+        assert np.isnan(value)
+        assert np.isnan(slope).all() == (score is expected)
+        with pytest.raises(ValueError, match=f"Got {label}"):
+            jax.jit(lambda m, score=score: score(label, m))(mean)
+    batch = jax.vmap(uncompiled, (None, 0, None, None))
+    assert list(np.isnan(batch(Categorical(), jnp.array([0, label]), mean, cov))) == [False, True]
+
+
+def test_numbers_that_are_no_probabilities_of_ones():
+    mean = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"from 0 to 1. Got 0 to 2"):
+        uncompiled(Bernoulli(), jnp.array([2, 0]), mean, mean)
+    score = jax.jit(lambda target: uncompiled(Bernoulli(), target, mean, mean))
+    assert np.isfinite(score(jnp.array([0.3, 1.0])))
+    assert np.isnan(score(jnp.array([2, 0])))
+    assert np.isnan(score(jnp.array([-0.5, 0])))
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(1.0), Bernoulli(), Categorical()])
+def test_logits_are_real_numbers(likelihood):
+    y = jnp.asarray(0) if isinstance(likelihood, Categorical) else jnp.ones(2)
+    for mean, cov in ((jnp.ones(2, int), jnp.ones(2)), (jnp.ones(2), jnp.ones(2, int))):
+        with pytest.raises(TypeError, match=r"int64. Use .astype\(jnp.float32\)"):
+            uncompiled(likelihood, y, mean, cov)
+    with pytest.raises(TypeError, match=r"Got list. Use jnp.asarray"):
+        uncompiled(likelihood, y, [1.0, 1.0], jnp.ones(2))
+
+
+def test_a_negative_noise_is_refused():
+    with pytest.raises(ValueError, match=r"not negative. Got -1"):
+        uncompiled(Gaussian(-1.0), jnp.ones(2), jnp.ones(2), jnp.ones(2))
 
 
 def test_a_structure_of_logits_is_refused_with_the_mend():

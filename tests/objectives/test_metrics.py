@@ -16,7 +16,7 @@ gaussian_negative_log_likelihood = jax.jit(objectives.gaussian_negative_log_like
 expected_calibration_error = jax.jit(objectives.expected_calibration_error, static_argnums=2)
 reliability_curve = jax.jit(objectives.reliability_curve, static_argnums=2)
 gaussian_crps = jax.jit(objectives.gaussian_crps)
-interval_coverage = jax.jit(objectives.interval_coverage, static_argnums=3)
+interval_coverage = jax.jit(objectives.interval_coverage, static_argnames="level")
 
 
 @pytest.fixture(scope="module", params=[2, 5])
@@ -89,13 +89,16 @@ def test_gaussian_scores_against_scipy():
     rng = np.random.default_rng(3)
     mean, variance = rng.normal(size=(50, 2)), rng.uniform(0.5, 2, size=(50, 2))
     targets = mean + np.sqrt(variance) * rng.normal(size=(50, 2))
-    args = (mean, variance, targets)
+    moments = {"mean": mean, "variance": variance}
     exact = -scipy.stats.norm(mean, np.sqrt(variance)).logpdf(targets).mean()
-    np.testing.assert_allclose(gaussian_negative_log_likelihood(*args), exact, atol=1e-10)
+    np.testing.assert_allclose(
+        gaussian_negative_log_likelihood(targets, **moments), exact, atol=1e-10
+    )
     for level in (0.5, 0.95):
         low, high = scipy.stats.norm(mean, np.sqrt(variance)).interval(level)
         inside = np.mean((low <= targets) & (targets <= high))
-        np.testing.assert_allclose(interval_coverage(*args, level), inside, atol=1e-12)
+        covered = interval_coverage(targets, **moments, level=level)
+        np.testing.assert_allclose(covered, inside, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +138,52 @@ def test_bad_numbers():
     with pytest.raises(ValueError, match="num_bins >= 1"):
         reliability_curve(jnp.ones((4, 3)), jnp.zeros(4, int), 0)
     with pytest.raises(ValueError, match="0 < level < 1"):
-        interval_coverage(jnp.ones(3), jnp.ones(3), jnp.ones(3), 95)
-    with pytest.raises(ValueError, match="of one shape"):
-        gaussian_negative_log_likelihood(jnp.ones(3), jnp.ones(3), jnp.ones((3, 1)))
-    with pytest.raises(ValueError, match=r"gaussian_crps.*of one shape"):
-        gaussian_crps(jnp.ones(3), jnp.ones(2), jnp.ones(3))
+        interval_coverage(jnp.ones(3), mean=jnp.ones(3), variance=jnp.ones(3), level=95)
+
+
+LABELS = ["accuracy", "brier_score", "negative_log_likelihood", "expected_calibration_error"]
+SCORES = ["gaussian_negative_log_likelihood", "gaussian_crps", "interval_coverage"]
+
+
+@pytest.mark.parametrize("label", [9, 3, -1])
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_out_of_range(name, label):
+    """An error where they are known, NaN where they are not: never a plausible score."""
+    metric = getattr(objectives, name)
+    probabilities, labels = np.full((4, 3), 1 / 3, np.float32), np.array([0, label, 1, 2])
+    with pytest.raises(ValueError, match=f"labels from 0 to 2.*Got .*{label}"):
+        metric(probabilities, labels)
+    assert np.isnan(jax.jit(metric)(probabilities, labels))
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_predictions_that_are_no_probabilities(name):
+    metric, labels = getattr(objectives, name), np.array([0, 1])
+    assert np.isnan(jax.jit(metric)(np.array([[1, 0], [np.nan, np.nan]]), labels))
+    with pytest.raises(TypeError, match=r"int64. Use .astype\(jnp.float32\)"):
+        metric(np.eye(2, dtype=int), labels)
+    with pytest.raises(TypeError, match=r"Got list. Use jnp.asarray"):
+        metric([[1.0, 0.0]], labels)
+    with pytest.raises(ValueError, match="at least one example"):
+        metric(np.ones((0, 2)), labels[:0])
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_moments_that_are_none(name):
+    score, y = getattr(objectives, name), np.ones(3)
+    with pytest.raises(ValueError, match=f"{name}.*of one shape"):
+        score(y, mean=y, variance=y[:2])
+    with pytest.raises(TypeError, match="positional"):  # the order of earlier versions
+        score(y, y, y)
+    with pytest.raises(TypeError, match=r"int64. Use .astype\(jnp.float32\)"):
+        score(y, mean=y.astype(int), variance=y)
+    with pytest.raises(ValueError, match=r"not negative. Got -1"):
+        score(y, mean=y, variance=-y)
+    with pytest.raises(ValueError, match="at least one target"):
+        score(y[:0], mean=y[:0], variance=y[:0])
+    compiled = jax.jit(score)
+    assert np.isnan(compiled(y, mean=y, variance=np.array([1, -1, 1.0])))
+    assert np.isnan(compiled(y, mean=np.array([1, np.nan, 1]), variance=y))
 
 
 def test_crps_is_the_integral_of_its_definition():
@@ -154,7 +198,9 @@ def test_crps_is_the_integral_of_its_definition():
         return below + above
 
     exact = np.mean([by_definition(*one) for one in zip(mean, variance, targets, strict=True)])
-    np.testing.assert_allclose(gaussian_crps(mean, variance, targets), exact, atol=1e-10)
+    np.testing.assert_allclose(
+        gaussian_crps(targets, mean=mean, variance=variance), exact, atol=1e-10
+    )
 
 
 def test_crps_is_proper():
@@ -163,7 +209,7 @@ def test_crps_is_proper():
 
     def score(moments):
         mean, variance = (jnp.full(targets.shape, moment) for moment in moments)
-        return objectives.gaussian_crps(mean, variance, targets)
+        return objectives.gaussian_crps(targets, mean=mean, variance=variance)
 
     slope = jax.jit(jax.grad(score))(jnp.array([0.0, 1.0]))
     np.testing.assert_allclose(slope, 0, atol=1e-3)
@@ -176,11 +222,15 @@ def test_crps_is_proper():
 def test_crps_of_a_certain_prediction_is_its_error(dtype):
     mean, targets = np.array([0, 1, 2], dtype), np.array([0.5, 3, -1], dtype)
     variance = np.zeros(3, dtype)
-    score = gaussian_crps(mean, variance, targets)
+    score = gaussian_crps(targets, mean=mean, variance=variance)
     assert score.dtype == dtype
     np.testing.assert_allclose(score, np.abs(targets - mean).mean(), rtol=1e-6)
-    nearly = gaussian_crps(mean, variance + np.finfo(dtype).tiny, targets)
+    nearly = gaussian_crps(targets, mean=mean, variance=variance + np.finfo(dtype).tiny)
     np.testing.assert_allclose(nearly, score, rtol=1e-6)
-    slopes = jax.jit(jax.grad(objectives.gaussian_crps, argnums=(0, 1)))(mean, variance, targets)
+
+    def by_moments(mean, variance):
+        return objectives.gaussian_crps(targets, mean=mean, variance=variance)
+
+    slopes = jax.jit(jax.grad(by_moments, argnums=(0, 1)))(mean, variance)
     np.testing.assert_allclose(slopes[0], np.sign(mean - targets) / 3)
     np.testing.assert_array_equal(slopes[1], 0)
