@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import vector_variance
-from moment_jax.xla import by_tokens
+from moment_jax.xla import by_tokens, diagonal_matrix
 
 Array = jax.Array
 
@@ -66,15 +66,15 @@ class Diagonal(Covariance):
 
     def to_dense(self) -> Array:
         t, d = self.shape
-        return jnp.diag(self.variances.ravel()).reshape(t, d, t, d)
+        return diagonal_matrix(self.variances.ravel()).reshape(t, d, t, d)
 
     def token_blocks(self) -> Array:
-        return jax.vmap(jnp.diag)(self.variances)
+        return diagonal_matrix(self.variances)
 
     def token_gram(self, metric: Array | None = None) -> Array:
         if metric is None:
-            return jnp.diag(jnp.sum(self.variances, axis=1))
-        return jnp.diag(self.variances @ vector_variance(metric))
+            return diagonal_matrix(jnp.sum(self.variances, axis=1))
+        return diagonal_matrix(self.variances @ vector_variance(metric))
 
     def token_matvec(self, vectors: Array) -> Array:
         return self.variances * vectors

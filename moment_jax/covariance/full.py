@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.numerics import safe_divide, vector_cov
+from moment_jax.xla import diagonal_matrix
 
 Array = jax.Array
 
@@ -44,7 +45,7 @@ class Full(Covariance):
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
-        return cls(jnp.diag(variance.ravel()).reshape(*variance.shape, *variance.shape))
+        return cls(diagonal_matrix(variance.ravel()).reshape(*variance.shape, *variance.shape))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,4 +117,4 @@ class Full(Covariance):
         )
         # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
         rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
-        return type(self)(kept + jnp.diag(rest.ravel()).reshape(t, d, t, d))
+        return type(self)(kept + diagonal_matrix(rest.ravel()).reshape(t, d, t, d))

@@ -21,7 +21,7 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted,
 )
-from moment_jax.xla import by_tokens, materialized, rows_diagonal
+from moment_jax.xla import by_tokens, diagonal_matrix, materialized, rows_diagonal
 
 Array = jax.Array
 
@@ -138,7 +138,7 @@ class Separable(Covariance):
     def independent(cls, variance: Array) -> Self:
         return cls.from_moments(
             variance,
-            jnp.diag(jnp.sum(variance, axis=1)),
+            diagonal_matrix(jnp.sum(variance, axis=1)),
             FeatureGram(diagonal=jnp.sum(variance, axis=0)),
         )
 

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from moment_jax.xla import diagonal_matrix, diagonal_of
+
 Array = jax.Array
 
 
@@ -98,7 +100,7 @@ def variances(mean: Array, cov: Cov) -> Array:
         return cov.variance()
     if cov.ndim == mean.ndim:
         return cov
-    return jnp.diagonal(cov.reshape(mean.size, mean.size)).reshape(mean.shape)
+    return diagonal_of(cov.reshape(mean.size, mean.size)).reshape(mean.shape)
 
 
 def matrix(mean: Array, cov: Cov) -> Array:
@@ -106,7 +108,7 @@ def matrix(mean: Array, cov: Cov) -> Array:
     if isinstance(cov, Structured):
         cov = cov.to_dense()
     if cov.ndim == mean.ndim:
-        return jnp.diag(cov.reshape(mean.size))
+        return diagonal_matrix(cov.reshape(mean.size))
     return cov.reshape(mean.size, mean.size)
 
 
@@ -115,5 +117,5 @@ def token_blocks(mean: Array, cov: Cov) -> Array:
     if isinstance(cov, Structured):
         cov = cov.to_dense()
     if cov.ndim == mean.ndim:
-        return jax.vmap(jnp.diag)(jnp.atleast_2d(cov))
+        return diagonal_matrix(jnp.atleast_2d(cov))
     return cov[None] if mean.ndim == 1 else jnp.einsum("tdte->tde", cov)
