@@ -12,11 +12,11 @@ MAY_IMPORT = {
     "xla": set(),
     "covariance": {"xla"},
     "expectations": {"xla"},
-    "posterior": {"covariance"},
+    "posterior": {"xla", "covariance"},
     "layers": {"xla", "covariance", "expectations", "posterior"},
     "objectives": {"xla", "covariance", "expectations", "posterior"},
     "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
-    "discrete": {"covariance", "expectations", "layers", "objectives"},
+    "discrete": {"xla", "covariance", "expectations", "layers", "objectives"},
     "decoding": {"objectives", "discrete"},
     "nn": {
         "xla",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.expectations.second_order import directional_derivatives
+from moment_jax.xla import diagonal_matrix
 
 Array = jax.Array
 Coefficient = Callable[[Array, Array], Array]
@@ -80,7 +81,7 @@ def _directions(diffusion: Coefficient | None, time: Array, point: Array) -> tup
         return jnp.moveaxis(spread, -1, 0), False
     if spread.ndim == 0 or spread.shape == point.shape:
         entries = jnp.broadcast_to(spread, point.shape).ravel()
-        return jnp.diag(entries).reshape(-1, *point.shape), point.ndim == 0
+        return diagonal_matrix(entries).reshape(-1, *point.shape), point.ndim == 0
     raise ValueError(
         "`ito` needs a diffusion that is a scalar, of the shape of x, or of that shape and one more "
         f"last axis over the motions. Got {tuple(spread.shape)} for x of shape {tuple(point.shape)}."

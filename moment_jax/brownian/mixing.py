@@ -12,6 +12,7 @@ from moment_jax.brownian.krylov import Eigenpairs, Product, leading_eigenpairs, 
 from moment_jax.brownian.markov import DIRECT, stationary
 from moment_jax.brownian.operators import Transition, TransitionOperator, as_operator
 from moment_jax.brownian.reachability import chain_classes, levels
+from moment_jax.xla import diagonal_of
 
 Array = jax.Array
 
@@ -238,5 +239,5 @@ def absorbing(transition: Array | sparse.BCOO, *, tolerance: float = 1e-6) -> Ar
         row, column = transition.indices[:, 0], transition.indices[:, 1]
         stay = jnp.zeros(size, transition.dtype).at[row].add(transition.data * (row == column))
     else:
-        stay = jnp.diagonal(transition)
+        stay = diagonal_of(transition)
     return stay >= 1 - tolerance

@@ -20,6 +20,7 @@ from moment_jax.posterior import (
     Point,
     Posterior,
 )
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 Kept = Sequence[Array | np.ndarray | Sequence[bool]]
@@ -185,7 +186,7 @@ def _raw(belief: Posterior) -> dict[str, Array]:
 
 def _raw_factor(cov: Array) -> Array:
     factor = jnp.linalg.cholesky(cov)
-    return jnp.tril(factor, -1) + jnp.diag(_softplus_inverse(jnp.diagonal(factor)))
+    return jnp.tril(factor, -1) + diagonal_matrix(_softplus_inverse(diagonal_of(factor)))
 
 
 def _softplus_inverse(y: Array) -> Array:

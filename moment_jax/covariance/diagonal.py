@@ -13,7 +13,7 @@ from moment_jax.covariance.checks import check_fields, check_variances, sequence
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import vector_variance
 from moment_jax.covariance.pytree import register_fields
-from moment_jax.xla import by_tokens
+from moment_jax.xla import by_tokens, diagonal_matrix
 
 Array = jax.Array
 
@@ -73,15 +73,15 @@ class Diagonal(Covariance):
 
     def to_dense(self) -> Array:
         t, d = self.shape
-        return jnp.diag(self.variances.ravel()).reshape(t, d, t, d)
+        return diagonal_matrix(self.variances.ravel()).reshape(t, d, t, d)
 
     def token_blocks(self) -> Array:
-        return jax.vmap(jnp.diag)(self.variances)
+        return diagonal_matrix(self.variances)
 
     def token_gram(self, metric: Array | None = None) -> Array:
         if metric is None:
-            return jnp.diag(jnp.sum(self.variances, axis=1))
-        return jnp.diag(self.variances @ vector_variance(metric))
+            return diagonal_matrix(jnp.sum(self.variances, axis=1))
+        return diagonal_matrix(self.variances @ vector_variance(metric))
 
     def token_matvec(self, vectors: Array) -> Array:
         return self.variances * vectors

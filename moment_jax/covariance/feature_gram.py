@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import RandomKernel
 from moment_jax.covariance.numerics import weighted
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 
@@ -28,11 +29,11 @@ class FeatureGram(NamedTuple):
         """The matrix itself, (D, D)."""
         if self.inner is None:
             assert self.diagonal is not None
-            return jnp.diag(self.diagonal)
+            return diagonal_matrix(self.diagonal)
         whole = self.inner
         if self.basis is not None:
             whole = self.basis.T @ (self.inner @ self.basis)
-        return whole if self.diagonal is None else whole + jnp.diag(self.diagonal)
+        return whole if self.diagonal is None else whole + diagonal_matrix(self.diagonal)
 
     def diag(self) -> Array:
         """Its diagonal, (D,)."""
@@ -46,7 +47,7 @@ class FeatureGram(NamedTuple):
         """The diagonal of basis^T inner basis, (D,)."""
         assert self.inner is not None
         if self.basis is None:
-            return jnp.diagonal(self.inner)
+            return diagonal_of(self.inner)
         return jnp.sum((self.inner @ self.basis) * self.basis, axis=0)
 
     def blocks(self, num_blocks: int) -> Array:
@@ -61,7 +62,7 @@ class FeatureGram(NamedTuple):
         whole = jnp.einsum("rhd,rhe->hde", self.basis.reshape(split), pulled)
         if self.diagonal is None:
             return whole
-        return whole + jax.vmap(jnp.diag)(self.diagonal.reshape(num_blocks, -1))
+        return whole + diagonal_matrix(self.diagonal.reshape(num_blocks, -1))
 
     def map(self, kernel: Array) -> FeatureGram:
         """That of x @ kernel."""
@@ -77,7 +78,7 @@ class FeatureGram(NamedTuple):
         """Scaled by a (D,) gain, and its diagonal raised to `diag`."""
         if self.inner is None:
             return FeatureGram(diagonal=diag)
-        basis = jnp.diag(gain) if self.basis is None else self.basis * gain[None, :]
+        basis = diagonal_matrix(gain) if self.basis is None else self.basis * gain[None, :]
         own = gain**2 * self._within_basis()
         return FeatureGram(self.inner, basis, jnp.maximum(diag - own, 0))
 

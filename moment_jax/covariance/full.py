@@ -12,6 +12,7 @@ from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel
 from moment_jax.covariance.checks import check_fields, check_variances, sequence_shape
 from moment_jax.covariance.numerics import safe_divide, vector_cov
 from moment_jax.covariance.pytree import register_fields
+from moment_jax.xla import diagonal_matrix
 
 Array = jax.Array
 
@@ -56,7 +57,7 @@ class Full(Covariance):
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
-        return cls(jnp.diag(variance.ravel()).reshape(*variance.shape, *variance.shape))
+        return cls(diagonal_matrix(variance.ravel()).reshape(*variance.shape, *variance.shape))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -128,7 +129,7 @@ class Full(Covariance):
         )
         # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
         rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
-        return type(self)(kept + jnp.diag(rest.ravel()).reshape(t, d, t, d))
+        return type(self)(kept + diagonal_matrix(rest.ravel()).reshape(t, d, t, d))
 
 
 def _no_others(cov: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -3,26 +3,38 @@
 import jax
 import jax.numpy as jnp
 
+from moment_jax.xla import diagonal_matrix, diagonal_of, on_diagonal
+
 Array = jax.Array
 
 
+@jax.custom_jvp
 def safe_sqrt(x: Array) -> Array:
-    """sqrt(max(x, 0)), with gradient 0 where x <= 0.
+    """sqrt(max(x, 0)), with gradient 0 where x <= 0; NaN stays NaN.
 
     At a variance of exactly zero the true derivative is infinite; the variance itself does not pass
     through this root, so nothing is lost but that infinity.
     """
-    positive = x > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+    return jnp.sqrt(jnp.maximum(x, jnp.zeros((), x.dtype)))
 
 
-def safe_divide(x: Array, y: Array, otherwise: float = 0.0) -> Array:
-    """Quotient x / y, and `otherwise` where y is zero, or so small that 1 / y^2 would overflow.
+@safe_sqrt.defjvp
+def _safe_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    root = safe_sqrt(*primals)
+    return root, tangents[0] / _infinite_where(root == 0, 2 * root)
 
-    That is in the derivative, which would be NaN at x = 0.
+
+def safe_divide(x: Array, y: Array) -> Array:
+    """Quotient x / y, and 0 where y is zero, or so small that 1 / y^2 would overflow.
+
+    That is in the derivative, which would be NaN at x = 0. NaN stays NaN.
     """
-    usable = jnp.abs(y) > 2 * jnp.finfo(y.dtype).tiny ** 0.5
-    return jnp.where(usable, x / jnp.where(usable, y, 1), otherwise)
+    return x / _infinite_where(jnp.abs(y) <= 2 * jnp.finfo(y.dtype).tiny ** 0.5, y)
+
+
+def _infinite_where(void: Array, divisor: Array) -> Array:
+    """A divisor by which what is divided becomes 0, and so do its derivatives, where it is void."""
+    return jnp.where(void, jnp.full((), jnp.inf, divisor.dtype), divisor)
 
 
 def gram(a: Array, b: Array, metric: Array | None = None) -> Array:
@@ -36,12 +48,12 @@ def gram(a: Array, b: Array, metric: Array | None = None) -> Array:
 
 def vector_variance(cov: Array) -> Array:
     """The variances (D,) of a vector whose covariance is given as (D,) variances or as (D, D)."""
-    return cov if cov.ndim == 1 else jnp.diagonal(cov)
+    return cov if cov.ndim == 1 else diagonal_of(cov)
 
 
 def vector_cov(cov: Array) -> Array:
     """The covariance (D, D) of a vector whose covariance is given as (D,) variances or as (D, D)."""
-    return jnp.diag(cov) if cov.ndim == 1 else cov
+    return diagonal_matrix(cov) if cov.ndim == 1 else cov
 
 
 def weighted(rows: Array, pool: Array | None) -> Array:
@@ -62,8 +74,12 @@ def correlation_of(cov: Array, variance: Array | None = None) -> Array:
       cov: the matrix.
       variance: its diagonal, where that is known.
     """
-    deviation = safe_sqrt(jnp.diagonal(cov) if variance is None else variance)
-    inverse = safe_divide(jnp.ones_like(deviation), deviation)
-    correlation = jnp.clip(inverse[:, None] * cov * inverse[None, :], -1, 1)
-    unit = jnp.eye(cov.shape[0], dtype=bool)
-    return jnp.where(unit, jnp.ones((), cov.dtype), correlation)
+    inverse = safe_divide(
+        jnp.ones((), cov.dtype), safe_sqrt(diagonal_of(cov) if variance is None else variance)
+    )
+    correlation = inverse[:, None] * cov * inverse[None, :]
+    one = jnp.ones((), cov.dtype)
+    # Not by `clip`, whose gradient at the bounds is a half.
+    correlation = jnp.where(correlation > one, one, correlation)
+    correlation = jnp.where(correlation < -one, -one, correlation)
+    return jnp.where(on_diagonal(cov.shape), one, correlation)

@@ -23,7 +23,7 @@ from moment_jax.covariance.numerics import (
     weighted,
 )
 from moment_jax.covariance.pytree import register_fields
-from moment_jax.xla import by_tokens, materialized, rows_diagonal
+from moment_jax.xla import by_tokens, diagonal_matrix, materialized, rows_diagonal
 
 Array = jax.Array
 
@@ -146,7 +146,7 @@ class Separable(Covariance):
     def independent(cls, variance: Array) -> Self:
         return cls.from_moments(
             variance,
-            jnp.diag(jnp.sum(variance, axis=1)),
+            diagonal_matrix(jnp.sum(variance, axis=1)),
             FeatureGram(diagonal=jnp.sum(variance, axis=0)),
         )
 

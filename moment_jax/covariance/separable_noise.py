@@ -11,7 +11,7 @@ from moment_jax.covariance.base import ElementwiseGain, RandomKernel
 from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.marginals import fit_marginals
 from moment_jax.covariance.numerics import average_gain, gram, vector_variance, weighted
-from moment_jax.xla import product_with_transposed, rows_diagonal
+from moment_jax.xla import diagonal_matrix, diagonal_of, product_with_transposed, rows_diagonal
 
 if TYPE_CHECKING:
     from moment_jax.covariance.separable import Separable
@@ -35,7 +35,7 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
     variance = fit_marginals(
         weights.noise_variance(none, cov.variance()),
         rows_diagonal(token_gram),
-        jnp.diagonal(of_noise),
+        diagonal_of(of_noise),
         cov.pool,
     )
     variance = weights.noise_variance(mean, none) + variance
@@ -63,14 +63,14 @@ def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, Featur
     token_gram = (
         r * product_with_transposed(first, first)
         + r**2 * product_with_transposed(second, second)
-        + jnp.diag(jnp.sum(rest, axis=1))
+        + diagonal_matrix(jnp.sum(rest, axis=1))
     )
     features = cov.features()
     if features.basis is None:
         return token_gram, FeatureGram(
             correlation * cov.over_tokens(first)
             + correlation**2 * cov.over_tokens(second)
-            + jnp.diag(jnp.sum(weighted(rest, cov.pool), axis=0))
+            + diagonal_matrix(jnp.sum(weighted(rest, cov.pool), axis=0))
         )
     # A wide layer: every feature's average gain, and the rest of the variance by itself.
     average = average_gain(cov.scale, moments.gain, cov.pool)

@@ -12,7 +12,7 @@ from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel
 from moment_jax.covariance.checks import check_fields, check_variances, sequence_shape
 from moment_jax.covariance.numerics import safe_divide, vector_cov
 from moment_jax.covariance.pytree import register_fields
-from moment_jax.xla import by_tokens
+from moment_jax.xla import by_tokens, diagonal_matrix
 
 Array = jax.Array
 
@@ -55,7 +55,7 @@ class TokenBlock(Covariance):
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
-        return cls(jax.vmap(jnp.diag)(variance))
+        return cls(diagonal_matrix(variance))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -77,10 +77,10 @@ class TokenBlock(Covariance):
 
     def token_gram(self, metric: Array | None = None) -> Array:
         if metric is None:
-            return jnp.diag(jnp.einsum("tdd->t", self.blocks))
+            return diagonal_matrix(jnp.einsum("tdd->t", self.blocks))
         if metric.ndim == 1:
-            return jnp.diag(self.variance() @ metric)
-        return jnp.diag(jnp.einsum("tij,ij->t", self.blocks, metric))
+            return diagonal_matrix(self.variance() @ metric)
+        return diagonal_matrix(jnp.einsum("tij,ij->t", self.blocks, metric))
 
     def token_matvec(self, vectors: Array) -> Array:
         return jnp.einsum("tij,tj->ti", self.blocks, vectors)
@@ -125,7 +125,7 @@ class TokenBlock(Covariance):
         )
         # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
         rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
-        return type(self)(kept + rest[:, :, None] * jnp.eye(self.shape[1], dtype=self.dtype)[None])
+        return type(self)(kept + diagonal_matrix(rest))
 
 
 def _no_others(blocks: tuple[int, ...]) -> list[tuple[int, ...]]:

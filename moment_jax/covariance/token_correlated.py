@@ -13,7 +13,13 @@ from moment_jax.covariance.checks import check_correlations, sequence_shape
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
 from moment_jax.covariance.pytree import register_fields
-from moment_jax.xla import by_tokens, materialized, product_with_transposed, rows_diagonal
+from moment_jax.xla import (
+    by_tokens,
+    diagonal_matrix,
+    materialized,
+    product_with_transposed,
+    rows_diagonal,
+)
 
 Array = jax.Array
 
@@ -72,7 +78,7 @@ class TokenCorrelated(Covariance):
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
-        return cls.from_moments(variance, jnp.diag(jnp.sum(variance, axis=1)))
+        return cls.from_moments(variance, diagonal_matrix(jnp.sum(variance, axis=1)))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,7 +97,7 @@ class TokenCorrelated(Covariance):
         return jnp.einsum("tds,de->tdse", per_feature, features)
 
     def token_blocks(self) -> Array:
-        return jax.vmap(jnp.diag)(self.variance())
+        return diagonal_matrix(self.variance())
 
     def token_gram(self, metric: Array | None = None) -> Array:
         if metric is None:
@@ -152,6 +158,6 @@ class TokenCorrelated(Covariance):
         token_gram = (
             self.correlation * product_with_transposed(first, first)
             + self.correlation**2 * product_with_transposed(moments.second, moments.second)
-            + jnp.diag(jnp.sum(rest, axis=1))
+            + diagonal_matrix(jnp.sum(rest, axis=1))
         )
         return self.from_moments(moments.variance, token_gram)

@@ -14,6 +14,7 @@ from moment_jax.discrete.categorical import categorical_kl, log_probabilities
 from moment_jax.layers.softmax import softmax
 from moment_jax.objectives.cubature import count_points, gaussian_points
 from moment_jax.objectives.moments import check_logits
+from moment_jax.xla import diagonal_of
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -108,7 +109,7 @@ def _expected_kl_jvp(
     if cov_dot.ndim == 1:
         diagonal, pulled = cov_dot, probs * cov_dot[None, :]
     else:
-        diagonal, pulled = jnp.diagonal(cov_dot), probs @ ((cov_dot + cov_dot.T) / 2)
+        diagonal, pulled = diagonal_of(cov_dot), probs @ ((cov_dot + cov_dot.T) / 2)
     slope = jnp.mean(probs * deviation, axis=0) @ mean_dot
     curved = (probs * (1 + deviation)) @ diagonal
     paired = jnp.sum(pulled * probs * (1 + 2 * deviation), axis=1)

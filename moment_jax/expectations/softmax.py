@@ -13,6 +13,7 @@ from moment_jax.expectations.softmax_jacobian import (
 )
 from moment_jax.expectations.softmax_mean import expected_softmax, masked_softmax
 from moment_jax.expectations.tilted import tilted_softmax
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
 def softmax_mean(
@@ -83,9 +84,11 @@ def softmax_moments(
     second = _hessian_term(q, cov, at_mean)
     # The expected Hessian is smaller than that at q, as the Jacobian is: about its gain squared, and
     # less than half of the first term's variance in all. Both chosen by the error against samples.
-    gain = _quotient(jnp.trace(jacobian), jnp.trace(at_mean)) ** 4
-    trace = jnp.trace(first)
-    return q, first + gain * _quotient(trace, trace + 2.0 * gain * jnp.trace(second)) * second
+    gain = _quotient(jnp.sum(diagonal_of(jacobian)), jnp.sum(diagonal_of(at_mean))) ** 4
+    trace = jnp.sum(diagonal_of(first))
+    return q, first + gain * _quotient(
+        trace, trace + 2.0 * gain * jnp.sum(diagonal_of(second))
+    ) * second
 
 
 def logsumexp_mean(mean: jax.Array, cov: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
@@ -122,10 +125,10 @@ def _hessian_term(q: jax.Array, cov: jax.Array, at_mean: jax.Array) -> jax.Array
 
     A Gram matrix, so positive semi-definite, with rows that sum to 0.
     """
-    cov = jnp.diag(cov) if cov.ndim == 1 else cov
+    cov = diagonal_matrix(cov) if cov.ndim == 1 else cov
     contrasts = _between_contrasts(cov, q)
     bent = cov @ at_mean @ cov
-    own = jnp.diagonal(_between_contrasts(bent, q))
+    own = diagonal_of(_between_contrasts(bent, q))
     inner = contrasts**2 - own[:, None] - own[None, :] + jnp.sum(bent * at_mean)
     return 0.5 * q[:, None] * q[None, :] * inner
 
@@ -166,7 +169,7 @@ def _mean(mean: jax.Array, cov: jax.Array, keep: jax.Array, order: int) -> jax.A
 
 
 def _diagonal(cov: jax.Array) -> jax.Array:
-    return cov if cov.ndim == 1 else jnp.diagonal(cov)
+    return cov if cov.ndim == 1 else diagonal_of(cov)
 
 
 def _apply(cov: Any, vector: jax.Array) -> jax.Array:

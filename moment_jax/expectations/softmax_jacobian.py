@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.expectations.moments import checked_row
+from moment_jax.xla import diagonal_matrix
 
 _MAX_STEPS = 24
 
@@ -17,7 +18,7 @@ def softmax_jacobian(probabilities: jax.Array) -> jax.Array:
     Source: Transformer derivation, Prop. 3.
     """
     w = probabilities
-    return jnp.diag(w) - w[:, None] * w[None, :]
+    return diagonal_matrix(w) - w[:, None] * w[None, :]
 
 
 def expected_softmax_jacobian(probabilities: jax.Array, cov: jax.Array) -> jax.Array:
@@ -62,7 +63,7 @@ def _expected_jvp(
     x = _expected(q, cov)
     slope = x * cov[None, :] if cov.ndim == 1 else x @ cov
     outer = dq[:, None] * q[None, :]
-    right = jnp.diag(dq) - outer - outer.T - sandwich(x, dcov)
+    right = diagonal_matrix(dq) - outer - outer.T - sandwich(x, dcov)
     stiffness = jax.lax.stop_gradient(_stiffness(q, cov))
 
     def solve(matvec: Callable[[jax.Array], jax.Array], b: jax.Array) -> jax.Array:

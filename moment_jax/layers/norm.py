@@ -14,6 +14,7 @@ from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
+from moment_jax.xla import diagonal_of
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -173,7 +174,7 @@ class _ScaledBlocks(NamedTuple):
     @classmethod
     def of(cls, cov: Separable) -> _ScaledBlocks:
         features = cov.feature_gram()
-        total = jnp.broadcast_to(jnp.trace(features), (1, 1))
+        total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
         return cls(jnp.sum(cov.variance(), axis=1, keepdims=True), safe_divide(features, total))
 
     def row_sums(self) -> Array:
@@ -219,8 +220,8 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     pulled = _centred(blocks.pull(normal)) / d
     along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
     # The features' variances over their energy, before and after the direction `normal` is lost.
-    before = jnp.diagonal(blocks.features)[None, :]
-    after = jnp.diagonal(features)[None, :] - 2 * normal * pulled + along * normal**2
+    before = diagonal_of(blocks.features)[None, :]
+    after = diagonal_of(features)[None, :] - 2 * normal * pulled + along * normal**2
     # Scaled where a feature loses variance, which keeps it positive; added where it gains from others.
     kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
     variance = tangent.inverse**2 * (kept + blocks.energy * jnp.maximum(after - before, 0))

@@ -16,7 +16,7 @@ from moment_jax.layers.attention.inputs import split_heads
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm import NormTangent
-from moment_jax.xla import product_with_transposed, rows_diagonal
+from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
 
 Array = jax.Array
 Tangent = AttentionTangent | FeedForwardTangent
@@ -56,8 +56,8 @@ def _through_feed_forward(
     # are nearly those of x, and then moved to the right sum over the tokens.
     inner = tangent.input_cov.feature_gram()
     paths = (inner @ tangent.hidden_kernel) * tangent.output_kernel.T
-    own = safe_divide(tangent.gain @ paths.T, jnp.diagonal(inner)[None, :] + 0 * entering)
-    missing = jnp.diagonal(feature_gram) - _pooled(cov.scale * entering * own, cov)
+    own = safe_divide(tangent.gain @ paths.T, diagonal_of(inner)[None, :] + 0 * entering)
+    missing = diagonal_of(feature_gram) - _pooled(cov.scale * entering * own, cov)
     returned = entering * (own + _per_feature(missing, cov, entering)[None])
     return Cross(
         cov.scale * returned, cov.token_correlation * (cov.scale @ returned.T), feature_gram

@@ -11,6 +11,7 @@ from flax import nnx
 from moment_jax import posterior as families
 from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
 from moment_jax.posterior import GaussianPrior, Posterior
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 
@@ -129,5 +130,5 @@ def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str
 
 def _covariance(raw: Array) -> Array:
     """L L^T, L with the strictly lower triangle of `raw` and softplus of its diagonal."""
-    factor = jnp.tril(raw, -1) + jnp.diag(jax.nn.softplus(jnp.diagonal(raw)))
+    factor = jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
     return factor @ factor.T

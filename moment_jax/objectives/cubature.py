@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moment_jax.xla import diagonal_of
+
 Array = jax.Array
 Tangents = tuple[Array, Array]
 
@@ -178,4 +180,4 @@ def curvature_terms(weights: Array, cov_dot: Array) -> Tangents:
     """The diagonal of a change of the covariance, and that change times each point's weights."""
     if cov_dot.ndim == 1:
         return cov_dot, weights * cov_dot[None, :]
-    return jnp.diagonal(cov_dot), weights @ ((cov_dot + cov_dot.T) / 2)
+    return diagonal_of(cov_dot), weights @ ((cov_dot + cov_dot.T) / 2)

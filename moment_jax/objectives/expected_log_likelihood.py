@@ -29,6 +29,7 @@ from moment_jax.objectives.moments import (
     variances,
 )
 from moment_jax.objectives.noise import noise_array, noise_like
+from moment_jax.xla import diagonal_of
 
 Array = jax.Array
 _NAME = "expected_log_likelihood"
@@ -112,12 +113,12 @@ def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Arr
         (factor, True), jnp.eye(noise.shape[0], dtype=noise.dtype)
     )
     rows = jnp.atleast_2d(residual)
-    log_det = 2 * rows.shape[0] * jnp.sum(jnp.log(jnp.diagonal(factor)))
+    log_det = 2 * rows.shape[0] * jnp.sum(jnp.log(diagonal_of(factor)))
     quadratic = jnp.sum((rows @ precision) * rows)
     if has_pairs(mean, cov):
         spread = jnp.einsum("tde,de->", token_blocks(mean, cov), precision)
     else:
-        spread = jnp.sum(jnp.atleast_2d(variances(mean, cov)) @ jnp.diagonal(precision))
+        spread = jnp.sum(jnp.atleast_2d(variances(mean, cov)) @ diagonal_of(precision))
     return -0.5 * (constant + log_det + quadratic + spread)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.checks import check_array, check_floating, known_values
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 
@@ -120,7 +121,7 @@ def variances(mean: Array, cov: Cov) -> Array:
         return cov.variance()
     if cov.ndim == mean.ndim:
         return cov
-    return jnp.diagonal(cov.reshape(mean.size, mean.size)).reshape(mean.shape)
+    return diagonal_of(cov.reshape(mean.size, mean.size)).reshape(mean.shape)
 
 
 def matrix(mean: Array, cov: Cov) -> Array:
@@ -128,7 +129,7 @@ def matrix(mean: Array, cov: Cov) -> Array:
     if isinstance(cov, Structured):
         cov = cov.to_dense()
     if cov.ndim == mean.ndim:
-        return jnp.diag(cov.reshape(mean.size))
+        return diagonal_matrix(cov.reshape(mean.size))
     return cov.reshape(mean.size, mean.size)
 
 
@@ -137,5 +138,5 @@ def token_blocks(mean: Array, cov: Cov) -> Array:
     if isinstance(cov, Structured):
         cov = cov.to_dense()
     if cov.ndim == mean.ndim:
-        return jax.vmap(jnp.diag)(jnp.atleast_2d(cov))
+        return diagonal_matrix(jnp.atleast_2d(cov))
     return cov[None] if mean.ndim == 1 else jnp.einsum("tdte->tde", cov)

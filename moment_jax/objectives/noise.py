@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.checks import check_variances
 from moment_jax.objectives.likelihoods import Gaussian
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 
@@ -32,11 +33,11 @@ def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
 
 def noise_like(noise: Array, mean: Array) -> Array:
     """The noise's variances in the shape of the mean, (D,) or (T, D)."""
-    variance = noise if noise.ndim == 1 else jnp.diagonal(noise)
+    variance = noise if noise.ndim == 1 else diagonal_of(noise)
     return variance if mean.ndim == 1 else jnp.broadcast_to(variance[None], mean.shape)
 
 
 def noise_matrix(noise: Array, mean: Array) -> Array:
     """The noise's covariance over the flattened output, (M, M): independent tokens."""
-    block = jnp.diag(noise) if noise.ndim == 1 else noise
+    block = diagonal_matrix(noise) if noise.ndim == 1 else noise
     return block if mean.ndim == 1 else jnp.kron(jnp.eye(mean.shape[0], dtype=noise.dtype), block)

@@ -20,6 +20,7 @@ from moment_jax import posterior as families
 from moment_jax.nn import Belief
 from moment_jax.optim.damping import Number, Schedule, check_range, current
 from moment_jax.optim.trees import flatten, unflatten
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 
@@ -44,23 +45,23 @@ class ScaleParameter:
         """F^-1 grad in log s, or in K."""
         if not self.triangular:
             return grad / _log_slope(raw) / (2 * self.copies)
-        factor, slope = _cholesky(raw), jax.nn.sigmoid(jnp.diagonal(raw))
-        in_factor = jnp.tril(grad, -1) + jnp.diag(jnp.diagonal(grad) / slope)
+        factor, slope = _cholesky(raw), jax.nn.sigmoid(diagonal_of(raw))
+        in_factor = jnp.tril(grad, -1) + diagonal_matrix(diagonal_of(grad) / slope)
         inner = jnp.tril(factor.T @ in_factor) / self.copies
-        diagonal = jnp.diagonal(inner) / 2
+        diagonal = diagonal_of(inner) / 2
         if (
             self.paired
         ):  # L and the other factor may trade a constant: each takes half of the change
             diagonal = diagonal - jnp.mean(diagonal) / 2
-        return jnp.tril(inner, -1) + jnp.diag(diagonal)
+        return jnp.tril(inner, -1) + diagonal_matrix(diagonal)
 
     def change(self, raw: Array, natural: Array) -> Array:
         """The change of the stored array for a change of log s, or of K."""
         if not self.triangular:
             return natural / _log_slope(raw)
         moved = _cholesky(raw) @ natural
-        slope = jax.nn.sigmoid(jnp.diagonal(raw))
-        return jnp.tril(moved, -1) + jnp.diag(jnp.diagonal(moved) / slope)
+        slope = jax.nn.sigmoid(diagonal_of(raw))
+        return jnp.tril(moved, -1) + diagonal_matrix(diagonal_of(moved) / slope)
 
 
 def find_scales(model: nnx.Module, wrt: Any = nnx.Param) -> tuple[ScaleParameter, ...]:
@@ -165,4 +166,4 @@ def _log_slope(raw: Array) -> Array:
 
 
 def _cholesky(raw: Array) -> Array:
-    return jnp.tril(raw, -1) + jnp.diag(jax.nn.softplus(jnp.diagonal(raw)))
+    return jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))

@@ -14,6 +14,7 @@ from moment_jax.optim.factors import (
     KroneckerFactor,
     RowFactor,
 )
+from moment_jax.xla import diagonal_of
 
 Array = jax.Array
 
@@ -45,11 +46,9 @@ def curvature_diagonal(factor: Factor) -> Array:
     if isinstance(factor, RowFactor):
         gradients = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
         return jnp.mean(gradients**2, axis=1)
-    outputs = jnp.diagonal(factor.outputs, axis1=-2, axis2=-1)
-    if isinstance(factor, EmbeddingFactor):
-        inputs = factor.frequencies
-    else:
-        inputs = jnp.diagonal(factor.inputs, axis1=-2, axis2=-1)
+    outputs = diagonal_of(factor.outputs)
+    embedded = isinstance(factor, EmbeddingFactor)
+    inputs = factor.frequencies if embedded else diagonal_of(factor.inputs)
     return inputs[:, :, None] * outputs[:, None, :]
 
 

@@ -17,8 +17,8 @@ from moment_jax.posterior.checks import (
     check_moment,
     check_vector,
 )
-from moment_jax.posterior.linalg import embed_diagonal
 from moment_jax.posterior.prior import GaussianPrior, divergence
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 
@@ -79,7 +79,7 @@ class Factorized(Posterior):
     def noise_block(self, moment: Array) -> Array:
         """diag_o(sum_i moment_ii v_io), (..., out, out)."""
         check_moment("Factorized", self.shape, moment.shape)
-        return embed_diagonal(jnp.diagonal(moment, axis1=-2, axis2=-1) @ self.variance)
+        return diagonal_matrix(diagonal_of(moment) @ self.variance)
 
     def input_metric(self) -> Array:
         """sum_o v_io, (in,)."""

@@ -18,6 +18,7 @@ from moment_jax.posterior.checks import (
 )
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
+from moment_jax.xla import diagonal_of
 
 Array = jax.Array
 
@@ -71,7 +72,7 @@ class FullNormal(Posterior):
 
     def marginal_variance(self) -> Array:
         """The diagonal of the covariance, of the mean's shape."""
-        return jnp.diagonal(self._matrix("marginal_variance")).reshape(self.shape)
+        return diagonal_of(self._matrix("marginal_variance")).reshape(self.shape)
 
     def kl(self, prior: GaussianPrior) -> Array:
         """KL(self || prior), by the Cholesky factor of the covariance."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from moment_jax.xla import diagonal_of
+
 Array = jax.Array
 
 
@@ -66,20 +68,11 @@ def _logdet_and_factor(cov: Array) -> tuple[Array, Array]:
     """Log-determinant and Cholesky factor; -inf and the identity where there is none."""
     factor = jnp.linalg.cholesky(cov)
     # A failed factorisation leaves NaN, for which this is false.
-    regular = jnp.all(jnp.diagonal(factor) > 0)
+    regular = jnp.all(diagonal_of(factor) > 0)
     factor = jnp.where(regular, factor, jnp.eye(len(factor), dtype=factor.dtype))
-    return jnp.where(regular, 2 * jnp.sum(jnp.log(jnp.diagonal(factor))), -jnp.inf), factor
+    return jnp.where(regular, 2 * jnp.sum(jnp.log(diagonal_of(factor))), -jnp.inf), factor
 
 
 def nonnegative(variance: Array) -> Array:
     """A variance without what rounding left below zero; its gradient is whole at zero."""
     return jnp.where(variance < 0, 0, variance)
-
-
-def embed_diagonal(values: Array) -> Array:
-    """Diagonal matrices (..., n, n) with the diagonals `values` (..., n)."""
-    n = values.shape[-1]
-    square = (*values.shape, n)
-    # A selection, not a product with the identity, in which inf * 0 would be NaN.
-    on_diagonal = jnp.broadcast_to(jnp.eye(n, dtype=bool), square)
-    return jnp.where(on_diagonal, jnp.broadcast_to(values[..., None], square), 0)

@@ -13,6 +13,7 @@ from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.checks import check_inputs, check_kernel, check_moment
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
+from moment_jax.xla import diagonal_of
 
 Array = jax.Array
 
@@ -72,7 +73,7 @@ class MatrixNormal(Posterior):
     def marginal_variance(self) -> Array:
         """A_ii B_oo, (in, out)."""
         check_kernel("MatrixNormal.marginal_variance", self.shape)
-        return jnp.diagonal(self.in_cov)[:, None] * jnp.diagonal(self.out_cov)[None, :]
+        return diagonal_of(self.in_cov)[:, None] * diagonal_of(self.out_cov)[None, :]
 
     def kl(self, prior: GaussianPrior) -> Array:
         """KL(self || prior), with log det (A kron B) = out log det A + in log det B."""
@@ -87,8 +88,8 @@ class MatrixNormal(Posterior):
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         """B_oo sum_ij (diag(variance) + mean mean^T)_ij A_ij, (..., out)."""
         check_inputs("MatrixNormal", self.shape, mean.shape, variance.shape)
-        total = variance @ jnp.diagonal(self.in_cov) + jnp.sum((mean @ self.in_cov) * mean, axis=-1)
-        return _outer(nonnegative(total), jnp.diagonal(self.out_cov))
+        total = variance @ diagonal_of(self.in_cov) + jnp.sum((mean @ self.in_cov) * mean, axis=-1)
+        return _outer(nonnegative(total), diagonal_of(self.out_cov))
 
     def noise_block(self, moment: Array) -> Array:
         """B_op sum_ij moment_ij A_ij, (..., out, out)."""
@@ -98,7 +99,7 @@ class MatrixNormal(Posterior):
     def input_metric(self) -> Array:
         """A_ij trace(B), (in, in)."""
         check_kernel("MatrixNormal.input_metric", self.shape)
-        return self.in_cov * jnp.trace(self.out_cov)
+        return self.in_cov * jnp.sum(diagonal_of(self.out_cov))
 
     def rows(self, indices: Array) -> MatrixNormal:
         """These rows, (N, out)."""

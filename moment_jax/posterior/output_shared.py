@@ -13,8 +13,8 @@ from moment_jax.covariance.pytree import register_fields
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.checks import check_inputs, check_kernel, check_moment
 from moment_jax.posterior.factorized import Factorized
-from moment_jax.posterior.linalg import embed_diagonal
 from moment_jax.posterior.prior import GaussianPrior, divergence
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 
@@ -79,7 +79,7 @@ class OutputShared(Posterior):
     def noise_block(self, moment: Array) -> Array:
         """trace(moment) diag(v), (..., out, out)."""
         check_moment("OutputShared", self.shape, moment.shape)
-        return embed_diagonal(self._share(jnp.trace(moment, axis1=-2, axis2=-1)))
+        return diagonal_matrix(self._share(jnp.sum(diagonal_of(moment), axis=-1)))
 
     def input_metric(self) -> Array:
         """sum_o v_o, the same for every input, (in,)."""

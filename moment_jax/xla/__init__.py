@@ -1,5 +1,6 @@
 """What has to be said to the compiler; no maths."""
 
+from moment_jax.xla.diagonal import diagonal_matrix, diagonal_of, on_diagonal
 from moment_jax.xla.materialize import materialized
 from moment_jax.xla.tokens import (
     SEQUENCE,
@@ -13,7 +14,10 @@ from moment_jax.xla.tokens import (
 __all__ = [
     "SEQUENCE",
     "by_tokens",
+    "diagonal_matrix",
+    "diagonal_of",
     "materialized",
+    "on_diagonal",
     "product_of_transposed",
     "product_with_transposed",
     "rows_diagonal",

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from moment_jax.xla import diagonal_of
+
 Array = jax.Array
 
 SEQUENCE = "sequence"
@@ -53,10 +55,10 @@ def rows_diagonal(matrix: Array) -> Array:
     """The diagonal (T,) of a matrix (T, T) by rows."""
     mesh = _mesh_dividing(*matrix.shape)
     if mesh is None or matrix.shape[0] != matrix.shape[1]:
-        return jnp.diagonal(matrix)
+        return diagonal_of(matrix)
 
     def part(own: Array, rows: Array) -> Array:
-        return jnp.diagonal(_columns(rows, own, rows.shape[0]))
+        return diagonal_of(_columns(rows, own, rows.shape[0]))
 
     return _by_rows(mesh, part)(matrix)
 

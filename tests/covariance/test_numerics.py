@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt
+from moment_jax.covariance.numerics import correlation_of, safe_divide, safe_sqrt
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
@@ -24,3 +25,27 @@ def test_values_and_gradients_are_finite_at_any_size(dtype, x):
     assert jnp.isfinite(root).all()
     assert jnp.isfinite(pull(jnp.ones_like(sizes))[0]).all()
     assert safe_divide(jnp.asarray(2.0, dtype), jnp.asarray(1e-18, dtype)) == pytest.approx(2e18)
+
+
+def test_nan_stays_nan():
+    """A standard deviation or a correlation of 0 in its place would look like knowledge."""
+    bad, one = jnp.asarray([jnp.nan, 1.0]), jnp.ones(2)
+    for compiled in (lambda function: function, jax.jit):
+        for results in (
+            compiled(safe_sqrt)(bad),
+            compiled(safe_divide)(bad, one),
+            compiled(safe_divide)(one, bad),
+            compiled(correlation_of)(jnp.diag(bad) + 0.5).diagonal(offset=1),
+        ):
+            assert jnp.isnan(results[0])
+            assert not jnp.isnan(results[1:]).any()
+
+
+def test_derivatives_to_second_order():
+    x, y = jnp.asarray([0.0, 0.3, 2.0]), jnp.asarray([0.0, 0.7, -3.0])
+    check_grads(safe_sqrt, (x[1:],), order=2)
+    check_grads(safe_divide, (x[1:], y[1:]), order=2)
+    for order in (jax.grad, lambda f: jax.grad(jax.grad(f))):
+        assert order(safe_sqrt)(x[0]) == 0
+        assert order(lambda a: safe_divide(a, y[0]))(x[0]) == 0
+        assert order(lambda a: safe_divide(x[0], a))(y[0]) == 0

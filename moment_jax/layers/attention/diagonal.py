@@ -29,7 +29,7 @@ from moment_jax.layers.attention.inputs import (
 )
 from moment_jax.layers.attention.places import at_own, own_entries, own_tokens
 from moment_jax.layers.attention.rows import saturation
-from moment_jax.xla import materialized, rows_product
+from moment_jax.xla import diagonal_matrix, materialized, rows_product
 
 Array = jax.Array
 
@@ -177,7 +177,7 @@ def _squared_products(k: Array, v: Array, noise: Array, weights: Array) -> Array
         pairs = _mixed_pairs(weights, k, v)
         own = weights**2 @ (jnp.sum(k**2, axis=1) * noise)
         return jnp.sum(pairs**2, axis=(1, 2)) + own
-    products = (k @ k.T) * (v @ v.T + jnp.diag(noise))
+    products = (k @ k.T) * (v @ v.T + diagonal_matrix(noise))
     return jnp.sum(weights * rows_product(weights, products), axis=1)
 
 

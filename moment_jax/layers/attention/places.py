@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from moment_jax.xla import rows_diagonal
+from moment_jax.xla import diagonal_matrix, rows_diagonal
 
 Array = jax.Array
 
@@ -33,5 +33,5 @@ def own_entries(matrix: Array, places: Array | None) -> Array:
 def at_own(values: Array, places: Array | None, num_keys: int) -> Array:
     """A matrix (T, S) with `values` (T,) where queries meet their own tokens, zero elsewhere."""
     if places is None:
-        return jnp.diag(values)
+        return diagonal_matrix(values)
     return values[:, None] * jax.nn.one_hot(places, num_keys, dtype=values.dtype)

@@ -21,7 +21,7 @@ from moment_jax.layers.attention.shared_input import Links, make_links
 from moment_jax.layers.attention.values import ValueNoise, over_trace
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
-from moment_jax.xla import rows_diagonal
+from moment_jax.xla import diagonal_matrix, diagonal_of, rows_diagonal
 
 Array = jax.Array
 
@@ -66,7 +66,7 @@ def _output_cov(
     token_gram = token_gram + jnp.sum(mixed.token_gram, axis=0)
     features = FeatureGram(feature_gram)
     if not isinstance(output.kernel, Point):
-        by_scores = jax.vmap(_outer)(mixed.energy, jax.vmap(jnp.diagonal)(mixed.feature_gram))
+        by_scores = jax.vmap(_outer)(mixed.energy, diagonal_of(mixed.feature_gram))
         mixed_variance = values.variance() + merge_heads(by_scores)
         variance = variance + output.kernel.noise_variance(mean, mixed_variance)
         token_gram = token_gram + (mean @ noise_metric) @ mean.T
@@ -120,7 +120,7 @@ def _contrasts(inputs: Inputs[Separable]) -> tuple[Array, Array]:
     h = inputs.num_heads
     used = jnp.ones(mean.shape[0], mean.dtype) if cov.pool is None else cov.pool
     share = used / jnp.maximum(jnp.sum(used), 1)
-    centre = jnp.diag(used) - share[:, None] * used[None, :]
+    centre = diagonal_matrix(used) - share[:, None] * used[None, :]
     tokens = cov.token_gram()
     total = jnp.sum(weighted(rows_diagonal(tokens), cov.pool))
     part = safe_divide(jnp.sum(tokens * centre), total)  # of all the input's variance

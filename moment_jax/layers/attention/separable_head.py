@@ -28,6 +28,7 @@ from moment_jax.layers.attention.rows import (
 )
 from moment_jax.layers.attention.shared_input import Centres, Links, score_value, shared_mean
 from moment_jax.xla import (
+    diagonal_of,
     materialized,
     product_with_transposed,
     rows_diagonal,
@@ -86,7 +87,7 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     width = jnp.asarray(head.query.shape[1], head.query.dtype)
     scores = head.query @ head.key.T
     if order == 2 and links.query_key is not None:
-        scores = scores + links.tokens * jnp.trace(links.query_key)
+        scores = scores + links.tokens * jnp.sum(diagonal_of(links.query_key))
     scores = materialized(scores / jnp.sqrt(width))
     rows = _rows(head, tokens, width)
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
@@ -158,7 +159,7 @@ def _by_independent_keys(
         return noisy @ value**2 - 2 * average * (noisy @ value) + average**2 * total
 
     energy = jnp.sum(by_mean(head.value, mean), axis=1)
-    energy = energy + by_noise[:, 0] * jnp.trace(head.value_features)
+    energy = energy + by_noise[:, 0] * jnp.sum(diagonal_of(head.value_features))
     projected = jnp.sum((head.value_features @ head.kernel) * head.kernel, axis=0)
     variance = by_mean(head.value @ head.kernel, mean @ head.kernel)
     variance = variance + by_noise * projected[None, :]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import safe_divide, weighted
 from moment_jax.layers.attention.inputs import SharedInput, split_heads
-from moment_jax.xla import product_with_transposed, rows_diagonal
+from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
 
 Array = jax.Array
 
@@ -39,7 +39,7 @@ class Links(NamedTuple):
 def make_links(shared: SharedInput[Separable], num_heads: int) -> Links:
     """The links of every head, leading axis H but for `tokens`."""
     feature_gram = shared.cov.feature_gram()
-    total = jnp.trace(feature_gram)
+    total = jnp.sum(diagonal_of(feature_gram))
 
     def pair(left: Array, right: Array) -> Array:
         left, right = split_heads(left, num_heads), split_heads(feature_gram @ right, num_heads)

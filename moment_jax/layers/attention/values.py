@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import safe_divide, weighted
-from moment_jax.xla import product_with_transposed, rows_diagonal
+from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
 
 Array = jax.Array
 
@@ -46,7 +46,7 @@ class ValueNoise:
     def variance(self) -> Array:
         """Var of the heads' averages, (T, H K)."""
         own = jnp.einsum("ahh->ah", self.overlaps)
-        diagonal = jnp.diagonal(self.features).reshape(self.blocks)
+        diagonal = diagonal_of(self.features).reshape(self.blocks)
         return (own[:, :, None] * diagonal[None]).reshape(own.shape[0], -1)
 
     def feature_gram(self) -> Array:
