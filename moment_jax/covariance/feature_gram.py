@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import RandomKernel
-from moment_jax.covariance.numerics import weighted
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array
 
 
 class FeatureGram(NamedTuple):
-    """sum_t Cov[x_td, x_te] = basis^T inner basis + diag(diagonal), (D, D).
+    """Cov[sum_t p_t x_t] = basis^T inner basis + diag(diagonal), (D, D).
 
     Dense layers map the basis; elementwise functions scale it and add to the diagonal. So the wide
     hidden layer of a Transformer never forms its (4 D, 4 D) matrix.
@@ -24,6 +23,7 @@ class FeatureGram(NamedTuple):
     inner: Array | None = None  # (R, R); None: the matrix is diagonal
     basis: Array | None = None  # (R, D); None: the identity
     diagonal: Array | None = None  # (D,); None: zero
+    variance: Array | None = None  # (D,), the diagonal of it all, where it is known
 
     def dense(self) -> Array:
         """The matrix itself, (D, D)."""
@@ -37,6 +37,8 @@ class FeatureGram(NamedTuple):
 
     def diag(self) -> Array:
         """Its diagonal, (D,)."""
+        if self.variance is not None:
+            return self.variance
         if self.inner is None:
             assert self.diagonal is not None
             return self.diagonal
@@ -74,31 +76,43 @@ class FeatureGram(NamedTuple):
             whole = whole + kernel.T @ (self.diagonal[:, None] * kernel)
         return FeatureGram(whole)
 
-    def scaled(self, gain: Array, diag: Array) -> FeatureGram:
-        """Scaled by a (D,) gain, and its diagonal raised to `diag`."""
-        if self.inner is None:
-            return FeatureGram(diagonal=diag)
-        basis = diagonal_matrix(gain) if self.basis is None else self.basis * gain[None, :]
-        own = gain**2 * self._within_basis()
-        return FeatureGram(self.inner, basis, jnp.maximum(diag - own, 0))
+    def rescaled(self, gain: Array) -> FeatureGram:
+        """That of x * gain, gain (D,)."""
+        diagonal, variance = (
+            None if part is None else gain**2 * part for part in (self.diagonal, self.variance)
+        )
+        if self.inner is None or self.basis is not None:
+            basis = None if self.basis is None else self.basis * gain[None, :]
+            return FeatureGram(self.inner, basis, diagonal, variance)
+        return FeatureGram(gain[:, None] * self.inner * gain[None, :], None, diagonal, variance)
+
+    def times(self, factor: Array) -> FeatureGram:
+        """The matrix times a number, ()."""
+        parts = (self.inner, self.diagonal, self.variance)
+        inner, diagonal, variance = (None if part is None else factor * part for part in parts)
+        return FeatureGram(inner, self.basis, diagonal, variance)
+
+    def raised(self, diagonal: Array) -> FeatureGram:
+        """The matrix plus a diagonal one, (D,)."""
+        total = diagonal if self.diagonal is None else self.diagonal + diagonal
+        return FeatureGram(self.inner, self.basis, total, self.diag() + diagonal)
 
     def plus(self, other: FeatureGram) -> FeatureGram:
         """The sum; formed whole unless one of the two is diagonal."""
         if other.inner is None or self.inner is None:
             diagonals = [g.diagonal for g in (self, other) if g.diagonal is not None]
             whole = self if other.inner is None else other
-            return whole._replace(diagonal=sum(diagonals[1:], diagonals[0]) if diagonals else None)
+            total = sum(diagonals[1:], diagonals[0]) if diagonals else None
+            return whole._replace(diagonal=total, variance=None)
         return FeatureGram(self.dense() + other.dense())
 
 
-def column_noise(
-    kernel: RandomKernel, mean: Array, variance: Array, pool: Array | None = None
-) -> FeatureGram:
-    """Feature Gram matrix of the noise of a kernel with uncorrelated entries, at inputs (T, D).
+def column_noise(kernel: RandomKernel, moment: Array) -> FeatureGram:
+    """Feature Gram matrix of the noise of a kernel with uncorrelated entries.
 
-    The sum over the tokens is taken before the product with the kernel, not after it: it is cheaper,
-    and some compilers of XLA for CPU (jaxlib 0.10.2 to 0.12.0) give garbage for the sum over the rows
-    of a product with a constant matrix.
+    Args:
+      kernel: of shape (D, O).
+      moment: of the sum of the inputs over the tokens, E[(sum_t p_t x_td)^2], (D,).
     """
-    total = jnp.sum(weighted(variance + mean**2, pool), axis=0, keepdims=True)
-    return FeatureGram(diagonal=kernel.noise_variance(jnp.zeros_like(total), total)[0])
+    moment = moment[None, :]
+    return FeatureGram(diagonal=kernel.noise_variance(jnp.zeros_like(moment), moment)[0])

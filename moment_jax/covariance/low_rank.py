@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import weighted
-
 Array = jax.Array
 
 
@@ -29,7 +27,7 @@ def low_rank_moments(
     gain: Array,
     left: Array,
     right: Array,
-    pool: Array | None = None,
+    pairs: Array,
 ) -> tuple[Array, Array, Array]:
     """Variances and Gram matrices, features correlated alike in all tokens.
 
@@ -42,10 +40,10 @@ def low_rank_moments(
       gain: (T, D).
       left: (T, D, k).
       right: (T, D, k).
-      pool: weights of the tokens in the last result, (T,); None for one each.
+      pairs: weights of the pairs of tokens in the last result, (T, T).
 
     Returns:
-      Variances (T, D); tr(B_t R B_s^T), (T, T); sum_t pool_t B_t R B_t^T, (D, D).
+      Variances (T, D); tr(B_t R B_s^T), (T, T); sum_ts pairs_ts B_t R B_s^T, (D, D).
     """
     own = gain * scale
     left, right = jnp.moveaxis(left, -1, 0), jnp.moveaxis(right, -1, 0)  # (k, T, D)
@@ -53,16 +51,16 @@ def low_rank_moments(
     pulled = reach @ correlation  # reach_tk^T R
     inner = jnp.einsum("ktd,ltd->tkl", reach, pulled)
     bent = jnp.einsum("tkl,ltd->ktd", inner, left)
-    crossed = own[None] * pulled
-    variance = own**2 + jnp.sum((2 * crossed + bent) * left, axis=0)
+    variance = own**2 + jnp.sum((2 * own[None] * pulled + bent) * left, axis=0)
     token_cross = jnp.sum(own[None] @ jnp.swapaxes(pulled * left, 1, 2), axis=0)
     lefts = jnp.einsum("ktd,lsd->klts", left, left)
-    far = jnp.sum(jnp.einsum("ktd,lsd->klts", reach, pulled) * lefts, axis=(0, 1))
-    pooled = left if pool is None else left * pool[None, :, None]
-    feature_cross = jnp.einsum("ktd,kte->de", crossed, pooled)
-    near = jnp.einsum("ktd,kte->de", bent, pooled)
+    reaches = jnp.einsum("ktd,lsd->klts", reach, pulled)
+    far = jnp.sum(reaches * lefts, axis=(0, 1))
+    summed = pairs @ own
+    feature_cross = jnp.einsum("ktd,kte->de", summed[None] * pulled, left)
+    near = jnp.einsum("ktd,klts,lse->de", left, pairs[None, None] * reaches, left)
     return (
         jnp.maximum(variance, 0),  # a sum of squares, but for rounding
         own @ own.T + token_cross + token_cross.T + far,
-        correlation * (own.T @ weighted(own, pool)) + feature_cross + feature_cross.T + near,
+        correlation * (own.T @ summed) + feature_cross + feature_cross.T + near,
     )

@@ -61,10 +61,14 @@ def weighted(rows: Array, pool: Array | None) -> Array:
     return rows if pool is None else pool.reshape(-1, *(1,) * (rows.ndim - 1)) * rows
 
 
-def average_gain(scale: Array, gain: Array, pool: Array | None = None) -> Array:
-    """Each feature's gain (T, D), averaged over the tokens by their variance scale^2, (D,)."""
-    own = weighted(scale, pool)
-    return safe_divide(jnp.sum(own * (scale * gain), axis=0), jnp.sum(own * scale, axis=0))
+def pooled(rows: Array, pool: Array | None) -> Array:
+    """The sum of rows (T, ...) with weights (T,), or of one each."""
+    return jnp.sum(weighted(rows, pool), axis=0)
+
+
+def paired(a: Array, b: Array, pairs: Array) -> Array:
+    """sum_ts pairs_ts a_td b_sd of (T, D) arrays, (D,)."""
+    return jnp.sum(a * (pairs @ b), axis=0)
 
 
 def correlation_of(cov: Array, variance: Array | None = None) -> Array:

@@ -9,54 +9,58 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import ElementwiseGain, RandomKernel
 from moment_jax.covariance.feature_gram import FeatureGram, column_noise
-from moment_jax.covariance.marginals import fit_marginals
-from moment_jax.covariance.numerics import average_gain, gram, vector_variance, weighted
+from moment_jax.covariance.marginals import fit_rows
+from moment_jax.covariance.numerics import (
+    gram,
+    pooled,
+    safe_divide,
+    safe_sqrt,
+    vector_variance,
+    weighted,
+)
 from moment_jax.xla import diagonal_matrix, diagonal_of, product_with_transposed, rows_diagonal
 
 if TYPE_CHECKING:
     from moment_jax.covariance.separable import Separable
 
 Array = jax.Array
-Moments = tuple[Array, Array, FeatureGram]  # variance (T, D), token and feature Gram matrix
+Moments = tuple[
+    Array, Array, FeatureGram
+]  # variance (T, D), token Gram matrix, covariance of the sum
 
 
 def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
     """What the randomness of a kernel adds to x @ kernel: see `Covariance.weight_noise`."""
-    metric = weights.input_metric()
-    token_gram = cov.token_gram(metric)
-    of_mean = gram(mean, mean, metric)
+    metric, features, total = weights.input_metric(), cov.features(), pooled(mean, cov.pool)
+    of_noise = cov.token_gram(metric)
+    token_gram = of_noise + gram(mean, mean, metric)
     if weights.uncorrelated:  # no feature correlation enters the variances, and none comes out
         variance = weights.noise_variance(mean, cov.variance())
-        features = column_noise(weights, mean, cov.variance(), cov.pool)
-        return variance, token_gram + of_mean, features
+        return variance, token_gram, column_noise(weights, features.diag() + total**2)
     none = jnp.zeros_like(mean)
-    of_noise = weights.noise_block(cov.feature_gram())
     # The variances by the noise of x have the pattern that uncorrelated features would give.
-    variance = fit_marginals(
-        weights.noise_variance(none, cov.variance()),
-        rows_diagonal(token_gram),
-        diagonal_of(of_noise),
-        cov.pool,
-    )
-    variance = weights.noise_variance(mean, none) + variance
-    of_certain = weights.noise_block(cov.over_tokens(mean))
-    return variance, of_mean + token_gram, FeatureGram(of_certain + of_noise)
+    by_noise = weights.noise_block(features.dense())
+    expected = weights.noise_variance(none[:1], features.diag()[None, :])[0]
+    pattern = weights.noise_variance(none, cov.variance())
+    pattern = pattern * safe_divide(diagonal_of(by_noise), expected)[None, :]
+    variance = weights.noise_variance(mean, none) + fit_rows(pattern, rows_diagonal(of_noise))
+    by_mean = weights.noise_block(total[:, None] * total[None, :])
+    return variance, token_gram, FeatureGram(by_mean + by_noise)
 
 
 def gain(cov: Separable, mean: Array, gain_cov: Array) -> Moments:
     """What a random gain, shared by the tokens, adds to gain * x: see `Covariance.gain_noise`."""
-    metric = vector_variance(gain_cov)
+    metric, features, total = vector_variance(gain_cov), cov.features(), pooled(mean, cov.pool)
     variance = (cov.variance() + mean**2) * metric[None, :]
     token_gram = cov.token_gram(metric) + gram(mean, mean, metric)
     if gain_cov.ndim == 1:
-        features = FeatureGram(diagonal=jnp.sum(weighted(variance, cov.pool), axis=0))
-    else:
-        features = FeatureGram((cov.feature_gram() + cov.over_tokens(mean)) * gain_cov)
-    return variance, token_gram, features
+        return variance, token_gram, FeatureGram(diagonal=(features.diag() + total**2) * gain_cov)
+    moment = features.dense() + total[:, None] * total[None, :]
+    return variance, token_gram, FeatureGram(moment * gain_cov)
 
 
 def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, FeatureGram]:
-    """Gram matrices of f(x), f elementwise: see `Covariance.elementwise`."""
+    """Token Gram matrix and covariance of the sum of f(x), f elementwise: see `Covariance.elementwise`."""
     first, second = cov.scale * moments.gain, moments.second
     rest = jnp.maximum(moments.variance - first**2 - second**2, 0)
     r, correlation = cov.token_correlation, cov.feature_correlation
@@ -66,13 +70,30 @@ def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, Featur
         + diagonal_matrix(jnp.sum(rest, axis=1))
     )
     features = cov.features()
+    first, second = weighted(first, cov.pool), weighted(second, cov.pool)
+    rest = jnp.sum(weighted(weighted(rest, cov.pool), cov.pool), axis=0)
     if features.basis is None:
         return token_gram, FeatureGram(
-            correlation * cov.over_tokens(first)
-            + correlation**2 * cov.over_tokens(second)
-            + diagonal_matrix(jnp.sum(weighted(rest, cov.pool), axis=0))
+            correlation * (first.T @ (r @ first))
+            + correlation**2 * (second.T @ (r**2 @ second))
+            + diagonal_matrix(rest)
         )
-    # A wide layer: every feature's average gain, and the rest of the variance by itself.
-    average = average_gain(cov.scale, moments.gain, cov.pool)
-    total = jnp.sum(weighted(moments.variance, cov.pool), axis=0)
-    return token_gram, features.scaled(average, total)
+    # A wide layer: one gain for every feature, and the rest of the variance by itself.
+    features = features.rescaled(average_gain(cov, moments.gain))
+    return token_gram, features.raised(_sum_variance(second, r**2) + rest)
+
+
+def average_gain(cov: Separable, gain: Array) -> Array:
+    """Each feature's gain (T, D) in the sum over the tokens, (D,): exact for a scale of rank one."""
+    rows = weighted(cov.scale, cov.pool)
+    size = safe_sqrt(jnp.sum(rows**2, axis=1))
+    shares = rows * (cov.token_correlation @ size)[:, None]
+    return safe_divide(jnp.sum(shares * gain, axis=0), jnp.sum(shares, axis=0))
+
+
+def _sum_variance(rows: Array, correlation: Array) -> Array:
+    """sum_ts rows_td correlation_ts rows_sd, (D,), for rows of rank one."""
+    size = safe_sqrt(jnp.sum(rows**2, axis=1))
+    shares = correlation @ size
+    total = jnp.broadcast_to(jnp.sum(size * shares), rows.shape[1:])
+    return safe_divide(jnp.sum(rows * shares[:, None], axis=0) ** 2, total)

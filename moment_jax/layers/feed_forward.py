@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Diagonal, Separable
-from moment_jax.covariance.numerics import average_gain, safe_sqrt
+from moment_jax.covariance.separable_noise import average_gain
 from moment_jax.layers.checks import check_moments, takes
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import FeedForwardParams
@@ -25,7 +25,9 @@ class FeedForwardTangent(NamedTuple):
     hidden_kernel: Array  # (D, F)
     gain: Array  # E[f'] at every hidden unit, (T, F)
     output_kernel: Array  # (F, D)
-    average_kernel: Array  # hidden kernel times every unit's average gain, (D, F)
+    average_kernel: (
+        Array | None
+    )  # hidden kernel times every unit's average gain, (D, F); `Separable`'s
     input_cov: Covariance  # of the layer's input
 
     def __call__(self, change: Array) -> Array:
@@ -37,7 +39,8 @@ class FeedForwardTangent(NamedTuple):
         return self.gain @ (self.hidden_kernel.T * self.output_kernel)
 
     def average_jacobian(self) -> Array:
-        """The Jacobian with every hidden unit's gain averaged over the tokens, by variance, (D, D)."""
+        """The Jacobian with every hidden unit's gain averaged over the tokens, (D, D)."""
+        assert self.average_kernel is not None
         return self.average_kernel @ self.output_kernel
 
     def jacobian(self) -> Array:
@@ -89,14 +92,16 @@ def feed_forward_and_tangent(
     return out_mean, out_cov, tangent
 
 
-def _average_kernel(kernel: Array, gain: Array, before: Covariance, after: Covariance) -> Array:
-    """A kernel times each unit's gain averaged over the tokens, by variance, (D, F)."""
-    pool = None
-    if isinstance(after, Separable):
-        basis, pool = after.features().basis, after.pool
-        if basis is not None:  # the same; as the next layer has it, so that they share its products
-            return basis
-    return kernel * average_gain(safe_sqrt(before.variance()), gain, pool)[None, :]
+def _average_kernel(
+    kernel: Array, gain: Array, before: Covariance, after: Covariance
+) -> Array | None:
+    """A kernel times each unit's gain averaged over the tokens, (D, F), where `Separable` needs it."""
+    if not (isinstance(before, Separable) and isinstance(after, Separable)):
+        return None
+    basis = after.features().basis
+    if basis is not None:  # the same; as the next layer has it, so that they share its products
+        return basis
+    return kernel * average_gain(before, gain)[None, :]
 
 
 def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Separable, TokenCorrelated
 from moment_jax.covariance.low_rank import low_rank_variance
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
-from moment_jax.xla import diagonal_of
+from moment_jax.xla import diagonal_of, product_with_transposed
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -51,9 +51,9 @@ class NormTangent(NamedTuple):
         return self.gain, -right * self.gain[:, :, None], right
 
     def feature_cross(self, cov: Separable) -> Array:
-        """sum_t Cov[x_td, y_te] of input and output, (D, D), for a scale of rank one."""
+        """Cov[sum_t x_td, sum_s y_se] of input and output, (D, D), for a scale of rank one."""
         blocks = _ScaledBlocks.of(cov)
-        shares = weighted(blocks.energy * self.inverse, cov.pool)
+        shares = weighted(pooled(cov.token_gram(), cov.pool)[:, None] * self.inverse, cov.pool)
         lost = (shares * blocks.pull(self.normal)).T @ self.normal
         kept = jnp.sum(shares) * _centred(blocks.features)
         return (kept - lost / self.normal.shape[1]) * self.scale
@@ -225,13 +225,16 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     # Scaled where a feature loses variance, which keeps it positive; added where it gains from others.
     kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
     variance = tangent.inverse**2 * (kept + blocks.energy * jnp.maximum(after - before, 0))
-    energy = weighted(blocks.energy * tangent.inverse**2, cov.pool)
-    bent = normal.T @ (energy * (0.5 * along * normal - pulled))
+    # Pairs of tokens in the sum over them, and what is left of their covariance.
+    inverse = weighted(tangent.inverse, cov.pool)
+    pairs = inverse * cov.token_gram() * inverse.T
+    twice = (pairs * product_with_transposed(normal / d, pulled)) @ normal
+    bent = normal.T @ (0.5 * twice - jnp.sum(pairs, axis=1, keepdims=True) * pulled)
     root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1, keepdims=True), blocks.energy))
     return Separable.from_moments(
         variance,
         root * cov.token_gram() * root.T,
-        jnp.sum(energy) * features + bent + bent.T,
+        jnp.sum(pairs) * features + bent + bent.T,
         cov.pool,
     )
 

@@ -1,6 +1,6 @@
 """The covariance of x with a branch f(x), as `Separable` holds it: two Gram matrices and variances.
 
-Gains and attention are averaged over the tokens, with the weights of the covariance's pool if any.
+Gains and attention are averaged over the tokens, as they enter the sum over the tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import paired, pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.layers.attention.inputs import split_heads
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
@@ -27,7 +27,7 @@ class Cross(NamedTuple):
 
     variance: Array  # Cov[x_td, f_td], (T, D)
     token_gram: Array  # sum_d Cov[x_td, f_sd], (T, T)
-    feature_gram: Array  # sum_t Cov[x_td, f_te], (D, D), pooled as x is
+    feature_gram: Array  # Cov[sum_t x_td, sum_s f_se], (D, D), pooled as x is
 
 
 def separable_cross(cov: Separable, tangent: Tangent, norm: NormTangent | None) -> Cross:
@@ -57,7 +57,7 @@ def _through_feed_forward(
     inner = tangent.input_cov.feature_gram()
     paths = (inner @ tangent.hidden_kernel) * tangent.output_kernel.T
     own = safe_divide(tangent.gain @ paths.T, diagonal_of(inner)[None, :] + 0 * entering)
-    missing = diagonal_of(feature_gram) - _pooled(cov.scale * entering * own, cov)
+    missing = diagonal_of(feature_gram) - _sums(cov, entering * own)
     returned = entering * (own + _per_feature(missing, cov, entering)[None])
     return Cross(
         cov.scale * returned, cov.token_correlation * (cov.scale @ returned.T), feature_gram
@@ -65,13 +65,14 @@ def _through_feed_forward(
 
 
 def _per_feature(total: Array, cov: Separable, entering: Array) -> Array:
-    """Sums over the tokens of covariances (..., D), over sum_t s_td entering_td."""
-    return safe_divide(total, jnp.broadcast_to(_pooled(cov.scale * entering, cov), total.shape))
+    """Covariances of sums over the tokens, (..., D), over that of x with what enters the branch."""
+    return safe_divide(total, jnp.broadcast_to(_sums(cov, entering), total.shape))
 
 
-def _pooled(rows: Array, cov: Separable) -> Array:
-    """The sum over the tokens, with the weights of the covariance where it has some."""
-    return jnp.sum(weighted(rows, cov.pool), axis=0)
+def _sums(cov: Separable, entering: Array) -> Array:
+    """Cov[sum_t x_td, sum_s x'_sd], where x' has the scale `entering`, (D,)."""
+    rows = weighted(cov.scale, cov.pool)
+    return paired(weighted(entering, cov.pool), rows, cov.token_correlation)
 
 
 def _through_queries(
@@ -80,7 +81,8 @@ def _through_queries(
     """With a memory, the branch knows x by its queries alone."""
     h = tangent.mixing.weights.shape[0]
     v = split_heads(tangent.value, h)
-    own = weighted(jnp.sum(cov.scale * entering, axis=1), cov.pool)
+    own = pooled(cov.token_correlation * (cov.scale @ entering.T), cov.pool)
+    own = weighted(own, cov.pool)
     own = safe_divide(own, jnp.broadcast_to(jnp.sum(own), own.shape))
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     bent = split_heads(features @ tangent.query_kernel, h) @ _query_jacobian(tangent, own, v)
@@ -102,9 +104,11 @@ def _through_mixing(
 ) -> Cross:
     scale, h = cov.scale, tangent.mixing.weights.shape[0]
     tokens = cov.token_correlation * (scale @ entering.T)
-    energy = _pooled(rows_diagonal(tokens), cov)
-    # Rows are those of the sum over the tokens of the output.
-    normal = weighted(safe_divide(tokens, jnp.broadcast_to(energy, (1, 1))), cov.pool)
+    # Columns of the input's covariance with its sum over the tokens; rows are the output's tokens.
+    columns = pooled(tokens, cov.pool)
+    energy = jnp.sum(weighted(columns, cov.pool))
+    columns = safe_divide(columns, jnp.broadcast_to(energy, columns.shape))
+    normal = weighted(jnp.broadcast_to(columns, tokens.shape), cov.pool)
     v = split_heads(tangent.value, h)
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     by_query, by_key, by_value = (
@@ -125,7 +129,7 @@ def _through_mixing(
     carried = (tangent.mixing.weights * cov.token_correlation[None]) @ size
     carried = safe_divide(carried, jnp.broadcast_to(size, carried.shape))
     variance = scale * (entering * (carried.T @ paths) + by_scores)
-    shares = paths @ _pooled(scale * entering, cov)
+    shares = paths @ _sums(cov, entering)
     shares = safe_divide(shares, jnp.broadcast_to(energy, shares.shape))
     mixed = jnp.einsum("h,htc->tc", shares, tangent.mixing.weights)
     gram = product_with_transposed(tokens, mixed) + cov.token_correlation * (scale @ by_scores.T)

@@ -32,7 +32,8 @@ def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
     if structure is TokenCorrelated:
         return TokenCorrelated.from_moments(variance, tokens)
     if structure is Separable:
-        features = jnp.einsum("ntd,nte->de", centred, centred) / n
+        total = jnp.sum(centred, axis=1)
+        features = total.T @ total / n
         return Separable.from_moments(variance, tokens, features)
     flat = centred.reshape(n, t * d)
     return structure.project((flat.T @ flat / n).reshape(t, d, t, d))

@@ -19,8 +19,8 @@ from moment_jax.covariance import (
 from moment_jax.layers.attention.diagonal import mix_diagonal
 from moment_jax.layers.attention.full import mix_full
 from moment_jax.layers.attention.inputs import (
+    DenseInput,
     Inputs,
-    KeyInput,
     Mixing,
     Projection,
     SharedInput,
@@ -86,7 +86,8 @@ def attend(
         Projection(*dense(mean, cov, params.query)),
         source.key,
         source.value,
-        KeyInput(source.mean, source.cov, params.key.kernel),
+        DenseInput(mean, cov, params.query),
+        DenseInput(source.mean, source.cov, params.key),
         SharedInput(source.cov, kernels[0] if view.own else None, *kernels[1:], view.places),
         params.output,
         mask,

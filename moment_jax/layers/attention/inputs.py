@@ -8,7 +8,6 @@ import jax
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Posterior
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -43,12 +42,12 @@ class SharedInput(NamedTuple, Generic[S]):
     places: Array | None = None  # of the queries' own tokens among the keys', see `places`
 
 
-class KeyInput(NamedTuple, Generic[S]):
-    """The random sequence that the keys are made of, and the belief about their kernel."""
+class DenseInput(NamedTuple, Generic[S]):
+    """The random sequence that queries or keys are made of, and the dense layer that makes them."""
 
-    mean: Array  # (S, D)
+    mean: Array  # (T, D)
     cov: S
-    kernel: Posterior  # (D, H K)
+    params: DenseParams  # (D, H K)
 
 
 class Inputs(NamedTuple, Generic[S]):
@@ -57,7 +56,8 @@ class Inputs(NamedTuple, Generic[S]):
     query: Projection[S]
     key: Projection[S]
     value: Projection[S]
-    key_input: KeyInput[S]
+    query_input: DenseInput[S]
+    key_input: DenseInput[S]
     shared: SharedInput[S]
     output: DenseParams  # the output projection, (H K, D)
     mask: Array | None  # (H, T, S) boolean, True where a query may look

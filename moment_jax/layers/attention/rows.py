@@ -118,21 +118,20 @@ def _quadratic(keys: Array, weights: Array, products: Products) -> Array:
 def inner_noise(
     rows: RowCovariance, weights: Array, gain: Array, pool: Array | None = None
 ) -> Array:
-    """sum_a Cov[W_ac, W_af], (S, S): sum_cf of it with v_c v_f^T is the scores' feature Gram matrix.
+    """sum_ab Cov[W_ac, W_bf], (S, S): sum_cf of it with v_c v_f^T is the covariance of the sum over a.
 
     The queries a have weights `pool` in the sum, (T,), or one each.
     """
-    size = weighted(gain[:, None] ** 2, pool)
-    return _total(_inner(term.keys, weights, term.own() * size) for term in rows.terms)
+    size = weighted(gain[:, None], pool)
+    return _total(_inner(term.keys, weights, size * term.queries * size.T) for term in rows.terms)
 
 
-def _inner(keys: Array, weights: Array, own: Array) -> Array:
-    """sum_a own_a J_a,cg keys_gh J_a,hf with the softmax's Jacobians J_a, (S, S)."""
-    pulled = rows_product(weights, keys)
-    scaled = own * weights
-    total = jnp.sum(weights * pulled, axis=1, keepdims=True)
-    bent = product_of_transposed(scaled, 0.5 * total * weights - weights * pulled)
-    return keys * product_of_transposed(scaled, weights) + bent + bent.T
+def _inner(keys: Array, weights: Array, pairs: Array) -> Array:
+    """sum_ab pairs_ab J_a,cg keys_gh J_b,hf with the softmax's Jacobians J_a, (S, S)."""
+    pulled, paired = rows_product(weights, keys), rows_product(pairs, weights)
+    both = rows_product(pairs * product_with_transposed(pulled, weights), weights)
+    bent = product_of_transposed(0.5 * both - paired * pulled, weights)
+    return keys * product_of_transposed(weights, paired) + bent + bent.T
 
 
 def independent_variance(

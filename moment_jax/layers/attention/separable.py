@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.feature_gram import FeatureGram, column_noise
-from moment_jax.covariance.marginals import fit_marginals
-from moment_jax.covariance.numerics import safe_divide, vector_cov, weighted
+from moment_jax.covariance.marginals import fit_rows
+from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov, weighted
 from moment_jax.layers.attention.each_head import each_head
-from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
+from moment_jax.layers.attention.inputs import DenseInput, Inputs, Mixing, merge_heads, split_heads
 from moment_jax.layers.attention.separable_head import Head, Mixed, Tokens, mix_head
 from moment_jax.layers.attention.shared_input import Links, make_links
-from moment_jax.layers.attention.values import ValueNoise, over_trace
+from moment_jax.layers.attention.values import ValueNoise, over_sum, over_trace
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
 from moment_jax.xla import diagonal_matrix, diagonal_of, rows_diagonal
@@ -71,12 +71,15 @@ def _output_cov(
         variance = variance + output.kernel.noise_variance(mean, mixed_variance)
         token_gram = token_gram + (mean @ noise_metric) @ mean.T
         if output.kernel.uncorrelated:
-            features = features.plus(column_noise(output.kernel, mean, mixed_variance, pool))
+            by_score = diagonal_of(mixed.feature_gram).ravel()
+            moment = values.sum_variance() + by_score + pooled(mean, pool) ** 2
+            features = features.plus(column_noise(output.kernel, moment))
         else:
             moment = values.feature_gram() + _block_diagonal(mixed.feature_gram)
-            moment = moment + mean.T @ weighted(mean, pool)
+            total = pooled(mean, pool)
+            moment = moment + total[:, None] * total[None, :]
             features = FeatureGram(feature_gram + output.kernel.noise_block(moment))
-    variance = fit_marginals(variance, rows_diagonal(token_gram), features.diag(), pool)
+    variance = fit_rows(variance, rows_diagonal(token_gram))
     cov = Separable.from_moments(variance, token_gram, features, pool)
     if output.bias is None or isinstance(output.bias, Point):
         return cov
@@ -91,48 +94,73 @@ def _outer(rows: Array, columns: Array) -> Array:
 
 def _heads(inputs: Inputs[Separable], metric: Array) -> tuple[Head, Tokens]:
     """All heads' moments, leading axis H, and what they have in common."""
-    h = inputs.num_heads
-    contrasts, centre = _contrasts(inputs)
+    h, pool = inputs.num_heads, inputs.query.cov.pool
+    contrasts, centre = _contrasts(inputs.key_input, h)
     kernel = inputs.output.kernel.mean
     heads = Head(
         split_heads(inputs.query.mean, h),
         split_heads(inputs.key.mean, h),
         split_heads(inputs.value.mean, h),
-        inputs.query.cov.features().blocks(h),
+        _query_features(inputs.query_input, h),
         contrasts,
         inputs.value.cov.features().blocks(h),
         FeatureGram(metric).blocks(h),
         kernel.reshape(h, kernel.shape[0] // h, -1),
     )
-    query, key, value = (
-        over_trace(p.cov.token_gram(), p.cov.pool) for p in (inputs.query, inputs.key, inputs.value)
-    )
-    return heads, Tokens(query, key, value, centre, inputs.query.cov.pool)
+    query, key = (over_trace(p.cov.token_gram(), p.cov.pool) for p in (inputs.query, inputs.key))
+    value = over_sum(inputs.value.cov.token_gram(), inputs.value.cov.pool)
+    return heads, Tokens(query, key, value, centre, pool)
 
 
-def _contrasts(inputs: Inputs[Separable]) -> tuple[Array, Array]:
+def _query_features(source: DenseInput[Separable], num_heads: int) -> Array:
+    """sum_t Cov[q_td, q_te] of every head, (H, K, K): scores see single queries, not their sum."""
+    mean, cov, params = source
+    rows = weighted(mean, None if cov.pool is None else jnp.sqrt(cov.pool))
+    energy = jnp.sum(weighted(rows_diagonal(cov.token_gram()), cov.pool))
+    features = _features_under(source, energy, rows, num_heads)
+    if params.bias is None or isinstance(params.bias, Point):
+        return features
+    count = jnp.sum(weighted(jnp.ones(mean.shape[0], mean.dtype), cov.pool))
+    return features + FeatureGram(count * vector_cov(params.bias.vector_cov())).blocks(num_heads)
+
+
+def _contrasts(source: DenseInput[Separable], num_heads: int) -> tuple[Array, Array]:
     """Feature Gram matrices of every head's keys less their average, and the form that centres.
 
     They are taken before the keys' covariance is projected: the common part of all keys is the largest
     of their noise, and softmax does not see it.
     """
-    mean, cov, kernel = inputs.key_input
-    h = inputs.num_heads
+    mean, cov, _ = source
     used = jnp.ones(mean.shape[0], mean.dtype) if cov.pool is None else cov.pool
     share = used / jnp.maximum(jnp.sum(used), 1)
     centre = diagonal_matrix(used) - share[:, None] * used[None, :]
-    tokens = cov.token_gram()
-    total = jnp.sum(weighted(rows_diagonal(tokens), cov.pool))
-    part = safe_divide(jnp.sum(tokens * centre), total)  # of all the input's variance
-    features = cov.features()
-    centred = jnp.sqrt(used)[:, None] * (mean - (share @ mean)[None, :])
+    rows = jnp.sqrt(used)[:, None] * (mean - (share @ mean)[None, :])
+    energy = jnp.sum(cov.token_gram() * centre)
+    return _features_under(source, energy, rows, num_heads), centre
+
+
+def _features_under(
+    source: DenseInput[Separable], energy: Array, rows: Array, num_heads: int
+) -> Array:
+    """sum_ts g_ts Cov[y_td, y_se] of every head, (H, K, K), for y = x @ kernel and a quadratic form g.
+
+    Noise of the input is taken to have the features of its sum over the tokens.
+
+    Args:
+      source: x and the kernel.
+      energy: sum_ts g_ts G_ts, G the token Gram matrix of x, ().
+      rows: a root of g times the mean of x, (R, D).
+      num_heads: H.
+    """
+    _, cov, params = source
+    kernel, total = params.kernel, jnp.sum(weighted(pooled(cov.token_gram(), cov.pool), cov.pool))
+    features = cov.features().times(safe_divide(energy, total))
     if kernel.uncorrelated:
-        total = part * features.diag() + jnp.sum(centred**2, axis=0)
-        noise = FeatureGram(diagonal=kernel.noise_variance(0 * total, total))
+        moment = features.diag() + jnp.sum(rows**2, axis=0)
+        noise = FeatureGram(diagonal=kernel.noise_variance(0 * moment, moment))
     else:
-        moment = part * features.dense() + centred.T @ centred
-        noise = FeatureGram(kernel.noise_block(moment))
-    return part * features.map(kernel.mean).blocks(h) + noise.blocks(h), centre
+        noise = FeatureGram(kernel.noise_block(features.dense() + rows.T @ rows))
+    return features.map(kernel.mean).blocks(num_heads) + noise.blocks(num_heads)
 
 
 def _block_diagonal(blocks: Array) -> Array:

@@ -52,7 +52,7 @@ class Head(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What all heads have in common: token Gram matrices over their traces, (T, T) each."""
+    """What all heads have in common: token Gram matrices over the traces of the features', (T, T) each."""
 
     query: Array
     key: Array

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import safe_divide, weighted
+from moment_jax.covariance.numerics import pooled, safe_divide, weighted
 from moment_jax.layers.attention.inputs import SharedInput, split_heads
 from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
 
@@ -90,15 +90,16 @@ def score_value(
     """Covariance of the scores' part of the output with the values' part: Gram matrices (T, T), (K, K).
 
     The first is sum_de Cov[sum_f u_af^d S_af, sum_c W_bc v_ce] metric_de, with the scores' part of the
-    weights, u_af^d = gain_a W_af (v_fd - A_ad); the second, without a metric, is a sum over the tokens,
-    with weights `pool` (T,) where there are some. The arguments are those of `shared_mean`, the mean
+    weights, u_af^d = gain_a W_af (v_fd - A_ad); the second, without a metric, is that of both sums over
+    the tokens, with weights `pool` (T,) where there are some. The arguments are those of `shared_mean`, the mean
     A = W v, (T, K), and the metric, (K, K).
     """
     valued, averaged = centres.value @ metric, mean @ metric
     by_key = centres.query @ links.key_value  # (T, K)
     lean = by_key @ valued.T - jnp.sum(by_key * averaged, axis=1, keepdims=True)
     token_gram = product_with_transposed(weights * lean, reach)
-    near = weighted(gain, pool)[:, None] * weights * reach
+    total = pooled(reach, pool)
+    near = weighted(gain, pool)[:, None] * weights * total[None, :]
     centred = near @ centres.value - jnp.sum(near, axis=1, keepdims=True) * mean
     feature_gram = centred.T @ by_key
     if links.query_value is None:
@@ -107,7 +108,7 @@ def score_value(
     turn = weights @ jnp.sum(valued * by_query, axis=1)
     turn = turn - jnp.sum(averaged * (weights @ by_query), axis=1)
     token_gram = token_gram + turn[:, None] * reach.T
-    own = weighted(gain, pool) * rows_diagonal(reach)
+    own = weighted(gain, pool) * total
     far = (centres.value.T * (own @ weights)[None, :]) @ by_query
     far = far - (own[:, None] * mean).T @ (weights @ by_query)
     return gain[:, None] * token_gram, feature_gram + far

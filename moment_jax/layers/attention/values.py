@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import safe_divide, weighted
+from moment_jax.covariance.numerics import pooled, safe_divide, weighted
 from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
 
 Array = jax.Array
@@ -22,7 +22,7 @@ class ValueNoise:
       cov: covariance of all heads' values, of shape (S, H K).
       weights: mean attention weights, (H, T, S).
       reach: the weights times the token pattern V, (H, T, S).
-      pool: weights of the averages in sums over them, (T,); None for one each.
+      pool: weights of the averages in the sum over them, (T,); None for one each.
     """
 
     def __init__(
@@ -33,7 +33,8 @@ class ValueNoise:
         self.blocks = (h, self.features.shape[0] // h)
         self.weights, self.reach = weights, reach
         self.overlaps = jnp.einsum("hac,gac->ahg", reach, weights)  # (T, H, H)
-        self.shares = jnp.sum(weighted(self.overlaps, pool), axis=0)  # (H, H)
+        total, reached = (pooled(x.swapaxes(0, 1), pool) for x in (weights, reach))
+        self.shares = reached @ total.T  # (H, H)
 
     def token_gram(self, metric: Array) -> Array:
         """Under a metric (H K, H K) of the features, (T, T)."""
@@ -48,6 +49,11 @@ class ValueNoise:
         own = jnp.einsum("ahh->ah", self.overlaps)
         diagonal = diagonal_of(self.features).reshape(self.blocks)
         return (own[:, :, None] * diagonal[None]).reshape(own.shape[0], -1)
+
+    def sum_variance(self) -> Array:
+        """The diagonal of `feature_gram()`, (H K,)."""
+        own = diagonal_of(self.features).reshape(self.blocks)
+        return (diagonal_of(self.shares)[:, None] * own).ravel()
 
     def feature_gram(self) -> Array:
         """(H K, H K)."""
@@ -72,3 +78,9 @@ def over_trace(matrix: Array, pool: Array | None = None) -> Array:
     """A matrix over its trace, the diagonal weighted by `pool`; zero where that is zero."""
     trace = jnp.sum(weighted(rows_diagonal(matrix), pool))
     return safe_divide(matrix, jnp.broadcast_to(trace, (1, 1)))
+
+
+def over_sum(matrix: Array, pool: Array | None = None) -> Array:
+    """A matrix over the sum of its entries, rows and columns weighted by `pool`."""
+    total = jnp.sum(weighted(pooled(matrix, pool), pool))
+    return safe_divide(matrix, jnp.broadcast_to(total, (1, 1)))
