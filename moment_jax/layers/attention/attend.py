@@ -88,6 +88,7 @@ def attend(
         source.value,
         DenseInput(mean, cov, params.query),
         DenseInput(source.mean, source.cov, params.key),
+        DenseInput(source.mean, source.cov, params.value),
         SharedInput(source.cov, kernels[0] if view.own else None, *kernels[1:], view.places),
         params.output,
         mask,

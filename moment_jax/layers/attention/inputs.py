@@ -43,7 +43,7 @@ class SharedInput(NamedTuple, Generic[S]):
 
 
 class DenseInput(NamedTuple, Generic[S]):
-    """The random sequence that queries or keys are made of, and the dense layer that makes them."""
+    """The random sequence that queries, keys or values are made of, and the dense layer that makes them."""
 
     mean: Array  # (T, D)
     cov: S
@@ -58,6 +58,7 @@ class Inputs(NamedTuple, Generic[S]):
     value: Projection[S]
     query_input: DenseInput[S]
     key_input: DenseInput[S]
+    value_input: DenseInput[S]
     shared: SharedInput[S]
     output: DenseParams  # the output projection, (H K, D)
     mask: Array | None  # (H, T, S) boolean, True where a query may look

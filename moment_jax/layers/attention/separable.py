@@ -16,7 +16,7 @@ from moment_jax.covariance.marginals import fit_rows
 from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov, weighted
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import DenseInput, Inputs, Mixing, merge_heads, split_heads
-from moment_jax.layers.attention.separable_head import Head, Mixed, Tokens, mix_head
+from moment_jax.layers.attention.separable_head import Head, Mixed, OwnValue, Tokens, mix_head
 from moment_jax.layers.attention.shared_input import Links, make_links
 from moment_jax.layers.attention.values import ValueNoise, over_sum, over_trace
 from moment_jax.layers.params import DenseParams
@@ -42,15 +42,17 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     num_scores = h * heads.query.shape[1] * heads.key.shape[1]
     mixed = each_head(mix, (heads, links[1:], inputs.mask), num_scores)
     pool = inputs.query.cov.pool
-    values = ValueNoise(inputs.value.cov, mixed.weights, mixed.reach, pool)
+    values = ValueNoise(_shared_values(inputs), mixed.weights, mixed.reach, pool)
+    own = _own_features(inputs.value_input, mixed.weights, pool)
     mean = merge_heads(mixed.mean)
-    cov = _output_cov(output, values, mixed, mean, noise_metric, pool)
+    cov = _output_cov(output, values, own, mixed, mean, noise_metric, pool)
     return output.mean_output(mean), cov, Mixing(mixed.weights, mixed.gain)
 
 
 def _output_cov(
     output: DenseParams,
     values: ValueNoise,
+    own: Array | None,
     mixed: Mixed,
     mean: Array,
     noise_metric: Array,
@@ -58,16 +60,22 @@ def _output_cov(
 ) -> Separable:
     """Covariance of the projected output, its random kernel and bias included."""
     kernel = output.kernel.mean
+    metric = kernel @ kernel.T + noise_metric
     split = kernel.reshape(*mixed.feature_gram.shape[:2], -1)
     variance, feature_gram = values.map_features(kernel)
     variance = variance + jnp.sum(mixed.variance, axis=0)
+    by_head = jax.vmap(_outer)(mixed.energy, diagonal_of(mixed.feature_gram))
+    if own is not None:
+        size = jnp.sum(diagonal_of(metric).reshape(own.shape) * own, axis=1, keepdims=True)
+        energy = safe_divide(mixed.own_value, jnp.broadcast_to(size, mixed.own_value.shape))
+        variance = variance + energy.T @ jnp.einsum("hko,hk->ho", split**2, own)
+        by_head = by_head + energy[:, :, None] * own[:, None, :]
+        mixed = mixed._replace(feature_gram=mixed.feature_gram + diagonal_matrix(own))
     feature_gram = feature_gram + jnp.einsum("hko,hkp->op", split, mixed.feature_gram @ split)
-    token_gram = values.token_gram(kernel @ kernel.T + noise_metric)
-    token_gram = token_gram + jnp.sum(mixed.token_gram, axis=0)
+    token_gram = values.token_gram(metric) + jnp.sum(mixed.token_gram, axis=0)
     features = FeatureGram(feature_gram)
     if not isinstance(output.kernel, Point):
-        by_scores = jax.vmap(_outer)(mixed.energy, diagonal_of(mixed.feature_gram))
-        mixed_variance = values.variance() + merge_heads(by_scores)
+        mixed_variance = values.variance() + merge_heads(by_head)
         variance = variance + output.kernel.noise_variance(mean, mixed_variance)
         token_gram = token_gram + (mean @ noise_metric) @ mean.T
         if output.kernel.uncorrelated:
@@ -106,10 +114,70 @@ def _heads(inputs: Inputs[Separable], metric: Array) -> tuple[Head, Tokens]:
         inputs.value.cov.features().blocks(h),
         FeatureGram(metric).blocks(h),
         kernel.reshape(h, kernel.shape[0] // h, -1),
+        *_value_noise(inputs, metric),
     )
     query, key = (over_trace(p.cov.token_gram(), p.cov.pool) for p in (inputs.query, inputs.key))
-    value = over_sum(inputs.value.cov.token_gram(), inputs.value.cov.pool)
-    return heads, Tokens(query, key, value, centre, pool)
+    made_of = inputs.value_input
+    noisy = made_of.cov if _own_noise(made_of) else inputs.value.cov
+    value = over_sum(noisy.token_gram(), noisy.pool)
+    return heads, Tokens(query, key, value, made_of.mean, centre, pool)
+
+
+def _own_noise(source: DenseInput[Separable]) -> bool:
+    """Whether the noise of a dense layer is each head's own."""
+    return source.params.kernel.uncorrelated
+
+
+def _shared_values(inputs: Inputs[Separable]) -> Array:
+    """Feature Gram matrix of what heads' values have in common, (H K, H K): the noise of the input."""
+    _, cov, params = inputs.value_input
+    if _own_noise(inputs.value_input):
+        return cov.features().map(params.kernel.mean).dense()
+    return inputs.value.cov.feature_gram()
+
+
+def _value_noise(inputs: Inputs[Separable], metric: Array) -> tuple[Array, OwnValue | None]:
+    """What the metric makes of the noise of values, (H,): what heads have in common, and their own."""
+    h, (_, cov, params) = inputs.num_heads, inputs.value_input
+    within = FeatureGram(_shared_values(inputs)).blocks(h) * FeatureGram(metric).blocks(h)
+    shared = jnp.sum(within, axis=(1, 2))
+    if not _own_noise(inputs.value_input):
+        return shared, None
+    # Each feature of the input counts as much as the output sees of it: a posterior's variances differ
+    # by orders of magnitude, and one token pattern for all of them would be off by a tenth.
+    diagonal, own = diagonal_of(metric), cov.features().diag()
+    variance = params.kernel.marginal_variance() * diagonal[None, :]
+    weights = jnp.sum(variance.reshape(variance.shape[0], h, -1), axis=2).T  # (H, D)
+    share = weights @ safe_divide(own, jnp.broadcast_to(jnp.sum(own), own.shape))
+    bias = jnp.zeros_like(shared)
+    if params.bias is not None:
+        bias = jnp.sum((params.bias.marginal_variance() * diagonal).reshape(h, -1), axis=1)
+    return shared, OwnValue(weights, share, bias)
+
+
+def _own_features(
+    source: DenseInput[Separable], weights: Array, pool: Array | None
+) -> Array | None:
+    """Variances of the sum of every head's averages by its own noise of the values, (H, K)."""
+    mean, cov, params = source
+    if not _own_noise(source):
+        return None
+    h, kernel = weights.shape[0], params.kernel
+    total = pooled(weights.swapaxes(0, 1), pool)  # (H, S)
+    energy = jnp.sum((total @ cov.token_gram()) * total, axis=1)
+    share = safe_divide(energy, jnp.broadcast_to(_total(cov), energy.shape))
+    moment = (total @ mean) ** 2 + share[:, None] * cov.features().diag()[None, :]
+    noise = kernel.noise_variance(jnp.zeros_like(moment), moment).reshape(h, h, -1)
+    own = jnp.einsum("hhk->hk", noise)
+    if params.bias is None:
+        return own
+    count = jnp.sum(total, axis=1, keepdims=True)
+    return own + count**2 * params.bias.marginal_variance().reshape(h, -1)
+
+
+def _total(cov: Separable) -> Array:
+    """The sum of the token Gram matrix, with the weights of the tokens, ()."""
+    return jnp.sum(weighted(pooled(cov.token_gram(), cov.pool), cov.pool))
 
 
 def _query_features(source: DenseInput[Separable], num_heads: int) -> Array:
@@ -153,8 +221,8 @@ def _features_under(
       num_heads: H.
     """
     _, cov, params = source
-    kernel, total = params.kernel, jnp.sum(weighted(pooled(cov.token_gram(), cov.pool), cov.pool))
-    features = cov.features().times(safe_divide(energy, total))
+    kernel = params.kernel
+    features = cov.features().times(safe_divide(energy, _total(cov)))
     if kernel.uncorrelated:
         moment = features.diag() + jnp.sum(rows**2, axis=0)
         noise = FeatureGram(diagonal=kernel.noise_variance(0 * moment, moment))

@@ -49,6 +49,18 @@ class Head(NamedTuple):
     value_features: Array  # (K, K)
     metric: Array  # under which the token Gram matrix is wanted, (K, K)
     kernel: Array  # of the output, (K, D)
+    shared_value: (
+        Array  # what the metric makes of the values' noise with the pattern `Tokens.value`, ()
+    )
+    own_value: OwnValue | None  # the noise of this head's values alone; None for none
+
+
+class OwnValue(NamedTuple):
+    """Noise of one head's value kernel and bias, under the metric."""
+
+    metric: Array  # of the input's features, (D,)
+    share: Array  # of the input's noise, over its token Gram matrix, ()
+    bias: Array  # ()
 
 
 class Tokens(NamedTuple):
@@ -56,7 +68,8 @@ class Tokens(NamedTuple):
 
     query: Array
     key: Array
-    value: Array
+    value: Array  # of what all heads' values owe to the noise of their input
+    source: Array  # mean of the sequence that is looked at, (S, D)
     centre: Array  # what takes the average off: a (S, S) quadratic form in keys
     pool: Array | None  # weights of the queries in sums over them, (T,)
 
@@ -66,10 +79,11 @@ class Mixed(NamedTuple):
 
     mean: Array  # (T, K)
     weights: Array  # (T, S)
-    reach: Array  # weights times the values' token pattern, (T, S)
+    reach: Array  # weights times the values' common token pattern, (T, S)
     gain: Array  # of the softmax, (T,)
-    token_gram: Array  # all but the averages of random values, under the metric, (T, T)
+    token_gram: Array  # all but what heads have in common, under the metric, (T, T)
     feature_gram: Array  # all but the averages of random values, (K, K)
+    own_value: Array | None  # variance by this head's own values, under the metric, (T,)
     energy: Array  # variance by the scores, summed over the features, (T,)
     variance: Array  # variance of the projected output by the scores, (T, D)
 
@@ -93,17 +107,27 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
     weights = materialized(weights)
     mean, reach = weights @ head.value, rows_product(weights, tokens.value)
+    noise_tokens, noise_reach = head.shared_value * tokens.value, head.shared_value * reach
+    own_value = None
+    if head.own_value is not None:
+        own = _own_value(head.own_value, tokens.source, links.tokens)
+        own_reach = rows_product(weights, own)
+        noise_tokens, noise_reach = noise_tokens + own, noise_reach + own_reach
+        own_value = jnp.sum(own_reach * weights, axis=1)
 
-    products = _products(head, tokens, weights, mean, reach)
+    averages = product_with_transposed(noise_reach, weights)
+    products = _products(head, mean, noise_tokens, noise_reach, averages)
     noise = score_noise(rows, weights, products, order)
-    token_gram = noise.token_gram
+    token_gram = noise.token_gram + averages
     inner = inner_noise(rows, weights, noise.gain, tokens.pool)
     feature_gram = head.value.T @ inner @ head.value
-    feature_gram = feature_gram + jnp.sum(inner * tokens.value) * head.value_features
+    size = jnp.broadcast_to(jnp.sum(head.value_features * head.metric), (1, 1))
+    pattern, pattern_reach = (safe_divide(part, size) for part in (noise_tokens, noise_reach))
+    feature_gram = feature_gram + jnp.sum(inner * pattern) * head.value_features
     noisy = weights**2 * rows.variance()
     independent = jnp.sum(noisy * products.spread(), axis=1)
-    size = safe_divide(jnp.maximum(rows_diagonal(token_gram), 0), independent)
-    energy, variance = _by_independent_keys(head, tokens, noisy, weights, mean, reach)
+    size = safe_divide(jnp.maximum(rows_diagonal(noise.token_gram), 0), independent)
+    energy, variance = _by_independent_keys(head, pattern, noisy, weights, mean, pattern_reach)
     gain = noise.gain / jnp.sqrt(width)
     linked = rows_product(weights, links.tokens)
     centres = Centres(head.query, head.key, head.value)
@@ -121,37 +145,40 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
         noise.gain,
         token_gram,
         feature_gram,
+        own_value,
         size * energy,
         size[:, None] * variance,
     )
 
 
-def _products(head: Head, tokens: Tokens, weights: Array, mean: Array, reach: Array) -> Products:
-    """Inner products of the values and of their averages under the head's metric."""
+def _own_value(own: OwnValue, source: Array, tokens: Array) -> Array:
+    """Token Gram matrix of the noise of one head's value kernel and bias, (S, S)."""
+    return (source * own.metric[None, :]) @ source.T + own.share * tokens + own.bias
+
+
+def _products(head: Head, mean: Array, values: Array, crossed: Array, averages: Array) -> Products:
+    """Inner products of the values and of their averages under the head's metric, and their noise."""
     value, average = head.value @ head.metric, mean @ head.metric
-    noise = jnp.sum(head.value_features * head.metric)
     return Products(
-        head.value @ value.T + noise * tokens.value,
-        mean @ value.T + noise * reach,
-        mean @ average.T + noise * product_with_transposed(reach, weights),
+        head.value @ value.T + values, mean @ value.T + crossed, mean @ average.T + averages
     )
 
 
 def _by_independent_keys(
-    head: Head, tokens: Tokens, noisy: Array, weights: Array, mean: Array, reach: Array
+    head: Head, pattern: Array, noisy: Array, weights: Array, mean: Array, reach: Array
 ) -> tuple[Array, Array]:
     """Variance by scores whose keys are independent: over the head's features, (T,), and (T, D).
 
     Args:
       head: one head.
-      tokens: what the heads have in common.
+      pattern: of the tokens in the noise of the values, (S, S).
       noisy: Var[S_ac] times the squared weights, (T, S).
       weights: W, (T, S).
       mean: W v, (T, K).
-      reach: W times the token pattern of the values, (T, S).
+      reach: W times that pattern, (T, S).
     """
     overlap = jnp.sum(reach * weights, axis=1, keepdims=True)
-    spread = rows_diagonal(tokens.value)[None, :] - 2 * reach + overlap
+    spread = rows_diagonal(pattern)[None, :] - 2 * reach + overlap
     by_noise = jnp.sum(noisy * spread, axis=1, keepdims=True)
     total = jnp.sum(noisy, axis=1, keepdims=True)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import pooled, safe_divide, weighted
-from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
+from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed, rows_diagonal
 
 Array = jax.Array
 
@@ -16,19 +15,20 @@ class ValueNoise:
     """Cov = sum_cf W^h_ac W^g_bf Cov[v_cd, v_fe], d in head h and e in head g.
 
     The values' covariance is read as Cov[v_cd, v_fe] = V_cf F_de, with their token Gram matrix over
-    its trace and their feature Gram matrix. So are all heads' averages correlated as they should.
+    the sum of its entries and their feature Gram matrix. So are all heads' averages correlated as they
+    should.
 
     Args:
-      cov: covariance of all heads' values, of shape (S, H K).
+      features: feature Gram matrix of all heads' values, (H K, H K).
       weights: mean attention weights, (H, T, S).
       reach: the weights times the token pattern V, (H, T, S).
       pool: weights of the averages in the sum over them, (T,); None for one each.
     """
 
     def __init__(
-        self, cov: Separable, weights: Array, reach: Array, pool: Array | None = None
+        self, features: Array, weights: Array, reach: Array, pool: Array | None = None
     ) -> None:
-        self.features = cov.feature_gram()
+        self.features = features
         h = weights.shape[0]
         self.blocks = (h, self.features.shape[0] // h)
         self.weights, self.reach = weights, reach
@@ -37,9 +37,10 @@ class ValueNoise:
         self.shares = reached @ total.T  # (H, H)
 
     def token_gram(self, metric: Array) -> Array:
-        """Under a metric (H K, H K) of the features, (T, T)."""
+        """Between different heads, under a metric (H K, H K) of the features, (T, T)."""
         h, t, s = self.weights.shape
         shares = jnp.sum((self.features * metric).reshape(*self.blocks, *self.blocks), axis=(1, 3))
+        shares = jnp.where(on_diagonal(shares.shape), 0, shares)
         others = (shares @ self.weights.reshape(h, t * s)).reshape(h, t, s)
         left, right = (x.swapaxes(0, 1).reshape(t, h * s) for x in (self.reach, others))
         return product_with_transposed(left, right)
