@@ -17,8 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import safe_divide
+from moment_jax.covariance.numerics import safe_divide, weighted
 from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.layers.attention.head_noise import HeadNoise
 from moment_jax.layers.attention.rows import (
     Products,
     RowCovariance,
@@ -44,33 +45,25 @@ class Head(NamedTuple):
     query: Array  # mean, (T, K)
     key: Array  # (S, K)
     value: Array  # (S, K)
-    query_features: Array  # feature Gram matrix, (K, K)
+    query_noise: HeadNoise
+    key_noise: HeadNoise
+    value_noise: HeadNoise
+    query_features: Array  # sum_t Cov[q_td, q_te], (K, K)
     contrasts: Array  # that of the keys less their average, (K, K)
-    value_features: Array  # (K, K)
+    key_spread: Array  # mean keys less their average, (S, K)
+    value_features: Array  # of the sum of the values, (K, K)
     metric: Array  # under which the token Gram matrix is wanted, (K, K)
     kernel: Array  # of the output, (K, D)
-    shared_value: (
-        Array  # what the metric makes of the values' noise with the pattern `Tokens.value`, ()
-    )
-    own_value: OwnValue | None  # the noise of this head's values alone; None for none
-
-
-class OwnValue(NamedTuple):
-    """Noise of one head's value kernel and bias, under the metric."""
-
-    metric: Array  # of the input's features, (D,)
-    share: Array  # of the input's noise, over its token Gram matrix, ()
-    bias: Array  # ()
 
 
 class Tokens(NamedTuple):
-    """What all heads have in common: token Gram matrices over the traces of the features', (T, T) each."""
+    """What all heads have in common."""
 
-    query: Array
-    key: Array
-    value: Array  # of what all heads' values owe to the noise of their input
+    queries: Array  # mean of the sequence that queries are made of, (T, D)
     source: Array  # mean of the sequence that is looked at, (S, D)
-    centre: Array  # what takes the average off: a (S, S) quadratic form in keys
+    query: Array  # token pattern of the queries' noise, (T, T)
+    key: Array  # of the keys', (S, S)
+    value: Array  # of the values', (S, S)
     pool: Array | None  # weights of the queries in sums over them, (T,)
 
 
@@ -107,10 +100,10 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
     weights = materialized(weights)
     mean, reach = weights @ head.value, rows_product(weights, tokens.value)
-    noise_tokens, noise_reach = head.shared_value * tokens.value, head.shared_value * reach
-    own_value = None
-    if head.own_value is not None:
-        own = _own_value(head.own_value, tokens.source, links.tokens)
+    shared = jnp.sum(head.value_noise.features * head.metric)
+    noise_tokens, noise_reach, own_value = shared * tokens.value, shared * reach, None
+    if head.value_noise.own is not None:
+        own = head.value_noise.own_gram(head.metric, tokens.source, tokens.value)
         own_reach = rows_product(weights, own)
         noise_tokens, noise_reach = noise_tokens + own, noise_reach + own_reach
         own_value = jnp.sum(own_reach * weights, axis=1)
@@ -149,11 +142,6 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
         size * energy,
         size[:, None] * variance,
     )
-
-
-def _own_value(own: OwnValue, source: Array, tokens: Array) -> Array:
-    """Token Gram matrix of the noise of one head's value kernel and bias, (S, S)."""
-    return (source * own.metric[None, :]) @ source.T + own.share * tokens + own.bias
 
 
 def _products(head: Head, mean: Array, values: Array, crossed: Array, averages: Array) -> Products:
@@ -199,20 +187,18 @@ def _rows(head: Head, tokens: Tokens, width: Array) -> RowCovariance:
     The keys' side is the average that the queries have over the tokens; the queries' side keeps, for
     every pair of tokens, the total variance of contrasts of keys.
     """
-    key_mean = (head.key @ head.query_features) @ head.key.T
-    by_key = jnp.sum(tokens.key * tokens.centre)
-    by_mean = jnp.sum(key_mean * tokens.centre)
-    both = jnp.sum(head.query_features * head.contrasts)
-    near = (head.query @ head.contrasts) @ head.query.T + both * tokens.query
-    share = safe_divide(_average(rows_diagonal(near), tokens.pool), by_key)
-    keys = share * tokens.key + _average(rows_diagonal(tokens.query), tokens.pool) * key_mean
-    total = jnp.broadcast_to(jnp.sum(keys * tokens.centre), (1, 1))
-    queries = safe_divide(near + by_mean * tokens.query, total) / width
+    used = weighted(jnp.ones_like(head.query[:, 0]), tokens.pool)
+    total = jnp.sum(used)
+    by_query = safe_divide(
+        head.query_features, jnp.broadcast_to(total, (1, 1))
+    )  # of an average token
+    query = weighted(head.query, tokens.pool).T @ head.query
+    moment = safe_divide(query, jnp.broadcast_to(total, (1, 1))) + by_query  # E[q q^T]
+    spread = head.key_spread.T @ head.key_spread
+    keys = head.key_noise.gram(moment, tokens.source, tokens.key)
+    keys = keys + (head.key @ by_query) @ head.key.T
+    near = head.query_noise.gram(head.contrasts + spread, tokens.queries, tokens.query)
+    near = near + (head.query @ head.contrasts) @ head.query.T
+    size = jnp.sum(head.contrasts * moment) + jnp.sum(spread * by_query)  # contrasts of `keys`
+    queries = safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width
     return RowCovariance((Term(queries, keys),))
-
-
-def _average(row: Array, pool: Array | None) -> Array:
-    """The average over the queries, weighted where there are weights."""
-    if pool is None:
-        return jnp.mean(row)
-    return safe_divide(jnp.sum(pool * row), jnp.sum(pool))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import pooled, safe_divide, weighted
-from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed, rows_diagonal
+from moment_jax.covariance.numerics import pooled
+from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed
 
 Array = jax.Array
 
@@ -73,15 +73,3 @@ class ValueNoise:
         variance = self.overlaps.reshape(t, h * h) @ pairs.reshape(h * h, -1)
         shared = jnp.einsum("hg,ghdo->hdo", self.shares, pulled)
         return jnp.maximum(variance, 0), kernel.T @ shared.reshape(kernel.shape)
-
-
-def over_trace(matrix: Array, pool: Array | None = None) -> Array:
-    """A matrix over its trace, the diagonal weighted by `pool`; zero where that is zero."""
-    trace = jnp.sum(weighted(rows_diagonal(matrix), pool))
-    return safe_divide(matrix, jnp.broadcast_to(trace, (1, 1)))
-
-
-def over_sum(matrix: Array, pool: Array | None = None) -> Array:
-    """A matrix over the sum of its entries, rows and columns weighted by `pool`."""
-    total = jnp.sum(weighted(pooled(matrix, pool), pool))
-    return safe_divide(matrix, jnp.broadcast_to(total, (1, 1)))

@@ -1,0 +1,174 @@
+"""Noise of the queries, keys and values of `Separable`'s attention, head by head.
+
+All are dense layers y = x @ kernel + bias of a random sequence x. The noise of x is read as
+Cov[x_ti, x_sj] = P_ts F_ij, with its token Gram matrix over the sum of its entries and the covariance of
+its sum over the tokens. That of a kernel is kept feature by feature: a trained posterior's variances
+differ by orders of magnitude, so each head sees other features of x, and one token pattern for all of them
+would be wrong by a tenth.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Separable
+from moment_jax.covariance.feature_gram import FeatureGram
+from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov, weighted
+from moment_jax.layers.attention.inputs import DenseInput
+from moment_jax.posterior import Point
+from moment_jax.xla import diagonal_of, rows_diagonal
+
+Array = jax.Array
+
+
+class OwnNoise(NamedTuple):
+    """Noise that each head has to itself: that of a kernel and a bias with uncorrelated entries."""
+
+    kernel: Array  # variances, (D, K)
+    shared: Array  # of y by the noise of the kernel and that of x, over the pattern P, (K,)
+    bias: Array  # variances, (K,)
+
+
+class HeadNoise(NamedTuple):
+    """Noise of one head's queries, keys or values y."""
+
+    features: Array  # of what heads have in common, over the pattern P, (K, K)
+    own: OwnNoise | None  # None where `features` holds all
+
+    def own_gram(self, metric: Array, mean: Array, pattern: Array) -> Array:
+        """sum_ij metric_ij Cov[y_ti, y_sj] by the head's own noise, (T, T).
+
+        Args:
+          metric: (K, K).
+          mean: of x, (T, D).
+          pattern: P, (T, T).
+        """
+        assert self.own is not None
+        diagonal = diagonal_of(metric)
+        size = self.own.kernel @ diagonal
+        rest = jnp.sum(self.own.shared * diagonal) * pattern + jnp.sum(self.own.bias * diagonal)
+        return (mean * size[None, :]) @ mean.T + rest
+
+    def gram(self, metric: Array, mean: Array, pattern: Array) -> Array:
+        """The same by all noise, (T, T)."""
+        shared = jnp.sum(self.features * metric) * pattern
+        return shared if self.own is None else shared + self.own_gram(metric, mean, pattern)
+
+
+class Projected(NamedTuple):
+    """All heads' queries, keys or values."""
+
+    source: DenseInput[Separable]
+    whole: Array  # features of what heads have in common, (H K, H K)
+    pattern: Array  # P, (T, T)
+    heads: HeadNoise  # leading axis H
+
+    @classmethod
+    def of(cls, source: DenseInput[Separable], cov: Separable, num_heads: int) -> Projected:
+        """The noise of y.
+
+        Args:
+          source: x and the dense layer.
+          cov: covariance of y, of shape (T, H K), for kernels with correlated entries.
+          num_heads: H.
+        """
+        if not source.params.kernel.uncorrelated:
+            whole = cov.features()
+            heads = HeadNoise(whole.blocks(num_heads), None)
+            return cls(source, whole.dense(), over_sum(cov), heads)
+        _, x, params = source
+        variance = params.kernel.marginal_variance()
+        width = variance.shape[1] // num_heads
+        bias = jnp.zeros_like(variance[0])
+        if params.bias is not None:
+            bias = params.bias.marginal_variance()
+        features = x.features()
+        own = OwnNoise(
+            variance.reshape(-1, num_heads, width).swapaxes(0, 1),
+            (features.diag() @ variance).reshape(num_heads, width),
+            bias.reshape(num_heads, width),
+        )
+        mapped = features.map(params.kernel.mean)
+        heads = HeadNoise(mapped.blocks(num_heads), own)
+        return cls(source, mapped.dense(), over_sum(x), heads)
+
+    def contrasts(self) -> Array:
+        """Feature Gram matrices of y less its average over the tokens, (H, K, K).
+
+        The common part of all keys is the largest of their noise, and softmax does not see it.
+        """
+        mean, cov, _ = self.source
+        rows, share = centred_rows(mean, cov.pool)
+        tokens = cov.token_gram()
+        energy = _trace(cov) - jnp.sum(weighted(tokens @ share, cov.pool))
+        return self._under(energy, rows, None)
+
+    def by_token(self) -> Array:
+        """sum_t Cov[y_td, y_te], (H, K, K)."""
+        mean, cov, _ = self.source
+        count = jnp.sum(weighted(jnp.ones_like(mean[:, 0]), cov.pool))
+        rows = weighted(mean, None if cov.pool is None else jnp.sqrt(cov.pool))
+        return self._under(_trace(cov), rows, count)
+
+    def of_sums(self, weights: Array, pool: Array | None) -> Array | None:
+        """Variances of sum_a p_a sum_c W_ac y_c by every head's own noise, (H, K); None for none.
+
+        Args:
+          weights: W, (H, T, S).
+          pool: p, (T,); None for one each.
+        """
+        own, (mean, cov, params) = self.heads.own, self.source
+        if own is None:
+            return None
+        total = pooled(weights.swapaxes(0, 1), pool)  # (H, S)
+        energy = jnp.sum((total @ self.pattern) * total, axis=1, keepdims=True)
+        moment = (total @ mean) ** 2
+        by_kernel = jnp.einsum("hd,hdk->hk", moment, own.kernel) + energy * own.shared
+        return by_kernel + jnp.sum(total, axis=1, keepdims=True) ** 2 * own.bias
+
+    def _under(self, energy: Array, rows: Array, count: Array | None) -> Array:
+        """sum_ts g_ts Cov[y_td, y_se] for a quadratic form g in the tokens, (H, K, K).
+
+        Args:
+          energy: sum_ts g_ts G_ts, with the token Gram matrix G of x, ().
+          rows: a root of g times the mean of x, (R, D).
+          count: sum_ts g_ts, or None where it is zero, ().
+        """
+        _, cov, params = self.source
+        kernel, h = params.kernel, self.heads.features.shape[0]
+        features = cov.features().times(safe_divide(energy, _sum(cov)))
+        if self.heads.own is not None:
+            moment = features.diag() + jnp.sum(rows**2, axis=0)
+            noise = FeatureGram(diagonal=kernel.noise_variance(0 * moment, moment)).blocks(h)
+            result = self.heads.features * safe_divide(energy, _sum(cov)) + noise
+        else:
+            noise = FeatureGram(kernel.noise_block(features.dense() + rows.T @ rows)).blocks(h)
+            result = features.map(kernel.mean).blocks(h) + noise
+        if count is None or params.bias is None or isinstance(params.bias, Point):
+            return result
+        return result + FeatureGram(count * vector_cov(params.bias.vector_cov())).blocks(h)
+
+
+def centred_rows(rows: Array, pool: Array | None) -> tuple[Array, Array]:
+    """Rows (T, ...) less their average, times the roots of their weights; and their shares in it, (T,)."""
+    used = jnp.ones(rows.shape[0], rows.dtype) if pool is None else pool
+    share = used / jnp.maximum(jnp.sum(used), 1)
+    return jnp.sqrt(used)[:, None] * (rows - (share @ rows)[None, :]), share
+
+
+def over_sum(cov: Separable) -> Array:
+    """The token Gram matrix over the sum of its entries, weighted by the pool; zero where that is zero."""
+    return safe_divide(cov.token_gram(), jnp.broadcast_to(_sum(cov), (1, 1)))
+
+
+def _sum(cov: Separable) -> Array:
+    """The sum of the token Gram matrix, with the weights of the tokens, ()."""
+    return jnp.sum(weighted(pooled(cov.token_gram(), cov.pool), cov.pool))
+
+
+def _trace(cov: Separable) -> Array:
+    """The trace of the token Gram matrix, with the weights of the tokens, ()."""
+    return jnp.sum(weighted(rows_diagonal(cov.token_gram()), cov.pool))
