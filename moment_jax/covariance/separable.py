@@ -278,7 +278,7 @@ class Separable(Covariance):
         # What a feature's tokens have in common, over what the tokens' correlation says of it.
         ratio = safe_divide(known - alone(self.pool), pattern - alone(self.pool))
         own = alone(weights)[None, :]
-        return jnp.maximum(own + jnp.clip(ratio, 0, 2) * (variance - own), 0)
+        return jnp.maximum(own + jnp.clip(ratio, 0, 2)[None, :] * (variance - own), 0)
 
     def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
         pairs = self.token_correlation
