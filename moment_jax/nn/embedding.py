@@ -82,7 +82,7 @@ class Embedding(BayesianModule):
     def __call__(self, ids: Array) -> tuple[Array, Covariance]:
         """Moments of the tokens' rows, (..., T) integers -> (..., T, D).
 
-        Ids out of range are an error where they are known, and clipped in compiled code.
+        Ids out of range are an error where they are known, and NaN in compiled code.
         """
         ids = jnp.asarray(ids)
         table, structure = self.params, self.settings.structure
@@ -155,7 +155,7 @@ class LearnedPositions(BayesianModule):
           mean: of a sequence (..., T, D).
           cov: its covariance; None where it is certain.
           start: the place of its first token, one for all or one for each sequence, (...). As an array
-            it is not checked: places beyond the last one are taken as the last one.
+            it is not checked: places beyond the last one are NaN.
 
         Raises:
           ValueError: if the sequence ends beyond the last position.
