@@ -3,6 +3,7 @@
 import os
 from importlib.metadata import version
 
+import hypothesis
 import jax
 import pytest
 
@@ -18,6 +19,12 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # The programs here are many and tiny: compiling them is what costs.
 jax.config.update("jax_disable_most_optimizations", True)
+
+# The same examples in every run. `--hypothesis-profile=long` draws more.
+drawn = {"derandomize": True, "deadline": None, "database": None}
+hypothesis.settings.register_profile("suite", max_examples=100, **drawn)
+hypothesis.settings.register_profile("long", max_examples=2000, **drawn)
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moment_jax.covariance import STRUCTURES, Covariance
 from moment_jax.covariance.checks import check_array
@@ -104,11 +106,10 @@ def check_mask(name: str, mask: Array | None, num_heads: int, queries: int, keys
     if mask is None:
         return
     allowed = ((queries, keys), (num_heads, queries, keys))
-    if tuple(mask.shape) not in allowed or mask.dtype != bool:
+    if not is_boolean(mask, *allowed):
         raise ValueError(
             f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]} or (heads, "
-            f"queries, keys) == {allowed[1]}, True where a query may look. Got "
-            f"{tuple(mask.shape)} of {mask.dtype}."
+            f"queries, keys) == {allowed[1]}, True where a query may look. Got {described(mask)}."
         )
 
 
@@ -122,11 +123,24 @@ def check_epsilon(name: str, epsilon: Array | float) -> None:
 
 def check_row_mask(name: str, mask: Array, shape: tuple[int, ...]) -> None:
     """Raise unless `mask` is boolean and of this shape."""
-    if tuple(mask.shape) != tuple(shape) or mask.dtype != bool:
+    if not is_boolean(mask, shape):
         raise ValueError(
             f"`{name}` needs a boolean mask of shape {tuple(shape)}, True for what counts. Got "
-            f"{tuple(mask.shape)} of {mask.dtype}."
+            f"{described(mask)}."
         )
+
+
+def is_boolean(mask: Any, *shapes: tuple[int, ...]) -> bool:
+    """Whether `mask` is an array of booleans, of one of these shapes."""
+    if not isinstance(mask, (jax.Array, np.ndarray)):
+        return False
+    return jnp.issubdtype(mask.dtype, jnp.bool_) and tuple(mask.shape) in shapes
+
+
+def described(mask: Any) -> str:
+    """What came in the place of a mask."""
+    known = isinstance(mask, (jax.Array, np.ndarray))
+    return f"{tuple(mask.shape)} of {mask.dtype}" if known else type(mask).__name__
 
 
 def takes(fn: object, num_arguments: int) -> bool:

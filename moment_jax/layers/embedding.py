@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.checks import known_values
 from moment_jax.posterior import Point, Posterior
 
 Array = jax.Array
@@ -22,8 +22,8 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
     ids[t] and ids[s]. Exact for `Full`; every other structure keeps its projection of it.
 
     Args:
-      ids: (T,) integers in [0, V). Ids that are known while tracing are checked; others are clipped to
-        that range, in compiled code nothing else can be done.
+      ids: (T,) integers in [0, V). Ids that are known while tracing are checked; tokens of others that
+        are out of range are NaN. So pad with an id of the table.
       table: belief about the (V, D) table.
       structure: the structure of the covariance, such as `mj.Separable`.
 
@@ -47,13 +47,17 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
         raise TypeError(
             f"`embedding` needs a covariance structure such as mj.Separable. Got {structure!r}."
         )
-    ids = jnp.clip(jnp.asarray(ids), 0, table.shape[0] - 1)
+    asked, ids = ids, jnp.clip(jnp.asarray(ids), 0, table.shape[0] - 1)
     mean = table.mean[ids]
+    if isinstance(asked, jax.core.Tracer):
+        mean = jnp.where((asked == ids)[:, None], mean, jnp.nan)
     if isinstance(table, Point):
         return mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
     # Every token chooses the first token with its id: so no row is counted as two independent ones.
     first = jnp.argmax(ids[:, None] == ids[None, :], axis=1)
     choice = jax.nn.one_hot(first, ids.shape[0], dtype=mean.dtype)
+    if isinstance(asked, jax.core.Tracer):
+        choice = jnp.where((asked == ids)[:, None], choice, jnp.nan)
     certain = structure.zeros((ids.shape[0], ids.shape[0]), mean.dtype)
     return mean, certain.weight_noise(choice, table.rows(ids))
 
@@ -107,6 +111,8 @@ def check_table(name: str, table: object) -> None:
 
 def check_ids(name: str, ids: Array, num_rows: int) -> None:
     """Raise unless `ids` is one sequence of integers, in range where its values are known."""
+    if not hasattr(ids, "ndim"):
+        raise TypeError(f"`{name}` needs arrays. Got {type(ids).__name__}. Use jnp.asarray(ids).")
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"`{name}` needs token ids of shape (T,), integers. Got {tuple(ids.shape)} of {ids.dtype}. "
@@ -119,9 +125,9 @@ def check_ids(name: str, ids: Array, num_rows: int) -> None:
 
 def check_known_ids(name: str, ids: Array, num_rows: int) -> None:
     """Raise where ids, of any shape, are known by now and out of range."""
-    if isinstance(ids, jax.core.Tracer) or ids.size == 0:
+    known = known_values(ids)
+    if known is None or known.size == 0:
         return
-    known = np.asarray(ids)
     if known.min() < 0 or known.max() >= num_rows:
         raise ValueError(
             f"`{name}` needs token ids from 0 to {num_rows - 1}, one for each row of its table. Got "

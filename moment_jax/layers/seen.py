@@ -23,7 +23,9 @@ def pool_seen(cov: S, mask: Array | None) -> S:
     """
     if not isinstance(cov, Separable) or mask is None or cov.pool is not None:
         return cov
-    if mask.shape[-1] != cov.shape[0]:  # an error that the layer explains
+    if (
+        not hasattr(mask, "shape") or mask.shape[-1] != cov.shape[0]
+    ):  # an error that the layer explains
         return cov
     return cov.pooled(jnp.any(mask, axis=tuple(range(mask.ndim - 1))))
 

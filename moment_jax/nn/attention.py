@@ -13,8 +13,9 @@ from moment_jax.layers import (
     attention,
 )
 from moment_jax.layers.checks import check_heads
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, set_mean
 from moment_jax.nn.batching import over_batch
+from moment_jax.nn.conversion import check_bias, check_kind, check_loaded, check_same
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.plain import plain_attention
 from moment_jax.nn.settings import Settings
@@ -58,7 +59,8 @@ class MultiHeadAttention(BayesianModule):
     def from_deterministic(
         cls, layer: nnx.MultiHeadAttention, **settings: Any
     ) -> MultiHeadAttention:
-        """Beliefs that start at the weights of a trained `nnx.MultiHeadAttention`."""
+        """Beliefs that start at the weights of a trained `nnx.MultiHeadAttention`; no dropout."""
+        check_kind("MultiHeadAttention.from_deterministic", layer, nnx.MultiHeadAttention)
         new = cls(
             layer.in_features,
             layer.num_heads,
@@ -71,8 +73,31 @@ class MultiHeadAttention(BayesianModule):
 
     def load(self, layer: nnx.MultiHeadAttention) -> None:
         """Take the weights of an `nnx.MultiHeadAttention` as means."""
-        for name in ("query", "key", "value", "out"):
-            getattr(self, name).load(getattr(layer, name))
+        name = "MultiHeadAttention.load"
+        check_kind(name, layer, nnx.MultiHeadAttention)
+        (features, width), out_features = (
+            self.query.kernel.mean.shape,
+            self.out.kernel.mean.shape[1],
+        )
+        check_same(
+            name,
+            layer,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            in_features=features,
+            in_kv_features=features,
+            qkv_features=width,
+            out_features=out_features,
+            normalize_qk=False,
+            attention_fn=nnx.dot_product_attention,
+        )
+        for part in ("query", "key", "value", "out"):
+            mine, theirs = getattr(self, part), getattr(layer, part)
+            check_bias(name, "bias", mine.bias, theirs.bias)
+            set_mean(mine.kernel, theirs.kernel[...].reshape(mine.kernel.mean.shape))
+            if mine.bias is not None:
+                set_mean(mine.bias, theirs.bias[...].reshape(mine.bias.mean.shape))
+        check_loaded(name, self, layer)
 
     @property
     def params(self) -> AttentionParams:

@@ -61,9 +61,9 @@ class BayesianModule(nnx.Module):
 
 def set_mean(belief: Belief, value: Array) -> None:
     """Start a belief at another mean, for instance a trained weight."""
-    if value.size != belief.mean.size:
+    if value.shape != belief.mean.shape:
         raise ValueError(
             f"A belief about an array of shape {tuple(belief.mean.shape)} needs a mean of that "
             f"shape. Got {tuple(value.shape)}."
         )
-    belief.mean.set_value(value.reshape(belief.mean.shape).astype(belief.mean.dtype))
+    belief.mean.set_value(value.astype(belief.mean.dtype))

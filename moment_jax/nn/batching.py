@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.checks import check_array
+from moment_jax.layers.checks import described, is_boolean
 
 Array = jax.Array
 
@@ -122,12 +123,11 @@ def check_valid(mean: Array, valid: Array | None) -> None:
     """Raise unless `valid` says True or False of every token of a (..., T, D) batch."""
     if valid is None:
         return
-    if valid.shape != mean.shape[:-1] or valid.dtype != bool:
+    if not is_boolean(valid, tuple(mean.shape[:-1])):
         raise ValueError(
             "`valid` needs a boolean for each token, (..., T), True for those that exist and False "
             f"for padding; with a mean of shape {tuple(mean.shape)}, {tuple(mean.shape[:-1])}. Got "
-            f"{tuple(valid.shape)} of {valid.dtype}. For lengths, use jnp.arange(T) < "
-            "lengths[..., None]."
+            f"{described(valid)}. For lengths, use jnp.arange(T) < lengths[..., None]."
         )
 
 

@@ -9,6 +9,7 @@ from flax import nnx
 
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.conversion import activation_name, check_loaded, check_same
 from moment_jax.nn.dense import Dense, LayerNorm
 from moment_jax.nn.settings import Settings
 
@@ -53,14 +54,26 @@ class Block(BayesianModule):
         """Add what comes before the feed-forward layer, its random numbers drawn first."""
 
     @classmethod
-    def from_deterministic(cls, block: Any, *, activation: str = "relu", **settings: Any) -> Self:
-        """Beliefs that start at the weights of a trained plain block with this activation."""
+    def from_deterministic(
+        cls, block: Any, *, activation: str | None = None, **settings: Any
+    ) -> Self:
+        """Beliefs that start at the weights of a trained plain block.
+
+        Args:
+          block: of the class `plain_type`, or with the same attributes.
+          activation: its name; found by the values of `block.activation` where None.
+          settings: keyword arguments of `Settings`.
+
+        Raises:
+          ValueError: if a part of the block has no moments here, or would be lost or invented.
+            TypeError: if a layer is of another type.
+        """
         new = cls(
             block.hidden.in_features,
             block.num_heads,
             hidden_features=block.hidden.out_features,
             norm_first=block.norm_first,
-            activation=activation,
+            activation=activation_name(f"{cls.__name__}.from_deterministic", block, activation),
             epsilon=block.norm1.epsilon,
             rngs=nnx.Rngs(0),
             **settings,
@@ -70,8 +83,12 @@ class Block(BayesianModule):
 
     def load(self, block: Any) -> None:
         """Take the weights of a plain block as means."""
-        for name in self.parts:
-            getattr(self, name).load(getattr(block, name))
+        name = f"{type(self).__name__}.load"
+        check_same(name, block, num_heads=self.num_heads, norm_first=self.norm_first)
+        activation_name(name, block, self.activation)
+        for part in self.parts:
+            getattr(self, part).load(getattr(block, part))
+        check_loaded(name, self, block)
 
     def network(self, params: Any) -> Any:
         """The plain block with these arrays."""

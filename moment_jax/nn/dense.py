@@ -11,6 +11,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, NormParams, dense, layer_norm
 from moment_jax.nn.base import BayesianModule, set_mean
 from moment_jax.nn.batching import over_batch
+from moment_jax.nn.conversion import check_bias, check_kind, check_same
 from moment_jax.nn.plain import plain_linear, plain_norm
 from moment_jax.nn.settings import Settings
 
@@ -52,16 +53,19 @@ class Dense(BayesianModule):
     @classmethod
     def from_deterministic(cls, layer: nnx.Linear, **settings: Any) -> Dense:
         """A belief that starts at the weights of a trained `nnx.Linear`."""
+        check_kind("Dense.from_deterministic", layer, nnx.Linear)
         in_features, out_features = layer.kernel.shape
         use_bias = layer.bias is not None
         new = cls(in_features, out_features, use_bias=use_bias, rngs=nnx.Rngs(0), **settings)
         new.load(layer)
         return new
 
-    def load(self, layer: Any) -> None:
-        """Take the weights of an `nnx.Linear` (or a `LinearGeneral` of an attention) as means."""
+    def load(self, layer: nnx.Linear) -> None:
+        """Take the weights of an `nnx.Linear` as means; see `from_deterministic`."""
+        check_kind("Dense.load", layer, nnx.Linear)
+        check_bias("Dense.load", "bias", self.bias, layer.bias)
         set_mean(self.kernel, layer.kernel[...])
-        if self.bias is not None:
+        if self.bias is not None and layer.bias is not None:
             set_mean(self.bias, layer.bias[...])
 
     @property
@@ -98,16 +102,25 @@ class LayerNorm(BayesianModule):
     @classmethod
     def from_deterministic(cls, layer: nnx.LayerNorm, **settings: Any) -> LayerNorm:
         """A belief that starts at the gain and bias of a trained `nnx.LayerNorm`."""
+        check_kind("LayerNorm.from_deterministic", layer, nnx.LayerNorm)
         new = cls(layer.num_features, epsilon=layer.epsilon, **settings)
         new.load(layer)
         return new
 
     def load(self, layer: nnx.LayerNorm) -> None:
-        """Take gain and bias of an `nnx.LayerNorm` as means; what it lacks stays at one and zero."""
-        if layer.scale is not None:
-            set_mean(self.scale, layer.scale[...])
-        if layer.bias is not None:
-            set_mean(self.bias, layer.bias[...])
+        """Take gain and bias of an `nnx.LayerNorm` of the same epsilon as means."""
+        name = "LayerNorm.load"
+        check_kind(name, layer, nnx.LayerNorm)
+        check_same(name, layer, epsilon=self.epsilon, axis_name=None)
+        for axes in ("reduction_axes", "feature_axes"):
+            if getattr(layer, axes) != (-1,):
+                check_same(name, layer, **{axes: -1})
+        check_bias(name, "scale", self.scale, layer.scale, "ones")
+        check_bias(name, "bias", self.bias, layer.bias)
+        assert layer.scale is not None
+        assert layer.bias is not None
+        set_mean(self.scale, layer.scale[...])
+        set_mean(self.bias, layer.bias[...])
 
     @property
     def params(self) -> NormParams:

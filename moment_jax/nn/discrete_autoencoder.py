@@ -25,6 +25,7 @@ from moment_jax.nn.code_bound import (
     over_images,
     prior_codes,
 )
+from moment_jax.nn.conversion import check_same
 from moment_jax.nn.plain_discrete_autoencoder import (
     PlainDiscreteAutoencoder,
     log_noise,
@@ -126,6 +127,13 @@ class DiscreteAutoencoder(BayesianModule):
 
     def load(self, network: PlainDiscreteAutoencoder) -> None:
         """Take the weights of a trained plain network (as `mean_network` makes them) as means."""
+        name = "DiscreteAutoencoder.load"
+        check_same(name, network, patches=self.patches, image_size=self.image_size)
+        if (self.log_noise is None) != (network.log_noise is None):
+            raise ValueError(
+                f"`{name}` needs the same kind of likelihood. Got {network.likelihood}, not "
+                f"{self.likelihood}."
+            )
         self.encoder.load(network.encoder)
         self.decoder.load(network.decoder)
         if self.log_noise is not None and network.log_noise is not None:

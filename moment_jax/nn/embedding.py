@@ -13,6 +13,7 @@ from moment_jax.layers import DenseParams, dense, embedding
 from moment_jax.layers.embedding import check_known_ids
 from moment_jax.nn.base import BayesianModule, set_mean
 from moment_jax.nn.batching import check_sequences, over_batch
+from moment_jax.nn.conversion import check_kind
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior
@@ -59,12 +60,14 @@ class Embedding(BayesianModule):
     @classmethod
     def from_deterministic(cls, layer: nnx.Embed, **settings: Any) -> Embedding:
         """A belief that starts at the rows of a trained `nnx.Embed`."""
+        check_kind("Embedding.from_deterministic", layer, nnx.Embed)
         new = cls(layer.num_embeddings, layer.features, rngs=nnx.Rngs(0), **settings)
         new.load(layer)
         return new
 
     def load(self, layer: nnx.Embed) -> None:
         """Take the rows of an `nnx.Embed` as means."""
+        check_kind("Embedding.load", layer, nnx.Embed)
         set_mean(self.table, layer.embedding[...])
 
     @property
@@ -79,7 +82,7 @@ class Embedding(BayesianModule):
     def __call__(self, ids: Array) -> tuple[Array, Covariance]:
         """Moments of the tokens' rows, (..., T) integers -> (..., T, D).
 
-        Ids out of range are an error where they are known, and clipped in compiled code.
+        Ids out of range are an error where they are known, and NaN in compiled code.
         """
         ids = jnp.asarray(ids)
         table, structure = self.params, self.settings.structure
@@ -152,7 +155,7 @@ class LearnedPositions(BayesianModule):
           mean: of a sequence (..., T, D).
           cov: its covariance; None where it is certain.
           start: the place of its first token, one for all or one for each sequence, (...). As an array
-            it is not checked: places beyond the last one are taken as the last one.
+            it is not checked: places beyond the last one are NaN.
 
         Raises:
           ValueError: if the sequence ends beyond the last position.

@@ -14,6 +14,7 @@ from moment_jax.layers import DenseParams, dense
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.batching import over_batch
+from moment_jax.nn.conversion import activation_name, check_loaded
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.plain import PlainMLP, plain_linear
 from moment_jax.nn.settings import Settings
@@ -63,13 +64,19 @@ class MLP(BayesianModule):
         self.layers = nnx.List(Dense(a, b, rngs=rngs, **settings) for a, b in pairwise(features))
 
     @classmethod
-    def from_deterministic(cls, mlp: PlainMLP, *, activation: str = "relu", **settings: Any) -> MLP:
-        """Beliefs that start at the weights of a plain MLP (anything with `layers` of nnx.Linear)."""
+    def from_deterministic(
+        cls, mlp: PlainMLP, *, activation: str | None = None, **settings: Any
+    ) -> MLP:
+        """Beliefs that start at the weights of a plain MLP (anything with `layers` of nnx.Linear).
+
+        The activation is found by the values of `mlp.activation`, or named where there is none.
+        """
+        activation = activation_name("MLP.from_deterministic", mlp, activation)
         widths = [layer.kernel.shape[0] for layer in mlp.layers]
         widths.append(mlp.layers[-1].kernel.shape[1])
         new = cls(widths, activation=activation, rngs=nnx.Rngs(0), **settings)
-        for mine, theirs in zip(new.layers, mlp.layers, strict=True):
-            mine.load(theirs)
+        new.layers = nnx.List(Dense.from_deterministic(layer, **settings) for layer in mlp.layers)
+        check_loaded("MLP.from_deterministic", new, mlp)
         return new
 
     @property

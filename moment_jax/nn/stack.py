@@ -13,6 +13,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers import NormParams, layer_norm
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.batching import over_batch_with_cache
+from moment_jax.nn.conversion import activation_name, check_loaded
 from moment_jax.nn.dense import LayerNorm
 from moment_jax.nn.plain import plain_norm
 from moment_jax.nn.settings import Settings
@@ -66,8 +67,10 @@ class Stack(BayesianModule):
         )
 
     @classmethod
-    def from_deterministic(cls, stack: Any, *, activation: str = "relu", **settings: Any) -> Self:
-        """Beliefs that start at the weights of a trained plain stack with this activation."""
+    def from_deterministic(
+        cls, stack: Any, *, activation: str | None = None, **settings: Any
+    ) -> Self:
+        """Beliefs that start at the weights of a trained plain stack; see `Block.from_deterministic`."""
         first = stack.blocks[0]
         new = cls(
             len(stack.blocks),
@@ -76,7 +79,7 @@ class Stack(BayesianModule):
             norm_first=first.norm_first,
             epsilon=first.norm1.epsilon,
             hidden_features=first.hidden.out_features,
-            activation=activation,
+            activation=activation_name(f"{cls.__name__}.from_deterministic", first, activation),
             rngs=nnx.Rngs(0),
             **settings,
         )
@@ -85,10 +88,19 @@ class Stack(BayesianModule):
 
     def load(self, stack: Any) -> None:
         """Take the weights of a plain stack as means."""
+        name = f"{type(self).__name__}.load"
+        if len(self.blocks) != len(stack.blocks):
+            raise ValueError(f"`{name}` needs {len(self.blocks)} blocks. Got {len(stack.blocks)}.")
+        if (self.final_norm is None) != (stack.final_norm is None):
+            raise ValueError(
+                f"`{name}` needs a final normalisation with pre-norm, and none with post-norm. Got "
+                f"final_norm={stack.final_norm}."
+            )
         for mine, theirs in zip(self.blocks, stack.blocks, strict=True):
             mine.load(theirs)
-        if self.final_norm is not None and stack.final_norm is not None:
+        if self.final_norm is not None:
             self.final_norm.load(stack.final_norm)
+        check_loaded(name, self, stack)
 
     @property
     def params(self) -> tuple[list[Any], NormParams | None]:

@@ -15,6 +15,7 @@ from moment_jax.covariance.pytree import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
 from moment_jax.nn.base import BayesianModule, set_mean
+from moment_jax.nn.conversion import activation_name, check_loaded, check_same
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
@@ -90,6 +91,7 @@ class VisionTransformer(BayesianModule):
       norm_first: pre-norm if True.
       hidden_features: width of the feed-forward layers; 4 D where None.
       activation: "relu", "gelu", "tanh" or "silu".
+      epsilon: added to the variance in the normalisations.
       remat: as for `Encoder`.
       rngs: Flax random streams.
       settings: keyword arguments of `Settings`.
@@ -111,6 +113,7 @@ class VisionTransformer(BayesianModule):
         norm_first: bool = True,
         hidden_features: int | None = None,
         activation: str = "gelu",
+        epsilon: float = 1e-6,
         remat: bool = False,
         rngs: nnx.Rngs,
         **settings: Any,
@@ -134,6 +137,7 @@ class VisionTransformer(BayesianModule):
             norm_first=norm_first,
             hidden_features=hidden_features,
             activation=activation,
+            epsilon=epsilon,
             remat=remat,
             rngs=rngs,
             **settings,
@@ -142,9 +146,9 @@ class VisionTransformer(BayesianModule):
 
     @classmethod
     def from_deterministic(
-        cls, network: PlainVisionTransformer, *, activation: str = "gelu", **settings: Any
+        cls, network: PlainVisionTransformer, *, activation: str | None = None, **settings: Any
     ) -> VisionTransformer:
-        """Beliefs that start at the weights of a trained plain network with this activation."""
+        """Beliefs that start at the weights of a plain network; see `Block.from_deterministic`."""
         first = network.encoder.blocks[0]
         patches = network.patches
         if not isinstance(patches, Patches):
@@ -163,7 +167,8 @@ class VisionTransformer(BayesianModule):
             num_blocks=len(network.encoder.blocks),
             norm_first=first.norm_first,
             hidden_features=first.hidden.out_features,
-            activation=activation,
+            activation=activation_name(f"{cls.__name__}.from_deterministic", first, activation),
+            epsilon=first.norm1.epsilon,
             rngs=nnx.Rngs(0),
             **settings,
         )
@@ -172,10 +177,12 @@ class VisionTransformer(BayesianModule):
 
     def load(self, network: PlainVisionTransformer) -> None:
         """Take the weights of a trained plain network as means."""
+        check_same("VisionTransformer.load", network, patches=self.patches)
         self.embed.load(network.embed)
         set_mean(self.position, network.position[...])
         self.encoder.load(network.encoder)
         self.head.load(network.head)
+        check_loaded("VisionTransformer.load", self, network)
 
     @property
     def params(self) -> VisionTransformerParams:

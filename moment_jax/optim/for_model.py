@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,7 @@ def for_model(
       An `optax.partition` with extra arguments: `update(grads, state, params, factors=factors)`.
 
     Raises:
-      ValueError: if no layer of the model has curvature factors.
+      ValueError: if no layer of the model has curvature factors. TypeError: if `method` takes no blocks.
 
     >>> from functools import partial
     >>> import jax.numpy as jnp
@@ -57,6 +58,7 @@ def for_model(
     ...     model, partial(mj.optim.kfac, 0.1, damping=1e-3), scale_learning_rate=0.1, dataset_size=100)
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     """
+    _check_method(method)
     blocks = find_blocks(model, wrt)
     if not blocks:
         raise ValueError(
@@ -81,3 +83,18 @@ def for_model(
         },
         label,
     )
+
+
+def _check_method(method: object) -> None:
+    """Raise unless `method` can be called as method(blocks=...)."""
+    takes = callable(method)
+    if takes:
+        options = inspect.signature(method).parameters  # type: ignore[arg-type]
+        takes = "blocks" in options or any(o.kind is o.VAR_KEYWORD for o in options.values())
+    if not takes:
+        raise TypeError(
+            "`for_model` needs a method that takes blocks=..., of second order. Got "
+            f"{getattr(method, '__name__', type(method).__name__)}. Use "
+            "functools.partial(mj.optim.kfac, 0.1, damping=1e-3); Adam and the like need no for_model, "
+            "or go into others=."
+        )

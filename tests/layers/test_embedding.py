@@ -89,13 +89,21 @@ def test_sinusoidal_positions():
         np.testing.assert_allclose(actual[place, feature], wave, atol=1e-12)
 
 
-def test_ids_out_of_range_are_clipped_in_compiled_code():
-    table = random_kernel(KEY, mj.posterior.Factorized, (ROWS, FEATURES))
-    look_up = jax.jit(lambda ids: mj.embedding(ids, table, mj.Diagonal))
-    mean, cov = look_up(jnp.array([-7, ROWS + 3]))
-    ends = jnp.array([0, ROWS - 1])
-    assert_close(mean, table.mean[ends])
-    assert_close(cov.variance(), table.variance[ends])
+@pytest.mark.parametrize("family", [mj.posterior.Point, mj.posterior.Factorized])
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_ids_out_of_range_are_nan_in_compiled_code(structure, family):
+    table = random_kernel(KEY, family, (ROWS, FEATURES))
+    look_up = jax.jit(lambda ids: mj.embedding(ids, table, structure))
+    mean, cov = look_up(jnp.array([-1, 2, ROWS]))
+    assert_close(mean[1], table.mean[2])
+    assert jnp.isnan(mean[jnp.array([0, 2])]).all()
+    assert not (cov.variance()[jnp.array([0, 2])] > 0).any()
+
+
+def test_places_beyond_the_last_are_nan_in_compiled_code():
+    places = mj.nn.LearnedPositions(4, 2, structure=mj.Diagonal, rngs=nnx.Rngs(0))
+    mean, _ = nnx.jit(lambda p, s: p(jnp.ones((3, 2), jnp.float32), start=s))(places, jnp.array(2))
+    assert list(jnp.isnan(mean[:, 0])) == [False, False, True]
 
 
 TABLE = mj.posterior.Factorized(jnp.zeros((ROWS, 2)), jnp.ones((ROWS, 2)))
@@ -111,6 +119,7 @@ TABLE = mj.posterior.Factorized(jnp.zeros((ROWS, 2)), jnp.ones((ROWS, 2)))
         (lambda: mj.embedding(jnp.zeros(0, int), TABLE, mj.Full), ValueError, "one token"),
         (lambda: mj.embedding(jnp.array([0]), jnp.ones((3, 2)), mj.Full), TypeError, "Point"),
         (lambda: mj.embedding(jnp.array([0]), TABLE, "Full"), TypeError, "structure"),
+        (lambda: mj.embedding([0], TABLE, mj.Full), TypeError, r"Got list. Use jnp.asarray"),
         (lambda: mj.nn.Embedding(0, 3, rngs=nnx.Rngs(0)), ValueError, ">= 1"),
         (lambda: mj.nn.Embedding(3, 2, rngs=nnx.Rngs(0))(jnp.array([[3]])), ValueError, "0 to 2"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import moment_jax as mj
 from tests.builders import random_block, random_dense_params
@@ -99,6 +100,19 @@ def encoder(**options):
         (lambda: mj.relu(MEAN > 0, COV), TypeError, r"bool.*astype\(jnp.float32\)"),
         (lambda: mj.dense([[1.0]], COV, DENSE), TypeError, "Got list. Use jnp.asarray"),
         (lambda: mj.mean_pool(MEAN, COV, jnp.ones(3)), ValueError, "boolean mask"),
+        (lambda: mj.mean_pool(MEAN, COV, [True] * 3), ValueError, "Got list"),
+        (
+            lambda: mj.attention(
+                MEAN, mj.Separable.zeros((3, 4)), BLOCK.attention, num_heads=2, mask=[[True]]
+            ),
+            ValueError,
+            "Got list",
+        ),
+        (
+            lambda: mj.nn.Encoder(1, 4, 2, rngs=nnx.Rngs(0))(MEAN, valid=[True] * 3),
+            ValueError,
+            "jnp.arange.*",
+        ),
         (lambda: mj.softmax(MEAN, COV, mask=jnp.zeros((3, 4))), ValueError, "boolean mask"),
         (
             lambda: mj.dense(MEAN[:0], mj.Separable.zeros((0, 4)), DENSE),

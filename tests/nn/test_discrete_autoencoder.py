@@ -44,7 +44,7 @@ def test_certain_weights_make_the_plain_network():
     @nnx.jit
     def both(certain, plain):
         options = {"straight_through": True}
-        mine = certain.negative_elbo(IMAGES, KEY, 0.5, dataset_size=1, kl_weight=0.0, **options)
+        mine = certain.negative_elbo(IMAGES, KEY, 0.5, dataset_size=3, kl_weight=0.0, **options)
         return mine, plain.negative_elbo(IMAGES, KEY, 0.5, **options)
 
     mine, theirs = both(certain, plain)

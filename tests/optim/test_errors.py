@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -39,6 +40,12 @@ def test_a_tree_of_another_model():
     blocks = optim.find_blocks(Perceptron())
     with pytest.raises(ValueError, match=r"Layer 'hidden' .* 'hidden/kernel'.*find_blocks"):
         optim.kfac(0.1, blocks=blocks).init(PARAMS)
+
+
+@pytest.mark.parametrize("method", [optax.adam, optax.adam(0.1), "kfac"])
+def test_a_method_of_first_order(method):
+    with pytest.raises(TypeError, match=r"takes blocks=.*functools.partial\(mj.optim.kfac"):
+        optim.for_model(Perceptron(), method)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,219 @@
+"""What holds of every transform, whatever comes: no NaN, positive semidefinite, a batch is a loop.
+
+A hundred examples; `pytest tests/layers/test_properties.py --hypothesis-profile=long` draws 2,000.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moment_jax as mj
+from tests.builders import (
+    ALL_STRUCTURES,
+    KERNEL_FAMILIES,
+    random_block,
+    random_dense,
+    random_dense_params,
+)
+
+HIDDEN, HEADS = 3, 2
+TOLERANCE = {jnp.dtype("float32"): 2e-4, jnp.dtype("float64"): 1e-9}
+
+
+class Program(NamedTuple):
+    """What is compiled: a transform, and all that is static of its inputs."""
+
+    transform: str
+    shape: tuple[int, int]
+    dtype: type
+    structure: type
+    family: type
+    masked: bool
+    order: int
+    norm_first: bool
+
+
+def program(index: int) -> Program:
+    """Every transform in turn, everything else at random."""
+    choose = random.Random(index).choice
+    return Program(
+        list(TRANSFORMS)[index % len(TRANSFORMS)],
+        choose([(1, 2), (2, 4), (4, 2), (5, 6)]),
+        choose([jnp.float32, jnp.float64]),
+        ALL_STRUCTURES[index % len(ALL_STRUCTURES)],
+        choose(KERNEL_FAMILIES),
+        choose([True, False]),
+        choose([1, 2]),
+        choose([True, False]),
+    )
+
+
+class Parts(NamedTuple):
+    """The arguments that transforms have in common."""
+
+    dense: mj.DenseParams
+    block: mj.EncoderBlockParams
+    other: tuple  # a random matrix (D, HIDDEN)
+    memory: tuple  # a random sequence (T, D)
+
+
+# Each a function (program, mean, cov, parts, mask of T tokens) -> moments.
+TRANSFORMS = {
+    "dense": lambda p, m, c, parts, mask: mj.dense(m, c, parts.dense),
+    "matmul": lambda p, m, c, parts, mask: mj.matmul(m, c, *parts.other),
+    "relu": lambda p, m, c, parts, mask: mj.relu(m, c),
+    "gelu": lambda p, m, c, parts, mask: mj.gelu(m, c),
+    "activation": lambda p, m, c, parts, mask: mj.activation(m, c, jnp.tanh),
+    "softmax": lambda p, m, c, parts, mask: mj.softmax(
+        m, c, mask=pairs(mask, m.shape[1], across=True), order=p.order
+    ),
+    "layer_norm": lambda p, m, c, parts, mask: mj.layer_norm(
+        m, c, parts.block.norm1, order=p.order
+    ),
+    "mean_pool": lambda p, m, c, parts, mask: mj.mean_pool(m, c, mask),
+    "attention": lambda p, m, c, parts, mask: mj.attention(
+        m, c, parts.block.attention, num_heads=HEADS, mask=pairs(mask, len(m)), order=p.order
+    ),
+    "cross_attention": lambda p, m, c, parts, mask: mj.cross_attention(
+        m,
+        c,
+        *parts.memory,
+        parts.block.attention,
+        num_heads=HEADS,
+        mask=pairs(mask, len(m)),
+        order=p.order,
+    ),
+    "feed_forward": lambda p, m, c, parts, mask: mj.feed_forward(
+        m, c, parts.block.feed_forward, activation=mj.gelu
+    ),
+    "encoder_block": lambda p, m, c, parts, mask: mj.encoder_block(
+        m,
+        c,
+        parts.block,
+        num_heads=HEADS,
+        mask=pairs(mask, len(m)),
+        norm_first=p.norm_first,
+        order=p.order,
+    ),
+    "decoder_block": lambda p, m, c, parts, mask: mj.decoder_block(
+        m,
+        c,
+        *parts.memory,
+        decoder_params(parts.block),
+        num_heads=HEADS,
+        memory_mask=pairs(mask, len(m)),
+        norm_first=p.norm_first,
+    ),
+}
+
+
+def pairs(mask, size, across=False):
+    """A mask of tokens as one of (size, T) pairs, or of (T, size)."""
+    if mask is None:
+        return None
+    return jnp.broadcast_to(mask[:, None] if across else mask[None, :], (len(mask), size))
+
+
+def decoder_params(block):
+    return mj.DecoderBlockParams(
+        block.attention, block.norm1, block.attention, block.norm2, block.feed_forward, block.norm1
+    )
+
+
+@functools.cache
+def maker_of_params(family, features):
+    @jax.jit
+    def make(key):
+        keys = jax.random.split(key)
+        dense = random_dense_params(keys[0], family, (features, HIDDEN))
+        return dense, random_block(keys[1], features, HIDDEN, family=family)
+
+    return make
+
+
+@functools.cache
+def maker_of_moments(structure, shape):
+    @jax.jit
+    def make(key, spread):
+        keys = jax.random.split(key)
+        mean = jax.random.normal(keys[0], shape)
+        return mean, structure.project(random_dense(keys[1], shape, spread))
+
+    return make
+
+
+@functools.cache
+def compiled(index: int):
+    """A transform, of one sequence and of a batch."""
+    p = program(index)
+
+    def one(moments, parts, mask):
+        return TRANSFORMS[p.transform](p, *moments, parts, mask)
+
+    return jax.jit(one), jax.jit(jax.vmap(one, in_axes=(0, None, None)))
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, dtype), tree)
+
+
+@given(
+    index=st.integers(0, settings.default.max_examples // 6),
+    seed=st.integers(0, 1000),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
+    centre=st.sampled_from(["random", "zeros", "equal"]),
+    seen=st.sampled_from(["random", "one", "all", "none"]),
+)
+def test_any_transform(index, seed, spread, centre, seen):
+    p = program(index)
+    one, many = compiled(index)
+    keys = jax.random.split(jax.random.key(seed), 5)
+    make = maker_of_moments(p.structure, p.shape)
+    other = maker_of_moments(p.structure, (p.shape[1], HIDDEN))(keys[4], 1.0)
+    params = maker_of_params(p.family, p.shape[1])(keys[0])
+    parts = cast(Parts(*params, other, make(keys[1], 1.0)), p.dtype)
+    batch = [cast(make(key, spread), p.dtype) for key in keys[2:4]]
+    scale = {"random": 1, "zeros": 0, "equal": 0}[centre]
+    batch = [(scale * mean + mean.dtype.type(centre == "equal"), cov) for mean, cov in batch]
+    chosen = {"random": np.random.default_rng(seed).random(p.shape[0]) < 0.5}
+    mask = chosen.get(seen, np.arange(p.shape[0]) < {"one": 1, "all": 99}.get(seen, 0))
+    mask = mask if p.masked else None
+
+    loop = [one(moments, parts, mask) for moments in batch]
+    for result in loop:
+        check_moments(p, *result)
+    together = many(jax.tree.map(lambda *leaves: np.stack(leaves), *batch), parts, mask)
+    for row, result in enumerate(loop):
+        for single, stacked in zip(*map(jax.tree.leaves, (result, together)), strict=True):
+            size = max(1.0, float(np.max(np.abs(single))))
+            tolerance = 10 * TOLERANCE[single.dtype] * size
+            np.testing.assert_allclose(stacked[row], single, atol=tolerance)
+    with pytest.raises(TypeError, match=r"\.astype\(jnp.float32\)"):
+        one((batch[0][0].astype(np.uint8), batch[0][1]), parts, mask)
+
+
+def check_moments(p: Program, mean, cov) -> None:
+    """Finite, of the type that came, the same structure, and positive semidefinite."""
+    assert isinstance(cov, p.structure)
+    assert cov.shape == mean.shape
+    for leaf in jax.tree.leaves((mean, cov)):
+        assert leaf.dtype == p.dtype
+        assert np.isfinite(leaf).all()
+    assert np.min(cov.variance()) >= 0
+    entries = mean.size
+    dense = np.asarray(to_dense(cov), np.float64).reshape(entries, entries)
+    tolerance = TOLERANCE[mean.dtype] * np.max(np.abs(dense))
+    np.testing.assert_allclose(dense, dense.T, atol=tolerance)
+    assert np.linalg.eigvalsh(dense).min() >= -entries * tolerance
+
+
+to_dense = jax.jit(lambda cov: cov.to_dense())
