@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import signal
 import sys
 
 from experiments.command_line import PREEMPTED, InputError, Parser, PartError, PreemptedError
 from experiments.compiler import without_faulty_fusions
+from experiments.stopping import INTERRUPTED, StopRequest
 
 COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     except PreemptedError as error:
         return _say(error, PREEMPTED)
     except KeyboardInterrupt as error:
-        return _say(str(error) or "stopped", 130)
+        return _say(error, INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -81,4 +84,8 @@ def _say(message: object, status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # a log has what was printed, whenever we end
+    with StopRequest(signal.SIGINT, at_once=True):
+        status = main()
+    sys.exit(status)
