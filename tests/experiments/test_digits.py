@@ -106,7 +106,10 @@ class Command:
 
     def __init__(self, *options):
         command = [sys.executable, "-m", "experiments", "digits", *options]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        fresh = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # nothing of the user's
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=fresh, stderr=subprocess.PIPE, text=True
+        )
 
     def says(self, words):
         for line in self.process.stderr:
