@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import signal
 import sys
+from pathlib import Path
 
 from experiments.command_line import PREEMPTED, InputError, Parser, PartError, PreemptedError
 from experiments.compiler import without_faulty_fusions
+from experiments.stopping import INTERRUPTED, StopRequest
 
 COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
@@ -25,6 +29,7 @@ COMMANDS = {
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""
 
 DEFAULT_COMMAND = "digits"
+TIME_THE_COMPILER = ("frontier", "scale")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     except PreemptedError as error:
         return _say(error, PREEMPTED)
     except KeyboardInterrupt as error:
-        return _say(str(error) or "stopped", 130)
+        return _say(error, INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -74,6 +79,17 @@ def _run(arguments: list[str]) -> None:
     experiment.run(parser.parse_args(arguments))
 
 
+def _keep_compiled_programs(arguments: list[str]) -> None:
+    """Have JAX, not imported yet, keep what took a second or more to compile, for later runs.
+
+    Where the environment names a folder for it, or switches it off, that stays. What is in the folder is
+    executed, so it is one of the user's own.
+    """
+    if not arguments or arguments[0] not in TIME_THE_COMPILER:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches / "moment_jax"))
+
+
 def _say(message: object, status: int) -> int:
     """One line on the standard error."""
     print(f"experiments: {' '.join(str(message).split())}", file=sys.stderr)
@@ -81,4 +97,9 @@ def _say(message: object, status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # a log has what was printed, whenever we end
+    with StopRequest(signal.SIGINT, at_once=True):
+        _keep_compiled_programs(sys.argv[1:])
+        status = main()
+    sys.exit(status)

@@ -8,7 +8,6 @@ the logits where the file has a head, and the time as a multiple of the determin
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 import moment_jax as mj
 from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
-from experiments.command_line import number
+from experiments.command_line import number, path
 from experiments.common_options import add_json, add_structures
 from experiments.outputs import writable_file, write_json
 from experiments.timing import interleaved
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--cases",
-        type=Path,
+        type=path,
         required=True,
         metavar="DIR",
         help="folder of .npz case files (required); a weight's standard deviation of 0 is a certain "

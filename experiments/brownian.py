@@ -20,7 +20,7 @@ from scipy import stats
 import moment_jax as mj
 from experiments import brownian_figures as draw
 from experiments import report
-from experiments.command_line import number, one_of
+from experiments.command_line import number, one_of, path
 from experiments.common_options import add_run, add_seed
 from experiments.data import Digits
 from experiments.digits import trained
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add(
         "--out",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="folder for metrics.json and figures (default: brownian/ in --run)",
     )

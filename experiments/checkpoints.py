@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 from types import TracebackType
@@ -11,9 +12,25 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments.command_line import InputError
+from experiments.outputs import writable_folder
 
 KEPT = 2
 """How many of the latest checkpoints are kept."""
+
+
+def run_folder(args: argparse.Namespace) -> Path:
+    """The --out of a run, made if need be; its checkpoints are below.
+
+    Raises:
+      InputError: if it cannot be written, or with --resume if there is nothing there to go on from.
+    """
+    folder = args.out / "checkpoints"  # of one training, or of several in folders of their own
+    if args.resume and not any(path.name.isdigit() for path in folder.glob("**/*")):
+        raise InputError(
+            f"--resume: {args.out} holds no checkpoint to go on from; give the --out of the run, or "
+            "leave out --resume to start one"
+        )
+    return writable_folder(args.out, "--out")
 
 
 class Checkpoints:

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
@@ -56,6 +57,13 @@ def number(
         return value
 
     return parse
+
+
+def path(text: str) -> Path:
+    """A type for `add_argument`: a file or folder; no text is none, and not the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("needs the path of a file or folder, got ''")
+    return Path(text)
 
 
 def one_of(table: dict[str, Any], what: str) -> Callable[[str], str]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import moment_jax as mj
-from experiments.command_line import number, one_of
+from experiments.command_line import number, one_of, path
 
 
 def add_structures(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """`--run DIR`, a trained network."""
     parser.add_argument(
         "--run",
-        type=Path,
+        type=path,
         default=Path("runs/digits"),
         metavar="DIR",
         help="the --out of a finished main job (default: %(default)s)",
@@ -47,7 +47,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json FILE`."""
     parser.add_argument(
         "--json",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="write the figures there too (default: nowhere)",
     )

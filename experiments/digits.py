@@ -19,12 +19,12 @@ from scipy import ndimage
 
 import moment_jax as mj
 from experiments import classifiers, data, figures, predictions, report
-from experiments.checkpoints import Checkpoints
+from experiments.checkpoints import Checkpoints, run_folder
 from experiments.classifiers import Belief
 from experiments.command_line import InputError
 from experiments.data import Digits
 from experiments.digits_options import add_arguments
-from experiments.outputs import writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.predictions import Prediction
 from experiments.training import fit
 
@@ -37,15 +37,10 @@ ANGLES = np.linspace(0.0, 180.0, 37)
 def run(args: argparse.Namespace) -> None:
     """Train both networks, compare them, write what came out."""
     start = time.perf_counter()
-    out = writable_folder(args.out, "--out")
+    out = run_folder(args)
     digits = data.load()
-    try:
-        plain, plain_seconds = _train_plain(args, digits)
-        network, bayesian_seconds = _train_bayesian(args, digits, plain)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
-        ) from None
+    plain, plain_seconds = _train_plain(args, digits)
+    network, bayesian_seconds = _train_bayesian(args, digits, plain)
     turned, label = _turned(digits)
     results = _predict(args, digits, plain, network, turned)
     metrics = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import moment_jax as mj
 from experiments.classifiers import POSTERIORS
-from experiments.command_line import number, one_of
+from experiments.command_line import number, one_of, path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--out",
-        type=Path,
+        type=path,
         default=Path("runs/digits"),
         metavar="DIR",
         help="folder for metrics.json, figures and checkpoints (default: %(default)s)",

@@ -18,13 +18,13 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments import code_models
-from experiments.checkpoints import Checkpoints
+from experiments.checkpoints import Checkpoints, run_folder
 from experiments.code_images import SOURCES, ImageSet
 from experiments.code_models import Size, Training, number_of_parameters
 from experiments.code_report import BAYESIAN, DENSE, TRANSFORMER, WIDE, draw, print_table
 from experiments.code_scores import Coder, Scores, sampled_reconstruction, score
 from experiments.discrete_options import LIKELIHOODS, add_arguments, check, check_patches
-from experiments.outputs import writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.training import Task, TrainState, fit
 
 __all__ = ["add_arguments", "run"]
@@ -40,13 +40,8 @@ def run(args: argparse.Namespace) -> None:
     check_patches(args, images.image_size)
     if args.likelihood == "bernoulli":
         images = images.binary()
-    out = writable_folder(args.out, "--out")
-    try:
-        bayesian, plains, trained = _train(args, images)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
-        ) from None
+    out = run_folder(args)
+    bayesian, plains, trained = _train(args, images)
     coders = {BAYESIAN: Coder.bayesian(bayesian)}
     coders |= {name: Coder.plain(network) for name, network in plains.items()}
     key = jax.random.key(args.seed + 3)

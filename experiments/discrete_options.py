@@ -10,7 +10,7 @@ from typing import Any
 import moment_jax as mj
 from experiments.code_images import SOURCES
 from experiments.code_models import NUM_HEADS
-from experiments.command_line import InputError, number, one_of
+from experiments.command_line import InputError, number, one_of, path
 from experiments.common_options import add_seed
 
 LIKELIHOODS: dict[str, Callable[[], Any]] = {
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--out",
-        type=Path,
+        type=path,
         default=Path("runs/discrete"),
         metavar="DIR",
         help="folder for metrics.json, figures and checkpoints (default: %(default)s)",

@@ -18,12 +18,12 @@ import numpy as np
 from flax import nnx
 
 from experiments import figures, language_figures, language_model, language_predictions
-from experiments.checkpoints import Checkpoints
+from experiments.checkpoints import Checkpoints, run_folder
 from experiments.language_model import CONTEXT, CharacterModel, PlainCharacterModel
 from experiments.language_options import add_arguments
 from experiments.language_predictions import Scores, auroc
 from experiments.language_text import Texts, Vocabulary, load, windows
-from experiments.outputs import writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.report import aligned
 from experiments.training import fit
 
@@ -38,16 +38,11 @@ Results = dict[str, dict[str, Scores]]
 def run(args: argparse.Namespace) -> None:
     """Train both networks, compare them, write what came out."""
     start = time.perf_counter()
-    out = writable_folder(args.out, "--out")
+    out = run_folder(args)
     texts, vocabulary = load()
     train = vocabulary.encode(texts.train)
-    try:
-        plain, plain_seconds = _train_plain(args, train, texts, vocabulary)
-        network, bayesian_seconds = _train_bayesian(args, train, plain, vocabulary)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
-        ) from None
+    plain, plain_seconds = _train_plain(args, train, texts, vocabulary)
+    network, bayesian_seconds = _train_bayesian(args, train, plain, vocabulary)
     results = _predict(args, plain, network, texts, vocabulary)
     sample = _continue(args, network, texts, vocabulary)
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import moment_jax as mj
-from experiments.command_line import number, one_of
+from experiments.command_line import number, one_of, path
 from experiments.common_options import add_seed
 
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count, positive, weight = number(int, least=1), number(float, above=0), number(float, least=0)
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path,
         default=Path("runs/language"),
         metavar="DIR",
         help="folder for metrics.json, figures and checkpoints (default: %(default)s)",

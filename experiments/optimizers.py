@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from experiments import report
-from experiments.command_line import InputError, number, one_of
+from experiments.command_line import InputError, number, one_of, path
 from experiments.common_options import add_json
 from experiments.optimizer_figures import draw
 from experiments.optimizer_methods import methods
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead: memory and time of an update of the Transformer at these widths, multiples of 4",
     )
     add_json(parser)
-    add("--out", type=Path, metavar="DIR", help="folder for drawings (default: none are made)")
+    add("--out", type=path, metavar="DIR", help="folder for drawings (default: none are made)")
 
 
 def run(args: argparse.Namespace) -> None:

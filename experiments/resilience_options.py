@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import moment_jax as mj
-from experiments.command_line import number, one_of
+from experiments.command_line import number, one_of, path
 from experiments.common_options import add_json, add_seed
 from experiments.loop.job import PRECISIONS
 from experiments.resilience_job import NETWORKS
@@ -130,7 +130,7 @@ def _add_saving(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--out",
-        type=Path,
+        type=path,
         default=Path("runs/resilience"),
         metavar="DIR",
         help="folder of the run (default: %(default)s). A checkpoint in it is gone on from, by any "
@@ -170,7 +170,7 @@ def _add_saving(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--compile-cache",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="keep compiled programs there, for faster starts; what is in it is executed, so only you "
         "should be able to write there (default: nowhere)",

@@ -24,13 +24,13 @@ from flax import nnx
 from experiments import forecast_baselines as baselines
 from experiments import forecast_figures as figures
 from experiments import forecast_training, report
-from experiments.checkpoints import Checkpoints
+from experiments.checkpoints import Checkpoints, run_folder
 from experiments.figures import save
 from experiments.forecast_baselines import Forecast
 from experiments.forecast_data import START, Parts, day_difference_scale, load, split, tokens
 from experiments.forecast_sampling import against_samples
 from experiments.forecaster import Forecaster, Size
-from experiments.outputs import writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.seq2seq_options import add_arguments
 from experiments.training import fit
 
@@ -45,15 +45,10 @@ def run(args: argparse.Namespace) -> None:
     """Fit the baselines, train the network, compare them, write what came out."""
     begin = time.perf_counter()
     parts = split(load())
-    out = writable_folder(args.out, "--out")
+    out = run_folder(args)
     each, choices = _baselines(parts)
     scale = day_difference_scale(parts.train)
-    try:
-        network = _train(args, parts, scale)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"stopped; the last checkpoint is in {out}: run the same command with --resume to go on"
-        ) from None
+    network = _train(args, parts, scale)
     trained = time.perf_counter()
     later = parts.validation.followed_by(parts.test)
     forecast, parameter_sd = forecast_training.forecast(network, later, scale)

@@ -1,8 +1,9 @@
-"""The training loop: compiled updates, a progress bar, checkpoints, and the best of a validation."""
+"""The training loop: compiled updates, progress, checkpoints, Ctrl-C, and the best of a validation."""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from tqdm import tqdm
 
 from experiments.checkpoints import Checkpoints
+from experiments.progress import Progress
+from experiments.stopping import StopRequest
 
 Array = jax.Array
 Params = Any
@@ -45,7 +47,7 @@ class Task:
     """What to train.
 
     Args:
-      name: shown at the progress bar.
+      name: shown with the progress.
       loss: (params, key, step) -> the loss to minimise and what else to show; it draws its own
         mini-batch from the key, which is the same for the whole run, and the step.
       optimizer: an optax transformation.
@@ -87,13 +89,16 @@ class Task:
         return state._replace(best=Best(chosen, jnp.minimum(score, state.best.score)))
 
 
-def fit(task: Task, state: TrainState, checkpoints: Checkpoints, save_every: int) -> TrainState:
+def fit(
+    task: Task, state: TrainState, checkpoints: Checkpoints | None = None, save_every: int = 1
+) -> TrainState:
     """Train, from the latest checkpoint if there is one.
 
     Args:
       task: what to train.
       state: where to start if there is no checkpoint.
-      checkpoints: where to save; the end is saved too.
+      checkpoints: where to save; the end is saved too. None to save nothing; then Ctrl-C is not waited
+        for.
       save_every: updates between checkpoints.
 
     Returns:
@@ -101,24 +106,35 @@ def fit(task: Task, state: TrainState, checkpoints: Checkpoints, save_every: int
 
     Raises:
       InputError: if the checkpoint is of other settings.
+      KeyboardInterrupt: after Ctrl-C, from between two updates; all that was done is saved.
     """
-    restored = checkpoints.restore(state)
+    restored = None if checkpoints is None else checkpoints.restore(state)
     if restored is not None:
         state = restored
-    update = jax.jit(task.update, donate_argnums=0)
-    keep_best = jax.jit(task.keep_best, donate_argnums=0)
     first = int(state.step)
-    steps = range(first + 1, task.num_steps + 1)
-    with tqdm(
-        steps, task.name, total=task.num_steps, initial=first, unit="step", disable=None
-    ) as bar:
-        for step in bar:
-            state, report = update(state)
-            last = step == task.num_steps
-            if task.validate is not None and (step % VALIDATE_EVERY == 0 or last):
-                state = keep_best(state)
-            if step % SHOW_EVERY == 0 or last:
-                bar.set_postfix({name: f"{float(value):.4g}" for name, value in report.items()})
-            if step % save_every == 0 or last:
-                checkpoints.save(step, state)
+    if first >= task.num_steps:
+        return state
+    with Progress(task.name, task.num_steps, initial=first) as progress:
+        # What takes long to compile comes before there is anything that Ctrl-C would have to save.
+        update = jax.jit(task.update, donate_argnums=0).lower(state).compile()
+        if task.validate is not None:
+            keep_best = jax.jit(task.keep_best, donate_argnums=0).lower(state).compile()
+        with StopRequest(*([] if checkpoints is None else [signal.SIGINT])) as request:
+            for step in range(first + 1, task.num_steps + 1):
+                state, report = update(state)
+                last = step == task.num_steps
+                stop = request.received is not None
+                if task.validate is not None and (step % VALIDATE_EVERY == 0 or last):
+                    state = keep_best(state)
+                shown = step % SHOW_EVERY == 0 or last
+                progress.update(1, {k: float(v) for k, v in report.items()} if shown else None)
+                if checkpoints is not None and (step % save_every == 0 or last or stop):
+                    checkpoints.save(step, state)
+                if stop:
+                    break
+    if checkpoints is not None and request.received is not None:  # or after the last update
+        raise KeyboardInterrupt(
+            f"stopped after update {step} of {task.num_steps} ({task.name}), which is saved in "
+            f"{checkpoints.folder}; run the same command with --resume to go on"
+        )
     return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from experiments.command_line import number, one_of
+from experiments.command_line import number, one_of, path
 from experiments.common_options import add_json, add_seed, add_structures
 from experiments.frontier.networks import DEFAULT, LARGE, NETWORKS, QUICK
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_structures(parser)
     add(
         "--out",
-        type=Path,
+        type=path,
         default=Path("runs/frontier"),
         metavar="DIR",
         help="folder for frontier.json, frontier.png, trained posteriors and sampled truths; what is "

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from experiments import data
-from experiments.checkpoints import Checkpoints
 from experiments.frontier import storage, variational
 from experiments.frontier.problem import Problem, Spec
 from experiments.frontier.random_posterior import random_problem
@@ -72,8 +71,4 @@ class Problems:
         digits, seed = data.load(), spec.training.seed
         task = variational.task(spec, spec.training, digits)
         state = task.start(variational.initial(spec, seed), jax.random.key(seed))
-        folder = self.out / "checkpoints" / spec.name
-        settings = storage.posterior_settings(spec)
-        with Checkpoints(folder, settings, resume=False) as store:
-            state = fit(task, state, store, spec.training.steps)
-        return variational.finished(spec, state.params, digits)
+        return variational.finished(spec, fit(task, state).params, digits)

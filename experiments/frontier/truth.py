@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 import moment_jax as mj
 from experiments.frontier.passes import classify, plain_tokens
 from experiments.frontier.problem import Problem
+from experiments.progress import Progress
 
 Array = jax.Array
 
@@ -101,13 +101,11 @@ def sample(problem: Problem, num_samples: int, seed: int) -> Truth:
     kept = np.sort(rng.choice(tokens, min(KEPT, tokens), replace=False))
     kept = np.concatenate([kept, np.arange(tokens, entries)])
     sums, stored = Sums(), []
-    with tqdm(
-        total=num_samples, desc=f"sampling {spec.name}", unit="net", disable=None, leave=False
-    ) as bar:
+    with Progress(f"sampling {spec.name}", num_samples, unit="network") as progress:
         for draws in _chunks(problem, num_samples, max(1, CHUNK_NUMBERS // entries), seed):
             sums.add(draws)
             stored.append(draws[:, kept])
-            bar.update(len(draws))
+            progress.update(len(draws))
     draws = np.concatenate(stored)
     truths = sums.moments((entries,), slice(None)).sd[kept]
     sizes = 2 ** np.arange(1, max(2, int(np.log2(num_samples / 4)) + 1))

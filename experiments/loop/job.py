@@ -23,7 +23,7 @@ class Job:
     """What to train, the same in every process.
 
     Args:
-      name: shown at the progress bar.
+      name: shown with the progress.
       create: seed -> the untrained module; it is called inside `jit`, so that each device makes its own
         part of it.
       loss: (module, batch, key, step) -> the mean loss of the batch and what else to report. The key is

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from experiments.command_line import PreemptedError
 from experiments.loop.job import Job
@@ -18,6 +17,7 @@ from experiments.loop.records import Metrics, add_event
 from experiments.loop.state import Blueprint
 from experiments.loop.store import Store, is_main_process
 from experiments.loop.update import Guard, compiled_update
+from experiments.progress import Progress
 from experiments.training import TrainState
 
 
@@ -102,19 +102,15 @@ def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainStat
 
 
 class _Log:
-    """The progress bar and metrics; reads each update's figures when the next is under way already."""
+    """Progress and metrics; reads each update's figures when the next is under way already."""
 
     def __init__(self, job: Job, folder: Path, first: int, guard: Guard) -> None:
         self.guard = guard
         self.pending: tuple[int, Any] | None = None
         self.since = time.perf_counter()
         self.metrics = Metrics(folder, first) if is_main_process() else None
-        self.bar = tqdm(
-            desc=job.name,
-            total=job.num_steps,
-            initial=first,
-            unit="step",
-            disable=None if is_main_process() else True,
+        self.progress = Progress(
+            job.name, job.num_steps, initial=first, hidden=not is_main_process()
         )
 
     def add(self, step: int, outcome: Any) -> None:
@@ -139,15 +135,12 @@ class _Log:
         if self.metrics is not None:
             self.metrics.write(step, {**values, "seconds": round(now - self.since, 4)})
         self.since = now
-        self.bar.update()
-        self.bar.set_postfix(
-            {name: f"{value:.4g}" for name, value in values.items()}, refresh=False
-        )
+        self.progress.update(1, values)
 
     def __enter__(self) -> _Log:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.close()
+        self.progress.__exit__()
         if self.metrics is not None:
             self.metrics.close()

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from experiments.command_line import PREEMPTED, InputError, PartError, Preempted
 from experiments.loop.layout import HOST, Layout
 from experiments.loop.records import EVENTS, add_event, read_lines
 from experiments.loop.run import Saving
+from experiments.stopping import StopRequest
 
 POLL = 0.02
 LOCK_TIMEOUT = 30.0  # seconds for the processes of a killed run to be gone
@@ -79,18 +79,18 @@ def supervise(order: Order) -> None:
       KeyboardInterrupt: after Ctrl-C; what was done is saved.
     """
     folder = order.saving.folder
-    with _locked(folder) as lock, _asked() as asked:
+    with _locked(folder) as lock, StopRequest(signal.SIGTERM, signal.SIGINT) as request:
         for attempt in range(order.restarts + 1):
-            codes, lost = _attempt(order, attempt, lock, asked)
-            kind = signal.Signals(asked[0]).name if asked else None
-            add_event(folder, "over", attempt=attempt, codes=codes, asked=kind)
+            codes, lost = _attempt(order, attempt, lock, request)
+            asked = request.received
+            add_event(folder, "over", attempt=attempt, codes=codes, asked=asked and asked.name)
             if all(code == FINISHED for code in codes):
                 return
             if BAD_INPUT in codes and not lost:
                 raise InputError(_message(folder, attempt))
             if FAILED in codes and not lost:
                 raise PartError(_message(folder, attempt))
-            if asked and asked[0] == signal.SIGINT:
+            if asked == signal.SIGINT:
                 raise KeyboardInterrupt(
                     f"stopped; the same command goes on from what is in {folder}"
                 )
@@ -104,7 +104,7 @@ def supervise(order: Order) -> None:
         )
 
 
-def _attempt(order: Order, attempt: int, lock: int, asked: list[int]) -> tuple[list[int], bool]:
+def _attempt(order: Order, attempt: int, lock: int, request: StopRequest) -> tuple[list[int], bool]:
     """Start all processes, wait for all, and return their exit codes, and whether one was lost.
 
     Where one was lost, an unreadable checkpoint may mean to another one no more than that: the
@@ -121,7 +121,7 @@ def _attempt(order: Order, attempt: int, lock: int, asked: list[int]) -> tuple[l
         ]
         try:
             add_event(folder, "launch", attempt=attempt, pids=[worker.pid for worker in workers])
-            _wait(workers, order.grace, asked)
+            _wait(workers, order.grace, request)
             lost = any(worker.poll() not in (None, *EXPECTED) for worker in workers)
         finally:
             for worker in workers:
@@ -155,13 +155,14 @@ def _start(
     )
 
 
-def _wait(workers: list[subprocess.Popen[bytes]], grace: float, asked: list[int]) -> None:
+def _wait(workers: list[subprocess.Popen[bytes]], grace: float, request: StopRequest) -> None:
     """Until all have ended, or one is lost, or those that were asked to leave take too long."""
     deadline = None
     while any(worker.poll() is None for worker in workers):
         codes = [worker.returncode for worker in workers if worker.returncode is not None]
         if any(code not in (FINISHED, PREEMPTED) for code in codes):
             return
+        asked = request.received is not None
         if deadline is None and (asked or codes):
             deadline = time.monotonic() + grace
             for worker in workers:
@@ -178,22 +179,6 @@ def _message(folder: Path, attempt: int) -> str:
     if said and said[-1].get("attempt") == attempt:
         return str(said[-1]["message"])
     return f"asked to leave; what was saved is in {folder}; the same command goes on from there"
-
-
-@contextlib.contextmanager
-def _asked() -> Iterator[list[int]]:
-    """The signals that asked us to leave, in a list that grows."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(n, lambda number, _: asked.append(number)) for n in numbers]
-    try:
-        yield asked
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -12,11 +12,10 @@ the other parts are done and written all the same.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import moment_jax as mj
-from experiments.command_line import InputError, PartError, number, one_of
+from experiments.command_line import InputError, PartError, number, one_of, path
 from experiments.common_options import add_json, add_structures
 from experiments.outputs import writable_file, writable_folder, write_json
 from experiments.scale import devices, export, tpu, weak
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the compiler in part tpu, -1 to 1; 0 takes several times as long as -1 (default: -1)",
     )
     add_json(parser)
-    add("--out", type=Path, metavar="DIR", help="folder for the exported function (default: none)")
+    add("--out", type=path, metavar="DIR", help="folder for the exported function (default: none)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -71,6 +71,23 @@ def test_a_folder_that_cannot_be_written(capsys, tmp_path):
     assert file.read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_path_is_not_the_working_directory(name, capsys):
+    parser = Parser(prog=name)
+    importlib.import_module(f"experiments.{name}").add_arguments(parser)
+    paths = [action for action in parser._actions if action.metavar in ("DIR", "FILE")]
+    assert paths
+    for action in paths:
+        (option,) = action.option_strings
+        fails(capsys, [name, option, ""], option, "needs the path")
+
+
+@pytest.mark.parametrize("name", ["digits", "language", "discrete"])
+def test_only_a_run_that_is_there_is_resumed(name, capsys, tmp_path):
+    fails(capsys, [name, "--resume", "--out", tmp_path / "new"], "--resume", "no checkpoint")
+    assert not list(tmp_path.iterdir())
+
+
 def truncated(path):
     np.savez(path, **mlp_arrays())
     path.write_bytes(path.read_bytes()[:-400])

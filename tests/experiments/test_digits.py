@@ -1,6 +1,12 @@
 """The main job at a tiny size, and what a resumed run owes to an unbroken one."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +18,14 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import classifiers, data, digits
+from experiments import classifiers, data
 from experiments.__main__ import main
 from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
 from experiments.outputs import whole_file, write_json
 from experiments.training import Task, fit
 
+ROOT = Path(__file__).parents[2]
 FIGURES = ("certainty.png", "reliability.png", "rotation.png", "spread.png")
 
 
@@ -73,31 +80,75 @@ def test_other_settings_are_not_resumed(tmp_path):
         trained(tmp_path, 4, resume=True, settings={"seed": 1})
 
 
-def test_an_interrupt_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    whole = trained(tmp_path / "whole", 4)
+def test_ctrl_c_is_waited_for_and_the_update_saved(tmp_path, monkeypatch, capfd):
+    whole = trained(tmp_path / "whole", 6)
     save = Checkpoints.save
 
-    def save_and_stop(store, step, state):
+    def save_and_press(store, step, state):
         save(store, step, state)
-        raise KeyboardInterrupt
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            trained(tmp_path / "stopped", 4)
-    resumed = trained(tmp_path / "stopped", 4, resume=True)
+        patch.setattr(Checkpoints, "save", save_and_press)
+        with pytest.raises(KeyboardInterrupt, match=r"after update 3 of 6 .* saved in .*--resume"):
+            trained(tmp_path / "stopped", 6)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "press Ctrl-C again to end at once" in capfd.readouterr().err
+    resumed = trained(tmp_path / "stopped", 6, resume=True)
     for left, right in zip(raw(whole), raw(resumed), strict=True):
         np.testing.assert_array_equal(left, right)
 
 
-def test_ctrl_c_is_one_line_and_130(tmp_path, monkeypatch, capsys):
-    def stop(*_):
-        raise KeyboardInterrupt
+class Command:
+    """The main job in a process of its own, its standard error read as it comes."""
 
-    monkeypatch.setattr(digits, "_train_plain", stop)
-    assert main(["digits", "--out", str(tmp_path)]) == 130
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--resume" in line
+    def __init__(self, *options):
+        command = [sys.executable, "-m", "experiments", "digits", *options]
+        fresh = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # nothing of the user's
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=fresh, stderr=subprocess.PIPE, text=True
+        )
+
+    def says(self, words):
+        for line in self.process.stderr:
+            if words in line:
+                return line
+        raise AssertionError(f"it ended without {words!r}")
+
+    def press(self):
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self):
+        rest = self.process.stderr.read()
+        self.process.stderr.close()
+        return self.process.wait(), rest
+
+
+def test_ctrl_c_in_a_process_of_its_own(tmp_path):
+    options = ["--plain-steps", "1000000000", "--out", str(tmp_path / "run")]
+    first = Command(*options)
+    first.says("plain network: 0 of")
+    first.says("plain network: ")  # so it trains by now
+    first.press()
+    first.says("press Ctrl-C again")
+    status, said = first.end()
+    assert status == 130
+    (step,) = re.findall(r"stopped after update (\d+) .*--resume", said)
+    second = Command(*options, "--resume")
+    second.says(f"plain network: {step} of")  # and now it compiles: there is nothing to save
+    second.press()
+    status, said = second.end()
+    assert status == 130
+    assert said.split("\n", 2)[1].startswith("experiments: stopped at once")
+
+
+def test_a_log_has_lines(tmp_path, capsys):
+    trained(tmp_path, 4)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "small: 0 of 4 steps"
+    assert lines[-1].startswith("small: 4 of 4 steps; loss ")
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):

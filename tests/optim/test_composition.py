@@ -35,7 +35,7 @@ def pieces(make, **options):
 
 
 def step(tx, params, grads, factors):
-    return tx.update(grads, tx.init(params), params, factors=factors)
+    return jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
 
 
 def equal(left, right):

@@ -1,0 +1,58 @@
+"""How far a loop has come: a bar on a terminal, and a line now and then where the output is kept."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from tqdm import tqdm
+
+SECONDS = 10.0  # between two lines
+
+
+class Progress:
+    """Of one loop; on the standard error.
+
+    Args:
+      name: of what the loop does.
+      total: steps in all.
+      initial: steps made before.
+      unit: what a step is called.
+      hidden: show nothing, as processes do but one.
+    """
+
+    def __init__(
+        self, name: str, total: int, *, initial: int = 0, unit: str = "step", hidden: bool = False
+    ) -> None:
+        self.name, self.total, self.done, self.unit = name, total, initial, unit
+        self.figures = ""
+        self.since = time.monotonic()
+        shown = not hidden and sys.stderr.isatty()
+        options: dict[str, Any] = {"total": total, "initial": initial, "unit": unit}
+        self.bar = tqdm(desc=name, disable=not shown, **options)
+        self.lines = not hidden and not shown
+        self._write()
+
+    def update(self, count: int = 1, figures: Mapping[str, float] | None = None) -> None:
+        """So many more steps were made; show these figures from now on."""
+        self.done += count
+        if figures is not None:
+            self.figures = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            self.bar.set_postfix_str(self.figures, refresh=False)
+        self.bar.update(count)
+        if self.done >= self.total or time.monotonic() - self.since >= SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        if self.lines:
+            self.since = time.monotonic()
+            words = [f"{self.name}: {self.done} of {self.total} {self.unit}s", self.figures]
+            print("; ".join(filter(None, words)), file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
