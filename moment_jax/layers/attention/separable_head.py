@@ -90,18 +90,23 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
         scores = scores + links.tokens * jnp.sum(diagonal_of(links.query_key))
     scores = materialized(scores / jnp.sqrt(width))
     rows = _rows(head, tokens, width)
-    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
+    seen = rows.contrasts()
+    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, seen, mask)
     weights = materialized(weights)
     mean, reach = weights @ head.value, rows_product(weights, tokens.value)
 
     products = _products(head, tokens, weights, mean, reach)
-    noise = score_noise(rows, weights, products, order)
+    noise = score_noise(seen, weights, products, order)
     token_gram = noise.token_gram
-    inner = inner_noise(rows, weights, noise.gain, tokens.pool)
+    inner = inner_noise(seen, weights, noise.gain, tokens.pool)
     feature_gram = head.value.T @ inner @ head.value
     feature_gram = feature_gram + jnp.sum(inner * tokens.value) * head.value_features
     noisy = weights**2 * rows.variance()
     independent = jnp.sum(noisy * products.spread(), axis=1)
+    # Where a row has one key left, the sum is rounding of either sign.
+    second = rows_diagonal(products.values)[None, :] + rows_diagonal(products.averages)[:, None]
+    least = 2 * jnp.finfo(noisy.dtype).eps * jnp.sum(noisy * second, axis=1)
+    independent = jnp.maximum(independent, least)
     size = safe_divide(jnp.maximum(rows_diagonal(token_gram), 0), independent)
     energy, variance = _by_independent_keys(head, tokens, noisy, weights, mean, reach)
     gain = noise.gain / jnp.sqrt(width)
