@@ -9,7 +9,13 @@ from moment_jax.expectations.gelu import gelu
 from moment_jax.expectations.moments import ElementwiseMoments
 from moment_jax.expectations.quadrature import elementwise
 from moment_jax.expectations.rectified import rectified
-from moment_jax.expectations.softmax import logsumexp_mean, softmax_mean, softmax_moments
+from moment_jax.expectations.softmax import (
+    SoftmaxExpansion,
+    logsumexp_mean,
+    softmax_expansion,
+    softmax_mean,
+    softmax_moments,
+)
 from moment_jax.expectations.softmax_jacobian import expected_softmax_jacobian, softmax_jacobian
 from moment_jax.expectations.softmax_mean import ScoreCovariance, expected_softmax, masked_softmax
 from moment_jax.expectations.tilted import tilted_softmax
@@ -17,6 +23,7 @@ from moment_jax.expectations.tilted import tilted_softmax
 __all__ = [
     "ElementwiseMoments",
     "ScoreCovariance",
+    "SoftmaxExpansion",
     "elementwise",
     "expected_softmax",
     "expected_softmax_jacobian",
@@ -24,6 +31,7 @@ __all__ = [
     "logsumexp_mean",
     "masked_softmax",
     "rectified",
+    "softmax_expansion",
     "softmax_jacobian",
     "softmax_mean",
     "softmax_moments",

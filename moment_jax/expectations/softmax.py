@@ -73,22 +73,49 @@ def softmax_moments(
     Source: Transformer derivation, Prop. 3.
     """
     mean, cov, keep = checked_row("softmax_moments", mean, cov, mask)
-    q = _mean(mean, cov, keep, order)
-    at_mean = softmax_jacobian(q)
     if order == 1:
-        out = sandwich(at_mean, cov)
+        q = _mean(mean, cov, keep, order)
+        out = sandwich(softmax_jacobian(q), cov)
         return q, 0.5 * (out + out.T)
+    terms = _expansion(mean, cov, keep)
+    first = sandwich(terms.jacobian, cov)
+    return terms.mean, 0.5 * (first + first.T) + terms.rest
+
+
+class SoftmaxExpansion(NamedTuple):
+    """The first terms of the softmax of one row of Gaussian scores in Hermite polynomials."""
+
+    mean: jax.Array  # E[softmax], (C,)
+    jacobian: jax.Array  # X, its expected Jacobian, (C, C): Cov[softmax] = X cov X + rest
+    rest: jax.Array  # the second term, positive semi-definite, (C, C)
+
+
+def softmax_expansion(
+    mean: jax.Array, cov: jax.Array, mask: jax.Array | None = None
+) -> SoftmaxExpansion:
+    """What `softmax_moments` of order 2 is made of: the Jacobian passes other rows' covariances too.
+
+    Arguments and errors are those of `softmax_moments`.
+    """
+    return _expansion(*checked_row("softmax_expansion", mean, cov, mask))
+
+
+def _expansion(mean: jax.Array, cov: jax.Array, keep: jax.Array) -> SoftmaxExpansion:
+    q = _mean(mean, cov, keep, 2)
+    at_mean = softmax_jacobian(q)
     jacobian = expected_softmax_jacobian(q, cov)
-    first = sandwich(jacobian, cov)
-    first = 0.5 * (first + first.T)
     second = _hessian_term(q, cov, at_mean)
     # The expected Hessian is smaller than that at q, as the Jacobian is: about its gain squared, and
     # less than half of the first term's variance in all. Both chosen by the error against samples.
-    gain = _quotient(jnp.sum(diagonal_of(jacobian)), jnp.sum(diagonal_of(at_mean))) ** 4
-    trace = jnp.sum(diagonal_of(first))
-    return q, first + gain * _quotient(
-        trace, trace + 2.0 * gain * jnp.sum(diagonal_of(second))
-    ) * second
+    gain = _quotient(_trace(jacobian), _trace(at_mean)) ** 4
+    trace = _trace(sandwich(jacobian, cov))
+    return SoftmaxExpansion(
+        q, jacobian, gain * _quotient(trace, trace + 2.0 * gain * _trace(second)) * second
+    )
+
+
+def _trace(matrix: jax.Array) -> jax.Array:
+    return jnp.sum(diagonal_of(matrix))
 
 
 def logsumexp_mean(mean: jax.Array, cov: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
@@ -156,8 +183,8 @@ class _Dense(NamedTuple):
     def matvec(self, vectors: jax.Array) -> jax.Array:
         return _apply(self.cov, vectors)
 
-    def square_matvec(self, vectors: jax.Array) -> jax.Array:
-        return _apply(self.cov**2, vectors)
+    def square_matvec(self, vectors: jax.Array, unit: jax.Array) -> jax.Array:
+        return _apply((self.cov / unit[0]) ** 2, vectors)
 
 
 def _mean(mean: jax.Array, cov: jax.Array, keep: jax.Array, order: int) -> jax.Array:

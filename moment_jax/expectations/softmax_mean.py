@@ -13,7 +13,7 @@ Array = jax.Array
 
 
 class ScoreCovariance(Protocol):
-    """Covariance R of rows of scores (..., C), one for each row."""
+    """Covariance R of rows of scores (..., C), one for each row, up to b 1^T + 1 b^T for any b."""
 
     def variance(self) -> Array:
         """diag(R), (..., C)."""
@@ -23,8 +23,11 @@ class ScoreCovariance(Protocol):
         """R a, (..., C) -> (..., C)."""
         ...
 
-    def square_matvec(self, vectors: Array) -> Array:
-        """(R * R) a, R squared entry by entry, (..., C) -> (..., C)."""
+    def square_matvec(self, vectors: Array, unit: Array) -> Array:
+        """(R * R) a / unit^2, R squared entry by entry, (..., C), (..., 1) -> (..., C).
+
+        Divided before it is squared: the square of a large variance is no number in float32.
+        """
         ...
 
 
@@ -65,13 +68,17 @@ def expected_softmax(
     weights = masked_softmax(mean, mask)
     pulled = cov.matvec(weights)
     spread = _total(weights * _contrast(weights, variance, pulled))
+    log_total = _highest(mean, mask) - jnp.log(_nonzero(jnp.max(weights, axis=-1, keepdims=True)))
     # MacKay's flattened scores to start with, and shorter steps where there is more noise.
     weights = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
     step = 1 / jnp.sqrt(1 + spread / 2)
-    for _ in range(num_iterations):
+    for iteration in range(num_iterations):
         weights = materialized(weights)
-        shrunken = materialized(_shrunken(weights, variance, cov))
-        weights = (1 - step) * weights + step * masked_softmax(mean + 0.5 * shrunken, mask)
+        raised = mean + 0.5 * materialized(_shrunken(weights, variance, cov))
+        if iteration == 0:
+            # Where noise would lift a weight above one, the quadratic has left its range.
+            step = step / (1 + _nonnegative(_highest(raised, mask) - log_total))
+        weights = (1 - step) * weights + step * masked_softmax(raised, mask)
     return weights
 
 
@@ -89,6 +96,16 @@ def masked_softmax(scores: Array, mask: Array | None) -> Array:
 
 def _total(array: Array) -> Array:
     return jnp.sum(array, axis=-1, keepdims=True)
+
+
+def _highest(scores: Array, mask: Array | None) -> Array:
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    return jnp.max(scores, axis=-1, keepdims=True)
+
+
+def _nonzero(x: Array) -> Array:
+    return jnp.where(x > 0, x, 1)
 
 
 def _nonnegative(x: Array) -> Array:
@@ -110,14 +127,18 @@ def _contrast(weights: Array, variance: Array, pulled: Array) -> Array:
 def _shrunken(weights: Array, variance: Array, cov: ScoreCovariance) -> Array:
     pulled = cov.matvec(weights)
     contrast = _contrast(weights, variance, pulled)
-    centre = _total(weights * pulled)
-    # sum_j a_j (R_ij - (R a)_j)^2, less the square of the same sum without the square
+    # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2, less the square of the same sum without the
+    # square.
+    unit = jnp.maximum(1, jnp.max(contrast, axis=-1, keepdims=True))
+    scaled = pulled / unit
     second = (
-        cov.square_matvec(weights)
-        - 2 * cov.matvec(weights * pulled)
-        + _total(weights * pulled**2)
-        - (pulled - centre) ** 2
+        cov.square_matvec(weights, unit)
+        - 2 * cov.matvec(weights * scaled) / unit
+        + _total(weights * scaled**2)
+        - (scaled - _total(weights * scaled)) ** 2
     )
     ratio = _quotient(_total(weights**2 * contrast), _total(weights * (1 - weights)))
     gain = 2 / (1 + jnp.sqrt(1 + 4 * ratio))
-    return contrast / (1 + gain * _quotient(_nonnegative(second), contrast))
+    # In units again, lest the square of a variance enter the derivatives.
+    shrink = _quotient(_nonnegative(second), contrast / unit)
+    return contrast / (1 + gain * unit * shrink)

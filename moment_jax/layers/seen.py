@@ -27,7 +27,8 @@ def pool_seen(cov: S, mask: Array | None) -> S:
         not hasattr(mask, "shape") or mask.shape[-1] != cov.shape[0]
     ):  # an error that the layer explains
         return cov
-    return cov.pooled(jnp.any(mask, axis=tuple(range(mask.ndim - 1))))
+    seen = jnp.any(mask, axis=tuple(range(mask.ndim - 1)))
+    return cov.pooled(seen | ~jnp.any(seen))  # where nobody looks at anything, all count alike
 
 
 def pool_as(cov: S, before: Covariance) -> S:

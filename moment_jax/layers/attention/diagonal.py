@@ -28,7 +28,7 @@ from moment_jax.layers.attention.inputs import (
     split_heads,
 )
 from moment_jax.layers.attention.places import at_own, own_entries, own_tokens
-from moment_jax.layers.attention.rows import saturation
+from moment_jax.layers.attention.rows import left_within, saturation
 from moment_jax.xla import diagonal_matrix, materialized, rows_product
 
 Array = jax.Array
@@ -66,15 +66,16 @@ class _Rows(NamedTuple):
         """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
         return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
 
-    def square_matvec(self, weights: Array) -> Array:
-        """sum_f Cov[S_ac, S_af]^2 weights_af, (T, S)."""
-        own = (self.own**2 + 2 * self.own * self._by_query()) * weights
+    def square_matvec(self, weights: Array, unit: Array) -> Array:
+        """sum_f (Cov[S_ac, S_af] / unit_a)^2 weights_af, (T, S)."""
+        query, scaled = self.query / unit, self.own / unit
+        own = (scaled**2 + 2 * scaled * (self._by_query() / unit)) * weights
         if by_features(weights.shape[0], *self.key.shape):
             keys = _mixed_pairs(weights, self.key, self.key)
             common = jnp.einsum("ade,cd,ce->ac", keys, self.key, self.key)
         else:
             common = rows_product(weights, (self.key @ self.key.T) ** 2)
-        return own + self.query**2 * common
+        return own + query**2 * common
 
     def _by_query(self) -> Array:
         return self.query * jnp.sum(self.key**2, axis=1)[None, :]
@@ -166,7 +167,7 @@ def _variance(
     total = by_keys + rows.query[:, 0] * jnp.maximum(by_query, 0)
     gain = jnp.ones_like(total)
     if order == 2:
-        gain = saturation(total, weights @ values - size)
+        gain = saturation(total, left_within(weights @ values, size))
     share = safe_divide(pattern, jnp.sum(pattern, axis=1, keepdims=True))
     return by_values + share * (gain**2 * jnp.maximum(total, 0))[:, None], gain
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moment_jax.covariance import Full
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import Inputs, Mixing, split_heads
-from moment_jax.layers.attention.rows import saturation
+from moment_jax.layers.attention.rows import centred, left_within, saturation
 
 Array = jax.Array
 
@@ -43,8 +43,8 @@ class _Rows(NamedTuple):
     def matvec(self, vectors: Array) -> Array:
         return jnp.einsum("hacf,haf->hac", self.cov, vectors)
 
-    def square_matvec(self, vectors: Array) -> Array:
-        return jnp.einsum("hacf,haf->hac", self.cov**2, vectors)
+    def square_matvec(self, vectors: Array, unit: Array) -> Array:
+        return jnp.einsum("hacf,haf->hac", (self.cov / unit[..., None]) ** 2, vectors)
 
 
 def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:
@@ -64,7 +64,7 @@ def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:
     if inputs.order == 1:
         weights = masked_softmax(scores, inputs.mask)
     else:
-        rows = _Rows(jnp.einsum("hachaf->hacf", score_cov))
+        rows = _Rows(jax.vmap(jax.vmap(centred))(jnp.einsum("hachaf->hacf", score_cov)))
         weights = expected_softmax(scores, rows, inputs.mask)
     weight_cov = _through_softmax(weights, _swap(_through_softmax(weights, _swap(score_cov))))
     weight_value = _through_softmax(weights, _score_value_cov(joint) / root)
@@ -152,7 +152,7 @@ def _output(
     if order == 2:
         second = jnp.einsum("hcdhcd->hc", moment)
         averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(mean**2, axis=2)
-        within = jnp.einsum("hac,hc->ha", weights, second) - averaged
+        within = left_within(jnp.einsum("hac,hc->ha", weights, second), averaged)
         kept = saturation(jnp.einsum("hadhad->ha", by_scores), within)
         gain = kept[:, :, None]
         by_scores = gain[..., None, None, None] * by_scores * gain[None, None, None]

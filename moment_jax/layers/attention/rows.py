@@ -37,14 +37,25 @@ class RowCovariance(NamedTuple):
 
     terms: tuple[Term, ...]
 
+    def contrasts(self) -> RowCovariance:
+        """Less what all keys of a row share, which softmax does not see.
+
+        What is left on the keys' side is minus half the variance of every difference of two keys, with
+        zeros on the diagonal. So next to nothing cancels in a row with nearly all its weight on one key.
+        """
+        return RowCovariance(tuple(Term(t.queries, centred(t.keys)) for t in self.terms))
+
     def matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
         return _total(term.own() * rows_product(weights, term.keys) for term in self.terms)
 
-    def square_matvec(self, weights: Array) -> Array:
-        """sum_f Cov[S_ac, S_af]^2 weights_af, (T, S)."""
+    def square_matvec(self, weights: Array, unit: Array) -> Array:
+        """sum_f (Cov[S_ac, S_af] / unit_a)^2 weights_af, (T, S)."""
         return _total(
-            (1 if i == j else 2) * a.own() * b.own() * rows_product(weights, a.keys * b.keys)
+            (1 if i == j else 2)
+            * (a.own() / unit)
+            * (b.own() / unit)
+            * rows_product(weights, a.keys * b.keys)
             for i, a in enumerate(self.terms)
             for j, b in enumerate(self.terms)
             if i <= j
@@ -53,6 +64,12 @@ class RowCovariance(NamedTuple):
     def variance(self) -> Array:
         """Var[S_ac], (T, S)."""
         return _total(term.own() * rows_diagonal(term.keys)[None, :] for term in self.terms)
+
+
+def centred(keys: Array) -> Array:
+    """Minus half the variance of every difference of two of them, (S, S) from their covariance."""
+    own = 0.5 * rows_diagonal(keys)
+    return keys - own[:, None] - own[None, :]
 
 
 def _total(arrays: Iterable[Array]) -> Array:
@@ -76,7 +93,7 @@ class Products(NamedTuple):
 
     def within(self, weights: Array) -> Array:
         """The variance of the values under the weights W, (T,)."""
-        return weights @ rows_diagonal(self.values) - rows_diagonal(self.averages)
+        return left_within(weights @ rows_diagonal(self.values), rows_diagonal(self.averages))
 
 
 class ScoreNoise(NamedTuple):
@@ -92,7 +109,7 @@ def score_noise(rows: RowCovariance, weights: Array, products: Products, order: 
     The scores' noise passes the softmax's Jacobian times `saturation`, which with order 1 is 1.
 
     Args:
-      rows: covariance of the scores.
+      rows: covariance of the scores, or of their contrasts.
       weights: E[W], (T, S).
       products: of the values.
       order: 1 or 2.
@@ -167,9 +184,17 @@ def saturation(from_scores: Array, within: Array) -> Array:
 
         gain^2 V + gain W = W.
 
+    Where a row gives all its weight to one key, both are 0 but for rounding, and so is the gain.
+
     Args:
       from_scores: V, the variance that the scores' noise gives weights @ values through J.
-      within: W, the variance of the values under the mean weights.
+      within: W, the variance of the values under the mean weights, see `left_within`.
     """
-    ratio = safe_divide(jnp.maximum(from_scores, 0), jnp.maximum(within, 0))
-    return 2 / (1 + jnp.sqrt(1 + 4 * ratio))
+    ratio = safe_divide(jnp.maximum(from_scores, 0), within)
+    return jnp.where(within > 0, 2 / (1 + jnp.sqrt(1 + 4 * ratio)), 0)
+
+
+def left_within(second: Array, averaged: Array) -> Array:
+    """The variance of the values under the weights: of E[v^2] less E[A^2], 0 where it is rounding."""
+    within = second - averaged
+    return jnp.where(within > 16 * jnp.finfo(within.dtype).eps * second, within, 0)

@@ -97,7 +97,8 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
         scores = scores + links.tokens * jnp.sum(diagonal_of(links.query_key))
     scores = materialized(scores / jnp.sqrt(width))
     rows = _rows(head, tokens, width)
-    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
+    seen = rows.contrasts()
+    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, seen, mask)
     weights = materialized(weights)
     mean, reach = weights @ head.value, rows_product(weights, tokens.value)
     shared = jnp.sum(head.value_noise.features * head.metric)
@@ -110,15 +111,19 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
 
     averages = product_with_transposed(noise_reach, weights)
     products = _products(head, mean, noise_tokens, noise_reach, averages)
-    noise = score_noise(rows, weights, products, order)
+    noise = score_noise(seen, weights, products, order)
     token_gram = noise.token_gram + averages
-    inner = inner_noise(rows, weights, noise.gain, tokens.pool)
+    inner = inner_noise(seen, weights, noise.gain, tokens.pool)
     feature_gram = head.value.T @ inner @ head.value
     size = jnp.broadcast_to(jnp.sum(head.value_features * head.metric), (1, 1))
     pattern, pattern_reach = (safe_divide(part, size) for part in (noise_tokens, noise_reach))
     feature_gram = feature_gram + jnp.sum(inner * pattern) * head.value_features
     noisy = weights**2 * rows.variance()
     independent = jnp.sum(noisy * products.spread(), axis=1)
+    # Where a row has one key left, the sum is rounding of either sign.
+    second = rows_diagonal(products.values)[None, :] + rows_diagonal(products.averages)[:, None]
+    least = 2 * jnp.finfo(noisy.dtype).eps * jnp.sum(noisy * second, axis=1)
+    independent = jnp.maximum(independent, least)
     size = safe_divide(jnp.maximum(rows_diagonal(noise.token_gram), 0), independent)
     energy, variance = _by_independent_keys(head, pattern, noisy, weights, mean, pattern_reach)
     gain = noise.gain / jnp.sqrt(width)

@@ -12,7 +12,7 @@ from moment_jax.covariance import TokenBlock
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.inputs import Inputs, Mixing, SharedInput, merge_heads, split_heads
 from moment_jax.layers.attention.places import at_own, own_tokens
-from moment_jax.layers.attention.rows import saturation
+from moment_jax.layers.attention.rows import left_within, saturation
 from moment_jax.xla import product_with_transposed, rows_product
 
 Array = jax.Array
@@ -73,11 +73,12 @@ class _Rows(NamedTuple):
         common = jnp.einsum("hade,hae,hcd->hac", self.query, keys, self.key)
         return common + self.own * vectors
 
-    def square_matvec(self, vectors: Array) -> Array:
-        keys = jax.vmap(rows_product)(vectors, self._squares()).reshape(self.query.shape)
-        inner = jnp.einsum("hadi,haij,haej->hade", self.query, keys, self.query)
+    def square_matvec(self, vectors: Array, unit: Array) -> Array:
+        query, own = self.query / unit[..., None], self.own / unit
+        keys = jax.vmap(rows_product)(vectors, self._squares()).reshape(query.shape)
+        inner = jnp.einsum("hadi,haij,haej->hade", query, keys, query)
         common = jax.vmap(product_with_transposed)(_flat(inner), self._squares())
-        return common + (self.own**2 + 2 * self.own * self.by_query()) * vectors
+        return common + (own**2 + 2 * own * (self.by_query() / unit)) * vectors
 
 
 def _head_blocks(cov: TokenBlock, num_heads: int) -> Array:
@@ -100,11 +101,6 @@ def _pairs(blocks: Array) -> Array:
 def _unpaired(pairs: Array, width: int) -> Array:
     """The way back, (H, H, T, K^2) -> (T, H, K, H, K)."""
     return pairs.reshape(*pairs.shape[:3], width, width).transpose(2, 0, 3, 1, 4)
-
-
-def _outer(v: Array) -> Array:
-    """v_hcd v_gce, (H, H, S, K, K)."""
-    return v[:, None, :, :, None] * v[None, :, :, None, :]
 
 
 def _per_pair(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
@@ -135,34 +131,27 @@ def _output_blocks(
 ) -> Array:
     """Cov[A_had, A_gae], (T, H, K, H, K): of queries, of keys, of values, and of keys with values."""
     width = k.shape[2]
-    # u_hac^d = W_hac (v_hcd - A_had): the derivative of A_had with respect to the scores.
-    keys = jnp.einsum("hac,hce->hae", weights, k)
-    crossed = _flat(v[..., None] * k[:, :, None, :])
-    slope = jax.vmap(rows_product)(weights, crossed).reshape(*mean.shape, width)
-    slope = slope - mean[..., None] * keys[:, :, None, :]
+    # The derivative of A_had with respect to the scores, (H, T, S, K). Multiplied out, its products
+    # would lose what noise of large scores gives a row that has all its weight on one key.
+    change = weights[..., None] * (v[:, None] - mean[:, :, None])
+    slope = jnp.einsum("hacd,hce->hade", change, k)
     by_query = jnp.einsum("hadp,ahpgq,gaeq->ahdge", slope, query_cov, slope) / width
     # sum_c W_hac W_gac Cov[v_hc, v_gc], as products of what each pair of heads has
     value_pairs = _pairs(value_cov)
     both = jnp.einsum("hac,gac->hgac", weights, weights)
     by_value = _unpaired(_per_pair(rows_product)(both, value_pairs), width)
-    # sum_c W_hac W_gac own_hgac E[(v_hc - A_ha) (v_gc - A_ga)^T], multiplied out so that nothing of
-    # size T S K^2 is formed; A is as random as the values that it averages.
+    # sum_c W_hac W_gac own_hgac E[(v_hc - A_ha) (v_gc - A_ga)^T]; A is as random as the values that it
+    # averages, of which v_hc is one.
     pair = both * own
-    centred = pair * (1 - weights[:, None] - weights[None])
-    total = jnp.sum(pair, axis=3)
-    by_key = (
-        _unpaired(_per_pair(rows_product)(pair, _flat(_outer(v))), width)
-        - jnp.einsum("hgac,hcd,gae->ahdge", pair, v, mean)
-        - jnp.einsum("hgac,gce,had->ahdge", pair, v, mean)
-        + jnp.einsum("hga,had,gae->ahdge", total, mean, mean)
-        + _unpaired(_per_pair(rows_product)(centred, value_pairs), width)
-        + jnp.einsum("hga,ahdge->ahdge", total, by_value)
-    )
+    others = pair @ (1 - jnp.eye(k.shape[1], dtype=pair.dtype))  # a difference could be negative
+    random = pair * (1 - weights[:, None]) * (1 - weights[None]) + both * others
+    by_key = jnp.einsum("hgac,hacd,gace->ahdge", own, change, change)
+    by_key = by_key + _unpaired(_per_pair(rows_product)(random, value_pairs), width)
     by_scores = by_query + by_key
     if order == 2:
         second = jnp.sum(v**2, axis=2) + jnp.einsum("chdhd->hc", value_cov)
         averaged = jnp.sum(mean**2, axis=2) + jnp.einsum("ahdhd->ha", by_value)
-        within = jnp.einsum("hac,hc->ha", weights, second) - averaged
+        within = left_within(jnp.einsum("hac,hc->ha", weights, second), averaged)
         gain = saturation(jnp.einsum("ahdhd->ha", by_scores), within).T
         by_scores = gain[:, :, None, None, None] * by_scores * gain[:, None, None, :, None]
     return by_scores + by_value

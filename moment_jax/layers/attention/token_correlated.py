@@ -113,10 +113,11 @@ def _head(
 ) -> tuple[Array, Array, Array, Array]:
     """Mean (T, K), variance (T, K), token Gram matrix (T, T) and weights (T, S) of one head."""
     rows, scores = _scores(q, k, shared, order)
-    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
+    seen = rows.contrasts()
+    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, seen, mask)
     weights = materialized(weights)
     mean = weights @ v.mean
-    variance, gram, gain = _output_moments(v, rows, weights, mean, order)
+    variance, gram, gain = _output_moments(v, rows, seen, weights, mean, order)
     if order == 2:
         mean = mean + gain[:, None] * _shared_mean(q, k, shared, weights)
     return mean, variance, gram, weights
@@ -141,7 +142,12 @@ def _scores(q: _Head, k: _Head, shared: _SharedHead, order: int) -> tuple[RowCov
 
 
 def _output_moments(
-    v: _Head, rows: RowCovariance, weights: Array, mean: Array, order: int
+    v: _Head,
+    rows: RowCovariance,
+    seen: RowCovariance,
+    weights: Array,
+    mean: Array,
+    order: int,
 ) -> tuple[Array, Array, Array]:
     """Variance (T, K) and token Gram matrix (T, T) of weights @ values, and the softmax's gain (T,)."""
     value_cov = v.token_gram()
@@ -150,7 +156,7 @@ def _output_moments(
     products = Products(
         v.mean @ v.mean.T + value_cov, mean @ v.mean.T + reach, mean @ mean.T + by_values
     )
-    by_scores = score_noise(rows, weights, products, order)
+    by_scores = score_noise(seen, weights, products, order)
     gram = by_values + by_scores.token_gram
     # The variance of a token, shared out over the features by the pattern of independent keys.
     independent = independent_variance(rows, weights, mean, v.mean, v.variance())
