@@ -34,15 +34,16 @@ Array = jax.Array
 class Separable(Covariance):
     """Token and feature correlations multiply: Cov[x_td, x_se] = s_td s_se r_ts R_de.
 
-    The projection keeps the variances, s_td = sqrt(Var[x_td]), the correlation r of the token Gram matrix
-    sum_d Cov[x_td, x_sd], and the correlation R and the variances of the sum over the tokens, sum_t x_t. So
-    the result is always positive semidefinite; it is the covariance itself where that is of this form and
-    its scale of rank one, s_td = a_t b_d. The scale is signed.
+    The projection keeps the variances, s_td = sqrt(Var[x_td]), the correlation r of the token Gram
+    matrix sum_d Cov[x_td, x_sd], and the correlation R and the variances of the sum over the tokens,
+    sum_t x_t. So the result is always positive semidefinite, and it is the covariance itself where that
+    has this form with a scale of rank one, s_td = a_t b_d. The scale is signed.
 
-    Why the sum: what tokens have in common is what their average sees, and a feature correlation of equal
-    tokens alone, sum_t Cov[x_td, x_te], misses it. Single tokens lose little by it (sd error .01 to .03 on
-    trained posteriors either way), averages over the tokens lose nothing. The covariance of the sum passes
-    every linear map of features exactly, whatever the covariance, and so it is carried from layer to layer.
+    Why the sum: an average over the tokens sees what they have in common, and a correlation of equal
+    tokens alone, sum_t Cov[x_td, x_te], misses it. Single tokens lose little by it on trained
+    posteriors; with independent tokens it loses some of the pattern of the sd over features. The
+    covariance of the sum passes linear maps of the features, sums and averages over the tokens exactly,
+    whatever the covariance.
 
     `map_features`, and `weight_noise` with correlated inputs, are exact where the scale is of rank one;
     else the covariance of the sum is exact and the variances have the pattern that uncorrelated features
@@ -102,7 +103,11 @@ class Separable(Covariance):
         return result
 
     def pooled_variance(self, weights: Array | None = None) -> Array:
-        """Variances of a weighted sum over the tokens by scale and correlation, (D,); by default `pool`."""
+        """Variances of a sum over the tokens, (D,), by scale and token correlation.
+
+        Args:
+          weights: of the tokens, (T,); None for `pool`.
+        """
         rows = weighted(self.scale, self.pool if weights is None else weights)
         return jnp.maximum(paired(rows, rows, self.token_correlation), 0)
 
@@ -130,7 +135,7 @@ class Separable(Covariance):
         feature_gram: Array | FeatureGram,
         pool: Array | None = None,
     ) -> Self:
-        """The structure of these variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
+        """Made of variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
         scale, token_gram = materialized(safe_sqrt(variance)), materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
@@ -209,12 +214,13 @@ class Separable(Covariance):
         if known is not None:
             return known[1]
         rows = weighted(self.scale, self.pool)
-        features = FeatureGram(
-            self.feature_correlation * (rows.T @ (self.token_correlation @ rows))
-        )
         if self.sum_variance is None:
-            return features
-        return features.rescaled(safe_sqrt(safe_divide(self.sum_variance, features.diag())))
+            inner = rows.T @ (self.token_correlation @ rows)
+            return FeatureGram(self.feature_correlation * inner)
+        sign = jnp.where(jnp.sum(rows, axis=0) < 0, -1, 1).astype(self.dtype)
+        root = sign * safe_sqrt(self.sum_variance)
+        whole = root[:, None] * self.feature_correlation * root[None, :]
+        return FeatureGram(whole, variance=self.sum_variance)
 
     def token_matvec(self, vectors: Array) -> Array:
         return self.scale * ((self.scale * vectors) @ self.feature_correlation)
@@ -255,30 +261,12 @@ class Separable(Covariance):
         token_gram = weights @ self.token_gram() @ weights.T
         features = self.features()
         if weights.shape[0] == 1:
-            variance = self._sum_variance(weights[0], variance, features.diag())
+            variance = separable_noise.sum_variance(self, weights[0], variance, features.diag())
             ratio = safe_divide(variance[0], features.diag())
         else:
             total = jnp.sum(weights, axis=0)
             ratio = safe_divide(self.pooled_variance(total), self.pooled_variance())
         return self.from_moments(variance, token_gram, features.rescaled(safe_sqrt(ratio)))
-
-    def _sum_variance(self, weights: Array, variance: Array, known: Array) -> Array:
-        """Variances of a weighted sum over the tokens, (1, D); exact for multiples of `pool`.
-
-        Args:
-          weights: of the tokens, (T,).
-          variance: those that scale and correlations give, (1, D).
-          known: variances of the sum with weights `pool`, (D,).
-        """
-        pattern = self.pooled_variance()
-
-        def alone(weights: Array | None) -> Array:  # as if tokens were independent
-            return jnp.sum(weighted(self.scale, weights) ** 2, axis=0)
-
-        # What a feature's tokens have in common, over what the tokens' correlation says of it.
-        ratio = safe_divide(known - alone(self.pool), pattern - alone(self.pool))
-        own = alone(weights)[None, :]
-        return jnp.maximum(own + jnp.clip(ratio, 0, 2)[None, :] * (variance - own), 0)
 
     def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
         pairs = self.token_correlation

@@ -60,7 +60,7 @@ def gain(cov: Separable, mean: Array, gain_cov: Array) -> Moments:
 
 
 def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, FeatureGram]:
-    """Token Gram matrix and covariance of the sum of f(x), f elementwise: see `Covariance.elementwise`."""
+    """Token Gram matrix and covariance of the sum of f(x): see `Covariance.elementwise`."""
     first, second = cov.scale * moments.gain, moments.second
     rest = jnp.maximum(moments.variance - first**2 - second**2, 0)
     r, correlation = cov.token_correlation, cov.feature_correlation
@@ -80,7 +80,7 @@ def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, Featur
         )
     # A wide layer: one gain for every feature, and the rest of the variance by itself.
     features = features.rescaled(average_gain(cov, moments.gain))
-    return token_gram, features.raised(_sum_variance(second, r**2) + rest)
+    return token_gram, features.raised(_coherent(second, r**2) + rest)
 
 
 def average_gain(cov: Separable, gain: Array) -> Array:
@@ -91,7 +91,27 @@ def average_gain(cov: Separable, gain: Array) -> Array:
     return safe_divide(jnp.sum(shares * gain, axis=0), jnp.sum(shares, axis=0))
 
 
-def _sum_variance(rows: Array, correlation: Array) -> Array:
+def sum_variance(cov: Separable, weights: Array, variance: Array, known: Array) -> Array:
+    """Variances of a weighted sum over the tokens, (1, D): exact for multiples of the pool.
+
+    Args:
+      cov: covariance of the tokens.
+      weights: of the tokens, (T,).
+      variance: those that scale and token correlation give, (1, D).
+      known: variances of the sum that the pool weighs, (D,).
+    """
+
+    def alone(weights: Array | None) -> Array:  # as if tokens were independent
+        return jnp.sum(weighted(cov.scale, weights) ** 2, axis=0)
+
+    # What a feature's tokens have in common, over what the tokens' correlation says of it.
+    own = alone(cov.pool)
+    ratio = jnp.clip(safe_divide(known - own, cov.pooled_variance() - own), 0, 2)
+    own = alone(weights)[None, :]
+    return jnp.maximum(own + ratio[None, :] * (variance - own), 0)
+
+
+def _coherent(rows: Array, correlation: Array) -> Array:
     """sum_ts rows_td correlation_ts rows_sd, (D,), for rows of rank one."""
     size = safe_sqrt(jnp.sum(rows**2, axis=1))
     shares = correlation @ size

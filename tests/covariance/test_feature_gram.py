@@ -45,16 +45,13 @@ def test_maps(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_scaled_has_the_diagonal_asked_for(form):
+def test_rescaled_and_raised(form):
     gram, gain = FORMS[form], jax.random.normal(KEYS[4], (WIDE,))
-    wanted = gain**2 * gram.diag() + 0.5
-    scaled = gram.scaled(gain, wanted).dense()
     expected = gain[:, None] * gram.dense() * gain[None, :]
-    assert_close(jnp.diagonal(scaled), wanted)
-    off = ~np.eye(WIDE, dtype=bool)
-    assert_close(
-        scaled[off], jnp.zeros_like(expected)[off] if form == "diagonal" else expected[off]
-    )
+    raised = gram.rescaled(gain).raised(jnp.arange(1.0, 1 + WIDE)).times(jnp.float64(2))
+    expected = 2 * (expected + jnp.diag(jnp.arange(1.0, 1 + WIDE)))
+    assert_close(raised.dense(), expected)
+    assert_close(raised.diag(), jnp.diagonal(expected))
 
 
 @pytest.mark.parametrize("left", FORMS)

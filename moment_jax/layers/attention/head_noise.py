@@ -2,9 +2,9 @@
 
 All are dense layers y = x @ kernel + bias of a random sequence x. The noise of x is read as
 Cov[x_ti, x_sj] = P_ts F_ij, with its token Gram matrix over the sum of its entries and the covariance of
-its sum over the tokens. That of a kernel is kept feature by feature: a trained posterior's variances
-differ by orders of magnitude, so each head sees other features of x, and one token pattern for all of them
-would be wrong by a tenth.
+its sum over the tokens. The noise of a kernel is kept feature by feature. The variances of a trained
+posterior differ by orders of magnitude, so each head sees other features of x, and one token pattern for
+all heads is wrong by a tenth.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Projected(NamedTuple):
           weights: W, (H, T, S).
           pool: p, (T,); None for one each.
         """
-        own, (mean, cov, params) = self.heads.own, self.source
+        own, mean = self.heads.own, self.source.mean
         if own is None:
             return None
         total = pooled(weights.swapaxes(0, 1), pool)  # (H, S)
@@ -153,14 +153,14 @@ class Projected(NamedTuple):
 
 
 def centred_rows(rows: Array, pool: Array | None) -> tuple[Array, Array]:
-    """Rows (T, ...) less their average, times the roots of their weights; and their shares in it, (T,)."""
+    """Rows (T, D) less their average, times the roots of their weights; and their shares, (T,)."""
     used = jnp.ones(rows.shape[0], rows.dtype) if pool is None else pool
     share = used / jnp.maximum(jnp.sum(used), 1)
     return jnp.sqrt(used)[:, None] * (rows - (share @ rows)[None, :]), share
 
 
 def over_sum(cov: Separable) -> Array:
-    """The token Gram matrix over the sum of its entries, weighted by the pool; zero where that is zero."""
+    """The token Gram matrix over the sum of its entries, which the pool weighs; zero if that is zero."""
     return safe_divide(cov.token_gram(), jnp.broadcast_to(_sum(cov), (1, 1)))
 
 

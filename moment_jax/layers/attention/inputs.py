@@ -43,7 +43,7 @@ class SharedInput(NamedTuple, Generic[S]):
 
 
 class DenseInput(NamedTuple, Generic[S]):
-    """The random sequence that queries, keys or values are made of, and the dense layer that makes them."""
+    """The random sequence that queries, keys or values are made of, and their dense layer."""
 
     mean: Array  # (T, D)
     cov: S

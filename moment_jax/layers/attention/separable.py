@@ -74,7 +74,7 @@ def _output_cov(
     variance, feature_gram = values.map_features(kernel)
     variance = variance + jnp.sum(mixed.variance, axis=0)
     by_head = jax.vmap(_outer)(mixed.energy, diagonal_of(mixed.feature_gram))
-    if own is not None:
+    if own is not None and mixed.own_value is not None:
         size = jnp.sum(diagonal_of(metric).reshape(own.shape) * own, axis=1, keepdims=True)
         energy = safe_divide(mixed.own_value, jnp.broadcast_to(size, mixed.own_value.shape))
         variance = variance + energy.T @ jnp.einsum("hko,hk->ho", split**2, own)

@@ -91,8 +91,8 @@ def score_value(
 
     The first is sum_de Cov[sum_f u_af^d S_af, sum_c W_bc v_ce] metric_de, with the scores' part of the
     weights, u_af^d = gain_a W_af (v_fd - A_ad); the second, without a metric, is that of both sums over
-    the tokens, with weights `pool` (T,) where there are some. The arguments are those of `shared_mean`, the mean
-    A = W v, (T, K), and the metric, (K, K).
+    the tokens, with weights `pool` (T,) where there are some. The arguments are those of `shared_mean`,
+    the mean A = W v, (T, K), and the metric, (K, K).
     """
     valued, averaged = centres.value @ metric, mean @ metric
     by_key = centres.query @ links.key_value  # (T, K)
