@@ -7,7 +7,6 @@ import os
 import sys
 
 from experiments.command_line import PREEMPTED, InputError, Parser, PartError, PreemptedError
-from experiments.compiler import without_faulty_fusions
 
 COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
@@ -56,8 +55,6 @@ def _run(arguments: list[str]) -> None:
         name = arguments.pop(0)
     if name not in COMMANDS:
         raise InputError(f"there is no experiment {name!r}; take one of {', '.join(COMMANDS)}")
-    if name != DEFAULT_COMMAND:  # which makes no constants inside `jit`, and would lose much time
-        without_faulty_fusions()
     try:
         experiment = importlib.import_module(f"experiments.{name}")
     except ModuleNotFoundError as error:

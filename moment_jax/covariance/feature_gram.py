@@ -95,9 +95,7 @@ def column_noise(
 ) -> FeatureGram:
     """Feature Gram matrix of the noise of a kernel with uncorrelated entries, at inputs (T, D).
 
-    The sum over the tokens is taken before the product with the kernel, not after it: it is cheaper,
-    and some compilers of XLA for CPU (jaxlib 0.10.2 to 0.12.0) give garbage for the sum over the rows
-    of a product with a constant matrix.
+    The sum over the tokens is taken before the product with the kernel, not after it: it is cheaper.
     """
     total = jnp.sum(weighted(variance + mean**2, pool), axis=0, keepdims=True)
     return FeatureGram(diagonal=kernel.noise_variance(jnp.zeros_like(total), total)[0])

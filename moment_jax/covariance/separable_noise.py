@@ -11,7 +11,7 @@ from moment_jax.covariance.base import ElementwiseGain, RandomKernel
 from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.marginals import fit_marginals
 from moment_jax.covariance.numerics import average_gain, gram, vector_variance, weighted
-from moment_jax.xla import product_with_transposed, rows_diagonal
+from moment_jax.xla import materialized, product_with_transposed, rows_diagonal
 
 if TYPE_CHECKING:
     from moment_jax.covariance.separable import Separable
@@ -29,7 +29,7 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
         variance = weights.noise_variance(mean, cov.variance())
         features = column_noise(weights, mean, cov.variance(), cov.pool)
         return variance, token_gram + of_mean, features
-    none = jnp.zeros_like(mean)
+    none = materialized(jnp.zeros_like(mean))  # a right operand, where the kernel is `matmul`'s
     of_noise = weights.noise_block(cov.feature_gram())
     # The variances by the noise of x have the pattern that uncorrelated features would give.
     variance = fit_marginals(

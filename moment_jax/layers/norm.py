@@ -14,6 +14,7 @@ from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.layers.checks import check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -58,6 +59,7 @@ class NormTangent(NamedTuple):
         return (kept - lost / self.normal.shape[1]) * self.scale
 
 
+@materialized_inputs
 def layer_norm(
     mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6, order: int = 2
 ) -> tuple[Array, S]:

@@ -9,11 +9,13 @@ import jax
 from moment_jax.covariance import Covariance
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.checks import check_moments, check_order
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
+@materialized_inputs
 def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -> tuple[Array, S]:
     """Moments of the softmax over the last axis, row by row.
 
