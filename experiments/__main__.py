@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from experiments.command_line import PREEMPTED, InputError, Parser, PartError, PreemptedError
-from experiments.compiler import without_faulty_fusions
 from experiments.stopping import INTERRUPTED, StopRequest
 
 COMMANDS = {
@@ -61,8 +60,6 @@ def _run(arguments: list[str]) -> None:
         name = arguments.pop(0)
     if name not in COMMANDS:
         raise InputError(f"there is no experiment {name!r}; take one of {', '.join(COMMANDS)}")
-    if name != DEFAULT_COMMAND:  # which makes no constants inside `jit`, and would lose much time
-        without_faulty_fusions()
     try:
         experiment = importlib.import_module(f"experiments.{name}")
     except ModuleNotFoundError as error:

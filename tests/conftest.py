@@ -7,12 +7,9 @@ import hypothesis
 import jax
 import pytest
 
-from experiments.compiler import without_faulty_fusions
-
 # Flags that jaxlib's newer versions no longer know, and end the process for.
 QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
-without_faulty_fusions()
 if version("jaxlib").startswith("0.10."):  # a third of the time that compilation takes otherwise
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
 jax.config.update("jax_enable_x64", True)

@@ -17,7 +17,6 @@ import traceback
 import jax
 
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
-from experiments.compiler import without_faulty_fusions
 from experiments.loop.records import add_event
 from experiments.loop.run import fit
 from experiments.loop.supervisor import BAD_INPUT, FAILED, FINISHED, Order
@@ -31,7 +30,6 @@ def main(arguments: list[str]) -> int:
     order = Order.from_json(json.loads(arguments[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the supervisor, which asks us
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
-    without_faulty_fusions()
     if order.compile_cache is not None:
         jax.config.update("jax_compilation_cache_dir", order.compile_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

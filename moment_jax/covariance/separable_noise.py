@@ -18,7 +18,13 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted,
 )
-from moment_jax.xla import diagonal_matrix, diagonal_of, product_with_transposed, rows_diagonal
+from moment_jax.xla import (
+    diagonal_matrix,
+    diagonal_of,
+    materialized,
+    product_with_transposed,
+    rows_diagonal,
+)
 
 if TYPE_CHECKING:
     from moment_jax.covariance.separable import Separable
@@ -37,7 +43,7 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
     if weights.uncorrelated:  # no feature correlation enters the variances, and none comes out
         variance = weights.noise_variance(mean, cov.variance())
         return variance, token_gram, column_noise(weights, features.diag() + total**2)
-    none = jnp.zeros_like(mean)
+    none = materialized(jnp.zeros_like(mean))  # a right operand, where the kernel is `matmul`'s
     # The variances by the noise of x have the pattern that uncorrelated features would give.
     by_noise = weights.noise_block(features.dense())
     expected = weights.noise_variance(none[:1], features.diag()[None, :])[0]

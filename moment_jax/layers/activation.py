@@ -10,11 +10,13 @@ import jax
 from moment_jax import expectations
 from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_moments, takes
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
+@materialized_inputs
 def relu(mean: Array, cov: S) -> tuple[Array, S]:
     """Moments of max(x, 0): means and variances in closed form.
 
@@ -40,6 +42,7 @@ def relu(mean: Array, cov: S) -> tuple[Array, S]:
     return moments.mean, cov.elementwise(moments)
 
 
+@materialized_inputs
 def gelu(mean: Array, cov: S) -> tuple[Array, S]:
     """Moments of x Phi(x), the exact GELU; arguments, results and assumptions as in `relu`."""
     check_moments("gelu", mean, cov)
@@ -47,6 +50,7 @@ def gelu(mean: Array, cov: S) -> tuple[Array, S]:
     return moments.mean, cov.elementwise(moments)
 
 
+@materialized_inputs
 def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array, S]:
     """Moments of `fn(x)` for any smooth scalar function, by Gauss-Hermite quadrature.
 

@@ -18,11 +18,13 @@ from moment_jax.layers.sublayers import (
     attention_sublayer,
     feed_forward_sublayer,
 )
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
+@materialized_inputs
 def encoder_block(
     mean: Array,
     cov: S,
@@ -74,6 +76,7 @@ def encoder_block(
     return mean, pool_as(cov, before)
 
 
+@materialized_inputs
 def decoder_block(
     mean: Array,
     cov: S,

@@ -22,6 +22,7 @@ from moment_jax.layers.sublayers import (
     feed_forward_sublayer,
     sublayer,
 )
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -35,6 +36,7 @@ class DecoderBlockCache(NamedTuple):
     memory_valid: Array | None  # (S,) boolean, True for tokens that exist; None for all
 
 
+@materialized_inputs
 def encoder_block_step(
     mean: Array,
     cov: S,
@@ -74,6 +76,7 @@ def encoder_block_step(
     return mean, cov, cache
 
 
+@materialized_inputs
 def decoder_block_step(
     mean: Array,
     cov: S,

@@ -12,11 +12,13 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_kernel, check_moments, check_vector
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
+@materialized_inputs
 def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     """Moments of `x @ kernel + bias` for a random sequence, a random kernel and a random bias.
 
@@ -57,6 +59,7 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     return params.mean_output(mean), out_cov.add(*parts) if parts else out_cov
 
 
+@materialized_inputs
 def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[Array, S]:
     """Moments of `a @ b` for independent random matrices.
 

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.checks import known_values
 from moment_jax.posterior import Point, Posterior
+from moment_jax.xla import materialized, materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
+@materialized_inputs
 def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, S]:
     """Moments of the rows of a random table that a sequence of token ids asks for.
 
@@ -58,7 +60,7 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
     choice = jax.nn.one_hot(first, ids.shape[0], dtype=mean.dtype)
     if isinstance(asked, jax.core.Tracer):
         choice = jnp.where((asked == ids)[:, None], choice, jnp.nan)
-    certain = structure.zeros((ids.shape[0], ids.shape[0]), mean.dtype)
+    certain = materialized(structure.zeros((ids.shape[0], ids.shape[0]), mean.dtype))
     return mean, certain.weight_noise(choice, table.rows(ids))
 
 

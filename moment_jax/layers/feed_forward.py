@@ -13,6 +13,7 @@ from moment_jax.covariance.separable_noise import average_gain
 from moment_jax.layers.checks import check_moments, takes
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import FeedForwardParams
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -48,6 +49,7 @@ class FeedForwardTangent(NamedTuple):
         return jnp.einsum("if,tf,fo->tio", self.hidden_kernel, self.gain, self.output_kernel)
 
 
+@materialized_inputs
 def feed_forward(
     mean: Array, cov: S, params: FeedForwardParams, *, activation: Activation
 ) -> tuple[Array, S]:

@@ -14,7 +14,7 @@ from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weigh
 from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
-from moment_jax.xla import diagonal_of, product_with_transposed
+from moment_jax.xla import diagonal_of, materialized_inputs, product_with_transposed
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -59,6 +59,7 @@ class NormTangent(NamedTuple):
         return (kept - lost / self.normal.shape[1]) * self.scale
 
 
+@materialized_inputs
 def layer_norm(
     mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6, order: int = 2
 ) -> tuple[Array, S]:

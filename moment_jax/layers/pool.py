@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_moments, check_row_mask
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
+@materialized_inputs
 def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]:
     """Moments of the mean over the tokens of a sequence.
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from moment_jax.covariance import Covariance
 from moment_jax.expectations import masked_softmax, softmax_expansion
 from moment_jax.layers.checks import check_moments, check_order, check_row_mask
-from moment_jax.xla import diagonal_of
+from moment_jax.xla import diagonal_of, materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
+@materialized_inputs
 def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -> tuple[Array, S]:
     """Moments of the softmax over the last axis, row by row.
 

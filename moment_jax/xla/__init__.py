@@ -1,6 +1,7 @@
 """What has to be said to the compiler; no maths."""
 
 from moment_jax.xla.diagonal import diagonal_matrix, diagonal_of, on_diagonal
+from moment_jax.xla.inputs import materialized_inputs
 from moment_jax.xla.materialize import materialized
 from moment_jax.xla.tokens import (
     SEQUENCE,
@@ -17,6 +18,7 @@ __all__ = [
     "diagonal_matrix",
     "diagonal_of",
     "materialized",
+    "materialized_inputs",
     "on_diagonal",
     "product_of_transposed",
     "product_with_transposed",

@@ -1,9 +1,5 @@
 """Lazily formed feature Gram matrices against the dense ones, in every form that they can have."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,30 +55,3 @@ def test_rescaled_and_raised(form):
 def test_sums(left, right):
     total = FORMS[left].plus(FORMS[right])
     assert_close(total.dense(), FORMS[left].dense() + FORMS[right].dense())
-
-
-NOISE = """
-import jax, jax.numpy as jnp
-from moment_jax.covariance.feature_gram import column_noise
-from moment_jax.posterior import Factorized
-
-def noise(mean):
-    kernel = Factorized(jnp.zeros((64, 64)), jnp.full((64, 64), 0.01))
-    return column_noise(kernel, mean, jnp.zeros_like(mean)).diag()
-
-mean = jax.random.normal(jax.random.key(0), (64, 64))
-found, expected = jax.jit(noise)(mean), 0.01 * jnp.sum(mean**2)
-assert jnp.allclose(found, expected, rtol=1e-5), (found[0], expected)
-"""
-
-
-def test_noise_of_a_constant_variance_is_right_as_users_compile_it():
-    """XLA for CPU (jaxlib 0.10.2, 0.12.0) gives garbage for sum(x @ constant, axis=0).
-
-    In a process of its own, because the tests switch the faulty fusions off.
-    """
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", NOISE], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr

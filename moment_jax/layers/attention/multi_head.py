@@ -18,11 +18,13 @@ from moment_jax.layers.checks import (
 )
 from moment_jax.layers.params import AttentionParams
 from moment_jax.layers.seen import pool_as, pool_seen
+from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
+@materialized_inputs
 def attention(
     mean: Array,
     cov: S,
@@ -66,6 +68,7 @@ def attention(
     return out_mean, out_cov if mask is None else pool_as(out_cov, cov)
 
 
+@materialized_inputs
 def cross_attention(
     mean: Array,
     cov: S,

@@ -1,0 +1,204 @@
+"""What `test_compiler_fault` runs in a process of its own, compiled as users compile it.
+
+Prints, as JSON, how far results with parameters of one number each are from the right ones. Every result
+is summed over an axis, which is what a compiler may fuse with the product before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import moment_jax as mj
+from moment_jax.covariance import STRUCTURES, Separable, TokenCorrelated
+from moment_jax.posterior import Factorized, Point
+from moment_jax.xla import materialized
+
+X = jax.random.normal(jax.random.key(0), (64, 64))
+FULL = jnp.full((64, 64), 0.01)
+# Fusions have at least 4,096 numbers, of shape (T, O), (T, O, O) or (T, O, T, O).
+SHAPES = {"TokenBlock": (64, 8), "Full": (8, 8)}
+HEADS = {"num_heads": 2}
+
+
+def parameters(d: int, family: Callable[[tuple[int, ...], float], Any] | None = None) -> Any:
+    """Fresh ones, made of one number each."""
+    make = family or (lambda shape, mean: Factorized(jnp.full(shape, mean), jnp.full(shape, 0.01)))
+
+    def dense(d: int, o: int) -> mj.DenseParams:
+        return mj.DenseParams(make((d, o), 0.01), Factorized(jnp.zeros(o), jnp.full(o, 0.01)))
+
+    attention = mj.AttentionParams(*(dense(d, d) for _ in range(4)))
+    norm = mj.NormParams(*(Factorized(jnp.full(d, m), jnp.full(d, 0.01)) for m in (1.0, 0.0)))
+    feed_forward = mj.FeedForwardParams(dense(d, 2 * d), dense(2 * d, d))
+    blocks = attention, norm, feed_forward
+    return {
+        "dense": dense(d, d),
+        "attention": attention,
+        "norm": norm,
+        "feed_forward": feed_forward,
+        "encoder_block": mj.EncoderBlockParams(*blocks, norm),
+        "decoder_block": mj.DecoderBlockParams(attention, norm, *blocks, norm),
+        "table": make((d, d), 0.01),
+    }
+
+
+def transforms(of: type[mj.covariance.Covariance]) -> dict[str, Callable[[Any, Any], Any]]:
+    """Every public transform of a sequence x and the parameters above."""
+
+    def certain(x: Any) -> Any:
+        return of.zeros(x.shape, x.dtype)
+
+    def dense(x: Any, p: Any) -> Any:
+        return mj.dense(x, certain(x), p["dense"])
+
+    def both(x: Any) -> Any:
+        return x, certain(x), x, certain(x)
+
+    return {
+        "dense": dense,
+        "matmul": lambda x, p: mj.matmul(x, certain(x), *dense(p["table"].mean, p)),
+        "softmax": lambda x, p: mj.softmax(*dense(x, p)),
+        "relu": lambda x, p: mj.relu(*dense(x, p)),
+        "gelu": lambda x, p: mj.gelu(*dense(x, p)),
+        "activation": lambda x, p: mj.activation(*dense(x, p), jnp.tanh),
+        "layer_norm": lambda x, p: mj.layer_norm(*dense(x, p), p["norm"]),
+        "mean_pool": lambda x, p: mj.mean_pool(*dense(x, p)),
+        "embedding": lambda x, p: mj.embedding(jnp.arange(len(x)) % x.shape[1], p["table"], of),
+        "feed_forward": lambda x, p: mj.feed_forward(
+            x, certain(x), p["feed_forward"], activation=mj.gelu
+        ),
+        "attention": lambda x, p: mj.attention(x, certain(x), p["attention"], **HEADS),
+        "cross_attention": lambda x, p: mj.cross_attention(*both(x), p["attention"], **HEADS),
+        "encoder_block": lambda x, p: mj.encoder_block(x, certain(x), p["encoder_block"], **HEADS),
+        "decoder_block": lambda x, p: mj.decoder_block(*both(x), p["decoder_block"], **HEADS),
+    }
+
+
+# Blocks, and what is like another one, would compile for minutes: for them see `one_number`.
+COMPILED = [
+    "dense",
+    "matmul",
+    "softmax",
+    "gelu",
+    "layer_norm",
+    "mean_pool",
+    "embedding",
+    "attention",
+]
+
+
+def sums(moments: Any) -> Any:
+    """Of the mean and the variance, over either axis."""
+    mean, cov = moments
+    return [jnp.sum(array, axis) for array in (mean, cov.variance()) for axis in (0, 1)]
+
+
+def error(found: Any, expected: Any) -> float:
+    """The greatest difference, relative to the greatest entry of the same array."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, float), np.asarray(b, float)
+        difference = np.abs(np.where(np.isfinite(a), a, 1e99) - b)
+        worst = max(worst, np.max(difference) / np.max(np.abs(b)))
+    return float(worst)
+
+
+def plain(mark: Callable[[Any], Any]) -> dict[str, float]:
+    """The smallest programs, by JAX alone or with their right operand `materialized`."""
+    constant = np.sum(np.asarray(X, float), axis=1).sum() * float(FULL[0, 0]) * np.ones(64)
+    made = constant / float(FULL[0, 0]) * float(X[0, 0])
+    return {
+        "constant": error(jax.jit(lambda x: jnp.sum(x @ mark(FULL), axis=0))(X), constant),
+        "made": error(
+            jax.jit(lambda x: jnp.sum(x @ mark(jnp.full((64, 64), x[0, 0])), axis=0))(X), made
+        ),
+    }
+
+
+def of_arguments(fn: Callable[[Any, Any], Any], x: Any, params: Callable[[], Any]) -> float:
+    """How much constants and arrays made inside `jit` differ from arguments, as parameters."""
+    given = params()
+
+    def mixed() -> Any:
+        leaves = enumerate(zip(jax.tree.leaves(given), jax.tree.leaves(params()), strict=True))
+        return jax.tree.unflatten(jax.tree.structure(given), [pair[i % 2] for i, pair in leaves])
+
+    return error(jax.jit(lambda x: fn(x, mixed()))(x), jax.jit(fn)(x, given))
+
+
+def second_derivative(structure: Any) -> float:
+    """By the mean and the variance of a kernel's weights, one number each."""
+
+    def total(theta: Any, x: Any, one: Any) -> Any:
+        params = mj.DenseParams(Factorized(one * theta[0], one * theta[1]))
+        mean, cov = mj.dense(x, structure.zeros(x.shape), params)
+        return jnp.sum(mean) ** 2 + jnp.sum(cov.variance() ** 2)
+
+    theta = jnp.array([0.1, 0.01])
+    found = jax.jit(lambda theta, x: jax.hessian(total)(theta, x, jnp.ones((64, 64))))(theta, X)
+    return error(found, jax.jit(jax.hessian(total))(theta, X, jnp.ones((64, 64))))
+
+
+def ways_in() -> dict[str, float]:
+    """Modules, exported programs, batches, and what becomes of a result."""
+    layer = mj.nn.Dense(64, 64, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+
+    def call(state: Any, x: Any) -> Any:
+        return sums(nnx.merge(graph, state)(x))
+
+    expected = jax.jit(call)(state, X)
+    exported = jax.export.export(jax.jit(lambda x: call(state, x)))(X)
+    random = Factorized(jnp.full((64, 64), 0.01), jnp.full((64, 64), 0.01))
+    point = Point(jnp.full((64, 64), 0.1))
+    one_random = mj.AttentionParams(*(mj.DenseParams(k) for k in (point, point, random, point)))
+
+    def attention(x: Any, params: Any) -> Any:
+        def one(x: Any) -> Any:
+            return sums(mj.attention(x, Separable.zeros(x.shape), params, **HEADS))
+
+        return jax.vmap(one)(jnp.stack([x, 2 * x]))
+
+    def expected_log_likelihood(x: Any, params: Any) -> Any:
+        moments = mj.dense(x, TokenCorrelated.zeros(x.shape), params)
+        return mj.objectives.expected_log_likelihood(mj.objectives.Gaussian(0.5), x, *moments)
+
+    return {
+        "nnx.jit": error(nnx.jit(lambda x: sums(layer(x)))(X), expected),
+        "jax.export": error(exported.call(X), expected),
+        "vmap of attention, values random alone": of_arguments(attention, X, lambda: one_random),
+        "expected_log_likelihood": of_arguments(
+            expected_log_likelihood, X, lambda: parameters(64)["dense"]
+        ),
+    }
+
+
+def every_transform(name: str) -> dict[str, float]:
+    """Of one structure."""
+    rows, columns = SHAPES.get(name, X.shape)
+    x = X[:rows, :columns]
+
+    def wrong(transform: Callable[[Any, Any], Any]) -> float:
+        return of_arguments(lambda x, p: sums(transform(x, p)), x, lambda: parameters(columns))
+
+    every = transforms(STRUCTURES[name])
+    return {transform: wrong(every[transform]) for transform in COMPILED}
+
+
+def main() -> None:
+    """Everything, as {group: {name: error}}."""
+    results = {"plain": plain(lambda x: x), "materialized": plain(materialized)}
+    results["ways in"] = ways_in()
+    results["hessian"] = {s.__name__: second_derivative(s) for s in (Separable, TokenCorrelated)}
+    print(json.dumps(results | {name: every_transform(name) for name in STRUCTURES}))
+
+
+if __name__ == "__main__":
+    main()
