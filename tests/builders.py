@@ -57,7 +57,9 @@ def rank_one(cov: Covariance) -> Covariance:
     if not isinstance(cov, Separable | TokenCorrelated):
         return cov
     tokens, features = (jnp.mean(cov.scale, axis=a, keepdims=True) for a in (1, 0))
-    return dataclasses.replace(cov, scale=tokens * features / jnp.mean(cov.scale))
+    scale = tokens * features / jnp.mean(cov.scale)
+    known = {"sum_variance": None} if isinstance(cov, Separable) else {}
+    return dataclasses.replace(cov, scale=scale, **known)
 
 
 def random_signs(key: Array, cov: Covariance) -> Covariance:

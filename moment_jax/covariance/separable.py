@@ -261,7 +261,7 @@ class Separable(Covariance):
         token_gram = weights @ self.token_gram() @ weights.T
         features = self.features()
         if weights.shape[0] == 1:
-            variance = separable_noise.sum_variance(self, weights[0], variance, features.diag())
+            variance = separable_noise.sum_variance(self, weights[0], features.diag())[None, :]
             ratio = safe_divide(variance[0], features.diag())
         else:
             total = jnp.sum(weights, axis=0)

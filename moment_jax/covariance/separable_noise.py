@@ -97,24 +97,24 @@ def average_gain(cov: Separable, gain: Array) -> Array:
     return safe_divide(jnp.sum(shares * gain, axis=0), jnp.sum(shares, axis=0))
 
 
-def sum_variance(cov: Separable, weights: Array, variance: Array, known: Array) -> Array:
-    """Variances of a weighted sum over the tokens, (1, D): exact for multiples of the pool.
+def sum_variance(cov: Separable, weights: Array, known: Array) -> Array:
+    """Variances of a weighted sum over the tokens, (D,): exact for multiples of the pool.
 
     Args:
       cov: covariance of the tokens.
       weights: of the tokens, (T,).
-      variance: those that scale and token correlation give, (1, D).
       known: variances of the sum that the pool weighs, (D,).
     """
 
     def alone(weights: Array | None) -> Array:  # as if tokens were independent
         return jnp.sum(weighted(cov.scale, weights) ** 2, axis=0)
 
-    # What a feature's tokens have in common, over what the tokens' correlation says of it.
-    own = alone(cov.pool)
-    ratio = jnp.clip(safe_divide(known - own, cov.pooled_variance() - own), 0, 2)
-    own = alone(weights)[None, :]
-    return jnp.maximum(own + ratio[None, :] * (variance - own), 0)
+    # What a feature's tokens have in common passes as the tokens' correlation says.
+    own, before = alone(weights), alone(cov.pool)
+    common = cov.pooled_variance(weights) - own
+    share = safe_divide(common, cov.pooled_variance() - before)
+    largest = jnp.sum(jnp.abs(weighted(cov.scale, weights)), axis=0) ** 2
+    return jnp.clip(own + share * (known - before), 0, largest)
 
 
 def _coherent(rows: Array, correlation: Array) -> Array:

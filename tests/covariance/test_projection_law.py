@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.covariance import Covariance, Full, TokenCorrelated
+from moment_jax.covariance import Covariance, Full, Separable, TokenCorrelated
 from tests.builders import (
     ALL_STRUCTURES,
     KERNEL_FAMILIES,
@@ -86,6 +88,56 @@ def test_operation_is_projection_of_dense_operation(structure: type[Covariance],
     assert_close(mapped, dense)
     size = dense.shape[0] * dense.shape[1]
     assert np.linalg.eigvalsh(dense.reshape(size, size))[0] >= -1e-10
+
+
+# What keeps the covariance of the sum over the tokens exact whatever the covariance.
+OF_THE_SUM = {
+    **{
+        name: operation
+        for name, operation in OPERATIONS.items()
+        if name.startswith(("identity", "map_features", "add", "weight_noise", "gain_noise"))
+    },
+    "gains": lambda cov: cov.rescale(jax.random.normal(KEYS[3], (1, 5))),
+    "average": lambda cov: cov.map_tokens(jnp.full((1, 4), 0.25)),
+    "fields_alone": lambda cov: jax.tree.map(lambda leaf: 1 * leaf, cov),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_SUM)
+def test_separable_keeps_the_covariance_of_the_sum_of_any_covariance(name: str):
+    """No member of the structure, and a scale far from rank one."""
+    dense, operation = random_dense(KEYS[11], SHAPE), OF_THE_SUM[name]
+
+    @jax.jit
+    def both(dense):
+        ours, textbook = operation(Separable.project(dense)), operation(Full(dense)).to_dense()
+        return ours.feature_gram(), jnp.einsum("tdse->de", textbook), ours, textbook
+
+    ours, expected, result, textbook = both(dense)
+    assert_close(ours, expected)
+    if name == "average":
+        assert_close(result.variance(), jnp.einsum("tdtd->td", textbook))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_separable_comes_to_the_law_as_its_scale_comes_to_rank_one(name: str):
+    """General members: the deviation from the law falls at least as their distance from rank one."""
+    operation, noise = OPERATIONS[name], jax.random.normal(KEYS[0], SHAPE)
+    member = rank_one(Separable.project(random_dense(KEYS[11], SHAPE)))
+
+    @jax.jit
+    def deviation(distance):
+        cov = dataclasses.replace(member, scale=member.scale * jnp.exp(distance * noise))
+        cov = dataclasses.replace(cov, sum_variance=None)
+        expected = operation(Full(cov.to_dense())).to_dense()
+        if name not in EXACT:
+            expected = Separable.project(expected).to_dense()
+        size = jnp.maximum(jnp.linalg.norm(expected), 1e-6)  # certain weights add nothing
+        return jnp.linalg.norm(operation(cov).to_dense() - expected) / size
+
+    far, near = deviation(0.1), deviation(0.05)
+    assert far < 0.1, float(far)
+    assert near <= 0.7 * far + 1e-12, (float(far), float(near))
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
