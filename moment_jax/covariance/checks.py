@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def check_floating(call: str, array: object) -> None:
         )
 
 
-def check_variances(call: str, array: object, axes: str = "") -> None:
+def check_variances(call: str, array: Any, axes: str = "") -> None:
     """Raise where variances are known by now and negative by more than rounding.
 
     Args:
@@ -70,13 +71,15 @@ def check_variances(call: str, array: object, axes: str = "") -> None:
       array: variances of any shape, or covariances.
       axes: those whose diagonal holds the variances, such as "ij" for (..., n, n) matrices.
     """
-    values = known_values(array)
-    if values is None or values.ndim < 2 * len(axes) or values.size == 0:
+    if not _is_known(array) or np.ndim(array) < 2 * len(axes) or np.size(array) == 0:
         return
+    values: Any = array
+    here = not isinstance(array, jax.Array) or {d.platform for d in array.devices()} == {"cpu"}
+    numpy: Any = np if here else jnp  # what lies on accelerators is reduced there
     if axes:
-        values = np.einsum(f"...{axes}{axes}->...{axes}", values)
-    least, eps = float(np.min(values)), float(jnp.finfo(values.dtype).eps)
-    if least < 0 and least < -(eps**0.5) * float(np.max(np.abs(values))):
+        values = numpy.einsum(f"...{axes}{axes}->...{axes}", values)
+    least, eps = float(numpy.min(values)), float(jnp.finfo(numpy.asarray(values).dtype).eps)
+    if least < 0 and least < -(eps**0.5) * float(numpy.max(numpy.abs(values))):
         raise ValueError(
             f"`{call}` needs variances that are not negative. Got {least:.4g}. Of standard "
             "deviations, give the squares."
@@ -85,12 +88,14 @@ def check_variances(call: str, array: object, axes: str = "") -> None:
 
 def known_values(array: object) -> np.ndarray | None:
     """The numbers of an array that is on this host by now; None while tracing, and for other things."""
+    return np.asarray(array) if _is_known(array) else None
+
+
+def _is_known(array: object) -> bool:
     kinds = (jax.Array, np.ndarray, np.generic, int, float)
     if isinstance(array, jax.core.Tracer) or not isinstance(array, kinds):
-        return None
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:  # on several hosts
-        return None
-    return np.asarray(array)
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable  # else on several hosts
 
 
 def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:

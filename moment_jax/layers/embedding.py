@@ -51,14 +51,14 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
         )
     asked, ids = ids, jnp.clip(jnp.asarray(ids), 0, table.shape[0] - 1)
     mean = table.mean[ids]
-    if isinstance(asked, jax.core.Tracer):
+    if known_values(asked) is None:
         mean = jnp.where((asked == ids)[:, None], mean, jnp.nan)
     if isinstance(table, Point):
         return mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
     # Every token chooses the first token with its id: so no row is counted as two independent ones.
     first = jnp.argmax(ids[:, None] == ids[None, :], axis=1)
     choice = jax.nn.one_hot(first, ids.shape[0], dtype=mean.dtype)
-    if isinstance(asked, jax.core.Tracer):
+    if known_values(asked) is None:
         choice = jnp.where((asked == ids)[:, None], choice, jnp.nan)
     certain = materialized(structure.zeros((ids.shape[0], ids.shape[0]), mean.dtype))
     return mean, certain.weight_noise(choice, table.rows(ids))

@@ -113,8 +113,7 @@ def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array
         raise TypeError(
             "`feed_forward` needs an activation of moments, (mean, cov) -> (mean, cov). Got "
             f"{getattr(activation, '__name__', repr(activation))}. Use mj.gelu or mj.relu; of a plain "
-            "function, "
-            "functools.partial(mj.activation, fn=jnp.tanh)."
+            "function, functools.partial(mj.activation, fn=jnp.tanh)."
         )
     # The mean of an elementwise function asks for the variances alone.
     variances = Diagonal(cov.variance())
