@@ -102,5 +102,5 @@ if __name__ == "__main__":
     with StopRequest(signal.SIGINT, at_once=True):
         _keep_compiled_programs(sys.argv[1:])
         status = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; another one would only change the status
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # or another one changes the status
     sys.exit(status)
