@@ -99,4 +99,5 @@ if __name__ == "__main__":
     with StopRequest(signal.SIGINT, at_once=True):
         _keep_compiled_programs(sys.argv[1:])
         status = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # or another one changes the status
     sys.exit(status)

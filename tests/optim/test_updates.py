@@ -50,8 +50,7 @@ def dense_step(grads, factors, damping):
 
 
 def step(tx, params, grads, factors, **extra):
-    state = tx.init(params)
-    return tx.update(grads, state, params, factors=factors, **extra)
+    return jax.jit(tx.update)(grads, tx.init(params), params, factors=factors, **extra)
 
 
 @pytest.mark.parametrize(
