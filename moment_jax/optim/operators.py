@@ -47,8 +47,9 @@ def curvature_diagonal(factor: Factor) -> Array:
         gradients = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
         return jnp.mean(gradients**2, axis=1)
     outputs = diagonal_of(factor.outputs)
-    embedded = isinstance(factor, EmbeddingFactor)
-    inputs = factor.frequencies if embedded else diagonal_of(factor.inputs)
+    inputs = (
+        factor.frequencies if isinstance(factor, EmbeddingFactor) else diagonal_of(factor.inputs)
+    )
     return inputs[:, :, None] * outputs[:, None, :]
 
 
