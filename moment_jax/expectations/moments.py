@@ -1,5 +1,6 @@
 """The moments that a nonlinear function of a Gaussian variable has, and the check of what goes in."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,18 @@ class ElementwiseMoments(NamedTuple):
     variance: jax.Array
     gain: jax.Array
     second: jax.Array
+
+
+def in_single(
+    function: Callable[[jax.Array, jax.Array], ElementwiseMoments],
+    mean: jax.Array,
+    variance: jax.Array,
+) -> ElementwiseMoments:
+    """The moments of `checked` arrays, those of half precision by way of float32."""
+    if jnp.finfo(mean.dtype).bits >= 32:
+        return function(mean, variance)
+    moments = function(mean.astype(jnp.float32), variance.astype(jnp.float32))
+    return ElementwiseMoments(*(moment.astype(mean.dtype) for moment in moments))
 
 
 def checked(name: str, mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.expectations.moments import ElementwiseMoments, checked
+from moment_jax.expectations.moments import ElementwiseMoments, checked, in_single
 
 ScalarFunction = Callable[[jax.Array], jax.Array]
 # Functions of a point x and of a constant, with any pytree of scalars as their value.
@@ -63,7 +63,7 @@ def elementwise(
             f"`elementwise(fn, mean, variance)` needs fn to map a {mean.dtype} scalar to one. "
             f"Got {out}. Give the function of one element; it is mapped over the array."
         )
-    return _moments(fn, num_nodes, mean, variance)
+    return in_single(partial(_moments, fn, num_nodes), mean, variance)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

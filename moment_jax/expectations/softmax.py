@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from moment_jax.expectations.moments import checked_row
 from moment_jax.expectations.softmax_jacobian import (
+    between_contrasts,
     expected_softmax_jacobian,
     sandwich,
     softmax_jacobian,
@@ -56,7 +57,10 @@ def softmax_moments(
     expected Jacobian X = diag(q) - q q^T - X cov X (`expected_softmax_jacobian`), and half the product
     of the expected Hessians, shrunk. Relative error of the covariance against 200,000 samples, 16
     scores: 0.004, 0.03, 0.09, 0.13 and 0.22 for score sd 0.3, 1, 2, 3 and 5 (the first term alone: 0.02,
-    0.11, 0.22, 0.33 and 0.40; order=1: 0.05, 0.5, 2 and 4 up to 3).
+    0.11, 0.22, 0.33 and 0.40; order=1: 0.05, 0.5, 2 and 4 up to 3). These are Frobenius norms over that
+    of the sampled covariance, averaged over cases. The sd of single entries, over the sampled one, goes
+    from 0.78 to 1.06 at score sd 1, 0.40 to 1.15 at 2 and 0.36 to 1.24 at 3; beyond, at sd 10, the total
+    variance is up to 1.3 times the sampled one.
 
     Args:
         mean: E[s], shape (C,). Entries of -inf count as masked.
@@ -153,17 +157,11 @@ def _hessian_term(q: jax.Array, cov: jax.Array, at_mean: jax.Array) -> jax.Array
     A Gram matrix, so positive semi-definite, with rows that sum to 0.
     """
     cov = diagonal_matrix(cov) if cov.ndim == 1 else cov
-    contrasts = _between_contrasts(cov, q)
+    contrasts = between_contrasts(cov, q)
     bent = cov @ at_mean @ cov
-    own = diagonal_of(_between_contrasts(bent, q))
+    own = diagonal_of(between_contrasts(bent, q))
     inner = contrasts**2 - own[:, None] - own[None, :] + jnp.sum(bent * at_mean)
     return 0.5 * q[:, None] * q[None, :] * inner
-
-
-def _between_contrasts(matrix: jax.Array, q: jax.Array) -> jax.Array:
-    """(e_i - q)^T matrix (e_k - q), for a symmetric matrix."""
-    pulled = matrix @ q
-    return matrix - pulled[:, None] - pulled[None, :] + jnp.vdot(q, pulled)
 
 
 def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:

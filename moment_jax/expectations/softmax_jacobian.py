@@ -111,9 +111,13 @@ def _heavy_ball(
 
 def _stiffness(q: jax.Array, cov: jax.Array) -> jax.Array:
     """sqrt(1 + 4 tr(J cov J cov)^(1/2)), a bound on 1 + 2 x cov at the solution, J = diag(q) - q q^T."""
+    contrasts = between_contrasts(cov, q)
+    return jnp.sqrt(1.0 + 4.0 * jnp.sqrt(q @ contrasts**2 @ q))
+
+
+def between_contrasts(cov: jax.Array, q: jax.Array) -> jax.Array:
+    """(e_i - q)^T cov (e_k - q), for a symmetric cov of shape (C, C) or (C,)."""
     if cov.ndim == 1:
-        product, square = cov * q, jnp.vdot(q**2, cov**2)
-    else:
-        product, square = cov @ q, jnp.vdot(q, (cov**2) @ q)
-    total = square - 2.0 * jnp.vdot(q, product**2) + jnp.vdot(q, product) ** 2
-    return jnp.sqrt(1.0 + 4.0 * jnp.sqrt(jnp.maximum(total, 0.0)))
+        cov = diagonal_matrix(cov)
+    pulled = cov @ q
+    return cov - pulled[:, None] - pulled[None, :] + jnp.vdot(q, pulled)

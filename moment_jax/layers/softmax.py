@@ -23,8 +23,8 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
     With order 1 the mean is w = softmax(E[x]), and covariances, also those between different rows, pass
     the Jacobians diag(w_t) - w_t w_t^T. With order 2 mean and variances are those of
     `expectations.softmax_moments`, and covariances pass the expected Jacobians, which are smaller. The
-    variance at most halves or doubles the sampled one up to a score sd of 3: see there for the errors.
-    The cost is that of (C, C) matrices for each token.
+    errors are stated there; 8 independent logits have 0.99, 1.02, 1.08 and 1.27 times the sampled total
+    variance at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C) matrices for each token.
 
     Assumes that x is Gaussian (order 2).
 

@@ -128,3 +128,12 @@ def test_errors(family):
         family.moments(jnp.zeros(3), jnp.zeros(4))
     with pytest.raises(TypeError, match="floating"):
         family.moments(jnp.zeros(3, int), jnp.zeros(3, int))
+
+
+def test_half_precision_is_computed_in_single(family):
+    m, v = (x.astype(jnp.float16) for x in grid(family))
+    got = jax.jit(family.moments)(m, v)
+    want = jax.jit(family.moments)(m.astype(jnp.float32), v.astype(jnp.float32))
+    for half, single in zip(got, want, strict=True):
+        assert half.dtype == jnp.float16
+        assert jnp.array_equal(half, single.astype(jnp.float16))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import moment_jax as mj
 from moment_jax.expectations import softmax_moments
 
 COUNT, SCORES, SAMPLES = 8, 16, 200_000
@@ -51,3 +52,23 @@ def test_table(scale, sampled):
         # The cases drawn differ from the table's, and the truth is itself sampled.
         assert average[k] < TABLE[scale][k] + 3 * spread[k] + SAMPLES**-0.5, (average, spread)
         assert average[k] < average[2 + k]  # better than order 1
+
+
+# score sd: bounds on the sd of a transform's entries over the sampled one, and on their total variance.
+RATIOS = {1.0: (0.75, 1.1, 0.03), 2.0: (0.6, 1.15, 0.06), 3.0: (0.5, 1.2, 0.12)}
+
+
+@pytest.mark.parametrize("structure", [mj.Diagonal, mj.TokenCorrelated, mj.Separable, mj.Full])
+@pytest.mark.parametrize("scale", RATIOS)
+def test_variances_of_eight_independent_logits(scale, structure):
+    rng = np.random.default_rng(1)
+    mean, z = rng.normal(size=8), rng.normal(size=(SAMPLES, 8))
+    weights = np.exp(mean[None] + scale * z)
+    sampled = np.var(weights / weights.sum(1, keepdims=True), axis=0)
+    logits = structure.independent(jnp.full((1, 8), scale**2))
+    variance = jax.jit(mj.softmax)(jnp.asarray(mean[None]), logits)[1].variance()[0]
+    least, most, of_total = RATIOS[scale]
+    ratio = np.sqrt(variance / sampled)
+    assert least < ratio.min(), ratio
+    assert ratio.max() < most, ratio
+    assert abs(variance.sum() / sampled.sum() - 1) < of_total

@@ -186,6 +186,28 @@ def test_masked_keys_have_no_weight(structure: type[Covariance]):
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_a_mask_without_any_key_leaves_the_residual(structure: type[Covariance]):
+    def variance(structure):
+        cov = structure.independent(jnp.full(SHAPE, 0.01))
+        mask = jnp.zeros((4, 4), bool)
+        return mj.encoder_block(MEAN, cov, BLOCK, num_heads=HEADS, mask=mask)[1].variance()
+
+    ratio = jnp.sum(variance(structure)) / jnp.sum(variance(mj.Full))
+    assert 0.7 < ratio < 1.4
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_nan_stays_nan(structure: type[Covariance]):
+    """A standard deviation of 0 in its place would look like knowledge."""
+    bad = MEAN.at[0, 0].set(jnp.nan)
+    cov = structure.independent(jnp.full(SHAPE, 0.1))
+    for name in ("dense", "softmax", "layer_norm", "gelu", "attention", "pre_norm", "post_norm"):
+        mean, result = TRANSFORMS[name](bad, cov)
+        wrong = ~jnp.isnan(result.variance()) & jnp.isnan(mean)
+        assert not wrong.any(), name
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_causal_mask_hides_later_tokens(structure: type[Covariance]):
     mask = jnp.tril(jnp.ones((4, 4), bool))
     run = jax.jit(
