@@ -6,8 +6,8 @@ between them and are fused (by XLA's YNN library). `plain` in `unflagged_program
     jax.jit(lambda x: jnp.sum(x @ jnp.full((64, 64), 0.01), axis=0))(x)
 
 The right operand alone matters. Any reduction over any axis will do, after elementwise functions or
-another product, in `vmap` and derivatives, in float32, bfloat16 and float64. Left operands of one number,
-right operands that vary along one axis, products with vectors and x.T @ y come out right.
+another product, in `vmap` and derivatives, in float32, bfloat16 and float64. Left operands of one
+number, right operands that vary along one axis, products with vectors and x.T @ y come out right.
 """
 
 from __future__ import annotations
