@@ -110,19 +110,25 @@ def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:
 
 
 def check_correlations(
-    call: str, scale: object, tokens: object, features: object = None, pool: object = None
+    call: str,
+    scale: object,
+    tokens: object,
+    features: object = None,
+    pool: object = None,
+    sum_variance: object = None,
 ) -> None:
-    """Raise unless correlations of the tokens (T, T) and of the features (D, D) fit the scale (T, D)."""
-    given = [field is not None for field in (tokens, features, pool)]
+    """Raise unless correlations (T, T), (D, D), weights (T,) and variances (D,) fit the scale (T, D)."""
+    others = (tokens, features, pool, sum_variance)
+    given = [field is not None for field in others]
 
     def shapes(scale: Shape) -> list[Shape]:
         if len(scale) < 2:
             raise ValueError("needs a scale of shape (T, D).")
         *stack, t, d = scale
-        shapes = [(*stack, t, t), (*stack, d, d), (*stack, t)]
+        shapes = [(*stack, t, t), (*stack, d, d), (*stack, t), (*stack, d)]
         return [shape for shape, there in zip(shapes, given, strict=True) if there]
 
-    fields = [field for field in (tokens, features, pool) if field is not None]
+    fields = [field for field in others if field is not None]
     check_fields(
         call,
         "For independent tokens, or features, give jnp.eye(T), or jnp.eye(D).",

@@ -69,9 +69,7 @@ class Separable(Covariance):
 
     def __post_init__(self) -> None:
         call = "Separable(scale, token_correlation, feature_correlation)"
-        check_correlations(
-            call, self.scale, self.token_correlation, self.feature_correlation, self.pool
-        )
+        check_correlations(call, *(getattr(self, f.name) for f in dataclasses.fields(self)))
 
     def pooled(self, pool: Array | None) -> Self:
         """The same covariance, whose feature correlation is from now on that of some tokens alone.

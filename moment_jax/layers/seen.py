@@ -23,10 +23,8 @@ def pool_seen(cov: S, mask: Array | None) -> S:
     """
     if not isinstance(cov, Separable) or mask is None or cov.pool is not None:
         return cov
-    if (
-        not hasattr(mask, "shape") or mask.shape[-1] != cov.shape[0]
-    ):  # an error that the layer explains
-        return cov
+    if not hasattr(mask, "shape") or mask.shape[-1] != cov.shape[0]:
+        return cov  # an error that the layer explains
     seen = jnp.any(mask, axis=tuple(range(mask.ndim - 1)))
     return cov.pooled(seen | ~jnp.any(seen))  # where nobody looks at anything, all count alike
 
@@ -37,9 +35,13 @@ def pool_as(cov: S, before: Covariance) -> S:
     Within a layer one operation may tell the next more than the fields hold, which `jit` and `scan`
     would drop; dropped here, a stack of layers gives the same result in a loop and in a scan.
     """
-    if isinstance(cov, Separable) and isinstance(before, Separable):
-        return dataclasses.replace(cov, pool=before.pool)
-    return cov
+    if not isinstance(cov, Separable) or not isinstance(before, Separable):
+        return cov
+    cov = cov if cov.pool is before.pool else cov.pooled(before.pool)
+    known = (
+        None if before.sum_variance is None else cov.sum_variance
+    )  # a loop's carry keeps its form
+    return dataclasses.replace(cov, sum_variance=known)
 
 
 def look_at_valid(mask: Array | None, valid: Array | None, num_queries: int) -> Array | None:

@@ -28,7 +28,13 @@ FEATURE_AXES: dict[type[Covariance], dict[str, int | None]] = {
     Diagonal: {"variances": 1},
     TokenBlock: {"blocks": 1},
     TokenCorrelated: {"scale": 1, "correlation": None},
-    Separable: {"scale": 1, "token_correlation": None, "feature_correlation": 0, "pool": None},
+    Separable: {
+        "scale": 1,
+        "token_correlation": None,
+        "feature_correlation": 0,
+        "pool": None,
+        "sum_variance": 0,
+    },
     Full: {"cov": 1},
 }
 
