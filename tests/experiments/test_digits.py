@@ -80,6 +80,15 @@ def test_other_settings_are_not_resumed(tmp_path):
         trained(tmp_path, 4, resume=True, settings={"seed": 1})
 
 
+@pytest.fixture
+def _ctrl_c_is_heard():
+    """Where it is ignored, as in a shell's background job, so would be ours and our children's."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_is_heard")
 def test_ctrl_c_is_waited_for_and_the_update_saved(tmp_path, monkeypatch, capfd):
     whole = trained(tmp_path / "whole", 6)
     save = Checkpoints.save
@@ -126,6 +135,7 @@ class Command:
         return self.process.wait(), rest
 
 
+@pytest.mark.usefixtures("_ctrl_c_is_heard")
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     options = ["--plain-steps", "1000000000", "--out", str(tmp_path / "run")]
     first = Command(*options)
