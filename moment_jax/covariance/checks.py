@@ -78,7 +78,9 @@ def check_variances(call: str, array: Any, axes: str = "") -> None:
     numpy: Any = np if here else jnp  # what lies on accelerators is reduced there
     if axes:
         values = numpy.einsum(f"...{axes}{axes}->...{axes}", values)
-    least, eps = float(numpy.min(values)), float(jnp.finfo(numpy.asarray(values).dtype).eps)
+    least, dtype = float(numpy.min(values)), numpy.asarray(values).dtype
+    # Numbers that are no arrays (axes for `vmap`, say) have nothing to round.
+    eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
     if least < 0 and least < -(eps**0.5) * float(numpy.max(numpy.abs(values))):
         raise ValueError(
             f"`{call}` needs variances that are not negative. Got {least:.4g}. Of standard "
