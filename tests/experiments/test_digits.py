@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -81,14 +82,14 @@ def test_other_settings_are_not_resumed(tmp_path):
 
 
 @pytest.fixture
-def _ctrl_c_is_heard():
-    """Where it is ignored, as in a shell's background job, so would be ours and our children's."""
+def on_a_terminal():
+    """Ctrl-C as it is there; what runs in the background, as a suite may, has it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("_ctrl_c_is_heard")
+@pytest.mark.usefixtures("on_a_terminal")
 def test_ctrl_c_is_waited_for_and_the_update_saved(tmp_path, monkeypatch, capfd):
     whole = trained(tmp_path / "whole", 6)
     save = Checkpoints.save
@@ -111,7 +112,9 @@ def test_ctrl_c_is_waited_for_and_the_update_saved(tmp_path, monkeypatch, capfd)
 
 
 class Command:
-    """The main job in a process of its own, its standard error read as it comes."""
+    """The main job in a process of its own, for so long; its standard error is read as it comes."""
+
+    SECONDS = 300
 
     def __init__(self, *options):
         command = [sys.executable, "-m", "experiments", "digits", *options]
@@ -119,23 +122,26 @@ class Command:
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=fresh, stderr=subprocess.PIPE, text=True
         )
+        self.limit = threading.Timer(self.SECONDS, self.process.kill)
+        self.limit.daemon = True
+        self.limit.start()
 
     def says(self, words):
         for line in self.process.stderr:
             if words in line:
                 return line
-        raise AssertionError(f"it ended without {words!r}")
+        raise AssertionError(f"it ended without {words!r}: {self.end()}")
 
     def press(self):
         self.process.send_signal(signal.SIGINT)
 
     def end(self):
-        rest = self.process.stderr.read()
-        self.process.stderr.close()
-        return self.process.wait(), rest
+        rest = self.process.communicate()[1]
+        self.limit.cancel()
+        return self.process.returncode, rest
 
 
-@pytest.mark.usefixtures("_ctrl_c_is_heard")
+@pytest.mark.usefixtures("on_a_terminal")
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     options = ["--plain-steps", "1000000000", "--out", str(tmp_path / "run")]
     first = Command(*options)
