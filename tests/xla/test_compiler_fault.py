@@ -6,8 +6,8 @@ between them and are fused (by XLA's YNN library). `plain` in `unflagged_program
     jax.jit(lambda x: jnp.sum(x @ jnp.full((64, 64), 0.01), axis=0))(x)
 
 The right operand alone matters. Any reduction over any axis will do, after elementwise functions or
-another product, in `vmap` and derivatives, in float32, bfloat16 and float64. Left operands of one
-number, right operands that vary along one axis, products with vectors and x.T @ y come out right.
+another product, in `vmap` and derivatives, in float32, bfloat16 and float64. What comes out right: left
+operands of one number, right ones that vary along one axis, products with vectors, and x.T @ y.
 """
 
 from __future__ import annotations
@@ -86,17 +86,15 @@ TRANSFORMS = sorted(unflagged_program.transforms(STRUCTURES["Diagonal"]))
 
 
 def gradient(structure, name, family=None):
-    """Of a transform by its input, all parameters made inside `jit`: it has the forward pass in it."""
-    transform = unflagged_program.transforms(STRUCTURES[structure])[name]
+    """Of a transform by its input, all else made inside `jit`: it has the forward pass in it."""
+    of = STRUCTURES[structure]
+    transform = unflagged_program.transforms(of)[name]
 
     def total(x):
-        return sum(map(jnp.sum, unflagged_program.sums(transform(x, parameters(family)))))
+        made = unflagged_program.parameters(of, x.shape, family)
+        return sum(map(jnp.sum, unflagged_program.sums(transform(x, made))))
 
     return jax.grad(total)
-
-
-def parameters(family=None):
-    return unflagged_program.parameters(SMALL.shape[1], family)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

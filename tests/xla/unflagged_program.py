@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.covariance import STRUCTURES, Separable, TokenCorrelated
-from moment_jax.posterior import Factorized, Point
+from moment_jax.covariance import STRUCTURES, Covariance, Separable, TokenCorrelated
+from moment_jax.posterior import Factorized, Point, Posterior
 from moment_jax.xla import materialized
 
 X = jax.random.normal(jax.random.key(0), (64, 64))
@@ -27,9 +27,14 @@ SHAPES = {"TokenBlock": (64, 8), "Full": (8, 8)}
 HEADS = {"num_heads": 2}
 
 
-def parameters(d: int, family: Callable[[tuple[int, ...], float], Any] | None = None) -> Any:
-    """Fresh ones, made of one number each."""
+def parameters(
+    of: type[Covariance],
+    shape: tuple[int, int],
+    family: Callable[[tuple[int, ...], float], Posterior] | None = None,
+) -> dict[str, Any]:
+    """Fresh ones, made of one number each, and covariances of an input of this shape likewise."""
     make = family or (lambda shape, mean: Factorized(jnp.full(shape, mean), jnp.full(shape, 0.01)))
+    d = shape[1]
 
     def dense(d: int, o: int) -> mj.DenseParams:
         return mj.DenseParams(make((d, o), 0.01), Factorized(jnp.zeros(o), jnp.full(o, 0.01)))
@@ -39,45 +44,44 @@ def parameters(d: int, family: Callable[[tuple[int, ...], float], Any] | None = 
     feed_forward = mj.FeedForwardParams(dense(d, 2 * d), dense(2 * d, d))
     blocks = attention, norm, feed_forward
     return {
+        "certain": of.zeros(shape),
+        "noisy": of.independent(jnp.full(shape, 0.01)),
+        "square": of.zeros((d, d)),
+        "table": make((d, d), 0.01),
         "dense": dense(d, d),
         "attention": attention,
         "norm": norm,
         "feed_forward": feed_forward,
         "encoder_block": mj.EncoderBlockParams(*blocks, norm),
         "decoder_block": mj.DecoderBlockParams(attention, norm, *blocks, norm),
-        "table": make((d, d), 0.01),
     }
 
 
-def transforms(of: type[mj.covariance.Covariance]) -> dict[str, Callable[[Any, Any], Any]]:
+def transforms(of: type[Covariance]) -> dict[str, Callable[[Any, Any], Any]]:
     """Every public transform of a sequence x and the parameters above."""
 
-    def certain(x: Any) -> Any:
-        return of.zeros(x.shape, x.dtype)
-
-    def dense(x: Any, p: Any) -> Any:
-        return mj.dense(x, certain(x), p["dense"])
-
-    def both(x: Any) -> Any:
-        return x, certain(x), x, certain(x)
+    def both(x: Any, p: Any) -> Any:
+        return x, p["certain"], x, p["certain"]
 
     return {
-        "dense": dense,
-        "matmul": lambda x, p: mj.matmul(x, certain(x), *dense(p["table"].mean, p)),
-        "softmax": lambda x, p: mj.softmax(*dense(x, p)),
-        "relu": lambda x, p: mj.relu(*dense(x, p)),
-        "gelu": lambda x, p: mj.gelu(*dense(x, p)),
-        "activation": lambda x, p: mj.activation(*dense(x, p), jnp.tanh),
-        "layer_norm": lambda x, p: mj.layer_norm(*dense(x, p), p["norm"]),
-        "mean_pool": lambda x, p: mj.mean_pool(*dense(x, p)),
+        "dense": lambda x, p: mj.dense(x, p["certain"], p["dense"]),
+        "matmul": lambda x, p: mj.matmul(x, p["noisy"], p["table"].mean, p["square"]),
+        "softmax": lambda x, p: mj.softmax(x, p["noisy"]),
+        "relu": lambda x, p: mj.relu(x, p["noisy"]),
+        "gelu": lambda x, p: mj.gelu(x, p["noisy"]),
+        "activation": lambda x, p: mj.activation(x, p["noisy"], jnp.tanh),
+        "layer_norm": lambda x, p: mj.layer_norm(x, p["noisy"], p["norm"]),
+        "mean_pool": lambda x, p: mj.mean_pool(x, p["noisy"]),
         "embedding": lambda x, p: mj.embedding(jnp.arange(len(x)) % x.shape[1], p["table"], of),
         "feed_forward": lambda x, p: mj.feed_forward(
-            x, certain(x), p["feed_forward"], activation=mj.gelu
+            x, p["noisy"], p["feed_forward"], activation=mj.gelu
         ),
-        "attention": lambda x, p: mj.attention(x, certain(x), p["attention"], **HEADS),
-        "cross_attention": lambda x, p: mj.cross_attention(*both(x), p["attention"], **HEADS),
-        "encoder_block": lambda x, p: mj.encoder_block(x, certain(x), p["encoder_block"], **HEADS),
-        "decoder_block": lambda x, p: mj.decoder_block(*both(x), p["decoder_block"], **HEADS),
+        "attention": lambda x, p: mj.attention(x, p["noisy"], p["attention"], **HEADS),
+        "cross_attention": lambda x, p: mj.cross_attention(*both(x, p), p["attention"], **HEADS),
+        "encoder_block": lambda x, p: mj.encoder_block(
+            x, p["certain"], p["encoder_block"], **HEADS
+        ),
+        "decoder_block": lambda x, p: mj.decoder_block(*both(x, p), p["decoder_block"], **HEADS),
     }
 
 
@@ -106,7 +110,7 @@ def error(found: Any, expected: Any) -> float:
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, float), np.asarray(b, float)
         difference = np.abs(np.where(np.isfinite(a), a, 1e99) - b)
-        worst = max(worst, np.max(difference) / np.max(np.abs(b)))
+        worst = max(worst, np.max(difference) / max(np.max(np.abs(b)), 1e-30))
     return float(worst)
 
 
@@ -175,21 +179,21 @@ def ways_in() -> dict[str, float]:
         "jax.export": error(exported.call(X), expected),
         "vmap of attention, values random alone": of_arguments(attention, X, lambda: one_random),
         "expected_log_likelihood": of_arguments(
-            expected_log_likelihood, X, lambda: parameters(64)["dense"]
+            expected_log_likelihood, X, lambda: parameters(TokenCorrelated, X.shape)["dense"]
         ),
     }
 
 
-def every_transform(name: str) -> dict[str, float]:
+def every_transform(of: type[Covariance]) -> dict[str, float]:
     """Of one structure."""
-    rows, columns = SHAPES.get(name, X.shape)
-    x = X[:rows, :columns]
+    shape = SHAPES.get(of.__name__, X.shape)
+    x = X[: shape[0], : shape[1]]
 
     def wrong(transform: Callable[[Any, Any], Any]) -> float:
-        return of_arguments(lambda x, p: sums(transform(x, p)), x, lambda: parameters(columns))
+        return of_arguments(lambda x, p: sums(transform(x, p)), x, lambda: parameters(of, shape))
 
-    every = transforms(STRUCTURES[name])
-    return {transform: wrong(every[transform]) for transform in COMPILED}
+    every = transforms(of)
+    return {name: wrong(every[name]) for name in COMPILED}
 
 
 def main() -> None:
@@ -197,7 +201,7 @@ def main() -> None:
     results = {"plain": plain(lambda x: x), "materialized": plain(materialized)}
     results["ways in"] = ways_in()
     results["hessian"] = {s.__name__: second_derivative(s) for s in (Separable, TokenCorrelated)}
-    print(json.dumps(results | {name: every_transform(name) for name in STRUCTURES}))
+    print(json.dumps(results | {name: every_transform(of) for name, of in STRUCTURES.items()}))
 
 
 if __name__ == "__main__":
