@@ -32,6 +32,11 @@ class NormTangent(NamedTuple):
         """What a feature gets of itself but for the directions that are lost, (T, D)."""
         return self.inverse * self.scale
 
+    @property
+    def diagonal(self) -> Array:
+        """What a feature gets of itself, (T, D)."""
+        return self.gain * (1 - (1 + self.normal**2) / self.normal.shape[1])
+
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""
         inner = jnp.sum(self.normal * change, axis=1, keepdims=True) / change.shape[1]

@@ -104,7 +104,7 @@ def _add_diagonal(
             return cov.add(branch)
         returned = jnp.einsum("ht,hd->td", tangent.own_weights(), paths)
     if norm is not None:
-        returned = returned * norm.gain
+        returned = returned * norm.diagonal
     cross = _bounded(cov.variance() * returned, cov, branch)
     return Diagonal(cov.variances + branch.variances + 2 * cross)
 
@@ -117,7 +117,7 @@ def _add_token_correlated(
     norm: NormTangent | None,
 ) -> TokenCorrelated:
     scale = cov.scale
-    entering = scale if norm is None else scale * norm.gain
+    entering = scale if norm is None else scale * norm.diagonal
     if isinstance(tangent, FeedForwardTangent):
         returned = entering * tangent.diagonal()
         cross = scale * returned

@@ -38,7 +38,7 @@ def separable_cross(cov: Separable, tangent: Tangent, norm: NormTangent | None) 
       tangent: the branch, linearised.
       norm: its normalisation, linearised.
     """
-    entering = cov.scale if norm is None else cov.scale * norm.gain
+    entering = cov.scale if norm is None else cov.scale * norm.diagonal
     features = cov.feature_gram() if norm is None else norm.feature_cross(cov)
     if isinstance(tangent, FeedForwardTangent):
         return _through_feed_forward(cov, entering, features, tangent)
