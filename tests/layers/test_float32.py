@@ -20,7 +20,7 @@ MEAN = jax.random.normal(jax.random.key(1), SHAPE)
 
 
 def transforms(mean, cov, block):
-    """Moments by every public transform; a decoder block is made of these."""
+    """Moments by every public transform."""
     yield "dense", mj.dense(mean, cov, block.feed_forward.hidden)
     yield "matmul", mj.matmul(mean, cov, mean.T, type(cov).independent(cov.variance().T))
     yield "relu", mj.relu(mean, cov)
@@ -34,6 +34,10 @@ def transforms(mean, cov, block):
     memory = 0.5 * mean[:3], type(cov).independent(0.01 * cov.variance()[:3])
     yield "cross", mj.cross_attention(mean, cov, *memory, block.attention, num_heads=HEADS)
     yield "encoder", mj.encoder_block(mean, cov, block, num_heads=HEADS)
+    decoder = mj.DecoderBlockParams(
+        block.attention, block.norm1, block.attention, block.norm2, block.feed_forward, block.norm1
+    )
+    yield "decoder", mj.decoder_block(mean, cov, *memory, decoder, num_heads=HEADS)
 
 
 def scaled(params, gain):
@@ -75,6 +79,5 @@ def test_variances_and_gradients(structure):
                 error = np.max(error / np.maximum(want[name], 1e-4 * np.max(want[name])))
                 print(f"  {name:12s} error {error:.1e}, smallest {np.min(got[name]):.1e}")
                 assert np.min(got[name]) >= 0, name
-                if of == "x" or gain == 1:  # else scores are near 1e4 and 1e8
-                    assert error < 0.01, name
+                assert error < 0.01, name  # scores are near 1e8 with parameters times 100
             assert np.isfinite(steepest)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import safe_divide, weighted
+from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.xla import (
     product_of_transposed,
     product_with_transposed,
@@ -120,8 +120,11 @@ def score_noise(rows: RowCovariance, weights: Array, products: Products, order: 
     gain = jnp.ones_like(rows_diagonal(token_gram))
     if order == 2:
         gain = saturation(rows_diagonal(token_gram), products.within(weights))
-        token_gram = gain[:, None] * token_gram * gain[None, :]
-    return ScoreNoise(token_gram, gain)
+    token_gram = gain[:, None] * token_gram * gain[None, :]
+    # Two rows with nearly all their weight on different keys: what is left is rounding.
+    root = safe_sqrt(rows_diagonal(token_gram))
+    bound = root[:, None] * root[None, :]
+    return ScoreNoise(jnp.clip(token_gram, -bound, bound), gain)
 
 
 def _quadratic(keys: Array, weights: Array, products: Products) -> Array:
@@ -137,10 +140,14 @@ def inner_noise(
 ) -> Array:
     """sum_ab Cov[W_ac, W_bf], (S, S): sum_cf of it with v_c v_f^T is the covariance of the sum over a.
 
-    The queries a have weights `pool` in the sum, (T,), or one each.
+    The queries a have weights `pool` in the sum, (T,), or one each. With saturated rows rounding is all
+    that is left, so entries stay within Cauchy and Schwarz, by Var[W] <= E[W] (1 - E[W]).
     """
     size = weighted(gain[:, None], pool)
-    return _total(_inner(term.keys, weights, size * term.queries * size.T) for term in rows.terms)
+    noise = (_inner(term.keys, weights, size * term.queries * size.T) for term in rows.terms)
+    bound = pooled(safe_sqrt(weights * (1 - weights)), pool)
+    bound = bound[:, None] * bound[None, :]
+    return jnp.clip(_total(noise), -bound, bound)
 
 
 def _inner(keys: Array, weights: Array, pairs: Array) -> Array:
