@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -74,3 +75,22 @@ def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array
         )
     moments = expectations.elementwise(fn, mean, cov.variance())
     return moments.mean, cov.elementwise(moments)
+
+
+def moments_of(
+    transform: Callable[..., Any],
+) -> Callable[[Array, Array], expectations.ElementwiseMoments] | None:
+    """What `relu`, `gelu` or `functools.partial(activation, fn=fn)` is made of; None for others.
+
+    Returns:
+      The function (mean, variance) -> moments, the expected gain among them.
+    """
+    if transform is relu:
+        return expectations.rectified
+    if transform is gelu:
+        return expectations.gelu
+    if isinstance(transform, functools.partial) and transform.func is activation:
+        fn = transform.keywords.get("fn")
+        if not transform.args and takes(fn, 1):
+            return functools.partial(expectations.elementwise, fn)
+    return None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Diagonal, Separable
 from moment_jax.covariance.separable_noise import average_gain
+from moment_jax.layers.activation import moments_of
 from moment_jax.layers.checks import check_moments, takes
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import FeedForwardParams
@@ -81,7 +82,6 @@ def feed_forward_and_tangent(
 ) -> tuple[Array, S, FeedForwardTangent]:
     """`feed_forward`, and the linear map by which its covariance carries the covariance of x."""
     hidden, hidden_cov = dense(mean, cov, params.hidden)
-    # By Price's theorem the expected gain E[f'] is the derivative of the mean E[f].
     (active, active_cov), gain = _with_gain(hidden, hidden_cov, activation)
     out_mean, out_cov = dense(active, active_cov, params.output)
     tangent = FeedForwardTangent(
@@ -108,6 +108,10 @@ def _average_kernel(
 
 def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:
     """The activation's moments, and its expected derivative at every entry, (T, F)."""
+    elementwise = moments_of(activation)
+    if elementwise is not None:
+        moments = elementwise(mean, cov.variance())
+        return (moments.mean, cov.elementwise(moments)), moments.gain
     active = activation(mean, cov) if takes(activation, 2) and not _is_plain(activation) else None
     if not (isinstance(active, tuple) and len(active) == 2 and isinstance(active[1], Covariance)):
         raise TypeError(
@@ -115,7 +119,8 @@ def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array
             f"{getattr(activation, '__name__', repr(activation))}. Use mj.gelu or mj.relu; of a plain "
             "function, functools.partial(mj.activation, fn=jnp.tanh)."
         )
-    # The mean of an elementwise function asks for the variances alone.
+    # Of a function of the user's own: by Price's theorem E[f'] is the derivative of E[f], which asks for
+    # the variances alone.
     variances = Diagonal(cov.variance())
     _, gain = jax.jvp(lambda m: activation(m, variances)[0], (mean,), (jnp.ones_like(mean),))
     return active, gain

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance, Separable, TokenCorrelated
-from moment_jax.covariance.low_rank import low_rank_variance
+from moment_jax.covariance import Covariance, Diagonal, Separable, TokenCorrelated
 from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams
@@ -207,12 +206,17 @@ def _carry(cov: Any, tangent: NormTangent) -> Any:
 
 
 @_carry.register
+def _carry_diagonal(cov: Diagonal, tangent: NormTangent) -> Diagonal:
+    return Diagonal(_carried_variance(cov.variances, tangent))
+
+
+@_carry.register
 def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> TokenCorrelated:
     """Exact variances; the token correlation passes as it is.
 
     Tokens lose different directions n_t, two of D, which one correlation for all features cannot hold.
     """
-    variance = low_rank_variance(cov.variance(), *tangent.low_rank())
+    variance = _carried_variance(cov.variance(), tangent)
     sign = jnp.where(cov.scale < 0, -1, 1).astype(cov.dtype)
     return TokenCorrelated(sign * safe_sqrt(variance), cov.correlation)
 
@@ -243,6 +247,21 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
         jnp.sum(pairs) * features + bent + bent.T,
         cov.pool,
     )
+
+
+def _carried_variance(variance: Array, tangent: NormTangent) -> Array:
+    """The diagonal of J diag(variance) J^T, (T, D): features are uncorrelated."""
+    normal = tangent.normal
+    d = normal.shape[1]
+
+    def total(array: Array) -> Array:
+        return jnp.sum(array, axis=1, keepdims=True) / d
+
+    kept = (1 - 2 * (1 + normal**2) / d) * variance
+    straight, bent = total(normal * variance), total(normal**2 * variance)
+    gained = total(variance) + normal * (2 * straight + normal * bent)
+    # A sum of squares in exact arithmetic; rounding can leave a hair below zero.
+    return tangent.inverse**2 * jnp.maximum(kept + gained / d, 0)
 
 
 def _centred(array: Array) -> Array:
