@@ -53,30 +53,30 @@ def warm_up() -> None:
 def moment_forward(problem: Problem, structure: type[mj.Covariance]) -> Compiled:
     """The moments of tokens and logits, of the problem's beliefs."""
     encoder = encoder_of(problem.spec, structure)
-    return compiled(partial(moments, encoder), (problem.each_block(), None), *_certain(problem))
+    return compiled(partial(moments, encoder), (problem.each_block(), None), *certain(problem))
 
 
 def plain_forward(problem: Problem) -> Compiled:
     """Tokens and logits of the library's plain encoder at the means."""
     encoder = encoder_of(problem.spec, mj.Diagonal)
-    means = _means(problem.each_block())
+    at_means = means(problem.each_block())
 
     def forward(arrays: Any, head: Head, x: Array) -> tuple[Array, Array]:
         tokens = encoder.network((arrays, None))(x)
         return tokens, classify(tokens, head)
 
-    return compiled(forward, means, *_certain(problem))
+    return compiled(forward, at_means, *certain(problem))
 
 
 def scanned_forward(problem: Problem) -> Compiled:
     """The same, one block compiled and scanned over the stacked weights."""
-    means = _means(problem.blocks)
+    at_means = means(problem.blocks)
 
     def forward(arrays: Any, head: Head, x: Array) -> tuple[Array, Array]:
         tokens = plain_tokens(problem.spec, arrays, x)
         return tokens, classify(tokens, head)
 
-    return compiled(forward, means, *_certain(problem))
+    return compiled(forward, at_means, *certain(problem))
 
 
 def moment_step(problem: Problem, structure: type[mj.Covariance]) -> Compiled:
@@ -102,9 +102,9 @@ def plain_step(problem: Problem) -> Compiled:
 
 def scanned_step(problem: Problem) -> Compiled:
     """The same, one block compiled and scanned over the stacked weights."""
-    means = _means(problem.blocks)
+    at_means = means(problem.blocks)
     return _step(
-        problem, means, _cross_entropy(lambda arrays, x: plain_tokens(problem.spec, arrays, x))
+        problem, at_means, _cross_entropy(lambda arrays, x: plain_tokens(problem.spec, arrays, x))
     )
 
 
@@ -121,7 +121,7 @@ def _cross_entropy(
 def _step(problem: Problem, params: Any, loss: Callable[..., Array]) -> Compiled:
     """Compile one update of these parameters and the head; the result is (loss, state)."""
     optimizer = optax.adam(1e-3)
-    head, x = _certain(problem)
+    head, x = certain(problem)
     trained = params, head
 
     def step(trained: Any, state: Any, x: Array, labels: Array) -> Any:
@@ -137,12 +137,13 @@ def all_finite(result: Any) -> bool:
     return all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(result))
 
 
-def _certain(problem: Problem) -> tuple[Head, Array]:
+def certain(problem: Problem) -> tuple[Head, Array]:
+    """Head and inputs as arrays."""
     head = jnp.asarray(problem.head[0]), jnp.asarray(problem.head[1])
     return head, jnp.asarray(problem.inputs)
 
 
-def _means(blocks: Any) -> Any:
+def means(blocks: Any) -> Any:
     """The means in the place of the beliefs."""
     return jax.tree.map(
         lambda belief: belief.mean,

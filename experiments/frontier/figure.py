@@ -29,6 +29,8 @@ def error_over_cost(records: list[dict[str, Any]]) -> Figure:
     colours = {
         name: COLOURS[i % len(COLOURS)] for i, name in enumerate(mj.STRUCTURES) if name in used
     }
+    colours |= {name: "#e377c2" for name in used if name == "linearised"}
+    colours |= dict.fromkeys(used - set(colours), "0.6")  # sampled networks, near the line
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
         for axes, output in zip(panels, ("tokens", "logits"), strict=True):
@@ -43,7 +45,7 @@ def error_over_cost(records: list[dict[str, Any]]) -> Figure:
         kinds = {"random": MARKERS[False], "trained": MARKERS[True]}
         handles = [Line2D([], [], color="0.6", label="Monte Carlo")]
         handles += [_key(label, "0.4", marker) for label, marker in kinds.items()]
-        handles += [_key(name, colour, "s") for name, colour in colours.items()]
+        handles += [_key(name, colours[name], "s") for name in colours if colours[name] != "0.6"]
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     return figure
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
-from experiments.frontier import cost
+from experiments.frontier import competitors, cost
 from experiments.frontier.advantage import Accuracy, advantage
 from experiments.frontier.cost import Compiled
+from experiments.frontier.passes import Moments
 from experiments.frontier.problem import Problem, Spec
 from experiments.frontier.truth import Sampled, Truth
 from experiments.timing import interleaved
@@ -65,9 +68,21 @@ def largest_array_gib(spec: Spec, structure: type[mj.Covariance]) -> float:
 
 
 def measure(
-    problem: Problem, truth: Truth, structures: dict[str, type[mj.Covariance]], limits: Limits
+    problem: Problem,
+    truth: Truth,
+    structures: dict[str, type[mj.Covariance]],
+    limits: Limits,
+    seed: int,
 ) -> list[Record]:
-    """One record for each structure, in their order."""
+    """One record for each structure, in their order, and one for each competitor.
+
+    Args:
+      problem: the network.
+      truth: its sampled truth.
+      structures: by name.
+      limits: what is skipped.
+      seed: of the networks that competitors draw; another than the truth's.
+    """
     spec = problem.spec
     plain = Programs(cost.plain_forward(problem), cost.plain_step(problem))
     scanned = Programs(cost.scanned_forward(problem), cost.scanned_step(problem))
@@ -78,7 +93,7 @@ def measure(
         records[name] = record
         try:
             programs[name] = _programs(problem, structure, limits)
-            record |= _accuracies(programs[name], truth)
+            record |= _accuracies(programs[name].forward.run(), truth, problem)
         except Skip as reason:
             record |= {"status": "skipped", "reason": str(reason)}
         except Exception as error:  # one structure's failure is not to hide the others' figures
@@ -88,7 +103,40 @@ def measure(
     for name, these in programs.items():
         records[name]["cost"] = _cost(these, plain, scanned, times, name)
         _add_advantages(records[name], truth)
-    return list(records.values())
+    return [*records.values(), *_competitors(problem, truth, plain.forward, limits, seed)]
+
+
+def _competitors(
+    problem: Problem, truth: Truth, plain: Compiled, limits: Limits, seed: int
+) -> list[Record]:
+    """Records of the linearised network and of a few sampled ones; they have no train step."""
+    records = [_linearised(problem, truth, plain, limits)]
+    for count in competitors.NETWORKS:
+        moments, drawn = competitors.sampled(problem, count, seed)
+        found = _accuracies(moments, truth, problem, drawn.probabilities)
+        # A network of its own costs a plain forward, the drawing of its weights not counted.
+        forward = {"time_ratio": float(count), "memory_ratio": 1.0}
+        records.append(found | {"structure": f"{count} sampled", "cost": {"forward": forward}})
+    for record in records:
+        record.update({"network": problem.spec.name, "status": record.get("status", "ok")})
+        if record["status"] == "ok":
+            _add_advantages(record, truth)
+    return records
+
+
+def _linearised(problem: Problem, truth: Truth, plain: Compiled, limits: Limits) -> Record:
+    record: Record = {"structure": "linearised"}
+    if problem.inputs.size > competitors.MOST_OUTPUTS:
+        return record | {"status": "skipped", "reason": f"{problem.inputs.size} backward passes"}
+    program = competitors.linearised(problem)
+    record |= _accuracies(competitors.linearised_moments(problem, program), truth, problem)
+    times = interleaved({"plain": plain.run, "own": program.run}, min(limits.repeats, 5))
+    ratios = {
+        "seconds": times["own"],
+        "time_ratio": times["own"] / times["plain"],
+        "memory_ratio": program.bytes / plain.bytes,
+    }
+    return record | {"cost": {"forward": ratios}}
 
 
 def failure(error: Exception) -> Record:
@@ -117,14 +165,40 @@ def _check_memory(program: Compiled, limits: Limits) -> None:
         )
 
 
-def _accuracies(programs: Programs, truth: Truth) -> Record:
-    output = programs.forward.run()
-    variance = np.einsum("ncc->nc", np.asarray(output.logit_cov))
+def _accuracies(
+    output: Moments, truth: Truth, problem: Problem, probabilities: np.ndarray | None = None
+) -> Record:
+    """Of tokens and logits, of the logits' covariance over the classes, and of what is predicted.
+
+    Args:
+      output: the moments.
+      truth: sampled.
+      problem: with the labels.
+      probabilities: E[softmax], (N, C); by default that of Gaussian logits with these moments.
+    """
+    cov = np.asarray(output.logit_cov)
     pairs = {
         "tokens": (output.mean, output.sd, truth.tokens),
-        "logits": (output.logit_mean, np.sqrt(variance), truth.logits),
+        "logits": (output.logit_mean, np.sqrt(np.einsum("ncc->nc", cov)), truth.logits),
     }
-    return {name: _accuracy(*pair) for name, pair in pairs.items()}
+    record = {name: _accuracy(*pair) for name, pair in pairs.items()}
+    wrong = np.linalg.norm(cov - truth.logit_cov, axis=(1, 2))
+    record["logits"]["cov_error"] = float(
+        np.mean(wrong / np.linalg.norm(truth.logit_cov, axis=(1, 2)))
+    )
+    if probabilities is None:
+        predict = jax.vmap(mj.objectives.class_probabilities)
+        probabilities = np.asarray(predict(jnp.asarray(output.logit_mean), jnp.asarray(cov)))
+    labels = problem.labels[:, None]
+    chosen, best = (
+        np.take_along_axis(p, labels, axis=1) for p in (probabilities, truth.probabilities)
+    )
+    record["predictive"] = {
+        "probability_error": float(np.abs(probabilities - truth.probabilities).mean()),
+        "nll": float(-np.log(np.maximum(chosen, 1e-30)).mean()),
+        "sampled_nll": float(-np.log(np.maximum(best, 1e-30)).mean()),
+    }
+    return record
 
 
 def _accuracy(mean: Any, sd: Any, truth: Sampled) -> Record:

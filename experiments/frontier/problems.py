@@ -55,7 +55,8 @@ class Problems:
         spec = problem.spec
         store = self.stores[spec.training is not None]
         settings = storage.posterior_settings(spec)
-        settings["truth"] = {"samples": self.samples_of(spec), "seed": self.seed}
+        made = {"samples": self.samples_of(spec), "seed": self.seed, "fields": list(Truth._fields)}
+        settings["truth"] = made
         arrays = store.load(spec.name, settings)
         if arrays is not None:
             return storage.truth_of(arrays)

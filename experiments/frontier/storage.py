@@ -119,7 +119,11 @@ def _block(arrays: Arrays, prefix: str) -> mj.EncoderBlockParams:
 
 def truth_arrays(truth: Truth) -> Arrays:
     """A truth as the arrays of a case file, with the standard errors and the subsamples' errors."""
-    arrays: Arrays = {"subsamples": truth.sizes}
+    arrays: Arrays = {
+        "subsamples": truth.sizes,
+        "logit_cov": truth.logit_cov,
+        "probabilities": truth.probabilities,
+    }
     for prefix, moments, curve in (
         ("mc", truth.tokens, truth.token_curve),
         ("logit", truth.logits, truth.logit_curve),
@@ -142,4 +146,5 @@ def truth_of(arrays: Arrays) -> Truth:
         return Sampled(*(arrays[f"{prefix}_{part}"] for part in parts))
 
     curves = (arrays[f"{prefix}_subsampled_error"] for prefix in ("mc", "logit"))
-    return Truth(moments("mc"), moments("logit"), arrays["subsamples"], *curves)
+    each = (arrays[name] for name in ("logit_cov", "probabilities", "subsamples"))
+    return Truth(moments("mc"), moments("logit"), *each, *curves)

@@ -17,14 +17,17 @@ _COSTS = ("time_ratio", "memory_ratio", "compile_ratio_scanned")
 def accuracy_table(records: list[Record]) -> str:
     """The four figures of the library at the tokens and at the logits, and the truth's own noise.
 
-    The noise is the mean standard error, at the tokens, of a mean in sd and of a sd relative to it.
+    Also the relative error of the logits' covariance over the classes (Frobenius), the mean error of
+    the predictive probabilities, and the negative log-likelihood beside that of the sampled truth. The
+    noise is the mean standard error, at the tokens, of a mean in sd and of a sd relative to it.
     """
     header = [*(f"tok {name}" for name in SHORT), *(f"log {name}" for name in SHORT)]
-    header += ["mean noise", "sd noise"]
+    header += ["class cov", "p err", "nll", "MC nll", "mean noise", "sd noise"]
 
     def cells(record: Record) -> list[str]:
         parts = (record["tokens"], record["logits"])
         figures = [part[name] for part in parts for name in FIGURES]
+        figures += [record["logits"]["cov_error"], *record["predictive"].values()]
         figures += [record["truth"]["tokens_mean_error"], record["truth"]["tokens_sd_error"]]
         return [f"{figure:.4f}" for figure in figures]
 
@@ -37,8 +40,10 @@ def cost_table(records: list[Record]) -> str:
     header += ["tok MC", "tok adv", "log MC", "log adv"]
 
     def cells(record: Record) -> list[str]:
-        parts = (record["cost"]["forward"], record["cost"]["step"])
-        ratios = [f"{part[name]:.1f}x" for part in parts for name in _COSTS]
+        parts = (record["cost"]["forward"], record["cost"].get("step", {}))
+        ratios = [
+            f"{part[name]:.1f}x" if name in part else "-" for part in parts for name in _COSTS
+        ]
         for part in (record["tokens"], record["logits"]):
             # Errors within the truth's own noise bound the advantage from below.
             sign = ">" if part["at_resolution"] else ""

@@ -30,7 +30,7 @@ class Sampled(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """The output of the last block, the logits, and the relative sd error of fewer samples.
+    """Of the last block's output and the logits, and the relative sd error of fewer samples.
 
     `token_curve` and `logit_curve` are root mean squares of sd / true sd - 1 where the sd is that of
     `sizes` of the draws alone.
@@ -38,6 +38,8 @@ class Truth(NamedTuple):
 
     tokens: Sampled  # (N, T, D)
     logits: Sampled  # (N, C)
+    logit_cov: np.ndarray  # (N, C, C)
+    probabilities: np.ndarray  # E[softmax], (N, C)
     sizes: np.ndarray
     token_curve: np.ndarray
     logit_curve: np.ndarray
@@ -113,9 +115,14 @@ def sample(problem: Problem, num_samples: int, seed: int) -> Truth:
     errors = np.stack([_subsampled(draws, truths, int(size)) for size in sizes])
     split = len(kept) - (entries - tokens)
     curves = (np.sqrt(part.mean(axis=1)) for part in (errors[:, :split], errors[:, split:]))
+    logits = draws[:, split:].reshape(len(draws), len(problem.inputs), -1)
+    centred = logits - logits.mean(axis=0)
+    logit_cov = np.einsum("snc,sne->nce", centred, centred) / (len(draws) - 1)
     return Truth(
         sums.moments(problem.inputs.shape, slice(tokens)),
         sums.moments((len(problem.inputs), problem.head[1].size), slice(tokens, None)),
+        logit_cov,
+        np.asarray(jax.nn.softmax(logits)).mean(axis=0),
         sizes,
         *curves,
     )

@@ -82,13 +82,18 @@ def test_a_tiny_run_has_all_figures(capsys, tmp_path):
     assert main(["frontier", *arguments, "--array-limit", "1e-6"]) == 0
     records = json.loads((tmp_path / "a.json").read_text())
     assert records == json.loads((tmp_path / "frontier.json").read_text())
-    record, skipped = records
+    record, skipped, linear, *sampled = records
+    assert [each["structure"] for each in (linear, sampled[0])] == ["linearised", "10 sampled"]
+    for each in (record, linear, *sampled):
+        assert each["predictive"]["probability_error"] < 0.2
+        assert each["logits"]["cov_error"] < 3
+    assert sampled[-1]["logits"]["sd_error"] < sampled[0]["logits"]["sd_error"]
     assert skipped["status"] == "skipped"
     assert "--array-limit" in skipped["reason"]
     assert record["about"]["tokens_per_sequence"] == 4
     assert record["truth"]["samples"] == 400
     for output in ("tokens", "logits"):
-        assert set(record[output]) == {*FIGURES, "monte_carlo"}
+        assert set(record[output]) - {"cov_error"} == {*FIGURES, "monte_carlo"}
         assert 0.2 < record[output]["sd_ratio"] < 1.2
         assert set(record[output]["monte_carlo"]) == {"formula", "samples", "ratio"}
     for kind in ("forward", "step"):

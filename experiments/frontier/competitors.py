@@ -1,0 +1,89 @@
+"""What users have without moments: the linearised network, and a few sampled networks.
+
+The linearised network has the outputs of the mean weights as its mean, and as covariance that of the
+weights between Jacobians at those weights: one backward pass for each logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import moment_jax as mj
+from experiments.frontier import cost
+from experiments.frontier.cost import Compiled
+from experiments.frontier.passes import Head, Moments, classify, plain_tokens
+from experiments.frontier.problem import Problem
+from experiments.frontier.truth import Truth, sample
+
+Array = jax.Array
+
+NETWORKS = (10, 30, 100, 300)
+"""Numbers of sampled networks."""
+MOST_OUTPUTS = 2**17
+"""Entries of the tokens, each a backward pass, beyond which the linearised network is skipped."""
+
+
+def linearised(problem: Problem) -> Compiled:
+    """Mean (N, C) and covariance (N, C, C) of the logits, of beliefs with uncorrelated entries."""
+
+    def forward(means: Any, variances: Any, head: Head, x: Array) -> tuple[Array, Array]:
+        def one(x: Array) -> tuple[Array, Array]:
+            def logits(means: Any) -> Array:
+                return classify(plain_tokens(problem.spec, means, x), head)
+
+            rows = jax.jacrev(logits)(means)
+            parts = [
+                jnp.einsum(
+                    "ci,i,ei->ce", row.reshape(len(row), -1), v.ravel(), row.reshape(len(row), -1)
+                )
+                for row, v in zip(jax.tree.leaves(rows), jax.tree.leaves(variances), strict=True)
+            ]
+            return logits(means), sum(parts[1:], parts[0])
+
+        return jax.lax.map(one, x)
+
+    head, x = cost.certain(problem)
+    return cost.compiled(forward, cost.means(problem.blocks), _variances(problem), head, x)
+
+
+def linearised_tokens(problem: Problem) -> tuple[Array, Array]:
+    """Mean and sd of the tokens, (N, T, D)."""
+    x = jnp.asarray(problem.inputs)
+    means, variances = cost.means(problem.blocks), jax.tree.leaves(_variances(problem))
+
+    def one(x: Array) -> tuple[Array, Array]:
+        tokens, pull = jax.vjp(lambda means: plain_tokens(problem.spec, means, x), means)
+
+        def variance(entry: Array) -> Array:
+            (row,) = pull(jnp.zeros(x.size, x.dtype).at[entry].set(1).reshape(x.shape))
+            leaves = zip(jax.tree.leaves(row), variances, strict=True)
+            return jnp.stack([jnp.sum(slope**2 * v) for slope, v in leaves]).sum()
+
+        sd = jnp.sqrt(jax.lax.map(variance, jnp.arange(x.size), batch_size=32))
+        return tokens, sd.reshape(x.shape)
+
+    return jax.jit(lambda x: jax.lax.map(one, x))(x)
+
+
+def linearised_moments(problem: Problem, program: Compiled) -> Moments:
+    """Of tokens and logits."""
+    return Moments(*linearised_tokens(problem), *program.run())
+
+
+def sampled(problem: Problem, count: int, seed: int) -> tuple[Moments, Truth]:
+    """Moments of so many networks drawn by themselves, and their predictive probabilities."""
+    drawn = sample(problem, count, seed)
+    parts = drawn.tokens.mean, drawn.tokens.sd, drawn.logits.mean, drawn.logit_cov
+    moments = Moments(*map(jnp.asarray, parts))
+    return moments, drawn
+
+
+def _variances(problem: Problem) -> Any:
+    return jax.tree.map(
+        lambda belief: belief.marginal_variance(),
+        problem.blocks,
+        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
+    )
