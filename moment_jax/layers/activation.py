@@ -91,6 +91,6 @@ def moments_of(
         return expectations.gelu
     if isinstance(transform, functools.partial) and transform.func is activation:
         fn = transform.keywords.get("fn")
-        if not transform.args and takes(fn, 1):
+        if callable(fn) and not transform.args and takes(fn, 1):
             return functools.partial(expectations.elementwise, fn)
     return None
