@@ -110,12 +110,14 @@ class TrustRegion:
 
     After a step s the new gradient says how the loss still falls along it: c = <grad, s> over the
     norms of both in F + damping, from -1 (the step could have been far longer) by 0 (it has ended at a
-    minimum) to 1 (far too long). The bound is multiplied by exp(-rate c), or exp(-2 rate c) where c > 0.
-    The gradient is that of another batch, so the noise that a step has followed does not speak for it.
+    minimum) to 1 (far too long). With d = c - aim, the bound is multiplied by exp(-rate d), or by
+    exp(-2 rate d) where d > 0. The gradient is that of another batch, so the noise that a step has
+    followed does not speak for it.
 
     Args:
       initial: where it starts, nats per example. Small: averages of few batches are bad curvature.
       rate: see above.
+      aim: a little past the minimum: the best step for the next loss is too short for those to come.
       smallest: never below this.
       largest: never above this.
 
@@ -125,6 +127,7 @@ class TrustRegion:
 
     initial: float = 3e-5
     rate: float = 0.3
+    aim: float = 0.03
     smallest: float = 1e-9
     largest: float = 1.0
 
@@ -134,8 +137,9 @@ class TrustRegion:
 
     def adapted(self, bound: Array, slope: Array, taken_back: Array) -> Array:
         """The bound for this step: a quarter where the last one has been taken back."""
-        rate = jnp.where(slope > 0, 2 * self.rate, self.rate)
-        moved = bound * jnp.where(taken_back, 0.25, jnp.exp(-rate * slope))
+        past = slope - self.aim
+        rate = jnp.where(past > 0, 2 * self.rate, self.rate)
+        moved = bound * jnp.where(taken_back, 0.25, jnp.exp(-rate * past))
         return jnp.clip(moved, self.smallest, self.largest)
 
 

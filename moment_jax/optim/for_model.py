@@ -41,7 +41,7 @@ def for_model(
         example.
       scale_learning_rate: of `natural_scales`; None to leave spreads to `others`.
       dataset_size: for `natural_scales`: what the loss was divided by, over the weight of its KL term.
-      others: Adam with a learning rate of 1e-3 where None.
+      others: Adam with a learning rate of 1e-2 where None: positions have to keep up with the layers.
       wrt: filter of the parameters that are trained.
 
     Returns:
@@ -80,7 +80,7 @@ def for_model(
         {
             CURVATURE: method(blocks=blocks),
             SCALES: natural_scales(rate, scales, dataset_size=dataset_size),
-            OTHERS: optax.adam(1e-3) if others is None else others,
+            OTHERS: optax.adam(1e-2) if others is None else others,
         },
         label,
     )

@@ -201,9 +201,9 @@ class ScaleBySecondOrder:
         if not isinstance(self.kl_bound, TrustRegion):
             return state.bound if self.kl_bound is None else current(self.kl_bound, state.step)
         assert moved is not None
-        slope = jnp.where(ready, moved.slope_along(solved), 0)
+        slope = jnp.where(ready, moved.slope_along(solved), self.kl_bound.aim)
         # A bound that was not in force has not been found too small.
-        slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, 0))
+        slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, self.kl_bound.aim))
         return self.kl_bound.adapted(state.bound, slope, taken_back)
 
     def _curvature(
