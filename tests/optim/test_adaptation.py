@@ -58,7 +58,9 @@ def test_the_slope_in_damping_is_the_derivative_of_the_next_loss():
         x = solved(factor, damping, grad)
         return -length * x / jnp.sqrt(jnp.sum(x * grad))
 
-    derivative = jax.grad(lambda log: next_loss(start + step(jnp.exp(log))))(jnp.log(damping))
+    derivative = jax.jit(jax.grad(lambda log: next_loss(start + step(jnp.exp(log)))))(
+        jnp.log(damping)
+    )
     new = {"": jax.grad(next_loss)(start + step(damping))}
     x = {"": solved(factor, damping, new[""])}
     moved = Moved.by({"": step(damping)}, new, {"": factor}, damping, jnp.ones(()))
@@ -76,13 +78,13 @@ def test_the_bound_follows_the_slope_after_the_step(make, rate, grows):
     grad = jax.grad(lambda tree: loss(tree["kernel"][None]))
     region = optim.TrustRegion(initial=1e-2, aim=0.0)
     tx = make(1.0, damping=1e-6, kl_bound=region, momentum=0.0)
-    state = tx.init(params)
-    updates, state = tx.update(grad(params), state, params, factors={"model": factor})
+    update, state = jax.jit(tx.update), tx.init(params)
+    updates, state = update(grad(params), state, params, factors={"model": factor})
     full = -solved(factor, 0.0, grad(params)["kernel"])
     params = {
         "kernel": params["kernel"] + rate * full
     }  # in place of the step, and far beyond the bound
-    _, state = tx.update(grad(params), state, params, factors={"model": factor})
+    _, state = update(grad(params), state, params, factors={"model": factor})
     assert np.all(np.isfinite(updates["kernel"]))
     assert (float(inside(state).bound) > 1e-2) == grows
 
@@ -116,9 +118,9 @@ def test_without_a_value_nothing_is_taken_back(make):
     params = {"kernel": jnp.ones((4, 3), jnp.float64)}
     _, factor = quadratic()
     tx = make()
-    state = tx.init(params)
+    update, state = jax.jit(tx.update), tx.init(params)
     for scale in (1.0, 1e6):
-        _, state = tx.update(
+        _, state = update(
             jax.tree.map(lambda x, s=scale: s * x, params), state, params, factors={"model": factor}
         )
     assert int(state.taken_back) == 0
@@ -129,12 +131,12 @@ def test_when_curvature_is_due():
     params = {"kernel": jnp.ones((4, 3), jnp.float64)}
     _, factor = quadratic()
     tx = optax.chain(optim.kfac(curvature_every=3))
-    state, due = tx.init(params), []
+    update, state, due = jax.jit(tx.update), tx.init(params), []
     for _ in range(10):
         due.append(bool(optim.curvature_due(state)))
-        _, state = tx.update(params, state, params, factors={"model": factor})
+        _, state = update(params, state, params, factors={"model": factor})
     assert [i for i, wanted in enumerate(due) if wanted] == [0, 1, 2, 3, 6, 9]
-    _, nothing = tx.update(params, tx.init(params), params)
+    _, nothing = update(params, tx.init(params), params)
     assert bool(optim.curvature_due(nothing))
     with pytest.raises(ValueError, match="kfac or cg_fac in it"):
         optim.curvature_due(optax.adam(0.1).init(params))
@@ -158,9 +160,9 @@ def test_the_alias_is_a_chain_of_optax(make, alias):
     )
     outcomes = []
     for tx in (chain, alias(0.3, momentum=0.7, weight_decay=0.1)):
-        now, state = params, tx.init(params)
+        now, state, update = params, tx.init(params), jax.jit(tx.update)
         for _ in range(3):
-            updates, state = tx.update(grads, state, now, factors={"model": factor})
+            updates, state = update(grads, state, now, factors={"model": factor})
             now = optax.apply_updates(now, updates)
         outcomes.append(now["kernel"])
     np.testing.assert_allclose(*outcomes, rtol=1e-12)
