@@ -125,8 +125,8 @@ class TrustRegion:
       ValueError: if the numbers are not in order.
     """
 
-    initial: float = 3e-5
-    rate: float = 0.3
+    initial: float = 1e-4
+    rate: float = 0.5
     aim: float = 0.03
     smallest: float = 1e-9
     largest: float = 1.0
