@@ -224,7 +224,8 @@ def cg_fac(
     where it meets no positive curvature, so that damping 0 and zero gradients are harmless.
 
     Args:
-      learning_rate: of the step -learning_rate x, a number or a schedule.
+      learning_rate: of the step -learning_rate x, a number or a schedule. `TrustRegion` makes good much
+        of what a schedule takes away: for steps that fall to zero give a schedule of `kl_bound` too.
       damping: gamma: `AdaptiveDamping()`, `LevenbergMarquardt()`, a number or a schedule. It is to be
         compared with the eigenvalues of F: well above most of them the step is plain gradient descent's.
       max_iterations: m, at most so many iterations.

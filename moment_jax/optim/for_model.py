@@ -37,8 +37,8 @@ def for_model(
 
     Args:
       model: an NNX module.
-      method: called as method(blocks=...); functools.partial(mj.optim.kfac, weight_decay=1e-4) for
-        example.
+      method: called as method(blocks=...): `kfac` (default), `cg_fac`, or either with settings by
+        functools.partial.
       scale_learning_rate: of `natural_scales`; None to leave spreads to `others`.
       dataset_size: for `natural_scales`: what the loss was divided by, over the weight of its KL term.
       others: Adam with a learning rate of 1e-2 where None: positions have to keep up with the layers.
@@ -96,6 +96,6 @@ def _check_method(method: object) -> None:
         raise TypeError(
             "`for_model` needs a method that takes blocks=..., of second order. Got "
             f"{getattr(method, '__name__', type(method).__name__)}. Use "
-            "functools.partial(mj.optim.kfac, 0.1, damping=1e-3); Adam and the like need no for_model, "
+            "functools.partial(mj.optim.kfac, momentum=0.5); Adam and the like need no for_model, "
             "or go into others=."
         )

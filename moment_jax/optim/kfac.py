@@ -125,7 +125,7 @@ def kfac(
     `optax.scale_by_learning_rate` in a chain.
 
     Args:
-      learning_rate: a number or a schedule.
+      learning_rate: as for `cg_fac`.
       damping: gamma: `AdaptiveDamping()`, `LevenbergMarquardt()`, a number or a schedule.
       decay: of the running averages of the factors.
       curvature_every: as for `cg_fac`.
