@@ -22,12 +22,13 @@ from moment_jax.optim.damping import (
 from moment_jax.optim.factors import DiagonalFactor, Factor, Factors, RowFactor
 from moment_jax.optim.groups import Groups, Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
+from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.operators import apply_curvature, curvature_diagonal
 from moment_jax.optim.refresh import no_inverses, refreshed
 from moment_jax.optim.row_systems import cheapest_form
 from moment_jax.optim.safeguard import per_rate, safeguarded
-from moment_jax.optim.second_order import Directions, ScaleBySecondOrder, sum_of
+from moment_jax.optim.second_order import ScaleBySecondOrder
 
 Array = jax.Array
 

@@ -127,7 +127,7 @@ class TrustRegion:
 
     initial: float = 1e-4
     rate: float = 0.5
-    aim: float = 0.03
+    aim: float = 0.02
     smallest: float = 1e-9
     largest: float = 1.0
 

@@ -28,10 +28,11 @@ from moment_jax.optim.factors import (
 )
 from moment_jax.optim.groups import Groups, Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
+from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.refresh import KFACState, no_inverses, refreshed
 from moment_jax.optim.safeguard import per_rate, safeguarded
-from moment_jax.optim.second_order import Directions, ScaleBySecondOrder, sum_of
+from moment_jax.optim.second_order import ScaleBySecondOrder
 
 Array = jax.Array
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.optim.second_order import Directions, Moved
+from moment_jax.optim.last_step import Directions, Moved
 from tests.optim.networks import (
     Perceptron,
     classify,
