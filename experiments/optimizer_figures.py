@@ -13,11 +13,11 @@ from experiments.optimizer_runs import Course
 
 COLOURS = {
     "adam": "#7a828a",
+    "adamw": "#4d5358",
     "muon": "#d1852b",
     "cg_fac": "#2b6cb0",
     "kfac": "#2a9d5c",
     "kfac_eigh": "#b23a48",
-    "somax": "#8b5fbf",
 }
 
 

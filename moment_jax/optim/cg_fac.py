@@ -10,15 +10,25 @@ import jax.numpy as jnp
 import optax
 
 from moment_jax.optim.conjugate_gradient import Linear, Solution, conjugate_gradient
-from moment_jax.optim.damping import Damping, Number, Schedule, check_range
+from moment_jax.optim.damping import (
+    DEFAULT_BOUND,
+    DEFAULT_DAMPING,
+    Bound,
+    Damping,
+    Number,
+    Schedule,
+    check_range,
+)
 from moment_jax.optim.factors import DiagonalFactor, Factor, Factors, RowFactor
 from moment_jax.optim.groups import Groups, Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
+from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.operators import apply_curvature, curvature_diagonal
 from moment_jax.optim.refresh import no_inverses, refreshed
 from moment_jax.optim.row_systems import cheapest_form
-from moment_jax.optim.second_order import Directions, SecondOrder, sum_of
+from moment_jax.optim.safeguard import per_rate, safeguarded
+from moment_jax.optim.second_order import ScaleBySecondOrder
 
 Array = jax.Array
 
@@ -148,17 +158,43 @@ class ConjugateGradientSolver:
         return lambda r: scale * r
 
 
-def cg_fac(
-    learning_rate: Number | Schedule,
+def scale_by_cg_fac(
     *,
-    damping: Damping = 1e-3,
+    damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
     tolerance: Number = 1e-2,
     warm_start: bool = True,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
     decay: float | Array | None = 0.95,
-    kl_bound: Number | Schedule | None = None,
-    momentum: Number = 0.0,
+    curvature_every: int | Array = 5,
+    kl_bound: Bound = DEFAULT_BOUND,
+    blocks: Blocks | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The solution x of (F + damping I) x = grad, within a bound: what `cg_fac` is a chain of.
+
+    Nothing is subtracted, averaged or undone: that is for what follows in `optax.chain`.
+    """
+    check_range("cg_fac", "max_iterations", max_iterations, least=1)
+    check_range("cg_fac", "tolerance", tolerance, least=0)
+    solver = ConjugateGradientSolver(max_iterations, tolerance, warm_start, precondition)
+    return ScaleBySecondOrder(
+        "cg_fac", solver, damping, decay, kl_bound, curvature_every, blocks
+    ).transformation()
+
+
+def cg_fac(
+    learning_rate: Number | Schedule = 1.0,
+    *,
+    damping: Damping = DEFAULT_DAMPING,
+    max_iterations: int | Array = 5,
+    tolerance: Number = 1e-2,
+    warm_start: bool = True,
+    precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
+    decay: float | Array | None = 0.95,
+    curvature_every: int | Array = 5,
+    kl_bound: Bound = DEFAULT_BOUND,
+    momentum: Number = 0.8,
+    weight_decay: Number = 0.0,
     blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The natural gradient by conjugate gradients: no Fisher matrix is formed, and none inverted.
@@ -172,30 +208,42 @@ def cg_fac(
     or `PerToken` the exact block of the batch (then decay=None). Normalisations are divided by their
     diagonal. Layers of one shape are solved together.
 
-    `update(grads, state, params, factors=factors, change=change)`; `factors` may be None (or of weight
-    0) where there is no new curvature, `change` is for `LevenbergMarquardt`. Iterations and residuals
-    of the last step are in `state.solver`, the KL bound's scale in `state.clip`.
+    Without one argument it is meant to work: damping and the bound of the step adapt to the network by
+    what each new gradient says of the last step (`AdaptiveDamping`, `TrustRegion`), at the cost of one
+    product with the curvature. It is `scale_by_cg_fac`, `optax.ema`, `optax.add_decayed_weights` and
+    `optax.scale_by_learning_rate` in a chain.
+
+    `update(grads, state, params, factors=factors, value=value)`. `factors` may be None (or of weight 0)
+    where there is no new curvature: `curvature_due(state)` says when to take it. With `value`, the loss
+    that the gradient is of, a step after which the loss is not finite, or far above its average, is
+    taken back, the bound quartered and the momentum dropped; `state.taken_back` counts such steps.
+    `change` is for `LevenbergMarquardt`. Iterations, residuals, damping and bound are in
+    `state.chain[0]`.
 
     No NaN leaves it: where a gradient is not finite, or there is no curvature yet, the step is zero and
     `state.skipped` counts it; factors that are not finite do not enter the averages; an iteration stops
     where it meets no positive curvature, so that damping 0 and zero gradients are harmless.
 
     Args:
-      learning_rate: of the step -learning_rate x, a number or a schedule.
-      damping: gamma, a number, a schedule or `LevenbergMarquardt()`. It is to be compared with the
-        eigenvalues of F: well above most of them the step is that of plain gradient descent.
+      learning_rate: of the step -learning_rate x, a number or a schedule. `TrustRegion` makes good much
+        of what a schedule takes away: for steps that fall to zero give a schedule of `kl_bound` too.
+      damping: gamma: `AdaptiveDamping()`, `LevenbergMarquardt()`, a number or a schedule. It is to be
+        compared with the eigenvalues of F: well above most of them the step is plain gradient descent's.
       max_iterations: m, at most so many iterations.
       tolerance: an iteration stops when |residual| <= tolerance |grad|.
-      warm_start: start at the previous step's x, scaled to the best multiple of itself. It saves a
-        fifth to a third of the iterations where the gradient is an average over steps (momentum), and
-        next to none where it is one batch's.
+      warm_start: start at the previous step's x, scaled to the best multiple of itself. It saves
+        iterations where gradients change slowly, and next to none where each is one small batch's.
       precondition: of Kronecker factors by `StaleInverse()`, by their diagonal, `Jacobi()`, or None, as
         Algorithm 1 is printed; tables by their diagonal in both of the first two.
       decay: of the running averages of the factors; None to take each batch's by themselves.
-      kl_bound: the step is scaled to 1/2 step^T (F + damping I) step <= kl_bound, nats per example, so
-        that its KL divergence is within the bound; None for no bound. Blocks that leave out what goes
-        on between tokens make F too small, so the bound may have to be far below the wanted divergence.
-      momentum: solve for the running average of the gradients, old ones weighted by this; 0 for none.
+      curvature_every: steps between new curvature, as `curvature_due` tells it; the first so many steps
+        all have it.
+      kl_bound: x is scaled so that 1/2 step^T (F + damping I) step <= kl_bound, nats per example:
+        `TrustRegion()`, which bounds it for a learning rate of 1, a number, a schedule, or None for no
+        bound. Blocks that leave out what goes on between tokens make F too small, so a fixed bound may
+        have to be far below the wanted divergence.
+      momentum: of the running average of the directions; 0 for none.
+      weight_decay: decoupled, as in AdamW: learning_rate weight_decay params is subtracted too.
       blocks: `find_blocks(model)`; None to know the layers by Flax's names of their parameters.
 
     Returns:
@@ -213,20 +261,26 @@ def cg_fac(
     >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     >>> def loss(model, x, y):
     ...     return jnp.mean((model(x) - y) ** 2), mj.optim.NormalPrediction(model(x))
-    >>> tx = mj.optim.cg_fac(0.1, damping=0.1, max_iterations=3, kl_bound=0.01)
+    >>> tx = mj.optim.cg_fac()
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> value, grads, factors = mj.optim.value_grad_and_factors(loss)(
     ...     model, jnp.eye(3), jnp.ones((3, 2)))
-    >>> _ = optimizer.update(model, grads, factors=factors)
+    >>> _ = optimizer.update(model, grads, factors=factors, value=value)
     >>> bool(loss(model, jnp.eye(3), jnp.ones((3, 2)))[0] < value)
     True
     """
-    check_range("cg_fac", "max_iterations", max_iterations, least=1)
-    check_range("cg_fac", "tolerance", tolerance, least=0)
-    solver = ConjugateGradientSolver(max_iterations, tolerance, warm_start, precondition)
-    return SecondOrder(
-        "cg_fac", solver, learning_rate, damping, decay, kl_bound, momentum, blocks
-    ).transformation()
+    direction = scale_by_cg_fac(
+        damping=damping,
+        max_iterations=max_iterations,
+        tolerance=tolerance,
+        warm_start=warm_start,
+        precondition=precondition,
+        decay=decay,
+        curvature_every=curvature_every,
+        kl_bound=per_rate("cg_fac", kl_bound, learning_rate),
+        blocks=blocks,
+    )
+    return safeguarded("cg_fac", direction, learning_rate, momentum, weight_decay)
 
 
 def _divide(diagonal: Array, grad: Array) -> Solution:

@@ -1,4 +1,4 @@
-"""How much of the identity is added to the curvature: fixed, scheduled, or adapted."""
+"""How much of the identity is added to the curvature, and how far a step may go: fixed or adapted."""
 
 from __future__ import annotations
 
@@ -41,11 +41,7 @@ class LevenbergMarquardt:
     largest: float = 1e4
 
     def __post_init__(self) -> None:
-        if not 0 < self.smallest <= self.initial <= self.largest:
-            raise ValueError(
-                "`LevenbergMarquardt` needs 0 < smallest <= initial <= largest. Got "
-                f"{self.smallest}, {self.initial} and {self.largest}."
-            )
+        check_order("LevenbergMarquardt", self)
         if self.factor <= 1 or not self.lower < self.upper:
             raise ValueError(
                 "`LevenbergMarquardt` needs factor > 1 and lower < upper. Got "
@@ -68,15 +64,106 @@ class LevenbergMarquardt:
         return jnp.clip(damping * scale, self.smallest, self.largest)
 
 
+@dataclasses.dataclass(frozen=True)
+class AdaptiveDamping:
+    """Damping that follows the derivative of the next batch's loss with respect to it.
+
+    With x = (F + damping)^-1 grad of the new batch, s the last step and |s|^2 = s^T (F + damping) s held
+    fixed, that derivative is, up to its size, <x, s> - <s, s> <grad, s> / (2 |s|^2): two inner products,
+    and no evaluation of the loss. Damping so comes to lie among the curvatures of the directions in
+    which the loss still falls, whatever the loss is measured in.
+
+    Args:
+      initial: where it starts; a factor of ten up or down is made good in some dozens of steps.
+      rate: log damping moves by at most this, and mostly by a hundredth of it.
+      smallest: never below this.
+      largest: never above this.
+
+    Raises:
+      ValueError: if the numbers are not in order.
+    """
+
+    initial: float = 3e-4
+    rate: float = 5.0
+    smallest: float = 1e-8
+    largest: float = 1e4
+
+    def __post_init__(self) -> None:
+        check_order("AdaptiveDamping", self)
+        check_range("AdaptiveDamping", "a rate", self.rate, least=0)
+
+    def adapted(self, damping: Array, slope: Array, taken_back: Array) -> Array:
+        """The damping for the next step: fourfold where the last one has been taken back.
+
+        Args:
+          damping: that of this step.
+          slope: of the loss in log damping, a number between -1 and 1 that is scaled as above.
+          taken_back: whether the last step has been undone.
+        """
+        moved = damping * jnp.where(taken_back, 4, jnp.exp(-self.rate * slope))
+        return jnp.clip(moved, self.smallest, self.largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrustRegion:
+    """A bound of the step's KL divergence that grows while the steps end on a slope, and else shrinks.
+
+    After a step s the new gradient says how the loss still falls along it: c = <grad, s> over the
+    norms of both in F + damping, from -1 (the step could have been far longer) by 0 (it has ended at a
+    minimum) to 1 (far too long). With d = c - aim, the bound is multiplied by exp(-rate d), or by
+    exp(-2 rate d) where d > 0. The gradient is that of another batch, so the noise that a step has
+    followed does not speak for it.
+
+    Args:
+      initial: where it starts, nats per example. Small: averages of few batches are bad curvature.
+      rate: see above.
+      aim: a little past the minimum: the best step for the next loss is too short for those to come.
+      smallest: never below this.
+      largest: never above this.
+
+    Raises:
+      ValueError: if the numbers are not in order.
+    """
+
+    initial: float = 1e-4
+    rate: float = 0.5
+    aim: float = 0.02
+    smallest: float = 1e-9
+    largest: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_order("TrustRegion", self)
+        check_range("TrustRegion", "a rate", self.rate, least=0)
+
+    def adapted(self, bound: Array, slope: Array, taken_back: Array) -> Array:
+        """The bound for this step: a quarter where the last one has been taken back."""
+        past = slope - self.aim
+        rate = jnp.where(past > 0, 2 * self.rate, self.rate)
+        moved = bound * jnp.where(taken_back, 0.25, jnp.exp(-rate * past))
+        return jnp.clip(moved, self.smallest, self.largest)
+
+
+def check_order(name: str, rule: Any) -> None:
+    """Raise unless 0 < smallest <= initial <= largest."""
+    if not 0 < rule.smallest <= rule.initial <= rule.largest:
+        raise ValueError(
+            f"`{name}` needs 0 < smallest <= initial <= largest. Got {rule.smallest}, {rule.initial} "
+            f"and {rule.largest}."
+        )
+
+
 Number = float | Array
-Damping = Number | Schedule | LevenbergMarquardt
+Damping = Number | Schedule | LevenbergMarquardt | AdaptiveDamping
+Bound = Number | Schedule | TrustRegion | None
 
 
-def initial_damping(damping: Damping) -> Array:
-    """Where the damping in the state starts."""
-    if isinstance(damping, LevenbergMarquardt):
-        return jnp.asarray(damping.initial, jnp.float32)
-    return current(damping, jnp.int32(0))
+def initial_value(setting: Damping | Bound) -> Array:
+    """Where a damping or a bound in the state starts; no bound is the largest number."""
+    if setting is None:
+        return jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float32)
+    if isinstance(setting, LevenbergMarquardt | AdaptiveDamping | TrustRegion):
+        return jnp.asarray(setting.initial, jnp.float32)
+    return current(setting, jnp.int32(0))
 
 
 def current(value: Number | Schedule, count: Array) -> Array:
@@ -96,3 +183,6 @@ def check_range(
     too_small = least is not None and not value >= least
     if too_small or (below is not None and not value < below):
         raise ValueError(f"`{name}` needs {what} {wanted}. Got {value}.")
+
+
+DEFAULT_DAMPING, DEFAULT_BOUND = AdaptiveDamping(), TrustRegion()

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 from moment_jax.optim.damping import Number, Schedule
+from moment_jax.optim.kfac import kfac
 from moment_jax.optim.natural_scales import find_scales, natural_scales
 from moment_jax.optim.taps import find_blocks
 from moment_jax.optim.trees import path_name
@@ -20,7 +21,7 @@ CURVATURE, SCALES, OTHERS = "curvature", "scales", "others"
 
 def for_model(
     model: nnx.Module,
-    method: Callable[..., optax.GradientTransformation],
+    method: Callable[..., optax.GradientTransformation] = kfac,
     *,
     scale_learning_rate: Number | Schedule | None = None,
     dataset_size: float = 1,
@@ -36,11 +37,11 @@ def for_model(
 
     Args:
       model: an NNX module.
-      method: called as method(blocks=...); functools.partial(mj.optim.kfac, 0.1, damping=1e-3) for
-        example.
+      method: called as method(blocks=...): `kfac` (default), `cg_fac`, or either with settings by
+        functools.partial.
       scale_learning_rate: of `natural_scales`; None to leave spreads to `others`.
       dataset_size: for `natural_scales`: what the loss was divided by, over the weight of its KL term.
-      others: Adam with a learning rate of 1e-3 where None.
+      others: Adam with a learning rate of 1e-2 where None: positions have to keep up with the layers.
       wrt: filter of the parameters that are trained.
 
     Returns:
@@ -55,7 +56,7 @@ def for_model(
     >>> import moment_jax as mj
     >>> model = mj.nn.MLP([3, 4, 1], rngs=nnx.Rngs(0))
     >>> tx = mj.optim.for_model(
-    ...     model, partial(mj.optim.kfac, 0.1, damping=1e-3), scale_learning_rate=0.1, dataset_size=100)
+    ...     model, partial(mj.optim.kfac, momentum=0.8), scale_learning_rate=0.1, dataset_size=100)
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     """
     _check_method(method)
@@ -79,7 +80,7 @@ def for_model(
         {
             CURVATURE: method(blocks=blocks),
             SCALES: natural_scales(rate, scales, dataset_size=dataset_size),
-            OTHERS: optax.adam(1e-3) if others is None else others,
+            OTHERS: optax.adam(1e-2) if others is None else others,
         },
         label,
     )
@@ -95,6 +96,6 @@ def _check_method(method: object) -> None:
         raise TypeError(
             "`for_model` needs a method that takes blocks=..., of second order. Got "
             f"{getattr(method, '__name__', type(method).__name__)}. Use "
-            "functools.partial(mj.optim.kfac, 0.1, damping=1e-3); Adam and the like need no for_model, "
+            "functools.partial(mj.optim.kfac, momentum=0.5); Adam and the like need no for_model, "
             "or go into others=."
         )

@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moment_jax.optim.damping import Damping, Number, Schedule, check_range
+from moment_jax.optim.damping import (
+    DEFAULT_BOUND,
+    DEFAULT_DAMPING,
+    Bound,
+    Damping,
+    Number,
+    Schedule,
+    check_range,
+)
 from moment_jax.optim.factors import (
     DiagonalFactor,
     EmbeddingFactor,
@@ -20,9 +28,11 @@ from moment_jax.optim.factors import (
 )
 from moment_jax.optim.groups import Groups, Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
+from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.refresh import KFACState, no_inverses, refreshed
-from moment_jax.optim.second_order import Directions, SecondOrder, sum_of
+from moment_jax.optim.safeguard import per_rate, safeguarded
+from moment_jax.optim.second_order import ScaleBySecondOrder
 
 Array = jax.Array
 
@@ -68,34 +78,65 @@ class KroneckerSolver:
         return jnp.where(diagonal > 0, grad / jnp.where(diagonal > 0, diagonal, 1), 0)
 
 
-def kfac(
-    learning_rate: Number | Schedule,
+def scale_by_kfac(
     *,
-    damping: Damping = 1e-3,
+    damping: Damping = DEFAULT_DAMPING,
     decay: float | Array = 0.95,
+    curvature_every: int | Array = 5,
     refresh_every: int | Array = 10,
     inversion: Inversion | None = None,
-    kl_bound: Number | Schedule | None = None,
-    momentum: Number = 0.0,
+    kl_bound: Bound = DEFAULT_BOUND,
+    blocks: Blocks | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """(A + ..)^-1 grad (G + ..)^-1, within a bound: what `kfac` is a chain of; see there.
+
+    Nothing is subtracted, averaged or undone: that is for what follows in `optax.chain`.
+    """
+    inversion = Cholesky() if inversion is None else inversion
+    if not isinstance(inversion, Inversion):
+        raise TypeError(
+            f"`kfac` needs an inversion such as mj.optim.Cholesky(). Got {inversion!r}."
+        )
+    check_range("kfac", "refresh_every", refresh_every, least=1)
+    solver = KroneckerSolver(inversion, refresh_every)
+    return ScaleBySecondOrder(
+        "kfac", solver, damping, decay, kl_bound, curvature_every, blocks
+    ).transformation()
+
+
+def kfac(
+    learning_rate: Number | Schedule = 1.0,
+    *,
+    damping: Damping = DEFAULT_DAMPING,
+    decay: float | Array = 0.95,
+    curvature_every: int | Array = 5,
+    refresh_every: int | Array = 10,
+    inversion: Inversion | None = None,
+    kl_bound: Bound = DEFAULT_BOUND,
+    momentum: Number = 0.8,
+    weight_decay: Number = 0.0,
     blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
 
     Embedding tables are solved exactly in the eigenbasis of G, normalisations divided by their diagonal.
-    Inverses are refreshed every `refresh_every` steps, under `lax.cond`. What comes in, what goes out
-    and what happens to numbers that are not finite are as for `cg_fac`; a layer whose inversion fails
-    keeps its old inverse.
+    Inverses are refreshed every `refresh_every` steps, under `lax.cond`. What comes in, what goes out,
+    what is adapted and what happens to bad steps are as for `cg_fac`; a layer whose inversion fails
+    keeps its old inverse. It is `scale_by_kfac`, `optax.ema`, `optax.add_decayed_weights` and
+    `optax.scale_by_learning_rate` in a chain.
 
     Args:
-      learning_rate: a number or a schedule.
-      damping: gamma, a number, a schedule or `LevenbergMarquardt()`.
+      learning_rate: as for `cg_fac`.
+      damping: gamma: `AdaptiveDamping()`, `LevenbergMarquardt()`, a number or a schedule.
       decay: of the running averages of the factors.
+      curvature_every: as for `cg_fac`.
       refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
       inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`. Factored damping adds sqrt(gamma)
-        times each factor, which is much where gamma is not small; `Eigh()` adds gamma alone, and took a
-        quarter fewer steps on an autoencoder of digits. It is dear on accelerators.
+        times each factor, which is much where gamma is not small; `Eigh()` adds gamma alone, and is dear
+        on accelerators.
       kl_bound: as for `cg_fac`.
       momentum: as for `cg_fac`.
+      weight_decay: as for `cg_fac`.
       blocks: as for `cg_fac`.
 
     Returns:
@@ -107,16 +148,16 @@ def kfac(
     Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
     Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
     """
-    inversion = Cholesky() if inversion is None else inversion
-    if not isinstance(inversion, Inversion):
-        raise TypeError(
-            f"`kfac` needs an inversion such as mj.optim.Cholesky(). Got {inversion!r}."
-        )
-    check_range("kfac", "refresh_every", refresh_every, least=1)
-    solver = KroneckerSolver(inversion, refresh_every)
-    return SecondOrder(
-        "kfac", solver, learning_rate, damping, decay, kl_bound, momentum, blocks
-    ).transformation()
+    direction = scale_by_kfac(
+        damping=damping,
+        decay=decay,
+        curvature_every=curvature_every,
+        refresh_every=refresh_every,
+        inversion=inversion,
+        kl_bound=per_rate("kfac", kl_bound, learning_rate),
+        blocks=blocks,
+    )
+    return safeguarded("kfac", direction, learning_rate, momentum, weight_decay)
 
 
 def _solve_table(factor: EmbeddingFactor, grad: Array, damping: Array) -> Array:

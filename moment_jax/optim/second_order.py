@@ -1,4 +1,4 @@
-"""What CG-FAC and K-FAC share: averages, damping, the KL bound, momentum and the step."""
+"""What `scale_by_cg_fac` and `scale_by_kfac` share: averages, damping and the bound of the step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import optax
 
 from moment_jax.optim.damping import (
+    AdaptiveDamping,
+    Bound,
     Damping,
     LevenbergMarquardt,
-    Number,
-    Schedule,
+    TrustRegion,
     check_range,
     current,
-    initial_damping,
+    initial_value,
 )
 from moment_jax.optim.factors import Factors, RowFactor
 from moment_jax.optim.groups import (
@@ -28,19 +29,12 @@ from moment_jax.optim.groups import (
     stack_factors,
     unstack,
 )
+from moment_jax.optim.last_step import Directions, Moved
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.operators import apply_curvature, averaged, unbiased
+from moment_jax.optim.operators import averaged, unbiased
 from moment_jax.optim.trees import unflatten
 
 Array = jax.Array
-
-
-class Directions(NamedTuple):
-    """What a solver returns: x = (F + damping)^-1 grad of all groups, and its size."""
-
-    x: Matrices
-    quadratic: Array  # x^T (F + damping) x of all groups together
-    state: Any
 
 
 class Solver(Protocol):
@@ -56,60 +50,65 @@ class Solver(Protocol):
 
 
 class SecondOrderState(NamedTuple):
-    """State of `cg_fac` and `kfac`; all of it arrays, in dictionaries by groups of layers."""
+    """State of `scale_by_cg_fac` and `scale_by_kfac`: arrays, in dictionaries by groups of layers."""
 
     step: Array  # steps taken
     skipped: Array  # steps left out because a gradient was not finite, or no curvature was there
-    damping: Array  # of the last step
-    clip: Array  # what the KL bound has scaled the last step by, 1 for nothing
-    quadratic: Array  # x^T (F + damping) x of the last direction
-    predicted: Array  # change of the loss that the quadratic model predicts for the last step
+    due: Array  # whether the next step wants new curvature
+    damping: Array  # of the last step with a number or a schedule, else of the next
+    bound: Array  # on 1/2 x^T (F + damping) x of the last direction
+    clip: Array  # what the bound has scaled the last direction by, 1 for nothing
+    quadratic: Array  # x^T (F + damping) x of the last direction, before it was scaled
+    predicted: Array  # change of the loss that the quadratic model had promised for the step before
+    previous: Any  # the parameters before the last step; None where nothing is adapted
     curvature: Factors  # running averages; empty where each batch stands for itself
-    momentum: Matrices
     solver: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class SecondOrder:
+class ScaleBySecondOrder:
     """Settings that CG-FAC and K-FAC share; see `cg_fac`."""
 
     name: str
     solver: Solver
-    learning_rate: Number | Schedule
     damping: Damping
     decay: float | Array | None
-    kl_bound: Number | Schedule | None
-    momentum: Number
+    kl_bound: Bound
+    curvature_every: int | Array
     blocks: Blocks | None
 
     def __post_init__(self) -> None:
-        check_range(self.name, "a learning rate", self.learning_rate, least=0)
         check_range(self.name, "damping", self.damping, least=0)
         check_range(self.name, "decay", self.decay, least=0, below=1)
-        check_range(self.name, "momentum", self.momentum, least=0, below=1)
         check_range(self.name, "kl_bound", self.kl_bound, least=0)
+        check_range(self.name, "curvature_every", self.curvature_every, least=1)
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """The Optax transformation."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
+    @property
+    def _adapts(self) -> bool:
+        rules = (self.damping, self.kl_bound)
+        return any(isinstance(x, LevenbergMarquardt | AdaptiveDamping | TrustRegion) for x in rules)
+
     def init(self, params: optax.Params) -> SecondOrderState:
         """The state before the first step."""
         groups = groups_of(params, self.blocks)
-        stacked = stack(groups, params)
-        dtype = jnp.result_type(jnp.float32, *(value.dtype for value in stacked.values()))
-        zeros = {key: jnp.zeros(value.shape, dtype) for key, value in stacked.items()}
+        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
         averages = {key: empty_average(members, dtype) for key, members in groups.items()}
-        zero = jnp.zeros((), jnp.float32)
         return SecondOrderState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
-            damping=initial_damping(self.damping),
+            due=jnp.ones((), bool),
+            damping=initial_value(self.damping),
+            bound=initial_value(self.kl_bound),
             clip=jnp.ones((), jnp.float32),
-            quadratic=zero,
-            predicted=zero,
+            quadratic=jnp.zeros((), jnp.float32),
+            predicted=jnp.zeros((), jnp.float32),
+            # A copy: an array may be donated once.
+            previous=jax.tree.map(jnp.copy, params) if self._adapts else None,
             curvature={} if self.decay is None else averages,
-            momentum=zeros,
             solver=self.solver.init(groups, dtype),
         )
 
@@ -121,35 +120,84 @@ class SecondOrder:
         *,
         factors: Factors | None = None,
         change: Array | float | None = None,
+        taken_back: Array | bool = False,
         **extra: Any,
     ) -> tuple[optax.Updates, SecondOrderState]:
-        """One step: see `cg_fac` for what comes in and what goes out."""
-        del params, extra
+        """The direction: see `cg_fac` for what comes in and what goes out."""
+        del extra
+        if self._adapts and params is None:
+            raise ValueError(
+                f"`{self.name}` adapts to the last step, so it needs update(grads, state, params, "
+                "factors=factors). Got no params."
+            )
         groups = groups_of(updates, self.blocks)
         stacked = stack(groups, updates)
-        grads = {key: grad.astype(state.momentum[key].dtype) for key, grad in stacked.items()}
-        finite = _all_finite(grads)
+        grads = {
+            k: grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+            for k, grad in stacked.items()
+        }
         averages, curvature, fresh = self._curvature(groups, factors, state)
-        ready = finite & jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
+        known = jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
+        ready = known & _all_finite(grads)
         grads = {key: jnp.where(ready, grad, 0) for key, grad in grads.items()}
-        momentum, target = self._momentum(grads, state, ready)
-        damping = self._damping(state, change)
-        solved = self.solver.solve(curvature, target, damping, state.solver, fresh)
-        step, clip = self._step(solved, state, ready)
-        result = unstack(groups, step)
+        damping = self._damping(state)
+        moved = None
+        if self._adapts:
+            last = jax.tree.map(lambda new, old: new - old, params, state.previous)
+            moved = Moved.by(stack(groups, last), grads, curvature, damping, state.quadratic)
+            if isinstance(self.damping, LevenbergMarquardt) and change is not None:
+                damping = self.damping.adapted(damping, jnp.asarray(change), moved.predicted)
+        solved = self.solver.solve(curvature, grads, damping, state.solver, fresh)
+        bound = self._bound(state, moved, solved, ready, jnp.asarray(taken_back))
+        size = solved.quadratic / 2
+        clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), 1)
+
+        def scaled(x: Array) -> Array:
+            direction = clip.astype(x.dtype) * x
+            return jnp.where(ready & jnp.all(jnp.isfinite(direction)), direction, 0)
+
+        result = unstack(groups, {key: scaled(x) for key, x in solved.x.items()})
+        if isinstance(self.damping, AdaptiveDamping) and moved is not None:
+            slope = jnp.where(ready, moved.slope_in_damping(solved, damping), 0)
+            damping = self.damping.adapted(damping, slope, jnp.asarray(taken_back))
+        step = state.step + ready
+        every = jnp.asarray(self.curvature_every, jnp.int32)
         new = SecondOrderState(
-            step=state.step + ready,
+            step=step,
             skipped=state.skipped + ~ready,
+            due=(step < every) | (step % every == 0) | ~known,
             damping=damping,
+            bound=bound,
             clip=clip,
             quadratic=solved.quadratic,
-            predicted=self._predicted(curvature, grads, step),
+            predicted=state.predicted if moved is None else moved.predicted,
+            previous=params if self._adapts else None,
             curvature=averages,
-            momentum=momentum,
             # Directions of a step that is left out are no guess for the next.
             solver=jax.tree.map(lambda a, b: jnp.where(ready, a, b), solved.state, state.solver),
         )
         return unflatten(updates, result), new
+
+    def _damping(self, state: SecondOrderState) -> Array:
+        if isinstance(self.damping, LevenbergMarquardt | AdaptiveDamping):
+            return state.damping
+        return current(self.damping, state.step)
+
+    def _bound(
+        self,
+        state: SecondOrderState,
+        moved: Moved | None,
+        solved: Directions,
+        ready: Array,
+        taken_back: Array,
+    ) -> Array:
+        if not isinstance(self.kl_bound, TrustRegion):
+            return state.bound if self.kl_bound is None else current(self.kl_bound, state.step)
+        assert moved is not None
+        slope = jnp.where(ready, moved.slope_along(solved), self.kl_bound.aim)
+        # A bound that was not in force has not been found too small.
+        slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, self.kl_bound.aim))
+        return self.kl_bound.adapted(state.bound, slope, taken_back)
 
     def _curvature(
         self, groups: Groups, factors: Factors | None, state: SecondOrderState
@@ -183,66 +231,6 @@ class SecondOrder:
         }
         fresh = good & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
         return averages, {key: unbiased(f) for key, f in averages.items()}, fresh
-
-    def _damping(self, state: SecondOrderState, change: Array | float | None) -> Array:
-        if not isinstance(self.damping, LevenbergMarquardt):
-            return current(self.damping, state.step)
-        if change is None:
-            return state.damping
-        change = jnp.asarray(change, state.predicted.dtype)
-        return self.damping.adapted(state.damping, change, state.predicted)
-
-    def _momentum(
-        self, grads: Matrices, state: SecondOrderState, ready: Array
-    ) -> tuple[Matrices, Matrices]:
-        """The running average of the gradients, and the average itself, to solve for.
-
-        Averaged before the solution and not after it, what is solved for changes slowly, so that a warm
-        start is worth something, and the bound holds for the very step.
-        """
-        keep = jnp.asarray(self.momentum, jnp.float32)
-        weight = 1 - keep ** (state.step + 1)
-
-        def mix(old: Array, grad: Array) -> Array:
-            mixed = old + (1 - keep).astype(old.dtype) * (grad - old)
-            return jnp.where(ready, mixed, old)
-
-        sums = {key: mix(state.momentum[key], grad) for key, grad in grads.items()}
-        return sums, {
-            key: jnp.where(ready, total / weight.astype(total.dtype), 0)
-            for key, total in sums.items()
-        }
-
-    def _step(
-        self, solved: Directions, state: SecondOrderState, ready: Array
-    ) -> tuple[Matrices, Array]:
-        """Minus the direction, within 1/2 step^T (F + damping) step <= kl_bound (Eq. 16)."""
-        rate = current(self.learning_rate, state.step)
-        clip = jnp.ones((), jnp.float32)
-        if self.kl_bound is not None:
-            bound = current(self.kl_bound, state.step)
-            size = rate**2 * solved.quadratic / 2
-            clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), clip)
-
-        def move(x: Array) -> Array:
-            step = -(rate * clip).astype(x.dtype) * x
-            return jnp.where(ready & jnp.all(jnp.isfinite(step)), step, 0)
-
-        return {key: move(x) for key, x in solved.x.items()}, clip
-
-    def _predicted(self, curvature: Factors, grads: Matrices, step: Matrices) -> Array:
-        """Grad . step + 1/2 step^T F step, where the damping is adapted by it."""
-        if not isinstance(self.damping, LevenbergMarquardt):
-            return jnp.zeros((), jnp.float32)
-        return sum_of(
-            jnp.sum(step[key] * (grads[key] + apply_curvature(curvature[key], step[key]) / 2))
-            for key in grads
-        )
-
-
-def sum_of(scalars: Any) -> Array:
-    """The sum of scalars, in float32, as the state keeps them."""
-    return jnp.sum(jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars]))
 
 
 def _all_finite(tree: Any) -> Array:

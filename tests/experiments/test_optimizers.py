@@ -40,6 +40,26 @@ def test_the_comparison(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "autoencoder.png").stat().st_size > 10_000
 
 
+@pytest.mark.whole_run
+def test_defaults_against_the_best_of_the_others(tmp_path, monkeypatch):
+    """Second order has no grid: one setting, the empty one."""
+    monkeypatch.setattr(optimizer_methods, "FIRST_ORDER", {"learning_rate": (3e-3,)})
+    monkeypatch.setattr(optimizers, "TIMED_STEPS", 1)
+    file = tmp_path / "figures.json"
+    arguments = ["--untuned", "--task", "convolution", "--method", "adamw", "kfac", "--steps", "4"]
+    assert main(["optimizers", *arguments, "--seeds", "1", "--json", str(file)]) == 0
+    (record,) = json.loads(file.read_text())
+    assert set(record["methods"]) == {"adam", "adamw", "kfac"}
+    ours = record["methods"]["kfac"]
+    assert (ours["settings"], ours["diverged"]) == ({}, 0)
+    assert ours["losses"][0][-1] < ours["losses"][0][0]
+
+
+def test_a_method_that_is_not_compared(capsys):
+    assert main(["optimizers", "--task", "convolution", "--method", "adamw"]) == 2
+    assert "with --untuned" in capsys.readouterr().err
+
+
 def test_steps_to_a_loss():
     course = Course(np.array([3.0, 2.0, 1.0, 1.5]), np.zeros((4, 0)))
     assert course.steps_to(1.0) == 3

@@ -92,3 +92,8 @@ def bayesian_loss(model, x, labels):
     )
     bound = mj.objectives.elbo(fits, model.kl(), dataset_size=100)
     return -bound / 100, mj.optim.BayesianCategoricalPrediction(mean, cov)
+
+
+def inside(state):
+    """The `SecondOrderState` in the chain of `kfac` or `cg_fac`."""
+    return state.chain[0]

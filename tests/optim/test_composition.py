@@ -31,7 +31,8 @@ def pieces(make, **options):
     x, labels = dense_batch()
     _, grads, factors = COMPUTE(model, x.astype(jnp.float32), labels)
     params, grads = nnx.as_pure(nnx.state(model, nnx.Param)), nnx.as_pure(grads)
-    return params, grads, factors, make(0.5, damping=1e-2, **options)
+    options = {"damping": 1e-2, "kl_bound": None, "momentum": 0.0} | options
+    return params, grads, factors, make(0.5, **options)
 
 
 def step(tx, params, grads, factors):
@@ -54,7 +55,9 @@ def test_chain_and_weight_decay(make):
 def test_injected_hyperparameters(make):
     params, grads, factors, tx = pieces(make, kl_bound=1e-3)
     alone, _ = step(tx, params, grads, factors)
-    injected = optax.inject_hyperparams(make)(learning_rate=0.5, damping=1e-2, kl_bound=1e-3)
+    injected = optax.inject_hyperparams(make)(
+        learning_rate=0.5, damping=1e-2, kl_bound=1e-3, momentum=0.0
+    )
     state = injected.init(params)
     updates, state = jax.jit(injected.update)(grads, state, params, factors=factors)
     equal(updates, alone)

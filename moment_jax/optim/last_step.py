@@ -1,0 +1,73 @@
+"""What a new gradient says of the step that was taken last."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.optim.factors import Factors
+from moment_jax.optim.groups import Matrices
+from moment_jax.optim.operators import apply_curvature
+
+Array = jax.Array
+
+
+class Directions(NamedTuple):
+    """What a solver returns: x = (F + damping)^-1 grad of all groups, and its size."""
+
+    x: Matrices
+    quadratic: Array  # x^T (F + damping) x of all groups together
+    state: Any
+
+
+class Moved(NamedTuple):
+    """The last step s, and what the new gradient and curvature say of it."""
+
+    step: Matrices
+    slope: Array  # <grad, s>
+    length: Array  # <s, s>
+    size: Array  # s^T (F + damping) s
+    predicted: Array  # the change of the loss by the quadratic model, as of the step's start
+
+    @classmethod
+    def by(
+        cls,
+        step: Matrices,
+        grads: Matrices,
+        curvature: Factors,
+        damping: Array,
+        quadratic: Array,
+    ) -> Moved:
+        """Of a step that has been taken."""
+        pushed = {key: apply_curvature(curvature[key], each) for key, each in step.items()}
+        curved, length = inner(step, pushed), inner(step, step)
+        size = curved + damping * length
+        # The old gradient's slope along s, a multiple of its own x: minus both norms.
+        predicted = curved / 2 - jnp.sqrt(size * quadratic)
+        return cls(step, inner(grads, step), length, size, predicted)
+
+    def slope_along(self, solved: Directions) -> Array:
+        """<grad, s> over the norms of both, within [-1, 1]."""
+        return self._scaled(self.slope, solved)
+
+    def slope_in_damping(self, solved: Directions, damping: Array) -> Array:
+        """The derivative of the new loss in log damping with |s| fixed, scaled likewise."""
+        along = self.length * self.slope / (2 * jnp.where(self.size > 0, self.size, 1))
+        return self._scaled(damping * (along - inner(solved.x, self.step)), solved)
+
+    def _scaled(self, slope: Array, solved: Directions) -> Array:
+        norms = jnp.sqrt(self.size) * jnp.sqrt(solved.quadratic)
+        ratio = jnp.clip(slope / jnp.where(norms > 0, norms, 1), -1, 1)
+        return jnp.where((norms > 0) & jnp.isfinite(ratio), ratio, 0)
+
+
+def inner(left: Matrices, right: Matrices) -> Array:
+    """The inner product of all groups together."""
+    return sum_of(jnp.sum(left[key] * right[key]) for key in left)
+
+
+def sum_of(scalars: Any) -> Array:
+    """The sum of scalars, in float32, as the state keeps them."""
+    return jnp.sum(jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars]))
