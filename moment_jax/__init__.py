@@ -45,10 +45,12 @@ from moment_jax.layers import (
     matmul,
     mean_pool,
     relu,
+    rms_norm,
     sinusoidal_positions,
     softmax,
 )
 from moment_jax.nn import DEFAULT_STRUCTURE
+from moment_jax.propagation import PropagationError, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
 
 __version__ = "0.1.0"
@@ -65,6 +67,7 @@ __all__ = [
     "FeedForwardParams",
     "Full",
     "NormParams",
+    "PropagationError",
     "Separable",
     "TokenBlock",
     "TokenCorrelated",
@@ -91,8 +94,11 @@ __all__ = [
     "optim",
     "parallel",
     "posterior",
+    "propagate",
+    "propagation_rule",
     "reference",
     "relu",
+    "rms_norm",
     "sinusoidal_positions",
     "softmax",
 ]

@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "expectations": {"xla"},
     "posterior": {"xla", "covariance"},
     "layers": {"xla", "covariance", "expectations", "posterior"},
+    "propagation": {"xla", "covariance", "expectations", "posterior", "layers"},
     "objectives": {"xla", "covariance", "expectations", "posterior"},
     "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
     "discrete": {"xla", "covariance", "expectations", "layers", "objectives"},

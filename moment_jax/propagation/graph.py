@@ -1,0 +1,266 @@
+"""A function as a graph of the operations on what is random; all else is computed at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from moment_jax.propagation.errors import refuse
+from moment_jax.propagation.moments import Moments
+from moment_jax.propagation.weights import Weight
+
+Array = jax.Array
+Value = Any  # an array, a `Weight`, or a `Node`
+_count = itertools.count()
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One operation with a random operand; its moments are computed when somebody asks for them."""
+
+    primitive: Any
+    params: dict[str, Any]
+    operands: tuple[Value, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    source: Any
+    output: int = 0  # which of its results
+    index: int = dataclasses.field(default_factory=lambda: next(_count))
+    moments: Moments | None = None
+
+    @property
+    def op(self) -> str:
+        """Name of the primitive."""
+        return self.primitive.name
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Its random operands but for weights."""
+        return [x for x in self.operands if isinstance(x, Node)]
+
+
+def is_random(value: Value) -> bool:
+    """Whether it is a weight or an operation on one."""
+    return isinstance(value, Weight | Node)
+
+
+VIEWS = {
+    "reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy",
+    "dynamic_slice", "gather", "split", "stop_gradient", "convert_element_type", "copy_p",
+    "reduce_precision", "optimization_barrier", "sharding_constraint",
+}
+DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_wrap"}
+
+
+class Recorder:
+    """Walks through a jaxpr."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, Any] = {}  # arrays of random numbers, kept so that their ids stay theirs
+
+    def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
+        """The outputs of an open jaxpr."""
+        env: dict[Any, Value] = {}
+
+        def read(atom: Any) -> Value:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            results = self.equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        """Its results."""
+        name = eqn.primitive.name
+        if not any(map(is_random, operands)):
+            return self._computed(eqn, operands)
+        if name == "cond":
+            return self._branch(eqn, operands)
+        if name == "scan":
+            return self._unrolled(eqn, operands)
+        inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+        if inner is not None and name not in ("while",):
+            open_jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            return self.run(open_jaxpr, consts, operands)
+        if any(id(x) in self.drawn for x in operands):
+            raise refuse(
+                f"`{name}` of a random value with random numbers drawn in the function (dropout?)",
+                eqn.source_info,
+                "Evaluate the model in inference mode: model.eval(), or deterministic=True.",
+            )
+        if isinstance(operands[0], Weight):
+            seen = self._weight(eqn, operands)
+            if seen is not None:
+                return seen
+        if name in _AFFINE and any(isinstance(x, Weight) for x in operands):
+            seen = _affine(name, operands)
+            if seen is not None:
+                return [seen]
+        return self._nodes(eqn, operands)
+
+    def _computed(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        results = evaluate(eqn.primitive, operands, eqn.params)
+        if eqn.primitive.name in DRAWS or any(id(x) in self.drawn for x in operands):
+            self.drawn.update({id(x): x for x in results})
+        return results
+
+    def _weight(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
+        weight, *rest = operands
+        if not is_view(eqn) or any(map(is_random, rest)) or not all(map(is_known, rest)):
+            return None
+        places = moved(eqn.primitive, weight.places, rest, eqn.params)
+        if eqn.primitive.name == "gather" and any((p < 0).any() for p in places):
+            return None
+        return [Weight(weight.posterior, p) for p in places]
+
+    def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        operands = _split_gains(eqn, operands)
+        return [
+            Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, eqn.source_info, i)
+            for i, v in enumerate(eqn.outvars)
+        ]
+
+    def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        index, *args = operands
+        if is_random(index) or not is_known(index):
+            raise refuse(
+                "`cond` on a value that is random or not known while tracing",
+                eqn.source_info,
+                "Decide with static facts, or write jnp.where of both results.",
+            )
+        branch = eqn.params["branches"][int(index)]
+        return self.run(branch.jaxpr, branch.consts, args)
+
+    def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        p, body = eqn.params, eqn.params["jaxpr"]
+        fixed, carry = p["num_consts"], p["num_carry"]
+        consts, state = operands[:fixed], operands[fixed : fixed + carry]
+        steps = range(p["length"])
+        stacked: dict[int, list[Value]] = {}
+        for i in reversed(steps) if p["reverse"] else steps:
+            xs = [_row(x, i) for x in operands[fixed + carry :]]
+            out = self.run(body.jaxpr, body.consts, [*consts, *state, *xs])
+            state, stacked[i] = out[:carry], out[carry:]
+        ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
+        return [*state, *(_stacked(rows, eqn) for rows in ys)]
+
+
+def _row(x: Value, i: int) -> Value:
+    if not isinstance(x, Weight):
+        return x[i]
+    if x.places.shape == x.posterior.shape and np.array_equal(x.places.ravel(), np.arange(x.places.size)):
+        return Weight.of(jax.tree.map(lambda a: a[i], x.posterior))
+    return Weight(x.posterior, x.places[i])
+
+
+def _stacked(rows: list[Value], eqn: Any) -> Value:
+    if any(map(is_random, rows)):
+        raise refuse(
+            "the stacked outputs of a `scan`",
+            eqn.source_info,
+            "Return what is random in the carry, or write the loop in Python.",
+        )
+    return jnp.stack(rows)
+
+
+def evaluate(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    """Results of a primitive on arrays; at once, while tracing too, if all are known."""
+    bound = primitive.get_bind_params(params)
+    if all(map(is_known, operands)):
+        with jax.ensure_compile_time_eval():
+            results = primitive.bind(*operands, **bound)
+    else:
+        results = primitive.bind(*operands, **bound)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def is_view(operation: Any) -> bool:
+    """Whether an equation or a `Node` only looks at its first operand in another way."""
+    if operation.primitive.name == "convert_element_type":
+        return jnp.issubdtype(operation.params["new_dtype"], jnp.floating)
+    return operation.primitive.name in VIEWS
+
+
+def is_known(value: Any) -> bool:
+    """Whether an array's numbers are known while tracing."""
+    return not isinstance(value, jax.core.Tracer)
+
+
+def moved(primitive: Any, places: np.ndarray, rest: list[Any], params: dict[str, Any]) -> list[np.ndarray]:
+    """Where the entries of an array are after an operation that only looks at it in another way."""
+    if primitive.name in ("convert_element_type", "reduce_precision", "stop_gradient", "copy", "copy_p",
+                          "optimization_barrier", "sharding_constraint"):
+        return [places]
+    if primitive.name == "gather" and "fill_value" in params:
+        params = {**params, "fill_value": -1}
+    results = evaluate(primitive, [jnp.asarray(places.astype(np.int32)), *rest], params)
+    return [np.asarray(r) for r in results]
+
+
+_AFFINE = {"mul", "add", "sub", "div", "neg"}
+
+
+def _affine(name: str, operands: list[Value]) -> Weight | None:
+    """A weight times a certain array, or plus one; None if that is no belief that we know."""
+    if name == "neg":
+        return operands[0].affine(-1.0)
+    a, b = operands
+    if is_random(a) and is_random(b):
+        return None
+    if isinstance(a, Weight):
+        b = _number(b)
+        return {
+            "mul": lambda: a.affine(b),
+            "div": lambda: a.affine(1 / b),
+            "add": lambda: a.affine(1.0, b),
+            "sub": lambda: a.affine(1.0, -b),
+        }[name]()
+    a = _number(a)
+    return {
+        "mul": lambda: b.affine(a),
+        "div": lambda: None,
+        "add": lambda: b.affine(1.0, a),
+        "sub": lambda: b.affine(-1.0, a),
+    }[name]()
+
+
+def _number(array: Any) -> Any:
+    """A number in the place of an array that holds it everywhere."""
+    value = uniform(array)
+    return array if value is None else value
+
+
+def uniform(array: Any) -> Any:
+    """The number that a known array has in all entries, or None."""
+    if is_random(array) or not is_known(array):
+        return None
+    flat = np.asarray(array).reshape(-1)
+    return flat[0] if flat.size and (flat == flat[0]).all() else None
+
+
+def _split_gains(eqn: Any, operands: list[Value]) -> list[Value]:
+    """A (C w) as (A C) w: a normalisation by itself, and the gain that Flax multiplies before it."""
+    if eqn.primitive.name != "mul":
+        return operands
+    for a, b in (operands, operands[::-1]):
+        if not (isinstance(a, Node) and isinstance(b, Node) and b.op == "mul" and a.shape == b.shape):
+            continue
+        for c, gain in (b.operands, b.operands[::-1]):
+            if isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None:
+                inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, eqn.source_info)
+                return [inner, gain]
+    return operands
