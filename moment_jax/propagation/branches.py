@@ -72,6 +72,7 @@ class Branch:
 
     Args:
       mean: E[x], by which x is recognised.
+      inner: what entered the paths, by which that is recognised: x, or x normalised.
       entered: covariance of what entered the paths, x itself or x normalised.
       norm: the normalisation, if there is one.
       paths: their sum; none where nothing follows the normalisation.
@@ -79,6 +80,7 @@ class Branch:
     """
 
     mean: Array
+    inner: Array
     entered: Covariance
     norm: NormTangent | None = None
     paths: tuple[Path, ...] = ()
@@ -108,9 +110,9 @@ class Branch:
 def through_dense(branch: Branch | None, mean: Array, cov: Covariance, kernel: Array) -> Branch:
     """What follows a dense layer of x, of which this branch was known."""
     if branch is None or branch.attention is not None:
-        return Branch(mean, cov, None, (straight(kernel),))
+        return Branch(mean, mean, cov, None, (straight(kernel),))
     if not branch.paths:
-        return dataclasses.replace(branch, entered=cov, paths=(straight(kernel),))
+        return dataclasses.replace(branch, inner=mean, entered=cov, paths=(straight(kernel),))
     return dataclasses.replace(branch, paths=tuple(p.mapped(kernel) for p in branch.paths))
 
 
@@ -126,7 +128,7 @@ def through_gain(
         scaled = branch.norm._replace(scale=branch.norm.scale * gain)
         return dataclasses.replace(branch, norm=scaled, entered=after)
     unit = straight(jnp.eye(mean.shape[1], dtype=mean.dtype))
-    return Branch(mean, before, None, (unit.scaled(gain, before, after),))
+    return Branch(mean, mean, before, None, (unit.scaled(gain, before, after),))
 
 
 def _joined(arrays: list[Array], axis: int) -> Array:

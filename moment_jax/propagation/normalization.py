@@ -62,7 +62,7 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         tangent = tangent._replace(scale=factor)
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
     out_moments = fresh(out_mean, out_cov, node.shape, tokens, features)
-    return dataclasses.replace(out_moments, branch=Branch(mean, out_cov, tangent))
+    return dataclasses.replace(out_moments, branch=Branch(mean, out_mean, out_cov, tangent))
 
 
 def _row_function(node: Node) -> tuple[Node, tuple[int, ...]] | None:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.layers.residual import residual
+from moment_jax.layers.seen import pool_as
+from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.dense import branch_of, spread
 from moment_jax.propagation.graph import VIEWS, Node, is_known, is_random, is_view, moved
 from moment_jax.propagation.moments import Moments, fresh
@@ -47,16 +49,29 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
             (mean_b, cov_b, a, mean_a, cov_a),
         ):
             branch = branch_of(m, other, tokens, features)
-            if branch is None or branch.mean is not mean:
-                continue
-            tangent = branch.tangent(mean.shape[0])
-            if tangent is None:
-                continue
-            out = residual(mean, cov, other, other_cov, tangent, branch.norm)
-            propagator.note(node, "residual", "the branch linearised")
-            return fresh(*out, node.shape, tokens, features)
+            out = None if branch is None else _returned(mean, cov, other, other_cov, branch)
+            if out is not None:
+                propagator.note(node, "residual", "the branch linearised")
+                return fresh(*out, node.shape, tokens, features)
     propagator.note(node, "sum", "addends independent of each other")
     return fresh(mean_a + sign * mean_b, cov_a.add(cov_b), node.shape, tokens, features)
+
+
+def _returned(
+    mean: Array, cov: Any, other: Array, other_cov: Any, branch: Branch
+) -> tuple[Array, Any] | None:
+    """Moments of x + f(x), if the branch f is one of x or of x normalised."""
+    tangent = branch.tangent(mean.shape[0])
+    if tangent is None or not (mean is branch.mean or mean is branch.inner):
+        return None
+    norm = branch.norm if mean is branch.mean else None
+    pool = getattr(other_cov, "pool", None)
+    if pool is not None and cov.pool is None:  # tokens that nobody sees do not count
+        cov = cov.pooled(pool)
+    mean, cov = residual(mean, cov, other, other_cov, tangent, norm)
+    if branch.attention is None and norm is not None:  # a block ends, as the library's do
+        cov = pool_as(cov, type(cov).zeros(cov.shape, cov.dtype))
+    return mean, cov
 
 
 @rule("reduce_sum")
