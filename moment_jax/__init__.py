@@ -49,7 +49,7 @@ from moment_jax.layers import (
     sinusoidal_positions,
     softmax,
 )
-from moment_jax.nn import DEFAULT_STRUCTURE
+from moment_jax.nn import DEFAULT_STRUCTURE, bayesian
 from moment_jax.propagation import PropagationError, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
 

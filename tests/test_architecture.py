@@ -25,6 +25,7 @@ MAY_IMPORT = {
         "expectations",
         "posterior",
         "layers",
+        "propagation",
         "objectives",
         "reference",
         "discrete",

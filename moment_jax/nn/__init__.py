@@ -3,6 +3,7 @@
 from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.bayesian import bayesian
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.code_bound import NegativeElbo
 from moment_jax.nn.decoder import Decoder
@@ -75,6 +76,7 @@ __all__ = [
     "VariationalScale",
     "VisionTransformer",
     "VisionTransformerParams",
+    "bayesian",
     "find_activation",
     "plain_attention",
     "plain_embed",
