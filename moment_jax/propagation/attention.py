@@ -262,7 +262,7 @@ def _read(
     h, width = layout.query_columns.shape
     query, key, value = parts
     shape = layout.scores.shape
-    zero = jnp.zeros(scores.shape, scores.dtype)
+    zero = np.zeros(scores.shape, scores.dtype)
     with jax.ensure_compile_time_eval():
         flat = np.asarray(compute(weights, {scores: zero}, stand_in), float).ravel()[layout.weights]
         x = np.random.default_rng(0).normal(size=scores.shape)

@@ -22,14 +22,28 @@ def refuse(what: str, source: Any, mend: str) -> PropagationError:
 
 
 def where(source: Any) -> str:
-    """File and line of the innermost frame that is neither of JAX, of Flax, nor of this library."""
-    traceback = getattr(source, "traceback", None)
-    frames = list(getattr(traceback, "frames", ()) or ())
-    for frame in frames:
-        name = frame.file_name
-        if not name.startswith("<") and not any(part in name for part in _INNER):
-            return f"{name}:{frame.line_num} ({frame.function_name})"
+    """File and line of the innermost frame that is neither of JAX, of Flax, nor of this library.
+
+    Args:
+      source: `eqn.source_info`, or several: of an equation and of the calls around it, innermost first.
+        A function that was traced before tells where that was: then the call's line is the right one.
+    """
+    sources = source if isinstance(source, tuple) else (source,)
+    lines = [_lines(one) for one in sources]
+    for inner, outer in zip(lines, [*lines[1:], []], strict=True):
+        if inner and (not outer or outer[0] in inner):
+            return inner[0]
     return "an unknown line"
+
+
+def _lines(source: Any) -> list[str]:
+    """Lines of the user's program, the innermost first."""
+    traceback = getattr(source, "traceback", None)
+    return [
+        f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        for frame in getattr(traceback, "frames", ()) or ()
+        if not frame.file_name.startswith("<") and not any(part in frame.file_name for part in _INNER)
+    ]
 
 
 _INNER = ("/jax/", "/flax/", "/moment_jax/propagation/", "/moment_jax/nn/bayesian", "/einops/", sys.prefix)

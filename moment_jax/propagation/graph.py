@@ -56,11 +56,21 @@ def is_random(value: Value) -> bool:
 
 
 VIEWS = {
-    "reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy",
+    "reshape", "tile", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy",
     "dynamic_slice", "gather", "split", "stop_gradient", "convert_element_type", "copy_p",
     "reduce_precision", "optimization_barrier", "sharding_constraint",
 }
 DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_wrap"}
+
+
+class _Belief:
+    """In the place of a primitive, for a weight that is used as a random array."""
+
+    name = "belief"
+
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "gather", "concatenate"}
+_WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
 
 class Recorder:
@@ -68,6 +78,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.drawn: dict[int, Any] = {}  # arrays of random numbers, kept so that their ids stay theirs
+        self.beliefs: dict[int, Node] = {}
+        self.calls: tuple[Any, ...] = ()  # source of the calls that we are in, the innermost first
 
     def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
         """The outputs of an open jaxpr."""
@@ -94,12 +106,11 @@ class Recorder:
             return self._unrolled(eqn, operands)
         inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
         if inner is not None and name not in ("while",):
-            open_jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-            return self.run(open_jaxpr, consts, operands)
+            return self._entered(eqn, *_opened(inner), operands)
         if any(id(x) in self.drawn for x in operands):
             raise refuse(
                 f"`{name}` of a random value with random numbers drawn in the function (dropout?)",
-                eqn.source_info,
+                self.source(eqn),
                 "Evaluate the model in inference mode: model.eval(), or deterministic=True.",
             )
         if isinstance(operands[0], Weight):
@@ -112,6 +123,17 @@ class Recorder:
                 return [seen]
         return self._nodes(eqn, operands)
 
+    def source(self, eqn: Any) -> tuple[Any, ...]:
+        """Where an equation came from, and the calls around it."""
+        return (eqn.source_info, *self.calls)
+
+    def _entered(self, eqn: Any, jaxpr: Any, consts: Any, operands: list[Value]) -> list[Value]:
+        before, self.calls = self.calls, self.source(eqn)
+        try:
+            return self.run(jaxpr, consts, operands)
+        finally:
+            self.calls = before
+
     def _computed(self, eqn: Any, operands: list[Value]) -> list[Value]:
         results = evaluate(eqn.primitive, operands, eqn.params)
         if eqn.primitive.name in DRAWS or any(id(x) in self.drawn for x in operands):
@@ -123,27 +145,38 @@ class Recorder:
         if not is_view(eqn) or any(map(is_random, rest)) or not all(map(is_known, rest)):
             return None
         places = moved(eqn.primitive, weight.places, rest, eqn.params)
-        if eqn.primitive.name == "gather" and any((p < 0).any() for p in places):
-            return None
+        if eqn.primitive.name == "gather" and (weight.ndim == 2 or any((p < 0).any() for p in places)):
+            return None  # rows of a table
         return [Weight(weight.posterior, p) for p in places]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        operands = _split_gains(eqn, operands)
+        source = self.source(eqn)
+        if eqn.primitive.name not in _WITH_WEIGHTS or not any(isinstance(x, Node) for x in operands):
+            if eqn.primitive.name not in _PRODUCTS:
+                operands = [self._belief(x, source) if isinstance(x, Weight) else x for x in operands]
+        operands = _split_gains(eqn, operands, source)
         return [
-            Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, eqn.source_info, i)
+            Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, source, i)
             for i, v in enumerate(eqn.outvars)
         ]
+
+    def _belief(self, weight: Weight, source: Any) -> Node:
+        """A weight as any other random array."""
+        if id(weight) not in self.beliefs:
+            one = Node(_Belief, {}, (weight,), weight.shape, weight.dtype, source)
+            self.beliefs[id(weight)] = one
+        return self.beliefs[id(weight)]
 
     def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
         index, *args = operands
         if is_random(index) or not is_known(index):
             raise refuse(
                 "`cond` on a value that is random or not known while tracing",
-                eqn.source_info,
+                self.source(eqn),
                 "Decide with static facts, or write jnp.where of both results.",
             )
         branch = eqn.params["branches"][int(index)]
-        return self.run(branch.jaxpr, branch.consts, args)
+        return self._entered(eqn, *_opened(branch), args)
 
     def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
         p, body = eqn.params, eqn.params["jaxpr"]
@@ -153,10 +186,15 @@ class Recorder:
         stacked: dict[int, list[Value]] = {}
         for i in reversed(steps) if p["reverse"] else steps:
             xs = [_row(x, i) for x in operands[fixed + carry :]]
-            out = self.run(body.jaxpr, body.consts, [*consts, *state, *xs])
+            out = self._entered(eqn, *_opened(body), [*consts, *state, *xs])
             state, stacked[i] = out[:carry], out[carry:]
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
         return [*state, *(_stacked(rows, eqn) for rows in ys)]
+
+
+def _opened(jaxpr: Any) -> tuple[Any, Any]:
+    """A jaxpr and its constants, closed or not."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _row(x: Value, i: int) -> Value:
@@ -207,7 +245,7 @@ def moved(primitive: Any, places: np.ndarray, rest: list[Any], params: dict[str,
         return [places]
     if primitive.name == "gather" and "fill_value" in params:
         params = {**params, "fill_value": -1}
-    results = evaluate(primitive, [jnp.asarray(places.astype(np.int32)), *rest], params)
+    results = evaluate(primitive, [places.astype(np.int32), *rest], params)
     return [np.asarray(r) for r in results]
 
 
@@ -252,7 +290,7 @@ def uniform(array: Any) -> Any:
     return flat[0] if flat.size and (flat == flat[0]).all() else None
 
 
-def _split_gains(eqn: Any, operands: list[Value]) -> list[Value]:
+def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
     """A (C w) as (A C) w: a normalisation by itself, and the gain that Flax multiplies before it."""
     if eqn.primitive.name != "mul":
         return operands
@@ -261,6 +299,6 @@ def _split_gains(eqn: Any, operands: list[Value]) -> list[Value]:
             continue
         for c, gain in (b.operands, b.operands[::-1]):
             if isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None:
-                inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, eqn.source_info)
+                inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)
                 return [inner, gain]
     return operands

@@ -38,6 +38,7 @@ class Moments:
     cov: Covariance
     places: np.ndarray
     branch: Branch | None = None
+    known: dict[Any, Any] = dataclasses.field(default_factory=dict)  # as sequences
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,6 +82,11 @@ class Moments:
 
     def sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
         """The array as a sequence with these axes as tokens and those as features, in this order."""
+        if (tokens, features) not in self.known:
+            self.known[tokens, features] = self._sequence(tokens, features)
+        return self.known[tokens, features]
+
+    def _sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
         size = [_size(self.shape, axes) for axes in (tokens, features)]
         rest = tuple(i for i in range(len(self.shape)) if i not in (*tokens, *features))
         order = self.places.transpose(*rest, *tokens, *features).reshape(size)

@@ -107,6 +107,8 @@ def _recognised(
         epsilon = small**2 * max(1 / kept**2 - 1, 0.0)
         factor = 1.0 if abs(factor - 1) < close else factor
         kind = Normalization(centres, float(f"{epsilon:.5g}"), factor)
-        expected = factor * z / np.sqrt(1 + epsilon)
-        return kind if np.allclose(fn(z), expected, atol=close * abs(factor)) else None
+        moved = x - x.mean(axes, keepdims=True) if centres else x
+        expected = factor * moved / np.sqrt((moved**2).mean(axes, keepdims=True) + epsilon)
+        if np.allclose(y, expected, atol=close * abs(factor)):
+            return kind
     return None

@@ -16,6 +16,7 @@ from moment_jax.propagation.dense import branch_of, spread
 from moment_jax.propagation.graph import VIEWS, Node, is_known, is_random, is_view, moved
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.propagate import Propagator, rule
+from moment_jax.propagation.weights import Weight
 
 Array = jax.Array
 
@@ -25,9 +26,17 @@ def _view(propagator: Propagator, node: Node) -> Moments | None:
     rest = list(node.operands[1:])
     if any(map(is_random, rest)) or not all(map(is_known, rest)) or not is_view(node):
         return None
+    if node.op == "gather" and isinstance(node.operands[0], Weight) and node.operands[0].ndim == 2:
+        return None  # rows of a table
     m = propagator.moments(node.operands[0])
     places = moved(node.primitive, m.places, rest, node.params)[node.output]
-    return dataclasses.replace(m, places=places)
+    return Moments(m.mean, m.cov, places, m.branch)
+
+
+@rule("belief")
+def _belief(propagator: Propagator, node: Node) -> Moments:
+    propagator.note(node, "weights as values")
+    return propagator.moments(node.operands[0])
 
 
 @rule("neg")

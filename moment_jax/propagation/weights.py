@@ -71,8 +71,10 @@ class Weight:
 
     def affine(self, scale: Any = 1.0, shift: Any = 0.0) -> Weight | None:
         """A belief about scale * w + shift, or None if the family does not hold it."""
-        one = np.ndim(scale) == 0 and np.ndim(shift) == 0
-        if one and np.ndim(shift) == 0 and isinstance(shift, float) and shift == 0.0:
+        number = np.ndim(scale) == 0 and not isinstance(scale, jax.core.Tracer)
+        if number and np.ndim(shift) == 0 and not isinstance(shift, jax.core.Tracer) and shift == 0:
+            if scale == 1:
+                return self
             return Weight(rescaled(self.posterior, scale), self.places)
         posterior = select(self.posterior, self.places)
         if not isinstance(posterior, Point | Factorized):
