@@ -1,6 +1,14 @@
 """Moments of any JAX function of random weights."""
 
-from moment_jax.propagation import attention, dense, elementwise, normalization, views, windows  # noqa: F401
+from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
+    attention,
+    dense,
+    elementwise,
+    normalization,
+    products,
+    views,
+    windows,
+)
 from moment_jax.propagation.errors import PropagationError
 from moment_jax.propagation.propagate import Step, propagate, propagation_rule
 

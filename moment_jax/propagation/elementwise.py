@@ -11,11 +11,11 @@ import numpy as np
 
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
-from moment_jax.propagation.branches import Branch, through_gain
-from moment_jax.propagation.dense import branch_of, spread
+from moment_jax.propagation.branches import through_gain
+from moment_jax.propagation.dense import branch_of
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Moments, fresh, hadamard
-from moment_jax.propagation.propagate import Propagator, pattern, rule
+from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.propagate import Propagator, pattern
 from moment_jax.propagation.regions import univariate
 
 Array = jax.Array
@@ -69,34 +69,3 @@ def recognised(fn: Callable[[Array], Array], dtype: jnp.dtype) -> str:
             if float(jnp.max(jnp.abs(y - expected))) <= close:
                 return name
     return "quadrature"
-
-
-@rule("mul")
-def _product(propagator: Propagator, node: Node) -> Moments | None:
-    """Of two random arrays, such as a gate and what it lets through."""
-    if len(node.nodes) != 2:
-        return None
-    a, b = (spread(propagator.moments(x), node.shape) for x in node.operands)
-    tokens, features = a.natural()
-    (mean_a, cov_a), (mean_b, cov_b) = (m.sequence(tokens, features) for m in (a, b))
-    by_a, by_b = cov_a.rescale(mean_b), cov_b.rescale(mean_a)
-    cov = by_a.add(by_b, hadamard(cov_a, cov_b))
-    branches = [branch_of(m, mean, tokens, features) for m, mean in ((a, mean_a), (b, mean_b))]
-    branch = _both(
-        *(
-            None if one is None or not one.paths else through_gain(one, gain, before, after, mean)
-            for one, gain, before, after, mean in (
-                (branches[0], mean_b, cov_a, by_a, mean_a),
-                (branches[1], mean_a, cov_b, by_b, mean_b),
-            )
-        )
-    )
-    propagator.note(node, "product", "factors independent given their common origin's mean")
-    return dataclasses.replace(fresh(mean_a * mean_b, cov, node.shape, tokens, features), branch=branch)
-
-
-def _both(a: Branch | None, b: Branch | None) -> Branch | None:
-    """The sum of two branches of one array."""
-    if a is None or b is None or a.mean is not b.mean or a.norm is not b.norm:
-        return None
-    return dataclasses.replace(a, paths=(*a.paths, *b.paths))

@@ -169,25 +169,3 @@ def _gathered_separable(
     shown = cov.feature_correlation[columns[:, None], columns[None]]
     feature_gram = shown * (spread.T @ (cov.token_correlation @ spread))
     return Separable.from_moments(scale**2, token_gram, feature_gram)
-
-
-@singledispatch
-def hadamard(a: Any, b: Any) -> Any:
-    """The entrywise product of two covariances: that of a * b for independent a, b of mean zero."""
-    dense = a.to_dense() * b.to_dense()
-    return type(a).project(dense)
-
-
-@hadamard.register
-def _hadamard_diagonal(a: Diagonal, b: Diagonal) -> Diagonal:
-    return Diagonal(a.variances * b.variances)
-
-
-@hadamard.register
-def _hadamard_separable(a: Separable, b: Separable) -> Separable:
-    return Separable(
-        a.scale * b.scale,
-        a.token_correlation * b.token_correlation,
-        a.feature_correlation * b.feature_correlation,
-        a.pool,
-    )

@@ -37,6 +37,7 @@ class Propagator:
     def __init__(self, structure: type[Covariance]) -> None:
         self.structure = structure
         self.steps: list[Step] = []
+        self.focus: tuple[int, int] | None = None  # number of tokens, and the only one that is looked at
         self._certain: dict[tuple[int, Axes], tuple[Any, Moments]] = {}
 
     def moments(self, value: Value) -> Moments:
