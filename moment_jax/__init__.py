@@ -74,6 +74,7 @@ __all__ = [
     "__version__",
     "activation",
     "attention",
+    "bayesian",
     "brownian",
     "cross_attention",
     "decoder_block",

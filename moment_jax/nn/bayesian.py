@@ -48,29 +48,37 @@ def bayesian(
 
     >>> from flax import nnx
     >>> import moment_jax as mj
-    >>> model = nnx.Sequential(nnx.Linear(3, 8, rngs=nnx.Rngs(0)), jax.nn.gelu, nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+    >>> first, second = (nnx.Linear(3, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    >>> model = nnx.Sequential(first, jax.nn.gelu, second)
     >>> weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     >>> beliefs = jax.tree.map(lambda w: mj.posterior.Factorized(w, (0.1 * w) ** 2), weights)
     >>> mean, cov = mj.bayesian(model, beliefs)(jnp.ones((5, 3)))
     >>> mean.shape, cov.variance().shape
-    ((5, 2), (5, 1, 2))
+    ((5, 3), (5, 1, 3))
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"`bayesian(model, posterior)` needs a Flax NNX module. Got {type(model).__name__}. For a "
             "function of parameters, use mj.propagate(fn)(params, x)."
         )
-    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    split: Any = nnx.split(model, nnx.Param, ...)
+    graph, parameters, rest = split
     known = nnx.to_pure_dict(parameters)
-    beliefs = _completed(known, nnx.to_pure_dict(posterior) if isinstance(posterior, nnx.State) else posterior)
+    beliefs = _completed(
+        known, nnx.to_pure_dict(posterior) if isinstance(posterior, nnx.State) else posterior
+    )
 
     def moments(inputs: tuple[Any, ...], shared: dict[str, Any], own: dict[str, Any]) -> Any:
         def fn(values: Any, inputs: tuple[Any, ...], own: dict[str, Any]) -> Any:
-            filled = jax.tree.map(lambda x: x, parameters)
+            # New variables, which a model may write to while it is traced.
+            filled, others = jax.tree.map(lambda x: x, (parameters, rest))
             nnx.replace_by_pure_dict(filled, values)
-            return nnx.merge(graph, filled, rest)(*inputs, **shared, **own)
+            merged: Any = nnx.merge(graph, filled, others)
+            return merged(*inputs, **shared, **own)
 
-        mean, cov, *steps = propagate(fn, structure=structure, receipt=receipt)(beliefs, inputs, own)
+        mean, cov, *steps = propagate(fn, structure=structure, receipt=receipt)(
+            beliefs, inputs, own
+        )
         shape = jax.eval_shape(fn, known, inputs, own).shape
         return mean.reshape(shape), cov, *steps
 
@@ -79,7 +87,9 @@ def bayesian(
         _check_inputs(inputs, batch_axes)
 
         def one(inputs: Any, own: dict[str, Any]) -> Any:
-            with_axes = jax.tree.map(lambda x: jnp.expand_dims(x, tuple(range(batch_axes))), (inputs, own))
+            with_axes = jax.tree.map(
+                lambda x: jnp.expand_dims(x, tuple(range(batch_axes))), (inputs, own)
+            )
             mean, *more = moments(with_axes[0], options, with_axes[1])
             return mean.reshape(mean.shape[batch_axes:]), *more
 

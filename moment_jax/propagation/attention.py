@@ -44,7 +44,9 @@ class Layout(NamedTuple):
     query_columns: np.ndarray  # (H, K)
     key_columns: np.ndarray
     value_columns: np.ndarray
-    scores: np.ndarray  # where the score of a head, a query and a key is in the scores' array, (H, T, S)
+    scores: (
+        np.ndarray
+    )  # where the score of a head, a query and a key is in the scores' array, (H, T, S)
     weights: np.ndarray  # where its weight is in the weights' array, (H, T, S)
     swapped: bool  # whether keys are the left factor of the scores
 
@@ -211,10 +213,12 @@ def _layout(
     at = at.reshape(n_batch, -1, int(np.prod(at.shape[len(wb) + len(wf) :], dtype=int)))
     entry = np.arange(weights_size(weights)).reshape(weights.shape).transpose(*wb, *wf, *wc)
     entry = entry.reshape(at.shape)
-    b, l, r = np.unravel_index(at, (l_token.shape[0], l_token.shape[1], r_token.shape[1]))
-    lt, rt = l_token[b, l], r_token[b, r]
+    b, left_row, right_row = np.unravel_index(
+        at, (l_token.shape[0], l_token.shape[1], r_token.shape[1])
+    )
+    lt, rt = l_token[b, left_row], r_token[b, right_row]
     swapped = bool((lt != lt[..., :1]).any()) or (lt.shape[-1] == 1 and bool(lt.max() > rt.max()))
-    (qt, qi, qc), (kt, ki, kc) = (lt, l, l_column), (rt, r, r_column)
+    (qt, qi, qc), (kt, ki, kc) = (lt, left_row, l_column), (rt, right_row, r_column)
     if swapped:
         (qt, qi, qc), (kt, ki, kc) = (kt, ki, kc), (qt, qi, qc)
     v_token, v_column = _grouped(value, vb, vc, middle=True)
@@ -227,13 +231,16 @@ def _layout(
     order = np.empty((h, t), int)
     order[index.ravel(), qt[..., 0].ravel()] = np.arange(h * t)
     keys = np.argsort(kt[0, 0])
-    if not np.array_equal(np.sort(kt[0, 0]), np.arange(s)) or (v_token != kt[0, 0][None, :, None]).any():
+    if (
+        not np.array_equal(np.sort(kt[0, 0]), np.arange(s))
+        or (v_token != kt[0, 0][None, :, None]).any()
+    ):
         return None
     pick = order[:, 0]
     row_batch = np.repeat(np.arange(n_batch), at.shape[1])
     flat_b, flat_q, flat_k = (x.reshape(h * t, s)[pick, 0] for x in (b, qi, ki))
     columns = qc[flat_b, flat_q], kc[flat_b, flat_k], v_column[row_batch[pick], 0]
-    arranged = (x.reshape(h * t, s)[order][..., keys] for x in (at, entry))
+    at, entry = (x.reshape(h * t, s)[order][..., keys] for x in (at, entry))
     width = v_column.shape[-1]
     place = qt[..., 0] * (h * width) + index * width
     out = place[..., None] + np.arange(width)
@@ -243,7 +250,7 @@ def _layout(
     if side == 1:  # the values' free axes come first
         nb, nf = len(wb), len(wf)
         out = np.moveaxis(out, range(nb, nb + nf), range(out.ndim - nf, out.ndim))
-    return Layout(*columns, *arranged, swapped), out.reshape(node.shape)
+    return Layout(*columns, at, entry, swapped), out.reshape(node.shape)
 
 
 def weights_size(node: Node) -> int:
@@ -271,7 +278,6 @@ def _read(
     """Mask and scale, by the values of the weights; and the parameters."""
     h, width = layout.query_columns.shape
     query, key, value = parts
-    shape = layout.scores.shape
     zero = np.zeros(scores.shape, scores.dtype)
     with jax.ensure_compile_time_eval():
         flat = np.asarray(compute(weights, {scores: zero}, stand_in), float).ravel()[layout.weights]
@@ -296,7 +302,6 @@ def _read(
         mask = computed.reshape(-1)[layout.weights] > 0
     if mask is not None and is_known(mask) and (np.asarray(mask) == np.asarray(mask)[:1]).all():
         mask = mask[0]
-    del shape
     factor = scale * width**0.5
     factor = None if abs(factor - 1) < 1e3 * float(jnp.finfo(scores.dtype).eps) else factor
     columns = (layout.query_columns, layout.key_columns, layout.value_columns)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.layers.dense import dense
@@ -74,8 +73,11 @@ def branch_of(m: Moments, mean: Array, tokens: Axes, features: Axes) -> Branch |
     rest = tuple(i for i in range(len(m.shape)) if i not in (*tokens, *features))
     rows = m.places.transpose(*rest, *tokens, *features).reshape(mean.shape)
     token, feature = np.divmod(rows, m.mean.shape[1])
-    straight = (token == np.arange(m.mean.shape[0])[:, None]).all() if (
-        mean.shape[0] == m.mean.shape[0]) else False
+    straight = (
+        (token == np.arange(m.mean.shape[0])[:, None]).all()
+        if (mean.shape[0] == m.mean.shape[0])
+        else False
+    )
     if not straight or (feature != feature[:1]).any() or not m.branch.paths:
         return None
     paths = tuple(path.columns(feature[0]) for path in m.branch.paths)
@@ -111,8 +113,13 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
         shift, parts = _noise(propagator, weight, node, m, tokens, features)
         other_sign = -1 if minus and side == 0 else 1
         own_sign = -1 if minus and side == 1 else 1
-        out = fresh(own_sign * mean + other_sign * shift, cov.add(*parts) if parts else cov,
-                    node.shape, tokens, features)
+        out = fresh(
+            own_sign * mean + other_sign * shift,
+            cov.add(*parts) if parts else cov,
+            node.shape,
+            tokens,
+            features,
+        )
         branch = branch_of(m, mean, tokens, features)
         if own_sign == -1:
             return out
@@ -133,8 +140,10 @@ def _noise(
 ) -> tuple[Array, list[Any]]:
     """Mean of a weight as an addend of a sequence, and its covariance if it has one."""
     if weight.ndim != len(node.shape):
-        weight = Weight(weight.posterior, weight.places.reshape(
-            (1,) * (len(node.shape) - weight.ndim) + weight.shape))
+        weight = Weight(
+            weight.posterior,
+            weight.places.reshape((1,) * (len(node.shape) - weight.ndim) + weight.shape),
+        )
     whole = Weight(weight.posterior, np.broadcast_to(weight.places, node.shape))
     t = int(np.prod([node.shape[i] for i in tokens], dtype=int))
     vector = whole.vector(features)
@@ -178,13 +187,15 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
             vector = _vector(weight, node, features)
             if vector is None:
                 raise refuse(
-                    f"a product with a random weight of shape {weight.shape} that is not one gain a feature",
+                    f"a product with random weights {weight.shape}, not one gain for each feature",
                     node.source,
                     "Give one gain for each feature, or an array in its place.",
                 )
             scaled = scaled.add(cov.gain_noise(mean, vector.vector_cov()))
         propagator.note(node, "gain", "input and gain independent" if noise else "")
-        return dataclasses.replace(fresh(mean * shift, scaled, node.shape, tokens, features), branch=branch)
+        return dataclasses.replace(
+            fresh(mean * shift, scaled, node.shape, tokens, features), branch=branch
+        )
     return None
 
 

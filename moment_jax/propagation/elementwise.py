@@ -46,7 +46,9 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     return dataclasses.replace(fresh(out, out_cov, node.shape, tokens, features), branch=branch)
 
 
-def _moments(name: str, fn: Callable[[Array], Array], mean: Array, variance: Array) -> ElementwiseMoments:
+def _moments(
+    name: str, fn: Callable[[Array], Array], mean: Array, variance: Array
+) -> ElementwiseMoments:
     if name == "relu":
         return expectations.rectified(mean, variance)
     if name == "gelu":

@@ -42,8 +42,16 @@ def _lines(source: Any) -> list[str]:
     return [
         f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         for frame in getattr(traceback, "frames", ()) or ()
-        if not frame.file_name.startswith("<") and not any(part in frame.file_name for part in _INNER)
+        if not frame.file_name.startswith("<")
+        and not any(part in frame.file_name for part in _INNER)
     ]
 
 
-_INNER = ("/jax/", "/flax/", "/moment_jax/propagation/", "/moment_jax/nn/bayesian", "/einops/", sys.prefix)
+_INNER = (
+    "/jax/",
+    "/flax/",
+    "/moment_jax/propagation/",
+    "/moment_jax/nn/bayesian",
+    "/einops/",
+    sys.prefix,
+)

@@ -56,9 +56,24 @@ def is_random(value: Value) -> bool:
 
 
 VIEWS = {
-    "reshape", "tile", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy",
-    "dynamic_slice", "gather", "split", "stop_gradient", "convert_element_type", "copy_p",
-    "reduce_precision", "optimization_barrier", "sharding_constraint",
+    "reshape",
+    "tile",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "slice",
+    "rev",
+    "copy",
+    "dynamic_slice",
+    "gather",
+    "split",
+    "stop_gradient",
+    "convert_element_type",
+    "copy_p",
+    "reduce_precision",
+    "optimization_barrier",
+    "sharding_constraint",
 }
 DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_wrap"}
 
@@ -77,7 +92,9 @@ class Recorder:
     """Walks through a jaxpr."""
 
     def __init__(self) -> None:
-        self.drawn: dict[int, Any] = {}  # arrays of random numbers, kept so that their ids stay theirs
+        self.drawn: dict[
+            int, Any
+        ] = {}  # arrays of random numbers, kept so that their ids stay theirs
         self.beliefs: dict[int, Node] = {}
         self.calls: tuple[Any, ...] = ()  # source of the calls that we are in, the innermost first
 
@@ -104,7 +121,9 @@ class Recorder:
             return self._branch(eqn, operands)
         if name == "scan":
             return self._unrolled(eqn, operands)
-        inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+        inner = next(
+            (eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None
+        )
         if inner is not None and name not in ("while",):
             return self._entered(eqn, *_opened(inner), operands)
         if any(id(x) in self.drawn for x in operands):
@@ -118,9 +137,9 @@ class Recorder:
             if seen is not None:
                 return seen
         if name in _AFFINE and any(isinstance(x, Weight) for x in operands):
-            seen = _affine(name, operands)
-            if seen is not None:
-                return [seen]
+            changed = _affine(name, operands)
+            if changed is not None:
+                return [changed]
         return self._nodes(eqn, operands)
 
     def source(self, eqn: Any) -> tuple[Any, ...]:
@@ -145,15 +164,18 @@ class Recorder:
         if not is_view(eqn) or any(map(is_random, rest)) or not all(map(is_known, rest)):
             return None
         places = moved(eqn.primitive, weight.places, rest, eqn.params)
-        if eqn.primitive.name == "gather" and (weight.ndim == 2 or any((p < 0).any() for p in places)):
+        if eqn.primitive.name == "gather" and (
+            weight.ndim == 2 or any((p < 0).any() for p in places)
+        ):
             return None  # rows of a table
         return [Weight(weight.posterior, p) for p in places]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
         source = self.source(eqn)
-        if eqn.primitive.name not in _WITH_WEIGHTS or not any(isinstance(x, Node) for x in operands):
-            if eqn.primitive.name not in _PRODUCTS:
-                operands = [self._belief(x, source) if isinstance(x, Weight) else x for x in operands]
+        name = eqn.primitive.name
+        beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
+        if not beside and name not in _PRODUCTS:
+            operands = [self._belief(x, source) if isinstance(x, Weight) else x for x in operands]
         operands = _split_gains(eqn, operands, source)
         return [
             Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, source, i)
@@ -200,7 +222,9 @@ def _opened(jaxpr: Any) -> tuple[Any, Any]:
 def _row(x: Value, i: int) -> Value:
     if not isinstance(x, Weight):
         return x[i]
-    if x.places.shape == x.posterior.shape and np.array_equal(x.places.ravel(), np.arange(x.places.size)):
+    if x.places.shape == x.posterior.shape and np.array_equal(
+        x.places.ravel(), np.arange(x.places.size)
+    ):
         return Weight.of(jax.tree.map(lambda a: a[i], x.posterior))
     return Weight(x.posterior, x.places[i])
 
@@ -238,10 +262,19 @@ def is_known(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
-def moved(primitive: Any, places: np.ndarray, rest: list[Any], params: dict[str, Any]) -> list[np.ndarray]:
+def moved(
+    primitive: Any, places: np.ndarray, rest: list[Any], params: dict[str, Any]
+) -> list[np.ndarray]:
     """Where the entries of an array are after an operation that only looks at it in another way."""
-    if primitive.name in ("convert_element_type", "reduce_precision", "stop_gradient", "copy", "copy_p",
-                          "optimization_barrier", "sharding_constraint"):
+    if primitive.name in (
+        "convert_element_type",
+        "reduce_precision",
+        "stop_gradient",
+        "copy",
+        "copy_p",
+        "optimization_barrier",
+        "sharding_constraint",
+    ):
         return [places]
     if primitive.name == "gather" and "fill_value" in params:
         params = {**params, "fill_value": -1}
@@ -295,7 +328,9 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
     if eqn.primitive.name != "mul":
         return operands
     for a, b in (operands, operands[::-1]):
-        if not (isinstance(a, Node) and isinstance(b, Node) and b.op == "mul" and a.shape == b.shape):
+        if not (
+            isinstance(a, Node) and isinstance(b, Node) and b.op == "mul" and a.shape == b.shape
+        ):
             continue
         for c, gain in (b.operands, b.operands[::-1]):
             if isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None:

@@ -90,12 +90,17 @@ class Moments:
         size = [_size(self.shape, axes) for axes in (tokens, features)]
         rest = tuple(i for i in range(len(self.shape)) if i not in (*tokens, *features))
         order = self.places.transpose(*rest, *tokens, *features).reshape(size)
-        if np.array_equal(order.ravel(), np.arange(self.mean.size)) and order.shape == self.mean.shape:
+        if (
+            np.array_equal(order.ravel(), np.arange(self.mean.size))
+            and order.shape == self.mean.shape
+        ):
             return self.mean, self.cov
         return _taken(self.mean, order), gather(self.cov, order)
 
 
-def fresh(mean: Array, cov: Covariance, shape: tuple[int, ...], tokens: Axes, features: Axes) -> Moments:
+def fresh(
+    mean: Array, cov: Covariance, shape: tuple[int, ...], tokens: Axes, features: Axes
+) -> Moments:
     """A new random array of this shape from its moments as a sequence."""
     rest = tuple(i for i in range(len(shape)) if i not in (*tokens, *features))
     order = (*rest, *tokens, *features)

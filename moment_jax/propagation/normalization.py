@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ import numpy as np
 from moment_jax.layers.norm import layer_norm_and_tangent
 from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
-from moment_jax.propagation.branches import Branch
+from moment_jax.propagation.branches import Branch, through_dense
+from moment_jax.propagation.dense import branch_of
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.propagate import Propagator, pattern
@@ -32,27 +33,33 @@ class Normalization(NamedTuple):
 
 @pattern
 def _by_row(propagator: Propagator, node: Node) -> Moments | None:
-    found = _row_function(node)
+    found = None
+    for source, axes in _row_functions(node):
+
+        def fn(x: np.ndarray, source: Node = source) -> np.ndarray:
+            with jax.ensure_compile_time_eval():
+                value = jnp.asarray(x, source.dtype).reshape(source.shape)
+                return np.asarray(compute(node, {source: value}, stand_in), float)
+
+        kind = _recognised(fn, source, axes)
+        if kind is None or (found is not None and isinstance(kind, np.ndarray)):
+            break
+        found = source, axes, kind
     if found is None:
         return None
-    source, axes = found
-
-    def fn(x: np.ndarray) -> np.ndarray:
-        with jax.ensure_compile_time_eval():
-            value = jnp.asarray(x, source.dtype).reshape(source.shape)
-            return np.asarray(compute(node, {source: value}, stand_in), float)
-
-    kind = _recognised(fn, source, axes)
-    if kind is None:
-        return None
+    source, axes, kind = found
     m = propagator.moments(source)
-    features = tuple(i for i in axes)
-    tokens = tuple(i for i in range(len(m.shape)) if i not in features)
-    mean, cov = m.sequence(tokens, features)
-    if kind == "softmax":
-        out = softmax(mean, cov)
+    tokens = tuple(i for i in range(len(m.shape)) if i not in axes)
+    mean, cov = m.sequence(tokens, axes)
+    if isinstance(kind, np.ndarray):
+        kernel = jnp.asarray(kind, mean.dtype)
+        branch = through_dense(branch_of(m, mean, tokens, axes), mean, cov, kernel)
+        propagator.note(node, "linear map of the features")
+        out = fresh(mean @ kernel, cov.map_features(kernel), node.shape, tokens, axes)
+        return dataclasses.replace(out, branch=branch)
+    if isinstance(kind, str):
         propagator.note(node, "softmax", "its input Gaussian")
-        return fresh(*out, node.shape, tokens, features)
+        return fresh(*softmax(mean, cov), node.shape, tokens, axes)
     out_mean, out_cov, tangent = layer_norm_and_tangent(
         mean, cov, NormParams(), kind.epsilon, 2, centres=kind.centres
     )
@@ -61,14 +68,14 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         out_mean, out_cov = out_mean * factor, out_cov.rescale(factor)
         tangent = tangent._replace(scale=factor)
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    out_moments = fresh(out_mean, out_cov, node.shape, tokens, features)
-    return dataclasses.replace(out_moments, branch=Branch(mean, out_mean, out_cov, tangent))
+    out = fresh(out_mean, out_cov, node.shape, tokens, axes)
+    return dataclasses.replace(out, branch=Branch(mean, out_mean, out_cov, tangent))
 
 
-def _row_function(node: Node) -> tuple[Node, tuple[int, ...]] | None:
-    """The nearest array of the same shape that all of it is made of, and the axes that are reduced."""
+def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """Arrays of the same shape that all of it is made of, and the axes that are reduced."""
     if node.op not in ("mul", "div", "sub", "add"):
-        return None
+        return
     reduced: set[tuple[int, ...]] = set()
 
     def expandable(n: Node) -> bool:
@@ -80,28 +87,32 @@ def _row_function(node: Node) -> tuple[Node, tuple[int, ...]] | None:
         return n.op in BY_ROW
 
     for source in sources(node, expandable):
-        if reduced and source.shape == node.shape:
-            return (source, next(iter(reduced))) if len(reduced) == 1 else None
         if len(reduced) > 1:
-            return None
-    return None
+            return
+        if reduced and source.shape == node.shape:
+            yield source, next(iter(reduced))
 
 
 def _recognised(
     fn: Callable[[np.ndarray], np.ndarray], source: Node, axes: tuple[int, ...]
-) -> Normalization | str | None:
+) -> Normalization | np.ndarray | str | None:
+    """A normalisation, "softmax", the matrix of a linear map of the features, or none of these."""
     x = np.random.default_rng(0).normal(size=source.shape)
     y = fn(x)
     close = 1e3 * float(jnp.finfo(source.dtype).eps)
     weights = np.exp(x) / np.exp(x).sum(axes, keepdims=True)
     if np.allclose(y, weights, atol=close):
         return "softmax"
+    if np.allclose(fn(2 * x), 2 * y, atol=close * np.abs(y).max()):
+        return _matrix(fn, x, y, axes, close)
     for centres in (True, False):
         z = x - x.mean(axes, keepdims=True) if centres else x
         z = z / np.sqrt((z**2).mean(axes, keepdims=True))
         wide, small = fn(1e3 * z), 1e-3
         factor = float((wide * z).mean())
         if factor == 0 or not np.allclose(wide, factor * z, atol=close * abs(factor)):
+            continue
+        if not np.allclose(fn(1e4 * z), wide, atol=close * abs(factor)):
             continue
         kept = float((fn(small * z) * z).mean()) / factor
         epsilon = small**2 * max(1 / kept**2 - 1, 0.0)
@@ -112,3 +123,25 @@ def _recognised(
         if np.allclose(y, expected, atol=close * abs(factor)):
             return kind
     return None
+
+
+def _matrix(
+    fn: Callable[[np.ndarray], np.ndarray],
+    x: np.ndarray,
+    y: np.ndarray,
+    axes: tuple[int, ...],
+    close: float,
+) -> np.ndarray | None:
+    """The matrix (D, D) of a map of the features alone, if it is linear."""
+    lead = tuple(i for i in range(x.ndim) if i not in axes)
+
+    def rows(array: np.ndarray) -> np.ndarray:
+        size = int(np.prod([x.shape[i] for i in axes]))
+        return array.transpose(*lead, *axes).reshape(-1, size)
+
+    size = rows(x).shape[1]
+    shape = [x.shape[i] if i in axes else 1 for i in range(x.ndim)]
+    units = (np.broadcast_to(unit.reshape(shape), x.shape) for unit in np.eye(size))
+    matrix = np.stack([rows(fn(unit))[0] for unit in units])
+    fits = np.allclose(rows(x) @ matrix, rows(y), atol=close * max(np.abs(y).max(), 1))
+    return matrix if fits else None

@@ -37,7 +37,9 @@ class Propagator:
     def __init__(self, structure: type[Covariance]) -> None:
         self.structure = structure
         self.steps: list[Step] = []
-        self.focus: tuple[int, int] | None = None  # number of tokens, and the only one that is looked at
+        self.focus: tuple[int, int] | None = (
+            None  # number of tokens, and the only one that is looked at
+        )
         self._certain: dict[tuple[int, Axes], tuple[Any, Moments]] = {}
 
     def moments(self, value: Value) -> Moments:
@@ -59,7 +61,7 @@ class Propagator:
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             size = int(np.prod([x.shape[i] for i in features], dtype=int))
             mean = x.transpose(*tokens, *features).reshape(-1, size)
-            cov = self.structure.zeros(mean.shape, mean.dtype)
+            cov = self.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
             self._certain[key] = (array, fresh(mean, cov, x.shape, tokens, features))
         return self._certain[key][1]
 
@@ -168,8 +170,8 @@ def propagate(
       receipt: return the list of the operations too, each with its rule and what that assumes.
 
     Returns:
-      A function of `params`, a pytree with a `Posterior` for every random array and arrays elsewhere, and
-      of the inputs, certain. It returns mean and covariance of the output as a sequence (T, D): its
+      A function of `params`, a pytree with a `Posterior` for every random array and arrays elsewhere,
+      and of the inputs, certain. It returns mean and covariance of the output as a sequence (T, D): its
       last axis are the features, all others the tokens; an output (D,) is one token. With `receipt`
       also a list of `Step`.
 
@@ -185,13 +187,13 @@ def propagate(
     """
     if not callable(fn):
         raise TypeError(
-            f"`propagate(fn)` needs a function fn(params, x). Got {type(fn).__name__}. For a Flax module, "
-            "use mj.bayesian(module, posterior)."
+            f"`propagate(fn)` needs a function fn(params, x). Got {type(fn).__name__}. For a Flax "
+            "module, use mj.bayesian(module, posterior)."
         )
     if not (isinstance(structure, type) and issubclass(structure, Covariance)):
         raise TypeError(
-            f"`propagate` needs a covariance structure, one of {', '.join(STRUCTURES)} (the type itself, "
-            f"such as mj.Separable). Got {structure!r}."
+            f"`propagate` needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
+            f"itself, such as mj.Separable). Got {structure!r}."
         )
 
     def propagated(params: Any, *inputs: Any) -> Any:

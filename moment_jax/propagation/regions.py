@@ -1,4 +1,4 @@
-"""Regions of the graph that know one random array alone, whoever wrote them, as plain functions of it."""
+"""Regions of the graph that know one random array alone, as plain functions of it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from moment_jax.propagation.weights import Weight
 
 Array = jax.Array
 
-ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "atan", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy",
-    "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge",
-    "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
-    "neg", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin",
-    "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
-}  # fmt: skip
+ELEMENTWISE = frozenset(
+    ["abs", "add", "add_any", "and", "atan", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh"]
+)
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
 BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 
@@ -38,9 +34,7 @@ def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
             yield next(iter(frontier))
 
 
-def compute(
-    node: Node, known: dict[Node, Any], replace: Callable[[Any], Any] = lambda x: x
-) -> Any:
+def compute(node: Node, known: dict[Node, Any], replace: Callable[[Any], Any] = lambda x: x) -> Any:
     """Value of a node, a function of those that are known.
 
     Args:

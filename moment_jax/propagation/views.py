@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.layers.residual import residual
@@ -74,8 +72,28 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
             if out is not None:
                 propagator.note(node, "residual", "the branch linearised")
                 return fresh(*out, node.shape, tokens, features)
-    propagator.note(node, "sum", "addends independent of each other")
+    common = (
+        " though they have an origin in common" if _origins(node, 0) & _origins(node, 1) else ""
+    )
+    propagator.note(node, "sum", "addends independent" + common)
     return fresh(mean_a + sign * mean_b, cov_a.add(cov_b), node.shape, tokens, features)
+
+
+def _origins(node: Node, side: int) -> set[int]:
+    """All weights that an operand knows of."""
+    seen: set[int] = set()
+    weights: set[int] = set()
+    stack = [node.operands[side]]
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Weight):
+            weights.add(id(value.posterior))
+        elif isinstance(value, Node):
+            stack.extend(value.operands)
+    return weights
 
 
 def _returned(
@@ -127,7 +145,7 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
 
 @rule("concatenate")
 def _concatenated(propagator: Propagator, node: Node) -> Moments:
-    """Each part placed among zeros, and their sum: parts are independent, but for one of the same base."""
+    """Each part placed among zeros, and their sum: the parts are taken as independent."""
     axis = node.params["dimension"]
     parts = [propagator.moments(x) for x in node.operands]
     first = max(parts, key=lambda m: m.mean.size * is_random(m))
@@ -151,4 +169,5 @@ def _concatenated(propagator: Propagator, node: Node) -> Moments:
         total = placed if total is None else (total[0] + placed[0], total[1].add(placed[1]))
         start += size
     propagator.note(node, "concatenate", "parts independent of each other")
-    return fresh(*total, node.shape, tokens, features)
+    mean, cov = total
+    return fresh(mean, cov, node.shape, tokens, features)

@@ -65,9 +65,13 @@ class Weight:
 
     def kernel(self, inputs: Axes, outputs: Axes) -> Posterior | None:
         """A belief about the kernel (in, out) with these axes, or None where entries come twice."""
-        shape = [int(np.prod([self.shape[i] for i in axes], dtype=int)) for axes in (inputs, outputs)]
+        shape = [
+            int(np.prod([self.shape[i] for i in axes], dtype=int)) for axes in (inputs, outputs)
+        ]
         rest = tuple(i for i in range(self.ndim) if i not in (*inputs, *outputs))
-        return select(self.posterior, self.places.transpose(*rest, *inputs, *outputs).reshape(shape))
+        return select(
+            self.posterior, self.places.transpose(*rest, *inputs, *outputs).reshape(shape)
+        )
 
     def affine(self, scale: Any = 1.0, shift: Any = 0.0) -> Weight | None:
         """A belief about scale * w + shift, or None if the family does not hold it."""
@@ -93,7 +97,9 @@ class Weight:
         d = shape[-1] if shape else 1
         mean = jnp.reshape(posterior.mean, (-1, d))
         if isinstance(posterior, Point):
-            return Moments(mean, structure.zeros(mean.shape, mean.dtype), self.places)
+            return Moments(
+                mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype), self.places
+            )
         if isinstance(posterior, FullNormal):
             cov: Any = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
         elif isinstance(posterior, MatrixNormal):

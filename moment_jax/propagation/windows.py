@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Covariance
 from moment_jax.layers.dense import dense
 from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
@@ -36,7 +35,11 @@ def windows(shape: tuple[int, ...], window: Window) -> np.ndarray:
     for i, n in enumerate(shape):
         reach = (size[i] - 1) * dilation[i] + 1
         count = (n + sum(padding[i]) - reach) // strides[i] + 1
-        at = np.arange(count)[:, None] * strides[i] + np.arange(size[i]) * dilation[i] - padding[i][0]
+        at = (
+            np.arange(count)[:, None] * strides[i]
+            + np.arange(size[i]) * dilation[i]
+            - padding[i][0]
+        )
         axes = [1] * (2 * len(shape))
         axes[i], axes[i + len(shape)] = at.shape
         index = index * n + at.reshape(axes)
@@ -72,20 +75,26 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     seen = seen.transpose(order)
     positions = seen.shape[: n - 1]
     seen = seen.reshape(int(np.prod(positions)), -1)
-    x = propagator.moments(image) if isinstance(image, Node) else propagator.certain(image, (lhs[1],))
+    x = (
+        propagator.moments(image)
+        if isinstance(image, Node)
+        else propagator.certain(image, (lhs[1],))
+    )
     places = np.where(seen < 0, -1, x.places.ravel()[seen])
     mean = jnp.where(places < 0, 0, x.mean.reshape(-1)[np.maximum(places, 0)])
     cov: Any = (
         gather(x.cov, places)
         if isinstance(image, Node)
-        else propagator.structure.zeros(mean.shape, mean.dtype)
+        else propagator.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
     )
     rows = weight.places.transpose(*rest, second, first)
     belief = _grouped_kernel(Weight(weight.posterior, rows), groups, shape[lhs[1]])
     if belief is None:
         return None
     out_mean, out_cov = dense(mean, cov, DenseParams(belief))
-    propagator.note(node, "convolution", "input and kernel independent; windows as the structure has them")
+    propagator.note(
+        node, "convolution", "input and kernel independent; windows as the structure has them"
+    )
     axes = (out[0], *out[2:])
     return fresh(out_mean, out_cov, node.shape, axes, (out[1],))
 
@@ -106,7 +115,11 @@ def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
         zeros = jnp.zeros((int(np.prod(window)) * channels, outputs), array.dtype)
         return zeros.at[index, columns].set(array)
 
-    if factorized is None or not factorized.uncorrelated or getattr(factorized, "variance", None) is None:
+    if (
+        factorized is None
+        or not factorized.uncorrelated
+        or getattr(factorized, "variance", None) is None
+    ):
         return None
     return type(factorized)(*jax.tree.map(spread, jax.tree.leaves(factorized)))
 
@@ -131,10 +144,15 @@ def _window_sum(propagator: Propagator, node: Node) -> Moments | None:
     # Every feature sees the same tokens: a map of the tokens.
     rest = [i for i in range(len(x.shape)) if i not in (*tokens, *features)]
     t = int(np.prod([node.shape[i] for i in tokens], dtype=int))
-    seen = places.transpose(*rest, *tokens, *features, len(x.shape)).reshape(t, -1, places.shape[-1])
+    seen = places.transpose(*rest, *tokens, *features, len(x.shape)).reshape(
+        t, -1, places.shape[-1]
+    )
     token, feature = np.divmod(seen, x.mean.shape[1])
     d = np.arange(x.mean.shape[1])
-    if seen.shape[1] != len(d) or (np.where(seen < 0, d[None, :, None], feature) != d[None, :, None]).any():
+    if (
+        seen.shape[1] != len(d)
+        or (np.where(seen < 0, d[None, :, None], feature) != d[None, :, None]).any()
+    ):
         return None
     choose = np.zeros((t, x.mean.shape[0]))
     for position, offset in itertools.product(range(t), range(seen.shape[2])):
@@ -158,7 +176,9 @@ def _window_max(propagator: Propagator, node: Node) -> Moments:
     size = [int(np.prod([node.shape[i] for i in axes], dtype=int)) for axes in (tokens, features)]
     seen = places.transpose(*rest, *tokens, *features, len(x.shape)).reshape(*size, -1)
     if (seen < 0).any():
-        raise refuse("a maximum over windows that reach beyond the edge", node.source, "Use VALID padding.")
+        raise refuse(
+            "a maximum over windows that reach beyond the edge", node.source, "Use VALID padding."
+        )
     count = seen.shape[2]
     wide = np.concatenate([seen[:, :, i] for i in range(count)], axis=1)
     cov = gather(x.cov, wide)
@@ -182,13 +202,16 @@ class _Exact:
         self.second = jnp.zeros_like(variance)
 
 
-def _between(cov: Covariance, seen: np.ndarray) -> list[list[Array]]:
+def _between(cov: Any, seen: np.ndarray) -> list[list[Array]]:
     """Covariances of every two entries of a window, (T, D) each."""
     t, d, count = seen.shape
     flat = seen.reshape(t * d, count)
     if hasattr(cov, "variances"):
         own = cov.variance().reshape(-1)[flat].reshape(t, d, count)
-        return [[own[:, :, i] if i == j else jnp.zeros((t, d), own.dtype) for j in range(count)] for i in range(count)]
+        return [
+            [own[:, :, i] if i == j else jnp.zeros((t, d), own.dtype) for j in range(count)]
+            for i in range(count)
+        ]
     token, feature = np.divmod(flat, cov.shape[1])
     if hasattr(cov, "token_correlation"):
         scale = cov.scale.reshape(-1)[flat]
@@ -208,9 +231,7 @@ def _between(cov: Covariance, seen: np.ndarray) -> list[list[Array]]:
     ]
 
 
-def _largest(
-    means: list[Array], between: list[list[Array]]
-) -> tuple[Array, list[Array], Array]:
+def _largest(means: list[Array], between: list[list[Array]]) -> tuple[Array, list[Array], Array]:
     """Mean of the largest of several Gaussians, how much it moves with each, and its variance."""
     mean, variance = means[0], between[0][0]
     cross = list(between[0])  # Cov[largest so far, entry i]
@@ -225,7 +246,11 @@ def _largest(
         density = jnp.where(positive, theta * jax.scipy.stats.norm.pdf(alpha), 0)
         new = mean * p + means[i] * (1 - p) + density
         # Clark's variance, about the larger mean's side so that little cancels.
-        second = variance * p + between[i][i] * (1 - p) + gap * (gap * p * (1 - p) + density * (1 - 2 * p))
+        second = (
+            variance * p
+            + between[i][i] * (1 - p)
+            + gap * (gap * p * (1 - p) + density * (1 - 2 * p))
+        )
         variance = jnp.maximum(second - density**2, 0)
         cross = [p * c + (1 - p) * between[i][j] for j, c in enumerate(cross)]
         shares = [*(s * p for s in shares), 1 - p]
@@ -241,7 +266,11 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     if not isinstance(table, Weight) or is_random(ids) or table.ndim != 2:
         return None
     sizes = tuple(node.params["slice_sizes"])
-    if numbers.collapsed_slice_dims != (0,) or numbers.start_index_map != (0,) or sizes[1] != table.shape[1]:
+    if (
+        numbers.collapsed_slice_dims != (0,)
+        or numbers.start_index_map != (0,)
+        or sizes[1] != table.shape[1]
+    ):
         return None
     belief = table.kernel((0,), (1,))
     if belief is None:

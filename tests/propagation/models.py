@@ -111,9 +111,13 @@ class MyDecoderBlock(nnx.Module):
 
 
 class MyLanguageModel(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, vocabulary=11, width=16, heads=4, groups=2, depth=2, rope=True):
+    def __init__(
+        self, rngs: nnx.Rngs, vocabulary=11, width=16, heads=4, groups=2, depth=2, rope=True
+    ):
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
-        self.blocks = nnx.List([MyDecoderBlock(width, heads, groups, rngs, rope) for _ in range(depth)])
+        self.blocks = nnx.List(
+            [MyDecoderBlock(width, heads, groups, rngs, rope) for _ in range(depth)]
+        )
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, vocabulary, use_bias=False, rngs=rngs)
 
