@@ -35,7 +35,6 @@ class Core(NamedTuple):
     width: int
     mask: Any
     places: np.ndarray  # of the entries of the array in (T, H K)
-    focus: tuple[int, int] | None = None  # as the propagator has it
 
 
 class Layout(NamedTuple):
@@ -56,18 +55,17 @@ def _attention(propagator: Propagator, node: Node) -> Moments | None:
     """With the output projection that follows, so that heads keep what they have in common."""
     if node.op != "dot_general":
         return None
-    focus = propagator.focus
     core = _core(propagator, node)
     if core is not None:
         output = certain_output(core.num_heads * core.width, core.query.mean.dtype)
-        return _moments(propagator, node, core._replace(focus=focus), output, core.places)
+        return _moments(propagator, node, core, output, core.places)
     for side in (0, 1):
         weight = as_weight(node.operands[1 - side])
         if weight is None:
             continue
         core = _seen_core(propagator, node.operands[side])
         if core is not None:
-            return _projected(propagator, node, core._replace(focus=focus), weight, side)
+            return _projected(propagator, node, core, weight, side)
     return None
 
 
@@ -111,7 +109,7 @@ def _moments(
     query, source = core.query, core.key
     own = query.mean is source.mean
     cov, mask = source.cov, core.mask
-    seen = pool_seen(_pooled(cov, core.focus) if own else cov, mask)
+    seen = pool_seen(cov, mask)
     mean, out_cov, tangent = attention_and_tangent(
         query.mean,
         seen if own else query.cov,
@@ -120,6 +118,7 @@ def _moments(
         mask=mask,
         order=2,
         memory=None if own else Memory(source.mean, seen),
+        turns=(query.turn, source.turn),
     )
     propagator.note(
         node,
@@ -133,13 +132,6 @@ def _moments(
     if norm is not None and norm.norm is not None and not norm.paths:
         branch = dataclasses.replace(branch, mean=norm.mean, norm=norm.norm)
     return Moments(mean, out_cov, places, branch)
-
-
-def _pooled(cov: Any, focus: tuple[int, int] | None) -> Any:
-    """A `Separable` that from now on keeps the features' correlation of the only token looked at."""
-    if focus is None or focus[0] != cov.shape[0] or getattr(cov, "pool", cov) is not None:
-        return cov
-    return cov.pooled(jnp.arange(focus[0]) == focus[1])
 
 
 def _seen_core(propagator: Propagator, node: Any) -> Core | None:
@@ -167,7 +159,6 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         scores = _scores(weights)
         if scores is None:
             continue
-        propagator.focus = None
         parts = [projection(propagator, x) for x in (*scores.operands, values)]
         if any(part is None for part in parts):
             raise refuse(

@@ -75,7 +75,7 @@ VIEWS = {
     "optimization_barrier",
     "sharding_constraint",
 }
-DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_wrap"}
+DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
 class _Belief:
@@ -115,7 +115,7 @@ class Recorder:
     def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
         """Its results."""
         name = eqn.primitive.name
-        if not any(map(is_random, operands)):
+        if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
             return self._computed(eqn, operands)
         if name == "cond":
             return self._branch(eqn, operands)

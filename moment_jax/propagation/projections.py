@@ -15,6 +15,7 @@ from moment_jax.propagation.dense import read_dense
 from moment_jax.propagation.graph import Node, is_known, is_random, is_view, moved, uniform
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.propagate import Propagator, as_weight
+from moment_jax.propagation.regions import compute, sources
 from moment_jax.propagation.weights import rescaled, select
 
 Array = jax.Array
@@ -29,6 +30,7 @@ class Projection(NamedTuple):
     kernel: Posterior  # (D, O)
     bias: Posterior | None  # (O,)
     places: np.ndarray  # of the array's entries in (T, O)
+    turn: Array | None = None  # that follows, every token's own, on the last axis, (T, K, K)
 
     def decoded(self) -> tuple[np.ndarray, np.ndarray]:
         """Token and column of every entry."""
@@ -75,10 +77,11 @@ def projection(propagator: Propagator, node: Any) -> Projection | None:
         places = moved(node.primitive, inner.places, rest, node.params)[node.output]
         return inner._replace(places=places)
     if node.op == "add":
-        return _with_bias(propagator, node)
-    if node.op in ("mul", "div"):
-        return _scaled(propagator, node)
-    return None
+        found = _with_bias(propagator, node)
+        if found is not None:
+            return found
+    found = _scaled(propagator, node) if node.op in ("mul", "div") else None
+    return _turned(propagator, node) if found is None else found
 
 
 def _with_bias(propagator: Propagator, node: Node) -> Projection | None:
@@ -86,7 +89,7 @@ def _with_bias(propagator: Propagator, node: Node) -> Projection | None:
         weight, found = as_weight(addend), projection(propagator, inner)
         if weight is None or found is None:
             continue
-        if found.bias is not None or found.places.shape != tuple(node.shape):
+        if found.bias is not None or found.turn is not None or found.places.shape != tuple(node.shape):
             return None
         lead = (1,) * (len(node.shape) - weight.ndim)
         shown = np.broadcast_to(weight.places.reshape(lead + weight.shape), node.shape).ravel()
@@ -111,6 +114,46 @@ def _scaled(propagator: Propagator, node: Node) -> Projection | None:
         bias = None if found.bias is None else rescaled(found.bias, number)
         return found._replace(kernel=rescaled(found.kernel, number), bias=bias)
     return None
+
+
+def _turned(propagator: Propagator, node: Node) -> Projection | None:
+    """A linear map of the last axis, every token's own and known, such as a rotary position embedding."""
+
+    def linear(n: Node) -> bool:
+        return n.op in ("add", "sub", "neg", "concatenate") or is_view(n) or (
+            n.op == "mul" and len(n.nodes) == 1
+        )
+
+    for source in sources(node, linear):
+        if source.shape != node.shape or source.op == "concatenate":
+            continue
+        inner = projection(propagator, source)
+        if inner is None or inner.turn is not None:
+            return None
+        return _with_turn(node, source, inner)
+    return None
+
+
+def _with_turn(node: Node, source: Node, inner: Projection) -> Projection | None:
+    k = node.shape[-1]
+    with jax.ensure_compile_time_eval():
+
+        def fn(x: np.ndarray) -> Any:
+            return compute(node, {source: jnp.asarray(np.broadcast_to(x, node.shape), node.dtype)})
+
+        outputs = [fn(unit) for unit in np.eye(k)]
+        x = np.random.default_rng(0).normal(size=node.shape)
+        expected = fn(x)
+    if not all(map(is_known, (*outputs, expected))):
+        return None
+    tokens = inner.decoded()[0].reshape(-1, k)[:, 0]
+    rows = np.stack([np.asarray(y).reshape(-1, k) for y in outputs], axis=1)  # (rows, K, K)
+    _, first = np.unique(tokens, return_index=True)
+    turn = rows[first]
+    found = np.einsum("nj,njk->nk", x.reshape(-1, k), turn[tokens])
+    if not np.allclose(found, np.asarray(expected).reshape(-1, k), atol=1e-4):
+        return None
+    return inner._replace(turn=jnp.asarray(turn))
 
 
 def certain_output(width: int, dtype: Any) -> DenseParams:

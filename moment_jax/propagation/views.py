@@ -26,21 +26,9 @@ def _view(propagator: Propagator, node: Node) -> Moments | None:
         return None
     if node.op == "gather" and isinstance(node.operands[0], Weight) and node.operands[0].ndim == 2:
         return None  # rows of a table
-    _look_at(propagator, node, rest)
     m = propagator.moments(node.operands[0])
     places = moved(node.primitive, m.places, rest, node.params)[node.output]
     return Moments(m.mean, m.cov, places, m.branch)
-
-
-def _look_at(propagator: Propagator, node: Node, rest: list[Any]) -> None:
-    """Tell the attention before a slice which token alone counts, such as that of the class."""
-    shape = np.shape(node.operands[0])
-    if node.op not in ("slice", "dynamic_slice", "gather") or len(shape) < 2:
-        return
-    entries = np.arange(int(np.prod(shape))).reshape(shape)
-    tokens = np.unique(moved(node.primitive, entries, rest, node.params)[node.output] // shape[-1])
-    if len(tokens) == 1 and tokens[0] >= 0:
-        propagator.focus = (entries.size // shape[-1], int(tokens[0]))
 
 
 @rule("belief")
