@@ -1,9 +1,9 @@
 """Flax NNX modules that own variational parameters and call the moment transforms."""
 
 from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
+from moment_jax.nn.any_model import bayesian
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.bayesian import bayesian
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.code_bound import NegativeElbo
 from moment_jax.nn.decoder import Decoder

@@ -4,12 +4,13 @@ from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
     attention,
     dense,
     elementwise,
+    maxima,
     normalization,
     products,
     views,
     windows,
 )
 from moment_jax.propagation.errors import PropagationError
-from moment_jax.propagation.propagate import Step, propagate, propagation_rule
+from moment_jax.propagation.propagator import Step, propagate, propagation_rule
 
 __all__ = ["PropagationError", "Step", "propagate", "propagation_rule"]

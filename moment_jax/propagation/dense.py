@@ -15,7 +15,7 @@ from moment_jax.propagation.branches import Branch, through_dense, through_gain
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Axes, Moments, fresh
-from moment_jax.propagation.propagate import Propagator, as_weight, rule
+from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
 
 Array = jax.Array

@@ -51,7 +51,7 @@ _INNER = (
     "/jax/",
     "/flax/",
     "/moment_jax/propagation/",
-    "/moment_jax/nn/bayesian",
+    "/moment_jax/nn/any_model",
     "/einops/",
     sys.prefix,
 )

@@ -17,7 +17,7 @@ from moment_jax.propagation.branches import Branch, through_dense
 from moment_jax.propagation.dense import branch_of
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh
-from moment_jax.propagation.propagate import Propagator, pattern
+from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, sources, stand_in
 
 Array = jax.Array

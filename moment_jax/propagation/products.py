@@ -22,7 +22,7 @@ from moment_jax.propagation.branches import Branch, through_gain
 from moment_jax.propagation.dense import branch_of, spread
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh
-from moment_jax.propagation.propagate import Propagator, rule
+from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.xla import diagonal_of
 
 Array = jax.Array

@@ -12,9 +12,10 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Factorized, Point, Posterior
 from moment_jax.propagation.dense import read_dense
-from moment_jax.propagation.graph import Node, is_known, is_random, is_view, moved, uniform
+from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments
-from moment_jax.propagation.propagate import Propagator, as_weight
+from moment_jax.propagation.primitives import is_known, is_view, moved, uniform
+from moment_jax.propagation.propagator import Propagator, as_weight
 from moment_jax.propagation.regions import compute, sources
 from moment_jax.propagation.weights import rescaled, select
 
@@ -64,11 +65,11 @@ def projection(propagator: Propagator, node: Any) -> Projection | None:
     if not isinstance(node, Node):
         return None
     if node.op == "dot_general":
-        found = read_dense(propagator, node)
-        if found is None:
+        layer = read_dense(propagator, node)
+        if layer is None:
             return None
-        mean, cov = found.x.sequence(found.tokens, found.features)
-        return Projection(found.x, mean, cov, found.kernel, None, found.places)
+        mean, cov = layer.x.sequence(layer.tokens, layer.features)
+        return Projection(layer.x, mean, cov, layer.kernel, None, layer.places)
     first, *rest = node.operands
     if is_view(node) and not any(map(is_random, rest)) and all(map(is_known, rest)):
         inner = projection(propagator, first)
@@ -89,7 +90,11 @@ def _with_bias(propagator: Propagator, node: Node) -> Projection | None:
         weight, found = as_weight(addend), projection(propagator, inner)
         if weight is None or found is None:
             continue
-        if found.bias is not None or found.turn is not None or found.places.shape != tuple(node.shape):
+        if (
+            found.bias is not None
+            or found.turn is not None
+            or found.places.shape != tuple(node.shape)
+        ):
             return None
         lead = (1,) * (len(node.shape) - weight.ndim)
         shown = np.broadcast_to(weight.places.reshape(lead + weight.shape), node.shape).ravel()
@@ -117,11 +122,13 @@ def _scaled(propagator: Propagator, node: Node) -> Projection | None:
 
 
 def _turned(propagator: Propagator, node: Node) -> Projection | None:
-    """A linear map of the last axis, every token's own and known, such as a rotary position embedding."""
+    """A linear map of the last axis, every token's own and known, such as rotary positions."""
 
     def linear(n: Node) -> bool:
-        return n.op in ("add", "sub", "neg", "concatenate") or is_view(n) or (
-            n.op == "mul" and len(n.nodes) == 1
+        return (
+            n.op in ("add", "sub", "neg", "concatenate")
+            or is_view(n)
+            or (n.op == "mul" and len(n.nodes) == 1)
         )
 
     for source in sources(node, linear):

@@ -9,14 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.propagation.graph import VIEWS, Node, evaluate, is_known, moved, uniform
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved, uniform
 from moment_jax.propagation.weights import Weight
 
 Array = jax.Array
 
-ELEMENTWISE = frozenset(
-    ["abs", "add", "add_any", "and", "atan", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh"]
-)
+# fmt: off
+ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "atan", "atan2", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv",
+    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh",
+}
+# fmt: on
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
 BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 

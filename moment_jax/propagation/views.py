@@ -11,9 +11,10 @@ from moment_jax.layers.residual import residual
 from moment_jax.layers.seen import pool_as
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.dense import branch_of, spread
-from moment_jax.propagation.graph import VIEWS, Node, is_known, is_random, is_view, moved
+from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, fresh
-from moment_jax.propagation.propagate import Propagator, rule
+from moment_jax.propagation.primitives import VIEWS, is_known, is_view, moved
+from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight
 
 Array = jax.Array

@@ -126,6 +126,7 @@ def assert_sampled(model, x, structure, *, bounds, noise=0.1):
 
 CASES = {
     "perceptron": (MyMLP, (2, 3), mj.Separable, (0.95, 1.05)),
+    "convolutions": (MyCNN, (1, 8, 8, 1), mj.Full, (0.95, 1.05)),
 }
 
 
@@ -136,6 +137,33 @@ def test_unmodified_models_against_sampled_networks(name):
     model.eval()
     x = jax.random.normal(jax.random.key(1), shape)
     assert_sampled(model, x, structure, bounds=bounds)
+
+
+def test_transformers_that_users_write_keep_their_mean():
+    """Class token and convolutional patches; rotary positions, grouped queries, gated products."""
+    images = jax.random.normal(jax.random.key(1), (1, 8, 8, 1))
+    for model, x in (
+        (MyViT(nnx.Rngs(0), depth=1), images),
+        (MyLanguageModel(nnx.Rngs(0), depth=1), jnp.array([[1, 4, 2, 7, 1, 3]])),
+    ):
+        point = jax.tree.map(mj.posterior.Point, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        mean, cov = jax.jit(mj.bayesian(model, point))(x)
+        assert jnp.allclose(mean, model(x), atol=1e-5)
+        assert jnp.all(cov.scale == 0)
+
+
+def test_gated_products_keep_what_both_factors_share():
+    def fn(p, x):
+        x = x @ p["w"]
+        return jax.nn.silu(x @ p["gate"]) * (x @ p["up"])
+
+    weights = {"w": belief(0, 3, 4, scale=0.4), "gate": belief(1, 4, 5), "up": belief(2, 4, 5)}
+    x = jax.random.normal(jax.random.key(3), (2, 3))
+    truth = mj.monte_carlo(lambda p: fn(p, x), weights, jax.random.key(4), 20_000)
+    mean, cov = mj.propagate(fn, structure=mj.Full)(weights, x)
+    assert jnp.all(jnp.abs(mean - truth.mean) < 0.05 * truth.standard_deviation)
+    ratio = jnp.sqrt(cov.variance()) / truth.standard_deviation
+    assert jnp.all(jnp.abs(ratio - 1) < 0.1)
 
 
 def test_a_receipt_tells_rule_assumption_and_line():

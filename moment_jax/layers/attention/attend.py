@@ -92,7 +92,9 @@ def attend(
         DenseInput(mean, cov, params.query),
         DenseInput(source.mean, source.cov, params.key),
         DenseInput(source.mean, source.cov, params.value),
-        SharedInput(source.cov, kernels[0] if view.own else None, *kernels[1:], view.places, view.turns),
+        SharedInput(
+            source.cov, kernels[0] if view.own else None, *kernels[1:], view.places, view.turns
+        ),
         params.output,
         mask,
         h,

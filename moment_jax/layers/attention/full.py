@@ -97,7 +97,9 @@ def _joint(inputs: Inputs[Full]) -> _Joint:
         qq,
         kk,
         vv,
-        None if query is None else on_right(on_left(cross(query, shared.key_kernel), turn_q), turn_k),
+        None
+        if query is None
+        else on_right(on_left(cross(query, shared.key_kernel), turn_q), turn_k),
         None if query is None else on_left(cross(query, shared.value_kernel), turn_q),
         on_left(cross(shared.key_kernel, shared.value_kernel), turn_k),
     )

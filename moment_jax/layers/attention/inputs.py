@@ -95,7 +95,9 @@ def turned(array: Array, turn: Array | None) -> Array:
     return jnp.einsum("thj,tjk->thk", heads, turn).reshape(array.shape)
 
 
-def turned_projection(projection: Projection[S], turn: Array | None, num_heads: int) -> Projection[S]:
+def turned_projection(
+    projection: Projection[S], turn: Array | None, num_heads: int
+) -> Projection[S]:
     """Moments of the same; in `Separable` noise stays as it is, which is right for alike pairs."""
     if turn is None or isinstance(projection.cov, Separable):
         return projection._replace(mean=turned(projection.mean, turn))
