@@ -50,7 +50,7 @@ from moment_jax.layers import (
     softmax,
 )
 from moment_jax.nn import DEFAULT_STRUCTURE, bayesian
-from moment_jax.propagation import PropagationError, propagate, propagation_rule
+from moment_jax.propagation import PropagationError, linearised, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
 
 __version__ = "0.1.0"
@@ -87,6 +87,7 @@ __all__ = [
     "feed_forward",
     "gelu",
     "layer_norm",
+    "linearised",
     "matmul",
     "mean_pool",
     "monte_carlo",

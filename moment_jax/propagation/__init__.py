@@ -11,6 +11,7 @@ from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
     windows,
 )
 from moment_jax.propagation.errors import PropagationError
+from moment_jax.propagation.linearised import linearised
 from moment_jax.propagation.propagator import Step, propagate, propagation_rule
 
-__all__ = ["PropagationError", "Step", "propagate", "propagation_rule"]
+__all__ = ["PropagationError", "Step", "linearised", "propagate", "propagation_rule"]

@@ -183,7 +183,13 @@ class Recorder:
 
     def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
         p, body = eqn.params, eqn.params["jaxpr"]
-        fixed, carry = p["num_consts"], p["num_carry"]
+        # What is scanned over, or stacked, has one axis more outside than in the body.
+        jaxpr, _ = _opened(body)
+        over, carry = (
+            sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner, strict=True))
+            for outer, inner in ((eqn.invars, jaxpr.invars), (eqn.outvars, jaxpr.outvars))
+        )
+        fixed = over - carry
         consts, state = operands[:fixed], operands[fixed : fixed + carry]
         steps = range(p["length"])
         stacked: dict[int, list[Value]] = {}

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.propagation.models import MyMLP
+from tests.propagation.models import MyCNN, MyLanguageModel, MyMLP, MyViT
 
 STRUCTURES = [mj.Diagonal, mj.TokenBlock, mj.TokenCorrelated, mj.Separable, mj.Full]
 
