@@ -17,8 +17,9 @@ from moment_jax.propagation.branches import Branch, through_dense
 from moment_jax.propagation.dense import branch_of
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.primitives import uniform
 from moment_jax.propagation.propagator import Propagator, pattern
-from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, sources, stand_in
+from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, sources
 
 Array = jax.Array
 
@@ -39,7 +40,7 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         def fn(x: np.ndarray, source: Node = source) -> np.ndarray:
             with jax.ensure_compile_time_eval():
                 value = jnp.asarray(x, source.dtype).reshape(source.shape)
-                return np.asarray(compute(node, {source: value}, stand_in), float)
+                return np.asarray(compute(node, {source: value}), float)
 
         kind = _recognised(fn, source, axes)
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
@@ -84,7 +85,8 @@ def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
             if operand.ndim != node.ndim:
                 return False
             reduced.add(tuple(n.params["axes"]))
-        return n.op in BY_ROW
+        constants = (x for x in n.operands if not isinstance(x, Node))
+        return n.op in BY_ROW and all(uniform(x) is not None for x in constants)
 
     for source in sources(node, expandable):
         if len(reduced) > 1:

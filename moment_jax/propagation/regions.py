@@ -107,8 +107,8 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
 
 
 def stand_in(constant: Any) -> Any:
-    """A known array in the place of one that is not known while tracing: True, or zero."""
+    """A known array in the place of one that is not known while tracing: True, or NaN, which spoils all."""
     if is_known(constant):
         return constant
-    fill = True if constant.dtype == bool else 0
+    fill = True if constant.dtype == bool else np.nan
     return np.full(constant.shape, fill, constant.dtype)

@@ -157,7 +157,7 @@ def test_gated_products_keep_what_both_factors_share():
         x = x @ p["w"]
         return jax.nn.silu(x @ p["gate"]) * (x @ p["up"])
 
-    weights = {"w": belief(0, 3, 4, scale=0.4), "gate": belief(1, 4, 5), "up": belief(2, 4, 5)}
+    weights = {"w": belief(0, 3, 4, scale=0.2), "gate": belief(1, 4, 5), "up": belief(2, 4, 5)}
     x = jax.random.normal(jax.random.key(3), (2, 3))
     truth = mj.monte_carlo(lambda p: fn(p, x), weights, jax.random.key(4), 20_000)
     mean, cov = mj.propagate(fn, structure=mj.Full)(weights, x)
