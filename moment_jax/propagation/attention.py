@@ -13,7 +13,7 @@ from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.seen import pool_seen
 from moment_jax.propagation.branches import Branch
-from moment_jax.propagation.dense import branch_of
+from moment_jax.propagation.dense import branches_of
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.heads import Layout, find_layout, find_scores
@@ -116,11 +116,12 @@ def _moments(
     )
     m = query.input
     tokens, features = m.natural()
-    norm = branch_of(m, query.mean, tokens, features)
+    norms = (b for b in branches_of(m, query.mean, tokens, features) if not b.paths)
+    norm = next(norms, None)
     branch = Branch(query.mean, query.mean, query.cov, None, (), tangent)
-    if norm is not None and norm.norm is not None and not norm.paths:
+    if norm is not None and norm.norm is not None:
         branch = dataclasses.replace(branch, mean=norm.mean, norm=norm.norm)
-    return Moments(mean, out_cov, places, branch)
+    return Moments(mean, out_cov, places, (branch,))
 
 
 def _seen_core(propagator: Propagator, node: Any) -> Core | None:

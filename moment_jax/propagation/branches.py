@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -107,28 +108,49 @@ class Branch:
         )
 
 
-def through_dense(branch: Branch | None, mean: Array, cov: Covariance, kernel: Array) -> Branch:
-    """What follows a dense layer of x, of which this branch was known."""
-    if branch is None or branch.attention is not None:
-        return Branch(mean, mean, cov, None, (straight(kernel),))
-    if not branch.paths:
-        return dataclasses.replace(branch, inner=mean, entered=cov, paths=(straight(kernel),))
-    return dataclasses.replace(branch, paths=tuple(p.mapped(kernel) for p in branch.paths))
+_LONGEST = 4  # how many origins are remembered
+
+
+def through_dense(
+    branches: tuple[Branch, ...], mean: Array, cov: Covariance, kernel: Array
+) -> tuple[Branch, ...]:
+    """What follows a dense layer of x, of which these branches were known."""
+
+    def step(branch: Branch) -> Branch:
+        if not branch.paths:
+            return dataclasses.replace(branch, inner=mean, entered=cov, paths=(straight(kernel),))
+        return dataclasses.replace(branch, paths=tuple(p.mapped(kernel) for p in branch.paths))
+
+    return _begun(branches, step, Branch(mean, mean, cov, None, (straight(kernel),)))
 
 
 def through_gain(
-    branch: Branch | None, gain: Array, before: Covariance, after: Covariance, mean: Array
-) -> Branch:
+    branches: tuple[Branch, ...], gain: Array, before: Covariance, after: Covariance, mean: Array
+) -> tuple[Branch, ...]:
     """What follows an elementwise function of x, with the mean given, of this expected gain."""
-    if branch is not None and branch.attention is None and branch.paths:
-        return dataclasses.replace(
-            branch, paths=tuple(p.scaled(gain, before, after) for p in branch.paths)
-        )
-    if branch is not None and branch.norm is not None and gain.shape[0] == 1 and not branch.paths:
-        scaled = branch.norm._replace(scale=branch.norm.scale * gain)
-        return dataclasses.replace(branch, norm=scaled, entered=after)
     unit = straight(jnp.eye(mean.shape[1], dtype=mean.dtype))
-    return Branch(mean, mean, before, None, (unit.scaled(gain, before, after),))
+
+    def step(branch: Branch) -> Branch:
+        if not branch.paths and branch.norm is not None and gain.shape[0] == 1:
+            scaled = branch.norm._replace(scale=branch.norm.scale * gain)
+            return dataclasses.replace(branch, norm=scaled, entered=after)
+        paths = branch.paths or (unit,)
+        return dataclasses.replace(
+            branch, paths=tuple(p.scaled(gain, before, after) for p in paths)
+        )
+
+    new = Branch(mean, mean, before, None, (unit.scaled(gain, before, after),))
+    return _begun(branches, step, new)
+
+
+def _begun(
+    branches: tuple[Branch, ...], step: Callable[[Branch], Branch], new: Branch
+) -> tuple[Branch, ...]:
+    """Every branch one step further, and one that begins here, unless it is known as x normalised."""
+    known = tuple(step(branch) for branch in branches if branch.attention is None)
+    if any(branch.inner is new.mean for branch in known):
+        return known
+    return (*known, new)[-_LONGEST:]
 
 
 def _joined(arrays: list[Array], axis: int) -> Array:

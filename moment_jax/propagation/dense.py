@@ -66,10 +66,10 @@ def _free(ndim: int, contract: Any, batch: Any) -> Axes:
     return tuple(i for i in range(ndim) if i not in contract and i not in batch)
 
 
-def branch_of(m: Moments, mean: Array, tokens: Axes, features: Axes) -> Branch | None:
-    """What is known of a sequence's origin: all, that of some features, or nothing."""
-    if m.branch is None or mean is m.mean:
-        return m.branch
+def branches_of(m: Moments, mean: Array, tokens: Axes, features: Axes) -> tuple[Branch, ...]:
+    """What is known of a sequence's origins: all, that of some features, or nothing."""
+    if not m.branches or mean is m.mean:
+        return m.branches
     rest = tuple(i for i in range(len(m.shape)) if i not in (*tokens, *features))
     rows = m.places.transpose(*rest, *tokens, *features).reshape(mean.shape)
     token, feature = np.divmod(rows, m.mean.shape[1])
@@ -78,10 +78,13 @@ def branch_of(m: Moments, mean: Array, tokens: Axes, features: Axes) -> Branch |
         if (mean.shape[0] == m.mean.shape[0])
         else False
     )
-    if not straight or (feature != feature[:1]).any() or not m.branch.paths:
-        return None
-    paths = tuple(path.columns(feature[0]) for path in m.branch.paths)
-    return dataclasses.replace(m.branch, paths=paths)
+    if not straight or (feature != feature[:1]).any():
+        return ()
+    return tuple(
+        dataclasses.replace(branch, paths=tuple(p.columns(feature[0]) for p in branch.paths))
+        for branch in m.branches
+        if branch.paths
+    )
 
 
 @rule("dot_general")
@@ -91,10 +94,10 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
         return None
     mean, cov = found.x.sequence(found.tokens, found.features)
     out_mean, out_cov = dense(mean, cov, DenseParams(found.kernel))
-    before = branch_of(found.x, mean, found.tokens, found.features)
-    branch = through_dense(before, mean, cov, found.kernel.mean)
+    before = branches_of(found.x, mean, found.tokens, found.features)
+    branches = through_dense(before, mean, cov, found.kernel.mean)
     propagator.note(node, "dense", "input and kernel independent")
-    return Moments(out_mean, out_cov, found.places, branch)
+    return Moments(out_mean, out_cov, found.places, branches)
 
 
 @rule("add", "add_any", "sub")
@@ -120,11 +123,11 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
             tokens,
             features,
         )
-        branch = branch_of(m, mean, tokens, features)
+        branches = branches_of(m, mean, tokens, features)
         if own_sign == -1:
             return out
         propagator.note(node, "bias" if parts else "shift", "independent" if parts else "")
-        return dataclasses.replace(out, branch=branch)
+        return dataclasses.replace(out, branches=branches)
     return None
 
 
@@ -132,7 +135,7 @@ def spread(m: Moments, shape: tuple[int, ...]) -> Moments:
     """Repeated along axes of size one, as elementwise operations do."""
     if m.shape == tuple(shape):
         return m
-    return Moments(m.mean, m.cov, np.broadcast_to(m.places, shape), m.branch)
+    return Moments(m.mean, m.cov, np.broadcast_to(m.places, shape), m.branches)
 
 
 def _noise(
@@ -182,7 +185,7 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
         mean, cov = m.sequence(tokens, features)
         shift, noise = _noise(propagator, weight, node, m, tokens, features)
         scaled = cov.rescale(shift)
-        branch = through_gain(branch_of(m, mean, tokens, features), shift, cov, scaled, mean)
+        branches = through_gain(branches_of(m, mean, tokens, features), shift, cov, scaled, mean)
         if noise:
             vector = _vector(weight, node, features)
             if vector is None:
@@ -194,7 +197,7 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
             scaled = scaled.add(cov.gain_noise(mean, vector.vector_cov()))
         propagator.note(node, "gain", "input and gain independent" if noise else "")
         return dataclasses.replace(
-            fresh(mean * shift, scaled, node.shape, tokens, features), branch=branch
+            fresh(mean * shift, scaled, node.shape, tokens, features), branches=branches
         )
     return None
 

@@ -12,7 +12,7 @@ import numpy as np
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.branches import through_gain
-from moment_jax.propagation.dense import branch_of
+from moment_jax.propagation.dense import branches_of
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.propagator import Propagator, pattern
@@ -31,19 +31,19 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     tokens, features = m.natural()
     mean, cov = m.sequence(tokens, features)
     name = recognised(fn, mean.dtype)
-    before = branch_of(m, mean, tokens, features)
+    before = branches_of(m, mean, tokens, features)
     if name == "linear":
         with jax.ensure_compile_time_eval():
             shift = fn(jnp.zeros((), mean.dtype))
             slope = jnp.full((1, mean.shape[1]), fn(jnp.ones((), mean.dtype)) - shift, mean.dtype)
         out, out_cov = mean * slope + shift, cov.rescale(slope)
-        branch = through_gain(before, slope, cov, out_cov, mean)
+        branches = through_gain(before, slope, cov, out_cov, mean)
     else:
         moments = _moments(name, fn, mean, cov.variance())
         out, out_cov = moments.mean, cov.elementwise(moments)
-        branch = through_gain(before, moments.gain, cov, out_cov, mean)
+        branches = through_gain(before, moments.gain, cov, out_cov, mean)
     propagator.note(node, name, "" if name == "linear" else "its input Gaussian")
-    return dataclasses.replace(fresh(out, out_cov, node.shape, tokens, features), branch=branch)
+    return dataclasses.replace(fresh(out, out_cov, node.shape, tokens, features), branches=branches)
 
 
 def _moments(

@@ -31,13 +31,13 @@ class Moments:
       mean: (T, D).
       cov: covariance of shape (T, D).
       places: for each entry of the array, the flat index of its entry in (T, D); -1 where it is zero.
-      branch: how it came from another random array, for the sum of both; None if nothing is known.
+      branches: how it came from other random arrays, for its sum with one of them.
     """
 
     mean: Array
     cov: Covariance
     places: np.ndarray
-    branch: Branch | None = None
+    branches: tuple[Branch, ...] = ()
     known: dict[Any, Any] = dataclasses.field(default_factory=dict)  # as sequences
 
     @property

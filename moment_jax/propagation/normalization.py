@@ -14,7 +14,7 @@ from moment_jax.layers.norm import layer_norm_and_tangent
 from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
 from moment_jax.propagation.branches import Branch, through_dense
-from moment_jax.propagation.dense import branch_of
+from moment_jax.propagation.dense import branches_of
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.primitives import uniform
@@ -54,10 +54,10 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     mean, cov = m.sequence(tokens, axes)
     if isinstance(kind, np.ndarray):
         kernel = jnp.asarray(kind, mean.dtype)
-        branch = through_dense(branch_of(m, mean, tokens, axes), mean, cov, kernel)
+        branches = through_dense(branches_of(m, mean, tokens, axes), mean, cov, kernel)
         propagator.note(node, "linear map of the features")
         out = fresh(mean @ kernel, cov.map_features(kernel), node.shape, tokens, axes)
-        return dataclasses.replace(out, branch=branch)
+        return dataclasses.replace(out, branches=branches)
     if isinstance(kind, str):
         propagator.note(node, "softmax", "its input Gaussian")
         return fresh(*softmax(mean, cov), node.shape, tokens, axes)
@@ -70,7 +70,7 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         tangent = tangent._replace(scale=factor)
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
     out = fresh(out_mean, out_cov, node.shape, tokens, axes)
-    return dataclasses.replace(out, branch=Branch(mean, out_mean, out_cov, tangent))
+    return dataclasses.replace(out, branches=(Branch(mean, out_mean, out_cov, tangent),))
 
 
 def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:

@@ -19,7 +19,7 @@ from moment_jax.covariance import (
 )
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.propagation.branches import Branch, through_gain
-from moment_jax.propagation.dense import branch_of, spread
+from moment_jax.propagation.dense import branches_of, spread
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.propagator import Propagator, rule
@@ -48,35 +48,40 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     (mean_a, cov_a), (mean_b, cov_b) = (m.sequence(tokens, features) for m in (a, b))
     by_a, by_b = cov_a.rescale(mean_b), cov_b.rescale(mean_a)
     mean, cov = mean_a * mean_b, by_a.add(by_b, hadamard(cov_a, cov_b))
-    branch_a, branch_b = (
-        branch_of(m, own, tokens, features) for m, own in ((a, mean_a), (b, mean_b))
+    known_a, known_b = (
+        branches_of(m, own, tokens, features) for m, own in ((a, mean_a), (b, mean_b))
     )
-    shared, branch = _shared(branch_a, branch_b), None
+    shared = next(filter(None, map(_shared, *_alike(known_a, known_b))), None)
     if shared is not None:
         bound = safe_sqrt(by_a.variance()) * safe_sqrt(by_b.variance())
         within, cov = _correlated(cov, shared, mean_a, mean_b, bound)
         mean = mean + within
-        branch = _both(
-            through_gain(branch_a, mean_b, cov_a, by_a, mean_a),
-            through_gain(branch_b, mean_a, cov_b, by_b, mean_b),
-        )
+    left = through_gain(known_a, mean_b, cov_a, by_a, mean_a)
+    right = through_gain(known_b, mean_a, cov_b, by_b, mean_b)
+    branches = tuple(
+        dataclasses.replace(a, paths=(*a.paths, *b.paths))
+        for a, b in zip(*_alike(left, right), strict=True)
+    )
     propagator.note(node, "product", "" if shared is not None else "factors independent")
     out = fresh(mean, cov, node.shape, tokens, features)
-    return dataclasses.replace(out, branch=branch)
+    return dataclasses.replace(out, branches=branches)
 
 
-def _shared(a: Branch | None, b: Branch | None) -> Shared | None:
-    if a is None or b is None or a.inner is not b.inner or not (len(a.paths) == len(b.paths) == 1):
+def _alike(
+    left: tuple[Branch, ...], right: tuple[Branch, ...]
+) -> tuple[list[Branch], list[Branch]]:
+    """Branches of both factors that come from the same array, side by side."""
+    pairs = [(a, b) for a in left for b in right if a.inner is b.inner and a.mean is b.mean]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _shared(a: Branch, b: Branch) -> Shared | None:
+    if not (len(a.paths) == len(b.paths) == 1):
         return None
     left, right = a.paths[0], b.paths[0]
     if left.output is not None or right.output is not None:
         return None
     return Shared(a.entered, left.hidden, right.hidden, left.gain, right.gain)
-
-
-def _both(a: Branch, b: Branch) -> Branch:
-    """The sum of two branches of one array."""
-    return dataclasses.replace(a, paths=(*a.paths, *b.paths))
 
 
 @singledispatch

@@ -181,9 +181,9 @@ def propagate(
     >>> import jax, jax.numpy as jnp
     >>> import moment_jax as mj
     >>> belief = mj.posterior.Factorized(jnp.ones((2, 3)), jnp.full((2, 3), 0.25))
-    >>> mean, cov = mj.propagate(lambda w, x: jnp.tanh(x @ w))({"w": belief}["w"], jnp.ones(2))
+    >>> mean, cov = mj.propagate(lambda w, x: jnp.tanh(x @ w))(belief, jnp.ones(2))
     >>> print(mean.shape, cov.variance().round(2))
-    (1, 3) [[0.03 0.03 0.03]]
+    (1, 3) [[0.02 0.02 0.02]]
     """
     if not callable(fn):
         raise TypeError(

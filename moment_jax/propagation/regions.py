@@ -107,7 +107,7 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
 
 
 def stand_in(constant: Any) -> Any:
-    """A known array in the place of one that is not known while tracing: True, or NaN, which spoils all."""
+    """A known array in the place of one that is not known while tracing: True, or NaN."""
     if is_known(constant):
         return constant
     fill = True if constant.dtype == bool else np.nan

@@ -10,7 +10,7 @@ import numpy as np
 from moment_jax.layers.residual import residual
 from moment_jax.layers.seen import pool_as
 from moment_jax.propagation.branches import Branch
-from moment_jax.propagation.dense import branch_of, spread
+from moment_jax.propagation.dense import branches_of, spread
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.primitives import VIEWS, is_known, is_view, moved
@@ -29,7 +29,7 @@ def _view(propagator: Propagator, node: Node) -> Moments | None:
         return None  # rows of a table
     m = propagator.moments(node.operands[0])
     places = moved(node.primitive, m.places, rest, node.params)[node.output]
-    return Moments(m.mean, m.cov, places, m.branch)
+    return Moments(m.mean, m.cov, places, m.branches)
 
 
 @rule("belief")
@@ -56,11 +56,11 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
             (mean_a, cov_a, b, mean_b, cov_b),
             (mean_b, cov_b, a, mean_a, cov_a),
         ):
-            branch = branch_of(m, other, tokens, features)
-            out = None if branch is None else _returned(mean, cov, other, other_cov, branch)
-            if out is not None:
-                propagator.note(node, "residual", "the branch linearised")
-                return fresh(*out, node.shape, tokens, features)
+            for branch in branches_of(m, other, tokens, features):
+                out = _returned(mean, cov, other, other_cov, branch)
+                if out is not None:
+                    propagator.note(node, "residual", "the branch linearised")
+                    return fresh(*out, node.shape, tokens, features)
     common = (
         " though they have an origin in common" if _origins(node, 0) & _origins(node, 1) else ""
     )

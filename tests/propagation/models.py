@@ -77,6 +77,7 @@ def rotate(x, theta=10_000.0):
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half) / half)
     angle = jnp.arange(x.shape[1])[:, None] * frequency[None, :]
+    angle = angle.astype(x.dtype)
     sin, cos = jnp.sin(angle)[None, :, None, :], jnp.cos(angle)[None, :, None, :]
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

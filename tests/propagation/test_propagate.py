@@ -166,6 +166,20 @@ def test_gated_products_keep_what_both_factors_share():
     assert jnp.all(jnp.abs(ratio - 1) < 0.1)
 
 
+def test_residual_sums_know_their_branch_wherever_it_began():
+    def fn(p, x):
+        x = x @ p["w"]
+        return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+    weights = {"w": belief(0, 3, 4), "up": belief(1, 4, 5), "down": belief(2, 5, 4)}
+    x = jax.random.normal(jax.random.key(3), (2, 3))
+    truth = mj.monte_carlo(lambda p: fn(p, x), weights, jax.random.key(4), 20_000)
+    _, cov, steps = mj.propagate(fn, structure=mj.Full, receipt=True)(weights, x)
+    assert steps[-1].rule == "residual"
+    ratio = jnp.sqrt(cov.variance()) / truth.standard_deviation
+    assert jnp.all(jnp.abs(ratio - 1) < 0.03)
+
+
 def test_a_receipt_tells_rule_assumption_and_line():
     weights = {"w": belief(0, 3, 8)}
     *_, steps = mj.propagate(lambda p, x: jnp.sin(x @ p["w"]), receipt=True)(
