@@ -45,10 +45,12 @@ from moment_jax.layers import (
     matmul,
     mean_pool,
     relu,
+    rms_norm,
     sinusoidal_positions,
     softmax,
 )
-from moment_jax.nn import DEFAULT_STRUCTURE
+from moment_jax.nn import DEFAULT_STRUCTURE, bayesian
+from moment_jax.propagation import PropagationError, linearised, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
 
 __version__ = "0.1.0"
@@ -65,12 +67,14 @@ __all__ = [
     "FeedForwardParams",
     "Full",
     "NormParams",
+    "PropagationError",
     "Separable",
     "TokenBlock",
     "TokenCorrelated",
     "__version__",
     "activation",
     "attention",
+    "bayesian",
     "brownian",
     "cross_attention",
     "decoder_block",
@@ -83,6 +87,7 @@ __all__ = [
     "feed_forward",
     "gelu",
     "layer_norm",
+    "linearised",
     "matmul",
     "mean_pool",
     "monte_carlo",
@@ -91,8 +96,11 @@ __all__ = [
     "optim",
     "parallel",
     "posterior",
+    "propagate",
+    "propagation_rule",
     "reference",
     "relu",
+    "rms_norm",
     "sinusoidal_positions",
     "softmax",
 ]

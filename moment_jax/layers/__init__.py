@@ -6,7 +6,7 @@ from moment_jax.layers.blocks import decoder_block, encoder_block
 from moment_jax.layers.dense import dense, matmul
 from moment_jax.layers.embedding import embedding, sinusoidal_positions
 from moment_jax.layers.feed_forward import feed_forward
-from moment_jax.layers.norm import layer_norm
+from moment_jax.layers.norm import layer_norm, rms_norm
 from moment_jax.layers.params import (
     AttentionParams,
     DecoderBlockParams,
@@ -38,6 +38,7 @@ __all__ = [
     "matmul",
     "mean_pool",
     "relu",
+    "rms_norm",
     "sinusoidal_positions",
     "softmax",
 ]

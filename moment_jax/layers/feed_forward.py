@@ -88,13 +88,13 @@ def feed_forward_and_tangent(
         params.hidden.kernel.mean,
         gain,
         params.output.kernel.mean,
-        _average_kernel(params.hidden.kernel.mean, gain, hidden_cov, active_cov),
+        average_kernel(params.hidden.kernel.mean, gain, hidden_cov, active_cov),
         cov,
     )
     return out_mean, out_cov, tangent
 
 
-def _average_kernel(
+def average_kernel(
     kernel: Array, gain: Array, before: Covariance, after: Covariance
 ) -> Array | None:
     """A kernel times each unit's gain averaged over the tokens, (D, F), where `Separable` needs it."""

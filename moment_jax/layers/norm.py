@@ -20,11 +20,15 @@ S = TypeVar("S", bound=Covariance)
 
 
 class NormTangent(NamedTuple):
-    """A normalisation linearised: dx -> scale * inverse * (dx - avg(dx) - normal <normal, dx> / D)."""
+    """A normalisation linearised: dx -> scale * inverse * (dx - avg(dx) - normal <normal, dx> / D).
+
+    Without the average where it does not centre (the root mean square's).
+    """
 
     inverse: Array  # 1 / deviation, (T, 1)
     normal: Array  # the normalised mean, (T, D), every row of average 0
     scale: Array  # the mean of the random gain that follows, (1, D)
+    centres: bool = True
 
     @property
     def gain(self) -> Array:
@@ -39,19 +43,24 @@ class NormTangent(NamedTuple):
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""
         inner = jnp.sum(self.normal * change, axis=1, keepdims=True) / change.shape[1]
-        return self.gain * (_centred(change) - self.normal * inner)
+        return self.gain * (self.centred(change) - self.normal * inner)
+
+    def centred(self, array: Array) -> Array:
+        """Every row less its average, if the normalisation takes it away."""
+        return _centred(array) if self.centres else array
 
     def jacobian(self) -> Array:
         """Every token's Jacobian, input features first, (T, D, D)."""
         d = self.normal.shape[1]
-        centre = jnp.eye(d, dtype=self.normal.dtype) - 1 / d
+        centre = self.centred(jnp.eye(d, dtype=self.normal.dtype))
         lost = self.normal[:, :, None] * self.normal[:, None, :] / d
         return (centre[None] - lost) * self.gain[:, None, :]
 
     def low_rank(self) -> tuple[Array, Array, Array]:
-        """The arguments of `Covariance.map_low_rank`: gain (T, D), left and right (T, D, 2)."""
+        """The arguments of `Covariance.map_low_rank`: gain (T, D), left and right (T, D, 2 or 1)."""
         d = self.normal.shape[1]
-        right = jnp.stack([jnp.ones_like(self.normal), self.normal], axis=-1) / d**0.5
+        lost = [jnp.ones_like(self.normal), self.normal] if self.centres else [self.normal]
+        right = jnp.stack(lost, axis=-1) / d**0.5
         return self.gain, -right * self.gain[:, :, None], right
 
     def feature_cross(self, cov: Separable) -> Array:
@@ -59,7 +68,7 @@ class NormTangent(NamedTuple):
         blocks = _ScaledBlocks.of(cov)
         shares = weighted(pooled(cov.token_gram(), cov.pool)[:, None] * self.inverse, cov.pool)
         lost = (shares * blocks.pull(self.normal)).T @ self.normal
-        kept = jnp.sum(shares) * _centred(blocks.features)
+        kept = jnp.sum(shares) * self.centred(blocks.features)
         return (kept - lost / self.normal.shape[1]) * self.scale
 
 
@@ -98,25 +107,44 @@ def layer_norm(
     return out_mean, out_cov
 
 
+@materialized_inputs
+def rms_norm(
+    mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6, order: int = 2
+) -> tuple[Array, S]:
+    """Moments of gain * x / sqrt(avg(x^2) + epsilon) + bias, token by token.
+
+    Arguments, results and assumptions are those of `layer_norm`; nothing is centred.
+
+    >>> import jax.numpy as jnp
+    >>> import moment_jax as mj
+    >>> mean, cov = mj.rms_norm(2 * jnp.eye(2), mj.Diagonal.zeros((2, 2)), mj.NormParams())
+    >>> print(mean.round(3)[0])
+    [1.414 0.   ]
+    """
+    out_mean, out_cov, _ = layer_norm_and_tangent(mean, cov, params, epsilon, order, centres=False)
+    return out_mean, out_cov
+
+
 def layer_norm_and_tangent(
-    mean: Array, cov: S, params: NormParams, epsilon: float, order: int
+    mean: Array, cov: S, params: NormParams, epsilon: float, order: int, *, centres: bool = True
 ) -> tuple[Array, S, NormTangent]:
-    """`layer_norm`, and the linear map by which its covariance carries the covariance of x."""
-    check_moments("layer_norm", mean, cov)
-    check_order("layer_norm", order)
-    check_epsilon("layer_norm", epsilon)
-    mean, tangent = _normalize(mean, cov, epsilon, order)
+    """`layer_norm` or `rms_norm`, and the map by which its covariance carries the covariance of x."""
+    name = "layer_norm" if centres else "rms_norm"
+    check_moments(name, mean, cov)
+    check_order(name, order)
+    check_epsilon(name, epsilon)
+    mean, tangent = _normalize(mean, cov, epsilon, order, centres)
     cov = _carry(cov, tangent)
     gain, bias = params.scale, params.bias
     parts = []
     if gain is not None:
-        check_vector("layer_norm", "scale", mean.shape[1], gain)
+        check_vector(name, "scale", mean.shape[1], gain)
         if not isinstance(gain, Point):
             parts.append(cov.gain_noise(mean, gain.vector_cov()))
         cov = cov.rescale(gain.mean[None, :])
         tangent = tangent._replace(scale=gain.mean[None, :])
     if bias is not None:
-        check_vector("layer_norm", "bias", mean.shape[1], bias)
+        check_vector(name, "bias", mean.shape[1], bias)
         if not isinstance(bias, Point):
             parts.append(type(cov).shared(mean.shape[0], bias.vector_cov()))
     mean = params.mean_output(mean)
@@ -124,26 +152,28 @@ def layer_norm_and_tangent(
 
 
 def _normalize(
-    mean: Array, cov: Covariance, epsilon: float, order: int
+    mean: Array, cov: Covariance, epsilon: float, order: int, centres: bool
 ) -> tuple[Array, NormTangent]:
     """Mean of (x - avg(x)) / sqrt(var(x) + epsilon), and its Jacobian."""
     d = mean.shape[1]
-    centred = _centred(mean)
+    centred = _centred(mean) if centres else mean
     spread = jnp.sum(centred**2, axis=1, keepdims=True) / d + epsilon
     blocks = _ScaledBlocks.of(cov) if isinstance(cov, Separable) else _TokenBlocks(cov)
     if order == 2:
         along = blocks.row_sums()  # Cov 1, token by token
+        along = along if centres else jnp.zeros_like(along)
         common = jnp.sum(along, axis=1, keepdims=True) / d  # 1^T Cov 1 / D
         trace = jnp.sum(cov.variance(), axis=1, keepdims=True) - common
         spread = spread + jnp.maximum(trace, 0) / d
     deviation = jnp.sqrt(spread)
     normal = centred / deviation
-    tangent = NormTangent(1 / deviation, normal, jnp.ones((1, d), mean.dtype))
+    tangent = NormTangent(1 / deviation, normal, jnp.ones((1, d), mean.dtype), centres)
     if order == 2:
         # tr((P Cov)^2), token by token
         lost = 2 * jnp.sum(along**2, axis=1, keepdims=True) / d
         squares = blocks.square_trace() - lost + common**2
-        normal = _corrected(normal, blocks.matvec(normal), squares, spread)
+        pulled = tangent.centred(blocks.matvec(normal))
+        normal = _corrected(normal, pulled, squares, spread)
     return normal, tangent
 
 
@@ -226,8 +256,8 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     """Exact where the scale is of rank one; the token correlation passes as it is."""
     blocks, normal = _ScaledBlocks.of(cov), tangent.normal
     d = normal.shape[1]
-    features = _centred(_centred(blocks.features).T)
-    pulled = _centred(blocks.pull(normal)) / d
+    features = tangent.centred(tangent.centred(blocks.features).T)
+    pulled = tangent.centred(blocks.pull(normal)) / d
     along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
     # The features' variances over their energy, before and after the direction `normal` is lost.
     before = diagonal_of(blocks.features)[None, :]
@@ -277,12 +307,11 @@ def _corrected(normal: Array, pulled: Array, squares: Array, spread: Array) -> A
 
     Args:
       normal: centred mean over sqrt(q), (T, D).
-      pulled: Cov normal, (T, D).
+      pulled: Cov normal, centred where the normalisation centres, (T, D).
       squares: tr((P Cov)^2), (T, 1).
       spread: q, (T, 1).
     """
     d = normal.shape[1]
-    centred = pulled - jnp.mean(pulled, axis=1, keepdims=True)
     along = jnp.sum(normal * pulled, axis=1, keepdims=True)
     relative_variance = (2 * squares / spread**2 + 4 * along / spread) / d**2
-    return normal - centred / (d * spread) + 0.375 * relative_variance * normal
+    return normal - pulled / (d * spread) + 0.375 * relative_variance * normal

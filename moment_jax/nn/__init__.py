@@ -1,6 +1,7 @@
 """Flax NNX modules that own variational parameters and call the moment transforms."""
 
 from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
+from moment_jax.nn.any_model import bayesian
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.belief import Belief, total_kl
@@ -75,6 +76,7 @@ __all__ = [
     "VariationalScale",
     "VisionTransformer",
     "VisionTransformerParams",
+    "bayesian",
     "find_activation",
     "plain_attention",
     "plain_embed",

@@ -25,6 +25,8 @@ from moment_jax.layers.attention.inputs import (
     Projection,
     SharedInput,
     Source,
+    Turns,
+    turned_projection,
 )
 from moment_jax.layers.attention.separable import attend_separable
 from moment_jax.layers.attention.tangent import AttentionTangent
@@ -72,6 +74,7 @@ class View(NamedTuple):
     order: int
     own: bool  # whether the queries are made of tokens of the source
     places: Array | None = None  # and of which ones, (T,); None for token a of query a
+    turns: Turns = (None, None)  # of queries and keys
 
 
 def attend(
@@ -83,13 +86,15 @@ def attend(
         mask = jnp.broadcast_to(mask, (h, mean.shape[0], source.mean.shape[0]))
     kernels = (params.query.kernel.mean, params.key.kernel.mean, params.value.kernel.mean)
     inputs: Inputs[Any] = Inputs(
-        Projection(*dense(mean, cov, params.query)),
-        source.key,
+        turned_projection(Projection(*dense(mean, cov, params.query)), view.turns[0], h),
+        turned_projection(source.key, view.turns[1], h),
         source.value,
         DenseInput(mean, cov, params.query),
         DenseInput(source.mean, source.cov, params.key),
         DenseInput(source.mean, source.cov, params.value),
-        SharedInput(source.cov, kernels[0] if view.own else None, *kernels[1:], view.places),
+        SharedInput(
+            source.cov, kernels[0] if view.own else None, *kernels[1:], view.places, view.turns
+        ),
         params.output,
         mask,
         h,
@@ -105,5 +110,6 @@ def attend(
         (kernels[1], kernels[2]) if view.own else None,
         params.output.kernel.mean,
         view.places,
+        view.turns,
     )
     return out_mean, out_cov, tangent

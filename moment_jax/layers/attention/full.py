@@ -82,6 +82,14 @@ def _joint(inputs: Inputs[Full]) -> _Joint:
     def cross(left: Array, right: Array) -> Array:
         return _split_both(jnp.einsum("ip,tisj,jq->tpsq", left, shared.cov.cov, right), h)
 
+    turn_q, turn_k = shared.turns
+
+    def on_left(cov: Array, turn: Array | None) -> Array:
+        return cov if turn is None else jnp.einsum("htjgse,tjk->htkgse", cov, turn)
+
+    def on_right(cov: Array, turn: Array | None) -> Array:
+        return cov if turn is None else jnp.einsum("htdgsj,sjk->htdgsk", cov, turn)
+
     return _Joint(
         q,
         k,
@@ -89,9 +97,11 @@ def _joint(inputs: Inputs[Full]) -> _Joint:
         qq,
         kk,
         vv,
-        None if query is None else cross(query, shared.key_kernel),
-        None if query is None else cross(query, shared.value_kernel),
-        cross(shared.key_kernel, shared.value_kernel),
+        None
+        if query is None
+        else on_right(on_left(cross(query, shared.key_kernel), turn_q), turn_k),
+        None if query is None else on_left(cross(query, shared.value_kernel), turn_q),
+        on_left(cross(shared.key_kernel, shared.value_kernel), turn_k),
     )
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Covariance, Separable
 from moment_jax.layers.params import DenseParams
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
+
+
+# Matrices (T, K, K) by which every head's queries and keys are multiplied, token by token.
+Turns = tuple[Array | None, Array | None]
 
 
 class Projection(NamedTuple, Generic[S]):
@@ -40,6 +45,7 @@ class SharedInput(NamedTuple, Generic[S]):
     key_kernel: Array  # (D, H K)
     value_kernel: Array  # (D, H K)
     places: Array | None = None  # of the queries' own tokens among the keys', see `places`
+    turns: Turns = (None, None)
 
 
 class DenseInput(NamedTuple, Generic[S]):
@@ -79,6 +85,28 @@ def split_heads(array: Array, num_heads: int) -> Array:
     """(T, H K) -> (H, T, K), heads outermost in the features."""
     t, width = array.shape
     return array.reshape(t, num_heads, width // num_heads).swapaxes(0, 1)
+
+
+def turned(array: Array, turn: Array | None) -> Array:
+    """All heads' queries or keys, (T, H K), each token multiplied by its matrix, (T, K, K)."""
+    if turn is None:
+        return array
+    heads = array.reshape(array.shape[0], -1, turn.shape[1])
+    return jnp.einsum("thj,tjk->thk", heads, turn).reshape(array.shape)
+
+
+def turned_projection(
+    projection: Projection[S], turn: Array | None, num_heads: int
+) -> Projection[S]:
+    """Moments of the same; in `Separable` noise stays as it is, which is right for alike pairs."""
+    if turn is None or isinstance(projection.cov, Separable):
+        return projection._replace(mean=turned(projection.mean, turn))
+    t, k, _ = turn.shape
+    eye = jnp.eye(num_heads, dtype=turn.dtype)
+    whole = jnp.einsum("hg,tjk->thkgj", eye, turn).reshape(t, num_heads * k, num_heads * k)
+    unit = jnp.broadcast_to(jnp.eye(num_heads * k, dtype=turn.dtype), whole.shape)
+    cov = projection.cov.map_low_rank(jnp.zeros_like(projection.mean), whole, unit)
+    return Projection(turned(projection.mean, turn), cov)
 
 
 def merge_heads(array: Array) -> Array:

@@ -8,6 +8,7 @@ import jax
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.attention.attend import View, attend, make_source
+from moment_jax.layers.attention.inputs import Turns
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.checks import (
     check_heads,
@@ -131,15 +132,19 @@ def attention_and_tangent(
     mask: Array | None,
     order: int,
     memory: Memory | None = None,
+    turns: Turns = (None, None),
 ) -> tuple[Array, S, AttentionTangent]:
-    """`attention`, or `cross_attention` with a memory, and the map by which it carries Cov[x]."""
+    """`attention`, or `cross_attention` with a memory, and the map by which it carries Cov[x].
+
+    Heads' queries and keys may be turned, every token by its own matrix (T, K, K): rotary positions.
+    """
     name = "attention" if memory is None else "cross_attention"
     check_moments(name, mean, cov)
     looked_at = Memory(mean, cov) if memory is None else memory
     _check(name, mean, cov, looked_at, params, num_heads, mask)
     check_order(name, order)
     source = make_source(*looked_at, params)
-    view = View(num_heads, mask, order, own=memory is None)
+    view = View(num_heads, mask, order, own=memory is None, turns=turns)
     return attend(mean, cov, source, params, view)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.layers.attention.inputs import Mixing, merge_heads, split_heads
+from moment_jax.layers.attention.inputs import Mixing, Turns, merge_heads, split_heads, turned
 from moment_jax.layers.attention.places import own_entries
 
 Array = jax.Array
@@ -24,6 +24,7 @@ class AttentionTangent(NamedTuple):
     source_kernels: tuple[Array, Array] | None  # of keys and values, (D, H K); None: of a memory
     output_kernel: Array  # (H K, D)
     places: Array | None = None  # of the queries' own tokens among the keys
+    turns: Turns = (None, None)  # of queries and keys
 
     def own_weights(self) -> Array:
         """The weight that every query gives to its own token, (H, T)."""
@@ -34,10 +35,12 @@ class AttentionTangent(NamedTuple):
         weights = self.mixing.weights
         h = weights.shape[0]
         q, k, v = (split_heads(mean, h) for mean in (self.query, self.key, self.value))
-        scores = jnp.einsum("had,hcd->hac", split_heads(change @ self.query_kernel, h), k)
+        dq = turned(change @ self.query_kernel, self.turns[0])
+        scores = jnp.einsum("had,hcd->hac", split_heads(dq, h), k)
         straight = jnp.zeros_like(q)
         if self.source_kernels is not None:
-            dk, dv = (split_heads(change @ kernel, h) for kernel in self.source_kernels)
+            dk, dv = (change @ kernel for kernel in self.source_kernels)
+            dk, dv = split_heads(turned(dk, self.turns[1]), h), split_heads(dv, h)
             scores, straight = scores + jnp.einsum("had,hcd->hac", q, dk), weights @ dv
         scores = scores / jnp.sqrt(jnp.asarray(q.shape[2], scores.dtype))
         centred = scores - jnp.sum(weights * scores, axis=2, keepdims=True)

@@ -1,0 +1,133 @@
+"""Moments of a Flax model of one's own, from a belief about its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moment_jax.covariance import Covariance, Separable
+from moment_jax.posterior import Posterior
+from moment_jax.propagation import propagate
+
+Array = jax.Array
+
+
+def bayesian(
+    model: nnx.Module,
+    posterior: Any,
+    *,
+    structure: type[Covariance] = Separable,
+    batch_axes: int = 1,
+    batched: tuple[str, ...] = (),
+    receipt: bool = False,
+) -> Callable[..., Any]:
+    """The model with a belief about its parameters: called as the model is, it gives mean and cov.
+
+    The model is not changed, nor its class: its operations are traced and carried out on moments, see
+    `propagate`. It has to be in inference mode (`model.eval()`, or `deterministic=True`).
+
+    Args:
+      model: a Flax NNX module that returns one array.
+      posterior: beliefs in the places of parameters, a tree as `nnx.to_pure_dict(nnx.state(model,
+        nnx.Param))` gives one; parameters that it leaves out are certain.
+      structure: in which covariances are kept.
+      batch_axes: how many leading axes of the inputs are a batch.
+      batched: names of keyword arguments with these axes, such as ("mask",); others are for all alike.
+      receipt: return the operations too, see `propagate`; for inputs without batch axes.
+
+    Returns:
+      A function of the model's arguments. It gives the mean, of the shape of the model's output, and the
+      covariance of a sequence (T, D), the last axis being D, with the batch axes before its fields.
+
+    Raises:
+      TypeError: if `model` is no module. ValueError: if the beliefs do not fit the parameters.
+
+    >>> from flax import nnx
+    >>> import moment_jax as mj
+    >>> first, second = (nnx.Linear(3, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    >>> model = nnx.Sequential(first, jax.nn.gelu, second)
+    >>> weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    >>> beliefs = jax.tree.map(lambda w: mj.posterior.Factorized(w, (0.1 * w) ** 2), weights)
+    >>> mean, cov = mj.bayesian(model, beliefs)(jnp.ones((5, 3)))
+    >>> mean.shape, cov.variance().shape
+    ((5, 3), (5, 1, 3))
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"`bayesian(model, posterior)` needs a Flax NNX module. Got {type(model).__name__}. For a "
+            "function of parameters, use mj.propagate(fn)(params, x)."
+        )
+    split: Any = nnx.split(model, nnx.Param, ...)
+    graph, parameters, rest = split
+    known = nnx.to_pure_dict(parameters)
+    beliefs = _completed(
+        known, nnx.to_pure_dict(posterior) if isinstance(posterior, nnx.State) else posterior
+    )
+
+    def moments(inputs: tuple[Any, ...], shared: dict[str, Any], own: dict[str, Any]) -> Any:
+        def fn(values: Any, inputs: tuple[Any, ...], own: dict[str, Any]) -> Any:
+            # New variables, which a model may write to while it is traced.
+            filled, others = jax.tree.map(lambda x: x, (parameters, rest))
+            nnx.replace_by_pure_dict(filled, values)
+            merged: Any = nnx.merge(graph, filled, others)
+            return merged(*inputs, **shared, **own)
+
+        mean, cov, *steps = propagate(fn, structure=structure, receipt=receipt)(
+            beliefs, inputs, own
+        )
+        shape = jax.eval_shape(fn, known, inputs, own).shape
+        return mean.reshape(shape), cov, *steps
+
+    def call(*inputs: Any, **options: Any) -> Any:
+        own = {name: options.pop(name) for name in batched if name in options}
+        _check_inputs(inputs, batch_axes)
+
+        def one(inputs: Any, own: dict[str, Any]) -> Any:
+            with_axes = jax.tree.map(
+                lambda x: jnp.expand_dims(x, tuple(range(batch_axes))), (inputs, own)
+            )
+            mean, *more = moments(with_axes[0], options, with_axes[1])
+            return mean.reshape(mean.shape[batch_axes:]), *more
+
+        for _ in range(batch_axes):
+            one = jax.vmap(one)
+        return one(inputs, own)
+
+    return call
+
+
+def _check_inputs(inputs: tuple[Any, ...], batch_axes: int) -> None:
+    for x in inputs:
+        if not hasattr(x, "ndim") or x.ndim < batch_axes:
+            raise ValueError(
+                f"A Bayesian model needs arrays with {batch_axes} leading batch axes. Got "
+                f"{getattr(x, 'shape', type(x).__name__)}. For one input, use x[None], or batch_axes=0."
+            )
+
+
+def _completed(known: Any, beliefs: Any, path: str = "") -> Any:
+    """The tree of parameters, with beliefs where there are some."""
+    if isinstance(known, dict):
+        given = {} if beliefs is None else beliefs
+        if not isinstance(given, dict) or set(given) - set(known):
+            came = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
+            raise ValueError(
+                f"`bayesian` needs beliefs at parameters of the model; at '{path or '/'}' it has "
+                f"{sorted(map(str, known))}. Got {came}. Start from nnx.to_pure_dict(nnx.state(model, "
+                "nnx.Param))."
+            )
+        return {k: _completed(v, given.get(k), f"{path}/{k}") for k, v in known.items()}
+    if beliefs is None:
+        return known
+    mean = beliefs.mean if isinstance(beliefs, Posterior) else beliefs
+    if getattr(mean, "shape", None) != known.shape:
+        came = getattr(mean, "shape", type(beliefs).__name__)
+        raise ValueError(
+            f"`bayesian` needs a belief of shape {tuple(known.shape)} at '{path}', as the parameter "
+            f"has. Got {came}."
+        )
+    return beliefs

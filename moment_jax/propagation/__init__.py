@@ -1,0 +1,17 @@
+"""Moments of any JAX function of random weights."""
+
+from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
+    attention,
+    dense,
+    elementwise,
+    maxima,
+    normalization,
+    products,
+    views,
+    windows,
+)
+from moment_jax.propagation.errors import PropagationError
+from moment_jax.propagation.linearised import linearised
+from moment_jax.propagation.propagator import Step, propagate, propagation_rule
+
+__all__ = ["PropagationError", "Step", "linearised", "propagate", "propagation_rule"]

@@ -1,0 +1,227 @@
+"""Attention, recognised by what it computes: softmax of products of two projections, times a third."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
+from moment_jax.layers.params import AttentionParams, DenseParams
+from moment_jax.layers.seen import pool_seen
+from moment_jax.propagation.branches import Branch
+from moment_jax.propagation.dense import branches_of
+from moment_jax.propagation.errors import refuse
+from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.heads import Layout, find_layout, find_scores
+from moment_jax.propagation.moments import Moments
+from moment_jax.propagation.primitives import is_known, is_view, moved
+from moment_jax.propagation.projections import Projection, certain_output, projection
+from moment_jax.propagation.propagator import Propagator, as_weight, pattern
+from moment_jax.propagation.regions import compute, stand_in
+
+Array = jax.Array
+
+
+class Core(NamedTuple):
+    """Attention without its output projection: (T, H K), heads outermost in the features."""
+
+    query: Projection
+    key: Projection
+    value: Projection
+    params: tuple[DenseParams, DenseParams, DenseParams]
+    num_heads: int
+    width: int
+    mask: Any
+    places: np.ndarray  # of the entries of the array in (T, H K)
+
+
+@pattern
+def _attention(propagator: Propagator, node: Node) -> Moments | None:
+    """With the output projection that follows, so that heads keep what they have in common."""
+    if node.op != "dot_general":
+        return None
+    core = _core(propagator, node)
+    if core is not None:
+        output = certain_output(core.num_heads * core.width, core.query.mean.dtype)
+        return _moments(propagator, node, core, output, core.places)
+    for side in (0, 1):
+        weight = as_weight(node.operands[1 - side])
+        if weight is None:
+            continue
+        core = _seen_core(propagator, node.operands[side])
+        if core is not None:
+            return _projected(propagator, node, core, weight, side)
+    return None
+
+
+def _projected(
+    propagator: Propagator, node: Node, core: Core, weight: Any, side: int
+) -> Moments | None:
+    contract, batch = node.params["dimension_numbers"]
+    if any(core.places.shape[i] > 1 for i in batch[side]):
+        return None
+    inputs = tuple(contract[1 - side])
+    outputs = tuple(i for i in range(weight.ndim) if i not in (*inputs, *batch[1 - side]))
+    features = tuple(contract[side])
+    free = tuple(i for i in range(core.places.ndim) if i not in features)
+    rows = core.places.transpose(*free, *features).reshape(-1, weight_size(weight, inputs))
+    tokens, columns = np.divmod(rows, core.num_heads * core.width)
+    if (columns != columns[:1]).any() or (tokens != np.arange(len(rows))[:, None]).any():
+        return None
+    if not np.array_equal(np.sort(columns[0]), np.arange(core.num_heads * core.width)):
+        return None
+    places = weight.places.transpose(*inputs, *outputs).reshape(len(columns[0]), -1)
+    ordered = dataclasses.replace(weight, places=places[np.argsort(columns[0])])
+    kernel = ordered.kernel((0,), (1,))
+    if kernel is None:
+        return None
+    shape = [core.places.shape[i] for i in free], [weight.shape[i] for i in outputs]
+    out = np.arange(int(np.prod([*shape[0], *shape[1]]))).reshape(*shape[0], *shape[1])
+    if side == 1:
+        out = np.moveaxis(out, range(len(shape[0])), range(-len(shape[0]), 0))
+    return _moments(propagator, node, core, DenseParams(kernel), out.reshape(node.shape))
+
+
+def weight_size(weight: Any, axes: tuple[int, ...]) -> int:
+    """Number of entries along these axes."""
+    return int(np.prod([weight.shape[i] for i in axes], dtype=int))
+
+
+def _moments(
+    propagator: Propagator, node: Node, core: Core, output: DenseParams, places: np.ndarray
+) -> Moments:
+    params = AttentionParams(*core.params, output)
+    query, source = core.query, core.key
+    own = query.mean is source.mean
+    cov, mask = source.cov, core.mask
+    seen = pool_seen(cov, mask)
+    mean, out_cov, tangent = attention_and_tangent(
+        query.mean,
+        seen if own else query.cov,
+        params,
+        num_heads=core.num_heads,
+        mask=mask,
+        order=2,
+        memory=None if own else Memory(source.mean, seen),
+        turns=(query.turn, source.turn),
+    )
+    propagator.note(
+        node,
+        "attention" if own else "cross_attention",
+        "input and weights independent; different heads' keys, and x and memory, too",
+    )
+    m = query.input
+    tokens, features = m.natural()
+    norms = (b for b in branches_of(m, query.mean, tokens, features) if not b.paths)
+    norm = next(norms, None)
+    branch = Branch(query.mean, query.mean, query.cov, None, (), tangent)
+    if norm is not None and norm.norm is not None:
+        branch = dataclasses.replace(branch, mean=norm.mean, norm=norm.norm)
+    return Moments(mean, out_cov, places, (branch,))
+
+
+def _seen_core(propagator: Propagator, node: Any) -> Core | None:
+    """Attention behind views."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "dot_general":
+        return _core(propagator, node)
+    rest = list(node.operands[1:])
+    if not is_view(node) or any(map(is_random, rest)) or not all(map(is_known, rest)):
+        return None
+    core = _seen_core(propagator, node.operands[0])
+    if core is None:
+        return None
+    places = moved(node.primitive, core.places, rest, node.params)[node.output]
+    return core._replace(places=places)
+
+
+def _core(propagator: Propagator, node: Node) -> Core | None:
+    """The product of weights and values, if it is one."""
+    if len(node.nodes) != 2:
+        return None
+    for side in (0, 1):
+        weights, values = node.operands[side], node.operands[1 - side]
+        scores = find_scores(weights)
+        if scores is None:
+            continue
+        parts = [projection(propagator, x) for x in (*scores.operands, values)]
+        if any(part is None for part in parts):
+            raise refuse(
+                "attention whose queries, keys or values are no dense layer of a random sequence",
+                node.source,
+                "Make them by dense layers of it (views, biases and scales are fine).",
+            )
+        left, right, value = (part for part in parts if part is not None)
+        found = find_layout(node, side, weights, scores, left, right, value)
+        if found is None:
+            return None
+        layout, places = found
+        query, key = (right, left) if layout.swapped else (left, right)
+        if key.mean is not value.mean:
+            return None
+        return _read(node, weights, scores, (query, key, value), layout, places)
+    return None
+
+
+def _read(
+    node: Node, weights: Node, scores: Node, parts: tuple[Projection, Projection, Projection],
+    layout: Layout, places: np.ndarray,
+) -> Core:  # fmt: skip
+    """Mask and scale, by the values of the weights; and the parameters."""
+    h, width = layout.query_columns.shape
+    query, key, value = parts
+    zero = np.zeros(scores.shape, scores.dtype)
+    with jax.ensure_compile_time_eval():
+        flat = np.asarray(compute(weights, {scores: zero}, stand_in), float).ravel()[layout.weights]
+        x = np.random.default_rng(0).normal(size=scores.shape)
+        noisy = compute(weights, {scores: jnp.asarray(x, scores.dtype)}, stand_in)
+        noisy = np.asarray(noisy, float).ravel()[layout.weights]
+    x = x.ravel()[layout.scores]
+    allowed = flat > 0
+    scale = _scale(x, noisy, allowed, width)
+    logits = np.where(allowed, scale * x, -np.inf)
+    expected = np.exp(logits - np.where(allowed, logits, -np.inf).max(-1, keepdims=True))
+    expected = expected / expected.sum(-1, keepdims=True)
+    if not np.allclose(noisy, expected, atol=1e4 * float(jnp.finfo(scores.dtype).eps)):
+        raise refuse(
+            "attention whose weights are not softmax(scale * scores) under a mask",
+            node.source,
+            "Biases of scores, soft caps and sinks are not known.",
+        )
+    mask: Any = None if allowed.all() else jnp.asarray(allowed)
+    computed = compute(weights, {scores: zero})
+    if not is_known(computed):
+        mask = computed.reshape(-1)[layout.weights] > 0
+    if mask is not None and is_known(mask) and (np.asarray(mask) == np.asarray(mask)[:1]).all():
+        mask = mask[0]
+    factor = scale * width**0.5
+    factor = None if abs(factor - 1) < 1e3 * float(jnp.finfo(scores.dtype).eps) else factor
+    columns = (layout.query_columns, layout.key_columns, layout.value_columns)
+    params = [
+        part.params(c.ravel(), f)
+        for part, c, f in zip(parts, columns, (factor, None, None), strict=True)
+    ]
+    if any(p is None for p in params) or layout.value_columns.shape[1] != width:
+        raise refuse(
+            "attention with heads that share weights, or of values wider than keys",
+            node.source,
+            "With shared keys and values use Factorized or Point beliefs.",
+        )
+    return Core(query, key, value, tuple(params), h, width, mask, places)  # type: ignore[arg-type]
+
+
+def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) -> float:
+    """The factor of the scores in the softmax, from the logarithms of two weights in a row."""
+    safe = np.log(np.where(allowed, weights, 1.0))
+    count = np.maximum(allowed.sum(-1, keepdims=True), 1)
+    dx, dw = (
+        np.where(allowed, a - np.where(allowed, a, 0).sum(-1, keepdims=True) / count, 0)
+        for a in (x, safe)
+    )
+    total = float((dx**2).sum())
+    return float((dx * dw).sum()) / total if total > 0 else width**-0.5

@@ -1,0 +1,157 @@
+"""What a random array owes to another one, for the sum of both: tangents, carried along."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Covariance, Separable
+from moment_jax.covariance.separable_noise import average_gain
+from moment_jax.layers.attention.tangent import AttentionTangent
+from moment_jax.layers.feed_forward import FeedForwardTangent, average_kernel
+from moment_jax.layers.norm import NormTangent
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Path:
+    """The map dx -> ((dx hidden) * gain) output."""
+
+    hidden: Array  # (D, F)
+    gain: Array  # (T, F), or (1, F)
+    average: Array  # the hidden kernel times the gains averaged over the tokens, (D, F)
+    output: Array | None = None  # (F, O); None for the identity
+
+    def collapsed(self) -> Array:
+        """As one kernel, with averaged gains, (D, O)."""
+        return self.average if self.output is None else self.average @ self.output
+
+    def mapped(self, kernel: Array) -> Path:
+        """Followed by a dense layer."""
+        if self.output is None:
+            return dataclasses.replace(self, output=kernel)
+        return straight(self.collapsed() @ kernel)
+
+    def scaled(self, gain: Array, before: Covariance, after: Covariance) -> Path:
+        """Followed by an elementwise function of this gain, (T, F) or (1, F)."""
+        path = self if self.output is None else straight(self.collapsed())
+        average = path.average
+        if isinstance(before, Separable):
+            known = average_kernel(path.hidden, gain, before, after) if path.plain else None
+            shares = average_gain(before, jnp.broadcast_to(gain, before.shape))
+            average = average * shares[None, :] if known is None else known
+        else:
+            average = average * jnp.mean(gain, axis=0)[None, :]
+        return Path(path.hidden, path.gain * gain, average)
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing but the hidden kernel."""
+        return self.average is self.hidden
+
+    def columns(self, chosen: Any) -> Path:
+        """Some of its outputs."""
+        if self.output is not None:
+            return dataclasses.replace(self, output=self.output[:, chosen])
+        gain = self.gain if self.gain.shape[1] == 1 else self.gain[:, chosen]
+        return Path(self.hidden[:, chosen], gain, self.average[:, chosen])
+
+
+def straight(kernel: Array) -> Path:
+    """A dense layer alone."""
+    return Path(kernel, jnp.ones((1, kernel.shape[1]), kernel.dtype), kernel)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branch:
+    """How a sequence came from another, x, linearised: a normalisation, and then paths or attention.
+
+    Args:
+      mean: E[x], by which x is recognised.
+      inner: what entered the paths, by which that is recognised: x, or x normalised.
+      entered: covariance of what entered the paths, x itself or x normalised.
+      norm: the normalisation, if there is one.
+      paths: their sum; none where nothing follows the normalisation.
+      attention: attention in the place of paths.
+    """
+
+    mean: Array
+    inner: Array
+    entered: Covariance
+    norm: NormTangent | None = None
+    paths: tuple[Path, ...] = ()
+    attention: AttentionTangent | None = None
+
+    def tangent(self, num_tokens: int) -> Any:
+        """As `layers.residual` takes it; None where it takes none."""
+        if self.attention is not None or not self.paths:
+            return self.attention
+
+        def output(path: Path) -> Array:
+            f = path.hidden.shape[1]
+            return jnp.eye(f, dtype=path.hidden.dtype) if path.output is None else path.output
+
+        def gain(path: Path) -> Array:
+            return jnp.broadcast_to(path.gain, (num_tokens, path.hidden.shape[1]))
+
+        return FeedForwardTangent(
+            _joined([path.hidden for path in self.paths], 1),
+            _joined([gain(path) for path in self.paths], 1),
+            _joined([output(path) for path in self.paths], 0),
+            _joined([path.average for path in self.paths], 1),
+            self.entered,
+        )
+
+
+_LONGEST = 4  # how many origins are remembered
+
+
+def through_dense(
+    branches: tuple[Branch, ...], mean: Array, cov: Covariance, kernel: Array
+) -> tuple[Branch, ...]:
+    """What follows a dense layer of x, of which these branches were known."""
+
+    def step(branch: Branch) -> Branch:
+        if not branch.paths:
+            return dataclasses.replace(branch, inner=mean, entered=cov, paths=(straight(kernel),))
+        return dataclasses.replace(branch, paths=tuple(p.mapped(kernel) for p in branch.paths))
+
+    return _begun(branches, step, Branch(mean, mean, cov, None, (straight(kernel),)))
+
+
+def through_gain(
+    branches: tuple[Branch, ...], gain: Array, before: Covariance, after: Covariance, mean: Array
+) -> tuple[Branch, ...]:
+    """What follows an elementwise function of x, with the mean given, of this expected gain."""
+    unit = straight(jnp.eye(mean.shape[1], dtype=mean.dtype))
+
+    def step(branch: Branch) -> Branch:
+        if not branch.paths and branch.norm is not None and gain.shape[0] == 1:
+            scaled = branch.norm._replace(scale=branch.norm.scale * gain)
+            return dataclasses.replace(branch, norm=scaled, entered=after)
+        paths = branch.paths or (unit,)
+        return dataclasses.replace(
+            branch, paths=tuple(p.scaled(gain, before, after) for p in paths)
+        )
+
+    new = Branch(mean, mean, before, None, (unit.scaled(gain, before, after),))
+    return _begun(branches, step, new)
+
+
+def _begun(
+    branches: tuple[Branch, ...], step: Callable[[Branch], Branch], new: Branch
+) -> tuple[Branch, ...]:
+    """Every branch one step further, and one that begins here, unless it is known as x normalised."""
+    known = tuple(step(branch) for branch in branches if branch.attention is None)
+    if any(branch.inner is new.mean for branch in known):
+        return known
+    return (*known, new)[-_LONGEST:]
+
+
+def _joined(arrays: list[Array], axis: int) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)

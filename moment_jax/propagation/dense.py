@@ -1,0 +1,208 @@
+"""Products with weights: dense layers in all arrangements of their axes, biases and gains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moment_jax.layers.dense import dense
+from moment_jax.layers.params import DenseParams
+from moment_jax.posterior import Point, Posterior
+from moment_jax.propagation.branches import Branch, through_dense, through_gain
+from moment_jax.propagation.errors import refuse
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.moments import Axes, Moments, fresh
+from moment_jax.propagation.propagator import Propagator, as_weight, rule
+from moment_jax.propagation.weights import Weight
+
+Array = jax.Array
+
+
+class Dense(NamedTuple):
+    """A product of a random sequence and a weight."""
+
+    x: Moments
+    tokens: Axes  # axes of x
+    features: Axes
+    kernel: Posterior  # (in, out)
+    places: np.ndarray  # of the result's entries in (T, out)
+
+
+def read_dense(propagator: Propagator, node: Node) -> Dense | None:
+    """A `dot_general` as a dense layer, or None if it is another product."""
+    (contract, batch) = node.params["dimension_numbers"]
+    for side in (0, 1):
+        value, other = node.operands[side], node.operands[1 - side]
+        weight = as_weight(other)
+        if weight is None or isinstance(value, Weight):
+            continue
+        if any(np.shape(value)[i] > 1 for i in batch[side]):
+            return None
+        free = _free(np.ndim(value), contract[side], batch[side])
+        outputs = _free(weight.ndim, contract[1 - side], batch[1 - side])
+        inputs, features = tuple(contract[1 - side]), tuple(contract[side])
+        if isinstance(value, Node):
+            x = propagator.moments(value)
+            if set(x.axes()[0]) & set(features):
+                return None  # over tokens
+            free = (*batch[side], *free)
+        else:
+            x = propagator.certain(value, features)
+        kernel = weight.kernel(inputs, outputs)
+        if kernel is None:
+            return None
+        shape = [np.shape(value)[i] for i in free], [weight.shape[i] for i in outputs]
+        places = np.arange(int(np.prod([*shape[0], *shape[1]]))).reshape(*shape[0], *shape[1])
+        if side == 1:
+            places = np.moveaxis(places, range(len(shape[0])), range(-len(shape[0]), 0))
+        return Dense(x, free, features, kernel, places.reshape(node.shape))
+    return None
+
+
+def _free(ndim: int, contract: Any, batch: Any) -> Axes:
+    return tuple(i for i in range(ndim) if i not in contract and i not in batch)
+
+
+def branches_of(m: Moments, mean: Array, tokens: Axes, features: Axes) -> tuple[Branch, ...]:
+    """What is known of a sequence's origins: all, that of some features, or nothing."""
+    if not m.branches or mean is m.mean:
+        return m.branches
+    rest = tuple(i for i in range(len(m.shape)) if i not in (*tokens, *features))
+    rows = m.places.transpose(*rest, *tokens, *features).reshape(mean.shape)
+    token, feature = np.divmod(rows, m.mean.shape[1])
+    straight = (
+        (token == np.arange(m.mean.shape[0])[:, None]).all()
+        if (mean.shape[0] == m.mean.shape[0])
+        else False
+    )
+    if not straight or (feature != feature[:1]).any():
+        return ()
+    return tuple(
+        dataclasses.replace(branch, paths=tuple(p.columns(feature[0]) for p in branch.paths))
+        for branch in m.branches
+        if branch.paths
+    )
+
+
+@rule("dot_general")
+def _dense(propagator: Propagator, node: Node) -> Moments | None:
+    found = read_dense(propagator, node)
+    if found is None:
+        return None
+    mean, cov = found.x.sequence(found.tokens, found.features)
+    out_mean, out_cov = dense(mean, cov, DenseParams(found.kernel))
+    before = branches_of(found.x, mean, found.tokens, found.features)
+    branches = through_dense(before, mean, cov, found.kernel.mean)
+    propagator.note(node, "dense", "input and kernel independent")
+    return Moments(out_mean, out_cov, found.places, branches)
+
+
+@rule("add", "add_any", "sub")
+def _shifted(propagator: Propagator, node: Node) -> Moments | None:
+    """Plus or minus a weight, or a certain array."""
+    for side in (0, 1):
+        weight = as_weight(node.operands[1 - side])
+        if weight is None:
+            continue
+        minus = node.op == "sub"
+        if isinstance(node.operands[side], Weight):  # two weights, independent
+            return None
+        m = spread(propagator.moments(node.operands[side]), node.shape)
+        tokens, features = m.natural()
+        mean, cov = m.sequence(tokens, features)
+        shift, parts = _noise(propagator, weight, node, m, tokens, features)
+        other_sign = -1 if minus and side == 0 else 1
+        own_sign = -1 if minus and side == 1 else 1
+        out = fresh(
+            own_sign * mean + other_sign * shift,
+            cov.add(*parts) if parts else cov,
+            node.shape,
+            tokens,
+            features,
+        )
+        branches = branches_of(m, mean, tokens, features)
+        if own_sign == -1:
+            return out
+        propagator.note(node, "bias" if parts else "shift", "independent" if parts else "")
+        return dataclasses.replace(out, branches=branches)
+    return None
+
+
+def spread(m: Moments, shape: tuple[int, ...]) -> Moments:
+    """Repeated along axes of size one, as elementwise operations do."""
+    if m.shape == tuple(shape):
+        return m
+    return Moments(m.mean, m.cov, np.broadcast_to(m.places, shape), m.branches)
+
+
+def _noise(
+    propagator: Propagator, weight: Weight, node: Node, m: Moments, tokens: Axes, features: Axes
+) -> tuple[Array, list[Any]]:
+    """Mean of a weight as an addend of a sequence, and its covariance if it has one."""
+    if weight.ndim != len(node.shape):
+        weight = Weight(
+            weight.posterior,
+            weight.places.reshape((1,) * (len(node.shape) - weight.ndim) + weight.shape),
+        )
+    whole = Weight(weight.posterior, np.broadcast_to(weight.places, node.shape))
+    t = int(np.prod([node.shape[i] for i in tokens], dtype=int))
+    vector = whole.vector(features)
+    if vector is not None:
+        shift = vector.mean.reshape(1, -1)
+        if isinstance(vector, Point):
+            return shift, []
+        return shift, [type(m.cov).shared(t, vector.vector_cov())]
+    if isinstance(weight.posterior, Point):
+        order = Moments(weight.posterior.mean.reshape(1, -1), None, whole.places)  # type: ignore[arg-type]
+        d = int(np.prod([node.shape[i] for i in features], dtype=int))
+        rest = tuple(i for i in range(len(node.shape)) if i not in (*tokens, *features))
+        return order.array().transpose(*rest, *tokens, *features).reshape(t, d), []
+    other = Moments(*_parts(whole.moments(propagator.structure)), whole.places)
+    mean, cov = other.sequence(tokens, features)
+    return mean, [cov]
+
+
+def _parts(m: Moments) -> tuple[Array, Any]:
+    return m.mean, m.cov
+
+
+@rule("mul", "div")
+def _gain(propagator: Propagator, node: Node) -> Moments | None:
+    """Times a weight, or times or over a certain array."""
+    for side in (0, 1):
+        weight = as_weight(node.operands[1 - side])
+        if weight is None or isinstance(node.operands[side], Weight):
+            continue
+        if node.op == "div" and (side == 1 or not isinstance(weight.posterior, Point)):
+            return None
+        if node.op == "div":
+            weight = Weight.of(Point(1 / weight.posterior.mean))
+        m = spread(propagator.moments(node.operands[side]), node.shape)
+        tokens, features = m.natural()
+        mean, cov = m.sequence(tokens, features)
+        shift, noise = _noise(propagator, weight, node, m, tokens, features)
+        scaled = cov.rescale(shift)
+        branches = through_gain(branches_of(m, mean, tokens, features), shift, cov, scaled, mean)
+        if noise:
+            vector = _vector(weight, node, features)
+            if vector is None:
+                raise refuse(
+                    f"a product with random weights {weight.shape}, not one gain for each feature",
+                    node.source,
+                    "Give one gain for each feature, or an array in its place.",
+                )
+            scaled = scaled.add(cov.gain_noise(mean, vector.vector_cov()))
+        propagator.note(node, "gain", "input and gain independent" if noise else "")
+        return dataclasses.replace(
+            fresh(mean * shift, scaled, node.shape, tokens, features), branches=branches
+        )
+    return None
+
+
+def _vector(weight: Weight, node: Node, features: Axes) -> Posterior | None:
+    lead = (1,) * (len(node.shape) - weight.ndim)
+    places = np.broadcast_to(weight.places.reshape(lead + weight.shape), node.shape)
+    return Weight(weight.posterior, places).vector(features)

@@ -1,0 +1,275 @@
+"""A function as a graph of the operations on what is random; all else is computed at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from moment_jax.propagation.errors import refuse
+from moment_jax.propagation.moments import Moments
+from moment_jax.propagation.primitives import evaluate, is_known, is_view, moved, uniform
+from moment_jax.propagation.weights import Weight
+
+Array = jax.Array
+Value = Any  # an array, a `Weight`, or a `Node`
+_count = itertools.count()
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One operation with a random operand; its moments are computed when somebody asks for them."""
+
+    primitive: Any
+    params: dict[str, Any]
+    operands: tuple[Value, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    source: Any
+    output: int = 0  # which of its results
+    index: int = dataclasses.field(default_factory=lambda: next(_count))
+    moments: Moments | None = None
+
+    @property
+    def op(self) -> str:
+        """Name of the primitive."""
+        return self.primitive.name
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Its random operands but for weights."""
+        return [x for x in self.operands if isinstance(x, Node)]
+
+
+def is_random(value: Value) -> bool:
+    """Whether it is a weight or an operation on one."""
+    return isinstance(value, Weight | Node)
+
+
+DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+
+
+class _Belief:
+    """In the place of a primitive, for a weight that is used as a random array."""
+
+    name = "belief"
+
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "gather", "concatenate"}
+_WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
+
+
+class Recorder:
+    """Walks through a jaxpr."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[
+            int, Any
+        ] = {}  # arrays of random numbers, kept so that their ids stay theirs
+        self.beliefs: dict[int, Node] = {}
+        self.calls: tuple[Any, ...] = ()  # source of the calls that we are in, the innermost first
+
+    def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
+        """The outputs of an open jaxpr."""
+        env: dict[Any, Value] = {}
+
+        def read(atom: Any) -> Value:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            results = self.equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        """Its results."""
+        name = eqn.primitive.name
+        if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
+            return self._computed(eqn, operands)
+        if name == "cond":
+            return self._branch(eqn, operands)
+        if name == "scan":
+            return self._unrolled(eqn, operands)
+        inner = next(
+            (eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None
+        )
+        if inner is not None and name not in ("while",):
+            return self._entered(eqn, *_opened(inner), operands)
+        if any(id(x) in self.drawn for x in operands):
+            raise refuse(
+                f"`{name}` of a random value with random numbers drawn in the function (dropout?)",
+                self.source(eqn),
+                "Evaluate the model in inference mode: model.eval(), or deterministic=True.",
+            )
+        if isinstance(operands[0], Weight):
+            seen = self._weight(eqn, operands)
+            if seen is not None:
+                return seen
+        if name in _AFFINE and any(isinstance(x, Weight) for x in operands):
+            changed = _affine(name, operands)
+            if changed is not None:
+                return [changed]
+        return self._nodes(eqn, operands)
+
+    def source(self, eqn: Any) -> tuple[Any, ...]:
+        """Where an equation came from, and the calls around it."""
+        return (eqn.source_info, *self.calls)
+
+    def _entered(self, eqn: Any, jaxpr: Any, consts: Any, operands: list[Value]) -> list[Value]:
+        before, self.calls = self.calls, self.source(eqn)
+        try:
+            return self.run(jaxpr, consts, operands)
+        finally:
+            self.calls = before
+
+    def _computed(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        results = evaluate(eqn.primitive, operands, eqn.params)
+        if eqn.primitive.name in DRAWS or any(id(x) in self.drawn for x in operands):
+            self.drawn.update({id(x): x for x in results})
+        return results
+
+    def _weight(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
+        weight, *rest = operands
+        if not is_view(eqn) or any(map(is_random, rest)) or not all(map(is_known, rest)):
+            return None
+        places = moved(eqn.primitive, weight.places, rest, eqn.params)
+        if eqn.primitive.name == "gather" and (
+            weight.ndim == 2 or any((p < 0).any() for p in places)
+        ):
+            return None  # rows of a table
+        return [Weight(weight.posterior, p) for p in places]
+
+    def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        source = self.source(eqn)
+        name = eqn.primitive.name
+        beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
+        if not beside and name not in _PRODUCTS:
+            operands = [self._belief(x, source) if isinstance(x, Weight) else x for x in operands]
+        operands = _split_gains(eqn, operands, source)
+        return [
+            Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, source, i)
+            for i, v in enumerate(eqn.outvars)
+        ]
+
+    def _belief(self, weight: Weight, source: Any) -> Node:
+        """A weight as any other random array."""
+        if id(weight) not in self.beliefs:
+            one = Node(_Belief, {}, (weight,), weight.shape, weight.dtype, source)
+            self.beliefs[id(weight)] = one
+        return self.beliefs[id(weight)]
+
+    def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        index, *args = operands
+        if is_random(index) or not is_known(index):
+            raise refuse(
+                "`cond` on a value that is random or not known while tracing",
+                self.source(eqn),
+                "Decide with static facts, or write jnp.where of both results.",
+            )
+        branch = eqn.params["branches"][int(index)]
+        return self._entered(eqn, *_opened(branch), args)
+
+    def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        p, body = eqn.params, eqn.params["jaxpr"]
+        # What is scanned over, or stacked, has one axis more outside than in the body.
+        jaxpr, _ = _opened(body)
+        over, carry = (
+            sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner, strict=True))
+            for outer, inner in ((eqn.invars, jaxpr.invars), (eqn.outvars, jaxpr.outvars))
+        )
+        fixed = over - carry
+        consts, state = operands[:fixed], operands[fixed : fixed + carry]
+        steps = range(p["length"])
+        stacked: dict[int, list[Value]] = {}
+        for i in reversed(steps) if p["reverse"] else steps:
+            xs = [_row(x, i) for x in operands[fixed + carry :]]
+            out = self._entered(eqn, *_opened(body), [*consts, *state, *xs])
+            state, stacked[i] = out[:carry], out[carry:]
+        ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
+        return [*state, *(_stacked(rows, eqn) for rows in ys)]
+
+
+def _opened(jaxpr: Any) -> tuple[Any, Any]:
+    """A jaxpr and its constants, closed or not."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def _row(x: Value, i: int) -> Value:
+    if not isinstance(x, Weight):
+        return x[i]
+    if x.places.shape == x.posterior.shape and np.array_equal(
+        x.places.ravel(), np.arange(x.places.size)
+    ):
+        return Weight.of(jax.tree.map(lambda a: a[i], x.posterior))
+    return Weight(x.posterior, x.places[i])
+
+
+def _stacked(rows: list[Value], eqn: Any) -> Value:
+    if any(map(is_random, rows)):
+        raise refuse(
+            "the stacked outputs of a `scan`",
+            eqn.source_info,
+            "Return what is random in the carry, or write the loop in Python.",
+        )
+    return jnp.stack(rows)
+
+
+_AFFINE = {"mul", "add", "sub", "div", "neg"}
+
+
+def _affine(name: str, operands: list[Value]) -> Weight | None:
+    """A weight times a certain array, or plus one; None if that is no belief that we know."""
+    if name == "neg":
+        return operands[0].affine(-1.0)
+    a, b = operands
+    if is_random(a) and is_random(b):
+        return None
+    if isinstance(a, Weight):
+        b = _number(b)
+        return {
+            "mul": lambda: a.affine(b),
+            "div": lambda: a.affine(1 / b),
+            "add": lambda: a.affine(1.0, b),
+            "sub": lambda: a.affine(1.0, -b),
+        }[name]()
+    a = _number(a)
+    return {
+        "mul": lambda: b.affine(a),
+        "div": lambda: None,
+        "add": lambda: b.affine(1.0, a),
+        "sub": lambda: b.affine(-1.0, a),
+    }[name]()
+
+
+def _number(array: Any) -> Any:
+    """A number in the place of an array that holds it everywhere."""
+    value = uniform(array)
+    return array if value is None else value
+
+
+def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
+    """A (C w) as (A C) w: a normalisation by itself, and the gain that Flax multiplies before it."""
+    if eqn.primitive.name != "mul":
+        return operands
+    for a, b in (operands, operands[::-1]):
+        if not (
+            isinstance(a, Node) and isinstance(b, Node) and b.op == "mul" and a.shape == b.shape
+        ):
+            continue
+        for c, gain in (b.operands, b.operands[::-1]):
+            if isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None:
+                inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)
+                return [inner, gain]
+    return operands

@@ -1,0 +1,109 @@
+"""Which entries of scores and weights belong to which head, query and key."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.projections import Projection
+from moment_jax.propagation.regions import BY_ROW, follow, sources
+
+
+class Layout(NamedTuple):
+    """Which entries of the weights' array belong to which head, query and key."""
+
+    query_columns: np.ndarray  # (H, K)
+    key_columns: np.ndarray
+    value_columns: np.ndarray
+    scores: (
+        np.ndarray
+    )  # where the score of a head, a query and a key is in the scores' array, (H, T, S)
+    weights: np.ndarray  # where its weight is in the weights' array, (H, T, S)
+    swapped: bool  # whether keys are the left factor of the scores
+
+
+def find_scores(weights: Node) -> Node | None:
+    """The product of two random arrays that these weights are a function of."""
+    for source in sources(weights, lambda n: n.op in BY_ROW):
+        if source.op == "dot_general":
+            return source if len(source.nodes) == 2 else None
+    return None
+
+
+def find_layout(
+    node: Node, side: int, weights: Node, scores: Node, left: Projection, right: Projection,
+    value: Projection,
+) -> tuple[Layout, np.ndarray] | None:  # fmt: skip
+    """Heads, queries and keys of the product of weights and values; and the places of its entries."""
+    shown = follow(weights, scores)
+    if shown is None:
+        return None
+    (lc, rc), (lb, rb) = scores.params["dimension_numbers"]
+    l_token, l_column = _grouped(left, lb, lc)
+    r_token, r_column = _grouped(right, rb, rc)
+    contract, batch = node.params["dimension_numbers"]
+    wc, vc, wb, vb = contract[side], contract[1 - side], batch[side], batch[1 - side]
+    wf = [i for i in range(len(weights.shape)) if i not in (*wc, *wb)]
+    at = shown.transpose(*wb, *wf, *wc)
+    n_batch = int(np.prod(at.shape[: len(wb)], dtype=int))
+    at = at.reshape(n_batch, -1, int(np.prod(at.shape[len(wb) + len(wf) :], dtype=int)))
+    entry = np.arange(weights_size(weights)).reshape(weights.shape).transpose(*wb, *wf, *wc)
+    entry = entry.reshape(at.shape)
+    b, left_row, right_row = np.unravel_index(
+        at, (l_token.shape[0], l_token.shape[1], r_token.shape[1])
+    )
+    lt, rt = l_token[b, left_row], r_token[b, right_row]
+    swapped = bool((lt != lt[..., :1]).any()) or (lt.shape[-1] == 1 and bool(lt.max() > rt.max()))
+    (qt, qi, qc), (kt, ki, kc) = (lt, left_row, l_column), (rt, right_row, r_column)
+    if swapped:
+        (qt, qi, qc), (kt, ki, kc) = (kt, ki, kc), (qt, qi, qc)
+    v_token, v_column = _grouped(value, vb, vc, middle=True)
+    first = qc[b[..., 0], qi[..., 0], 0]  # the first column of the query's head
+    heads, index = np.unique(first, return_inverse=True)
+    index = index.reshape(first.shape)
+    h, t, s = len(heads), len(np.unique(qt)), at.shape[-1]
+    if h * t != first.size or (kt != kt[:1, :1]).any() or (qt != qt[..., :1]).any():
+        return None
+    order = np.empty((h, t), int)
+    order[index.ravel(), qt[..., 0].ravel()] = np.arange(h * t)
+    keys = np.argsort(kt[0, 0])
+    if (
+        not np.array_equal(np.sort(kt[0, 0]), np.arange(s))
+        or (v_token != kt[0, 0][None, :, None]).any()
+    ):
+        return None
+    pick = order[:, 0]
+    row_batch = np.repeat(np.arange(n_batch), at.shape[1])
+    flat_b, flat_q, flat_k = (x.reshape(h * t, s)[pick, 0] for x in (b, qi, ki))
+    columns = qc[flat_b, flat_q], kc[flat_b, flat_k], v_column[row_batch[pick], 0]
+    at, entry = (x.reshape(h * t, s)[order][..., keys] for x in (at, entry))
+    width = v_column.shape[-1]
+    place = qt[..., 0] * (h * width) + index * width
+    out = place[..., None] + np.arange(width)
+    batch_shape = [weights.shape[i] for i in wb], [weights.shape[i] for i in wf]
+    free = [i for i in range(value.places.ndim) if i not in (*vc, *vb)]
+    out = out.reshape(*batch_shape[0], *batch_shape[1], *[value.places.shape[i] for i in free])
+    if side == 1:  # the values' free axes come first
+        nb, nf = len(wb), len(wf)
+        out = np.moveaxis(out, range(nb, nb + nf), range(out.ndim - nf, out.ndim))
+    return Layout(*columns, at, entry, swapped), out.reshape(node.shape)
+
+
+def weights_size(node: Node) -> int:
+    """Number of entries."""
+    return int(np.prod(node.shape, dtype=int))
+
+
+def _grouped(
+    p: Projection, batch: Any, contract: Any, *, middle: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and columns of an operand, (batch, free, contracted), or (batch, contracted, free)."""
+    free = [i for i in range(p.places.ndim) if i not in (*batch, *contract)]
+    order = (*batch, *contract, *free) if middle else (*batch, *free, *contract)
+    shape = p.places.shape
+    sizes = [int(np.prod([shape[i] for i in axes], dtype=int)) for axes in (batch, free, contract)]
+    sizes = [sizes[0], sizes[2], sizes[1]] if middle else sizes
+    tokens, columns = (x.transpose(order).reshape(sizes) for x in p.decoded())
+    return (tokens if middle else tokens[..., 0]), columns

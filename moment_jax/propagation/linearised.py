@@ -1,0 +1,77 @@
+"""The predictive distribution of the linearised network, the one that a Laplace approximation means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Full
+from moment_jax.posterior import FullNormal, MatrixNormal, Point, Posterior
+
+Array = jax.Array
+
+
+def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
+    """Mean and covariance of fn(mean) + J (w - mean): exact for the function linearised in its weights.
+
+    A Laplace approximation is a posterior of the linearised network, so its predictive distribution is
+    this one; of the network itself it is too wide. For posteriors that were trained as such (by the
+    ELBO), use `propagate`. It costs one backward pass for each output.
+
+    Assumes that the weights' arrays are independent.
+
+    Args:
+      fn: `fn(params, *inputs)`, differentiable in `params`, returning one array.
+
+    Returns:
+      A function of `params`, a pytree with a `Posterior` for every random array, and of the inputs. It
+      returns fn at the means as a sequence (T, D), the last axis being D, and its covariance, `Full`.
+
+    >>> import jax.numpy as jnp
+    >>> import moment_jax as mj
+    >>> belief = mj.posterior.Factorized(jnp.ones((2, 1)), jnp.full((2, 1), 0.5))
+    >>> mean, cov = mj.linearised(lambda w, x: x @ w)(belief, jnp.ones(2))
+    >>> print(mean, cov.variance())
+    [[2.]] [[1.]]
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"`linearised(fn)` needs a function fn(params, x). Got {type(fn).__name__}."
+        )
+
+    def predict(params: Any, *inputs: Any) -> tuple[Array, Full]:
+        leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Posterior))
+        beliefs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Posterior)}
+
+        def output(means: dict[int, Array]) -> Array:
+            return fn(
+                jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)]),
+                *inputs,
+            )
+
+        means = {i: belief.mean for i, belief in beliefs.items()}
+        mean = output(means)
+        shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
+        total = jnp.zeros((mean.size, mean.size), mean.dtype)
+        for i, jacobian in jax.jacrev(output)(means).items():
+            total = total + _carried(beliefs[i], jacobian.reshape(mean.size, -1))
+        mean = mean.reshape(shape)
+        return mean, Full(total.reshape(*mean.shape, *mean.shape))
+
+    return predict
+
+
+def _carried(belief: Posterior, jacobian: Array) -> Array:
+    """J Cov J^T of one array of weights, its entries in a row, (N, N)."""
+    if isinstance(belief, Point):
+        return jnp.zeros((), jacobian.dtype)
+    if isinstance(belief, FullNormal):
+        n = belief.mean.size
+        return jacobian @ belief.cov.reshape(n, n) @ jacobian.T
+    if isinstance(belief, MatrixNormal):
+        j = jacobian.reshape(-1, *belief.shape)
+        return jnp.einsum("nio,ij,op,mjp->nm", j, belief.in_cov, belief.out_cov, j)
+    return (jacobian * belief.marginal_variance().reshape(1, -1)) @ jacobian.T

@@ -1,0 +1,112 @@
+"""Maxima over windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.propagation.errors import refuse
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.moments import Moments, fresh, gather
+from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.windows import pool_places
+
+Array = jax.Array
+
+
+@rule("reduce_window_max")
+def _window_max(propagator: Propagator, node: Node) -> Moments:
+    """Maxima one after another: Clark's mean and variance of the larger of two correlated Gaussians.
+
+    What a maximum has in common with other entries passes by the probability of being the larger one.
+    """
+    x = propagator.moments(node.operands[0])
+    tokens, features = x.natural()
+    places = pool_places(node, x)
+    rest = [i for i in range(len(x.shape)) if i not in (*tokens, *features)]
+    size = [int(np.prod([node.shape[i] for i in axes], dtype=int)) for axes in (tokens, features)]
+    seen = places.transpose(*rest, *tokens, *features, len(x.shape)).reshape(*size, -1)
+    if (seen < 0).any():
+        raise refuse(
+            "a maximum over windows that reach beyond the edge", node.source, "Use VALID padding."
+        )
+    count = seen.shape[2]
+    wide = np.concatenate([seen[:, :, i] for i in range(count)], axis=1)
+    cov = gather(x.cov, wide)
+    means = [x.mean.reshape(-1)[seen[:, :, i]] for i in range(count)]
+    between = _between(x.cov, seen)
+    mean, shares, variance = _largest(means, between)
+    gated = cov.rescale(jnp.concatenate(shares, axis=1))
+    linear = gated.map_features(jnp.concatenate([jnp.eye(size[1], dtype=mean.dtype)] * count))
+    moments = _Exact(variance, linear.variance())
+    propagator.note(node, "maximum over windows", "entries Gaussian, maxima too (Clark)")
+    return fresh(mean, linear.elementwise(moments), node.shape, tokens, features)
+
+
+class _Exact:
+    """Sets variances, the linear part being scaled to fit where it is too large."""
+
+    def __init__(self, variance: Array, linear: Array) -> None:
+        self.variance = variance
+        ratio = jnp.where(linear > variance, variance / jnp.where(linear > 0, linear, 1), 1)
+        self.gain = jnp.sqrt(ratio)
+        self.second = jnp.zeros_like(variance)
+
+
+def _between(cov: Any, seen: np.ndarray) -> list[list[Array]]:
+    """Covariances of every two entries of a window, (T, D) each."""
+    t, d, count = seen.shape
+    flat = seen.reshape(t * d, count)
+    if hasattr(cov, "variances"):
+        own = cov.variance().reshape(-1)[flat].reshape(t, d, count)
+        return [
+            [own[:, :, i] if i == j else jnp.zeros((t, d), own.dtype) for j in range(count)]
+            for i in range(count)
+        ]
+    token, feature = np.divmod(flat, cov.shape[1])
+    if hasattr(cov, "token_correlation"):
+        scale = cov.scale.reshape(-1)[flat]
+
+        def pair(i: int, j: int) -> Array:
+            r = cov.token_correlation[token[:, i], token[:, j]]
+            return (scale[:, i] * scale[:, j] * r).reshape(t, d)
+
+        return [[pair(i, j) for j in range(count)] for i in range(count)]
+    dense_cov = cov.to_dense()
+    return [
+        [
+            dense_cov[token[:, i], feature[:, i], token[:, j], feature[:, j]].reshape(t, d)
+            for j in range(count)
+        ]
+        for i in range(count)
+    ]
+
+
+def _largest(means: list[Array], between: list[list[Array]]) -> tuple[Array, list[Array], Array]:
+    """Mean of the largest of several Gaussians, how much it moves with each, and its variance."""
+    mean, variance = means[0], between[0][0]
+    cross = list(between[0])  # Cov[largest so far, entry i]
+    shares = [jnp.ones_like(mean)]
+    for i in range(1, len(means)):
+        spread = variance + between[i][i] - 2 * cross[i]
+        positive = spread > jnp.finfo(mean.dtype).tiny
+        theta = jnp.sqrt(jnp.where(positive, spread, 1))
+        gap = mean - means[i]
+        alpha = gap / theta
+        p = jnp.where(positive, jax.scipy.stats.norm.cdf(alpha), (gap >= 0).astype(mean.dtype))
+        density = jnp.where(positive, theta * jax.scipy.stats.norm.pdf(alpha), 0)
+        new = mean * p + means[i] * (1 - p) + density
+        # Clark's variance, about the larger mean's side so that little cancels.
+        second = (
+            variance * p
+            + between[i][i] * (1 - p)
+            + gap * (gap * p * (1 - p) + density * (1 - 2 * p))
+        )
+        variance = jnp.maximum(second - density**2, 0)
+        cross = [p * c + (1 - p) * between[i][j] for j, c in enumerate(cross)]
+        shares = [*(s * p for s in shares), 1 - p]
+        mean = new
+    return mean, shares, variance

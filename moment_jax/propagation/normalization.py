@@ -1,0 +1,149 @@
+"""Normalisations and softmax over the features, recognised by their values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.layers.norm import layer_norm_and_tangent
+from moment_jax.layers.params import NormParams
+from moment_jax.layers.softmax import softmax
+from moment_jax.propagation.branches import Branch, through_dense
+from moment_jax.propagation.dense import branches_of
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.primitives import uniform
+from moment_jax.propagation.propagator import Propagator, pattern
+from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, sources
+
+Array = jax.Array
+
+
+class Normalization(NamedTuple):
+    """factor * (x - avg(x)) / sqrt(var(x) + epsilon), or without the average."""
+
+    centres: bool
+    epsilon: float
+    factor: float
+
+
+@pattern
+def _by_row(propagator: Propagator, node: Node) -> Moments | None:
+    found = None
+    for source, axes in _row_functions(node):
+
+        def fn(x: np.ndarray, source: Node = source) -> np.ndarray:
+            with jax.ensure_compile_time_eval():
+                value = jnp.asarray(x, source.dtype).reshape(source.shape)
+                return np.asarray(compute(node, {source: value}), float)
+
+        kind = _recognised(fn, source, axes)
+        if kind is None or (found is not None and isinstance(kind, np.ndarray)):
+            break
+        found = source, axes, kind
+    if found is None:
+        return None
+    source, axes, kind = found
+    m = propagator.moments(source)
+    tokens = tuple(i for i in range(len(m.shape)) if i not in axes)
+    mean, cov = m.sequence(tokens, axes)
+    if isinstance(kind, np.ndarray):
+        kernel = jnp.asarray(kind, mean.dtype)
+        branches = through_dense(branches_of(m, mean, tokens, axes), mean, cov, kernel)
+        propagator.note(node, "linear map of the features")
+        out = fresh(mean @ kernel, cov.map_features(kernel), node.shape, tokens, axes)
+        return dataclasses.replace(out, branches=branches)
+    if isinstance(kind, str):
+        propagator.note(node, "softmax", "its input Gaussian")
+        return fresh(*softmax(mean, cov), node.shape, tokens, axes)
+    out_mean, out_cov, tangent = layer_norm_and_tangent(
+        mean, cov, NormParams(), kind.epsilon, 2, centres=kind.centres
+    )
+    if kind.factor != 1:
+        factor = jnp.full((1, mean.shape[1]), kind.factor, mean.dtype)
+        out_mean, out_cov = out_mean * factor, out_cov.rescale(factor)
+        tangent = tangent._replace(scale=factor)
+    propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
+    out = fresh(out_mean, out_cov, node.shape, tokens, axes)
+    return dataclasses.replace(out, branches=(Branch(mean, out_mean, out_cov, tangent),))
+
+
+def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """Arrays of the same shape that all of it is made of, and the axes that are reduced."""
+    if node.op not in ("mul", "div", "sub", "add"):
+        return
+    reduced: set[tuple[int, ...]] = set()
+
+    def expandable(n: Node) -> bool:
+        if n.op in REDUCTIONS:
+            (operand,) = n.nodes[:1]
+            if operand.ndim != node.ndim:
+                return False
+            reduced.add(tuple(n.params["axes"]))
+        constants = (x for x in n.operands if not isinstance(x, Node))
+        return n.op in BY_ROW and all(uniform(x) is not None for x in constants)
+
+    for source in sources(node, expandable):
+        if len(reduced) > 1:
+            return
+        if reduced and source.shape == node.shape:
+            yield source, next(iter(reduced))
+
+
+def _recognised(
+    fn: Callable[[np.ndarray], np.ndarray], source: Node, axes: tuple[int, ...]
+) -> Normalization | np.ndarray | str | None:
+    """A normalisation, "softmax", the matrix of a linear map of the features, or none of these."""
+    x = np.random.default_rng(0).normal(size=source.shape)
+    y = fn(x)
+    close = 1e3 * float(jnp.finfo(source.dtype).eps)
+    weights = np.exp(x) / np.exp(x).sum(axes, keepdims=True)
+    if np.allclose(y, weights, atol=close):
+        return "softmax"
+    if np.allclose(fn(2 * x), 2 * y, atol=close * np.abs(y).max()):
+        return _matrix(fn, x, y, axes, close)
+    for centres in (True, False):
+        z = x - x.mean(axes, keepdims=True) if centres else x
+        z = z / np.sqrt((z**2).mean(axes, keepdims=True))
+        wide, small = fn(1e3 * z), 1e-3
+        factor = float((wide * z).mean())
+        if factor == 0 or not np.allclose(wide, factor * z, atol=close * abs(factor)):
+            continue
+        if not np.allclose(fn(1e4 * z), wide, atol=close * abs(factor)):
+            continue
+        kept = float((fn(small * z) * z).mean()) / factor
+        epsilon = small**2 * max(1 / kept**2 - 1, 0.0)
+        factor = 1.0 if abs(factor - 1) < close else factor
+        kind = Normalization(centres, float(f"{epsilon:.5g}"), factor)
+        moved = x - x.mean(axes, keepdims=True) if centres else x
+        expected = factor * moved / np.sqrt((moved**2).mean(axes, keepdims=True) + epsilon)
+        if np.allclose(y, expected, atol=close * abs(factor)):
+            return kind
+    return None
+
+
+def _matrix(
+    fn: Callable[[np.ndarray], np.ndarray],
+    x: np.ndarray,
+    y: np.ndarray,
+    axes: tuple[int, ...],
+    close: float,
+) -> np.ndarray | None:
+    """The matrix (D, D) of a map of the features alone, if it is linear."""
+    lead = tuple(i for i in range(x.ndim) if i not in axes)
+
+    def rows(array: np.ndarray) -> np.ndarray:
+        size = int(np.prod([x.shape[i] for i in axes]))
+        return array.transpose(*lead, *axes).reshape(-1, size)
+
+    size = rows(x).shape[1]
+    shape = [x.shape[i] if i in axes else 1 for i in range(x.ndim)]
+    units = (np.broadcast_to(unit.reshape(shape), x.shape) for unit in np.eye(size))
+    matrix = np.stack([rows(fn(unit))[0] for unit in units])
+    fits = np.allclose(rows(x) @ matrix, rows(y), atol=close * max(np.abs(y).max(), 1))
+    return matrix if fits else None

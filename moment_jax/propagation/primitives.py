@@ -1,0 +1,83 @@
+"""Primitives on arrays that are certain, and on places of what is random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+VIEWS = {
+    "reshape",
+    "tile",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "slice",
+    "rev",
+    "copy",
+    "dynamic_slice",
+    "gather",
+    "split",
+    "stop_gradient",
+    "convert_element_type",
+    "copy_p",
+    "reduce_precision",
+    "optimization_barrier",
+    "sharding_constraint",
+}
+
+
+def evaluate(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    """Results of a primitive on arrays; at once, while tracing too, if all are known."""
+    bound = primitive.get_bind_params(params)
+    if all(map(is_known, operands)):
+        with jax.ensure_compile_time_eval():
+            results = primitive.bind(*operands, **bound)
+    else:
+        results = primitive.bind(*operands, **bound)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def is_view(operation: Any) -> bool:
+    """Whether an equation or a `Node` only looks at its first operand in another way."""
+    if operation.primitive.name == "convert_element_type":
+        return jnp.issubdtype(operation.params["new_dtype"], jnp.floating)
+    return operation.primitive.name in VIEWS
+
+
+def is_known(value: Any) -> bool:
+    """Whether an array's numbers are known while tracing."""
+    return not isinstance(value, jax.core.Tracer)
+
+
+def moved(
+    primitive: Any, places: np.ndarray, rest: list[Any], params: dict[str, Any]
+) -> list[np.ndarray]:
+    """Where the entries of an array are after an operation that only looks at it in another way."""
+    if primitive.name in (
+        "convert_element_type",
+        "reduce_precision",
+        "stop_gradient",
+        "copy",
+        "copy_p",
+        "optimization_barrier",
+        "sharding_constraint",
+    ):
+        return [places]
+    if primitive.name == "gather" and "fill_value" in params:
+        params = {**params, "fill_value": -1}
+    results = evaluate(primitive, [places.astype(np.int32), *rest], params)
+    return [np.asarray(r) for r in results]
+
+
+def uniform(array: Any) -> Any:
+    """The number that a known array has in all entries, or None."""
+    if not hasattr(array, "__array__") and not np.isscalar(array):
+        return None  # a weight or a node
+    if not is_known(array):
+        return None
+    flat = np.asarray(array).reshape(-1)
+    return flat[0] if flat.size and (flat == flat[0]).all() else None

@@ -1,0 +1,230 @@
+"""Mean and covariance of any JAX function of random weights: its jaxpr, with moments as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.covariance import STRUCTURES, Covariance, Separable
+from moment_jax.posterior import Point, Posterior
+from moment_jax.propagation.errors import refuse, where
+from moment_jax.propagation.graph import Node, Recorder, Value, is_random
+from moment_jax.propagation.moments import Axes, Moments, fresh
+from moment_jax.propagation.weights import Weight
+from moment_jax.xla import materialized_inputs
+
+Array = jax.Array
+Rule = Callable[[Any, Node], Moments | None]
+
+
+class Step(NamedTuple):
+    """One operation of a receipt."""
+
+    operation: str  # of the function
+    rule: str  # by which its moments were computed
+    assumes: str
+    where: str  # in the user's program
+    shape: tuple[int, ...]
+
+
+class Propagator:
+    """Moments of the nodes of one graph, in one structure."""
+
+    def __init__(self, structure: type[Covariance]) -> None:
+        self.structure = structure
+        self.steps: list[Step] = []
+        self.focus: tuple[int, int] | None = (
+            None  # number of tokens, and the only one that is looked at
+        )
+        self._certain: dict[tuple[int, Axes], tuple[Any, Moments]] = {}
+
+    def moments(self, value: Value) -> Moments:
+        """Of a node, a weight, or an array that is certain."""
+        if isinstance(value, Weight):
+            return value.moments(self.structure)
+        if not isinstance(value, Node):
+            return self.certain(value, tuple(range(np.ndim(value)))[-1:])
+        if value.moments is None:
+            value.moments = self._resolved(value)
+        return value.moments
+
+    def certain(self, array: Any, features: Axes) -> Moments:
+        """A certain array, seen as a sequence with these axes as features."""
+        key = (id(array), features)
+        if key not in self._certain:
+            x = jnp.asarray(array)
+            x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+            tokens = tuple(i for i in range(x.ndim) if i not in features)
+            size = int(np.prod([x.shape[i] for i in features], dtype=int))
+            mean = x.transpose(*tokens, *features).reshape(-1, size)
+            cov = self.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+            self._certain[key] = (array, fresh(mean, cov, x.shape, tokens, features))
+        return self._certain[key][1]
+
+    def note(self, node: Node, rule: str, assumes: str = "") -> None:
+        """Enter an operation into the receipt."""
+        self.steps.append(Step(node.op, rule, assumes, where(node.source), tuple(node.shape)))
+
+    def _resolved(self, node: Node) -> Moments:
+        for rule in (*_REGISTERED.get(node.op, ()), *PATTERNS, *RULES.get(node.op, ())):
+            found = rule(self, node)
+            if found is not None:
+                return found
+        shapes = ", ".join(str(tuple(np.shape(x))) for x in node.operands)
+        raise refuse(
+            f"`{node.op}` of {shapes}, random",
+            node.source,
+            "It knows no such rule, nor a pattern that this is part of. Register one with "
+            f'mj.propagation_rule("{node.op}"), or compute this part from certain weights.',
+        )
+
+
+PATTERNS: list[Rule] = []  # tried first, whatever the primitive
+RULES: dict[str, list[Rule]] = {}
+_REGISTERED: dict[str, list[Rule]] = {}
+
+
+def rule(*primitives: str) -> Callable[[Rule], Rule]:
+    """Enter a rule of the library for these primitives."""
+
+    def enter(function: Rule) -> Rule:
+        for name in primitives:
+            RULES.setdefault(name, []).append(function)
+        return function
+
+    return enter
+
+
+def pattern(function: Rule) -> Rule:
+    """Enter a rule for operations that are recognised by what they compute."""
+    PATTERNS.append(function)
+    return function
+
+
+def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any]]], Any]:
+    """Register moments of a primitive: `rule(mean, cov, *others, **params) -> (mean, cov)`.
+
+    The rule takes the first random operand as a sequence, mean (T, D) and covariance, the other operands
+    as arrays (the mean where one is random, taken as independent), and the parameters of the primitive;
+    it returns moments of the result, a sequence (T, D) of the same layout. It goes before the library's.
+
+    Args:
+      primitive: name of the JAX primitive, as `jax.make_jaxpr` prints it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import moment_jax as mj
+    >>> @mj.propagation_rule("asinh")
+    ... def asinh(mean, cov):
+    ...     return mj.activation(mean, cov, jnp.arcsinh)
+    """
+    if not isinstance(primitive, str):
+        raise TypeError(
+            "`propagation_rule(primitive)` needs the name of a primitive, such as 'sort'. Got "
+            f"{primitive!r}. jax.make_jaxpr prints the names."
+        )
+
+    def enter(function: Callable[..., tuple[Array, Any]]) -> Any:
+        def applied(propagator: Propagator, node: Node) -> Moments:
+            first = next(i for i, x in enumerate(node.operands) if is_random(x))
+            m = propagator.moments(node.operands[first])
+            tokens, features = m.natural()
+            others = [
+                propagator.moments(x).array() if is_random(x) else x
+                for i, x in enumerate(node.operands)
+                if i != first
+            ]
+            mean, cov = function(*m.sequence(tokens, features), *others, **node.params)
+            propagator.note(node, getattr(function, "__name__", "a rule"), "registered")
+            return fresh(mean, cov, node.shape, tokens, features)
+
+        _REGISTERED[primitive] = [applied]
+        return function
+
+    return enter
+
+
+def propagate(
+    fn: Callable[..., Any],
+    *,
+    structure: type[Covariance] = Separable,
+    receipt: bool = False,
+) -> Callable[..., Any]:
+    """Mean and covariance of the output of a function of random weights, in one analytic pass.
+
+    `fn(params, x)` is any JAX function. It is traced, and its operations are carried out on moments:
+    linear ones as exactly as the structure allows; elementwise functions in closed form or by
+    quadrature; layer normalisation, root-mean-square normalisation, attention and residual sums are
+    recognised by what they compute, whatever module wrote them, and sent to the library's transforms.
+
+    Assumes that all weights' arrays are independent, and one input: for a batch, use jax.vmap (axes of
+    size one are welcome). It is the right predictive distribution for variational posteriors; for a
+    Laplace approximation, which is one of the linearised network, use `linearised`.
+
+    Args:
+      fn: `fn(params, *inputs)`, returning one array.
+      structure: in which covariances are kept, such as `mj.Separable` or `mj.Full`.
+      receipt: return the list of the operations too, each with its rule and what that assumes.
+
+    Returns:
+      A function of `params`, a pytree with a `Posterior` for every random array and arrays elsewhere,
+      and of the inputs, certain. It returns mean and covariance of the output as a sequence (T, D): its
+      last axis are the features, all others the tokens; an output (D,) is one token. With `receipt`
+      also a list of `Step`.
+
+    Raises:
+      PropagationError: for an operation that has no rule, with the line where it is.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import moment_jax as mj
+    >>> belief = mj.posterior.Factorized(jnp.ones((2, 3)), jnp.full((2, 3), 0.25))
+    >>> mean, cov = mj.propagate(lambda w, x: jnp.tanh(x @ w))(belief, jnp.ones(2))
+    >>> print(mean.shape, cov.variance().round(2))
+    (1, 3) [[0.02 0.02 0.02]]
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"`propagate(fn)` needs a function fn(params, x). Got {type(fn).__name__}. For a Flax "
+            "module, use mj.bayesian(module, posterior)."
+        )
+    if not (isinstance(structure, type) and issubclass(structure, Covariance)):
+        raise TypeError(
+            f"`propagate` needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
+            f"itself, such as mj.Separable). Got {structure!r}."
+        )
+
+    def propagated(params: Any, *inputs: Any) -> Any:
+        propagator = Propagator(structure)
+        mean, cov = materialized_inputs(_output)(propagator, fn, params, inputs)
+        return (mean, cov, propagator.steps) if receipt else (mean, cov)
+
+    return propagated
+
+
+def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Array, Any]:
+    leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Posterior))
+    means = [leaf.mean if isinstance(leaf, Posterior) else leaf for leaf in leaves]
+    traced = jax.make_jaxpr(fn)(jax.tree.unflatten(treedef, means), *inputs)
+    values = [Weight.of(leaf) if isinstance(leaf, Posterior) else leaf for leaf in leaves]
+    arguments = [*values, *jax.tree.leaves(inputs)]
+    arguments = [x if is_random(x) else jnp.asarray(x) for x in arguments]
+    if len(traced.jaxpr.outvars) != 1:
+        raise TypeError(
+            "`propagate(fn)` needs a function that returns one array. Got "
+            f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
+        )
+    (output,) = Recorder().run(traced.jaxpr, traced.consts, arguments)
+    m = propagator.moments(output)
+    last = len(m.shape) - 1
+    tokens = tuple(range(max(last, 0)))
+    return m.sequence(tokens, (last,) if last >= 0 else ())
+
+
+def as_weight(value: Value) -> Weight | None:
+    """A weight, or a certain array as one; None for a node."""
+    if isinstance(value, Node):
+        return None
+    return value if isinstance(value, Weight) else Weight.of(Point(jnp.asarray(value)))

@@ -1,0 +1,114 @@
+"""Regions of the graph that know one random array alone, as plain functions of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved, uniform
+from moment_jax.propagation.weights import Weight
+
+Array = jax.Array
+
+# fmt: off
+ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "atan", "atan2", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv",
+    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh",
+}
+# fmt: on
+REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
+BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
+
+
+def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
+    """Nodes that all that `node` knows comes through, the nearest first."""
+    frontier = {node}
+    while frontier:
+        last = max(frontier, key=lambda n: n.index)
+        if any(isinstance(x, Weight) for x in last.operands) or not expandable(last):
+            return
+        frontier.remove(last)
+        frontier.update(last.nodes)
+        if len(frontier) == 1:
+            yield next(iter(frontier))
+
+
+def compute(node: Node, known: dict[Node, Any], replace: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Value of a node, a function of those that are known.
+
+    Args:
+      node: what is asked for.
+      known: values of the nodes that it is computed from.
+      replace: applied to certain operands.
+    """
+    values = dict(known)
+
+    def value(n: Any) -> Any:
+        if not isinstance(n, Node):
+            return replace(n)
+        if n not in values:
+            operands = [value(x) for x in n.operands]
+            values[n] = evaluate(n.primitive, operands, n.params)[n.output]
+        return values[n]
+
+    return value(node)
+
+
+def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
+    """An array of which every entry is one function of the same entry of another; and the function."""
+
+    def expandable(n: Node) -> bool:
+        same = all(x.shape == node.shape for x in n.nodes)
+        rest = (x for x in n.operands if not isinstance(x, Node))
+        return n.op in ELEMENTWISE and same and all(uniform(x) is not None for x in rest)
+
+    source = None
+    for found in sources(node, expandable):
+        if jnp.issubdtype(found.dtype, jnp.floating):
+            source = found
+    if source is None:
+        return None
+
+    def fn(x: Array) -> Array:
+        def number(constant: Any) -> Array:
+            return jnp.asarray(np.asarray(constant).reshape(-1)[0])
+
+        return compute(node, {source: x.astype(source.dtype)}, number).astype(x.dtype)
+
+    return source, fn
+
+
+def follow(node: Node, source: Node) -> np.ndarray | None:
+    """Where the entries of `source` are in an array made of it by views and elementwise functions."""
+    if node is source:
+        return np.arange(int(np.prod(source.shape))).reshape(source.shape)
+    if node.op not in BY_ROW or node.op in REDUCTIONS:
+        return None
+    size = int(np.prod(source.shape))
+    for operand in node.nodes:
+        places = follow(operand, source)
+        if places is None:
+            continue
+        if node.op in VIEWS:
+            rest = node.operands[1:]
+            return moved(node.primitive, places, list(rest), node.params)[node.output]
+        if int(np.prod(operand.shape)) == size and operand.shape == node.shape:
+            return places
+    return None
+
+
+def stand_in(constant: Any) -> Any:
+    """A known array in the place of one that is not known while tracing: True, or NaN."""
+    if is_known(constant):
+        return constant
+    fill = True if constant.dtype == bool else np.nan
+    return np.full(constant.shape, fill, constant.dtype)

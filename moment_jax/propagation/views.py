@@ -1,0 +1,162 @@
+"""Operations that move entries, or add up arrays: views, sums, means, concatenation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from moment_jax.layers.residual import residual
+from moment_jax.layers.seen import pool_as
+from moment_jax.propagation.branches import Branch
+from moment_jax.propagation.dense import branches_of, spread
+from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.primitives import VIEWS, is_known, is_view, moved
+from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.weights import Weight
+
+Array = jax.Array
+
+
+@rule(*VIEWS)
+def _view(propagator: Propagator, node: Node) -> Moments | None:
+    rest = list(node.operands[1:])
+    if any(map(is_random, rest)) or not all(map(is_known, rest)) or not is_view(node):
+        return None
+    if node.op == "gather" and isinstance(node.operands[0], Weight) and node.operands[0].ndim == 2:
+        return None  # rows of a table
+    m = propagator.moments(node.operands[0])
+    places = moved(node.primitive, m.places, rest, node.params)[node.output]
+    return Moments(m.mean, m.cov, places, m.branches)
+
+
+@rule("belief")
+def _belief(propagator: Propagator, node: Node) -> Moments:
+    propagator.note(node, "weights as values")
+    return propagator.moments(node.operands[0])
+
+
+@rule("neg")
+def _negative(propagator: Propagator, node: Node) -> Moments:
+    m = propagator.moments(node.operands[0])
+    return Moments(-m.mean, m.cov, m.places)
+
+
+@rule("add", "add_any", "sub")
+def _sum(propagator: Propagator, node: Node) -> Moments | None:
+    """Of two random arrays: of x and what was made of it, or of independent ones."""
+    a, b = (spread(propagator.moments(x), node.shape) for x in node.operands)
+    tokens, features = a.natural() if a.mean.size >= b.mean.size else b.natural()
+    (mean_a, cov_a), (mean_b, cov_b) = (m.sequence(tokens, features) for m in (a, b))
+    sign = -1 if node.op == "sub" else 1
+    if sign == 1:
+        for mean, cov, m, other, other_cov in (
+            (mean_a, cov_a, b, mean_b, cov_b),
+            (mean_b, cov_b, a, mean_a, cov_a),
+        ):
+            for branch in branches_of(m, other, tokens, features):
+                out = _returned(mean, cov, other, other_cov, branch)
+                if out is not None:
+                    propagator.note(node, "residual", "the branch linearised")
+                    return fresh(*out, node.shape, tokens, features)
+    common = (
+        " though they have an origin in common" if _origins(node, 0) & _origins(node, 1) else ""
+    )
+    propagator.note(node, "sum", "addends independent" + common)
+    return fresh(mean_a + sign * mean_b, cov_a.add(cov_b), node.shape, tokens, features)
+
+
+def _origins(node: Node, side: int) -> set[int]:
+    """All weights that an operand knows of."""
+    seen: set[int] = set()
+    weights: set[int] = set()
+    stack = [node.operands[side]]
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Weight):
+            weights.add(id(value.posterior))
+        elif isinstance(value, Node):
+            stack.extend(value.operands)
+    return weights
+
+
+def _returned(
+    mean: Array, cov: Any, other: Array, other_cov: Any, branch: Branch
+) -> tuple[Array, Any] | None:
+    """Moments of x + f(x), if the branch f is one of x or of x normalised."""
+    tangent = branch.tangent(mean.shape[0])
+    if tangent is None or not (mean is branch.mean or mean is branch.inner):
+        return None
+    norm = branch.norm if mean is branch.mean else None
+    pool = getattr(other_cov, "pool", None)
+    if pool is not None and cov.pool is None:  # tokens that nobody sees do not count
+        cov = cov.pooled(pool)
+    mean, cov = residual(mean, cov, other, other_cov, tangent, norm)
+    if branch.attention is None and norm is not None:  # a block ends, as the library's do
+        cov = pool_as(cov, type(cov).zeros(cov.shape, cov.dtype))
+    return mean, cov
+
+
+@rule("reduce_sum")
+def _total(propagator: Propagator, node: Node) -> Moments | None:
+    """The sum over tokens, or over features."""
+    m = propagator.moments(node.operands[0])
+    axes = tuple(node.params["axes"])
+    by_token, by_feature = m.natural()
+    long = [i for i in axes if m.shape[i] > 1]
+    if not all(i in by_token for i in long) and not all(i in by_feature for i in long):
+        return None
+    mean, cov = m.sequence(by_token, by_feature)
+    over = by_token if all(i in by_token for i in long) else by_feature
+    kept = [i for i in over if i not in axes]
+    shape = [m.shape[i] for i in over]
+    target = np.zeros([n if i in kept else 1 for i, n in zip(over, shape, strict=True)], int)
+    target = np.arange(target.size).reshape(target.shape)
+    rows = np.broadcast_to(target, shape).ravel()
+    choose = jax.nn.one_hot(rows, int(target.size), dtype=mean.dtype)  # (old, new)
+    if over is by_token:
+        mean, cov = choose.T @ mean, cov.map_tokens(choose.T)
+    else:
+        mean, cov = mean @ choose, cov.map_features(choose)
+    left = [i for i in range(len(m.shape)) if i not in axes]
+
+    def renamed(old: Any) -> tuple[int, ...]:
+        return tuple(left.index(i) for i in old if i not in axes)
+
+    propagator.note(node, "sum over " + ("tokens" if over is by_token else "features"))
+    return fresh(mean, cov, node.shape, renamed(by_token), renamed(by_feature))
+
+
+@rule("concatenate")
+def _concatenated(propagator: Propagator, node: Node) -> Moments:
+    """Each part placed among zeros, and their sum: the parts are taken as independent."""
+    axis = node.params["dimension"]
+    parts = [propagator.moments(x) for x in node.operands]
+    first = max(parts, key=lambda m: m.mean.size * is_random(m))
+    tokens, features = first.natural()
+    if axis not in tokens and axis not in features:
+        tokens = tuple(sorted((*tokens, axis)))
+    total: Any = None
+    start = 0
+    for part in parts:
+        mean, cov = part.sequence(tokens, features)
+        size = part.shape[axis]
+        axes = tokens if axis in tokens else features
+        lead = [node.shape[i] for i in axes]
+        at = np.arange(int(np.prod(lead))).reshape(lead)
+        chosen = np.take(at, range(start, start + size), axes.index(axis)).ravel()
+        choose = jax.nn.one_hot(chosen, at.size, dtype=mean.dtype)  # (old, new)
+        if axis in tokens:
+            placed = choose.T @ mean, cov.map_tokens(choose.T)
+        else:
+            placed = mean @ choose, cov.map_features(choose)
+        total = placed if total is None else (total[0] + placed[0], total[1].add(placed[1]))
+        start += size
+    propagator.note(node, "concatenate", "parts independent of each other")
+    mean, cov = total
+    return fresh(mean, cov, node.shape, tokens, features)

@@ -1,0 +1,162 @@
+"""Random weights as models look at them: reshaped, transposed, sliced, scaled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.covariance import Covariance
+from moment_jax.posterior import (
+    Factorized,
+    FullNormal,
+    MatrixNormal,
+    OutputShared,
+    Point,
+    Posterior,
+)
+from moment_jax.propagation.moments import Axes, Moments
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A belief about an array of weights, and which of its entries are seen where.
+
+    Args:
+      posterior: the belief.
+      places: for each entry that is seen, the flat index of the weight.
+    """
+
+    posterior: Posterior
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, posterior: Posterior) -> Weight:
+        """The array itself."""
+        return cls(posterior, np.arange(posterior.mean.size).reshape(posterior.shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that is seen."""
+        return self.places.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of the weights."""
+        return self.posterior.mean.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.places.ndim
+
+    def vector(self, axes: Axes) -> Posterior | None:
+        """A belief about the vector along these axes, the same along all others; else None."""
+        rest = tuple(i for i in range(self.ndim) if i not in axes)
+        rows = self.places.transpose(*rest, *axes)
+        rows = rows.reshape(-1, int(np.prod([self.shape[i] for i in axes], dtype=int)))
+        same = (rows == rows[:1]).all() and len(np.unique(rows[0])) == rows.shape[1]
+        return select(self.posterior, rows[0]) if same else None
+
+    def kernel(self, inputs: Axes, outputs: Axes) -> Posterior | None:
+        """A belief about the kernel (in, out) with these axes, or None where entries come twice."""
+        shape = [
+            int(np.prod([self.shape[i] for i in axes], dtype=int)) for axes in (inputs, outputs)
+        ]
+        rest = tuple(i for i in range(self.ndim) if i not in (*inputs, *outputs))
+        return select(
+            self.posterior, self.places.transpose(*rest, *inputs, *outputs).reshape(shape)
+        )
+
+    def affine(self, scale: Any = 1.0, shift: Any = 0.0) -> Weight | None:
+        """A belief about scale * w + shift, or None if the family does not hold it."""
+        number = np.ndim(scale) == 0 and not isinstance(scale, jax.core.Tracer)
+        if number and np.ndim(shift) == 0 and not isinstance(shift, jax.core.Tracer) and shift == 0:
+            if scale == 1:
+                return self
+            return Weight(rescaled(self.posterior, scale), self.places)
+        posterior = select(self.posterior, self.places)
+        if not isinstance(posterior, Point | Factorized):
+            return None
+        mean = posterior.mean * scale + shift
+        if mean.shape != self.shape:  # a weight that is repeated is one weight still
+            return None
+        if isinstance(posterior, Point):
+            return Weight.of(Point(mean))
+        variance = jnp.broadcast_to(posterior.variance * jnp.square(scale), mean.shape)
+        return Weight.of(Factorized(mean, variance))
+
+    def moments(self, structure: type[Covariance]) -> Moments:
+        """As a random array: its last axis that is long enough as features."""
+        posterior, shape = self.posterior, self.posterior.shape
+        d = shape[-1] if shape else 1
+        mean = jnp.reshape(posterior.mean, (-1, d))
+        if isinstance(posterior, Point):
+            return Moments(
+                mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype), self.places
+            )
+        if isinstance(posterior, FullNormal):
+            cov: Any = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
+        elif isinstance(posterior, MatrixNormal):
+            cov = structure.project(jnp.einsum("ij,op->iojp", posterior.in_cov, posterior.out_cov))
+        else:
+            cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
+        return Moments(mean, cov, self.places)
+
+
+def rescaled(posterior: Posterior, factor: Any) -> Posterior:
+    """The belief about a number times the weights."""
+    mean, square = posterior.mean * factor, jnp.square(factor)
+    if isinstance(posterior, Factorized | OutputShared):
+        return type(posterior)(mean, posterior.variance * square)
+    if isinstance(posterior, FullNormal):
+        return FullNormal(mean, posterior.cov * square)
+    if isinstance(posterior, MatrixNormal):
+        return MatrixNormal(mean, posterior.in_cov * square, posterior.out_cov)
+    return Point(mean)
+
+
+def select(posterior: Posterior, places: np.ndarray) -> Posterior | None:
+    """The belief about these weights, in this arrangement; None if the family has none of it.
+
+    A weight that comes twice is only known to `Point` beliefs: it is not two independent weights.
+    """
+    shape = posterior.shape
+    if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):
+        return posterior
+    if isinstance(posterior, Point):
+        return Point(posterior.mean.reshape(-1)[places])
+    if len(np.unique(places)) != places.size:
+        return None
+    if isinstance(posterior, Factorized):
+        mean, variance = (a.reshape(-1)[places] for a in (posterior.mean, posterior.variance))
+        return Factorized(mean, variance)
+    if isinstance(posterior, FullNormal):
+        n = posterior.mean.size
+        flat = places.ravel()
+        cov = posterior.cov.reshape(n, n)[flat[:, None], flat[None]]
+        return FullNormal(posterior.mean.reshape(-1)[places], cov.reshape(*places.shape * 2))
+    return _part_of_matrix(posterior, places)
+
+
+def _part_of_matrix(posterior: Posterior, places: np.ndarray) -> Posterior | None:
+    """Rows and columns of a kernel whose covariance is told by rows and columns."""
+    if places.ndim != 2 or len(posterior.shape) != 2:
+        return None
+    rows, columns = np.divmod(places, posterior.shape[1])
+    if (rows == rows[:, :1]).all() and (columns == columns[:1]).all():
+        r, c = rows[:, 0], columns[0]
+        mean = posterior.mean[r][:, c]
+        if isinstance(posterior, OutputShared):
+            return OutputShared(mean, posterior.variance[c])
+        if isinstance(posterior, MatrixNormal):
+            return MatrixNormal(mean, posterior.in_cov[r][:, r], posterior.out_cov[c][:, c])
+    if (rows == rows[:1]).all() and (columns == columns[:, :1]).all():
+        turned = _part_of_matrix(posterior, places.T)
+        return None if turned is None else turned.transpose()
+    return None

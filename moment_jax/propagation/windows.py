@@ -1,0 +1,188 @@
+"""Windows of an array: convolutions, pooling, and rows of a table."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.layers.dense import dense
+from moment_jax.layers.embedding import embedding
+from moment_jax.layers.params import DenseParams
+from moment_jax.propagation.errors import refuse
+from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.moments import Moments, fresh, gather
+from moment_jax.propagation.propagator import Propagator, as_weight, rule
+from moment_jax.propagation.weights import Weight
+
+Array = jax.Array
+Window = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
+
+
+def windows(shape: tuple[int, ...], window: Window) -> np.ndarray:
+    """Flat indices of what each window sees, (*positions, *offsets); -1 beyond the edge.
+
+    Args:
+      shape: of the array.
+      window: its size, strides, padding and dilation, one for each axis.
+    """
+    size, strides, padding, dilation = window
+    index = np.zeros((1,) * (2 * len(shape)), int)
+    inside = np.ones_like(index, bool)
+    for i, n in enumerate(shape):
+        reach = (size[i] - 1) * dilation[i] + 1
+        count = (n + sum(padding[i]) - reach) // strides[i] + 1
+        at = (
+            np.arange(count)[:, None] * strides[i]
+            + np.arange(size[i]) * dilation[i]
+            - padding[i][0]
+        )
+        axes = [1] * (2 * len(shape))
+        axes[i], axes[i + len(shape)] = at.shape
+        index = index * n + at.reshape(axes)
+        inside = inside & ((at >= 0) & (at < n)).reshape(axes)
+    return np.where(inside, index, -1)
+
+
+@rule("conv_general_dilated")
+def _convolution(propagator: Propagator, node: Node) -> Moments | None:
+    """A dense layer of the windows: exact for `Full`, else with what the structure holds of them."""
+    p, (image, kernel) = node.params, node.operands
+    weight = as_weight(kernel)
+    if weight is None or any(n != 1 for n in p["lhs_dilation"]) or p["batch_group_count"] != 1:
+        return None
+    lhs, rhs, out = p["dimension_numbers"]
+    shape = np.shape(image)
+    groups = p["feature_group_count"]
+    first, second, *rest = rhs  # outputs, inputs, and the window's axes
+    spatial = [weight.shape[i] for i in rest]
+    ones = (1,) * len(shape)
+    size, strides, dilation = ([*ones] for _ in range(3))
+    padding = [(0, 0)] * len(shape)
+    for axis, n, s, d, pad in zip(
+        lhs[2:], spatial, p["window_strides"], p["rhs_dilation"], p["padding"], strict=True
+    ):
+        size[axis], strides[axis], dilation[axis], padding[axis] = n, s, d, pad
+    size[lhs[1]] = shape[lhs[1]]
+    strides[lhs[1]] = 1
+    seen = windows(shape, (tuple(size), tuple(strides), tuple(padding), tuple(dilation)))
+    n = len(shape)
+    # positions (batch and space), then offsets (space, channels)
+    order = [lhs[0], *lhs[2:], lhs[1], *(n + i for i in (lhs[0], *lhs[2:], lhs[1]))]
+    seen = seen.transpose(order)
+    positions = seen.shape[: n - 1]
+    seen = seen.reshape(int(np.prod(positions)), -1)
+    x = (
+        propagator.moments(image)
+        if isinstance(image, Node)
+        else propagator.certain(image, (lhs[1],))
+    )
+    places = np.where(seen < 0, -1, x.places.ravel()[seen])
+    mean = jnp.where(places < 0, 0, x.mean.reshape(-1)[np.maximum(places, 0)])
+    cov: Any = (
+        gather(x.cov, places)
+        if isinstance(image, Node)
+        else propagator.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+    )
+    rows = weight.places.transpose(*rest, second, first)
+    belief = _grouped_kernel(Weight(weight.posterior, rows), groups, shape[lhs[1]])
+    if belief is None:
+        return None
+    out_mean, out_cov = dense(mean, cov, DenseParams(belief))
+    propagator.note(
+        node, "convolution", "input and kernel independent; windows as the structure has them"
+    )
+    axes = (out[0], *out[2:])
+    return fresh(out_mean, out_cov, node.shape, axes, (out[1],))
+
+
+def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
+    """A belief about the kernel (window * channels, out), zero between the groups."""
+    *window, inputs, outputs = weight.shape
+    if groups == 1:
+        n = len(window)
+        return weight.kernel(tuple(range(n + 1)), (n + 1,))
+    factorized = weight.kernel(tuple(range(len(window) + 1)), (len(window) + 1,))
+    own = np.arange(outputs) // (outputs // groups)
+    place = own[None, :] * inputs + np.arange(inputs)[:, None]  # the channels that an output sees
+    index = np.arange(int(np.prod(window)))[:, None, None] * channels + place
+    index, columns = index.reshape(-1, outputs), np.arange(outputs)[None, :]
+
+    def spread(array: Array) -> Array:
+        zeros = jnp.zeros((int(np.prod(window)) * channels, outputs), array.dtype)
+        return zeros.at[index, columns].set(array)
+
+    if (
+        factorized is None
+        or not factorized.uncorrelated
+        or getattr(factorized, "variance", None) is None
+    ):
+        return None
+    return type(factorized)(*jax.tree.map(spread, jax.tree.leaves(factorized)))
+
+
+def pool_places(node: Node, x: Moments) -> np.ndarray:
+    """Places of what each window sees, its offsets last."""
+    p = node.params
+    if any(n != 1 for n in p["base_dilation"]):
+        raise refuse(f"`{node.op}` of a dilated array", node.source, "Use plain windows.")
+    window = (p["window_dimensions"], p["window_strides"], p["padding"], p["window_dilation"])
+    seen = windows(x.shape, window)
+    positions = seen.shape[: len(x.shape)]
+    seen = seen.reshape(*positions, -1)
+    return np.where(seen < 0, -1, x.places.ravel()[seen])
+
+
+@rule("reduce_window_sum")
+def _window_sum(propagator: Propagator, node: Node) -> Moments | None:
+    x = propagator.moments(node.operands[0])
+    tokens, features = x.natural()
+    places = pool_places(node, x)
+    # Every feature sees the same tokens: a map of the tokens.
+    rest = [i for i in range(len(x.shape)) if i not in (*tokens, *features)]
+    t = int(np.prod([node.shape[i] for i in tokens], dtype=int))
+    seen = places.transpose(*rest, *tokens, *features, len(x.shape)).reshape(
+        t, -1, places.shape[-1]
+    )
+    token, feature = np.divmod(seen, x.mean.shape[1])
+    d = np.arange(x.mean.shape[1])
+    if (
+        seen.shape[1] != len(d)
+        or (np.where(seen < 0, d[None, :, None], feature) != d[None, :, None]).any()
+    ):
+        return None
+    choose = np.zeros((t, x.mean.shape[0]))
+    for position, offset in itertools.product(range(t), range(seen.shape[2])):
+        if seen[position, 0, offset] >= 0:
+            choose[position, token[position, 0, offset]] += 1
+    weights = jnp.asarray(choose, x.mean.dtype)
+    propagator.note(node, "sum over windows")
+    return fresh(weights @ x.mean, x.cov.map_tokens(weights), node.shape, tokens, features)
+
+
+@rule("gather")
+def _rows(propagator: Propagator, node: Node) -> Moments | None:
+    """Rows of a random table, by ids that are known or not."""
+    table, ids = node.operands
+    numbers = node.params["dimension_numbers"]
+    if not isinstance(table, Weight) or is_random(ids) or table.ndim != 2:
+        return None
+    sizes = tuple(node.params["slice_sizes"])
+    if (
+        numbers.collapsed_slice_dims != (0,)
+        or numbers.start_index_map != (0,)
+        or sizes[1] != table.shape[1]
+    ):
+        return None
+    belief = table.kernel((0,), (1,))
+    if belief is None:
+        return None
+    flat = jnp.reshape(ids, (-1,))
+    mean, cov = embedding(flat, belief, propagator.structure)
+    features = tuple(numbers.offset_dims)
+    tokens = tuple(i for i in range(len(node.shape)) if i not in features)
+    propagator.note(node, "embedding", "rows as the family has them")
+    return fresh(mean, cov, node.shape, tokens, features)

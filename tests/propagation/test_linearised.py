@@ -1,0 +1,50 @@
+"""The linearised network: exact where the function is linear in its weights, whatever their family."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import moment_jax as mj
+
+
+def root(seed: int, n: int):
+    a = jax.random.normal(jax.random.key(seed), (n, n))
+    return a @ a.T / n
+
+
+MEAN = jax.random.normal(jax.random.key(0), (3, 2))
+FAMILIES = [
+    mj.posterior.Point(MEAN),
+    mj.posterior.Factorized(MEAN, jnp.square(MEAN)),
+    mj.posterior.OutputShared(MEAN, jnp.array([0.5, 2.0])),
+    mj.posterior.MatrixNormal(MEAN, root(1, 3), root(2, 2)),
+    mj.posterior.FullNormal(MEAN, root(3, 6).reshape(3, 2, 3, 2)),
+]
+
+
+@pytest.mark.parametrize("kernel", FAMILIES, ids=lambda f: type(f).__name__)
+def test_of_a_dense_layer_it_is_the_dense_layer(kernel):
+    x = jax.random.normal(jax.random.key(4), (4, 3))
+    expected = mj.dense(x, mj.Full.zeros(x.shape), mj.DenseParams(kernel))
+    for found in (
+        mj.linearised(lambda w, x: x @ w)(kernel, x),
+        mj.propagate(lambda w, x: x @ w, structure=mj.Full)(kernel, x),
+    ):
+        assert jnp.allclose(found[0], expected[0], atol=1e-5)
+        assert jnp.allclose(found[1].cov, expected[1].cov, atol=1e-4)
+
+
+def test_of_a_network_it_is_the_limit_of_small_noise():
+    w = {"a": MEAN, "b": MEAN.T}
+    small = jax.tree.map(lambda a: mj.posterior.Factorized(a, jnp.full(a.shape, 1e-8)), w)
+
+    def fn(p, x):
+        return jnp.tanh(x @ p["a"]) @ p["b"]
+
+    x = jnp.ones((2, 3))
+    mean, cov = mj.linearised(fn)(small, x)
+    other, other_cov = mj.propagate(fn, structure=mj.Full)(small, x)
+    assert jnp.allclose(mean, other, atol=1e-5)
+    assert jnp.allclose(cov.cov, other_cov.cov, rtol=1e-3, atol=1e-11)

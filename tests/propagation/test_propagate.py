@@ -1,0 +1,222 @@
+"""Functions as users write them: moments of the library's layers, and of sampled networks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.propagation.models import MyCNN, MyLanguageModel, MyMLP, MyViT
+
+STRUCTURES = [mj.Diagonal, mj.TokenBlock, mj.TokenCorrelated, mj.Separable, mj.Full]
+
+
+def belief(seed: int, *shape: int, scale: float = 0.1) -> mj.posterior.Factorized:
+    mean_key, key = jax.random.split(jax.random.key(seed))
+    mean = jax.random.normal(mean_key, shape) / shape[0] ** 0.5
+    return mj.posterior.Factorized(mean, scale**2 * jax.random.uniform(key, shape))
+
+
+def assert_same(found, expected):
+    (mean, cov), (other, other_cov) = found, expected
+    assert jnp.allclose(mean, other, atol=1e-5)
+    assert jnp.allclose(cov.to_dense(), other_cov.to_dense(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("structure", "written", "transform"),
+    [
+        *((s, lambda x: jnp.where(x > 0, x, 0.0), mj.relu) for s in STRUCTURES),
+        (mj.Separable, lambda x: 0.5 * x * (1 + jax.lax.erf(x / 2**0.5)), mj.gelu),
+        (mj.Separable, jnp.tanh, lambda m, c: mj.activation(m, c, jnp.tanh)),
+    ],
+    ids=[*(f"relu-{s.__name__}" for s in STRUCTURES), "gelu", "tanh"],
+)
+def test_a_perceptron_is_the_composition_of_its_layers(structure, written, transform):
+    weights = {"w": belief(0, 3, 8), "b": belief(1, 8), "v": belief(2, 8, 2)}
+    x = jax.random.normal(jax.random.key(3), (4, 3))
+    found = jax.jit(
+        mj.propagate(lambda p, x: written(x @ p["w"] + p["b"][None]) @ p["v"], structure=structure)
+    )(weights, x)
+
+    @jax.jit
+    def composed(p):
+        moments = mj.dense(x, structure.zeros(x.shape), mj.DenseParams(p["w"], p["b"]))
+        return mj.dense(*transform(*moments), mj.DenseParams(p["v"]))
+
+    assert_same(found, composed(weights))
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_normalisations_are_known_by_their_values(centred):
+    def written(p, x):
+        y = x @ p["w"]
+        y = y - y.mean(-1, keepdims=True) if centred else y
+        return y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-3) * p["g"][None]
+
+    weights = {"w": belief(0, 3, 6), "g": belief(1, 6)}
+    x = jax.random.normal(jax.random.key(3), (4, 3))
+    moments = mj.dense(x, mj.Separable.zeros(x.shape), mj.DenseParams(weights["w"]))
+    norm = mj.layer_norm if centred else mj.rms_norm
+    expected = norm(*moments, mj.NormParams(weights["g"]), epsilon=1e-3)
+    assert_same(mj.propagate(written)(weights, x), expected)
+
+
+def as_flax(params: mj.EncoderBlockParams, heads: int):
+    """Beliefs of a block of the library in the places of its plain network's parameters."""
+
+    def dense(p, kernel=None, bias=None):
+        def shaped(q, shape):
+            return q if shape is None else jax.tree.map(lambda a: a.reshape(shape), q)
+
+        return {"kernel": shaped(p.kernel, kernel), "bias": shaped(p.bias, bias)}
+
+    a, f = params.attention, params.feed_forward
+    d = a.query.kernel.shape[0]
+    split = (d, heads, d // heads), (heads, d // heads)
+    norms = {
+        name: {"scale": p.scale, "bias": p.bias}
+        for name, p in (("norm1", params.norm1), ("norm2", params.norm2))
+    }
+    attention = {name: dense(getattr(a, name), *split) for name in ("query", "key", "value")}
+    attention["out"] = dense(a.output, (heads, d // heads, d))
+    return {**norms, "attention": attention, "hidden": dense(f.hidden), "output": dense(f.output)}
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_flax_blocks_have_the_moments_of_the_library(norm_first):
+    block = mj.nn.EncoderBlock(
+        4, 2, hidden_features=6, norm_first=norm_first, activation="gelu", relative_scale=0.3,
+        rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    x = jax.random.normal(jax.random.key(1), (3, 4))
+    mask = jnp.tril(jnp.ones((3, 3), bool))
+    predict = mj.bayesian(block.mean_network(), as_flax(block.params, 2), batch_axes=0)
+    assert_same(jax.jit(lambda x: predict(x, mask=mask))(x), jax.jit(block)(x, mask=mask))
+
+
+def relative(weights, noise=0.1):
+    return jax.tree.map(lambda w: mj.posterior.Factorized(w, (noise * w) ** 2), weights)
+
+
+def assert_sampled(model, x, structure, *, bounds, noise=0.1):
+    """The mean network is the model, and the sd is that of sampled networks."""
+    graph, state, rest = nnx.split(model, nnx.Param, ...)
+    weights = nnx.to_pure_dict(state)
+
+    def fn(weights, x):
+        filled = jax.tree.map(lambda a: a, state)
+        nnx.replace_by_pure_dict(filled, weights)
+        return nnx.merge(graph, filled, rest)(x)
+
+    point = jax.tree.map(mj.posterior.Point, weights)
+    plain, _ = mj.bayesian(model, point, structure=mj.Diagonal)(x)
+    assert jnp.allclose(plain, model(x), atol=1e-5)
+    beliefs = relative(weights, noise)
+    mean, cov = jax.jit(mj.bayesian(model, beliefs, structure=structure))(x)
+    sd = jnp.sqrt(jax.vmap(lambda c: c.variance())(cov)).reshape(mean.shape)
+    truth = jax.jit(lambda b: mj.monte_carlo(lambda w: fn(w, x), b, jax.random.key(3), 4000))(
+        beliefs
+    )
+    ratio = float(jnp.mean(sd / truth.standard_deviation))
+    assert bounds[0] <= ratio <= bounds[1], ratio
+
+
+CASES = {
+    "perceptron": (MyMLP, (2, 3), mj.Separable, (0.95, 1.05)),
+    "convolutions": (MyCNN, (1, 8, 8, 1), mj.Full, (0.95, 1.05)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unmodified_models_against_sampled_networks(name):
+    make, shape, structure, bounds = CASES[name]
+    model = make(nnx.Rngs(0))
+    model.eval()
+    x = jax.random.normal(jax.random.key(1), shape)
+    assert_sampled(model, x, structure, bounds=bounds)
+
+
+def test_transformers_that_users_write_keep_their_mean():
+    """Class token and convolutional patches; rotary positions, grouped queries, gated products."""
+    images = jax.random.normal(jax.random.key(1), (1, 8, 8, 1))
+    for model, x in (
+        (MyViT(nnx.Rngs(0), depth=1), images),
+        (MyLanguageModel(nnx.Rngs(0), depth=1), jnp.array([[1, 4, 2, 7, 1, 3]])),
+    ):
+        point = jax.tree.map(mj.posterior.Point, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        mean, cov = jax.jit(mj.bayesian(model, point))(x)
+        assert jnp.allclose(mean, model(x), atol=1e-5)
+        assert jnp.all(cov.scale == 0)
+
+
+def test_gated_products_keep_what_both_factors_share():
+    def fn(p, x):
+        x = x @ p["w"]
+        return jax.nn.silu(x @ p["gate"]) * (x @ p["up"])
+
+    weights = {"w": belief(0, 3, 4, scale=0.2), "gate": belief(1, 4, 5), "up": belief(2, 4, 5)}
+    x = jax.random.normal(jax.random.key(3), (2, 3))
+    truth = mj.monte_carlo(lambda p: fn(p, x), weights, jax.random.key(4), 20_000)
+    mean, cov = mj.propagate(fn, structure=mj.Full)(weights, x)
+    assert jnp.all(jnp.abs(mean - truth.mean) < 0.05 * truth.standard_deviation)
+    ratio = jnp.sqrt(cov.variance()) / truth.standard_deviation
+    assert jnp.all(jnp.abs(ratio - 1) < 0.1)
+
+
+def test_residual_sums_know_their_branch_wherever_it_began():
+    def fn(p, x):
+        x = x @ p["w"]
+        return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+    weights = {"w": belief(0, 3, 4), "up": belief(1, 4, 5), "down": belief(2, 5, 4)}
+    x = jax.random.normal(jax.random.key(3), (2, 3))
+    truth = mj.monte_carlo(lambda p: fn(p, x), weights, jax.random.key(4), 20_000)
+    _, cov, steps = mj.propagate(fn, structure=mj.Full, receipt=True)(weights, x)
+    assert steps[-1].rule == "residual"
+    ratio = jnp.sqrt(cov.variance()) / truth.standard_deviation
+    assert jnp.all(jnp.abs(ratio - 1) < 0.03)
+
+
+def test_a_receipt_tells_rule_assumption_and_line():
+    weights = {"w": belief(0, 3, 8)}
+    *_, steps = mj.propagate(lambda p, x: jnp.sin(x @ p["w"]), receipt=True)(
+        weights, jnp.ones((2, 3))
+    )
+    assert [step.rule for step in steps] == ["dense", "quadrature"]
+    assert all("test_propagate.py" in step.where for step in steps)
+
+
+def test_unknown_primitives_are_named_with_their_line_and_can_be_registered():
+    weights = {"w": belief(0, 3, 8)}
+    fn = mj.propagate(lambda p, x: jnp.cumsum(x @ p["w"], axis=-1))
+    with pytest.raises(mj.PropagationError, match=r"cumsum.*test_propagate.py.*propagation_rule"):
+        fn(weights, jnp.ones((2, 3)))
+
+
+def test_dropout_in_training_is_refused():
+    model = MyMLP(nnx.Rngs(0))
+    beliefs = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    with pytest.raises(mj.PropagationError, match=r"models.py.*model.eval"):
+        mj.bayesian(model, beliefs)(jnp.ones((2, 3)))
+
+
+def test_beliefs_that_do_not_fit_are_refused():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"shape .2, 3. at '/kernel'"):
+        mj.bayesian(model, {"kernel": belief(0, 3, 2)})
+    with pytest.raises(ValueError, match=r"bias.*kernel.*Got .*weight"):
+        mj.bayesian(model, {"weight": belief(0, 2, 3)})
+
+
+def test_random_branches_and_shapes_are_refused():
+    def branching(p, x):
+        y = jnp.sum(x @ p)
+        return jax.lax.cond(y > 0, lambda: y, lambda: -y)
+
+    with pytest.raises(mj.PropagationError, match=r"cond.*static"):
+        mj.propagate(branching)(belief(0, 3, 2), jnp.ones((2, 3)))
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        mj.propagate(lambda p, x: jnp.zeros(int(jnp.sum(x @ p))))(belief(0, 3, 2), jnp.ones((2, 3)))
