@@ -109,11 +109,12 @@ def _moments(
         memory=None if own else Memory(source.mean, seen),
         turns=(query.turn, source.turn),
     )
-    propagator.note(
-        node,
-        "attention" if own else "cross_attention",
-        "input and weights independent; different heads' keys, and x and memory, too",
-    )
+    assumed = "input and weights independent; heads too, though they share keys or values"
+    if not own:
+        assumed += "; x and memory too"
+    if query.turn is not None or source.turn is not None:
+        assumed += "; rotary positions turn means, and covariances as far as the structure can"
+    propagator.note(node, "attention" if own else "cross_attention", assumed)
     m = query.input
     tokens, features = m.natural()
     norms = (b for b in branches_of(m, query.mean, tokens, features) if not b.paths)
