@@ -39,7 +39,7 @@ class Separable(Covariance):
     sum_t x_t. So the result is always positive semidefinite, and it is the covariance itself where that
     has this form with a scale of rank one, s_td = a_t b_d. The scale is signed. (Attention and residual
     sums add cross terms that are averaged over the tokens: with certain weights and a few features the
-    smallest eigenvalue of what they make was up to 6 % of the largest entry below zero. Variances, and
+    smallest eigenvalue of what they make was up to 11 % of the largest entry below zero (two features). Variances, and
     what is read out through the library, stay positive or zero.)
 
     Why the sum: an average over the tokens sees what they have in common, and a correlation of equal

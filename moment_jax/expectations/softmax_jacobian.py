@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.expectations.moments import checked_row
-from moment_jax.xla import diagonal_matrix
+from moment_jax.xla import diagonal_matrix, materialized
 
 _MAX_STEPS = 24
 
@@ -62,6 +62,7 @@ def _expected_jvp(
     (q, cov), (dq, dcov) = primals, tangents
     x = _expected(q, cov)
     slope = x * cov[None, :] if cov.ndim == 1 else x @ cov
+    dcov = materialized(dcov)  # zeros where the covariance is a constant: one number, from the right
     outer = dq[:, None] * q[None, :]
     right = diagonal_matrix(dq) - outer - outer.T - sandwich(x, dcov)
     stiffness = jax.lax.stop_gradient(_stiffness(q, cov))
