@@ -38,9 +38,9 @@ class Separable(Covariance):
     matrix sum_d Cov[x_td, x_sd], and the correlation R and the variances of the sum over the tokens,
     sum_t x_t. So the result is always positive semidefinite, and it is the covariance itself where that
     has this form with a scale of rank one, s_td = a_t b_d. The scale is signed. (Attention and residual
-    sums add cross terms that are averaged over the tokens: with certain weights and a few features the
-    smallest eigenvalue of what they make was up to 11 % of the largest entry below zero (two features). Variances, and
-    what is read out through the library, stay positive or zero.)
+    sums add cross terms that are averaged over the tokens. With certain weights and few features the
+    smallest eigenvalue of what they make can be negative: -6 % of the largest entry with six features,
+    -11 % with two. Variances, and what the library reads out, stay positive or zero.)
 
     Why the sum: an average over the tokens sees what they have in common, and a correlation of equal
     tokens alone, sum_t Cov[x_td, x_te], misses it. Single tokens lose little by it on trained
