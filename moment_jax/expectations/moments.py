@@ -85,7 +85,7 @@ def checked_row(
             f"`{name}` takes one row: shape (C,) and cov (C, C) or (C,). "
             f"Got {mean.shape} and {cov.shape}. For a batch, use jax.vmap({name})."
         )
-    keep = mean > -jnp.inf
+    keep = mean != -jnp.inf  # NaN is kept, and stays NaN
     if mask is not None:
         if mask.shape != mean.shape or mask.dtype != bool:
             raise ValueError(

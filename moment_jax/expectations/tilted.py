@@ -47,7 +47,7 @@ def tilted_softmax(
 
     Source: Knowles and Minka (2011), "Non-conjugate variational message passing", section 5.
     """
-    keep = mean > -jnp.inf
+    keep = mean != -jnp.inf  # NaN is kept, and stays NaN
     linear = jnp.where(keep, mean + 0.5 * variance, 0.0)
     start = _start(apply_cov, operand, linear, variance, keep)
     return _maximise(apply_cov, operand, linear, start)
@@ -62,7 +62,7 @@ def _tilted_softmax_jvp(
     d_operand, d_mean, d_variance = tangents
     a = tilted_softmax(apply_cov, *primals)
     _, d_product = jax.jvp(lambda o: apply_cov(o, a), (operand,), (d_operand,))
-    d_target = jnp.where(mean > -jnp.inf, d_mean + 0.5 * d_variance - d_product, 0.0)
+    d_target = jnp.where(mean != -jnp.inf, d_mean + 0.5 * d_variance - d_product, 0.0)
     root = jnp.where(a > 0.0, jnp.sqrt(jnp.where(a > 0.0, a, 1.0)), 0.0)
 
     def project(x: jax.Array) -> jax.Array:

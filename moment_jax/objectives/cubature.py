@@ -96,7 +96,7 @@ def psd_root(cov: Array) -> Array:
     def add_column(j: Array, root: Array) -> Array:
         column = cov[:, j] - root @ root[j]
         pivot = column[j]
-        usable = pivot > tolerance * cov[j, j]
+        usable = ~(pivot <= tolerance * cov[j, j])  # so that NaN stays NaN
         column = column / jnp.sqrt(jnp.where(usable, pivot, 1))
         return root.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
 

@@ -236,3 +236,10 @@ def test_errors():
         softmax_mean(mean, cov, order=3)
     with pytest.raises(ValueError, match="boolean mask"):
         logsumexp_mean(mean, cov, mask=jnp.ones(3))
+
+
+@pytest.mark.parametrize("moments", [softmax_mean, softmax_moments, logsumexp_mean])
+def test_nan_stays_nan(moments):
+    mean, cov = jnp.array([1.0, 0.0, 2.0]), 0.1 * jnp.eye(3)
+    for arguments in ((mean.at[1].set(jnp.nan), cov), (mean, cov.at[1, 1].set(jnp.nan))):
+        assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(moments(*arguments)))

@@ -201,3 +201,7 @@ def test_a_shift_that_the_logits_share_moves_logsumexp_alone():
         log_expected_softmax(MEAN, COVS["full"], 64),
         atol=1e-12,
     )
+
+
+def test_nan_stays_nan():
+    assert np.isnan(psd_root(jnp.diag(jnp.array([1.0, jnp.nan])))[1, 1])
