@@ -26,7 +26,7 @@ from moment_jax.covariance import (
 )
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.layers.feed_forward import FeedForwardTangent
-from moment_jax.layers.norm import NormTangent
+from moment_jax.layers.norm_tangent import NormTangent
 from moment_jax.layers.residual_separable import Tangent, separable_cross
 from moment_jax.xla import product_with_transposed
 

@@ -11,7 +11,8 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers.attention.cache import KeyValueCache, attention_step
 from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
 from moment_jax.layers.feed_forward import Activation, feed_forward_and_tangent
-from moment_jax.layers.norm import NormTangent, layer_norm, layer_norm_and_tangent
+from moment_jax.layers.norm import layer_norm, layer_norm_and_tangent
+from moment_jax.layers.norm_tangent import NormTangent
 from moment_jax.layers.params import AttentionParams, FeedForwardParams, NormParams
 from moment_jax.layers.residual import Tangent, residual
 
