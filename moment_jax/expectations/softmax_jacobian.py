@@ -62,9 +62,7 @@ def _expected_jvp(
     (q, cov), (dq, dcov) = primals, tangents
     x = _expected(q, cov)
     slope = x * cov[None, :] if cov.ndim == 1 else x @ cov
-    dcov = materialized(
-        dcov
-    )  # zeros where the covariance is a constant: one number, from the right
+    dcov = materialized(dcov)  # zeros of a constant would be one number, from the right
     outer = dq[:, None] * q[None, :]
     right = diagonal_matrix(dq) - outer - outer.T - sandwich(x, dcov)
     stiffness = jax.lax.stop_gradient(_stiffness(q, cov))
