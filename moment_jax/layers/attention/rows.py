@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ class Term(NamedTuple):
 
     queries: Array  # (T, T)
     keys: Array  # (S, S)
+    size: Array | float = 1.0  # of the contrasts of `keys`
 
     def own(self) -> Array:
         """The queries' side of the covariance of a row with itself, (T, 1)."""
@@ -43,7 +44,17 @@ class RowCovariance(NamedTuple):
         What is left on the keys' side is minus half the variance of every difference of two keys, with
         zeros on the diagonal. So next to nothing cancels in a row with nearly all its weight on one key.
         """
-        return RowCovariance(tuple(Term(t.queries, centred(t.keys)) for t in self.terms))
+        return RowCovariance(tuple(t._replace(keys=centred(t.keys)) for t in self.terms))
+
+    def merged(self) -> RowCovariance:
+        """One product in the place of all, of the same total variance of contrasts in every row.
+
+        E[softmax] needs no more, for half of the products or less.
+        """
+        whole = _total(term.size for term in self.terms)
+        queries = _total(term.size * term.queries for term in self.terms)
+        queries = safe_divide(queries, jnp.broadcast_to(whole, (1, 1)))
+        return RowCovariance((Term(queries, _total(term.keys for term in self.terms), whole),))
 
     def matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
@@ -72,8 +83,9 @@ def centred(keys: Array) -> Array:
     return keys - own[:, None] - own[None, :]
 
 
-def _total(arrays: Iterable[Array]) -> Array:
-    return functools.reduce(operator.add, arrays)
+def _total(arrays: Iterable[Any]) -> Array:
+    total: Array = functools.reduce(operator.add, arrays)
+    return total
 
 
 class Products(NamedTuple):

@@ -98,7 +98,10 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     scores = materialized(scores / jnp.sqrt(width))
     rows = _rows(head, tokens, width)
     seen = rows.contrasts()
-    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, seen, mask)
+    if order == 1:
+        weights = masked_softmax(scores, mask)
+    else:
+        weights = expected_softmax(scores, seen.merged(), mask)
     weights = materialized(weights)
     mean, reach = weights @ head.value, rows_product(weights, tokens.value)
     shared = jnp.sum(head.value_noise.features * head.metric)
@@ -203,7 +206,7 @@ def _rows(head: Head, tokens: Tokens, width: Array) -> RowCovariance:
     spread = head.key_spread.T @ head.key_spread
 
     def term(near: Array, keys: Array, size: Array) -> Term:
-        return Term(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys)
+        return Term(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys, size)
 
     by_keys = head.query_noise.gram(head.contrasts, tokens.queries, tokens.query)
     by_keys = by_keys + (head.query @ head.contrasts) @ head.query.T
