@@ -147,9 +147,7 @@ class Separable(Covariance):
             pool,
             jnp.maximum(feature_gram.diag(), 0),
         )
-        # The next operation asks for the Gram matrices that we have just had: remember them while this
-        # object lives. They are no fields, so a transformation boundary forgets them. Compiled, what
-        # nobody asks for is never computed.
+        # Cache both Gram matrices for the next operation; dropped at the boundaries of transformations.
         result.__dict__["_grams"] = (token_gram, feature_gram)
         return result
 
