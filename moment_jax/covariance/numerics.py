@@ -87,3 +87,12 @@ def correlation_of(cov: Array, variance: Array | None = None) -> Array:
     correlation = jnp.where(correlation > one, one, correlation)
     correlation = jnp.where(correlation < -one, -one, correlation)
     return jnp.where(on_diagonal(cov.shape), one, correlation)
+
+
+def definite(gram: Array) -> Array:
+    """A symmetric matrix, its correlations shrunk until it is positive semidefinite, as they may be."""
+    root, correlation = safe_sqrt(diagonal_of(gram)), correlation_of(gram)
+    single = correlation.astype(jnp.promote_types(gram.dtype, jnp.float32))
+    missing = jnp.maximum(-jnp.linalg.eigvalsh(single)[0], 0).astype(gram.dtype)
+    shrunk = jnp.where(on_diagonal(gram.shape), correlation, correlation / (1 + missing))
+    return root[:, None] * shrunk * root[None, :]

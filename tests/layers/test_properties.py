@@ -1,6 +1,6 @@
 """What holds of every transform, whatever comes: no NaN, positive semidefinite, a batch is a loop.
 
-A hundred examples; `pytest tests/layers/test_properties.py --hypothesis-profile=long` draws 2,000.
+A hundred examples; `pytest -n 2 tests/layers/test_properties.py --hypothesis-profile=long` draws 2,000.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from tests.builders import (
 )
 
 HIDDEN, HEADS = 3, 2
-# `Separable` averages over tokens what it keeps of the covariance of scores with values, and of x with
-# its branch: on narrow networks with certain weights its sums miss being positive semidefinite by this.
-CROSSED = 0.2
 TOLERANCE = {jnp.dtype("float32"): 2e-4, jnp.dtype("float64"): 1e-9}
 
 
@@ -45,11 +42,11 @@ class Program(NamedTuple):
     norm_first: bool
 
 
-def program(index: int) -> Program:
-    """Every transform in turn, everything else at random."""
-    choose = random.Random(index).choice
+def program(transform: str, index: int) -> Program:
+    """Every structure in turn, everything else at random."""
+    choose = random.Random(f"{transform} {index}").choice
     return Program(
-        list(TRANSFORMS)[index % len(TRANSFORMS)],
+        transform,
         choose([(1, 2), (2, 4), (4, 2), (5, 6)]),
         choose([jnp.float32, jnp.float64]),
         ALL_STRUCTURES[index % len(ALL_STRUCTURES)],
@@ -155,9 +152,8 @@ def maker_of_moments(structure, shape):
 
 
 @functools.cache
-def compiled(index: int):
+def compiled(p: Program):
     """A transform, of one sequence and of a batch."""
-    p = program(index)
 
     def one(moments, parts, mask):
         return TRANSFORMS[p.transform](p, *moments, parts, mask)
@@ -169,16 +165,29 @@ def cast(tree, dtype):
     return jax.tree.map(lambda leaf: np.asarray(leaf, dtype), tree)
 
 
+@pytest.fixture(autouse=True)
+def _drop_programs():
+    """Two thousand examples compile more programs than one process can hold."""
+    yield
+    compiled.cache_clear()
+    jax.clear_caches()
+
+
+EXAMPLES = -(-settings.default.max_examples // len(TRANSFORMS))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@settings(max_examples=EXAMPLES)
 @given(
-    index=st.integers(0, settings.default.max_examples // 6),
+    index=st.integers(0, EXAMPLES // 6),
     seed=st.integers(0, 1000),
     spread=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
     centre=st.sampled_from(["random", "zeros", "equal"]),
     seen=st.sampled_from(["random", "one", "all", "none"]),
 )
-def test_any_transform(index, seed, spread, centre, seen):
-    p = program(index)
-    one, many = compiled(index)
+def test_any_transform(transform, index, seed, spread, centre, seen):
+    p = program(transform, index)
+    one, many = compiled(p)
     keys = jax.random.split(jax.random.key(seed), 5)
     make = maker_of_moments(p.structure, p.shape)
     other = maker_of_moments(p.structure, (p.shape[1], HIDDEN))(keys[4], 1.0)
@@ -216,10 +225,7 @@ def check_moments(p: Program, mean, cov) -> None:
     dense = np.asarray(to_dense(cov), np.float64).reshape(entries, entries)
     tolerance = TOLERANCE[mean.dtype] * np.max(np.abs(dense))
     np.testing.assert_allclose(dense, dense.T, atol=tolerance)
-    least = -entries * tolerance
-    if p.structure is mj.Separable and ("attention" in p.transform or "block" in p.transform):
-        least -= CROSSED * np.max(np.abs(dense))
-    assert np.linalg.eigvalsh(dense).min() >= least
+    assert np.linalg.eigvalsh(dense).min() >= -entries * tolerance
 
 
 to_dense = jax.jit(lambda cov: cov.to_dense())

@@ -97,7 +97,7 @@ def _output_cov(
             moment = moment + total[:, None] * total[None, :]
             features = FeatureGram(feature_gram + output.kernel.noise_block(moment))
     variance = fit_rows(variance, rows_diagonal(token_gram))
-    cov = Separable.from_moments(variance, token_gram, features, pool)
+    cov = Separable.from_crossed(variance, token_gram, features, pool)
     if output.bias is None or isinstance(output.bias, Point):
         return cov
     return cov.add(Separable.shared(mean.shape[0], output.bias.vector_cov()))
