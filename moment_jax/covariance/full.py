@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.checks import check_fields, check_variances, sequence_shape
-from moment_jax.covariance.numerics import safe_divide, vector_cov
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt, vector_cov
 from moment_jax.covariance.pytree import register_fields
 from moment_jax.xla import diagonal_matrix
 
@@ -121,7 +121,9 @@ class Full(Covariance):
     def elementwise(self, moments: ElementwiseGain) -> Self:
         t, d = self.shape
         variance = self.variance()
-        squared_corr = safe_divide(self.cov**2, variance[:, :, None, None] * variance[None, None])
+        root = safe_sqrt(variance)
+        # Not the quotient of squares, which overflow first.
+        squared_corr = safe_divide(self.cov, root[:, :, None, None] * root[None, None]) ** 2
         gain, second = moments.gain, moments.second
         kept = (
             gain[:, :, None, None] * self.cov * gain[None, None]

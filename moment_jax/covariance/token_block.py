@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.checks import check_fields, check_variances, sequence_shape
-from moment_jax.covariance.numerics import safe_divide, vector_cov
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt, vector_cov
 from moment_jax.covariance.pytree import register_fields
 from moment_jax.xla import by_tokens, diagonal_matrix
 
@@ -117,7 +117,9 @@ class TokenBlock(Covariance):
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         variance = self.variance()
-        squared_corr = safe_divide(self.blocks**2, variance[:, :, None] * variance[:, None, :])
+        root = safe_sqrt(variance)
+        # Not the quotient of squares, which overflow first.
+        squared_corr = safe_divide(self.blocks, root[:, :, None] * root[:, None, :]) ** 2
         gain, second = moments.gain, moments.second
         kept = (
             gain[:, :, None] * self.blocks * gain[:, None, :]

@@ -33,8 +33,7 @@ def layer_norm(
     The covariance passes the full Jacobian (I - 11^T/D - n n^T/D) / sqrt(q), n the normalised mean: the
     token's own average and deviation depend on x. With order 2 the deviation is taken at the expected
     sample variance q = Var_d(E[x]) + tr(P Cov P)/D + epsilon, P = I - 11^T/D, and the mean has its
-    second-order correction; with order 1 both are Taylor's first order at the mean, and q is at least
-    tr(P Cov P)/D: no token's variances then exceed D in sum, the square of a normalised token.
+    second-order correction; with order 1 both are Taylor's first order at the mean.
 
     Assumes that x, the gain and the bias are independent of each other, and x Gaussian (order 2);
     with `TokenCorrelated` and `Separable`, that normalising leaves the correlation between tokens as it
@@ -112,11 +111,12 @@ def _normalize(
     centred = centred_rows(mean) if centres else mean
     spread = jnp.sum(centred**2, axis=1, keepdims=True) / d + epsilon
     blocks = ScaledBlocks.of(cov) if isinstance(cov, Separable) else TokenBlocks(cov)
-    along = blocks.row_sums()  # Cov 1, token by token
-    along = along if centres else jnp.zeros_like(along)
-    common = jnp.sum(along, axis=1, keepdims=True) / d  # 1^T Cov 1 / D
-    trace = jnp.maximum(jnp.sum(cov.variance(), axis=1, keepdims=True) - common, 0)
-    spread = spread + trace / d if order == 2 else jnp.maximum(spread, trace / d)
+    if order == 2:
+        along = blocks.row_sums()  # Cov 1, token by token
+        along = along if centres else jnp.zeros_like(along)
+        common = jnp.sum(along, axis=1, keepdims=True) / d  # 1^T Cov 1 / D
+        trace = jnp.sum(cov.variance(), axis=1, keepdims=True) - common
+        spread = spread + jnp.maximum(trace, 0) / d
     deviation = jnp.sqrt(spread)
     normal = centred / deviation
     tangent = NormTangent(1 / deviation, normal, jnp.ones((1, d), mean.dtype), centres)
