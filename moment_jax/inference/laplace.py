@@ -108,7 +108,7 @@ def laplace(
     curvature = Curvature(model, name, blocks, rest)
     outputs = _outputs(curvature, inputs, targets, batch_size, name)
     factors, squares = curvature.sums(inputs, batch_size)
-    spectra = {b.name: _Spectrum(*factors[b.name], len(b.leaves) == 2) for b in blocks}
+    spectra = {b.name: _Spectrum(factors[b.name], len(b.leaves) == 2) for b in blocks}
 
     centre = flatten(prior_mean) if prior_mean is not None else {}
     distance = {
@@ -157,7 +157,8 @@ def laplace(
 class _Spectrum:
     """Eigenvalues and eigenvectors of a layer's two factors; the bias has the outputs' alone."""
 
-    def __init__(self, inputs: np.ndarray, outputs: np.ndarray, bias: bool) -> None:
+    def __init__(self, factors: tuple[np.ndarray, np.ndarray], bias: bool) -> None:
+        inputs, outputs = factors
         inputs = inputs[:-1, :-1] if bias else inputs
         rows, self.row_vectors = np.linalg.eigh(inputs)
         values, self.column_vectors = np.linalg.eigh(outputs)
