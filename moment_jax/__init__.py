@@ -4,11 +4,14 @@ Every layer is a pure function `(mean, cov, params) -> (mean, cov)` of one (T, D
 it, differentiate it. The type of `cov` says what is kept of the covariance.
 """
 
+from typing import Any
+
 from moment_jax import (
     brownian,
     decoding,
     discrete,
     expectations,
+    inference,
     nn,
     objectives,
     optim,
@@ -25,6 +28,7 @@ from moment_jax.covariance import (
     TokenBlock,
     TokenCorrelated,
 )
+from moment_jax.inference import fit
 from moment_jax.layers import (
     AttentionParams,
     DecoderBlockParams,
@@ -85,7 +89,9 @@ __all__ = [
     "encoder_block",
     "expectations",
     "feed_forward",
+    "fit",
     "gelu",
+    "inference",
     "layer_norm",
     "linearised",
     "matmul",
@@ -104,3 +110,10 @@ __all__ = [
     "sinusoidal_positions",
     "softmax",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`MomentRegressor` and `MomentClassifier`, for which scikit-learn is imported only now."""
+    if name in inference.ESTIMATORS:
+        return getattr(inference, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,20 @@
+"""From data to beliefs: posteriors of trained networks, and training from start to end."""
+
+import importlib
+from typing import Any
+
+from moment_jax.inference.fitted import Fitted
+from moment_jax.inference.fitting import fit
+from moment_jax.inference.laplace import LaplaceReceipt, laplace
+from moment_jax.inference.table_network import TableNetwork
+
+__all__ = ["Fitted", "LaplaceReceipt", "TableNetwork", "fit", "laplace"]
+
+ESTIMATORS = ("MomentClassifier", "MomentRegressor")
+
+
+def __getattr__(name: str) -> Any:
+    """The estimators, for which scikit-learn is imported only now."""
+    if name in ESTIMATORS:
+        return getattr(importlib.import_module("moment_jax.inference.estimators"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,135 @@
+"""What `fit` is given: checked, scaled, and divided into training and held-out data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from moment_jax.objectives import Categorical, Gaussian
+
+Inputs = tuple[np.ndarray, ...]
+Data = tuple[Inputs, np.ndarray]
+FEWEST_HELD_OUT = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """x -> (x - shift) / scale, by feature; constant features are only shifted."""
+
+    shift: np.ndarray
+    scale: np.ndarray
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> Scaling:
+        """To zero mean and unit variance."""
+        x = np.asarray(x, np.float64)
+        shift, spread = x.mean(axis=0), x.std(axis=0)
+        constant = spread <= 1e-12 * np.maximum(np.abs(shift), 1e-300)
+        return cls(shift, np.where(constant, 1.0, spread))
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """Of rows, in single precision."""
+        return ((x - self.shift) / self.scale).astype(np.float32)
+
+
+def checked_likelihood(likelihood: Any) -> tuple[type, float | None]:
+    """Its type, and the noise variance where that is known."""
+    name = likelihood if isinstance(likelihood, type) else type(likelihood)
+    if name not in (Categorical, Gaussian):
+        raise TypeError(
+            f"`fit` needs the likelihood Categorical or Gaussian of mj.objectives. Got {likelihood!r}."
+        )
+    if name is Categorical or likelihood is Gaussian:
+        return name, None
+    if np.ndim(likelihood.noise_variance) or float(likelihood.noise_variance) <= 0:
+        raise ValueError(
+            "`fit` needs one positive noise variance, or the type Gaussian for a learned one. Got "
+            f"{likelihood.noise_variance}."
+        )
+    return name, float(likelihood.noise_variance)
+
+
+def as_inputs(inputs: Any) -> Inputs:
+    """Arrays of one or several inputs; numbers in single precision, integers as they are."""
+    arrays = [np.asarray(x) for x in (inputs if isinstance(inputs, tuple) else (inputs,))]
+    return tuple(x.astype(np.float32) if x.dtype.kind == "f" else x for x in arrays)
+
+
+def checked_targets(targets: Any, likelihood: type) -> np.ndarray:
+    """(N,) integers of classes, or (N, D) numbers."""
+    y = np.asarray(targets)
+    if likelihood is Categorical:
+        if y.ndim != 1 or y.dtype.kind not in "iu" or (y.size and y.min() < 0):
+            raise ValueError(
+                f"`fit` with Categorical needs targets (N,) of integers from 0. Got {y.dtype} of shape "
+                f"{y.shape}. Use np.unique(labels, return_inverse=True)[1]."
+            )
+        return y.astype(np.int32)
+    y = y[:, None] if y.ndim == 1 else y
+    if y.ndim != 2 or y.dtype.kind not in "fiu":
+        raise ValueError(
+            f"`fit` with Gaussian needs targets (N,) or (N, D) of numbers. Got {y.dtype} of shape "
+            f"{np.shape(targets)}."
+        )
+    if not np.isfinite(y).all():
+        raise ValueError("`fit` needs finite targets. Got NaN or infinity; leave these rows out.")
+    return y.astype(np.float64)
+
+
+def checked_data(data: Any, likelihood: type) -> Data:
+    """Inputs as a tuple of arrays, and targets."""
+    if not isinstance(data, tuple) or len(data) != 2:
+        raise TypeError(
+            f"`fit` needs data = (inputs, targets). Got {type(data).__name__}. Several inputs go into "
+            "a tuple of their own: ((x, mask), targets)."
+        )
+    inputs = tuple(np.asarray(x) for x in (data[0] if isinstance(data[0], tuple) else data[:1]))
+    targets = checked_targets(data[1], likelihood)
+    sizes = [len(x) if x.ndim else 0 for x in (*inputs, targets)]
+    if len(set(sizes)) != 1 or sizes[0] == 0:
+        raise ValueError(f"`fit` needs inputs and targets of as many examples. Got {sizes}.")
+    for x in inputs:
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            raise ValueError("`fit` needs finite inputs. Got NaN or infinity; fill or drop them.")
+    return inputs, targets
+
+
+def one_table(inputs: Inputs) -> np.ndarray:
+    """The inputs, where they are one table (N, D)."""
+    if len(inputs) != 1 or inputs[0].ndim != 2 or inputs[0].dtype.kind not in "fiub":
+        came = ", ".join(f"{x.dtype} {x.shape}" for x in inputs)
+        raise ValueError(
+            f"`fit(None, ...)` needs one table (N, D) of numbers. Got {came}. For other inputs, give a "
+            "model."
+        )
+    return inputs[0]
+
+
+def scaled(data: Data, of_inputs: Scaling | None, of_targets: Scaling | None) -> Data:
+    """The data as the network sees them."""
+    inputs, targets = data
+    if of_targets is not None:
+        targets = of_targets(targets)
+    elif targets.dtype.kind == "f":
+        targets = targets.astype(np.float32)
+    return (as_inputs(inputs) if of_inputs is None else (of_inputs(inputs[0]),)), targets
+
+
+def divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
+    """Training and held-out data."""
+    inputs, targets = data
+    if not 0 <= share < 1:
+        raise ValueError(
+            f"`fit` needs validation as a share from 0 to below 1, or as data. Got {share}."
+        )
+    held = round(share * len(targets))
+    if held < FEWEST_HELD_OUT:
+        return data, None
+    order = np.random.default_rng(seed).permutation(len(targets))
+
+    def part(rows: np.ndarray) -> Data:
+        return tuple(x[rows] for x in inputs), targets[rows]
+
+    return part(order[held:]), part(order[:held])
