@@ -43,8 +43,9 @@ MAY_IMPORT = {
     # The layers that report their curvature are Flax's and those of nn, so it stands above nn.
     "optim": {"xla", "posterior", "layers", "nn"},
     "parallel": {"xla", "covariance"},
+    "inference": {"posterior", "propagation", "objectives", "nn", "optim"},
 }
-KNOW_FLAX = {"nn", "optim", "parallel"}
+KNOW_FLAX = {"nn", "optim", "parallel", "inference"}
 
 
 def imported(path: Path) -> set[str]:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.posterior import Posterior
+from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
 
 Array = jax.Array
@@ -23,6 +24,7 @@ def bayesian(
     structure: type[Covariance] = Separable,
     batch_axes: int = 1,
     batched: tuple[str, ...] = (),
+    linearised: bool = False,
     receipt: bool = False,
 ) -> Callable[..., Any]:
     """The model with a belief about its parameters: called as the model is, it gives mean and cov.
@@ -37,6 +39,8 @@ def bayesian(
       structure: in which covariances are kept.
       batch_axes: how many leading axes of the inputs are a batch.
       batched: names of keyword arguments with these axes, such as ("mask",); others are for all alike.
+      linearised: of the network linearised in its weights, right for a Laplace approximation, see
+        `mj.linearised`; the covariance is `Full` then.
       receipt: return the operations too, see `propagate`; for inputs without batch axes.
 
     Returns:
@@ -76,9 +80,8 @@ def bayesian(
             merged: Any = nnx.merge(graph, filled, others)
             return merged(*inputs, **shared, **own)
 
-        mean, cov, *steps = propagate(fn, structure=structure, receipt=receipt)(
-            beliefs, inputs, own
-        )
+        of = linearise(fn) if linearised else propagate(fn, structure=structure, receipt=receipt)
+        mean, cov, *steps = of(beliefs, inputs, own)
         shape = jax.eval_shape(fn, known, inputs, own).shape
         return mean.reshape(shape), cov, *steps
 

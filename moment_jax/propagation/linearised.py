@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Full
-from moment_jax.posterior import FullNormal, MatrixNormal, Point, Posterior
+from moment_jax.posterior import FullNormal, MatrixNormal, Point, Posterior, Reshaped
 
 Array = jax.Array
 
@@ -66,6 +66,8 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
 
 def _carried(belief: Posterior, jacobian: Array) -> Array:
     """J Cov J^T of one array of weights, its entries in a row, (N, N)."""
+    if isinstance(belief, Reshaped):
+        return _carried(belief.belief, jacobian)
     if isinstance(belief, Point):
         return jnp.zeros((), jacobian.dtype)
     if isinstance(belief, FullNormal):

@@ -17,6 +17,7 @@ from moment_jax.posterior import (
     OutputShared,
     Point,
     Posterior,
+    Reshaped,
 )
 from moment_jax.propagation.moments import Axes, Moments
 
@@ -38,7 +39,8 @@ class Weight:
     @classmethod
     def of(cls, posterior: Posterior) -> Weight:
         """The array itself."""
-        return cls(posterior, np.arange(posterior.mean.size).reshape(posterior.shape))
+        places = np.arange(posterior.mean.size).reshape(posterior.shape)
+        return cls(posterior.belief if isinstance(posterior, Reshaped) else posterior, places)
 
     @property
     def shape(self) -> tuple[int, ...]:

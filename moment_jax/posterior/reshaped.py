@@ -1,0 +1,103 @@
+"""`Reshaped`: a belief about a matrix, for an array that holds the same weights in another shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.prior import GaussianPrior
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reshaped(Posterior):
+    """The weights of `belief`, in the same order, as an array of another shape.
+
+    For kernels that models keep with more than two axes, such as (D, heads, D / heads) or those of
+    convolutions: `MatrixNormal` is about a matrix. As a kernel of its own use `belief`.
+
+    Args:
+      belief: the belief about a matrix.
+      new_shape: the shape of the array, of as many weights.
+
+    Raises:
+      ValueError: if the numbers of weights differ.
+
+    >>> import moment_jax as mj
+    >>> matrix = mj.posterior.MatrixNormal(jnp.zeros((4, 6)), jnp.eye(4), jnp.eye(6))
+    >>> Reshaped(matrix, (4, 2, 3)).mean.shape
+    (4, 2, 3)
+    """
+
+    belief: Posterior
+    new_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.belief, Posterior):  # what tree transforms put there
+            return
+        size = getattr(self.belief.mean, "size", None)
+        if size is not None and size != math.prod(self.new_shape):
+            raise ValueError(
+                "`Reshaped(belief, new_shape)` needs as many weights in both. Got "
+                f"{tuple(self.belief.mean.shape)} and {self.new_shape}."
+            )
+
+    @property
+    def mean(self) -> Array:  # type: ignore[override]
+        """The mean in the new shape."""
+        return self.belief.mean.reshape(self.new_shape)
+
+    @property
+    def uncorrelated(self) -> bool:
+        """As the belief's."""
+        return self.belief.uncorrelated
+
+    def sample(self, key: Array) -> Array:
+        """A draw of the belief, in the new shape."""
+        return self.belief.sample(key).reshape(self.new_shape)
+
+    def marginal_variance(self) -> Array:
+        """The belief's, in the new shape."""
+        return self.belief.marginal_variance().reshape(self.new_shape)
+
+    def kl(self, prior: GaussianPrior) -> Array:
+        """KL(belief || prior); the prior's mean and variance may have the new shape."""
+        old = self.belief.shape
+
+        def moved(x: Array | float) -> Array | float:
+            return jnp.reshape(x, old) if jnp.shape(x) == self.new_shape else x
+
+        return self.belief.kl(GaussianPrior(moved(prior.mean), moved(prior.variance)))
+
+    def _refused(self, method: str) -> ValueError:
+        return ValueError(
+            f"`Reshaped.{method}` needs a belief about a matrix. Got one of shape {self.new_shape}. "
+            "Use the `belief` itself, whose shape is "
+            f"{tuple(self.belief.shape)}."
+        )
+
+    def noise_variance(self, mean: Array, variance: Array) -> Array:
+        """Of the `belief` only."""
+        raise self._refused("noise_variance")
+
+    def noise_block(self, moment: Array) -> Array:
+        """Of the `belief` only."""
+        raise self._refused("noise_block")
+
+    def input_metric(self) -> Array:
+        """Of the `belief` only."""
+        raise self._refused("input_metric")
+
+    def rows(self, indices: Array) -> Posterior:
+        """Of the `belief` only."""
+        raise self._refused("rows")
+
+    def transpose(self) -> Posterior:
+        """Of the `belief` only."""
+        raise self._refused("transpose")

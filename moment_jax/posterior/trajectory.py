@@ -1,0 +1,119 @@
+"""Beliefs from what a training run leaves behind: its iterates, or its second moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.posterior.factorized import Factorized
+
+Array = jax.Array
+
+
+def swag(iterates: Iterable[Any]) -> Any:
+    """Mean and variance of the weights over the last steps of a training run (diagonal SWAG).
+
+    The rate should be constant and high over these steps, one iterate an epoch. Assumes that all
+    weights are independent: the low-rank part of SWAG crosses arrays, and is left out.
+
+    Args:
+      iterates: trees of parameters of one structure, two or more; they are read one by one.
+
+    Returns:
+      The same tree with a `Factorized` belief in the place of each array.
+
+    Raises:
+      ValueError: if there are fewer than two.
+
+    Source: Maddox et al., "A simple baseline for Bayesian uncertainty in deep learning" (2019).
+
+    >>> print(swag([{"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([3.0, 2.0])}])["w"].variance)
+    [2. 0.]
+    """
+    count, mean, squares = 0, None, None
+    for iterate in iterates:
+        count += 1
+        if mean is None:
+            mean, squares = iterate, jax.tree.map(jnp.zeros_like, iterate)
+            continue
+        old, n = mean, count  # Welford's update: no large squares are subtracted from each other
+        mean = jax.tree.map(lambda m, w, n=n: m + (w - m) / n, old, iterate)
+        squares = jax.tree.map(
+            lambda s, m, new, w: s + (w - m) * (w - new), squares, old, mean, iterate
+        )
+    if count < 2:
+        raise ValueError(
+            f"`swag(iterates)` needs two iterates or more. Got {count}. Keep the parameters of every "
+            "epoch of the last part of the run."
+        )
+    return jax.tree.map(lambda m, s: Factorized(m, s / (count - 1)), mean, squares)
+
+
+def from_second_moments(
+    params: Any,
+    state: Any,
+    *,
+    dataset_size: int,
+    batch_size: int,
+    prior_precision: float = 1.0,
+    decay: float = 0.999,
+) -> Any:
+    """A belief from Adam's second moments: variance 1 / (N B nu / (1 - decay^t) + prior_precision).
+
+    nu averages the squared gradients of the mean loss of a batch of B examples. At an optimum they are
+    1/B of the average squared gradient of one example, so N B nu estimates the diagonal of the
+    empirical Fisher matrix of N examples. It is a rough Laplace approximation: use `linearised`.
+
+    Args:
+      params: the trained parameters.
+      state: the optimiser's state, with optax's `ScaleByAdamState` somewhere in it.
+      dataset_size: N.
+      batch_size: B.
+      prior_precision: of N(0, 1 / prior_precision), the prior of each weight.
+      decay: `b2` of Adam.
+
+    Returns:
+      The tree of `params` with a `Factorized` belief in the place of each array.
+
+    Raises:
+      ValueError: if the state has no second moments, or they are of another tree.
+
+    >>> import optax
+    >>> params = {"w": jnp.ones(2)}
+    >>> adam = optax.adam(1e-3)
+    >>> _, state = adam.update({"w": jnp.array([0.0, 0.1])}, adam.init(params), params)
+    >>> belief = from_second_moments(params, state, dataset_size=90, batch_size=10)
+    >>> print(belief["w"].variance)
+    [1.  0.1]
+    """
+    if min(dataset_size, batch_size) < 1 or prior_precision <= 0:
+        raise ValueError(
+            "`from_second_moments` needs dataset_size and batch_size >= 1 and prior_precision > 0. "
+            f"Got {dataset_size}, {batch_size} and {prior_precision}."
+        )
+    found = [s for s in jax.tree.leaves(state, is_leaf=_has_moments) if _has_moments(s)]
+    if len(found) != 1:
+        raise ValueError(
+            "`from_second_moments` needs a state with one ScaleByAdamState, that of optax.adam for "
+            f"instance. Got {len(found)} of them."
+        )
+    scale = dataset_size * batch_size / (1 - decay ** jnp.maximum(found[0].count, 1))
+    arrays, treedef = jax.tree.flatten(params)
+    moments = jax.tree.leaves(found[0].nu)
+    if [jnp.shape(a) for a in arrays] != [jnp.shape(m) for m in moments]:
+        raise ValueError(
+            "`from_second_moments` needs the state of these very parameters. Got "
+            f"{[jnp.shape(a) for a in arrays]} and moments {[jnp.shape(m) for m in moments]}."
+        )
+    beliefs = [
+        Factorized(a, (1 / (scale * m + prior_precision)).astype(a.dtype))
+        for a, m in zip(arrays, moments, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, beliefs)
+
+
+def _has_moments(node: object) -> bool:
+    return hasattr(node, "nu") and hasattr(node, "count")

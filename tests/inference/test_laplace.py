@@ -1,0 +1,179 @@
+"""Laplace approximations: exact where the model is linear, sensible where it is not, loud otherwise."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.propagation.models import MyCNN, MyMLP, MyViT
+
+X = jax.random.normal(jax.random.key(0), (24, 3))
+
+
+@pytest.fixture(autouse=True)
+def ranks_of_a_user():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def linear(outputs=1, **options):
+    return nnx.Linear(3, outputs, rngs=nnx.Rngs(1), **options)
+
+
+def variances(cov):
+    return jax.vmap(lambda c: c.variance())(cov)
+
+
+def dense_cov(belief):
+    belief = belief.belief if isinstance(belief, mj.posterior.Reshaped) else belief
+    n = belief.mean.size
+    return jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov).reshape(n, n)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "last_layer"])
+def test_of_a_linear_model_it_is_the_exact_posterior(kind):
+    model = linear(use_bias=False, param_dtype=jnp.float64)
+    data = X.astype(jnp.float64), jnp.zeros((24, 1))
+    tree = mj.posterior.laplace(
+        model, mj.objectives.Gaussian(0.5), data, kind=kind, prior_precision=2.0
+    )
+    x = np.asarray(data[0])
+    assert np.allclose(dense_cov(tree["kernel"]), np.linalg.inv(x.T @ x / 0.5 + 2 * np.eye(3)))
+    mean, cov = mj.bayesian(model, tree, linearised=True)(data[0])
+    assert jnp.allclose(mean, model(data[0]))
+    exact = np.einsum("ni,ij,nj->n", x, dense_cov(tree["kernel"]), x)
+    assert np.allclose(variances(cov)[:, 0, 0], exact)
+
+
+def test_the_diagonal_is_that_of_the_hessian():
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(1), param_dtype=jnp.float64)
+    x, labels = X.astype(jnp.float64), jnp.arange(24) % 4
+    tree = mj.posterior.laplace(
+        model, mj.objectives.Categorical(), (x, labels), kind="diagonal", prior_precision=0.5
+    )
+    graph, state = nnx.split(model)
+
+    def loss(kernel):
+        filled = jax.tree.map(lambda a: a, state)
+        filled["kernel"].set_value(kernel)
+        logs = jax.nn.log_softmax(nnx.merge(graph, filled)(x))
+        return -jnp.sum(jnp.take_along_axis(logs, labels[:, None], 1))
+
+    hessian = jax.hessian(loss)(model.kernel[...]).reshape(12, 12)
+    assert np.allclose(tree["kernel"].variance.ravel(), 1 / (np.diag(hessian) + 0.5))
+
+
+def test_kronecker_factors_are_exact_on_average_and_batches_do_not_matter():
+    model = MyMLP(nnx.Rngs(0))
+    model.eval()
+    data = X, jnp.zeros((24, 2))
+    one, other = (
+        mj.posterior.laplace(model, mj.objectives.Gaussian(1.0), data, batch_size=b)
+        for b in (24, 10)
+    )
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.allclose(a, b, atol=2e-5)
+
+
+def test_the_evidence_is_highest_at_the_chosen_precision():
+    model = MyMLP(nnx.Rngs(0))
+    model.eval()
+    data = X, jnp.sin(X[:, :2])
+
+    def found(precision=None):
+        return mj.posterior.laplace(
+            model, mj.objectives.Gaussian(0.1), data, prior_precision=precision, receipt=True
+        )[1]
+
+    best = found()
+    (precision,) = set(best.prior_precision.values())
+    assert best.log_evidence > max(found(precision * f).log_evidence for f in (0.8, 1.25))
+    assert 0 < best.effective_parameters < 1000
+
+
+def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
+    x = jax.random.normal(jax.random.key(2), (400, 3))
+    weights = jnp.array([[1.0], [-2.0], [0.5]])
+    y = x @ weights + 0.3 * jax.random.normal(jax.random.key(3), (400, 1))
+    model = linear(use_bias=False)
+    model.kernel.set_value(jnp.linalg.lstsq(x, y)[0])
+    _, receipt = mj.posterior.laplace(model, mj.objectives.Gaussian, (x, y), receipt=True)
+    assert abs(receipt.noise_variance - 0.09) < 0.02
+    assert abs(receipt.effective_parameters - 3) < 0.01
+    assert abs(receipt.prior_precision["model"] - 3 / float(jnp.sum(weights**2))) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "kind"),
+    [
+        (lambda: MyMLP(nnx.Rngs(0)), (3,), "kfac"),
+        (lambda: MyViT(nnx.Rngs(0), depth=1, width=8), (8, 8, 1), "kfac"),
+        (lambda: MyViT(nnx.Rngs(0), depth=1, width=8), (8, 8, 1), "last_layer"),
+        (lambda: MyCNN(nnx.Rngs(0)), (8, 8, 1), "diagonal"),
+    ],
+    ids=["perceptron", "vit", "vit-last", "cnn"],
+)
+def test_models_as_users_write_them(make, shape, kind):
+    model = make()
+    model.eval()
+    inputs = jax.random.normal(jax.random.key(0), (6, *shape))
+    logits = model(inputs)
+    labels = jnp.argmax(logits, axis=-1)
+    tree, receipt = mj.posterior.laplace(
+        model, mj.objectives.Categorical(), (inputs, labels), kind=kind, receipt=True,
+        per_layer=kind == "kfac",
+    )  # fmt: skip
+    assert np.isfinite(receipt.log_evidence)
+    for linearised in (True, False):
+        mean, cov = jax.jit(mj.bayesian(model, tree, linearised=linearised, structure=mj.Diagonal))(
+            inputs[:1]
+        )
+        assert jnp.isfinite(mean).all()
+        assert (variances(cov) > 0).all()
+        if linearised:
+            assert jnp.allclose(mean, logits[:1], atol=1e-5)
+
+
+def test_a_prior_may_be_centred_at_given_weights():
+    model = linear()
+    data = X, jnp.zeros((24, 1))
+    weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    laplace = mj.posterior.laplace
+    at = laplace(model, mj.objectives.Gaussian(1.0), data, prior_mean=weights, receipt=True)[1]
+    assert at.prior_precision["model"] > 1e6
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"kind": "full"}, ValueError, "one of kfac, diagonal, last_layer. Got 'full'"),
+        ({"likelihood": "mse"}, TypeError, "Categorical.*Got 'mse'"),
+        ({"likelihood": mj.objectives.Gaussian(0.0)}, ValueError, "positive noise variance"),
+        ({"data": (X, jnp.zeros(24))}, ValueError, r"shape \(24, 1\). Got \(24,\)"),
+        ({"data": (X, jnp.zeros((3, 1)))}, ValueError, "as many examples"),
+        ({"data": X}, TypeError, "inputs, targets"),
+        ({"model": jnp.tanh}, TypeError, "NNX module"),
+    ],
+)
+def test_bad_input(change, error, words):
+    arguments = {
+        "model": linear(),
+        "likelihood": mj.objectives.Gaussian(1.0),
+        "data": (X, jnp.zeros((24, 1))),
+    }
+    with pytest.raises(error, match=words):
+        mj.posterior.laplace(**{**arguments, **change})
+
+
+def test_beliefs_of_a_training_run():
+    tree = mj.posterior.swag({"w": w} for w in jnp.array([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]]))
+    assert jnp.allclose(tree["w"].mean, jnp.array([3.0, 2.0]))
+    assert jnp.allclose(tree["w"].variance, jnp.array([4.0, 0.0]))
+    with pytest.raises(ValueError, match="two iterates"):
+        mj.posterior.swag([{"w": jnp.ones(2)}])
+    with pytest.raises(ValueError, match="ScaleByAdamState"):
+        mj.posterior.from_second_moments({"w": jnp.ones(2)}, (), dataset_size=1, batch_size=1)
