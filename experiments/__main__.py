@@ -23,6 +23,7 @@ COMMANDS = {
     "scale": "sharded results, train steps compiled for TPU pods, export, weak scaling",
     "discrete": "train an autoencoder with categorical codes, against a dense one",
     "resilience": "train over processes and devices, and survive kills and preemption",
+    "classify": "a Bayesian vision Transformer against ensembles, dropout and Laplace",
     "uci": "regression on UCI sets: the analytic ELBO, sampled VI and MC dropout, 20 splits",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }

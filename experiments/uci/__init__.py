@@ -2,8 +2,9 @@
 
 Trains with the analytic ELBO at KL weight 1, and the same network by sampled variational inference and
 MC dropout, with one noise variance and with one that depends on the input. What a method leaves open
-(priors, dropout rates) is chosen for each split on a fifth of its own training rows. Prints errors and
-negative log-likelihoods, paired differences, and the published results; writes metrics.json.
+(priors, dropout rates, a factor on the noise variance) is chosen for each split on a fifth of its own
+training rows. Prints errors and negative log-likelihoods, paired differences, and the published results;
+writes metrics.json.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_seed(parser)
     numbers = (
         ("--splits", count, 20, "N", "splits of each set, the first ones"),
-        ("--steps", count, 5000, "N", "updates of every training"),
+        ("--steps", count, 4000, "N", "updates of every training"),
         ("--batch-size", count, 128, "N", "rows for each update, a multiple of 16"),
         ("--learning-rate", number(float, above=0), 0.02, "X", "peak of the cosine schedule"),
     )

@@ -35,14 +35,6 @@ class Method(abc.ABC):
     name: ClassVar[str]
     candidates: ClassVar[list[dict[str, float]]]
 
-    @property
-    def tuned_noise(self) -> bool:
-        """Whether a factor on the noise variance is chosen on validation rows too.
-
-        Where it is one number for all inputs: the training rows say too little of it.
-        """
-        return self.network.num_outputs == 1
-
     @abc.abstractmethod
     def loss(
         self, params: Params, setting: Setting, key: Array, batch: tuple[Array, Array],

@@ -17,7 +17,9 @@ from experiments.uci.splits import Rows, Splits, mean_over_rows
 Array = jax.Array
 
 RISE = 0.5  # share of the updates in which the KL's weight rises from 0 to 1
-FACTORS = np.geomspace(0.25, 16, 13).astype(np.float32)  # on the noise variance
+FACTORS = np.geomspace(1 / 16, 16, 17).astype(
+    np.float32
+)  # on the noise variance, one chosen for each split
 
 
 Settings = dict[str, np.ndarray]
@@ -60,20 +62,19 @@ def choose_and_fit(
         {name: np.full(count, value, np.float32) for name, value in candidate.items()}
         for candidate in method.candidates
     ]
-    factors = FACTORS if method.tuned_noise else np.ones(1, np.float32)
     found = []
     for number, setting in enumerate(candidates):
         name = f"{label}, candidate {number + 1} of {len(candidates)}"
         params = trainer.fit(setting, validation.train, name)
-        found += [trainer.score(params, setting, validation, f).nll for f in factors]
+        found += [trainer.score(params, setting, validation, f).nll for f in FACTORS]
     best = np.argmin(np.nan_to_num(found, nan=np.inf), axis=0)
     setting = {
         name: np.stack([candidate[name] for candidate in candidates])[
-            best // len(factors), np.arange(count)
+            best // len(FACTORS), np.arange(count)
         ]
         for name in candidates[0]
     }
-    factor = factors[best % len(factors)]
+    factor = FACTORS[best % len(FACTORS)]
     start = time.perf_counter()
     params = trainer.fit(setting, test.train, f"{label}, chosen")
     seconds = time.perf_counter() - start
