@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.command_line import InputError, number, path
+from experiments.command_line import InputError, number, one_of, path
 from experiments.common_options import add_seed
 from experiments.outputs import writable_folder, write_json
 from experiments.report import aligned
@@ -48,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         help="sets, by their files' names without .npz (default: all in the folder)",
+    )
+    add(
+        "--methods",
+        type=one_of(METHODS, "method"),
+        nargs="+",
+        default=list(METHODS),
+        metavar="NAME",
+        help=f"methods, compared with the first: {', '.join(METHODS)} (default: all)",
     )
     add(
         "--out",
@@ -93,8 +101,8 @@ def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict
     network = perceptron(given.x.shape[1], NOISES[noise])
     parts = splits.held_out(given, args.seed), splits.whole(given)
     results = {}
-    for kind in METHODS:
-        method = kind(network)
+    for kind in dict.fromkeys(args.methods):
+        method = METHODS[kind](network)
         label = f"{given.name}, {noise}, {method.name}"
         key = jax.random.key(args.seed)
         results[method.name] = choose_and_fit(method, *parts, budget, key, label)

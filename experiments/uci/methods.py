@@ -156,4 +156,5 @@ class Dropout(Method):
         return self.predict_by_draws(params, draw, key, x, factor)
 
 
-METHODS = (Analytic, Sampled, Dropout)
+METHODS = {"analytic": Analytic, "sampled": Sampled, "dropout": Dropout}
+"""By the names that the command line takes."""
