@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -156,5 +157,9 @@ class Dropout(Method):
         return self.predict_by_draws(params, draw, key, x, factor)
 
 
-METHODS = {"analytic": Analytic, "sampled": Sampled, "dropout": Dropout}
+METHODS: dict[str, Callable[[Network], Method]] = {
+    "analytic": Analytic,
+    "sampled": Sampled,
+    "dropout": Dropout,
+}
 """By the names that the command line takes."""
