@@ -51,10 +51,10 @@ class Recipe:
       cost: updates, as a multiple of the budget's.
     """
 
-    training: str = "Separable"
-    kl_weight: float = 1.0
+    training: str = "TokenCorrelated"
+    kl_weight: float = 0.03
     polish: float = 0.0
-    members: int = 1
+    members: int = 3
     cost: float = 1.0
 
 
