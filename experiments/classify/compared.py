@@ -65,7 +65,7 @@ def train_all(
         ),
         "MC dropout": _dropout(first, validation, samples),
     }
-    cheap = Recipe("sampled", recipe.kl_weight, cost=4.0)
+    cheap = Recipe("sampled", recipe.kl_weight)
     sampled, took = _timed(partial(first.bayesian, cheap, plain, "sampled VI"))
     drawn = said(by_draws(network, draws.weights, samples), sampled)
     result["sampled VI"] = Compared(drawn, seconds + took, {})

@@ -7,6 +7,8 @@ from matplotlib.figure import Figure
 
 from experiments.figures import STYLE, plt
 
+UNITS = {"angle": "angle (degrees)", "blur": "sd of the blur (eighths of the side)"}
+
 
 def shifts(curves: dict[str, dict[str, dict[str, dict[float, dict[str, float]]]]]) -> Figure:
     """NLL, ECE and accuracy against the strength of a shift, mean and standard error over seeds.
@@ -23,7 +25,9 @@ def shifts(curves: dict[str, dict[str, dict[str, dict[float, dict[str, float]]]]
                     mean = [found[score][s]["mean"] for s in strengths]
                     error = np.nan_to_num([found[score][s]["error"] for s in strengths])
                     axis.errorbar(strengths, mean, error, marker="o", markersize=3, label=name)
-                axis.set(xlabel=shift, ylabel=score.upper() if score != "accuracy" else score)
+                axis.set(
+                    xlabel=UNITS[shift], ylabel=score.upper() if score != "accuracy" else score
+                )
         rows[0, 0].legend(fontsize=6)
     return figure
 

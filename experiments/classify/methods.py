@@ -30,9 +30,9 @@ CHUNK = 50  # images at a time in prediction
 class Budget(NamedTuple):
     """How long to train: updates and peaks of the learning rate, of plain and of Bayesian networks."""
 
-    plain_steps: int = 2000
+    plain_steps: int = 1000
     plain_rate: float = 5e-3
-    steps: int = 300
+    steps: int = 1200
     rate: float = 3e-3
     batch_size: int = 32
     weight_decay: float = 1e-2
@@ -46,16 +46,12 @@ class Recipe:
       training: structure in which the ELBO's moments are propagated, or "sampled" for the ELBO of drawn
         networks, which is the cheapest.
       kl_weight: 1 for Bayes' rule, less for a cold posterior.
-      polish: updates with `Separable` after those of `training`, as a share of the updates.
       members: of an ensemble of such networks.
-      cost: updates, as a multiple of the budget's.
     """
 
-    training: str = "TokenCorrelated"
+    training: str = "sampled"
     kl_weight: float = 0.03
-    polish: float = 0.0
     members: int = 3
-    cost: float = 1.0
 
 
 def stacked(parts: list[Images]) -> tuple[np.ndarray, np.ndarray]:
@@ -109,16 +105,27 @@ class Trainer:
 
     def bayesian(self, recipe: Recipe, plain: Params, label: str) -> Params:
         """The ELBO with a prior learned for each array, from the plain networks' weights."""
-        params = plain._replace(spreads=self.start().spreads)
-        steps = round(self.budget.steps * recipe.cost)
-        polish = round(recipe.polish * self.budget.steps)
-        if steps:
-            params = self._elbo(recipe.training, recipe.kl_weight, steps, params, label, warm=True)
-        if polish:
-            params = self._elbo(
-                "Separable", recipe.kl_weight, polish, params, f"{label}, polish", warm=False
-            )
-        return params
+        sampled, steps = recipe.training == "sampled", self.budget.steps
+        network = self.network
+        if not sampled:
+            network = dataclasses.replace(network, structure=recipe.training)
+
+        def loss(params: Params, given: Any, key: Array, step: Array) -> Array:
+            key, images, labels = self._batch(given, key)
+            params = _faster(params, SPEED)
+            beliefs = network.module(params).params
+            if sampled:
+                outputs = network.drawn_logits(draws.weights(beliefs), params, key, images, GROUPS)
+                fits = -optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+            else:
+                fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
+                fits = jax.vmap(fit_of)(labels, *network.moments(params, images))
+            weight = mj.objectives.kl_warmup(step, steps // 3, recipe.kl_weight)
+            return weight * draws.learned_prior_kl(beliefs) / self.num_images - fits.mean()
+
+        trainer = SideBySide(loss, steps, self.budget.rate, in_turn=True)
+        start = _faster(plain._replace(spreads=self.start().spreads), 1 / SPEED)
+        return _faster(trainer.fit(start, self.given, self.keys, label), SPEED)
 
     def _means(self, logits: Callable[[Params, Array, Array], Array], label: str) -> Params:
         start = self.start()
@@ -134,29 +141,6 @@ class Trainer:
         )
         given = self.given, start.spreads
         return start._replace(means=training.fit(start.means, given, self.keys, label))
-
-    def _elbo(
-        self, training: str, kl_weight: float, steps: int, params: Params, label: str, *, warm: bool
-    ) -> Params:
-        sampled = training == "sampled"
-        network = self.network if sampled else dataclasses.replace(self.network, structure=training)
-
-        def loss(params: Params, given: Any, key: Array, step: Array) -> Array:
-            key, images, labels = self._batch(given, key)
-            params = _faster(params, SPEED)
-            beliefs = network.module(params).params
-            if sampled:
-                outputs = network.drawn_logits(draws.weights(beliefs), params, key, images, GROUPS)
-                fits = -optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
-            else:
-                fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
-                fits = jax.vmap(fit_of)(labels, *network.moments(params, images))
-            weight = mj.objectives.kl_warmup(step, steps // 3 if warm else 0, kl_weight)
-            return weight * draws.learned_prior_kl(beliefs) / self.num_images - fits.mean()
-
-        trainer = SideBySide(loss, steps, self.budget.rate, in_turn=True)
-        start = _faster(params, 1 / SPEED)
-        return _faster(trainer.fit(start, self.given, self.keys, label), SPEED)
 
     def _batch(self, given: Any, key: Array) -> tuple[Array, Array, Array]:
         key, order_key, shift_key = jax.random.split(key, 3)
