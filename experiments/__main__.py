@@ -24,6 +24,9 @@ COMMANDS = {
     "discrete": "train an autoencoder with categorical codes, against a dense one",
     "resilience": "train over processes and devices, and survive kills and preemption",
     "tables": "fit and Laplace approximations on small tables, against well-known methods",
+    "classify": "a Bayesian vision Transformer against ensembles, dropout and Laplace",
+    "uci": "regression on UCI sets: the analytic ELBO, sampled VI and MC dropout, 20 splits",
+    "report": "write one Markdown page of all metrics.json below a folder",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""

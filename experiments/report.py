@@ -1,8 +1,15 @@
-"""The table at the end of the main job, and its metrics.json."""
+"""Write one Markdown page of all metrics.json below a folder, with their figures.
+
+The module also has the tables that the experiments print.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from experiments.report_page import add_arguments, run
+
+__all__ = ["add_arguments", "aligned", "duration", "run", "scores_table"]
 
 COLUMNS = (("accuracy", ".4f"), ("nll", ".4f"), ("brier", ".4f"), ("ece", ".4f"))
 

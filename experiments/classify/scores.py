@@ -1,0 +1,36 @@
+"""Scores of class probabilities: in distribution, under a shift, on other images, by rejection."""
+
+from __future__ import annotations
+
+import numpy as np
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+BINS = 15  # of confidence, equally wide, as `mj.objectives.expected_calibration_error` has them
+
+
+def entropy(probabilities: np.ndarray) -> np.ndarray:
+    """Of each prediction (..., C), in nats: how much doubt there is."""
+    return -np.sum(probabilities * np.log(np.maximum(probabilities, 1e-30)), axis=-1)
+
+
+def detection(known: np.ndarray, other: np.ndarray) -> dict[str, float]:
+    """How well the entropy tells others from known ones (N, C): AUROC, and AUPR (others positive)."""
+    score = np.concatenate([entropy(known), entropy(other)])
+    is_other = np.repeat([0, 1], [len(known), len(other)])
+    return {
+        "auroc": float(roc_auc_score(is_other, score)),
+        "aupr": float(average_precision_score(is_other, score)),
+    }
+
+
+def risk_by_coverage(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """The share of wrong answers among the k most confident ones, k = 1 to N."""
+    order = np.argsort(-probabilities.max(axis=1), kind="stable")
+    wrong = (probabilities.argmax(axis=1) != labels)[order]
+    return np.cumsum(wrong) / np.arange(1, len(labels) + 1)
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Mean and standard error over the seeds; of one seed there is no error."""
+    spread = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
+    return {"mean": float(np.mean(values)), "error": float(spread)}

@@ -1,0 +1,94 @@
+"""Networks drawn at random, as the methods without moments have them: dropout and sampled weights.
+
+Every method here is a draw: key -> arrays in the place of the beliefs of a parameter group. Training and
+prediction are then the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import moment_jax as mj
+
+Array = jax.Array
+Arrays = Any  # a parameter group with arrays in the place of its beliefs
+Draw = Callable[[Array], Arrays]
+
+
+def means(params: Any) -> Arrays:
+    """The arrays at the centre of the beliefs."""
+    return jax.tree.map(lambda belief: belief.mean, params, is_leaf=_is_belief)
+
+
+def weights(params: Any) -> Draw:
+    """Every weight from its belief: sampled variational inference."""
+    return lambda key: mj.reference.sample_params(params, key)
+
+
+def dropout(params: Any, rate: Array | float) -> Draw:
+    """The mean network without a random share of the inputs of every kernel (in, out).
+
+    An input that is dropped is dropped from all tokens of an example (Gal and Ghahramani, 2016); what is
+    left is scaled up, so the mean stays. Vectors are kept whole.
+    """
+    leaves, form = jax.tree.flatten(params, is_leaf=_is_belief)
+
+    def draw(key: Array) -> Arrays:
+        arrays = []
+        for number, belief in enumerate(leaves):
+            array = belief.mean
+            if array.ndim == 2:
+                own = jax.random.fold_in(key, number)
+                kept = jax.random.bernoulli(own, 1 - rate, (array.shape[0], 1))
+                array = array * kept / (1 - rate)
+            arrays.append(array)
+        return jax.tree.unflatten(form, arrays)
+
+    return draw
+
+
+def outputs(
+    network: Callable[[Arrays, Array], Array], draw: Draw, key: Array, x: Array, groups: int
+) -> Array:
+    """Outputs of a mini-batch (N, ...), each of `groups` equal parts of it by a network of its own."""
+    parts = x.reshape(groups, x.shape[0] // groups, *x.shape[1:])
+    result = jax.vmap(lambda key, part: network(draw(key), part))(
+        jax.random.split(key, groups), parts
+    )
+    return result.reshape(x.shape[0], *result.shape[2:])
+
+
+def many(
+    network: Callable[[Arrays, Array], Array], draw: Draw, key: Array, x: Array, count: int
+) -> Array:
+    """Outputs of `count` networks, (count, N, ...)."""
+    return jax.lax.map(
+        lambda key: network(draw(key), x), jax.random.split(key, count), batch_size=8
+    )
+
+
+def _is_belief(leaf: Any) -> bool:
+    return isinstance(leaf, mj.posterior.Posterior)
+
+
+def learned_prior_kl(module: Any) -> Array:
+    """KL of all beliefs of a module to priors N(0, s^2), each array's s the best there is (nats).
+
+    The best s^2 of an array (empirical Bayes, type II) is the mean of mean^2 + variance; there the KL is
+    the half of sum log(s^2 / variance). `Factorized` beliefs only.
+    """
+    total = jnp.zeros(())
+    for belief in beliefs(module):
+        best = jnp.mean(belief.mean**2 + belief.variance)
+        total += 0.5 * jnp.sum(jnp.log(best) - jnp.log(belief.variance))
+    return total
+
+
+def beliefs(module: Any) -> list[mj.posterior.Factorized]:
+    """All beliefs of a parameter group."""
+    leaves = jax.tree.leaves(module, is_leaf=_is_belief)
+    return [leaf for leaf in leaves if _is_belief(leaf)]

@@ -1,0 +1,143 @@
+"""Regression on UCI sets by the published protocol: one hidden layer of 50 ReLU units, 20 splits.
+
+Trains with the analytic ELBO at KL weight 1, and the same network by sampled variational inference and
+MC dropout, with one noise variance and with one that depends on the input. What a method leaves open
+(priors, dropout rates, a factor on the noise variance) is chosen for each split on a fifth of its own
+training rows. Prints errors and negative log-likelihoods, paired differences, and the published results;
+writes metrics.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.command_line import InputError, number, one_of, path
+from experiments.common_options import add_seed
+from experiments.outputs import writable_folder, write_json
+from experiments.report import aligned
+from experiments.uci import published, splits
+from experiments.uci.files import RegressionSet, read_sets
+from experiments.uci.methods import METHODS
+from experiments.uci.networks import perceptron
+from experiments.uci.training import Budget, Trained, choose_and_fit
+
+__all__ = ["add_arguments", "run"]
+
+NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
+"""The noise models, with the number of outputs that each needs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the regression."""
+    add, count = parser.add_argument, number(int, least=1)
+    add(
+        "--data-dir",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="folder of .npz sets with x, y, train_idx and test_idx (required)",
+    )
+    add(
+        "--set",
+        nargs="+",
+        metavar="NAME",
+        help="sets, by their files' names without .npz (default: all in the folder)",
+    )
+    add(
+        "--methods",
+        type=one_of(METHODS, "method"),
+        nargs="+",
+        default=list(METHODS),
+        metavar="NAME",
+        help=f"methods, compared with the first: {', '.join(METHODS)} (default: all)",
+    )
+    add(
+        "--out",
+        type=path,
+        default=Path("runs/uci"),
+        metavar="DIR",
+        help="folder for metrics.json (default: %(default)s)",
+    )
+    add_seed(parser)
+    numbers = (
+        ("--splits", count, 20, "N", "splits of each set, the first ones"),
+        ("--steps", count, 4000, "N", "updates of every training"),
+        ("--batch-size", count, 128, "N", "rows for each update, a multiple of 16"),
+        ("--learning-rate", number(float, above=0), 0.02, "X", "peak of the cosine schedule"),
+    )
+    for name, kind, default, metavar, what in numbers:
+        add(
+            name, type=kind, default=default, metavar=metavar, help=f"{what} (default: %(default)s)"
+        )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read all sets before anything is computed, then go through them."""
+    start = time.perf_counter()
+    if args.batch_size % 16:
+        raise InputError(f"--batch-size needs a multiple of 16, got {args.batch_size}")
+    sets = read_sets(args.data_dir, args.set, args.splits)
+    out = writable_folder(args.out, "--out")
+    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+    metrics: dict[str, Any] = {"settings": settings, "sets": {}}
+    for given in sets:
+        record = {noise: _compare(args, given, noise) for noise in NOISES}
+        metrics["sets"][given.name] = {**record, "published": published.of(given.name)}
+        metrics["seconds"] = time.perf_counter() - start
+        write_json(out / "metrics.json", metrics)
+        _print(given.name, metrics["sets"][given.name])
+    print(f"{metrics['seconds']:.0f} s in all; metrics.json in {out}")
+
+
+def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict[str, Any]:
+    """Every method's scores on every split."""
+    budget = Budget(args.steps, args.batch_size, args.learning_rate)
+    network = perceptron(given.x.shape[1], NOISES[noise])
+    parts = splits.held_out(given, args.seed), splits.whole(given)
+    results = {}
+    for kind in dict.fromkeys(args.methods):
+        method = METHODS[kind](network)
+        label = f"{given.name}, {noise}, {method.name}"
+        key = jax.random.key(args.seed)
+        results[method.name] = choose_and_fit(method, *parts, budget, key, label)
+    first = next(iter(results.values()))
+    return {name: _record(result, first) for name, result in results.items()}
+
+
+def _record(result: Trained, first: Trained) -> dict[str, Any]:
+    """Means, standard errors, and the difference to the first method, split by split."""
+    return {
+        "nll": summary(result.scores.nll),
+        "rmse": summary(result.scores.rmse),
+        "nll_above_first": summary(result.scores.nll - first.scores.nll),
+        "nll_of_splits": result.scores.nll.tolist(),
+        "rmse_of_splits": result.scores.rmse.tolist(),
+        "chosen": {k: v.tolist() for k, v in result.setting.items()},
+        "noise_factor": result.factor.tolist(),
+        "seconds": result.seconds,
+    }
+
+
+def summary(values: np.ndarray) -> dict[str, float]:
+    """Mean and standard error; of one split there is none."""
+    error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
+    return {"mean": float(values.mean()), "error": float(error)}
+
+
+def _print(name: str, record: dict[str, Any]) -> None:
+    rows = [[name, "NLL", "RMSE", "NLL above the first, paired"]]
+    for noise in NOISES:
+        for method, found in record[noise].items():
+            keys = ("nll", "rmse", "nll_above_first")
+            cells = [f"{found[key]['mean']:.3f} ± {found[key]['error']:.3f}" for key in keys]
+            rows.append([f"{noise}: {method}", *cells])
+    for who, values in record["published"].items():
+        rmse = format(values["rmse"], ".2f") if "rmse" in values else ""
+        rows.append([f"published: {who}", format(values["nll"], ".2f"), rmse, ""])
+    print(aligned(rows) + "\n")
