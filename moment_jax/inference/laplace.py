@@ -278,4 +278,12 @@ def _outputs(
             f"`laplace` with {name.__name__} and outputs of shape {outputs.shape} needs targets of "
             f"shape {wanted}. Got {targets.shape}."
         )
+    if name is Categorical:
+        classes = outputs.shape[-1]
+        whole = np.issubdtype(targets.dtype, np.integer)
+        if not whole or targets.min() < 0 or targets.max() >= classes:
+            raise ValueError(
+                f"`laplace` with Categorical needs integer targets from 0 to {classes - 1}. Got "
+                f"{targets.dtype} from {targets.min()} to {targets.max()}."
+            )
     return outputs

@@ -156,6 +156,11 @@ def test_a_prior_may_be_centred_at_given_weights():
         ({"data": (X, jnp.zeros(24))}, ValueError, r"shape \(24, 1\). Got \(24,\)"),
         ({"data": (X, jnp.zeros((3, 1)))}, ValueError, "as many examples"),
         ({"data": X}, TypeError, "inputs, targets"),
+        (
+            {"likelihood": mj.objectives.Categorical(), "data": (X, -jnp.ones(24, int))},
+            ValueError,
+            "from 0 to 0. Got int.* from -1",
+        ),
         ({"model": jnp.tanh}, TypeError, "NNX module"),
     ],
 )
