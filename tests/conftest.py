@@ -13,7 +13,6 @@ QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codeg
 if version("jaxlib").startswith("0.10."):  # a third of the time that compilation takes otherwise
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_numpy_rank_promotion", "raise")
 # The programs here are many and tiny: compiling them is what costs.
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -22,6 +21,13 @@ drawn = {"derandomize": True, "deadline": None, "database": None}
 hypothesis.settings.register_profile("suite", max_examples=100, **drawn)
 hypothesis.settings.register_profile("long", max_examples=2000, **drawn)
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _strict_ranks():
+    """Below tests only: the guides run as a user's code does."""
+    with jax.numpy_rank_promotion("raise"):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -71,7 +71,7 @@ def test_a_folder_that_cannot_be_written(capsys, tmp_path):
     assert file.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"tables"}))  # which takes no path
 def test_no_path_is_not_the_working_directory(name, capsys):
     parser = Parser(prog=name)
     importlib.import_module(f"experiments.{name}").add_arguments(parser)
