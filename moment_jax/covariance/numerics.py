@@ -90,9 +90,28 @@ def correlation_of(cov: Array, variance: Array | None = None) -> Array:
 
 
 def definite(gram: Array) -> Array:
-    """A symmetric matrix, its correlations shrunk until it is positive semidefinite, as they may be."""
+    """The positive semidefinite matrix nearby with the same diagonal; one that is such stays as it is.
+
+    By a Cholesky factorization whose rows may not grow beyond the diagonal. No row depends on those
+    below it. Derivatives take the difference as a constant.
+    """
     root, correlation = safe_sqrt(diagonal_of(gram)), correlation_of(gram)
-    single = correlation.astype(jnp.promote_types(gram.dtype, jnp.float32))
-    missing = jnp.maximum(-jnp.linalg.eigvalsh(single)[0], 0).astype(gram.dtype)
-    shrunk = jnp.where(on_diagonal(gram.shape), correlation, correlation / (1 + missing))
-    return root[:, None] * shrunk * root[None, :]
+    missing = jax.lax.stop_gradient(_bounded_cholesky(correlation) - correlation)
+    nearby = jnp.where(on_diagonal(gram.shape), correlation, correlation + missing)
+    return root[:, None] * nearby * root[None, :]
+
+
+def _bounded_cholesky(correlation: Array) -> Array:
+    """L L^T, where every L_ij is as large as the rest of row i allows at most, (T, T)."""
+    given = correlation.astype(jnp.promote_types(correlation.dtype, jnp.float32))
+    places = jnp.arange(given.shape[0])
+
+    def step(factor: Array, j: Array) -> tuple[Array, None]:
+        left = safe_sqrt(1 - jnp.sum(factor**2, axis=1))  # of every row, for the columns from j on
+        column = given[:, j] - jnp.sum(factor * factor[j][None], axis=1)
+        column = jnp.clip(safe_divide(column, jnp.broadcast_to(left[j], left.shape)), -left, left)
+        column = jnp.where(places == j, left, jnp.where(places > j, column, 0))
+        return factor.at[:, j].set(column), None
+
+    factor, _ = jax.lax.scan(step, jnp.zeros_like(given), places)
+    return jnp.matmul(factor, factor.T, precision="highest").astype(correlation.dtype)

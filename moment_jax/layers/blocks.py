@@ -125,7 +125,7 @@ def decoder_block(
     """
     check_moments("decoder_block", mean, cov)
     before, cov = cov, pool_seen(cov, mask)
-    memory_cov = pool_seen(memory_cov, memory_mask)
+    memory_cov = pool_seen(memory_cov, memory_mask, memory=True)
     norm = Normalization(norm_first, epsilon, order)
     mean, cov = attention_sublayer(
         mean, cov, params.self_attention, params.norm1, norm, num_heads=num_heads, mask=mask

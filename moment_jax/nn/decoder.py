@@ -55,7 +55,8 @@ class Decoder(Stack):
         blocks, final = params
         mask = look_at_valid(mask, valid, mean.shape[0])
         memory_mask = look_at_valid(memory_mask, memory_valid, mean.shape[0])
-        cov, memory_cov = pool_seen(cov, mask), pool_seen(memory_cov, memory_mask)
+        cov = pool_seen(cov, mask)
+        memory_cov = pool_seen(memory_cov, memory_mask, memory=True)
 
         def step(block: DecoderBlock) -> Callable[..., Any]:
             def run(mean: Array, cov: Covariance, beliefs: DecoderBlockParams) -> Any:

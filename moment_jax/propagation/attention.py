@@ -98,7 +98,7 @@ def _moments(
     query, source = core.query, core.key
     own = query.mean is source.mean
     cov, mask = source.cov, core.mask
-    seen = pool_seen(cov, mask)
+    seen = pool_seen(cov, mask, memory=not own)
     mean, out_cov, tangent = attention_and_tangent(
         query.mean,
         seen if own else query.cov,

@@ -208,21 +208,6 @@ def test_nan_stays_nan(structure: type[Covariance]):
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_causal_mask_hides_later_tokens(structure: type[Covariance]):
-    mask = jnp.tril(jnp.ones((4, 4), bool))
-    run = jax.jit(
-        lambda m, c: mj.encoder_block(m, c, BLOCK, num_heads=HEADS, norm_first=True, mask=mask)
-    )
-    cov = structure.independent(jnp.full(SHAPE, 0.1))
-    if structure is mj.Separable:  # whose feature correlation is an average, here over a prompt
-        cov = cov.pooled(jnp.arange(4) < 3)
-    mean, result = run(MEAN, cov)
-    moved, moved_cov = run(MEAN.at[3].add(5.0), cov)
-    assert_close(moved[:3], mean[:3], 0.0)
-    assert_close(moved_cov.variance()[:3], result.variance()[:3], 0.0)
-
-
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_a_certain_network_is_the_plain_network(structure: type[Covariance]):
     """With Point beliefs and a certain input the mean is Flax's output and the variance zero."""
     certain = random_block(KEYS[0], SHAPE[1], 8, family=mj.posterior.Point)

@@ -95,23 +95,25 @@ class Projected(NamedTuple):
         heads = HeadNoise(mapped.blocks(num_heads), own)
         return cls(source, mapped.dense(), over_sum(x), heads)
 
-    def contrasts(self) -> Array:
+    def contrasts(self, pool: Array | None) -> Array:
         """Feature Gram matrices of y less its average over the tokens, (H, K, K).
 
         The common part of all keys is the largest of their noise, and softmax does not see it.
+
+        Args:
+          pool: weights of the tokens, (T,); None for one each.
         """
         mean, cov, _ = self.source
-        rows, share = centred_rows(mean, cov.pool)
-        tokens = cov.token_gram()
-        energy = _trace(cov) - jnp.sum(weighted(tokens @ share, cov.pool))
+        rows, share = centred_rows(mean, pool)
+        energy = _trace(cov, pool) - jnp.sum(weighted(cov.token_gram() @ share, pool))
         return self._under(energy, rows, None)
 
-    def by_token(self) -> Array:
-        """sum_t Cov[y_td, y_te], (H, K, K)."""
+    def by_token(self, pool: Array | None) -> Array:
+        """sum_t p_t Cov[y_td, y_te] with these weights p (T,), or one each, (H, K, K)."""
         mean, cov, _ = self.source
-        count = jnp.sum(weighted(jnp.ones_like(mean[:, 0]), cov.pool))
-        rows = weighted(mean, None if cov.pool is None else jnp.sqrt(cov.pool))
-        return self._under(_trace(cov), rows, count)
+        count = jnp.sum(weighted(jnp.ones_like(mean[:, 0]), pool))
+        rows = weighted(mean, None if pool is None else jnp.sqrt(pool))
+        return self._under(_trace(cov, pool), rows, count)
 
     def of_sums(self, weights: Array, pool: Array | None) -> Array | None:
         """Variances of sum_a p_a sum_c W_ac y_c by every head's own noise, (H, K); None for none.
@@ -169,6 +171,6 @@ def _sum(cov: Separable) -> Array:
     return jnp.sum(weighted(pooled(cov.token_gram(), cov.pool), cov.pool))
 
 
-def _trace(cov: Separable) -> Array:
-    """The trace of the token Gram matrix, with the weights of the tokens, ()."""
-    return jnp.sum(weighted(rows_diagonal(cov.token_gram()), cov.pool))
+def _trace(cov: Separable, pool: Array | None) -> Array:
+    """The trace of the token Gram matrix, with these weights of the tokens, ()."""
+    return jnp.sum(weighted(rows_diagonal(cov.token_gram()), pool))

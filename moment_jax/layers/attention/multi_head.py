@@ -109,7 +109,7 @@ def cross_attention(
 
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """
-    memory = Memory(memory_mean, pool_seen(memory_cov, mask))
+    memory = Memory(memory_mean, pool_seen(memory_cov, mask, memory=True))
     out_mean, out_cov, _ = attention_and_tangent(
         mean, cov, params, num_heads=num_heads, mask=mask, order=order, memory=memory
     )

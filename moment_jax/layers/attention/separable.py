@@ -21,6 +21,7 @@ from moment_jax.layers.attention.separable_head import Head, Mixed, Tokens, mix_
 from moment_jax.layers.attention.shared_input import Links, make_links
 from moment_jax.layers.attention.values import ValueNoise
 from moment_jax.layers.params import DenseParams
+from moment_jax.layers.seen import pool_scores
 from moment_jax.posterior import Point
 from moment_jax.xla import diagonal_matrix, diagonal_of, rows_diagonal
 
@@ -114,7 +115,11 @@ def _heads(
 ) -> tuple[Head, Tokens]:
     """All heads' moments, leading axis H, and what they have in common."""
     h, kernel, keys = inputs.num_heads, inputs.output.kernel.mean, inputs.key_input
-    spread, _ = centred_rows(inputs.key.mean, keys.cov.pool)
+    if inputs.shared.query_kernel is None:
+        query_pool, key_pool = inputs.query.cov.pool, keys.cov.pool
+    else:
+        query_pool = key_pool = pool_scores(keys.cov.pool, inputs.mask)
+    spread, _ = centred_rows(inputs.key.mean, key_pool)
     heads = Head(
         split_heads(inputs.query.mean, h),
         split_heads(inputs.key.mean, h),
@@ -122,8 +127,8 @@ def _heads(
         query.heads,
         key.heads,
         value.heads,
-        query.by_token(),
-        key.contrasts(),
+        query.by_token(query_pool),
+        key.contrasts(key_pool),
         split_heads(spread, h),
         inputs.value.cov.features().blocks(h),
         FeatureGram(metric).blocks(h),
@@ -136,6 +141,7 @@ def _heads(
         key.pattern,
         value.pattern,
         inputs.query.cov.pool,
+        query_pool,
     )
     return heads, tokens
 

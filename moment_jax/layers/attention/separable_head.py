@@ -65,6 +65,7 @@ class Tokens(NamedTuple):
     key: Array  # of the keys', (S, S)
     value: Array  # of the values', (S, S)
     pool: Array | None  # weights of the queries in sums over them, (T,)
+    score_pool: Array | None  # in averages that serve the scores alone, (T,)
 
 
 class Mixed(NamedTuple):
@@ -196,12 +197,12 @@ def _rows(head: Head, tokens: Tokens, width: Array) -> RowCovariance:
     every pair of tokens, the total variance of contrasts of keys. One product in the place of the two
     would save two products of T x T matrices, and lose a tenth of the sum's variance at 64 tokens.
     """
-    used = weighted(jnp.ones_like(head.query[:, 0]), tokens.pool)
+    used = weighted(jnp.ones_like(head.query[:, 0]), tokens.score_pool)
     total = jnp.sum(used)
     by_query = safe_divide(
         head.query_features, jnp.broadcast_to(total, (1, 1))
     )  # of an average token
-    query = weighted(head.query, tokens.pool).T @ head.query
+    query = weighted(head.query, tokens.score_pool).T @ head.query
     moment = safe_divide(query, jnp.broadcast_to(total, (1, 1))) + by_query  # E[q q^T]
     spread = head.key_spread.T @ head.key_spread
 
