@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,17 +10,22 @@ from typing import Any
 import numpy as np
 
 
-def interleaved(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def interleaved(
+    functions: dict[str, Callable[[], Any]], repeats: int, limit: float = math.inf
+) -> dict[str, float]:
     """Median seconds of each function; they take turns, so that what slows the machine slows all.
 
     Args:
       functions: each returns when its result is there.
       repeats: timed runs of each, after one that is not counted.
+      limit: seconds that all of them may take; slow functions have fewer runs then, but three.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
+    start = time.perf_counter()
     for function in functions.values():
         function()
-    for _ in range(repeats):
+    once = time.perf_counter() - start
+    for _ in range(int(min(repeats, max(3, limit / once)))):
         for name, function in functions.items():
             start = time.perf_counter()
             function()
