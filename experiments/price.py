@@ -32,7 +32,7 @@ from experiments.price_parts import (
     forward_of,
     gradient_of,
 )
-from experiments.programs import compile_program, failure, size_of, warm_up
+from experiments.programs import check_memory, compile_program, failure, size_of, warm_up
 from experiments.report import aligned, duration
 from experiments.timing import interleaved
 
@@ -100,7 +100,9 @@ def run(args: argparse.Namespace) -> None:
             record
             for part in PARTS
             for kind in KINDS
-            for record in measure(shape, part, kind, args)
+            for record in measure(
+                shape, part, kind, args.structure, args.repeats, args.memory_limit
+            )
         ]
         print(f"\n{shape}\n{table(found)}", flush=True)
         records += found
@@ -110,10 +112,21 @@ def run(args: argparse.Namespace) -> None:
         raise PartError("some functions failed; the reasons are below their tables")
 
 
-def measure(shape: Shape, part: str, kind: str, args: argparse.Namespace) -> list[Record]:
-    """A record for the plain part, for each structure, and for sampled networks."""
+def measure(
+    shape: Shape, part: str, kind: str, structures: list[str], repeats: int, limit: float
+) -> list[Record]:
+    """A record for the plain part, for each structure, and for sampled networks.
+
+    Args:
+      shape: of the inputs.
+      part: of `PARTS`.
+      kind: of `KINDS`.
+      structures: by name.
+      repeats: the most timed runs.
+      limit: GiB that a program may need.
+    """
     start = time.perf_counter()
-    names = [PLAIN, *dict.fromkeys(args.structure)]
+    names = [PLAIN, *dict.fromkeys(structures)]
     if (part, kind) == ("block", "forward"):
         names.append(SAMPLED)
     calls = 1 if jax.default_backend() == "cpu" else QUEUED  # a CPU runs queued calls side by side
@@ -125,20 +138,23 @@ def measure(shape: Shape, part: str, kind: str, args: argparse.Namespace) -> lis
         arguments = partial(arguments_of, name, PARTS[part], shape)
         function = KINDS[kind](forward_of(name, PARTS[part], shape.heads))
         try:
-            program = compile_program(function, *jax.eval_shape(arguments))
+            shapes = jax.eval_shape(arguments)
+            # The compiler itself ends the process where a size overflows.
+            check_memory(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)), limit)
+            program = compile_program(function, *shapes)
             records[name] |= {
                 "compile_seconds": program.seconds,
                 "bytes": program.bytes,
                 "bytes_accessed": program.bytes_accessed,
                 **size_of(program.lowered)._asdict(),
             }
-            program.check_memory(args.memory_limit)
+            check_memory(program.bytes, limit)
             runs[name] = partial(_queued, program.call, arguments(), calls)
             runs[name]()
         except Exception as error:  # one structure's failure is not to hide the others' figures
             records[name] |= failure(error)
             runs.pop(name, None)
-    for name, seconds in interleaved(runs, args.repeats, SLOW).items():
+    for name, seconds in interleaved(runs, repeats, SLOW).items():
         records[name]["seconds"] = seconds / calls / (NETWORKS if name == SAMPLED else 1)
     print(f"{part}, {kind}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     return list(records.values())

@@ -24,6 +24,12 @@ def failure(error: Exception) -> dict[str, str]:
     return {"status": "failed", "reason": f"{type(error).__name__}: {said}"}
 
 
+def check_memory(needed: int, limit: float) -> None:
+    """Raise `Skip` where so many bytes are more than `limit` GiB."""
+    if needed > limit * GIB:
+        raise Skip(f"{needed / GIB:.3g} GiB of memory are over --memory-limit {limit:g}")
+
+
 class Size(NamedTuple):
     """Of a program before the compiler has changed it; the body of a loop counts once.
 
@@ -59,11 +65,6 @@ class Program(NamedTuple):
     def run(self, *arguments: Any) -> Any:
         """The result, once it is there."""
         return jax.block_until_ready(self.call(*arguments))
-
-    def check_memory(self, limit: float) -> None:
-        """Raise `Skip` where it needs more than `limit` GiB."""
-        if self.bytes > limit * GIB:
-            raise Skip(f"{self.bytes / GIB:.3g} GiB of memory are over --memory-limit {limit:g}")
 
 
 def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:

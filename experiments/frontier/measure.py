@@ -15,7 +15,7 @@ from experiments.frontier.advantage import Accuracy, advantage
 from experiments.frontier.passes import Moments
 from experiments.frontier.problem import Problem, Spec
 from experiments.frontier.truth import Sampled, Truth
-from experiments.programs import GIB, Program, Skip, failure
+from experiments.programs import GIB, Program, Skip, check_memory, failure
 from experiments.timing import interleaved
 
 Record = dict[str, Any]
@@ -137,9 +137,9 @@ def _programs(problem: Problem, structure: type[mj.Covariance], limits: Limits) 
     if size > limits.array_gib:
         raise Skip(f"one array of {size:.2g} GiB is over --array-limit {limits.array_gib:g}")
     forward = cost.moment_forward(problem, structure)
-    forward.check_memory(limits.memory_gib)
+    check_memory(forward.bytes, limits.memory_gib)
     step = cost.moment_step(problem, structure)
-    step.check_memory(limits.memory_gib)
+    check_memory(step.bytes, limits.memory_gib)
     if not cost.all_finite(step.run()):
         raise FloatingPointError("a train step gives numbers that are not finite")
     return Programs(forward, step)

@@ -81,12 +81,15 @@ def test_a_run_has_all_figures(cheap, capsys, tmp_path):
     assert "3 / 9" in diagonal
 
 
-def test_what_needs_too_much_memory_is_compiled_and_not_run(cheap, capsys, tmp_path):
-    limit = ["--memory-limit", "1e-9", "--json", str(tmp_path / "a.json")]
-    assert command("--structure", "Diagonal", *limit) == 0
+@pytest.mark.parametrize(("limit", "compiled"), [("1e-9", False), ("6e-7", True)])
+def test_what_needs_too_much_memory_is_not_run(limit, compiled, cheap, capsys, tmp_path):
+    """Nor compiled, where its arguments alone do."""
+    options = ["--memory-limit", limit, "--json", str(tmp_path / "a.json")]
+    assert command("--structure", "Diagonal", *options) == 0
     _, records = records_of(tmp_path / "a.json")
     assert {record["status"] for record in records.values()} == {"skipped"}
-    assert all("seconds" not in record and record["bytes"] > 0 for record in records.values())
+    assert not any("seconds" in record for record in records.values())
+    assert ("bytes" in records["plain", "forward"]) == compiled
     assert "GiB of memory are over --memory-limit" in capsys.readouterr().out
 
 
