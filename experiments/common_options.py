@@ -51,15 +51,3 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the figures there too (default: nowhere)",
     )
-
-
-def add_memory_limit(parser: argparse.ArgumentParser) -> None:
-    """`--memory-limit GIB`."""
-    parser.add_argument(
-        "--memory-limit",
-        type=number(float, above=0),
-        default=12.0,
-        metavar="GIB",
-        help="skip a structure of which a compiled function needs more than this, in GiB "
-        "(default: %(default)s)",
-    )

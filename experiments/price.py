@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from experiments.command_line import PartError, number
-from experiments.common_options import add_json, add_memory_limit, add_structures
+from experiments.common_options import add_json, add_structures
 from experiments.outputs import writable_file, write_json
 from experiments.price_parts import (
     NETWORKS,
@@ -32,7 +32,7 @@ from experiments.price_parts import (
     forward_of,
     gradient_of,
 )
-from experiments.programs import check_memory, compile_program, failure, size_of, warm_up
+from experiments.programs import GIB, check_memory, compile_program, failure, size_of, warm_up
 from experiments.report import aligned, duration
 from experiments.timing import interleaved
 
@@ -41,7 +41,8 @@ Record = dict[str, Any]
 KINDS: dict[str, Callable[..., Any]] = {"forward": lambda forward: forward, "gradient": gradient_of}
 DEFAULT = Shape(64, 128, 4, 4)
 QUEUED = 20  # calls that an accelerator is given before the host waits
-SLOW = 20.0  # seconds for all timed runs of one kind of one part
+SLOW = 4.0  # seconds for the timed runs of one function, unless three take longer
+CPU_GIB = 4.0  # that a program may need where there is no accelerator
 OVER_PLAIN = {
     "time": "seconds",
     "memory": "bytes",
@@ -71,7 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="timed runs of each function, interleaved; their medians count, and slow functions have "
         "fewer (default: %(default)s)",
     )
-    add_memory_limit(parser)
+    parser.add_argument(
+        "--memory-limit",
+        type=number(float, above=0),
+        metavar="GIB",
+        help="do not run what needs more than this, in GiB (default: an accelerator's memory, else 4)",
+    )
     add_json(parser)
 
 
@@ -91,7 +97,10 @@ def run(args: argparse.Namespace) -> None:
     """Measure shape by shape; print each table and write the figures so far."""
     if args.json is not None:
         writable_file(args.json, "--json")
-    machine = {"device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
+    device = jax.devices()[0]
+    machine = {"device": device.device_kind, "cores": os.cpu_count()}
+    has = (device.memory_stats() or {}).get("bytes_limit", CPU_GIB * GIB)
+    limit = args.memory_limit or has / GIB
     print(f"{machine['device']}, {machine['cores']} cores, jax {jax.__version__}", flush=True)
     warm_up()
     records: list[Record] = []
@@ -100,9 +109,7 @@ def run(args: argparse.Namespace) -> None:
             record
             for part in PARTS
             for kind in KINDS
-            for record in measure(
-                shape, part, kind, args.structure, args.repeats, args.memory_limit
-            )
+            for record in measure(shape, part, kind, args.structure, args.repeats, limit)
         ]
         print(f"\n{shape}\n{table(found)}", flush=True)
         records += found
@@ -201,4 +208,7 @@ def _cell(own: Record, plain: Record, figure: str) -> str:
 
 
 def _ratio(own: Record, other: Record, figure: str) -> str:
-    return f"{own[figure] / other[figure]:.3g}" if figure in own and figure in other else "-"
+    if figure not in own or figure not in other:
+        return "-"
+    ratio = own[figure] / other[figure]
+    return f"{ratio:.3g}" if ratio < 999.5 else f"{ratio:,.0f}"

@@ -18,16 +18,15 @@ def interleaved(
     Args:
       functions: each returns when its result is there.
       repeats: timed runs of each, after one that is not counted.
-      limit: seconds that all of them may take; slow functions have fewer runs then, but three.
+      limit: seconds that the timed runs of one function may take; after three they end there.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
-    start = time.perf_counter()
     for function in functions.values():
         function()
-    once = time.perf_counter() - start
-    for _ in range(int(min(repeats, max(3, limit / once)))):
+    for i in range(repeats):
         for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - start)
+            if i < 3 or sum(times[name]) < limit:
+                start = time.perf_counter()
+                function()
+                times[name].append(time.perf_counter() - start)
     return {name: float(np.median(taken)) for name, taken in times.items()}

@@ -192,7 +192,7 @@ def _times(programs: dict[str, Programs], repeats: int) -> dict[str, dict[str, f
     times = {}
     for kind in Programs._fields:
         functions = {name: getattr(these, kind).run for name, these in programs.items()}
-        times[kind] = interleaved(functions, repeats, SLOW)
+        times[kind] = interleaved(functions, repeats, SLOW / len(functions))
     return times
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from experiments.command_line import number, one_of, path
-from experiments.common_options import add_json, add_memory_limit, add_seed, add_structures
+from experiments.common_options import add_json, add_seed, add_structures
 from experiments.frontier.networks import DEFAULT, LARGE, NETWORKS, QUICK
 
 
@@ -67,4 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip a structure where one of its arrays is larger than this, in GiB "
         "(default: %(default)s)",
     )
-    add_memory_limit(parser)
+    add(
+        "--memory-limit",
+        type=number(float, above=0),
+        default=12.0,
+        metavar="GIB",
+        help="skip a structure whose compiled forward or train step needs more than this, in GiB "
+        "(default: %(default)s)",
+    )

@@ -112,7 +112,7 @@ def test_certain_weights_give_the_plain_part(name):
     params, x, _ = arguments_of("Diagonal", part, TINY)
     certain = jax.tree.map(mj.posterior.Point, draws.means(params))
     cov = jax.vmap(lambda x: mj.Diagonal.zeros(x.shape))(x)
-    mean, _ = forward_of("Diagonal", part, TINY.heads)(certain, x, cov)
+    mean, _ = jax.jit(forward_of("Diagonal", part, TINY.heads))(certain, x, cov)
     plain = forward_of("plain", part, TINY.heads)(draws.means(params), x)
     np.testing.assert_allclose(mean, plain, atol=1e-5)
 
