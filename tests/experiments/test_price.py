@@ -1,6 +1,8 @@
 """`price`: its command line, a run over one cheap layer, and that it compares what is alike."""
 
 import json
+import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ import moment_jax as mj
 from experiments import draws, price
 from experiments.__main__ import main
 from experiments.price_parts import PARTS, Part, Shape, arguments_of, forward_of
-from experiments.programs import size_of
+from experiments.programs import failure, size_of
+from experiments.timing import interleaved
 
 TINY = Shape(3, 8, 2, 2)
 
@@ -127,3 +130,24 @@ def test_functions_count_where_they_are_called_and_loops_once():
     assert (size.products, size.product_shapes) == (4, 2)
     plain = size_of(jax.jit(lambda x: (x @ x) @ x + 1).lower(jnp.ones((2, 2))))
     assert plain == (5, 2, 1)
+
+
+def test_slow_functions_do_not_cost_fast_ones_their_runs():
+    calls = {"slow": 0, "fast": 0}
+
+    def called(name, seconds):
+        calls[name] += 1
+        time.sleep(seconds)
+
+    functions = {name: partial(called, name, 0.05 * (name == "slow")) for name in calls}
+    times = interleaved(functions, 9, limit=0.04)
+    assert calls == {"slow": 1 + 3, "fast": 1 + 9}
+    assert times["fast"] < 0.05 <= times["slow"]
+
+
+def test_a_lack_of_memory_is_no_failure():
+    assert failure(RuntimeError("RESOURCE_EXHAUSTED: 3 GiB"))["status"] == "skipped"
+    assert failure(ValueError("of two\nlines")) == {
+        "status": "failed",
+        "reason": "ValueError: of two lines",
+    }
