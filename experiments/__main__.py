@@ -26,13 +26,14 @@ COMMANDS = {
     "tables": "fit and Laplace approximations on small tables, against well-known methods",
     "classify": "a Bayesian vision Transformer against ensembles, dropout and Laplace",
     "uci": "regression on UCI sets: the analytic ELBO, sampled VI and MC dropout, 20 splits",
+    "price": "time, memory, compilation and program of every structure, on this machine",
     "report": "write one Markdown page of all metrics.json below a folder",
     "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""
 
 DEFAULT_COMMAND = "digits"
-TIME_THE_COMPILER = ("frontier", "scale")
+TIME_THE_COMPILER = ("frontier", "price", "scale")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,9 +85,11 @@ def _keep_compiled_programs(arguments: list[str]) -> None:
     """Have JAX, not imported yet, keep what took a second or more to compile, for later runs.
 
     Where the environment names a folder for it, or switches it off, that stays. What is in the folder is
-    executed, so it is one of the user's own.
+    executed, so it is one of the user's own. Commands that time the compiler keep and find nothing.
     """
-    if not arguments or arguments[0] not in TIME_THE_COMPILER:
+    if arguments and arguments[0] in TIME_THE_COMPILER:
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+    else:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches / "moment_jax"))
 

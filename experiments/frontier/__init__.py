@@ -20,12 +20,13 @@ from typing import Any
 
 import moment_jax as mj
 from experiments.command_line import PartError
-from experiments.frontier import cost, figure, tables
-from experiments.frontier.measure import Limits, failure, measure
+from experiments.frontier import figure, tables
+from experiments.frontier.measure import Limits, measure
 from experiments.frontier.networks import DEFAULT, LARGE, NETWORKS, QUICK
 from experiments.frontier.options import add_arguments
 from experiments.frontier.problems import Problems
 from experiments.outputs import writable_file, writable_folder, write_json
+from experiments.programs import failure, warm_up
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     structures = {name: mj.STRUCTURES[name] for name in dict.fromkeys(args.structure)}
     limits = Limits(args.repeats, args.array_limit, args.memory_limit)
     problems = Problems(out, args.samples, args.seed)
-    cost.warm_up()
+    warm_up()
     records: list[dict[str, Any]] = []
     for name in names:
         start = time.perf_counter()

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 import moment_jax as mj
 from experiments.frontier import cost
-from experiments.frontier.cost import Compiled
 from experiments.frontier.passes import Head, Moments, classify, plain_tokens
 from experiments.frontier.problem import Problem
 from experiments.frontier.truth import Truth, sample
+from experiments.programs import Program
 
 Array = jax.Array
 
@@ -26,7 +26,7 @@ MOST_OUTPUTS = 2**17
 """Entries of the tokens, each a backward pass, beyond which the linearised network is skipped."""
 
 
-def linearised(problem: Problem) -> Compiled:
+def linearised(problem: Problem) -> Program:
     """Mean (N, C) and covariance (N, C, C) of the logits, of beliefs with uncorrelated entries."""
 
     def forward(means: Any, variances: Any, head: Head, x: Array) -> tuple[Array, Array]:
@@ -68,7 +68,7 @@ def linearised_tokens(problem: Problem) -> tuple[Array, Array]:
     return jax.jit(lambda x: jax.lax.map(one, x))(x)
 
 
-def linearised_moments(problem: Problem, program: Compiled) -> Moments:
+def linearised_moments(problem: Problem, program: Program) -> Moments:
     """Of tokens and logits."""
     return Moments(*linearised_tokens(problem), *program.run())
 

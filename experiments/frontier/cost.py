@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,47 +15,25 @@ from flax import nnx
 import moment_jax as mj
 from experiments.frontier.passes import Head, classify, encoder_of, moments, plain_tokens
 from experiments.frontier.problem import Problem
+from experiments.programs import Program, compile_program
 
 Array = jax.Array
 DATASET_SIZE = 1000  # weighs the KL divergence in the train step; its cost does not depend on it
 
 
-class Compiled(NamedTuple):
-    """A compiled function of no arguments; it returns when the result is there.
-
-    Args:
-      run: the function.
-      seconds: what tracing and compiling took.
-      bytes: its arguments, its results, and what it needs beside them.
-    """
-
-    run: Callable[[], Any]
-    seconds: float
-    bytes: int
-
-
-def compiled(function: Callable[..., Any], *arguments: Any) -> Compiled:
+def compiled(function: Callable[..., Any], *arguments: Any) -> Program:
     """Trace and compile, and bind the arguments."""
-    start = time.perf_counter()
-    program = jax.jit(function).lower(*arguments).compile()
-    seconds = time.perf_counter() - start
-    memory: Any = program.memory_analysis()
-    needed = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return Compiled(lambda: jax.block_until_ready(program(*arguments)), seconds, int(needed))
+    program = compile_program(function, *arguments)
+    return program._replace(call=partial(program.call, *arguments))
 
 
-def warm_up() -> None:
-    """Compile something, so that the first program that counts does not start the compiler."""
-    compiled(lambda x: jax.nn.gelu(x @ x), jnp.ones((8, 8)))
-
-
-def moment_forward(problem: Problem, structure: type[mj.Covariance]) -> Compiled:
+def moment_forward(problem: Problem, structure: type[mj.Covariance]) -> Program:
     """The moments of tokens and logits, of the problem's beliefs."""
     encoder = encoder_of(problem.spec, structure)
     return compiled(partial(moments, encoder), (problem.each_block(), None), *certain(problem))
 
 
-def plain_forward(problem: Problem) -> Compiled:
+def plain_forward(problem: Problem) -> Program:
     """Tokens and logits of the library's plain encoder at the means."""
     encoder = encoder_of(problem.spec, mj.Diagonal)
     at_means = means(problem.each_block())
@@ -68,7 +45,7 @@ def plain_forward(problem: Problem) -> Compiled:
     return compiled(forward, at_means, *certain(problem))
 
 
-def scanned_forward(problem: Problem) -> Compiled:
+def scanned_forward(problem: Problem) -> Program:
     """The same, one block compiled and scanned over the stacked weights."""
     at_means = means(problem.blocks)
 
@@ -79,7 +56,7 @@ def scanned_forward(problem: Problem) -> Compiled:
     return compiled(forward, at_means, *certain(problem))
 
 
-def moment_step(problem: Problem, structure: type[mj.Covariance]) -> Compiled:
+def moment_step(problem: Problem, structure: type[mj.Covariance]) -> Program:
     """The negative ELBO, its gradient for all variational parameters, and Adam's update."""
     graph, params = nnx.split(encoder_of(problem.spec, structure))
     fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
@@ -94,13 +71,13 @@ def moment_step(problem: Problem, structure: type[mj.Covariance]) -> Compiled:
     return _step(problem, params, loss)
 
 
-def plain_step(problem: Problem) -> Compiled:
+def plain_step(problem: Problem) -> Program:
     """Cross-entropy of the same plain network, its gradient, and Adam's update."""
     graph, params = nnx.split(encoder_of(problem.spec, mj.Diagonal).mean_network())
     return _step(problem, params, _cross_entropy(lambda params, x: nnx.merge(graph, params)(x)))
 
 
-def scanned_step(problem: Problem) -> Compiled:
+def scanned_step(problem: Problem) -> Program:
     """The same, one block compiled and scanned over the stacked weights."""
     at_means = means(problem.blocks)
     return _step(
@@ -118,7 +95,7 @@ def _cross_entropy(
     return loss
 
 
-def _step(problem: Problem, params: Any, loss: Callable[..., Array]) -> Compiled:
+def _step(problem: Problem, params: Any, loss: Callable[..., Array]) -> Program:
     """Compile one update of these parameters and the head; the result is (loss, state)."""
     optimizer = optax.adam(1e-3)
     head, x = certain(problem)

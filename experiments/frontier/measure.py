@@ -12,17 +12,16 @@ import numpy as np
 import moment_jax as mj
 from experiments.frontier import competitors, cost
 from experiments.frontier.advantage import Accuracy, advantage
-from experiments.frontier.cost import Compiled
 from experiments.frontier.passes import Moments
 from experiments.frontier.problem import Problem, Spec
 from experiments.frontier.truth import Sampled, Truth
+from experiments.programs import GIB, Program, Skip, check_memory, failure
 from experiments.timing import interleaved
 
 Record = dict[str, Any]
 
-GIB = 2**30
 BYTES = 4  # float32
-SLOW = 30.0  # seconds: all timed runs of one kind together take about this, or three runs of each
+SLOW = 30.0  # seconds for all timed runs of one kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +39,11 @@ class Limits:
     memory_gib: float
 
 
-class Skip(Exception):  # noqa: N818 (it is no error)
-    """A structure does not fit; the message says why."""
-
-
 class Programs(NamedTuple):
     """Forward and train step."""
 
-    forward: Compiled
-    step: Compiled
+    forward: Program
+    step: Program
 
 
 def largest_array_gib(spec: Spec, structure: type[mj.Covariance]) -> float:
@@ -94,8 +89,6 @@ def measure(
         try:
             programs[name] = _programs(problem, structure, limits)
             record |= _accuracies(programs[name].forward.run(), truth, problem)
-        except Skip as reason:
-            record |= {"status": "skipped", "reason": str(reason)}
         except Exception as error:  # one structure's failure is not to hide the others' figures
             record |= failure(error)
             programs.pop(name, None)
@@ -107,7 +100,7 @@ def measure(
 
 
 def _competitors(
-    problem: Problem, truth: Truth, plain: Compiled, limits: Limits, seed: int
+    problem: Problem, truth: Truth, plain: Program, limits: Limits, seed: int
 ) -> list[Record]:
     """Records of the linearised network and of a few sampled ones; they have no train step."""
     records = [_linearised(problem, truth, plain, limits)]
@@ -124,7 +117,7 @@ def _competitors(
     return records
 
 
-def _linearised(problem: Problem, truth: Truth, plain: Compiled, limits: Limits) -> Record:
+def _linearised(problem: Problem, truth: Truth, plain: Program, limits: Limits) -> Record:
     record: Record = {"structure": "linearised"}
     if problem.inputs.size > competitors.MOST_OUTPUTS:
         return record | {"status": "skipped", "reason": f"{problem.inputs.size} backward passes"}
@@ -139,30 +132,17 @@ def _linearised(problem: Problem, truth: Truth, plain: Compiled, limits: Limits)
     return record | {"cost": {"forward": ratios}}
 
 
-def failure(error: Exception) -> Record:
-    """What a record says of an exception, in one line."""
-    said = " ".join(str(error).split())[:300]
-    return {"status": "failed", "reason": f"{type(error).__name__}: {said}"}
-
-
 def _programs(problem: Problem, structure: type[mj.Covariance], limits: Limits) -> Programs:
     size = largest_array_gib(problem.spec, structure)
     if size > limits.array_gib:
         raise Skip(f"one array of {size:.2g} GiB is over --array-limit {limits.array_gib:g}")
     forward = cost.moment_forward(problem, structure)
-    _check_memory(forward, limits)
+    check_memory(forward.bytes, limits.memory_gib)
     step = cost.moment_step(problem, structure)
-    _check_memory(step, limits)
+    check_memory(step.bytes, limits.memory_gib)
     if not cost.all_finite(step.run()):
         raise FloatingPointError("a train step gives numbers that are not finite")
     return Programs(forward, step)
-
-
-def _check_memory(program: Compiled, limits: Limits) -> None:
-    if program.bytes > limits.memory_gib * GIB:
-        raise Skip(
-            f"{program.bytes / GIB:.2g} GiB of memory are over --memory-limit {limits.memory_gib:g}"
-        )
 
 
 def _accuracies(
@@ -212,8 +192,7 @@ def _times(programs: dict[str, Programs], repeats: int) -> dict[str, dict[str, f
     times = {}
     for kind in Programs._fields:
         functions = {name: getattr(these, kind).run for name, these in programs.items()}
-        once = sum(interleaved(functions, 1).values())
-        times[kind] = interleaved(functions, min(repeats, max(3, int(SLOW / once))))
+        times[kind] = interleaved(functions, repeats, SLOW / len(functions))
     return times
 
 

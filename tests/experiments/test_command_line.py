@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import zipfile
 
 import numpy as np
@@ -11,7 +12,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments.__main__ import COMMANDS, main
+from experiments.__main__ import COMMANDS, TIME_THE_COMPILER, _keep_compiled_programs, main
 from experiments.command_line import Parser, number
 from tests.experiments.case_files import block_arrays, mlp_arrays
 
@@ -86,6 +87,19 @@ def test_no_path_is_not_the_working_directory(name, capsys):
 def test_only_a_run_that_is_there_is_resumed(name, capsys, tmp_path):
     fails(capsys, [name, "--resume", "--out", tmp_path / "new"], "--resume", "no checkpoint")
     assert not list(tmp_path.iterdir())
+
+
+def test_programs_are_kept_unless_the_compiler_is_timed(monkeypatch, tmp_path):
+    names = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+    for command, own, expected in (
+        ("digits", None, [str(tmp_path / "moment_jax"), None]),
+        ("digits", "mine", ["mine", None]),
+        *((name, "mine", ["mine", "0"]) for name in TIME_THE_COMPILER),
+    ):
+        environment = {} if own is None else {names[0]: own}
+        monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path), **environment})
+        _keep_compiled_programs([command])
+        assert [os.environ.get(name) for name in names] == expected
 
 
 def truncated(path):

@@ -1,0 +1,214 @@
+"""What a moment pass costs on this machine, over the plain network: time, memory, compilation, program.
+
+One pre-norm encoder block with Gaussian beliefs about all weights, and each of its layers, in every
+structure: a forward, and the gradient by parameters and inputs. Inputs have a covariance of the
+structure and all of the output's covariance is wanted, as in the midst of a stack. Times are medians of
+runs that take turns with the plain network's. The table says too how many sampled networks (drawing the
+weights included) cost one moment pass. What needs more than --memory-limit is not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from experiments.command_line import PartError, number
+from experiments.common_options import add_json, add_structures
+from experiments.outputs import writable_file, write_json
+from experiments.price_parts import (
+    NETWORKS,
+    PARTS,
+    PLAIN,
+    SAMPLED,
+    Shape,
+    arguments_of,
+    forward_of,
+    gradient_of,
+)
+from experiments.programs import GIB, check_memory, compile_program, failure, size_of, warm_up
+from experiments.report import aligned, duration
+from experiments.timing import interleaved
+
+Record = dict[str, Any]
+
+KINDS: dict[str, Callable[..., Any]] = {"forward": lambda forward: forward, "gradient": gradient_of}
+DEFAULT = Shape(64, 128, 4, 4)
+QUEUED = 20  # calls that an accelerator is given before the host waits
+SLOW = 4.0  # seconds for the timed runs of one function, unless three take longer
+CPU_GIB = 4.0  # that a program may need where there is no accelerator
+OVER_PLAIN = {
+    "time": "seconds",
+    "memory": "bytes",
+    "accessed": "bytes_accessed",
+    "compilation": "compile_seconds",
+}
+COUNTS = {"operations": "operations", "products": "products", "of shapes": "product_shapes"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which structures and shapes, how often they are timed, and where the figures go."""
+    add_structures(parser)
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        nargs="+",
+        action="extend",
+        metavar="T,D,HEADS,BATCH",
+        help=f"tokens, features, heads and sequences (default: {','.join(map(str, DEFAULT))}; a block "
+        "of ViT-B is 196,768,12,16)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=number(int, least=1),
+        default=10,
+        metavar="N",
+        help="timed runs of each function, interleaved; their medians count, and slow functions have "
+        "fewer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=number(float, above=0),
+        metavar="GIB",
+        help="do not run what needs more than this, in GiB (default: an accelerator's memory, else 4)",
+    )
+    add_json(parser)
+
+
+def _shape(text: str) -> Shape:
+    try:
+        shape = Shape(*map(int, text.split(",")))
+    except (TypeError, ValueError):
+        shape = Shape(0, 0, 0, 0)
+    if min(shape) < 1 or shape.features % shape.heads:
+        raise argparse.ArgumentTypeError(
+            f"needs T,D,HEADS,BATCH, whole numbers above 0, and heads that divide D; got {text!r}"
+        )
+    return shape
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure shape by shape; print each table and write the figures so far."""
+    if args.json is not None:
+        writable_file(args.json, "--json")
+    device = jax.devices()[0]
+    machine = {"device": device.device_kind, "cores": os.cpu_count()}
+    has = (device.memory_stats() or {}).get("bytes_limit", CPU_GIB * GIB)
+    limit = args.memory_limit or has / GIB
+    print(f"{machine['device']}, {machine['cores']} cores, jax {jax.__version__}", flush=True)
+    warm_up()
+    records: list[Record] = []
+    for shape in dict.fromkeys(args.shape or [DEFAULT]):
+        found = [
+            record
+            for part in PARTS
+            for kind in KINDS
+            for record in measure(shape, part, kind, args.structure, args.repeats, limit)
+        ]
+        print(f"\n{shape}\n{table(found)}", flush=True)
+        records += found
+        if args.json is not None:
+            write_json(args.json, {**machine, "jax": jax.__version__, "records": records})
+    if any(record["status"] == "failed" for record in records):
+        raise PartError("some functions failed; the reasons are below their tables")
+
+
+def measure(
+    shape: Shape, part: str, kind: str, structures: list[str], repeats: int, limit: float
+) -> list[Record]:
+    """A record for the plain part, for each structure, and for sampled networks.
+
+    Args:
+      shape: of the inputs.
+      part: of `PARTS`.
+      kind: of `KINDS`.
+      structures: by name.
+      repeats: the most timed runs.
+      limit: GiB that a program may need.
+    """
+    start = time.perf_counter()
+    names = [PLAIN, *dict.fromkeys(structures)]
+    if (part, kind) == ("block", "forward"):
+        names.append(SAMPLED)
+    calls = 1 if jax.default_backend() == "cpu" else QUEUED  # a CPU runs queued calls side by side
+    records: dict[str, Record] = {}
+    runs: dict[str, Callable[[], None]] = {}
+    for name in names:
+        record: Record = {"shape": shape._asdict(), "structure": name, "part": part, "kind": kind}
+        records[name] = record | {"status": "ok"}
+        arguments = partial(arguments_of, name, PARTS[part], shape)
+        function = KINDS[kind](forward_of(name, PARTS[part], shape.heads))
+        try:
+            shapes = jax.eval_shape(arguments)
+            # The compiler itself ends the process where a size overflows.
+            check_memory(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)), limit)
+            program = compile_program(function, *shapes)
+            records[name] |= {
+                "compile_seconds": program.seconds,
+                "bytes": program.bytes,
+                "bytes_accessed": program.bytes_accessed,
+                **size_of(program.lowered)._asdict(),
+            }
+            check_memory(program.bytes, limit)
+            runs[name] = partial(_queued, program.call, arguments(), calls)
+            runs[name]()
+        except Exception as error:  # one structure's failure is not to hide the others' figures
+            records[name] |= failure(error)
+            runs.pop(name, None)
+    for name, seconds in interleaved(runs, repeats, SLOW).items():
+        records[name]["seconds"] = seconds / calls / (NETWORKS if name == SAMPLED else 1)
+    print(f"{part}, {kind}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    return list(records.values())
+
+
+def _queued(function: Any, arguments: tuple[Any, ...], calls: int) -> None:
+    for _ in range(calls):
+        result = function(*arguments)
+    jax.block_until_ready(result)
+
+
+def table(records: list[Record]) -> str:
+    """Forward / gradient of the plain network, and over it; the reasons of what is missing below."""
+    found = {(r["structure"], r["part"], r["kind"]): r for r in records}
+    names = dict.fromkeys(name for name, _, _ in found if name != SAMPLED)
+    width = max(map(len, names))
+    rows = [["forward / gradient", *OVER_PLAIN, *COUNTS, "sampled networks"]]
+    for name in names:
+        for part in PARTS:
+            pairs = [(found[name, part, kind], found[PLAIN, part, kind]) for kind in KINDS]
+            cells = [
+                " / ".join(_cell(own, plain, figure) for own, plain in pairs)
+                for figure in (*OVER_PLAIN.values(), *COUNTS.values())
+            ]
+            one = found.get((SAMPLED, part, "forward"), {})
+            cells.append(_ratio(pairs[0][0], one, "seconds") if one else "")
+            rows.append([f"{name:{width}s}  {part}", *cells])
+    reasons = [
+        f"{name} {part} {kind} {record['status']}: {record['reason']}"
+        for (name, part, kind), record in found.items()
+        if record["status"] != "ok"
+    ]
+    return "\n".join([aligned(rows), *reasons])
+
+
+def _cell(own: Record, plain: Record, figure: str) -> str:
+    if own is not plain and figure in OVER_PLAIN.values():
+        return _ratio(own, plain, figure)
+    if figure not in own:
+        return "-"
+    if figure in COUNTS.values():
+        return str(own[figure])
+    return duration(own[figure]) if "seconds" in figure else f"{own[figure] / 2**20:.3g} MiB"
+
+
+def _ratio(own: Record, other: Record, figure: str) -> str:
+    if figure not in own or figure not in other:
+        return "-"
+    ratio = own[figure] / other[figure]
+    return f"{ratio:.3g}" if ratio < 999.5 else f"{ratio:,.0f}"

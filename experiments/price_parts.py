@@ -1,0 +1,124 @@
+"""What `price` compiles: an encoder block and its layers, plain, sampled, and as moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import moment_jax as mj
+from experiments import draws
+
+Array = jax.Array
+
+PLAIN, SAMPLED = "plain", "sampled"
+NETWORKS = 32  # that one call of SAMPLED draws
+GELU = mj.nn.find_activation("gelu").plain
+EPSILON = 1e-6  # of the normalisations: the layers' default
+
+
+class Shape(NamedTuple):
+    """Tokens and features of each of `batch` sequences; the feed-forward layer has 4 D hidden units."""
+
+    tokens: int
+    features: int
+    heads: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"T {self.tokens}, D {self.features}, {self.heads} heads, batch {self.batch}"
+
+
+class Part(NamedTuple):
+    """A block or a layer.
+
+    Args:
+      params: its beliefs, of a block's.
+      moments: (mean, cov, beliefs, heads) of one sequence -> (mean, cov).
+      plain: (arrays in the place of the beliefs, heads) -> a Flax module, of a batch.
+    """
+
+    params: Callable[[Any], Any]
+    moments: Callable[[Array, Any, Any, int], tuple[Array, Any]]
+    plain: Callable[[Any, int], nnx.Module]
+
+
+PARTS = {
+    "block": Part(
+        lambda block: block,
+        lambda mean, cov, p, heads: mj.encoder_block(
+            mean, cov, p, num_heads=heads, norm_first=True, activation=mj.gelu
+        ),
+        lambda p, heads: mj.nn.PlainEncoderBlock(
+            p, num_heads=heads, norm_first=True, activation=GELU, epsilon=EPSILON
+        ),
+    ),
+    "attention": Part(
+        attrgetter("attention"),
+        lambda mean, cov, p, heads: mj.attention(mean, cov, p, num_heads=heads),
+        mj.nn.plain_attention,
+    ),
+    "feed-forward": Part(
+        attrgetter("feed_forward"),
+        lambda mean, cov, p, heads: mj.feed_forward(mean, cov, p, activation=mj.gelu),
+        lambda p, heads: mj.nn.PlainMLP([*map(mj.nn.plain_linear, (p.hidden, p.output))], GELU),
+    ),
+    "layer norm": Part(
+        attrgetter("norm1"),
+        lambda mean, cov, p, heads: mj.layer_norm(mean, cov, p),
+        lambda p, heads: mj.nn.plain_norm(p, p.scale.size, EPSILON),
+    ),
+    "dense": Part(
+        attrgetter("attention.query"),
+        lambda mean, cov, p, heads: mj.dense(mean, cov, p),
+        lambda p, heads: mj.nn.plain_linear(p),
+    ),
+}
+
+
+def forward_of(name: str, part: Part, heads: int) -> Callable[..., Any]:
+    """Outputs, or mean and covariance, of a batch: a function of what `arguments_of` gives.
+
+    `name` is a structure's, `PLAIN`, or `SAMPLED`: `NETWORKS` plain networks drawn from the beliefs.
+    """
+
+    def plain(arrays: Any, x: Array) -> Array:
+        module: Any = part.plain(arrays, heads)
+        return module(x)
+
+    def sampled(params: Any, x: Array) -> Array:
+        return draws.many(plain, draws.weights(params), jax.random.key(0), x, NETWORKS)
+
+    def moments(params: Any, mean: Array, cov: Any) -> Any:
+        return jax.vmap(lambda m, c: part.moments(m, c, params, heads))(mean, cov)
+
+    return {PLAIN: plain, SAMPLED: sampled}.get(name, moments)
+
+
+def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """By parameters and inputs, as in a stack, of the mean squares of all that `forward` gives."""
+
+    def loss(arguments: tuple[Any, ...]) -> Array:
+        squares = [jnp.mean(y**2) for y in jax.tree.leaves(forward(*arguments))]
+        return jnp.stack(squares).sum()
+
+    return lambda *arguments: jax.grad(loss)(arguments)
+
+
+def arguments_of(name: str, part: Part, shape: Shape) -> tuple[Any, ...]:
+    """Parameters (`Factorized`), inputs, and for a structure their covariance, as a layer leaves it."""
+    block = mj.nn.EncoderBlock(shape.features, shape.heads, rngs=nnx.Rngs(0)).params
+    params = part.params(block)
+    x = jax.random.normal(jax.random.key(1), (shape.batch, shape.tokens, shape.features))
+    if name in (PLAIN, SAMPLED):
+        return draws.means(params) if name == PLAIN else params, x
+    structure = mj.STRUCTURES[name]
+
+    def covariance(x: Array, layer: mj.DenseParams) -> mj.Covariance:
+        return mj.dense(x, structure.zeros((shape.tokens, shape.features)), layer)[1]
+
+    return params, x, jax.jit(jax.vmap(covariance, (0, None)))(x, block.attention.query)

@@ -1,0 +1,111 @@
+"""Compiled functions: how large their programs are, what compiling takes, and what memory they need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+GIB = 2**30
+
+
+class Skip(Exception):  # noqa: N818 (it is no error)
+    """Something does not fit; the message says why."""
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """What a record says of what did not run, in one line; a lack of memory is no failure."""
+    said = " ".join(str(error).split())[:300]
+    if isinstance(error, Skip) or "RESOURCE_EXHAUSTED" in said:
+        return {"status": "skipped", "reason": said}
+    return {"status": "failed", "reason": f"{type(error).__name__}: {said}"}
+
+
+def check_memory(needed: int, limit: float) -> None:
+    """Raise `Skip` where so many bytes are more than `limit` GiB."""
+    if needed > limit * GIB:
+        raise Skip(f"{needed / GIB:.3g} GiB of memory are over --memory-limit {limit:g}")
+
+
+class Size(NamedTuple):
+    """Of a program before the compiler has changed it; the body of a loop counts once.
+
+    Args:
+      operations: of StableHLO, with functions counted wherever they are called.
+      products: how many of them are matrix products.
+      product_shapes: how many different products, by the types of operands and result.
+    """
+
+    operations: int
+    products: int
+    product_shapes: int
+
+
+class Program(NamedTuple):
+    """A compiled function.
+
+    Args:
+      call: the function; its result need not be there when it returns.
+      seconds: what tracing and compiling took.
+      bytes: its arguments, its results, and what it needs beside them.
+      bytes_accessed: what XLA's cost analysis says is read and written, loops counted once; NaN where it
+        does not say.
+      lowered: before the compiler, for `size_of`.
+    """
+
+    call: Callable[..., Any]
+    seconds: float
+    bytes: int
+    bytes_accessed: float
+    lowered: jax.stages.Lowered
+
+    def run(self, *arguments: Any) -> Any:
+        """The result, once it is there."""
+        return jax.block_until_ready(self.call(*arguments))
+
+
+def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
+    """Trace and compile for arguments, or for their shapes and types alone."""
+    start = time.perf_counter()
+    lowered = jax.jit(function).lower(*arguments)
+    program = lowered.compile()
+    seconds = time.perf_counter() - start
+    memory: Any = program.memory_analysis()
+    needed = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    costs: Any = program.cost_analysis() or {}
+    accessed = float(costs.get("bytes accessed", float("nan")))
+    return Program(program, seconds, int(needed), accessed, lowered)
+
+
+def warm_up() -> None:
+    """Compile something, so that the first program that counts does not start the compiler."""
+    compile_program(lambda x: jax.nn.gelu(x @ x), jnp.ones((8, 8)))
+
+
+def size_of(lowered: jax.stages.Lowered) -> Size:
+    """Count what `jax.jit(function).lower(...)` gives.
+
+    >>> size_of(jax.jit(lambda x: (x @ x) @ x + 1).lower(jnp.ones((2, 2))))
+    Size(operations=5, products=2, product_shapes=1)
+    """
+    module: Any = lowered.compiler_ir()
+    functions = {op.attributes["sym_name"].value: op for op in module.body}
+
+    def operations(op: Any) -> Iterator[Any]:
+        for inner in (inner for region in op.regions for block in region for inner in block):
+            if inner.name == "func.call":
+                yield from operations(functions[inner.attributes["callee"].value])
+            elif len(inner.results):  # the others end a function or the body of a loop
+                yield inner
+                yield from operations(inner)
+
+    found = [*operations(functions["main"])]
+    products = [
+        tuple(str(value.type) for value in (*op.operands, *op.results))
+        for op in found
+        if op.name == "stablehlo.dot_general"
+    ]
+    return Size(len(found), len(products), len(set(products)))
