@@ -103,7 +103,7 @@ class FeatureGram(NamedTuple):
             diagonals = [g.diagonal for g in (self, other) if g.diagonal is not None]
             whole = self if other.inner is None else other
             total = sum(diagonals[1:], diagonals[0]) if diagonals else None
-            return whole._replace(diagonal=total, variance=None)
+            return whole._replace(diagonal=total, variance=self.diag() + other.diag())
         return FeatureGram(self.dense() + other.dense())
 
 

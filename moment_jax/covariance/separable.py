@@ -139,12 +139,13 @@ class Separable(Covariance):
         scale, token_gram = materialized(safe_sqrt(variance)), materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
+        feature_gram = feature_gram._replace(variance=jnp.maximum(feature_gram.diag(), 0))
         result = cls(
             scale,
             correlation_of(token_gram, rows_diagonal(token_gram)),
             correlation_of(feature_gram.dense()),
             pool,
-            jnp.maximum(feature_gram.diag(), 0),
+            feature_gram.variance,
         )
         # Cache both Gram matrices for the next operation; dropped at the boundaries of transformations.
         result.__dict__["_grams"] = (token_gram, feature_gram)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import paired, pooled, safe_divide, safe_sqrt, weighted
-from moment_jax.layers.attention.inputs import split_heads
+from moment_jax.layers.attention.inputs import merge_heads, split_heads
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm_tangent import NormTangent
@@ -111,14 +111,13 @@ def _through_mixing(
     normal = weighted(jnp.broadcast_to(columns, tokens.shape), cov.pool)
     v = split_heads(tangent.value, h)
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
-    by_query, by_key, by_value = (
-        split_heads(features @ kernel, h)
-        for kernel in (tangent.query_kernel, key_kernel, value_kernel)
-    )
     linked = tangent.mixing.weights * normal[None]  # (H, T, S)
-    mean_query = _query_jacobian(tangent, rows_diagonal(normal), v)
-    mean_key = _key_jacobian(tangent, linked, v)
-    bent = by_query @ mean_query + by_key @ mean_key  # (H, D, K)
+    by_query = split_heads(tangent.query_kernel, h) @ _query_jacobian(
+        tangent, rows_diagonal(normal), v
+    )
+    by_key = split_heads(key_kernel, h) @ _key_jacobian(tangent, linked, v)
+    by_value = split_heads(features @ value_kernel, h)
+    bent = split_heads(features @ merge_heads(by_query + by_key), h)  # (H, D, K)
     straight = by_value * jnp.sum(linked, axis=(1, 2))[:, None, None]
     feature_gram = jnp.einsum("hik,hko->io", straight + bent, output)
 

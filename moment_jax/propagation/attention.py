@@ -20,7 +20,7 @@ from moment_jax.propagation.heads import Layout, find_layout, find_scores
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.primitives import is_known, is_view, moved
 from moment_jax.propagation.projections import Projection, certain_output, projection
-from moment_jax.propagation.propagator import Propagator, as_weight, pattern
+from moment_jax.propagation.propagator import Pooled, Propagator, as_weight, pattern
 from moment_jax.propagation.regions import compute, stand_in
 
 Array = jax.Array
@@ -98,6 +98,10 @@ def _moments(
     query, source = core.query, core.key
     own = query.mean is source.mean
     cov, mask = source.cov, core.mask
+    if own and propagator.pool is None:
+        wanted = getattr(pool_seen(type(cov).zeros(cov.shape, cov.dtype), mask), "pool", None)
+        if wanted is not None:
+            raise Pooled(wanted)
     seen = pool_seen(cov, mask, memory=not own)
     mean, out_cov, tangent = attention_and_tangent(
         query.mean,

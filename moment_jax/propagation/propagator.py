@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +37,11 @@ class Propagator:
 
     def __init__(self, structure: type[Covariance]) -> None:
         self.structure = structure
+        self.begin(None)
+
+    def begin(self, pool: Array | None) -> None:
+        """Forget everything, and sum over these tokens in sequences of as many: see `Pooled`."""
+        self.pool = pool
         self.steps: list[Step] = []
         self.focus: tuple[int, int] | None = (
             None  # number of tokens, and the only one that is looked at
@@ -62,8 +68,15 @@ class Propagator:
             size = int(np.prod([x.shape[i] for i in features], dtype=int))
             mean = x.transpose(*tokens, *features).reshape(-1, size)
             cov = self.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
-            self._certain[key] = (array, fresh(mean, cov, x.shape, tokens, features))
+            self._certain[key] = (array, self._pooled(fresh(mean, cov, x.shape, tokens, features)))
         return self._certain[key][1]
+
+    def _pooled(self, found: Moments) -> Moments:
+        """The same, if as long as the sequence that a mask was for: summed over what the mask shows."""
+        cov: Any = found.cov
+        if self.pool is None or cov.shape[:1] != self.pool.shape or cov.pool is not None:
+            return found
+        return dataclasses.replace(found, cov=cov.pooled(self.pool), known={})
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Enter an operation into the receipt."""
@@ -73,7 +86,7 @@ class Propagator:
         for rule in (*_REGISTERED.get(node.op, ()), *PATTERNS, *RULES.get(node.op, ())):
             found = rule(self, node)
             if found is not None:
-                return found
+                return self._pooled(found)
         shapes = ", ".join(str(tuple(np.shape(x))) for x in node.operands)
         raise refuse(
             f"`{node.op}` of {shapes}, random",
@@ -81,6 +94,17 @@ class Propagator:
             "It knows no such rule, nor a pattern that this is part of. Register one with "
             f'mj.propagation_rule("{node.op}"), or compute this part from certain weights.',
         )
+
+
+class Pooled(Exception):  # noqa: N818 (nothing has gone wrong)
+    """What precedes an attention is to be done again: its mask says over which tokens to sum.
+
+    So a token that a causal mask or padding hides has no part in what is summed before the attention.
+    """
+
+    def __init__(self, pool: Array) -> None:
+        super().__init__("sequences are pooled from the start on")
+        self.pool = pool
 
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
@@ -216,8 +240,16 @@ def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[
             "`propagate(fn)` needs a function that returns one array. Got "
             f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
         )
-    (output,) = Recorder().run(traced.jaxpr, traced.consts, arguments)
-    m = propagator.moments(output)
+
+    def run() -> Moments:
+        (output,) = Recorder().run(traced.jaxpr, traced.consts, arguments)
+        return propagator.moments(output)
+
+    try:
+        m = run()
+    except Pooled as found:
+        propagator.begin(found.pool)
+        m = run()
     last = len(m.shape) - 1
     tokens = tuple(range(max(last, 0)))
     return m.sequence(tokens, (last,) if last >= 0 else ())

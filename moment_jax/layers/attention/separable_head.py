@@ -179,13 +179,15 @@ def _by_independent_keys(
     by_noise = jnp.sum(noisy * spread, axis=1, keepdims=True)
     total = jnp.sum(noisy, axis=1, keepdims=True)
 
-    def by_mean(value: Array, average: Array) -> Array:
-        return noisy @ value**2 - 2 * average * (noisy @ value) + average**2 * total
+    noisy_value = noisy @ head.value
 
-    energy = jnp.sum(by_mean(head.value, mean), axis=1)
+    def by_mean(value: Array, average: Array, noisy_value: Array) -> Array:
+        return noisy @ value**2 - 2 * average * noisy_value + average**2 * total
+
+    energy = jnp.sum(by_mean(head.value, mean, noisy_value), axis=1)
     energy = energy + by_noise[:, 0] * jnp.sum(diagonal_of(head.value_features))
     projected = jnp.sum((head.value_features @ head.kernel) * head.kernel, axis=0)
-    variance = by_mean(head.value @ head.kernel, mean @ head.kernel)
+    variance = by_mean(*(rows @ head.kernel for rows in (head.value, mean, noisy_value)))
     variance = variance + by_noise * projected[None, :]
     return jnp.maximum(energy, 0), jnp.maximum(variance, 0)
 
