@@ -99,11 +99,11 @@ def run(args: argparse.Namespace) -> None:
         "ece_bins": scores.BINS,
         "oos_score": "entropy of the prediction; out of scope is positive",
     }
-    records: dict[str, Any] = {}
-    entropies: dict[str, dict[str, np.ndarray]] = {}
-    _add("TF-IDF, logistic regression", logistic_regression(given), given, records, entropies)
+    records, entropies = {}, {}
+    name = "TF-IDF, logistic regression"
+    records[name], entropies[name] = _measure(logistic_regression(given), given)
     for name, method in transformers(trainer, encoded.validation, args.kl_weight, args.samples):
-        _add(name, method, encoded, records, entropies)
+        records[name], entropies[name] = _measure(method, encoded)
     metrics |= {"methods": records, "seconds": time.perf_counter() - start}
     write_json(out / "metrics.json", metrics)
     save(histograms(entropies), out / "entropy.png")
@@ -124,11 +124,8 @@ def _facts(given: IntentSet, vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _add(
-    name: str, method: Compared, given: IntentSet, records: dict[str, Any],
-    entropies: dict[str, dict[str, np.ndarray]],
-) -> None:  # fmt: skip
-    """Score one method, on texts as it takes them."""
+def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """All scores of one method, and the entropies of its predictions; texts are as it takes them."""
     texts, labels = given.test
     method.predict(texts[:50])  # compiled before it is timed
     start = time.perf_counter()
@@ -143,14 +140,14 @@ def _add(
         | {f"oos_{key}": value for key, value in scores.detection(known, other).items()}
         for known, other in zip(test, outside, strict=True)
     ]
-    records[name] = {
+    record = {
         "validation_nll": scores.summary([one["nll"] for one in validation]),
         **{key: scores.summary([one[key] for one in found]) for key in COLUMNS},
         "seconds_of_training": method.seconds / len(test),
         "seconds_per_text": seconds,
         "chosen": ", ".join(f"{key} {value:g}" for key, value in method.chosen.items()),
     }
-    entropies[name] = {
+    return record, {
         "in scope": scores.entropy(test).ravel(),
         "out of scope": scores.entropy(outside).ravel(),
     }

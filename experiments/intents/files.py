@@ -11,6 +11,7 @@ prediction.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +84,8 @@ def _read(path: Path) -> IntentSet:
         raise InputError(f"{path} has no {', '.join(lacking)}; it needs {', '.join(KEYS)}")
     for key in KEYS:
         _check_rows(path, key, content[key])
+    if not any(re.search(r"\w", text) for text, _ in content["train"]):
+        raise InputError(f"{path} has no word in the texts of train; it needs some to learn from")
     numbers = {intent: i for i, intent in enumerate(sorted({pair[1] for pair in content["train"]}))}
     if len(numbers) < 2:
         raise InputError(f"{path} needs two intents or more in train; got {', '.join(numbers)}")

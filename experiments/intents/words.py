@@ -70,7 +70,8 @@ class Vocabulary:
         return result
 
     def _id(self, word: str) -> int:
-        return self.ids.get(word, 1 + murmurhash3_32(word, positive=True) % BUCKETS)
+        code = murmurhash3_32(word.encode("utf-8", "replace"), positive=True)
+        return self.ids.get(word, 1 + code % BUCKETS)
 
 
 def with_lost_words(key: Array, ids: Array, rate: float) -> Array:
