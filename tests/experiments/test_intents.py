@@ -22,7 +22,6 @@ from experiments.intents import compared, networks
 from experiments.intents.files import KEYS, read_set
 from experiments.intents.networks import TextNetwork
 from experiments.intents.words import BUCKETS, PADDING, Vocabulary, with_lost_words
-from experiments.report_page import _section
 from tests.experiments.intent_files import intent_texts, write_intents
 
 
@@ -44,6 +43,15 @@ def test_parts_are_read_and_numbered_by_the_training_intents(tmp_path):
         pairs = [[text, given.intents[label]] for text, label in zip(texts, labels, strict=True)]
         assert pairs == TINY[key]
     assert given.outside.tolist() == [text for text, _ in TINY["oos_test"]]
+
+
+def test_texts_out_of_scope_that_train_and_validate_reach_nothing(tmp_path):
+    write_intents(tmp_path / "a.json", TINY)
+    others = {"oos_train": [["all else", "oos"]], "oos_val": [["find the flight", "oos"]]}
+    write_intents(tmp_path / "b.json", TINY | others)
+    given, same = read_set(tmp_path, "a"), read_set(tmp_path, "b")._replace(name="a")
+    for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_words_are_of_the_training_texts_and_rare_ones_share_buckets():
@@ -137,28 +145,23 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 
 
 @pytest.mark.whole_run
-def test_the_comparison_and_that_nothing_out_of_scope_is_learned_from(
-    tmp_path, capsys, monkeypatch
-):
+def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(networks, "NUM_FEATURES", 8)
     monkeypatch.setattr(networks, "HIDDEN_FEATURES", 8)
     monkeypatch.setattr(classifiers, "RATES", (0.1,))
     monkeypatch.setattr(compared, "STRENGTHS", (10.0,))
-    found = []
-    others = {"oos_train": [["all else", "oos"]], "oos_val": [["find the flight", "oos"]]}
-    for name, content in (("a", TINY), ("b", TINY | others)):
-        write_intents(tmp_path / f"{name}.json", content)
-        command = ["intents", "--data-dir", str(tmp_path), "--set", name, "--seeds", "2"]
-        command += ["--plain-steps", "3", "--steps", "2", "--samples", "2"]
-        assert main([*command, "--out", str(tmp_path / name)]) == 0
-        found.append(json.loads((tmp_path / name / "metrics.json").read_text()))
-        assert (tmp_path / name / "entropy.png").stat().st_size > 10_000
-    for name, record in found[0]["methods"].items():
-        other = found[1]["methods"][name]
-        for key, value in record.items():
-            assert key.startswith("seconds") or other[key] == value
-        assert 0 <= record["oos_auroc"]["mean"] <= 1
-        assert np.isfinite(record["nll"]["mean"])
+    write_intents(tmp_path / "a.json", TINY)
+    command = ["intents", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    counts = ["--seeds", 2, "--plain-steps", 3, "--steps", 2, "--samples", 2, "--kl-weight", 0.1]
+    assert main([*command, *map(str, counts)]) == 0
     assert "Bayesian Transformer, analytic" in capsys.readouterr().out
-    page = "\n".join(_section(found[0], ()))
+    assert (tmp_path / "out" / "entropy.png").stat().st_size > 10_000
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert len(metrics["methods"]) == 4
+    for record in metrics["methods"].values():
+        assert np.isfinite([record[key]["mean"] for key in ("nll", "ece", "brier")]).all()
+        assert 0 <= record["oos_auroc"]["mean"] <= 1
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.md").read_text()
+    assert "![entropy](out/entropy.png)" in page
     assert "| | validation_nll | accuracy | nll |" in page
