@@ -65,7 +65,7 @@ def train_all(
             num_members * seconds,
             {},
         ),
-        "MC dropout": mc_dropout(first, validation, samples),
+        "MC dropout": mc_dropout(first, validation, samples, RATES),
     }
     cheap = Recipe("sampled", recipe.kl_weight)
     sampled, took = timed(partial(first.bayesian, cheap, plain, "sampled VI"))
@@ -111,10 +111,12 @@ def _mean(
     return lambda images: np.mean([member(images) for member in members], axis=0)
 
 
-def mc_dropout(trainer: Trainer, validation: Part, samples: int) -> Compared:
+def mc_dropout(
+    trainer: Trainer, validation: Part, samples: int, rates: tuple[float, ...]
+) -> Compared:
     """MC dropout at the rate of the best validation NLL, over all seeds."""
     found = {}
-    for rate in RATES:
+    for rate in rates:
         params, seconds = timed(partial(trainer.dropout, rate, f"MC dropout {rate:g}"))
         kind = partial(draws.dropout, rate=rate)
         predict = answers(by_draws(trainer.network, kind, samples), params, keys=trainer.keys)

@@ -21,7 +21,7 @@ from experiments import predictions
 from experiments.classify import scores
 from experiments.classify.compared import Compared
 from experiments.classify.figures import histograms
-from experiments.classify.methods import Budget, Recipe, Trainer, stacked
+from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.command_line import number, path
 from experiments.common_options import add_seed
 from experiments.figures import save
@@ -65,15 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kl-weight",
         type=number(float, least=0),
         nargs="+",
-        default=[Recipe.kl_weight],
+        default=[0.01, 0.03, 0.1],
         metavar="X",
-        help="weights of the KL to choose from (default: %(default)s)",
+        help="weights of the KL to choose from (default: 0.01 0.03 0.1)",
     )
     numbers = (
         ("--seeds", count, 3, "how many times all is done"),
         ("--blocks", count, 1, "of the Transformer"),
-        ("--plain-steps", count, 2000, "updates of a plain network, the best of which is kept"),
-        ("--steps", count, 1200, "updates of a Bayesian network"),
+        ("--plain-steps", count, 3000, "updates of a plain network, the best of which is kept"),
+        ("--steps", count, 1500, "updates of a Bayesian network"),
         ("--samples", number(int, least=2), 30, "networks drawn by MC dropout to predict"),
     )
     for name, kind, default, what in numbers:
