@@ -36,7 +36,7 @@ def intent_texts(
 ):
     """The content of a file of 25 intents, or 25 for each variant, with so many texts of each.
 
-    A share `noise` of the texts in scope has the action of another intent; `names` is the number of
+    A share `noise` of the texts in scope has the action of any intent; `names` is the number of
     words that mean nothing.
     """
     random = np.random.default_rng(seed)
@@ -51,10 +51,10 @@ def intent_texts(
                 text = _sentence(random, names, random.choice(ACTIONS[said]), words)
                 content[part].append([text, f"{own}_{kind}_{variant}"])
     for part, size in zip(("oos_train", "oos_val", "oos_test"), outside, strict=True):
-        content[part] = []
-        for _ in range(size):
-            words = random.choice(OTHER_ACTIONS), random.choice(OTHER_OBJECTS)
-            content[part].append([_sentence(random, names, *words), "oos"])
+        said = zip(
+            *(random.choice(words, size) for words in (OTHER_ACTIONS, OTHER_OBJECTS)), strict=True
+        )
+        content[part] = [[_sentence(random, names, *words), "oos"] for words in said]
     return content
 
 
