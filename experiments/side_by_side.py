@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from experiments.progress import Progress
 
 Array = jax.Array
 Loss = Callable[[Any, Any, Array, Array], Array]
+Score = Callable[[Any, Any], Array]
 
 CHUNK = 50  # updates in one compiled call
 RISE = 0.05  # share of the updates in which the learning rate rises
@@ -28,13 +30,15 @@ class SideBySide:
       weight_decay: AdamW's.
       in_turn: train one copy after the other. XLA for CPU is slow at products of small matrices in
         batches, so there this is faster for all but the smallest networks.
+      validate: (params, given) -> a score of one copy, lower is better; then the best parameters seen,
+        every 50 updates, are kept, not the last.
     """
 
     def __init__(
         self, loss: Loss, num_steps: int, learning_rate: float, weight_decay: float = 0.0,
-        *, in_turn: bool = False,
+        *, in_turn: bool = False, validate: Score | None = None,
     ) -> None:  # fmt: skip
-        self.loss, self.num_steps = loss, num_steps
+        self.loss, self.num_steps, self.validate = loss, num_steps, validate
         rising = max(1, int(RISE * num_steps))
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, learning_rate, rising, max(num_steps, rising + 1), 0.01 * learning_rate
@@ -45,7 +49,7 @@ class SideBySide:
         self.in_turn = in_turn
         steps = self._steps if in_turn else jax.vmap(self._steps, in_axes=(0, None, 0, 0))
         self._chunk = jax.jit(steps)
-        self._init = self.optimizer.init if in_turn else jax.vmap(self.optimizer.init)
+        self._init = self._start if in_turn else jax.vmap(self._start)
 
     def fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
         """The parameters of every copy after training.
@@ -67,16 +71,21 @@ class SideBySide:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *done)
 
     def _fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
-        carry = params, self._init(params)
+        carry = self._init(params)
         size = min(CHUNK, self.num_steps)
         with Progress(label, self.num_steps) as progress:
             for first in range(0, self.num_steps, size):
                 carry = jax.block_until_ready(self._chunk(carry, first, given, keys))
                 progress.update(min(size, self.num_steps - first))
-        return carry[0]
+        return carry[0] if self.validate is None else carry[2][0]
+
+    def _start(self, params: Any) -> Any:
+        """Parameters, state of the optimiser, and the best parameters so far with their score."""
+        best = None if self.validate is None else (params, jnp.full((), jnp.inf, jnp.float32))
+        return params, self.optimizer.init(params), best
 
     def _steps(self, carry: Any, first: Array, given: Any, key: Array) -> Any:
-        """A chunk of updates of one copy; none of those beyond the last."""
+        """A chunk of updates of one copy, none of those beyond the last, and its score."""
 
         def update(carry: Any, step: Array) -> tuple[Any, None]:
             params, state = carry
@@ -86,4 +95,11 @@ class SideBySide:
             return jax.tree.map(lambda new, old: jnp.where(step < self.num_steps, new, old),
                                 changed, carry), None  # fmt: skip
 
-        return jax.lax.scan(update, carry, first + jnp.arange(min(CHUNK, self.num_steps)))[0]
+        steps = first + jnp.arange(min(CHUNK, self.num_steps))
+        (params, state), _ = jax.lax.scan(update, carry[:2], steps)
+        best = carry[2]
+        if self.validate is not None:
+            score = self.validate(params, given)
+            better = score < best[1]
+            best = jax.tree.map(partial(jnp.where, better), (params, score), best)
+        return params, state, best

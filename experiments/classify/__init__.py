@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import predictions
+from experiments import data, predictions
 from experiments.classify import figures, images, scores
 from experiments.classify.compared import Compared, train_all
 from experiments.classify.images import Task
@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> None:
     network = Network.of(task, args.blocks)
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)
     keys = jax.random.split(jax.random.key(args.seed), args.members * args.seeds)
-    given = stacked([task.train] * len(keys))
-    trainer = Trainer(network, given, task.background, budget, keys)
+    given = stacked(task.train, len(keys))
+    trainer = Trainer(network, given, partial(_moved, background=task.background), budget, keys)
     members = min(args.bayesian_members, args.members)
     recipe = Recipe(args.structure, args.kl_weight, members=members)
     methods = train_all(trainer, args.seeds, recipe, task.validation, args.samples)
@@ -117,6 +117,11 @@ def run(args: argparse.Namespace) -> None:
     _draw(out, task, records, said)
     _print(records)
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and figures in {out}")
+
+
+def _moved(key: jax.Array, given: jax.Array, background: float) -> jax.Array:
+    """Images moved by up to an eighth of their side."""
+    return data.shifted(key, given, background, given.shape[1] // 8)
 
 
 def _shifted(task: Task) -> dict[str, dict[float, np.ndarray]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 import moment_jax as mj
 from experiments import draws
+from experiments.bayesian_network import Params
 from experiments.classify.methods import (
     CHUNK,
     Predict,
@@ -23,19 +24,20 @@ from experiments.classify.methods import (
     by_moments,
     predictions,
 )
-from experiments.classify.networks import Params
-from experiments.data import Images
 from experiments.predictions import scores
 
 Array = jax.Array
 
 LAPLACE = {"last_layer": "last-layer Laplace", "kfac": "linearised Laplace"}
+Part = tuple[np.ndarray, np.ndarray]
+"""Inputs and labels."""
+
 RATES = (0.05, 0.1, 0.2)  # of MC dropout
 PRECISIONS = (10.0, 100.0)  # of the prior of the linearised Laplace approximation
 
 
 class Compared(NamedTuple):
-    """A trained method: images -> probabilities (seeds, N, C), seconds of training, what was chosen."""
+    """A trained method: inputs -> probabilities (seeds, N, C), seconds of training, what was chosen."""
 
     predict: Callable[[np.ndarray], np.ndarray]
     seconds: float
@@ -43,7 +45,7 @@ class Compared(NamedTuple):
 
 
 def train_all(
-    trainer: Trainer, seeds: int, recipe: Recipe, validation: Images, samples: int
+    trainer: Trainer, seeds: int, recipe: Recipe, validation: Part, samples: int
 ) -> dict[str, Compared]:
     """Every method on every seed.
 
@@ -52,10 +54,10 @@ def train_all(
     """
     network, first = trainer.network, trainer.first(seeds)
     num_members = len(trainer.keys) // seeds
-    copies, seconds = _timed(trainer.plain)
+    copies, seconds = timed(trainer.plain)
     seconds /= num_members
     plain = members_of(copies, seeds, 1)[0]
-    said = partial(_said, keys=first.keys)
+    said = partial(answers, keys=first.keys)
     result = {
         "plain": Compared(said(by_means(network), plain), seconds, {}),
         f"ensemble of {num_members}": Compared(
@@ -63,10 +65,10 @@ def train_all(
             num_members * seconds,
             {},
         ),
-        "MC dropout": _dropout(first, validation, samples),
+        "MC dropout": mc_dropout(first, validation, samples, RATES),
     }
     cheap = Recipe("sampled", recipe.kl_weight)
-    sampled, took = _timed(partial(first.bayesian, cheap, plain, "sampled VI"))
+    sampled, took = timed(partial(first.bayesian, cheap, plain, "sampled VI"))
     drawn = said(by_draws(network, draws.weights, samples), sampled)
     result["sampled VI"] = Compared(drawn, seconds + took, {})
     for kind, name in LAPLACE.items():
@@ -74,7 +76,7 @@ def train_all(
     count = recipe.members
     some = trainer.first(count * seeds)
     start = jax.tree.map(lambda leaf: leaf[: count * seeds], copies)
-    copies, took = _timed(partial(some.bayesian, recipe, start, "Bayesian networks"))
+    copies, took = timed(partial(some.bayesian, recipe, start, "Bayesian networks"))
     bayesian = [said(by_moments(network), m) for m in members_of(copies, seeds, count)]
     took = seconds + took / count
     result["Bayesian, analytic"] = Compared(bayesian[0], took, {})
@@ -91,14 +93,16 @@ def members_of(copies: Params, seeds: int, count: int) -> list[Params]:
     ]
 
 
-def _timed(work: Callable[[], Params]) -> tuple[Params, float]:
+def timed(work: Callable[[], Params]) -> tuple[Params, float]:
+    """What the work gives, and its seconds."""
     start = time.perf_counter()
     return work(), time.perf_counter() - start
 
 
-def _said(predict: Predict, params: Params, *, keys: Array) -> Callable[[np.ndarray], np.ndarray]:
+def answers(predict: Predict, params: Params, *, keys: Array) -> Callable[[np.ndarray], np.ndarray]:
+    """Inputs -> probabilities (L, N, C) of every copy."""
     compiled = jax.jit(predict)
-    return lambda images: predictions(compiled, params, keys, images)
+    return lambda inputs: predictions(compiled, params, keys, inputs)
 
 
 def _mean(
@@ -107,19 +111,21 @@ def _mean(
     return lambda images: np.mean([member(images) for member in members], axis=0)
 
 
-def _dropout(trainer: Trainer, validation: Images, samples: int) -> Compared:
+def mc_dropout(
+    trainer: Trainer, validation: Part, samples: int, rates: tuple[float, ...]
+) -> Compared:
     """MC dropout at the rate of the best validation NLL, over all seeds."""
     found = {}
-    for rate in RATES:
-        params, seconds = _timed(partial(trainer.dropout, rate, f"MC dropout {rate:g}"))
+    for rate in rates:
+        params, seconds = timed(partial(trainer.dropout, rate, f"MC dropout {rate:g}"))
         kind = partial(draws.dropout, rate=rate)
-        predict = _said(by_draws(trainer.network, kind, samples), params, keys=trainer.keys)
-        found[_nll(predict, validation)] = Compared(predict, seconds, {"rate": rate})
+        predict = answers(by_draws(trainer.network, kind, samples), params, keys=trainer.keys)
+        found[nll(predict, validation)] = Compared(predict, seconds, {"rate": rate})
     return found[min(found)]
 
 
 def _laplace(
-    trainer: Trainer, plain: Params, validation: Images, kind: str, seconds: float
+    trainer: Trainer, plain: Params, validation: Part, kind: str, seconds: float
 ) -> Compared:
     """A Laplace approximation at the plain networks' weights, linearised.
 
@@ -151,7 +157,7 @@ def _laplace(
         ]  # fmt: skip
         said = partial(_in_chunks, predict, beliefs)
         took = seconds + (time.perf_counter() - start)
-        found[_nll(said, validation)] = Compared(said, took, {"prior_precision": precision})
+        found[nll(said, validation)] = Compared(said, took, {"prior_precision": precision})
     return found[min(found)]
 
 
@@ -166,7 +172,7 @@ def _in_chunks(
     return np.concatenate(parts, axis=1)[:, : len(images)]
 
 
-def _nll(predict: Callable[[np.ndarray], np.ndarray], validation: Images) -> float:
-    """Mean over the seeds on validation images."""
-    given = predict(validation.images)
-    return float(np.mean([scores(one, validation.labels)["nll"] for one in given]))
+def nll(predict: Callable[[np.ndarray], np.ndarray], part: Part) -> float:
+    """Mean over the seeds."""
+    inputs, labels = part
+    return float(np.mean([scores(one, labels)["nll"] for one in predict(inputs)]))

@@ -45,14 +45,15 @@ def rejection(curves: dict[str, np.ndarray]) -> Figure:
 
 
 def histograms(entropies: dict[str, dict[str, np.ndarray]]) -> Figure:
-    """Entropy of the prediction on test images and on others: `entropies[method][images]`."""
+    """Entropy of the prediction on test examples and on others: `entropies[method][examples]`."""
+    top = max(np.max(values) for given in entropies.values() for values in given.values())
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
             1, len(entropies), figsize=(2.6 * len(entropies), 2.6), sharey=True, squeeze=False
         )
-        for axis, (name, images) in zip(axes[0], entropies.items(), strict=True):
-            for which, values in images.items():
-                axis.hist(values, bins=np.linspace(0, np.log(10), 24), density=True,
+        for axis, (name, given) in zip(axes[0], entropies.items(), strict=True):
+            for which, values in given.items():
+                axis.hist(values, bins=np.linspace(0, top, 24), density=True,
                           histtype="step", label=which)  # fmt: skip
             axis.set(title=name, xlabel="entropy (nats)")
         axes[0, 0].legend(fontsize=6)

@@ -13,18 +13,17 @@ import numpy as np
 import optax
 
 import moment_jax as mj
-from experiments import data, draws
-from experiments.classify.networks import Network, Params
-from experiments.data import Images
+from experiments import draws
+from experiments.bayesian_network import BayesianNetwork, Params
 from experiments.side_by_side import SideBySide
 
 Array = jax.Array
 Predict = Callable[[Params, Array, Array], Array]
-"""(parameters, key, images (N, ...)) -> class probabilities (N, C)."""
+"""(parameters, key, inputs (N, ...)) -> class probabilities (N, C)."""
 
 GROUPS = 8  # drawn networks that share a mini-batch
 SPEED = 10.0  # of the spreads, over the means: they begin far from where they end
-CHUNK = 50  # images at a time in prediction
+CHUNK = 50  # inputs at a time in prediction
 
 
 class Budget(NamedTuple):
@@ -54,35 +53,37 @@ class Recipe:
     members: int = 3
 
 
-def stacked(parts: list[Images]) -> tuple[np.ndarray, np.ndarray]:
-    """The training images and labels of every copy; of different numbers the first of each."""
-    count = min(len(part.labels) for part in parts)
-    images = np.stack([part.images[:count] for part in parts])
-    return images, np.stack([part.labels[:count] for part in parts])
+def stacked(part: tuple[np.ndarray, np.ndarray], copies: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same training inputs and labels for every copy."""
+    inputs, labels = (np.broadcast_to(array, (copies, *array.shape)) for array in part)
+    return inputs, labels
 
 
+@dataclasses.dataclass(frozen=True)
 class Trainer:
     """Trains copies of the network on a stack of training sets (L, N, ...).
 
     Args:
       network: with Separable moments.
-      given: images (L, N, height, width) and labels (L, N).
-      background: value of an empty pixel.
+      given: inputs (L, N, ...) and labels (L, N).
+      augment: (key, inputs (n, ...)) -> a random variant of them, for a mini-batch.
       budget: how long.
       keys: a random key for each copy.
+      validation: inputs and labels by whose NLL at the means plain networks, and those with dropout,
+        stop; None for the last update.
     """
 
-    def __init__(
-        self, network: Network, given: tuple[np.ndarray, np.ndarray], background: float,
-        budget: Budget, keys: Array,
-    ) -> None:  # fmt: skip
-        self.network, self.given, self.budget, self.keys = network, given, budget, keys
-        self.background, self.num_images = background, given[1].shape[1]
+    network: BayesianNetwork
+    given: tuple[np.ndarray, np.ndarray]
+    augment: Callable[[Array, Array], Array]
+    budget: Budget
+    keys: Array
+    validation: tuple[np.ndarray, np.ndarray] | None = None
 
     def first(self, count: int) -> Trainer:
         """The trainer of the first copies alone."""
         given = self.given[0][:count], self.given[1][:count]
-        return Trainer(self.network, given, self.background, self.budget, self.keys[:count])
+        return dataclasses.replace(self, given=given, keys=self.keys[:count])
 
     def start(self) -> Params:
         """Untrained copies."""
@@ -91,15 +92,15 @@ class Trainer:
     def plain(self, label: str = "plain networks") -> Params:
         """Cross-entropy at the means, with weight decay."""
         return self._means(
-            lambda params, key, images: self.network.mean_logits(params, images), label
+            lambda params, key, inputs: self.network.mean_logits(params, inputs), label
         )
 
     def dropout(self, rate: float, label: str = "MC dropout") -> Params:
         """Cross-entropy of networks with dropout, with weight decay."""
 
-        def logits(params: Params, key: Array, images: Array) -> Array:
+        def logits(params: Params, key: Array, inputs: Array) -> Array:
             draw = draws.dropout(self.network.module(params).params, rate)
-            return self.network.drawn_logits(draw, params, key, images, GROUPS)
+            return self.network.drawn_logits(draw, params, key, inputs, GROUPS)
 
         return self._means(logits, label)
 
@@ -111,17 +112,17 @@ class Trainer:
             network = dataclasses.replace(network, structure=recipe.training)
 
         def loss(params: Params, given: Any, key: Array, step: Array) -> Array:
-            key, images, labels = self._batch(given, key)
+            key, inputs, labels = self._batch(given, key)
             params = _faster(params, SPEED)
             beliefs = network.module(params).params
             if sampled:
-                outputs = network.drawn_logits(draws.weights(beliefs), params, key, images, GROUPS)
+                outputs = network.drawn_logits(draws.weights(beliefs), params, key, inputs, GROUPS)
                 fits = -optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
             else:
                 fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
-                fits = jax.vmap(fit_of)(labels, *network.moments(params, images))
+                fits = jax.vmap(fit_of)(labels, *network.moments(params, inputs))
             weight = mj.objectives.kl_warmup(step, steps // 3, recipe.kl_weight)
-            return weight * draws.learned_prior_kl(beliefs) / self.num_images - fits.mean()
+            return weight * draws.learned_prior_kl(beliefs) / given[1].size - fits.mean()
 
         trainer = SideBySide(loss, steps, self.budget.rate, in_turn=True)
         start = _faster(plain._replace(spreads=self.start().spreads), 1 / SPEED)
@@ -132,22 +133,28 @@ class Trainer:
         budget = self.budget
 
         def loss(means: Any, given: Any, key: Array, step: Array) -> Array:
-            key, images, labels = self._batch(given[0], key)
-            outputs = logits(Params(means, given[1]), key, images)
+            key, inputs, labels = self._batch(given[0], key)
+            outputs = logits(Params(means, given[1]), key, inputs)
+            return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
+        def validate(means: Any, given: Any) -> Array:
+            assert self.validation is not None
+            inputs, labels = (jnp.asarray(part) for part in self.validation)
+            outputs = self.network.mean_logits(Params(means, given[1]), inputs)
             return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
 
         training = SideBySide(
-            loss, budget.plain_steps, budget.plain_rate, budget.weight_decay, in_turn=True
-        )
+            loss, budget.plain_steps, budget.plain_rate, budget.weight_decay, in_turn=True,
+            validate=None if self.validation is None else validate,
+        )  # fmt: skip
         given = self.given, start.spreads
         return start._replace(means=training.fit(start.means, given, self.keys, label))
 
     def _batch(self, given: Any, key: Array) -> tuple[Array, Array, Array]:
-        key, order_key, shift_key = jax.random.split(key, 3)
-        images, labels = given
-        chosen = jax.random.randint(order_key, (self.budget.batch_size,), 0, self.num_images)
-        shifted = data.shifted(shift_key, images[chosen], self.background, images.shape[1] // 8)
-        return key, shifted, labels[chosen]
+        key, order_key, own_key = jax.random.split(key, 3)
+        inputs, labels = given
+        chosen = jax.random.randint(order_key, (self.budget.batch_size,), 0, labels.size)
+        return key, self.augment(own_key, inputs[chosen]), labels[chosen]
 
 
 def _faster(params: Params, factor: float) -> Params:
@@ -155,49 +162,38 @@ def _faster(params: Params, factor: float) -> Params:
     return params._replace(spreads=jax.tree.map(lambda raw: factor * raw, params.spreads))
 
 
-def by_means(network: Network) -> Predict:
+def by_means(network: BayesianNetwork) -> Predict:
     """The plain network's softmax."""
-    return lambda params, key, images: jax.nn.softmax(network.mean_logits(params, images))
+    return lambda params, key, inputs: jax.nn.softmax(network.mean_logits(params, inputs))
 
 
-def by_moments(network: Network) -> Predict:
+def by_moments(network: BayesianNetwork) -> Predict:
     """E[softmax] from one pass of moments."""
 
-    def predict(params: Params, key: Array, images: Array) -> Array:
-        return jax.vmap(mj.objectives.class_probabilities)(*network.moments(params, images))
+    def predict(params: Params, key: Array, inputs: Array) -> Array:
+        return jax.vmap(mj.objectives.class_probabilities)(*network.moments(params, inputs))
 
     return predict
 
 
-def by_draws(network: Network, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
+def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
     """The average softmax of so many drawn networks."""
 
-    def predict(params: Params, key: Array, images: Array) -> Array:
+    def predict(params: Params, key: Array, inputs: Array) -> Array:
         draw = kind(network.module(params).params)
-        logits = network.many_logits(draw, params, key, images, count)
+        logits = network.many_logits(draw, params, key, inputs, count)
         return jax.nn.softmax(logits).mean(axis=0)
 
     return predict
 
 
-def predictions(predict: Predict, params: Params, keys: Array, images: np.ndarray) -> np.ndarray:
-    """Class probabilities (L, N, C) of every copy for the same images, or (L, N, ...) its own."""
-    copies = len(keys)
-    own = images.ndim == 4
+def predictions(predict: Predict, params: Params, keys: Array, inputs: np.ndarray) -> np.ndarray:
+    """Class probabilities (L, N, C) of every copy for the same inputs (N, ...)."""
     compiled = jax.jit(predict)  # the same program again for the same function
-    count = images.shape[1] if own else len(images)
+    filled = np.concatenate([inputs, np.repeat(inputs[-1:], -len(inputs) % CHUNK, axis=0)])
+    copies = [jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)) for i in range(len(keys))]
     parts = []
-    for first in range(0, count, CHUNK):
-        part = images[:, first : first + CHUNK] if own else images[first : first + CHUNK]
-        missing = CHUNK - part.shape[-3]
-        if missing:  # filled up for one compilation
-            part = np.concatenate(
-                [part, np.repeat(part[..., -1:, :, :], missing, axis=-3)], axis=-3
-            )
-        done = []
-        for copy in range(copies):
-            own_params, own_key = jax.tree.map(lambda leaf, copy=copy: leaf[copy], (params, keys))
-            images_of = jnp.asarray(part[copy] if own else part)
-            done.append(np.asarray(compiled(own_params, own_key, images_of)))
-        parts.append(np.stack(done))
-    return np.concatenate(parts, axis=1)[:, :count]
+    for first in range(0, len(filled), CHUNK):
+        part = jnp.asarray(filled[first : first + CHUNK])
+        parts.append(np.stack([np.asarray(compiled(*copy, part)) for copy in copies]))
+    return np.concatenate(parts, axis=1)[:, : len(inputs)]

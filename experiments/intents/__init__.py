@@ -1,0 +1,164 @@
+"""Tell the intents of texts, and texts that have none of them: CLINC150's files.
+
+Compares a small Bayesian Transformer over words, predicted by moments, with the plain one, MC dropout,
+and logistic regression on TF-IDF. What a method leaves open is chosen on the validation part. Of the
+texts out of scope only the test part is used, to be told apart by the entropy of the prediction. Prints
+a table with means and standard errors over the seeds; writes metrics.json and a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments import predictions
+from experiments.classify import scores
+from experiments.classify.compared import Compared
+from experiments.classify.figures import histograms
+from experiments.classify.methods import Budget, Trainer, stacked
+from experiments.command_line import number, path
+from experiments.common_options import add_seed
+from experiments.figures import save
+from experiments.intents.compared import logistic_regression, transformers
+from experiments.intents.files import IntentSet, read_set
+from experiments.intents.networks import TextNetwork
+from experiments.intents.words import Vocabulary, with_lost_words
+from experiments.outputs import writable_folder, write_json
+from experiments.report import aligned, duration
+
+__all__ = ["add_arguments", "run"]
+
+LOST = 0.1  # share of a training text's words that are replaced by random buckets
+COLUMNS = ("accuracy", "nll", "ece", "brier", "oos_auroc", "oos_aupr")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the comparison."""
+    add, count = parser.add_argument, number(int, least=1)
+    add(
+        "--data-dir",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="folder of CLINC150's data_full.json or others of this form (required)",
+    )
+    add(
+        "--set",
+        metavar="NAME",
+        help="which file, by its name without .json (default: the only one in the folder)",
+    )
+    add(
+        "--out",
+        type=path,
+        default=Path("runs/intents"),
+        metavar="DIR",
+        help="folder for metrics.json and the figure (default: %(default)s)",
+    )
+    add_seed(parser, "random seed of weights, batches and samples")
+    add(
+        "--kl-weight",
+        type=number(float, least=0),
+        nargs="+",
+        default=[0.01, 0.03, 0.1],
+        metavar="X",
+        help="weights of the KL to choose from (default: 0.01 0.03 0.1)",
+    )
+    numbers = (
+        ("--seeds", count, 3, "how many times all is done"),
+        ("--blocks", count, 1, "of the Transformer"),
+        ("--plain-steps", count, 3000, "updates of a plain network, the best of which is kept"),
+        ("--steps", count, 1500, "updates of a Bayesian network"),
+        ("--samples", number(int, least=2), 30, "networks drawn by MC dropout to predict"),
+    )
+    for name, kind, default, what in numbers:
+        add(name, type=kind, default=default, metavar="N", help=f"{what} (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read the file before anything is computed, train all methods, write what came out."""
+    start = time.perf_counter()
+    given = read_set(args.data_dir, args.set)
+    out = writable_folder(args.out, "--out")
+    vocabulary = Vocabulary.of(given.train[0])
+    encoded = given.encoded(vocabulary.encode)
+    network = TextNetwork(vocabulary.size, vocabulary.length, len(given.intents), args.blocks)
+    budget = Budget(plain_steps=args.plain_steps, steps=args.steps, batch_size=64)
+    keys = jax.random.split(jax.random.key(args.seed), args.seeds)
+    lose = partial(with_lost_words, rate=LOST)
+    train = stacked(encoded.train, args.seeds)
+    trainer = Trainer(network, train, lose, budget, keys, encoded.validation)
+    metrics = {
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "data": _facts(given, vocabulary),
+        "ece_bins": scores.BINS,
+        "oos_score": "entropy of the prediction; out of scope is positive",
+    }
+    records, entropies = {}, {}
+    name = "TF-IDF, logistic regression"
+    records[name], entropies[name] = _measure(logistic_regression(given), given)
+    for name, method in transformers(trainer, encoded.validation, args.kl_weight, args.samples):
+        records[name], entropies[name] = _measure(method, encoded)
+    metrics |= {"methods": records, "seconds": time.perf_counter() - start}
+    write_json(out / "metrics.json", metrics)
+    save(histograms(entropies), out / "entropy.png")
+    _print(records)
+    print(f"{metrics['seconds']:.0f} s in all; metrics.json and entropy.png in {out}")
+
+
+def _facts(given: IntentSet, vocabulary: Vocabulary) -> dict[str, Any]:
+    """What was read."""
+    sizes = {key: len(getattr(given, key)[1]) for key in ("train", "validation", "test")}
+    return {
+        "set": given.name,
+        "intents": len(given.intents),
+        **sizes,
+        "oos_test": len(given.outside),
+        "token_ids": vocabulary.size,
+        "longest": vocabulary.length,
+    }
+
+
+def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """All scores of one method, and the entropies of its predictions; texts are as it takes them."""
+    texts, labels = given.test
+    method.predict(texts[:50])  # compiled before it is timed
+    start = time.perf_counter()
+    test = method.predict(texts)
+    seconds = (time.perf_counter() - start) / (len(test) * len(texts))
+    outside = method.predict(given.outside)
+    validation = [
+        predictions.scores(p, given.validation[1]) for p in method.predict(given.validation[0])
+    ]
+    found = [
+        predictions.scores(known, labels)
+        | {f"oos_{key}": value for key, value in scores.detection(known, other).items()}
+        for known, other in zip(test, outside, strict=True)
+    ]
+    record = {
+        "validation_nll": scores.summary([one["nll"] for one in validation]),
+        **{key: scores.summary([one[key] for one in found]) for key in COLUMNS},
+        "seconds_of_training": method.seconds / len(test),
+        "seconds_per_text": seconds,
+        "chosen": ", ".join(f"{key} {value:g}" for key, value in method.chosen.items()),
+    }
+    return record, {
+        "in scope": scores.entropy(test).ravel(),
+        "out of scope": scores.entropy(outside).ravel(),
+    }
+
+
+def _print(records: dict[str, Any]) -> None:
+    rows = [
+        ["", "accuracy", "NLL", "ECE", "Brier", "AUROC", "AUPR", "training", "a text", "chosen"]
+    ]
+    for name, record in records.items():
+        cells = [f"{record[key]['mean']:.3f} ± {record[key]['error']:.3f}" for key in COLUMNS]
+        times = [f"{record['seconds_of_training']:.0f} s", duration(record["seconds_per_text"])]
+        rows.append([name, *cells, *times, record["chosen"]])
+    print(aligned(rows))

@@ -1,0 +1,67 @@
+"""The methods that are compared: logistic regression, and the Transformer trained in three ways."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import numpy as np
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import Pipeline, make_pipeline
+
+from experiments.bayesian_network import Params
+from experiments.classify.compared import Compared, answers, mc_dropout, nll, timed
+from experiments.classify.methods import Recipe, Trainer, by_means, by_moments
+from experiments.intents.files import IntentSet, Part
+
+STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression
+RATES = (0.01, 0.03, 0.1)  # of MC dropout
+
+
+def logistic_regression(given: IntentSet) -> Compared:
+    """On TF-IDF of words and pairs of words; C has the best validation NLL."""
+    found = {}
+    for strength in STRENGTHS:
+        start = time.perf_counter()
+        model = make_pipeline(
+            TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"\w+"),
+            LogisticRegression(C=strength, max_iter=1000),
+        ).fit(*given.train)
+        seconds = time.perf_counter() - start
+
+        def predict(texts: np.ndarray, model: Pipeline = model) -> np.ndarray:
+            return model.predict_proba(texts)[None]
+
+        found[nll(predict, given.validation)] = Compared(predict, seconds, {"C": strength})
+    return found[min(found)]
+
+
+def transformers(
+    trainer: Trainer, validation: Part, kl_weights: list[float], samples: int
+) -> Iterator[tuple[str, Compared]]:
+    """The Transformers, one method after the other; what one leaves open has the best validation NLL."""
+    plain, seconds = timed(partial(trainer.plain, "plain Transformers"))
+    predict = answers(by_means(trainer.network), plain, keys=trainer.keys)
+    yield "plain Transformer", Compared(predict, seconds, {})
+    yield "MC dropout", mc_dropout(trainer, validation, samples, RATES)
+    yield (
+        "Bayesian Transformer, analytic",
+        _bayesian(trainer, validation, kl_weights, plain, seconds),
+    )
+
+
+def _bayesian(
+    trainer: Trainer, validation: Part, kl_weights: list[float], plain: Params, seconds: float
+) -> Compared:
+    """From the plain networks by the ELBO of drawn networks, predicted by moments."""
+    predict, found = jax.jit(by_moments(trainer.network)), {}
+    for weight in dict.fromkeys(kl_weights):
+        label = f"Bayesian, KL weight {weight:g}"
+        work = partial(trainer.bayesian, Recipe(kl_weight=weight), plain, label)
+        params, took = timed(work)
+        answer = answers(predict, params, keys=trainer.keys)
+        found[nll(answer, validation)] = Compared(answer, seconds + took, {"kl_weight": weight})
+    return found[min(found)]

@@ -1,0 +1,131 @@
+"""A Bayesian Transformer that reads a text and says its intent, and the plain one of a draw of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import moment_jax as mj
+from experiments.bayesian_network import BayesianNetwork
+from experiments.intents.words import PADDING
+
+Array = jax.Array
+
+NUM_FEATURES = 64
+NUM_HEADS = 4
+HIDDEN_FEATURES = 128
+RELATIVE_SCALE = 0.05
+
+
+class TextParams(NamedTuple):
+    """Beliefs about all weights, or arrays in their place."""
+
+    embed: Any
+    positions: Any
+    encoder: Any
+    head: Any
+
+
+class PlainTextClassifier(nnx.Module):
+    """The deterministic network of one draw of the weights, of Flax's own layers."""
+
+    def __init__(
+        self, embed: nnx.Embed, positions: Any, encoder: mj.nn.PlainEncoder, head: nnx.Linear
+    ) -> None:
+        self.embed = embed
+        self.positions = positions
+        self.encoder = encoder
+        self.head = head
+
+    def __call__(self, ids: Array) -> Array:
+        """Ids (N, T) -> logits (N, C)."""
+        valid = ids != PADDING
+        x = self.encoder(self.positions(self.embed(ids)), valid[:, None, None, :])
+        return self.head(jnp.mean(x, axis=1, where=valid[:, :, None]))
+
+
+class TextClassifier(mj.nn.BayesianModule):
+    """Embedding and positions -> pre-norm encoder -> mean over the words -> linear head.
+
+    All weights are random; padding has no influence. The head sees each text's own feature covariance.
+    """
+
+    def __init__(
+        self, num_ids: int, length: int, num_classes: int, num_blocks: int, *, rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        self.embed = mj.nn.Embedding(num_ids, NUM_FEATURES, rngs=rngs, **settings)
+        self.positions = mj.nn.LearnedPositions(length, NUM_FEATURES, rngs=rngs, **settings)
+        self.encoder = mj.nn.Encoder(
+            num_blocks,
+            NUM_FEATURES,
+            NUM_HEADS,
+            norm_first=True,
+            hidden_features=HIDDEN_FEATURES,
+            activation="gelu",
+            rngs=rngs,
+            **settings,
+        )
+        self.head = mj.nn.Dense(NUM_FEATURES, num_classes, rngs=rngs, **settings)
+
+    @property
+    def params(self) -> TextParams:
+        """Beliefs about all weights."""
+        return TextParams(
+            self.embed.params, self.positions.params, self.encoder.params, self.head.params
+        )
+
+    def network(self, params: TextParams) -> PlainTextClassifier:
+        """The plain network with these arrays."""
+        return PlainTextClassifier(
+            self.embed.network(params.embed),
+            self.positions.network(params.positions),
+            self.encoder.network(params.encoder),
+            self.head.network(params.head),
+        )
+
+    def __call__(self, ids: Array) -> tuple[Array, Array]:
+        """Ids (N, T) -> mean (N, C) and covariance (N, C, C) of the logits."""
+        valid = ids != PADDING
+        mean, cov = self.encoder(*self.positions(*self.embed(ids)), valid=valid)
+        return jax.vmap(self._logits)(mean, cov, valid)
+
+    def _logits(self, mean: Array, cov: mj.Covariance, valid: Array) -> tuple[Array, Array]:
+        pooled, pooled_cov = mj.mean_pool(mean, cov, valid)
+        features = mj.TokenBlock(pooled_cov.token_blocks())
+        logits, logit_cov = mj.dense(pooled, features, self.head.params)
+        return logits[0], logit_cov.blocks[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextNetwork(BayesianNetwork):
+    """A text classifier without its parameters.
+
+    Args:
+      num_ids: of the vocabulary.
+      length: of the sequences.
+      num_classes: intents.
+      num_blocks: of the encoder.
+      structure: in which moments are propagated.
+    """
+
+    num_ids: int
+    length: int
+    num_classes: int
+    num_blocks: int = 1
+
+    def build(self, key: Array) -> TextClassifier:
+        """A new module."""
+        return TextClassifier(
+            self.num_ids,
+            self.length,
+            self.num_classes,
+            self.num_blocks,
+            structure=mj.STRUCTURES[self.structure],
+            relative_scale=RELATIVE_SCALE,
+            rngs=nnx.Rngs(key),
+        )
