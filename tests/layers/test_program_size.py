@@ -1,4 +1,4 @@
-"""A budget for the programs: what a block costs before the compiler has seen it, so that growth is noticed.
+"""A budget for the programs: what a block costs before the compiler has seen it.
 
 Operations of StableHLO with functions inlined, matrix products, and different products among them, of a
 post-norm encoder block (T 16, D 64, hidden 256, 4 heads) of a certain input: forward, and with gradient.
