@@ -18,7 +18,6 @@ from experiments.classify.methods import Recipe, Trainer, by_means, by_moments
 from experiments.intents.files import IntentSet, Part
 
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression
-RATES = (0.01, 0.03, 0.1)  # of MC dropout
 
 
 def logistic_regression(given: IntentSet) -> Compared:
@@ -46,7 +45,7 @@ def transformers(
     plain, seconds = timed(partial(trainer.plain, "plain Transformers"))
     predict = answers(by_means(trainer.network), plain, keys=trainer.keys)
     yield "plain Transformer", Compared(predict, seconds, {})
-    yield "MC dropout", mc_dropout(trainer, validation, samples, RATES)
+    yield "MC dropout", mc_dropout(trainer, validation, samples)
     yield (
         "Bayesian Transformer, analytic",
         _bayesian(trainer, validation, kl_weights, plain, seconds),
