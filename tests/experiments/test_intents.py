@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib")
 from experiments import draws
 from experiments.__main__ import main
 from experiments.bayesian_network import Params
+from experiments.classify import compared as classify_compared
 from experiments.intents import compared, networks
 from experiments.intents.files import KEYS, read_set
 from experiments.intents.networks import TextNetwork
@@ -147,7 +148,7 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(networks, "NUM_FEATURES", 8)
     monkeypatch.setattr(networks, "HIDDEN_FEATURES", 8)
-    monkeypatch.setattr(compared, "RATES", (0.1,))
+    monkeypatch.setattr(classify_compared, "RATES", (0.1,))
     monkeypatch.setattr(compared, "STRENGTHS", (10.0,))
     write_intents(tmp_path / "a.json", TINY)
     command = ["intents", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
