@@ -49,6 +49,16 @@ class Block(BayesianModule):
         self.output = Dense(hidden, num_features, rngs=rngs, **settings)
         self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the block's transform that the module settles."""
+        return {
+            "num_heads": self.num_heads,
+            "norm_first": self.norm_first,
+            "activation": find_activation(self.activation).moments,
+            "epsilon": self.epsilon,
+        }
+
     @abc.abstractmethod
     def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
         """Add what comes before the feed-forward layer, its random numbers drawn first."""

@@ -10,7 +10,6 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
 from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
-from moment_jax.nn.activations import find_activation
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.batching import over_batch_with_memory
 from moment_jax.nn.block import Block
@@ -76,12 +75,9 @@ class DecoderBlock(Block):
             memory_mean,
             memory_cov,
             params,
-            num_heads=self.num_heads,
-            norm_first=self.norm_first,
-            activation=find_activation(self.activation).moments,
             mask=mask,
             memory_mask=memory_mask,
-            epsilon=self.epsilon,
+            **self.options,
         )
 
     def step(
@@ -93,10 +89,7 @@ class DecoderBlock(Block):
             cov,
             cache,
             params,
-            num_heads=self.num_heads,
-            norm_first=self.norm_first,
-            activation=find_activation(self.activation).moments,
-            epsilon=self.epsilon,
+            **self.options,
         )
 
     def __call__(

@@ -96,11 +96,8 @@ class EncoderBlock(Block):
             mean,
             cov,
             params,
-            num_heads=self.num_heads,
-            norm_first=self.norm_first,
-            activation=find_activation(self.activation).moments,
             mask=mask,
-            epsilon=self.epsilon,
+            **self.options,
         )
 
     def step(
@@ -112,10 +109,7 @@ class EncoderBlock(Block):
             cov,
             cache,
             params,
-            num_heads=self.num_heads,
-            norm_first=self.norm_first,
-            activation=find_activation(self.activation).moments,
-            epsilon=self.epsilon,
+            **self.options,
         )
 
     def __call__(
