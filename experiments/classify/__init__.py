@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     numbers = (
-        ("--seeds", count, 3, "N", "how many times all is done"),
+        ("--seeds", count, 5, "N", "how many times all is done"),
         ("--blocks", count, 1, "N", "of the Transformer"),
         ("--members", count, 5, "N", "plain networks in the ensemble"),
         (

@@ -29,7 +29,7 @@ CHUNK = 50  # inputs at a time in prediction
 class Budget(NamedTuple):
     """How long to train: updates and peaks of the learning rate, of plain and of Bayesian networks."""
 
-    plain_steps: int = 1000
+    plain_steps: int = 2200
     plain_rate: float = 5e-3
     steps: int = 1200
     rate: float = 3e-3
