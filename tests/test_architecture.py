@@ -30,16 +30,7 @@ MAY_IMPORT = {
         "reference",
         "discrete",
     },
-    "brownian": {
-        "xla",
-        "covariance",
-        "expectations",
-        "posterior",
-        "layers",
-        "objectives",
-        "reference",
-        "nn",
-    },
+    "brownian": {"xla", "covariance", "expectations"},
     # The layers that report their curvature are Flax's and those of nn, so it stands above nn.
     "optim": {"xla", "posterior", "layers", "nn"},
     "parallel": {"xla", "covariance"},

@@ -1,11 +1,10 @@
-"""Checks that the functions of this room share: the invariant, what came, and the mend."""
+"""Argument checks of this room; errors state the rule, the value and the fix."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import sparse
 
 from moment_jax.covariance.checks import check_array
 
@@ -26,52 +25,40 @@ def check_points(name: str, points: Array) -> None:
 
 
 def check_positive(name: str, what: str, value: float | Array) -> None:
-    """Raise unless a number is positive; values inside compiled code are not looked at."""
+    """Raise unless a number is positive; values inside compiled code are not checked."""
     if not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) > 0):
         raise ValueError(f"`{name}` needs {what} > 0. Got {value}.")
 
 
-def check_square(name: str, matrix: Array | sparse.BCOO) -> int:
-    """Raise unless `matrix` is (T, T) with T at least one; return T."""
-    shape = tuple(matrix.shape)
+def check_stochastic(name: str, transition: Array) -> int:
+    """Raise unless the rows of (T, T) are probabilities; return T.
+
+    Inside compiled code only the shape is checked.
+    """
+    shape = tuple(transition.shape)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise ValueError(
             f"`{name}` needs a matrix of shape (T, T). Got {shape}. For a batch, use "
             f"jax.vmap({name})."
         )
+    if not isinstance(transition, jax.core.Tracer):
+        with jax.ensure_compile_time_eval():
+            _check_rows(name, transition)
     return shape[0]
 
 
-def check_stochastic(name: str, transition: Array | sparse.BCOO) -> int:
-    """Raise unless the rows of (T, T) are probabilities; return T.
-
-    Values inside compiled code are not looked at: there only the shape is checked.
-
-    Raises:
-      ValueError: if it is not square, an entry is negative or not finite, or a row does not sum to
-        one.
-    """
-    size = check_square(name, transition)
-    entries = transition.data if isinstance(transition, sparse.BCOO) else transition
-    if not isinstance(entries, jax.core.Tracer):
-        with jax.ensure_compile_time_eval():
-            _check_rows(name, transition, entries)
-    return size
-
-
-def _check_rows(name: str, transition: Array | sparse.BCOO, entries: Array) -> None:
-    if not jnp.all(jnp.isfinite(entries)) or jnp.any(entries < 0):
-        worst = jnp.min(entries)
+def _check_rows(name: str, transition: Array) -> None:
+    if not jnp.all(jnp.isfinite(transition)) or jnp.any(transition < 0):
         raise ValueError(
             f"`{name}` needs probabilities: finite entries, none negative. The smallest is "
-            f"{float(worst):.3g}. For weights that are no probabilities yet, use "
+            f"{float(jnp.min(transition)):.3g}. For weights that are no probabilities yet, use "
             "mj.brownian.row_normalize(kernel); for scores, jax.nn.softmax(scores)."
         )
-    sums = transition @ jnp.ones(transition.shape[0], entries.dtype)
+    sums = jnp.sum(transition, axis=1)
     row = int(jnp.argmax(jnp.abs(sums - 1)))
-    if abs(float(sums[row]) - 1) > TOLERANCE.get(str(entries.dtype), 1e-4):
+    if abs(float(sums[row]) - 1) > TOLERANCE.get(str(transition.dtype), 1e-4):
         raise ValueError(
             f"`{name}` needs rows that sum to one. Row {row} sums to {float(sums[row]):.6g}. Use "
-            "mj.brownian.row_normalize(kernel), and mind that entry (i, j) is the probability of "
-            "i -> j: a matrix whose columns sum to one has to be transposed."
+            "mj.brownian.row_normalize(kernel). Entry (i, j) is the probability of i -> j: transpose a "
+            "matrix whose columns sum to one."
         )

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.brownian.checks import check_points, check_positive, check_square
+from moment_jax.brownian.checks import check_points, check_positive
 from moment_jax.brownian.sphere import squared_distances
 
 Array = jax.Array
-
-
-def _check_pair(name: str, x: Array, y: Array) -> None:
-    check_points(name, x)
-    check_points(name, y)
-    if x.shape[1] != y.shape[1]:
-        raise ValueError(
-            f"`{name}(x, y)` needs points of the same number of features. Got "
-            f"{tuple(x.shape)} and {tuple(y.shape)}."
-        )
-
-
-def linear_kernel(x: Array, y: Array) -> Array:
-    """Dot products of points (T, D) and (S, D): (T, S)."""
-    _check_pair("linear_kernel", x, y)
-    return x @ y.T
 
 
 def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = None) -> Array:
@@ -50,7 +32,13 @@ def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = Non
     >>> f"{near:.3f} {far:.3f}"
     '1.000 0.607'
     """
-    _check_pair("gaussian_kernel", x, y)
+    check_points("gaussian_kernel", x)
+    check_points("gaussian_kernel", y)
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(
+            "`gaussian_kernel(x, y)` needs points of the same number of features. Got "
+            f"{tuple(x.shape)} and {tuple(y.shape)}."
+        )
     if bandwidth is None:
         bandwidth = x.shape[1] ** 0.25
     check_positive("gaussian_kernel", "bandwidth", bandwidth)
@@ -112,7 +100,7 @@ def transition_matrix(tokens: Array, *, temperature: float | Array | None = None
     if temperature is None:
         temperature = tokens.shape[1] ** 0.5
     check_positive("transition_matrix", "temperature", temperature)
-    return jax.nn.softmax(linear_kernel(tokens, tokens) / temperature, axis=1)
+    return jax.nn.softmax(tokens @ tokens.T / temperature, axis=1)
 
 
 def attention_scores(
@@ -149,93 +137,3 @@ def attention_scores(
     query = query if query_bias is None else query + query_bias[None]
     key = key if key_bias is None else key + key_bias[None]
     return jnp.einsum("i...k,j...k->...ij", query, key) / query.shape[-1] ** 0.5
-
-
-class ScoreParts(NamedTuple):
-    """A matrix as symmetric + gradient + cyclic, and the share of each in its squared norm.
-
-    Attributes:
-      symmetric: (s + s^T)/2.
-      gradient: the part g_j - g_i of the antisymmetric rest. It leaves a chain reversible.
-      cyclic: what is left: flow around cycles of tokens. The chain softmax(s) is reversible exactly
-        where it is zero.
-      symmetric_share: between 0 and 1; the three shares sum to one.
-      gradient_share: so too.
-      cyclic_share: so too; gradient_share + cyclic_share is the antisymmetric part's.
-    """
-
-    symmetric: Array
-    gradient: Array
-    cyclic: Array
-    symmetric_share: Array
-    gradient_share: Array
-    cyclic_share: Array
-
-
-def split_scores(scores: Array) -> ScoreParts:
-    """Split scores (T, T) into what a reversible chain may have and what makes it irreversible.
-
-    The rows of scores are centred first: a softmax does not see a constant in its row.
-    Detailed balance pi_i P_ij = pi_j P_ji for P = softmax(s) says s_ij - s_ji = g_j - g_i for some
-    g, so the antisymmetric part is projected onto such differences; what is left is orthogonal to them.
-
-    Returns:
-      `ScoreParts`; all shares are zero where every row is constant.
-
-    Raises:
-      ValueError: if the scores are not square.
-    """
-    check_square("split_scores", scores)
-    scores = scores - jnp.mean(scores, axis=1, keepdims=True)
-    symmetric, antisymmetric = symmetric_and_antisymmetric(scores)
-    height = jnp.mean(antisymmetric, axis=0)
-    gradient = height[None, :] - height[:, None]
-    cyclic = antisymmetric - gradient
-    squares = [jnp.sum(part**2) for part in (symmetric, gradient, cyclic)]
-    total = sum(squares[1:], squares[0])
-    share = [square / jnp.where(total > 0, total, 1) for square in squares]
-    return ScoreParts(symmetric, gradient, cyclic, *share)
-
-
-def symmetric_and_antisymmetric(matrix: Array) -> tuple[Array, Array]:
-    """(m + m^T)/2 and (m - m^T)/2 of a square matrix."""
-    check_square("symmetric_and_antisymmetric", matrix)
-    return (matrix + matrix.T) / 2, (matrix - matrix.T) / 2
-
-
-class FormParts(NamedTuple):
-    """A bilinear form in its two parts, (D, D) each, and the share of each in its squared norm."""
-
-    symmetric: Array
-    antisymmetric: Array
-    symmetric_share: Array
-    antisymmetric_share: Array
-
-
-def split_projections(query_kernel: Array, key_kernel: Array) -> FormParts:
-    """Symmetric and antisymmetric part of the form Wq Wk^T / sqrt(K) of one head.
-
-    With identity projections all of it is symmetric; with independent random ones about half. The
-    form's antisymmetric part is what can make attention's chain irreversible; how much of it the tokens
-    see is `split_scores` of their scores.
-
-    Args:
-      query_kernel: (D, K).
-      key_kernel: (D, K).
-
-    Raises:
-      ValueError: if shapes differ or are not (D, K).
-    """
-    if query_kernel.ndim != 2 or query_kernel.shape != key_kernel.shape:
-        raise ValueError(
-            "`split_projections` needs two kernels (D, K) of one head. Got "
-            f"{tuple(query_kernel.shape)} and {tuple(key_kernel.shape)}. For all heads, use jax.vmap "
-            "with in_axes=1 on kernels (D, H, K)."
-        )
-    form = query_kernel @ key_kernel.T / query_kernel.shape[1] ** 0.5
-    symmetric, antisymmetric = symmetric_and_antisymmetric(form)
-    total = jnp.sum(form**2)
-    scale = jnp.where(total > 0, total, 1)
-    return FormParts(
-        symmetric, antisymmetric, jnp.sum(symmetric**2) / scale, jnp.sum(antisymmetric**2) / scale
-    )

@@ -1,8 +1,7 @@
-"""Leading eigenpairs and linear systems by products with vectors alone."""
+"""Leading eigenpairs of a matrix by its products with vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -10,8 +9,6 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-# `jax.tree_util.Partial`s of (T, k) -> (T, k), so that what they hold are arguments of compiled code.
-Product = Callable[[Array], Array]
 
 STEPS = 8  # products with a block before a restart
 SPARE = 4  # vectors beyond those asked for, which speed the last ones up
@@ -34,32 +31,25 @@ class _State(NamedTuple):
     restarts: Array
 
 
-@partial(jax.jit, static_argnames=("size", "dtype", "count", "symmetric", "restarts"))
+@partial(jax.jit, static_argnames=("count", "symmetric", "restarts"))
 def leading_eigenpairs(
-    product: Product,
-    *,
-    size: int,
-    dtype: jnp.dtype,
-    count: int,
-    symmetric: bool,
-    restarts: int = 300,
+    matrix: Array, *, count: int, symmetric: bool, restarts: int = 300
 ) -> Eigenpairs:
-    """The `count` eigenpairs of largest modulus of a (T, T) matrix, by its products alone.
+    """The `count` eigenpairs of largest modulus of a (T, T) matrix.
 
     Block Krylov spaces of `STEPS` products with Rayleigh-Ritz, restarted from the best Ritz vectors
     until all residuals are at rounding level: double eigenvalues are found, and no T x T matrix is
     decomposed, unless T is so small that one such space is all of it.
 
     Args:
-      product: v -> A v on blocks of columns, a `jax.tree_util.Partial`.
-      size: T.
-      dtype: of the matrix.
+      matrix: (T, T).
       count: number of pairs, at most T.
       symmetric: real values and orthonormal vectors, which is right for symmetric matrices only; else
         complex values and right eigenvectors of unit norm, and a conjugate pair may be cut at `count`.
         Some accelerators lack the `jnp.linalg.eig` that these need.
       restarts: at most.
     """
+    size, dtype = matrix.shape[0], matrix.dtype
     width, steps = count + SPARE, STEPS
     if width * steps >= size:
         width, steps = size, 1
@@ -68,7 +58,7 @@ def leading_eigenpairs(
     kind = dtype if symmetric else jnp.result_type(dtype, jnp.complex64)
 
     def restart(state: _State) -> _State:
-        basis, mapped = _krylov_basis(product, state.block, steps)
+        basis, mapped = _krylov_basis(matrix, state.block, steps)
         small = basis.T @ mapped
         if symmetric:
             values, inner = jnp.linalg.eigh((small + small.T) / 2)
@@ -101,10 +91,10 @@ def leading_eigenpairs(
     return jax.lax.while_loop(unfinished, restart, first).pairs
 
 
-def _krylov_basis(product: Product, block: Array, steps: int) -> tuple[Array, Array]:
+def _krylov_basis(matrix: Array, block: Array, steps: int) -> tuple[Array, Array]:
     """An orthonormal basis (T, steps b) of block, A block, A^2 block ..., and A times it."""
     current = jnp.linalg.qr(block)[0]
-    parts, mapped = [current], [product(current)]
+    parts, mapped = [current], [matrix @ current]
     for i in range(1, steps):
         # Rounding of our own, for a space that A maps into itself: any direction will do then.
         noise = jax.random.normal(jax.random.key(i), block.shape, block.dtype)
@@ -113,48 +103,5 @@ def _krylov_basis(product: Product, block: Array, steps: int) -> tuple[Array, Ar
         for _ in range(2):  # once is not enough: what is left may be all rounding
             current = jnp.linalg.qr(current - known @ (known.T @ current))[0]
         parts.append(current)
-        mapped.append(product(current))
+        mapped.append(matrix @ current)
     return jnp.concatenate(parts, axis=1), jnp.concatenate(mapped, axis=1)
-
-
-class Solution(NamedTuple):
-    """The solution of a linear system, and the norm of what is left over that of the right side."""
-
-    x: Array
-    residual: Array
-
-
-@partial(jax.jit, static_argnames=("space", "restarts"))
-def solve(product: Product, right: Array, *, space: int = 60, restarts: int = 100) -> Solution:
-    """A x = right, (T,), for a matrix that need not be symmetric, by GMRES.
-
-    It is refined from its own residual until that is at rounding level or no longer falls.
-
-    Args:
-      product: v -> A v on (T,), a `jax.tree_util.Partial`.
-      right: (T,).
-      space: vectors in a Krylov space.
-      restarts: Krylov spaces at most.
-    """
-    space = min(space, right.shape[0])
-    norm = jnp.linalg.norm(right)
-    tolerance = jnp.finfo(right.dtype).eps * norm
-
-    def unfinished(state: tuple[Array, Array, Array, Array]) -> Array:
-        _, rest, before, count = state
-        return (rest > tolerance) & (rest < 0.99 * before) & (count < restarts)
-
-    def improve(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        x, rest, _, count = state
-        missing = right - product(x)
-        step, _ = jax.scipy.sparse.linalg.gmres(
-            product, missing, tol=1e-6, restart=space, maxiter=1, solve_method="incremental"
-        )
-        better = x + step
-        new = jnp.linalg.norm(right - product(better))
-        improved = new < rest
-        return jnp.where(improved, better, x), jnp.minimum(new, rest), rest, count + 1
-
-    start = jnp.zeros_like(right), norm, jnp.full_like(norm, jnp.inf), jnp.zeros((), int)
-    x, rest, _, _ = jax.lax.while_loop(unfinished, improve, start)
-    return Solution(x, rest / jnp.where(norm > 0, norm, 1))

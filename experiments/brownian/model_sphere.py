@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moment_jax.brownian.sphere import SphereGap, sphere_gap, to_sphere
-from moment_jax.brownian.stream import blocks_of, residual_stream
+import moment_jax as mj
+from experiments.brownian.stream import blocks_of, residual_stream
 
 Array = jax.Array
 
 
-def model_sphere(module: Any, inputs: Array) -> list[dict[str, SphereGap]]:
+def model_sphere(module: Any, inputs: Array) -> list[dict[str, mj.brownian.SphereGap]]:
     """Gaps to the sphere of radius sqrt(D) of what each block's attention sees, cause by cause.
 
     For each block, in this order: "normalised", where epsilon alone keeps tokens inside the sphere;
@@ -39,17 +39,17 @@ def model_sphere(module: Any, inputs: Array) -> list[dict[str, SphereGap]]:
     ):
         raise TypeError(
             "`model_sphere` needs blocks with `norm_first`, `norm1` and `norm2`. Got "
-            f"{type(blocks[0]).__name__}. For others, call `sphere_gap` on the tokens."
+            f"{type(blocks[0]).__name__}. For others, call `mj.brownian.sphere_gap` on the tokens."
         )
     stream = residual_stream(network, inputs)
     return [_gaps(blocks, i, stream[i]) for i in range(len(blocks))]
 
 
-def _gaps(blocks: Any, i: int, tokens: Array) -> dict[str, SphereGap]:
+def _gaps(blocks: Any, i: int, tokens: Array) -> dict[str, mj.brownian.SphereGap]:
     block = blocks[i]
     if block.norm_first:
         gain, bias = _gain_and_bias(block.norm1, tokens)
-        normalised = to_sphere(tokens, epsilon=block.norm1.epsilon)
+        normalised = mj.brownian.to_sphere(tokens, epsilon=block.norm1.epsilon)
         stages = {
             "normalised": normalised,
             "gain": normalised * gain,
@@ -63,7 +63,7 @@ def _gaps(blocks: Any, i: int, tokens: Array) -> dict[str, SphereGap]:
         some = gain != 0
         normalised = jnp.where(some, scaled / jnp.where(some, gain, 1), 0)
         stages = {"normalised": normalised, "gain": scaled, "attended": tokens}
-    return {name: sphere_gap(stage) for name, stage in stages.items()}
+    return {name: mj.brownian.sphere_gap(stage) for name, stage in stages.items()}
 
 
 def _gain_and_bias(norm: Any, tokens: Array) -> tuple[Array, Array]:

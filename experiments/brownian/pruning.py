@@ -10,24 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.brownian.stream import blocks_of
-from moment_jax.layers import AttentionParams, DenseParams
-from moment_jax.posterior import (
-    Factorized,
-    FullNormal,
-    MatrixNormal,
-    OutputShared,
-    Point,
-    Posterior,
-)
-from moment_jax.xla import diagonal_matrix, diagonal_of
+import moment_jax as mj
+from experiments.brownian.stream import blocks_of
 
 Array = jax.Array
 Kept = Sequence[Array | np.ndarray | Sequence[bool]]
 """For each block, which of its heads are kept: (H,) booleans."""
 
 
-def mask_heads(params: AttentionParams, kept: Array) -> AttentionParams:
+def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
     """Beliefs about attention whose heads outside `kept` are zero for certain: no queries, keys, values.
 
     A head enters the output through its values alone; queries and keys are taken out with them, because
@@ -50,33 +41,35 @@ def mask_heads(params: AttentionParams, kept: Array) -> AttentionParams:
             f"{tuple(kept.shape)}."
         )
 
-    def masked(dense: DenseParams) -> DenseParams:
+    def masked(dense: mj.DenseParams) -> mj.DenseParams:
         factor = kept.astype(dense.kernel.mean.dtype)
         factor = jnp.repeat(factor, dense.kernel.shape[1] // kept.shape[0])
         bias = None if dense.bias is None else _scaled(dense.bias, factor)
-        return DenseParams(_scaled(dense.kernel, factor), bias)
+        return mj.DenseParams(_scaled(dense.kernel, factor), bias)
 
-    return AttentionParams(
+    return mj.AttentionParams(
         masked(params.query), masked(params.key), masked(params.value), params.output
     )
 
 
-def _scaled(belief: Posterior, factor: Array) -> Posterior:
+def _scaled(belief: mj.posterior.Posterior, factor: Array) -> mj.posterior.Posterior:
     """The belief about an array times these factors of its last axis."""
     mean = belief.mean * factor.reshape(*(1,) * (belief.mean.ndim - 1), -1)
-    if isinstance(belief, Point):
-        return Point(mean)
-    if isinstance(belief, Factorized):
+    if isinstance(belief, mj.posterior.Point):
+        return mj.posterior.Point(mean)
+    if isinstance(belief, mj.posterior.Factorized):
         square = (factor**2).reshape(*(1,) * (belief.mean.ndim - 1), -1)
-        return Factorized(mean, belief.variance * square)
-    if isinstance(belief, OutputShared):
-        return OutputShared(mean, belief.variance * factor**2)
-    if isinstance(belief, MatrixNormal):
-        return MatrixNormal(mean, belief.in_cov, belief.out_cov * jnp.outer(factor, factor))
-    if isinstance(belief, FullNormal):
+        return mj.posterior.Factorized(mean, belief.variance * square)
+    if isinstance(belief, mj.posterior.OutputShared):
+        return mj.posterior.OutputShared(mean, belief.variance * factor**2)
+    if isinstance(belief, mj.posterior.MatrixNormal):
+        return mj.posterior.MatrixNormal(
+            mean, belief.in_cov, belief.out_cov * jnp.outer(factor, factor)
+        )
+    if isinstance(belief, mj.posterior.FullNormal):
         entries = jnp.broadcast_to(factor, belief.mean.shape).ravel()
         both = jnp.outer(entries, entries).reshape(belief.cov.shape)
-        return FullNormal(mean, belief.cov * both)
+        return mj.posterior.FullNormal(mean, belief.cov * both)
     raise _unknown(belief)
 
 
@@ -87,25 +80,29 @@ def _unknown(belief: object) -> TypeError:
     )
 
 
-def marginal(belief: Posterior, chosen: np.ndarray, axis: int) -> Posterior:
+def marginal(
+    belief: mj.posterior.Posterior, chosen: np.ndarray, axis: int
+) -> mj.posterior.Posterior:
     """The belief about some of the rows (axis 0) or columns (axis -1) of an array."""
     mean = jnp.take(belief.mean, chosen, axis=axis)
     columns = axis == -1 or belief.mean.ndim == 1
-    if isinstance(belief, Point):
-        return Point(mean)
-    if isinstance(belief, Factorized):
-        return Factorized(mean, jnp.take(belief.variance, chosen, axis=axis))
-    if isinstance(belief, OutputShared):
-        return OutputShared(mean, belief.variance[chosen] if columns else belief.variance)
-    if isinstance(belief, MatrixNormal):
+    if isinstance(belief, mj.posterior.Point):
+        return mj.posterior.Point(mean)
+    if isinstance(belief, mj.posterior.Factorized):
+        return mj.posterior.Factorized(mean, jnp.take(belief.variance, chosen, axis=axis))
+    if isinstance(belief, mj.posterior.OutputShared):
+        return mj.posterior.OutputShared(
+            mean, belief.variance[chosen] if columns else belief.variance
+        )
+    if isinstance(belief, mj.posterior.MatrixNormal):
         square = np.ix_(chosen, chosen)
         if columns:
-            return MatrixNormal(mean, belief.in_cov, belief.out_cov[square])
-        return MatrixNormal(mean, belief.in_cov[square], belief.out_cov)
-    if isinstance(belief, FullNormal):
+            return mj.posterior.MatrixNormal(mean, belief.in_cov, belief.out_cov[square])
+        return mj.posterior.MatrixNormal(mean, belief.in_cov[square], belief.out_cov)
+    if isinstance(belief, mj.posterior.FullNormal):
         where = axis % belief.mean.ndim
         cov = jnp.take(belief.cov, chosen, axis=where)
-        return FullNormal(mean, jnp.take(cov, chosen, axis=where + belief.mean.ndim))
+        return mj.posterior.FullNormal(mean, jnp.take(cov, chosen, axis=where + belief.mean.ndim))
     raise _unknown(belief)
 
 
@@ -170,23 +167,23 @@ def prune_heads(module: Any, kept: Kept) -> Any:
     return smaller
 
 
-def _raw(belief: Posterior) -> dict[str, Array]:
+def _raw(belief: mj.posterior.Posterior) -> dict[str, Array]:
     """What a `Belief` of this posterior stores beside its mean: the inverse of `Belief.posterior`."""
-    if isinstance(belief, Point):
+    if isinstance(belief, mj.posterior.Point):
         return {}
-    if isinstance(belief, MatrixNormal):
+    if isinstance(belief, mj.posterior.MatrixNormal):
         return {"rows": _raw_factor(belief.in_cov), "columns": _raw_factor(belief.out_cov)}
-    if isinstance(belief, FullNormal):
+    if isinstance(belief, mj.posterior.FullNormal):
         size = belief.mean.size
         return {"entries": _raw_factor(belief.cov.reshape(size, size))}
-    if isinstance(belief, Factorized | OutputShared):
+    if isinstance(belief, mj.posterior.Factorized | mj.posterior.OutputShared):
         return {"scale": _softplus_inverse(jnp.sqrt(belief.variance))}
     raise _unknown(belief)
 
 
 def _raw_factor(cov: Array) -> Array:
     factor = jnp.linalg.cholesky(cov)
-    return jnp.tril(factor, -1) + diagonal_matrix(_softplus_inverse(diagonal_of(factor)))
+    return jnp.tril(factor, -1) + jnp.diag(_softplus_inverse(jnp.diagonal(factor)))
 
 
 def _softplus_inverse(y: Array) -> Array:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.brownian.pruning import (
+import moment_jax as mj
+from experiments.brownian.pruning import (
     Kept,
     check_kept,
     entries_of,
@@ -18,22 +19,7 @@ from moment_jax.brownian.pruning import (
     mask_heads,
     parts_of_heads,
 )
-from moment_jax.brownian.stream import blocks_of, enter
-from moment_jax.covariance import Covariance
-from moment_jax.layers import (
-    AttentionParams,
-    DenseParams,
-    EncoderBlockParams,
-    attention,
-    layer_norm,
-)
-from moment_jax.objectives import (
-    Categorical,
-    accuracy,
-    class_probabilities,
-    expected_log_likelihood,
-    negative_log_likelihood,
-)
+from experiments.brownian.stream import blocks_of, enter
 
 Array = jax.Array
 Fit = Callable[[Array, Array, Array], Array]
@@ -57,10 +43,10 @@ def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
         mean, cov = enter(module, x, module.settings.structure)
         rows = []
         for block in blocks:
-            params: EncoderBlockParams = block.params
+            params: mj.EncoderBlockParams = block.params
             seen = mean, cov
             if block.norm_first:
-                seen = layer_norm(mean, cov, params.norm1, epsilon=block.epsilon)
+                seen = mj.layer_norm(mean, cov, params.norm1, epsilon=block.epsilon)
             rows.append(_signals(*seen, params.attention, block.num_heads))
             mean, cov = block.moments(mean, cov, params, None)
         return rows
@@ -72,14 +58,14 @@ def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
 
 
 def _signals(
-    mean: Array, cov: Covariance, params: AttentionParams, num_heads: int
+    mean: Array, cov: mj.Covariance, params: mj.AttentionParams, num_heads: int
 ) -> tuple[Array, Array]:
     """Sum of squared means and of variances of what each head alone adds, (H,) each."""
-    output = DenseParams(params.output.kernel, None)
-    params = AttentionParams(params.query, params.key, params.value, output)
+    output = mj.DenseParams(params.output.kernel, None)
+    params = mj.AttentionParams(params.query, params.key, params.value, output)
 
     def alone(kept: Array) -> tuple[Array, Array]:
-        added, spread = attention(mean, cov, mask_heads(params, kept), num_heads=num_heads)
+        added, spread = mj.attention(mean, cov, mask_heads(params, kept), num_heads=num_heads)
         return jnp.sum(added**2), jnp.sum(spread.variance())
 
     return jax.vmap(alone)(jnp.eye(num_heads, dtype=mean.dtype))
@@ -124,14 +110,14 @@ def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]
     encoder = module.encoder
     mean, cov = enter(module, x, module.settings.structure)
     for block, mask in zip(encoder.blocks, kept, strict=True):
-        whole: EncoderBlockParams = block.params
-        params = EncoderBlockParams(
+        whole: mj.EncoderBlockParams = block.params
+        params = mj.EncoderBlockParams(
             mask_heads(whole.attention, mask), whole.norm1, whole.feed_forward, whole.norm2
         )
         mean, cov = block.moments(mean, cov, params, None)
     final = encoder.params[1]
     if final is not None:
-        mean, cov = layer_norm(mean, cov, final, epsilon=encoder.epsilon)
+        mean, cov = mj.layer_norm(mean, cov, final, epsilon=encoder.epsilon)
     logits, logit_cov = module.stages[-1].moments(mean, cov)
     return logits[0], logit_cov.blocks[0]
 
@@ -185,7 +171,11 @@ def head_importance(
         raise ValueError(
             f"`head_importance` needs 2 <= N <= dataset_size. Got N={count} and {dataset_size}."
         )
-    fit = partial(expected_log_likelihood, Categorical()) if fit is None else fit
+    fit = (
+        partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
+        if fit is None
+        else fit
+    )
     blocks = blocks_of(module).blocks
     heads = [block.num_heads for block in blocks]
     masks = _one_out(heads)
@@ -263,11 +253,11 @@ def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.nda
     for step, head in enumerate(removed):
         masks[step + 1 :, head] = False
     means, covs = head_predictions(module, inputs, np.split(masks, np.cumsum(heads)[:-1], axis=1))
-    probabilities = jax.jit(jax.vmap(jax.vmap(class_probabilities)))(means, covs)
+    probabilities = jax.jit(jax.vmap(jax.vmap(mj.objectives.class_probabilities)))(means, covs)
     labels = jnp.asarray(labels)
     return HeadCurve(
         masks.sum(axis=1),
-        np.asarray([accuracy(p, labels) for p in probabilities]),
-        np.asarray([negative_log_likelihood(p, labels) for p in probabilities]),
+        np.asarray([mj.objectives.accuracy(p, labels) for p in probabilities]),
+        np.asarray([mj.objectives.negative_log_likelihood(p, labels) for p in probabilities]),
         [pairs[i] for i in removed],
     )

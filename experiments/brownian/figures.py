@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-import moment_jax as mj
+from experiments.brownian.heads import HeadCurve, HeadImportance
+from experiments.brownian.motion import TokenMotion
 from experiments.figures import BAYES, OTHER, PLAIN, STYLE, WRONG
 
 MOST_TOKENS = 3000
@@ -82,9 +83,7 @@ def diffusion(coordinates: np.ndarray, eigenvalues: np.ndarray, classes: np.ndar
     return figure
 
 
-def increments(
-    quantiles: np.ndarray, found: list[np.ndarray], motion: mj.brownian.TokenMotion
-) -> Figure:
+def increments(quantiles: np.ndarray, found: list[np.ndarray], motion: TokenMotion) -> Figure:
     """Steps of each block against normal quantiles, and the growth of the variance with depth."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.2))
@@ -118,9 +117,7 @@ def increments(
     return figure
 
 
-def heads(
-    importance: mj.brownian.HeadImportance, curves: dict[str, mj.brownian.HeadCurve]
-) -> Figure:
+def heads(importance: HeadImportance, curves: dict[str, HeadCurve]) -> Figure:
     """What each head is worth, and accuracy as heads are taken away."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.0))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance
+import moment_jax as mj
 
 Array = jax.Array
 
@@ -95,7 +95,7 @@ class StreamMoments(NamedTuple):
 
 
 def predicted_stream(
-    module: Any, inputs: Array, structure: type[Covariance] | None = None
+    module: Any, inputs: Array, structure: type[mj.Covariance] | None = None
 ) -> StreamMoments:
     """The moments that the analytic pass gives the residual stream, the inputs certain.
 
@@ -126,7 +126,7 @@ def predicted_stream(
     return StreamMoments(*(jnp.swapaxes(part, 0, 1) for part in per_input))
 
 
-def enter(module: Any, x: Array, structure: type[Covariance]) -> tuple[Array, Covariance]:
+def enter(module: Any, x: Array, structure: type[mj.Covariance]) -> tuple[Array, mj.Covariance]:
     """Moments of the tokens that enter the first block, for one certain input."""
     mean = module.sequence(x)
     cov = structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)

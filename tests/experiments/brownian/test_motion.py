@@ -7,12 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from scipy import stats
 
 import moment_jax as mj
 from tests.builders import assert_close
 
-brownian = mj.brownian
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("orbax.checkpoint")
+
+from experiments.brownian.dependence import independence_test
+from experiments.brownian.growth import variance_growth
+from experiments.brownian.model_sphere import model_sphere
+from experiments.brownian.motion import motion_report, token_motion
+from experiments.brownian.stream import predicted_stream, residual_stream, sampled_stream
+
 KEY = jax.random.key(0)
 SHAPE = (3, 60, 2, 4)  # blocks, inputs, tokens, features
 
@@ -24,18 +32,7 @@ def brownian_stream(seed=0):
 
 
 def report(stream):
-    return brownian.motion_report(stream, key=KEY, permutations=1499)
-
-
-def test_normality_test_is_scipys():
-    sample = jax.random.gamma(KEY, 4.0, (37, 5), jnp.float64)
-    found = brownian.normality_test(sample)
-    expected = stats.normaltest(np.asarray(sample))
-    assert_close(found.p_value, expected.pvalue)
-    assert_close(found.skewness, stats.skew(np.asarray(sample)))
-    assert_close(found.excess_kurtosis, stats.kurtosis(np.asarray(sample)))
-    flat = brownian.normality_test(jnp.ones((30, 2)))
-    assert flat.p_value.tolist() == [1.0, 1.0]
+    return motion_report(stream, key=KEY, permutations=1499)
 
 
 def test_distance_correlation_by_its_definition():
@@ -48,12 +45,12 @@ def test_distance_correlation_by_its_definition():
         return u * (1 - np.eye(n))
 
     a, b = centred(np.asarray(x[:, 0])), centred(np.asarray(y[:, 0]))
-    found = brownian.independence_test(x, y, KEY, permutations=99)
+    found = independence_test(x, y, KEY, permutations=99)
     assert_close(found.correlation, (a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
     rotated = 2 * x @ jnp.linalg.qr(jax.random.normal(KEY, (3, 3)))[0]
-    assert_close(brownian.independence_test(x, rotated, KEY).correlation, jnp.ones(()))
+    assert_close(independence_test(x, rotated, KEY).correlation, jnp.ones(()))
     # Dependence without correlation is seen, independence is not refuted.
-    assert brownian.independence_test(x, x**2, KEY).p_value < 0.05
+    assert independence_test(x, x**2, KEY).p_value < 0.05
     assert found.p_value > 0.01
 
 
@@ -114,7 +111,7 @@ def test_the_stream_of_any_module_with_blocks():
     module = Foreign()
     x = jax.random.normal(KEY, (5, 3, 4), jnp.float32)
     with jax.numpy_rank_promotion("allow"):
-        stream = brownian.residual_stream(module, x)
+        stream = residual_stream(module, x)
         assert_close(stream[0], x - 1, 1e-6)
         assert_close(stream[2], module.blocks[1](stream[1] - 1, 0.5), 1e-6)
         assert_close(module(x), jnp.sum(stream[2]), 1e-5)  # the module is as it was
@@ -139,8 +136,8 @@ def test_on_our_own_model():
     model = vision()
     images = jax.random.normal(KEY, (24, 4, 4), jnp.float32)
     with jax.numpy_rank_promotion("allow"):
-        motion = brownian.token_motion(model, images, num_samples=300, permutations=399)
-        stream = brownian.residual_stream(model, images)
+        motion = token_motion(model, images, num_samples=300, permutations=399)
+        stream = residual_stream(model, images)
     assert motion.predicted.mean.shape == stream.shape == (2, 24, 4, 4)
     assert motion.growth.exponent is None
     assert motion.blocks[0].on_previous is None
@@ -159,7 +156,7 @@ def test_sphere_of_a_model(norm_first):
     norm.scale.set_value(jnp.array([1.0, 2.0, 0.5, 1.0], jnp.float32))
     norm.bias.set_value(jnp.array([0.3, 0.0, 0.0, 1.0], jnp.float32))
     with jax.numpy_rank_promotion("allow"):
-        first, second = brownian.model_sphere(plain, x)
+        first, second = model_sphere(plain, x)
     assert second["normalised"].dot_error < 1e-4
     assert second["gain"].dot_error > 0.1
     assert second["attended"].offset > 0.1
@@ -170,18 +167,17 @@ def test_sphere_of_a_model(norm_first):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: brownian.residual_stream(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), KEY), TypeError, "blocks"),
-        (lambda: brownian.residual_stream(Idle(), jnp.ones((2, 3, 4))), ValueError, "no block"),
-        (lambda: brownian.predicted_stream(Foreign(), jnp.ones((2, 3, 4))), TypeError, "Bayesian"),
-        (lambda: brownian.sampled_stream(vision(), jnp.ones((2, 4, 4)), KEY, 1), ValueError, ">= 2"),
-        (lambda: brownian.motion_report(jnp.ones((2, 5, 3, 4)), key=KEY), ValueError, "N >= 20"),
-        (lambda: brownian.motion_report(jnp.ones((2, 20, 3, 4)), key=KEY, permutations=9), ValueError,
+        (lambda: residual_stream(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), KEY), TypeError, "blocks"),
+        (lambda: residual_stream(Idle(), jnp.ones((2, 3, 4))), ValueError, "no block"),
+        (lambda: predicted_stream(Foreign(), jnp.ones((2, 3, 4))), TypeError, "Bayesian"),
+        (lambda: sampled_stream(vision(), jnp.ones((2, 4, 4)), KEY, 1), ValueError, ">= 2"),
+        (lambda: motion_report(jnp.ones((2, 5, 3, 4)), key=KEY), ValueError, "N >= 20"),
+        (lambda: motion_report(jnp.ones((2, 20, 3, 4)), key=KEY, permutations=9), ValueError,
          "permutations >= 400"),
-        (lambda: brownian.variance_growth(jnp.ones((1, 2, 3, 4))), ValueError, "L >= 1"),
-        (lambda: brownian.normality_test(jnp.ones(3)), ValueError, "20 rows"),
-        (lambda: brownian.independence_test(jnp.ones((3, 1, 1)), jnp.ones((3, 1, 1)), KEY), ValueError,
+        (lambda: variance_growth(jnp.ones((1, 2, 3, 4))), ValueError, "L >= 1"),
+        (lambda: independence_test(jnp.ones((3, 1, 1)), jnp.ones((3, 1, 1)), KEY), ValueError,
          "N >= 4"),
-        (lambda: brownian.model_sphere(Foreign(), jnp.ones((2, 3, 4))), TypeError, "norm_first"),
+        (lambda: model_sphere(Foreign(), jnp.ones((2, 3, 4))), TypeError, "norm_first"),
     ],
 )  # fmt: skip
 def test_bad_input(call, error, words):

@@ -18,8 +18,14 @@ import numpy as np
 from scipy import stats
 
 import moment_jax as mj
-from experiments import brownian_figures as draw
 from experiments import report
+from experiments.brownian import figures as draw
+from experiments.brownian.dependence import Dependence
+from experiments.brownian.heads import head_curve, head_importance
+from experiments.brownian.model_sphere import model_sphere
+from experiments.brownian.motion import token_motion
+from experiments.brownian.reversibility import split_projections, split_scores
+from experiments.brownian.stream import residual_stream
 from experiments.command_line import number, one_of, path
 from experiments.common_options import add_run, add_seed
 from experiments.data import Digits
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     test = digits.test.part(chosen)
     plain = network.mean_network()
     assert isinstance(plain, mj.nn.PlainVisionTransformer)
-    stream = mj.brownian.residual_stream(plain, jnp.asarray(test.images))
+    stream = residual_stream(plain, jnp.asarray(test.images))
     metrics = {
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
         "attention": _attention(args, out, plain, digits),
@@ -107,7 +113,7 @@ def _attention(
     """The chain of every head of every block on one image, and the figure of one block."""
     index = args.image % len(digits.test.labels)
     image = digits.test.images[index]
-    stream = mj.brownian.residual_stream(plain, jnp.asarray(image)[None])
+    stream = residual_stream(plain, jnp.asarray(image)[None])
     rows, drawn = [], {}
     shown = min(args.block, len(plain.encoder.blocks)) - 1
     for i, block in enumerate(plain.encoder.blocks):
@@ -128,11 +134,11 @@ def _attention(
             rows.append({"block": i, "chain": name, **_chain_figures(chain, law)})
             if i == shown:
                 drawn[name] = (np.asarray(chain), np.asarray(law))
-        forms = jax.vmap(mj.brownian.split_projections, in_axes=1)(
+        forms = jax.vmap(split_projections, in_axes=1)(
             layer.query.kernel[...], layer.key.kernel[...]
         )
         for h, row in enumerate(rows[-len(chains) : -1]):
-            parts = mj.brownian.split_scores(scores[h])
+            parts = split_scores(scores[h])
             row["form_antisymmetric_share"] = float(forms.antisymmetric_share[h])
             row["score_cyclic_share"] = float(parts.cyclic_share)
             row["score_symmetric_share"] = float(parts.symmetric_share)
@@ -155,7 +161,7 @@ def _sphere(plain: mj.nn.PlainVisionTransformer, images: jax.Array) -> list[dict
     """How far from the sphere the tokens are that attention sees, step by step."""
     return [
         {"block": i, "tokens": name, **{k: float(v) for k, v in gap._asdict().items()}}
-        for i, gaps in enumerate(mj.brownian.model_sphere(plain, images))
+        for i, gaps in enumerate(model_sphere(plain, images))
         for name, gap in gaps.items()
     ]
 
@@ -205,7 +211,7 @@ def _motion(
 ) -> dict[str, Any]:
     """The statistics of the steps, the moments predicted, and the verdict."""
     structure = None if args.structure is None else mj.STRUCTURES[args.structure]
-    motion = mj.brownian.token_motion(
+    motion = token_motion(
         network,
         jnp.asarray(images),
         key=jax.random.key(args.seed),
@@ -235,7 +241,7 @@ def _motion(
 
 def _plain(value: Any) -> Any:
     """As JSON holds it."""
-    if isinstance(value, mj.brownian.Dependence):
+    if isinstance(value, Dependence):
         return {name: float(part) for name, part in value._asdict().items()}
     return value.tolist() if isinstance(value, np.ndarray) else value
 
@@ -251,7 +257,7 @@ def _heads(
     """Importance of the heads on training images, and the curves on test images."""
     count = min(args.head_images, len(digits.train.labels))
     part = digits.train.part(rng.permutation(len(digits.train.labels))[:count])
-    importance = mj.brownian.head_importance(
+    importance = head_importance(
         network,
         jnp.asarray(part.images),
         jnp.asarray(part.labels),
@@ -263,7 +269,7 @@ def _heads(
         "signal-to-noise": importance.signal,
     }
     curves = {
-        name: mj.brownian.head_curve(network, jnp.asarray(test.images), test.labels, worth)
+        name: head_curve(network, jnp.asarray(test.images), test.labels, worth)
         for name, worth in orders.items()
     }
     save(draw.heads(importance, curves), out / "heads.png")

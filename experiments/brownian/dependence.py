@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.brownian.sphere import squared_distances
+import moment_jax as mj
 
 Array = jax.Array
 
@@ -64,7 +64,7 @@ def _centred(points: Array) -> Array:
     """U-centred distances of points (N, D): rows and columns sum to zero, so does the diagonal."""
     n = points.shape[0]
     outside = ~jnp.eye(n, dtype=bool)
-    distances = jnp.where(outside, jnp.sqrt(squared_distances(points, points)), 0)
+    distances = jnp.where(outside, jnp.sqrt(mj.brownian.squared_distances(points, points)), 0)
     row = jnp.sum(distances, axis=1) / (n - 2)
     total = jnp.sum(distances) / ((n - 1) * (n - 2))
     return jnp.where(outside, distances - row[:, None] - row[None, :] + total, 0)

@@ -13,7 +13,13 @@ from flax import nnx
 import moment_jax as mj
 from tests.builders import KERNEL_FAMILIES, assert_close, random_block
 
-brownian = mj.brownian
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("orbax.checkpoint")
+
+from experiments.brownian.heads import head_curve, head_importance, head_predictions, head_signal
+from experiments.brownian.pruning import mask_heads, prune_heads
+
 IMAGES = jax.random.normal(jax.random.key(1), (3, 4, 4))
 LABELS = jnp.array([0, 2, 1])
 KEPT = [np.array([True, False]), np.array([False, True])]
@@ -66,8 +72,8 @@ def test_a_pruned_layer_is_the_masked_one(family):
             1, 4, 2, posterior=family, rngs=nnx.Rngs(0), dtype=jnp.float64, relative_scale=0.4
         )
     )
-    smaller = brownian.prune_heads(encoder, [[False, True]]).blocks[0]
-    masked = brownian.mask_heads(encoder.blocks[0].params.attention, jnp.array([0.0, 1.0]))
+    smaller = prune_heads(encoder, [[False, True]]).blocks[0]
+    masked = mask_heads(encoder.blocks[0].params.attention, jnp.array([0.0, 1.0]))
     x = IMAGES[0]
     start = mj.TokenCorrelated.zeros(x.shape, jnp.float64)
     attend = jax.jit(mj.attention, static_argnames="num_heads")
@@ -80,9 +86,9 @@ def test_a_pruned_layer_is_the_masked_one(family):
 
 
 def test_a_pruned_module_is_the_masked_one(model):
-    smaller = brownian.prune_heads(model, KEPT)
+    smaller = prune_heads(model, KEPT)
     masks = [np.stack([every, kept]) for every, kept in zip(ALL, KEPT, strict=True)]
-    masked = brownian.head_predictions(model, IMAGES, masks)
+    masked = head_predictions(model, IMAGES, masks)
     for mine, theirs in zip(moments(smaller, IMAGES), masked, strict=True):
         assert_close(mine, theirs[1])
     for mine, theirs in zip(moments(model, IMAGES), masked, strict=True):
@@ -93,14 +99,14 @@ def test_a_pruned_module_is_the_masked_one(model):
 
 
 def test_importance_is_the_change_of_the_elbo(model):
-    found = brownian.head_importance(model, IMAGES, LABELS, dataset_size=6, kl_weight=0.3)
+    found = head_importance(model, IMAGES, LABELS, dataset_size=6, kl_weight=0.3)
     fit = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
 
     def bound(model):
         fits = jax.vmap(fit)(LABELS, *moments(model, IMAGES))
         return mj.objectives.elbo(fits, model.kl(), dataset_size=6, kl_weight=0.3)
 
-    smaller = brownian.prune_heads(model, [ALL[0], np.array([False, True])])
+    smaller = prune_heads(model, [ALL[0], np.array([False, True])])
     assert_close(found.elbo_change[1][0], bound(smaller) - bound(model))
     assert_close(found.kl_saved[1][0], model.kl() - smaller.kl())
 
@@ -111,7 +117,7 @@ def test_signal_of_a_head_is_what_sampling_gives():
     params = mj.AttentionParams(params.query, params.key, params.value,
                                 mj.DenseParams(params.output.kernel, None))  # fmt: skip
     tokens = jax.random.normal(jax.random.key(1), (3, 4))
-    alone = brownian.mask_heads(params, jnp.array([False, True]))
+    alone = mask_heads(params, jnp.array([False, True]))
 
     def output(drawn):
         return mj.nn.plain_attention(_biased(drawn), 2)(tokens)
@@ -132,17 +138,17 @@ def test_signal_of_a_head_is_what_sampling_gives():
 
 
 def test_signal_falls_with_the_noise_of_the_weights(model):
-    before = np.concatenate(brownian.head_signal(model, IMAGES))
+    before = np.concatenate(head_signal(model, IMAGES))
     noisier = vision()
     for block in noisier.encoder.blocks:
         raw = block.attention.value.kernel.raw["scale"]
         raw.set_value(raw[...] + 1)
-    after = np.concatenate(brownian.head_signal(noisier, IMAGES))
+    after = np.concatenate(head_signal(noisier, IMAGES))
     assert np.all(after < before)
 
 
 def test_curve_removes_the_least_worthy_first(model):
-    curve = brownian.head_curve(model, IMAGES, LABELS, [np.array([2.0, 1.0]), np.array([4.0, 3.0])])
+    curve = head_curve(model, IMAGES, LABELS, [np.array([2.0, 1.0]), np.array([4.0, 3.0])])
     assert curve.order == [(0, 1), (0, 0), (1, 1), (1, 0)]
     assert curve.kept.tolist() == [4, 3, 2, 1, 0]
     mean, cov = moments(model, IMAGES)
@@ -154,13 +160,13 @@ def test_curve_removes_the_least_worthy_first(model):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda m: brownian.prune_heads(m, [[True, True], [False, False]]), ValueError, "block 1"),
-        (lambda m: brownian.prune_heads(m, [[True, True]]), ValueError, r"\[2, 2\]"),
-        (lambda m: brownian.mask_heads(m.encoder.blocks[0].params.attention, jnp.ones(3)),
+        (lambda m: prune_heads(m, [[True, True], [False, False]]), ValueError, "block 1"),
+        (lambda m: prune_heads(m, [[True, True]]), ValueError, r"\[2, 2\]"),
+        (lambda m: mask_heads(m.encoder.blocks[0].params.attention, jnp.ones(3)),
          ValueError, "divisor of 4"),
-        (lambda m: brownian.head_predictions(m.encoder, IMAGES, KEPT), TypeError, "logits"),
-        (lambda m: brownian.head_importance(m, IMAGES, LABELS, dataset_size=2), ValueError, "N=3"),
-        (lambda m: brownian.head_signal(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), IMAGES), TypeError,
+        (lambda m: head_predictions(m.encoder, IMAGES, KEPT), TypeError, "logits"),
+        (lambda m: head_importance(m, IMAGES, LABELS, dataset_size=2), ValueError, "N=3"),
+        (lambda m: head_signal(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), IMAGES), TypeError,
          "blocks"),
     ],
 )  # fmt: skip

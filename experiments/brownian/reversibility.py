@@ -1,0 +1,100 @@
+"""What makes attention's chain irreversible: its scores and its projections, part by part."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+class ScoreParts(NamedTuple):
+    """A matrix as symmetric + gradient + cyclic, and the share of each in its squared norm.
+
+    Attributes:
+      symmetric: (s + s^T)/2.
+      gradient: the part g_j - g_i of the antisymmetric rest. It leaves a chain reversible.
+      cyclic: what is left: flow around cycles of tokens. The chain softmax(s) is reversible exactly
+        where it is zero.
+      symmetric_share: between 0 and 1; the three shares sum to one.
+      gradient_share: so too.
+      cyclic_share: so too; gradient_share + cyclic_share is the antisymmetric part's.
+    """
+
+    symmetric: Array
+    gradient: Array
+    cyclic: Array
+    symmetric_share: Array
+    gradient_share: Array
+    cyclic_share: Array
+
+
+def split_scores(scores: Array) -> ScoreParts:
+    """Split scores (T, T) into what a reversible chain may have and what makes it irreversible.
+
+    The rows of scores are centred first: a softmax does not see a constant in its row.
+    Detailed balance pi_i P_ij = pi_j P_ji for P = softmax(s) says s_ij - s_ji = g_j - g_i for some
+    g, so the antisymmetric part is projected onto such differences; what is left is orthogonal to them.
+
+    Returns:
+      `ScoreParts`; all shares are zero where every row is constant.
+
+    Raises:
+      ValueError: if the scores are not square.
+    """
+    if scores.ndim != 2 or scores.shape[0] != scores.shape[1]:
+        raise ValueError(f"`split_scores` needs scores (T, T). Got {tuple(scores.shape)}.")
+    scores = scores - jnp.mean(scores, axis=1, keepdims=True)
+    symmetric, antisymmetric = _halves(scores)
+    height = jnp.mean(antisymmetric, axis=0)
+    gradient = height[None, :] - height[:, None]
+    cyclic = antisymmetric - gradient
+    squares = [jnp.sum(part**2) for part in (symmetric, gradient, cyclic)]
+    total = sum(squares[1:], squares[0])
+    share = [square / jnp.where(total > 0, total, 1) for square in squares]
+    return ScoreParts(symmetric, gradient, cyclic, *share)
+
+
+class FormParts(NamedTuple):
+    """A bilinear form in its two parts, (D, D) each, and the share of each in its squared norm."""
+
+    symmetric: Array
+    antisymmetric: Array
+    symmetric_share: Array
+    antisymmetric_share: Array
+
+
+def split_projections(query_kernel: Array, key_kernel: Array) -> FormParts:
+    """Symmetric and antisymmetric part of the form Wq Wk^T / sqrt(K) of one head.
+
+    With identity projections all of it is symmetric; with independent random ones about half. The
+    form's antisymmetric part is what can make attention's chain irreversible; how much of it the tokens
+    see is `split_scores` of their scores.
+
+    Args:
+      query_kernel: (D, K).
+      key_kernel: (D, K).
+
+    Raises:
+      ValueError: if shapes differ or are not (D, K).
+    """
+    if query_kernel.ndim != 2 or query_kernel.shape != key_kernel.shape:
+        raise ValueError(
+            "`split_projections` needs two kernels (D, K) of one head. Got "
+            f"{tuple(query_kernel.shape)} and {tuple(key_kernel.shape)}. For all heads, use jax.vmap "
+            "with in_axes=1 on kernels (D, H, K)."
+        )
+    form = query_kernel @ key_kernel.T / query_kernel.shape[1] ** 0.5
+    symmetric, antisymmetric = _halves(form)
+    total = jnp.sum(form**2)
+    scale = jnp.where(total > 0, total, 1)
+    return FormParts(
+        symmetric, antisymmetric, jnp.sum(symmetric**2) / scale, jnp.sum(antisymmetric**2) / scale
+    )
+
+
+def _halves(matrix: Array) -> tuple[Array, Array]:
+    """(m + m^T)/2 and (m - m^T)/2 of a square matrix."""
+    return (matrix + matrix.T) / 2, (matrix - matrix.T) / 2

@@ -1,0 +1,87 @@
+"""The document's identities beside the textbook's formulas: Eq. 1, 14, 15 and 3.4.2."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.brownian.chains import sphere_tokens
+from tests.builders import assert_close
+
+brownian = mj.brownian
+
+
+def test_attention_is_the_gaussian_kernel_on_the_sphere():
+    x = sphere_tokens(9, 16)
+    scores = np.exp(np.asarray(x @ x.T) / 4)
+    expected = scores / scores.sum(axis=1, keepdims=True)
+    assert_close(brownian.transition_matrix(x), expected)
+    kernel = brownian.gaussian_kernel(x, x)
+    assert_close(kernel * np.exp(4.0), scores)  # Eq. 14's constant s
+    assert_close(brownian.row_normalize(kernel), expected)
+    free = jax.random.normal(jax.random.key(3), (9, 16))
+    gap = brownian.transition_matrix(free) - brownian.row_normalize(
+        brownian.gaussian_kernel(free, free)
+    )
+    assert jnp.max(jnp.abs(gap)) > 0.05
+
+
+def test_gaussian_kernel_as_printed():
+    x, y = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    expected = jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1) / (2 * 0.7**2))
+    assert_close(brownian.gaussian_kernel(x, y, bandwidth=0.7), expected)
+
+
+def test_reversible_with_identity_projections_and_not_with_others():
+    x = sphere_tokens()
+    transition = brownian.transition_matrix(x)
+    law = brownian.stationary(transition)
+    kernel = brownian.gaussian_kernel(x, x)
+    assert_close(law, kernel.sum(axis=1) / kernel.sum())
+    assert brownian.detailed_balance_gap(transition, law) < 1e-12
+    query, key = jax.random.normal(jax.random.key(5), (2, 6, 6))
+    other = jax.nn.softmax(brownian.attention_scores(x, query, key), axis=1)
+    assert brownian.detailed_balance_gap(other, brownian.stationary(other)) > 0.05
+
+
+def test_attention_scores_are_flax_attention():
+    layer = nnx.MultiHeadAttention(
+        2, 6, qkv_features=8, param_dtype=jnp.float64, decode=False, rngs=nnx.Rngs(0)
+    )
+    layer.query.bias.set_value(jax.random.normal(jax.random.key(8), (2, 4)))
+    x = sphere_tokens()
+    scores = brownian.attention_scores(
+        x,
+        layer.query.kernel[...],
+        layer.key.kernel[...],
+        layer.query.bias[...],
+        layer.key.bias[...],
+    )
+    query, key = layer.query(x) / 2, layer.key(x)
+    assert_close(scores, jnp.einsum("qhk,shk->hqs", query, key))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: brownian.gaussian_kernel(jnp.ones((2, 2)), jnp.ones((2, 2)), bandwidth=0.0), "> 0"),
+        (lambda: brownian.gaussian_kernel(jnp.ones((2, 2)), jnp.ones((2, 3))), "same number"),
+        (lambda: brownian.transition_matrix(jnp.ones((2, 2, 2))), "vmap"),
+        (lambda: brownian.transition_matrix(jnp.ones((2, 2)), temperature=-1.0), "temperature > 0"),
+        (lambda: brownian.row_normalize(jnp.array([[1.0, -0.1]])), "none negative"),
+        (lambda: brownian.row_normalize(jnp.array([[1.0, 1.0], [0.0, 0.0]])), "Row 1"),
+        (lambda: brownian.attention_scores(jnp.ones((2, 3)), jnp.ones((2, 2)), jnp.ones((2, 2))),
+         "D the features"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_one_token():
+    x = sphere_tokens(1)
+    assert_close(brownian.transition_matrix(x), jnp.ones((1, 1)))
+    assert_close(brownian.row_normalize(brownian.gaussian_kernel(x, x)), jnp.ones((1, 1)))
