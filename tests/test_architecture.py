@@ -27,7 +27,6 @@ MAY_IMPORT = {
         "layers",
         "propagation",
         "objectives",
-        "reference",
         "discrete",
     },
     "brownian": {"xla", "covariance", "expectations"},

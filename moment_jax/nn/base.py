@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from moment_jax.nn.belief import Belief, total_kl
-from moment_jax.posterior import Posterior
-from moment_jax.reference import Stage, sample_params
+from moment_jax.posterior import Posterior, sample_params
 
 Array = jax.Array
+
+
+class Stage(NamedTuple):
+    """One sublayer of a network, from one point of its residual stream to the next.
+
+    Weights of different stages are independent.
+    """
+
+    name: str
+    moments: Callable[[Array, Any], tuple[Array, Any]]  # of one sequence, mean and covariance
+    draw: Callable[[Array, Array], Array]  # (key, x) -> the output of one drawn network
 
 
 class BayesianModule(nnx.Module):

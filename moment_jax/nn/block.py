@@ -5,24 +5,30 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar, Self
 
+import jax
 from flax import nnx
 
+from moment_jax.covariance import Covariance
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.conversion import activation_name, check_loaded, check_same
 from moment_jax.nn.dense import Dense, LayerNorm
 from moment_jax.nn.settings import Settings
 
+Array = jax.Array
+
 
 class Block(BayesianModule):
     """A Transformer block with beliefs about all its weights.
 
-    Subclasses name their `parts`, modules that load the parts of a plain block of the same names, and
-    `plain_type`, and make their attention; the feed-forward layer and two normalisations are made here.
+    Subclasses name their `parts`, modules that load the parts of a plain block of the same names,
+    `plain_type` and `step_moments`, and make their attention; the feed-forward layer and two
+    normalisations are made here.
     """
 
     parts: ClassVar[tuple[str, ...]]
     plain_type: ClassVar[Any]
+    step_moments: ClassVar[Any]  # the transform of the newest tokens, with a cache
 
     def __init__(
         self,
@@ -58,6 +64,12 @@ class Block(BayesianModule):
             "activation": find_activation(self.activation).moments,
             "epsilon": self.epsilon,
         }
+
+    def step(
+        self, mean: Array, cov: Covariance, cache: Any, params: Any
+    ) -> tuple[Array, Covariance, Any]:
+        """Moments of the newest tokens (N, D) of a causal sequence, and the cache with them."""
+        return type(self).step_moments(mean, cov, cache, params, **self.options)
 
     @abc.abstractmethod
     def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
-from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
+from moment_jax.layers.cached_blocks import decoder_block_step
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.batching import over_batch_with_memory
 from moment_jax.nn.block import Block
@@ -38,6 +38,7 @@ class DecoderBlock(Block):
 
     parts = ("self_attention", "norm1", "cross_attention", "norm2", "hidden", "output", "norm3")
     plain_type = PlainDecoderBlock
+    step_moments = staticmethod(decoder_block_step)
 
     def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
         """Self-attention, attention to the memory, and the third normalisation."""
@@ -77,18 +78,6 @@ class DecoderBlock(Block):
             params,
             mask=mask,
             memory_mask=memory_mask,
-            **self.options,
-        )
-
-    def step(
-        self, mean: Array, cov: Covariance, cache: DecoderBlockCache, params: DecoderBlockParams
-    ) -> tuple[Array, Covariance, DecoderBlockCache]:
-        """Moments of the newest tokens (N, D) of a causal sequence, and the cache with them."""
-        return decoder_block_step(
-            mean,
-            cov,
-            cache,
-            params,
             **self.options,
         )
 

@@ -14,7 +14,7 @@ from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.pytree import register_fields
 from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, Stage
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.code_bound import (
     NegativeElbo,
@@ -35,7 +35,6 @@ from moment_jax.nn.settings import Settings
 from moment_jax.nn.token_transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
 from moment_jax.objectives.elbo import check_weight
-from moment_jax.reference import Stage
 
 Array = jax.Array
 

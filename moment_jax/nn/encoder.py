@@ -14,11 +14,11 @@ from moment_jax.layers import (
 )
 from moment_jax.layers.attention.cache import KeyValueCache, empty_cache
 from moment_jax.layers.seen import look_at_valid, pool_seen
+from moment_jax.nn.base import Stage
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.encoder_block import EncoderBlock
 from moment_jax.nn.plain import PlainEncoder
 from moment_jax.nn.stack import Stack, stack_caches, through_blocks
-from moment_jax.reference import Stage
 
 Array = jax.Array
 

@@ -13,7 +13,6 @@ from moment_jax.layers import (
     FeedForwardParams,
     encoder_block,
 )
-from moment_jax.layers.attention.cache import KeyValueCache
 from moment_jax.layers.cached_blocks import encoder_block_step
 from moment_jax.layers.sublayers import (
     Normalization,
@@ -22,10 +21,11 @@ from moment_jax.layers.sublayers import (
 )
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.attention import MultiHeadAttention
+from moment_jax.nn.base import Stage
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.block import Block
 from moment_jax.nn.plain import PlainEncoderBlock
-from moment_jax.reference import Stage, sample_params
+from moment_jax.posterior import sample_params
 
 Array = jax.Array
 
@@ -49,6 +49,7 @@ class EncoderBlock(Block):
 
     parts = ("attention", "norm1", "hidden", "output", "norm2")
     plain_type = PlainEncoderBlock
+    step_moments = staticmethod(encoder_block_step)
 
     def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
         """Self-attention."""
@@ -92,25 +93,7 @@ class EncoderBlock(Block):
         self, mean: Array, cov: Covariance, params: EncoderBlockParams, mask: Array | None
     ) -> tuple[Array, Covariance]:
         """Moments of one sequence (T, D) with these beliefs."""
-        return encoder_block(
-            mean,
-            cov,
-            params,
-            mask=mask,
-            **self.options,
-        )
-
-    def step(
-        self, mean: Array, cov: Covariance, cache: KeyValueCache, params: EncoderBlockParams
-    ) -> tuple[Array, Covariance, KeyValueCache]:
-        """Moments of the newest tokens (N, D) of a causal sequence, and the cache with them."""
-        return encoder_block_step(
-            mean,
-            cov,
-            cache,
-            params,
-            **self.options,
-        )
+        return encoder_block(mean, cov, params, mask=mask, **self.options)
 
     def __call__(
         self, mean: Array, cov: Covariance | None = None, mask: Array | None = None

@@ -12,13 +12,13 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense
 from moment_jax.nn.activations import find_activation
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, Stage
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.conversion import activation_name, check_loaded
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.plain import PlainMLP, plain_linear
 from moment_jax.nn.settings import Settings
-from moment_jax.reference import Stage, sample_params
+from moment_jax.posterior import sample_params
 
 Array = jax.Array
 

@@ -8,7 +8,7 @@ transforms. Each is built from the same parameter groups as the transforms (`Den
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +112,14 @@ class PlainMLP(nnx.Module):
         return self.layers[-1](x)
 
 
-class PlainEncoderBlock(nnx.Module):
-    """A Transformer encoder block of Flax layers, post-norm or pre-norm."""
+class PlainBlock(nnx.Module):
+    """What encoder and decoder blocks share: normalisations and the feed-forward layer.
+
+    Subclasses name their attentions. The feed-forward layer comes last; every sublayer has its own
+    normalisation, `norm1`, `norm2`, ..., after it (post-norm) or before it (pre-norm).
+    """
+
+    attentions: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -124,51 +130,67 @@ class PlainEncoderBlock(nnx.Module):
         activation: ScalarFunction,
         epsilon: float,
     ) -> None:
-        features = params.attention.query.kernel.shape[0]
-        self.attention = plain_attention(params.attention, num_heads)
-        self.norm1 = plain_norm(params.norm1, features, epsilon)
+        for name in self.attentions:
+            setattr(self, name, plain_attention(getattr(params, name), num_heads))
         self.hidden = plain_linear(params.feed_forward.hidden)
         self.output = plain_linear(params.feed_forward.output)
-        self.norm2 = plain_norm(params.norm2, features, epsilon)
+        for i in range(1, len(self.attentions) + 2):
+            norm = plain_norm(getattr(params, f"norm{i}"), self.hidden.in_features, epsilon)
+            setattr(self, f"norm{i}", norm)
         self.norm_first = norm_first
         self.activation = activation
 
     @property
     def num_heads(self) -> int:
-        """Heads of its attention."""
-        return self.attention.num_heads
+        """Heads of its attentions."""
+        return getattr(self, self.attentions[0]).num_heads
+
+    def sublayer(self, x: Array, norm: nnx.LayerNorm, branch: ScalarFunction) -> Array:
+        """A branch with its residual and its normalisation."""
+        return x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
+
+    def transform(self, x: Array) -> Array:
+        """The feed-forward layer alone."""
+        return self.output(self.activation(self.hidden(x)))
+
+
+class PlainEncoderBlock(PlainBlock):
+    """A Transformer encoder block of Flax layers, post-norm or pre-norm."""
+
+    attentions = ("attention",)
+    attention: nnx.MultiHeadAttention
+    norm1: nnx.LayerNorm
+    norm2: nnx.LayerNorm
 
     def attend(self, x: Array, mask: Array | None = None) -> Array:
         """The first half: attention with its residual and its normalisation."""
-        if self.norm_first:
-            return x + self.attention(self.norm1(x), mask=mask)
-        return self.norm1(x + self.attention(x, mask=mask))
+        return self.sublayer(x, self.norm1, lambda y: self.attention(y, mask=mask))
 
     def feed_forward(self, x: Array) -> Array:
         """The second half: the feed-forward layer with its residual and its normalisation."""
-        y = self.norm2(x) if self.norm_first else x
-        y = x + self.output(self.activation(self.hidden(y)))
-        return y if self.norm_first else self.norm2(y)
+        return self.sublayer(x, self.norm2, self.transform)
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """(..., T, D) -> (..., T, D)."""
         return self.feed_forward(self.attend(x, mask))
 
 
-class PlainEncoder(nnx.Module):
-    """A stack of encoder blocks, with a final normalisation where there is one."""
+class PlainStack(nnx.Module):
+    """Blocks one after another, with a final normalisation where there is one."""
 
-    def __init__(
-        self, blocks: Sequence[PlainEncoderBlock], final_norm: nnx.LayerNorm | None
-    ) -> None:
-        self.blocks = nnx.List(blocks)
+    def __init__(self, blocks: Sequence[PlainBlock], final_norm: nnx.LayerNorm | None) -> None:
+        self.blocks: nnx.List[Any] = nnx.List(blocks)
         self.final_norm = nnx.data(final_norm)
 
-    def __call__(self, x: Array, mask: Array | None = None) -> Array:
-        """(..., T, D) -> (..., T, D)."""
+    def __call__(self, x: Array, *given: Any, **options: Any) -> Array:
+        """(..., T, D) -> (..., T, D), with what each block takes beside x: a memory, masks."""
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, *given, **options)
         return x if self.final_norm is None else self.final_norm(x)
+
+
+class PlainEncoder(PlainStack):
+    """A stack of encoder blocks: (x, mask)."""
 
 
 class PlainVisionTransformer(nnx.Module):

@@ -10,14 +10,13 @@ from flax import nnx
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.pytree import register_fields
-from moment_jax.nn.base import BayesianModule, set_mean
+from moment_jax.nn.base import BayesianModule, Stage, set_mean
 from moment_jax.nn.batching import check_sequences
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.embedding import LearnedPositions
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.plain import PlainEncoder, PlainPositions, plain_linear
 from moment_jax.nn.settings import Settings
-from moment_jax.reference import Stage
 
 Array = jax.Array
 

@@ -14,14 +14,13 @@ from moment_jax.covariance import Covariance, TokenBlock
 from moment_jax.covariance.pytree import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
-from moment_jax.nn.base import BayesianModule, set_mean
+from moment_jax.nn.base import BayesianModule, Stage, set_mean
 from moment_jax.nn.conversion import activation_name, check_loaded, check_same
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
 from moment_jax.nn.settings import Settings
-from moment_jax.posterior import Point, Posterior
-from moment_jax.reference import Stage, sample_params
+from moment_jax.posterior import Point, Posterior, sample_params
 
 Array = jax.Array
 

@@ -20,6 +20,7 @@ import importlib
 from typing import Any
 
 from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.draws import sample_params
 from moment_jax.posterior.factorized import Factorized
 from moment_jax.posterior.full_normal import FullNormal
 from moment_jax.posterior.matrix_normal import MatrixNormal
@@ -39,6 +40,7 @@ __all__ = [
     "Posterior",
     "Reshaped",
     "from_second_moments",
+    "sample_params",
     "swag",
 ]
 

@@ -10,13 +10,8 @@ import jax.numpy as jnp
 from moment_jax.covariance.checks import check_fields, check_variances
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.covariance.pytree import register_fields
+from moment_jax.posterior import checks
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.checks import (
-    check_inputs,
-    check_kernel,
-    check_moment,
-    check_vector,
-)
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
@@ -73,30 +68,30 @@ class Factorized(Posterior):
 
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         """sum_i (variance + mean^2)_i v_io: one matmul, (..., out)."""
-        check_inputs("Factorized", self.shape, mean.shape, variance.shape)
+        checks.check_inputs("Factorized", self.shape, mean.shape, variance.shape)
         return (variance + mean**2) @ self.variance
 
     def noise_block(self, moment: Array) -> Array:
         """diag_o(sum_i moment_ii v_io), (..., out, out)."""
-        check_moment("Factorized", self.shape, moment.shape)
+        checks.check_moment("Factorized", self.shape, moment.shape)
         return diagonal_matrix(diagonal_of(moment) @ self.variance)
 
     def input_metric(self) -> Array:
         """sum_o v_io, (in,)."""
-        check_kernel("Factorized.input_metric", self.shape)
+        checks.check_kernel("Factorized.input_metric", self.shape)
         return jnp.sum(self.variance, axis=1)
 
     def rows(self, indices: Array) -> Factorized:
         """These rows, (N, out)."""
-        check_kernel("Factorized.rows", self.shape)
+        checks.check_kernel("Factorized.rows", self.shape)
         return Factorized(self.mean[indices], self.variance[indices])
 
     def transpose(self) -> Factorized:
         """The same weights, (out, in)."""
-        check_kernel("Factorized.transpose", self.shape)
+        checks.check_kernel("Factorized.transpose", self.shape)
         return Factorized(self.mean.T, self.variance.T)
 
     def vector_cov(self) -> Array:
         """The variances themselves, (D,)."""
-        check_vector("Factorized.vector_cov", self.shape)
+        checks.check_vector("Factorized.vector_cov", self.shape)
         return jnp.asarray(self.variance)

@@ -9,13 +9,8 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.checks import check_fields, check_variances
 from moment_jax.covariance.pytree import register_fields
+from moment_jax.posterior import checks
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.checks import (
-    check_inputs,
-    check_kernel,
-    check_moment,
-    check_vector,
-)
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
@@ -82,7 +77,7 @@ class FullNormal(Posterior):
 
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         """sum_ij (diag(variance) + mean mean^T)_ij Cov[w_io, w_jo], (..., out)."""
-        check_inputs("FullNormal", self.shape, mean.shape, variance.shape)
+        checks.check_inputs("FullNormal", self.shape, mean.shape, variance.shape)
         same_output = jnp.einsum("iojo->oij", self.cov)
         half = jnp.einsum("...i,oij->...oj", mean, same_output)
         of_mean = jnp.einsum("...oj,...j->...o", half, mean)
@@ -90,27 +85,27 @@ class FullNormal(Posterior):
 
     def noise_block(self, moment: Array) -> Array:
         """sum_ij moment_ij Cov[w_io, w_jp], (..., out, out)."""
-        check_moment("FullNormal", self.shape, moment.shape)
+        checks.check_moment("FullNormal", self.shape, moment.shape)
         return jnp.einsum("...ij,iojp->...op", moment, self.cov)
 
     def input_metric(self) -> Array:
         """sum_o Cov[w_io, w_jo], (in, in)."""
-        check_kernel("FullNormal.input_metric", self.shape)
+        checks.check_kernel("FullNormal.input_metric", self.shape)
         return jnp.einsum("iojo->ij", self.cov)
 
     def rows(self, indices: Array) -> FullNormal:
         """These rows, (N, out)."""
-        check_kernel("FullNormal.rows", self.shape)
+        checks.check_kernel("FullNormal.rows", self.shape)
         return FullNormal(self.mean[indices], self.cov[indices][:, :, indices])
 
     def transpose(self) -> FullNormal:
         """The same weights, (out, in)."""
-        check_kernel("FullNormal.transpose", self.shape)
+        checks.check_kernel("FullNormal.transpose", self.shape)
         return FullNormal(self.mean.T, self.cov.transpose(1, 0, 3, 2))
 
     def vector_cov(self) -> Array:
         """The covariance itself, (D, D)."""
-        check_vector("FullNormal.vector_cov", self.shape)
+        checks.check_vector("FullNormal.vector_cov", self.shape)
         return jnp.asarray(self.cov)
 
     def _matrix(self, method: str) -> Array:

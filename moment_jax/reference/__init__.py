@@ -6,8 +6,8 @@ first order, corrected where the printed ones err (`*_as_printed` keeps those).
 
 from moment_jax.reference.agreement import Agreement
 from moment_jax.reference.beliefs import DenseMoments, dense_moments
-from moment_jax.reference.closure import ClosureRow, Stage, closure_report
-from moment_jax.reference.monte_carlo import MonteCarloMoments, monte_carlo, sample_params
+from moment_jax.reference.closure import ClosureRow, closure_report
+from moment_jax.reference.monte_carlo import MonteCarloMoments, monte_carlo
 from moment_jax.reference.objective import complexity_loss, elbo, log_marginal
 from moment_jax.reference.propositions import (
     normalized,
@@ -35,7 +35,6 @@ __all__ = [
     "ClosureRow",
     "DenseMoments",
     "MonteCarloMoments",
-    "Stage",
     "attention",
     "closure_report",
     "complexity_loss",
@@ -57,6 +56,5 @@ __all__ = [
     "proposition4",
     "proposition4_as_printed",
     "relu",
-    "sample_params",
     "softmax",
 ]

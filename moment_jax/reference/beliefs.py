@@ -8,14 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.posterior import (
-    Factorized,
-    FullNormal,
-    MatrixNormal,
-    OutputShared,
-    Point,
-    Posterior,
-)
+from moment_jax import posterior
+from moment_jax.posterior import Posterior
 
 Array = jax.Array
 
@@ -53,26 +47,26 @@ def _dense_cov(belief: object) -> Array:
 
 
 @_dense_cov.register
-def _point(belief: Point) -> Array:
+def _point(belief: posterior.Point) -> Array:
     return jnp.zeros((*belief.shape, *belief.shape), belief.mean.dtype)
 
 
 @_dense_cov.register
-def _factorized(belief: Factorized) -> Array:
+def _factorized(belief: posterior.Factorized) -> Array:
     return jnp.diag(belief.variance.ravel()).reshape(*belief.shape, *belief.shape)
 
 
 @_dense_cov.register
-def _output_shared(belief: OutputShared) -> Array:
+def _output_shared(belief: posterior.OutputShared) -> Array:
     every_entry = jnp.broadcast_to(belief.variance[None, :], belief.shape)
     return jnp.diag(every_entry.ravel()).reshape(*belief.shape, *belief.shape)
 
 
 @_dense_cov.register
-def _matrix_normal(belief: MatrixNormal) -> Array:
+def _matrix_normal(belief: posterior.MatrixNormal) -> Array:
     return jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov)
 
 
 @_dense_cov.register
-def _full_normal(belief: FullNormal) -> Array:
+def _full_normal(belief: posterior.FullNormal) -> Array:
     return belief.cov

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,19 +13,6 @@ from moment_jax.reference.agreement import Agreement
 from moment_jax.reference.gaussian import gaussian_draws, kept_covariance
 
 Array = jax.Array
-
-
-class Stage(NamedTuple):
-    """One sublayer of a network, from one point of its residual stream to the next.
-
-    Weights of different stages are independent.
-    """
-
-    name: str
-    moments: Callable[[Array, Any], tuple[Array, Any]]  # of one sequence, mean and covariance
-    draw: Callable[
-        [Array, Array], Array
-    ]  # (key, x) -> the output of one network drawn with the key
 
 
 class ClosureRow(NamedTuple):
@@ -59,7 +46,8 @@ def closure_report(
     time: n T D numbers for each structure (and for `Full` a matrix of (T D)^2).
 
     Args:
-      module: a Bayesian module (anything with `stages`, a list of `Stage`, and `sequence(x)`).
+      module: a Bayesian module (anything with `sequence(x)` and `stages`, each with `name`,
+        `moments` and `draw`).
       x: one input, certain: (T, D), or one image for a `VisionTransformer`.
       structures: covariance structures to compare.
       key: a JAX random key.

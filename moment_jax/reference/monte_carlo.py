@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moment_jax.covariance.numerics import safe_sqrt
-from moment_jax.posterior import Posterior
+from moment_jax.posterior import sample_params
 from moment_jax.reference.sample_moments import CentralSums, JointSums, merge
 
 Array = jax.Array
@@ -33,31 +32,6 @@ class MonteCarloMoments(NamedTuple):
     sd_error: Array
     covariance: Array | None = None
     covariance_error: Array | None = None
-
-
-def sample_params(params: Any, key: Array) -> Any:
-    """One draw of the weights: the same pytree, with an array in the place of every belief.
-
-    Beliefs are drawn independently of each other. Other leaves, and None, are kept as they are.
-
-    Args:
-      params: any pytree that holds `Posterior` leaves, such as `EncoderBlockParams`.
-      key: a JAX random key.
-
-    >>> import moment_jax as mj
-    >>> kernel = mj.posterior.Factorized(jnp.zeros((2, 3)), jnp.ones((2, 3)))
-    >>> draw = sample_params(mj.DenseParams(kernel, bias=None), jax.random.key(0))
-    >>> draw.kernel.shape, draw.bias
-    ((2, 3), None)
-    """
-    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_belief)
-    keys = jax.random.split(key, max(len(leaves), 1))
-    for members in _alike(leaves):
-        beliefs = jax.tree.map(lambda *arrays: jnp.stack(arrays), *(leaves[i] for i in members))
-        draws = jax.vmap(lambda belief, key: belief.sample(key))(beliefs, keys[np.array(members)])
-        for member, draw in zip(members, draws, strict=True):
-            leaves[member] = draw
-    return jax.tree.unflatten(treedef, leaves)
 
 
 def monte_carlo(
@@ -119,25 +93,6 @@ def monte_carlo(
 
     total, _ = jax.lax.scan(add_batch, _empty(output, covariance), jnp.arange(num_batches))
     return _moments(*total)
-
-
-def _is_belief(leaf: Any) -> bool:
-    return isinstance(leaf, Posterior)
-
-
-def _alike(leaves: list[Any]) -> list[list[int]]:
-    """Which leaves are beliefs of one family and one shape.
-
-    They are drawn together (each with its own key): a random number generator for every leaf of a deep
-    network would take minutes to compile.
-    """
-    groups: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if _is_belief(leaf):
-            arrays, structure = jax.tree.flatten(leaf)
-            kind = (structure, *((jnp.shape(a), jnp.result_type(a)) for a in arrays))
-            groups.setdefault(kind, []).append(i)
-    return list(groups.values())
 
 
 def _at_least(name: str, value: int, lowest: int, why: str) -> int:

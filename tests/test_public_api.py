@@ -1,0 +1,36 @@
+"""The public names, all in `public_api.txt`: one that appears or goes has to be meant."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import moment_jax as mj
+
+LISTED = Path(__file__).parent / "public_api.txt"
+
+
+def public_names() -> list[str]:
+    """Every public name of the library and of its public rooms, as a user writes it."""
+    names = [f"mj.{name}" for name in mj.__all__]
+    rooms = [name for name in mj.__all__ if hasattr(getattr(mj, name), "__path__")]
+    for room in rooms:
+        module = importlib.import_module(f"moment_jax.{room}")
+        names += [f"mj.{room}.{name}" for name in module.__all__]
+    return sorted(names)
+
+
+def test_the_public_names_are_those_listed():
+    listed = LISTED.read_text().split()
+    found = public_names()
+    assert found == listed, {
+        "new: add to tests/public_api.txt and .github/CHANGELOG.md": {*found} - {*listed},
+        "gone: take out, and say so in .github/CHANGELOG.md": {*listed} - {*found},
+    }
+
+
+def test_every_public_name_exists():
+    for name in LISTED.read_text().split():
+        found = mj
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
