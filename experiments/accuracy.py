@@ -15,18 +15,16 @@ import numpy as np
 import moment_jax as mj
 from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
-from experiments.command_line import number, path
-from experiments.common_options import add_json, add_structures
+from experiments.command_line import Parser, path
 from experiments.outputs import writable_file, write_json
 from experiments.timing import interleaved
 
 HEADER = ["case", "structure", "mean error", "sd ratio", "|ratio-1|", "sd corr.", "time"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--cases",
         type=path,
         required=True,
@@ -34,22 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of .npz case files (required); a weight's standard deviation of 0 is a certain "
         "weight, a negative one an error",
     )
-    add_structures(parser)
-    add_json(parser)
-    add(
-        "--repeats",
-        type=number(int, least=1),
-        default=10,
-        metavar="N",
-        help="timed runs of each forward, interleaved; their medians count (default: %(default)s)",
-    )
-    add(
+    parser.choice("--structure", mj.STRUCTURES, None, "structures")
+    parser.json()
+    parser.whole("--repeats", 10, "timed runs of each forward, interleaved; their medians count")
+    parser.real(
         "--full-limit",
-        type=number(float, above=0),
-        default=0.5,
-        metavar="GIB",
-        help="skip Full where one of its arrays is larger than this, in GiB; it holds several of them "
-        "(default: %(default)s)",
+        0.5,
+        "skip Full where one of its arrays is larger than this, in GiB; it holds several of them",
+        unit="GIB",
     )
 
 

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
-from experiments.command_line import number
-from experiments.common_options import add_json, add_run, add_seed, add_structures
+from experiments.command_line import Parser
 from experiments.digits import trained
 from experiments.outputs import writable_file, write_json
 from experiments.report import aligned
@@ -36,27 +35,14 @@ REPEATS = 5
 """Timed runs, of which the median is reported."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
-    add = parser.add_argument
-    add_run(parser)
-    add_structures(parser)
-    add(
-        "--images",
-        type=number(int, least=1),
-        default=2,
-        metavar="N",
-        help="test images, whose figures are averaged (default: %(default)s)",
-    )
-    add(
-        "--samples",
-        type=number(int, least=2),
-        default=4000,
-        metavar="N",
-        help="networks drawn; a sd is then right to 1 / sqrt(2 N) (default: %(default)s)",
-    )
-    add_seed(parser)
-    add_json(parser)
+    parser.place("--run", "runs/digits", "the --out of a finished main job")
+    parser.choice("--structure", mj.STRUCTURES, None, "structures")
+    parser.whole("--images", 2, "test images, whose figures are averaged")
+    parser.whole("--samples", 4000, "networks drawn; a sd is then right to 1 / sqrt(2 N)", least=2)
+    parser.seed()
+    parser.json()
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
-"""What every experiment's command line shares: one-line errors, number types and help."""
+"""The command line of every experiment: kinds of options, one-line errors and help."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +35,78 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what was wrong with the command line as an `InputError`."""
         raise InputError(f"{message}; see {self.prog} --help")
+
+    def option(
+        self, name: str, default: Any, what: str, kind: Callable[[str], Any], unit: str
+    ) -> None:
+        """An option whose help ends with its default, where there is one."""
+        shown = "" if default is None else " (default: %(default)s)"
+        self.add_argument(name, type=kind, default=default, metavar=unit, help=what + shown)
+
+    def whole(self, name: str, default: int | None, what: str, *, least: int = 1) -> None:
+        """A whole number."""
+        self.option(name, default, what, number(int, least=least), "N")
+
+    def real(
+        self,
+        name: str,
+        default: float | None,
+        what: str,
+        *,
+        least: float | None = None,
+        unit: str = "X",
+    ) -> None:
+        """A number above 0, or of at least `least`."""
+        kind = number(float, above=0) if least is None else number(float, least=least)
+        self.option(name, default, what, kind, unit)
+
+    def choice(
+        self, name: str, table: Iterable[str], default: str | Sequence[str] | None, what: str
+    ) -> None:
+        """One key of a table; several where the default is a list of keys, or None for all."""
+        names = list(table)
+        self.add_argument(
+            name,
+            type=one_of(dict.fromkeys(names), name.lstrip("-")),
+            nargs=None if isinstance(default, str) else "+",
+            default=names if default is None else default,
+            metavar="NAME",
+            help=f"{what}: {', '.join(names)} (default: {_shown(default)})",
+        )
+
+    def flag(self, name: str, what: str) -> None:
+        """A switch, off where it is not named."""
+        self.add_argument(name, action="store_true", help=what)
+
+    def place(self, name: str, default: str | None, what: str, *, unit: str = "DIR") -> None:
+        """A file or folder."""
+        self.option(name, None if default is None else Path(default), what, path, unit)
+
+    def seed(self, what: str = "random seed") -> None:
+        """`--seed N`."""
+        self.whole("--seed", 0, what, least=0)
+
+    def out(self, default: str, what: str = "metrics.json, figures and checkpoints") -> None:
+        """`--out DIR`."""
+        self.place("--out", default, f"folder for {what}")
+
+    def resume(self) -> None:
+        """`--resume`."""
+        self.flag(
+            "--resume",
+            "go on from the last checkpoint in --out, with the same other options; without it, an "
+            "earlier run's checkpoints there are replaced",
+        )
+
+    def json(self) -> None:
+        """`--json FILE`."""
+        self.place("--json", None, "write the figures there too (default: nowhere)", unit="FILE")
+
+
+def _shown(default: str | Sequence[str] | None) -> str:
+    if default is None:
+        return "all"
+    return default if isinstance(default, str) else " ".join(default)
 
 
 def number(

@@ -20,10 +20,9 @@ from scipy import ndimage
 import moment_jax as mj
 from experiments import classifiers, data, figures, predictions, report
 from experiments.checkpoints import Checkpoints, run_folder
-from experiments.classifiers import Belief
-from experiments.command_line import InputError
+from experiments.classifiers import POSTERIORS, Belief
+from experiments.command_line import InputError, Parser
 from experiments.data import Digits
-from experiments.digits_options import add_arguments
 from experiments.outputs import write_json
 from experiments.predictions import Prediction
 from experiments.training import fit
@@ -32,6 +31,35 @@ __all__ = ["add_arguments", "run", "trained"]
 
 TURNED_DIGIT = 6  # upside down it is a nine
 ANGLES = np.linspace(0.0, 180.0, 37)
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the main job."""
+    parser.out("runs/digits")
+    parser.resume()
+    parser.seed("random seed of weights, batches and samples; never of the split")
+    parser.choice(
+        "--structure",
+        mj.STRUCTURES,
+        "Separable",
+        "covariance structure (TokenBlock and Full are slow; for Full take --batch-size 4)",
+    )
+    parser.choice("--posterior", POSTERIORS, "factorized", "family of the beliefs about weights")
+    parser.whole("--steps", 600, "updates of the Bayesian network")
+    parser.whole("--batch-size", 32, "training images for each update, of both networks")
+    parser.real("--learning-rate", 3e-3, "peak of the Bayesian network's cosine schedule")
+    parser.real(
+        "--kl-weight",
+        0.01,
+        "final weight of the KL divergence in the ELBO: 1 is Bayes' rule, less a cold posterior",
+        least=0,
+    )
+    parser.whole("--warm-up", 200, "updates in which the weight of the KL rises from 0", least=0)
+    parser.whole("--plain-steps", 4000, "updates of the plain network")
+    parser.real("--plain-learning-rate", 5e-3, "peak of the plain network's cosine schedule")
+    parser.real("--weight-decay", 1e-2, "AdamW weight decay of the plain network", least=0)
+    parser.whole("--samples", 1000, "networks sampled from the posterior to compare with", least=2)
+    parser.whole("--save-every", 200, "updates of the Bayesian network between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ def means(params: Any) -> Arrays:
 
 def weights(params: Any) -> Draw:
     """Every weight from its belief: sampled variational inference."""
-    return lambda key: mj.reference.sample_params(params, key)
+    return lambda key: mj.posterior.sample_params(params, key)
 
 
 def dropout(params: Any, rate: Array | float) -> Draw:

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from experiments import report
-from experiments.command_line import InputError, number, one_of, path
-from experiments.common_options import add_json
+from experiments.command_line import InputError, Parser, number, one_of, path
 from experiments.optimizer_figures import draw
 from experiments.optimizer_methods import methods, untuned
 from experiments.optimizer_runs import Course, Method, Settings, Training, seconds_per_step
@@ -31,7 +30,7 @@ TIMED_STEPS = 20
 TUNING_STRIDE = 5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
     add = parser.add_argument
     add(
@@ -76,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="instead: memory and time of an update of the Transformer at these widths, multiples of 4",
     )
-    add_json(parser)
+    parser.json()
     add("--out", type=path, metavar="DIR", help="folder for drawings (default: none are made)")
 
 

@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import InputError, path
+from experiments.command_line import InputError, Parser, path
 from experiments.outputs import whole_file
 
 LONGEST = 12  # numbers of a list that are shown; those of every split or image stay in the file
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the report."""
     parser.add_argument(
         "folder", type=path, metavar="DIR", help="folder with metrics.json files at any depth"
     )
-    parser.add_argument(
+    parser.place(
         "--page",
-        type=path,
-        metavar="FILE",
-        help="where the page goes (default: report.md in DIR); figures are linked from there",
+        None,
+        "where the page goes (default: report.md in DIR); figures are linked from there",
+        unit="FILE",
     )
 
 

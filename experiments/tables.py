@@ -29,7 +29,7 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
 import moment_jax as mj
-from experiments.command_line import number
+from experiments.command_line import Parser
 from experiments.report import aligned
 
 TASKS = {"diabetes": load_diabetes, "breast_cancer": load_breast_cancer}
@@ -49,12 +49,10 @@ class Split:
     seed: int
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Which table, and how often it is divided."""
     parser.add_argument("--task", choices=["all", *TASKS], default="all", help="which table")
-    parser.add_argument(
-        "--splits", type=number(int, above=1), default=5, help="divisions, 2 or more (default 5)"
-    )
+    parser.whole("--splits", 5, "divisions", least=2)
 
 
 def run(args: argparse.Namespace) -> None:

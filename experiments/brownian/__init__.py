@@ -26,8 +26,7 @@ from experiments.brownian.model_sphere import model_sphere
 from experiments.brownian.motion import token_motion
 from experiments.brownian.reversibility import split_projections, split_scores
 from experiments.brownian.stream import residual_stream
-from experiments.command_line import number, one_of, path
-from experiments.common_options import add_run, add_seed
+from experiments.command_line import Parser, one_of
 from experiments.data import Digits
 from experiments.digits import trained
 from experiments.figures import save
@@ -36,53 +35,28 @@ from experiments.outputs import writable_folder, write_json
 NUM_COORDINATES = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
-    add, count = parser.add_argument, number(int, least=1)
-    add_run(parser)
-    add(
-        "--out",
-        type=path,
-        metavar="DIR",
-        help="folder for metrics.json and figures (default: brownian/ in --run)",
-    )
-    add(
+    parser.place("--run", "runs/digits", "the --out of a finished main job")
+    parser.place("--out", None, "folder for metrics.json and figures (default: brownian/ in --run)")
+    parser.add_argument(
         "--structure",
         type=one_of(mj.STRUCTURES, "structure"),
         metavar="NAME",
         help=f"structure in which the residual stream is predicted: {', '.join(mj.STRUCTURES)} "
         "(default: the network's own)",
     )
-    add(
+    parser.whole(
         "--images",
-        type=number(int, least=20),
-        default=300,
-        metavar="N",
-        help="test images for the statistics of the steps, the map and the curve (default: %(default)s)",
+        300,
+        "test images for the statistics of the steps, the map and the curve",
+        least=20,
     )
-    add(
-        "--head-images",
-        type=number(int, least=2),
-        default=300,
-        metavar="N",
-        help="training images for the importance of the heads (default: %(default)s)",
-    )
-    add(
-        "--samples",
-        type=number(int, least=2),
-        default=400,
-        metavar="N",
-        help="networks drawn to judge the predicted stream by (default: %(default)s)",
-    )
-    add(
-        "--image",
-        type=number(int, least=0),
-        default=0,
-        metavar="I",
-        help="test image whose attention is drawn (default: %(default)s)",
-    )
-    add("--block", type=count, default=1, metavar="L", help="its block, from 1 (default: 1)")
-    add_seed(parser)
+    parser.whole("--head-images", 300, "training images for the importance of the heads", least=2)
+    parser.whole("--samples", 400, "networks drawn to judge the predicted stream by", least=2)
+    parser.whole("--image", 0, "test image whose attention is drawn", least=0)
+    parser.whole("--block", 1, "its block, from 1")
+    parser.seed()
 
 
 def run(args: argparse.Namespace) -> None:

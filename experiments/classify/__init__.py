@@ -24,8 +24,7 @@ from experiments.classify.compared import Compared, train_all
 from experiments.classify.images import Task
 from experiments.classify.methods import Budget, Recipe, Trainer, stacked
 from experiments.classify.networks import Network
-from experiments.command_line import number, one_of, path
-from experiments.common_options import add_seed
+from experiments.command_line import Parser
 from experiments.figures import save
 from experiments.outputs import writable_folder, write_json
 from experiments.report import aligned
@@ -36,57 +35,29 @@ SHIFTED = 250  # images of each shift and of each kind of other images
 TRAININGS = ("sampled", "Diagonal", "TokenCorrelated", "Separable")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    add, count = parser.add_argument, number(int, least=1)
-    add(
-        "--data",
-        type=one_of(images.SETS, "data set"),
-        default="digits",
-        metavar="NAME",
-        help=f"images: {', '.join(images.SETS)} (default: %(default)s)",
-    )
-    add(
+    parser.choice("--data", images.SETS, "digits", "images")
+    parser.place(
         "--out",
-        type=path,
-        metavar="DIR",
-        help="folder for metrics.json and figures (default: runs/classify/NAME of --data)",
+        None,
+        "folder for metrics.json and figures (default: runs/classify/NAME of --data)",
     )
-    add_seed(parser, "random seed of weights, batches and samples; never of the split")
-    add(
+    parser.seed("random seed of weights, batches and samples; never of the split")
+    parser.choice(
         "--structure",
-        type=one_of(dict.fromkeys(TRAININGS), "way to train"),
-        default=Recipe.training,
-        metavar="NAME",
-        help=f"structure of the ELBO's training: {', '.join(TRAININGS)}; predictions are Separable "
-        "(default: %(default)s)",
+        TRAININGS,
+        Recipe.training,
+        "structure of the ELBO's training, or sampling (predictions are Separable)",
     )
-    numbers = (
-        ("--seeds", count, 5, "N", "how many times all is done"),
-        ("--blocks", count, 1, "N", "of the Transformer"),
-        ("--members", count, 5, "N", "plain networks in the ensemble"),
-        (
-            "--bayesian-members",
-            count,
-            Recipe.members,
-            "N",
-            "Bayesian ones in theirs, --members at most",
-        ),
-        ("--plain-steps", count, Budget().plain_steps, "N", "updates of a plain network"),
-        ("--steps", count, Budget().steps, "N", "updates of a Bayesian network"),
-        ("--kl-weight", number(float, least=0), Recipe.kl_weight, "X", "weight of the KL"),
-        (
-            "--samples",
-            number(int, least=2),
-            50,
-            "N",
-            "drawn networks that predict, where they are drawn",
-        ),
-    )
-    for name, kind, default, metavar, what in numbers:
-        add(
-            name, type=kind, default=default, metavar=metavar, help=f"{what} (default: %(default)s)"
-        )
+    parser.whole("--seeds", 5, "how many times all is done")
+    parser.whole("--blocks", 1, "of the Transformer")
+    parser.whole("--members", 5, "plain networks in the ensemble")
+    parser.whole("--bayesian-members", Recipe.members, "Bayesian ones in theirs, --members at most")
+    parser.whole("--plain-steps", Budget().plain_steps, "updates of a plain network")
+    parser.whole("--steps", Budget().steps, "updates of a Bayesian network")
+    parser.real("--kl-weight", Recipe.kl_weight, "weight of the KL", least=0)
+    parser.whole("--samples", 50, "drawn networks that predict, where they are drawn", least=2)
 
 
 def run(args: argparse.Namespace) -> None:

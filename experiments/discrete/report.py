@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import code_figures, figures
-from experiments.code_scores import Coder, Scores
+from experiments import figures
+from experiments.discrete import figures as code_figures
+from experiments.discrete.scores import Coder, Scores
 from experiments.report import aligned
 
 BAYESIAN, TRANSFORMER = "Bayesian Transformer", "plain Transformer"

@@ -19,16 +19,71 @@ import time
 from typing import Any
 
 import moment_jax as mj
-from experiments.command_line import PartError
+from experiments.command_line import Parser, PartError, one_of
 from experiments.frontier import figure, tables
 from experiments.frontier.measure import Limits, measure
 from experiments.frontier.networks import DEFAULT, LARGE, NETWORKS, QUICK
-from experiments.frontier.options import add_arguments
 from experiments.frontier.problems import Problems
 from experiments.outputs import writable_file, writable_folder, write_json
 from experiments.programs import failure, warm_up
 
 __all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the frontier."""
+    sets = parser.add_mutually_exclusive_group()
+    sets.add_argument(
+        "--networks",
+        type=one_of(NETWORKS, "network"),
+        nargs="+",
+        metavar="NAME",
+        help=f"networks to measure, see --list (default: {len(DEFAULT)} small and middling ones)",
+    )
+    sets.add_argument(
+        "--quick", action="store_true", help=f"{' and '.join(QUICK)} alone: some minutes"
+    )
+    sets.add_argument(
+        "--large",
+        action="store_true",
+        help=f"the {len(LARGE)} networks of up to 1,024 tokens, 768 features and 12 blocks: hours",
+    )
+    parser.flag("--list", "print the networks and stop; nothing is compiled")
+    parser.choice("--structure", mj.STRUCTURES, None, "structures")
+    parser.out(
+        "runs/frontier",
+        "frontier.json, frontier.png, trained posteriors and sampled truths; what is there already is "
+        "used again",
+    )
+    parser.json()
+    parser.whole(
+        "--samples",
+        None,
+        "networks drawn for the truth; a sd is then right to 1 / sqrt(2 N) (default: 4000, for large "
+        "networks fewer)",
+        least=16,
+    )
+    parser.whole(
+        "--repeats",
+        10,
+        "the most timed runs of each function, interleaved; their medians count, and slow networks get "
+        "fewer",
+    )
+    parser.seed(
+        "random seed of random posteriors and of the truth's samples; a trained network has its own"
+    )
+    parser.real(
+        "--array-limit",
+        0.3,
+        "skip a structure where one of its arrays is larger than this, in GiB",
+        unit="GIB",
+    )
+    parser.real(
+        "--memory-limit",
+        12.0,
+        "skip a structure whose compiled forward or train step needs more than this, in GiB",
+        unit="GIB",
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -135,7 +135,7 @@ def _chunks(problem: Problem, num_samples: int, size: int, seed: int) -> Iterato
     def chunk(first: Array, blocks: object, head: tuple[Array, Array], x: Array) -> Array:
         def draw(i: Array) -> Array:
             key = jax.random.fold_in(jax.random.key(seed), i)
-            tokens = plain_tokens(problem.spec, mj.reference.sample_params(blocks, key), x)
+            tokens = plain_tokens(problem.spec, mj.posterior.sample_params(blocks, key), x)
             return jnp.concatenate([tokens.ravel(), classify(tokens, head).ravel()])
 
         return jax.lax.map(draw, first + jnp.arange(size))

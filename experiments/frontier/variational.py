@@ -123,7 +123,7 @@ def task(spec: Spec, training: Training, digits: Digits) -> Task:
         def fit(part: tuple[Array, Array, Array]) -> Array:
             draw, x, y = part
             key = jax.random.fold_in(jax.random.fold_in(draw_key, step), draw)
-            arrays = mj.reference.sample_params(blocks, key)
+            arrays = mj.posterior.sample_params(blocks, key)
             logits = classify(plain_tokens(spec, arrays, x), weights.head)
             return -optax.softmax_cross_entropy_with_integer_labels(logits, y)
 

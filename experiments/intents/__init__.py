@@ -22,8 +22,7 @@ from experiments.classify import scores
 from experiments.classify.compared import Compared
 from experiments.classify.figures import histograms
 from experiments.classify.methods import Budget, Trainer, stacked
-from experiments.command_line import number, path
-from experiments.common_options import add_seed
+from experiments.command_line import Parser, number, path
 from experiments.figures import save
 from experiments.intents.compared import logistic_regression, transformers
 from experiments.intents.files import IntentSet, read_set
@@ -38,30 +37,23 @@ LOST = 0.1  # share of a training text's words that are replaced by random bucke
 COLUMNS = ("accuracy", "nll", "ece", "brier", "oos_auroc", "oos_aupr")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    add, count = parser.add_argument, number(int, least=1)
-    add(
+    parser.add_argument(
         "--data-dir",
         type=path,
         required=True,
         metavar="DIR",
         help="folder of CLINC150's data_full.json or others of this form (required)",
     )
-    add(
+    parser.add_argument(
         "--set",
         metavar="NAME",
         help="which file, by its name without .json (default: the only one in the folder)",
     )
-    add(
-        "--out",
-        type=path,
-        default=Path("runs/intents"),
-        metavar="DIR",
-        help="folder for metrics.json and the figure (default: %(default)s)",
-    )
-    add_seed(parser, "random seed of weights, batches and samples")
-    add(
+    parser.out("runs/intents", "metrics.json and the figure")
+    parser.seed("random seed of weights, batches and samples")
+    parser.add_argument(
         "--kl-weight",
         type=number(float, least=0),
         nargs="+",
@@ -69,15 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="weights of the KL to choose from (default: 0.01 0.03 0.1)",
     )
-    numbers = (
-        ("--seeds", count, 3, "how many times all is done"),
-        ("--blocks", count, 1, "of the Transformer"),
-        ("--plain-steps", count, 3000, "updates of a plain network, the best of which is kept"),
-        ("--steps", count, 1500, "updates of a Bayesian network"),
-        ("--samples", number(int, least=2), 30, "networks drawn by MC dropout to predict"),
-    )
-    for name, kind, default, what in numbers:
-        add(name, type=kind, default=default, metavar="N", help=f"{what} (default: %(default)s)")
+    parser.whole("--seeds", 3, "how many times all is done")
+    parser.whole("--blocks", 1, "of the Transformer")
+    parser.whole("--plain-steps", 3000, "updates of a plain network, the best of which is kept")
+    parser.whole("--steps", 1500, "updates of a Bayesian network")
+    parser.whole("--samples", 30, "networks drawn by MC dropout to predict", least=2)
 
 
 def run(args: argparse.Namespace) -> None:

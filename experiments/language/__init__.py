@@ -17,12 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments import figures, language_figures, language_model, language_predictions
+import moment_jax as mj
 from experiments.checkpoints import Checkpoints, run_folder
-from experiments.language_model import CONTEXT, CharacterModel, PlainCharacterModel
-from experiments.language_options import add_arguments
-from experiments.language_predictions import Scores, auroc
-from experiments.language_text import Texts, Vocabulary, load, windows
+from experiments.command_line import Parser
+from experiments.figures import save
+from experiments.language import figures
+from experiments.language import model as language_model
+from experiments.language import predictions as language_predictions
+from experiments.language.model import CONTEXT, CharacterModel, PlainCharacterModel
+from experiments.language.predictions import Scores, auroc
+from experiments.language.text import Texts, Vocabulary, load, windows
 from experiments.outputs import write_json
 from experiments.report import aligned
 from experiments.training import fit
@@ -33,6 +37,29 @@ NUM_VALIDATION = 100  # windows by which the plain network is stopped
 LENGTH = 200  # of the continuation
 KNOWN = "test"
 Results = dict[str, dict[str, Scores]]
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the language experiment."""
+    parser.out("runs/language")
+    parser.resume()
+    parser.seed("random seed of weights, batches and samples; never of the split")
+    parser.choice(
+        "--structure", mj.STRUCTURES, "Diagonal", "covariance structure (Diagonal is the fastest)"
+    )
+    parser.whole("--steps", 150, "updates of the Bayesian network")
+    parser.whole("--plain-steps", 2000, "updates of the plain network")
+    parser.whole("--batch-size", 16, "windows for each update, of both networks")
+    parser.real("--learning-rate", 2e-3, "peak of the Bayesian network's schedule")
+    parser.real("--plain-learning-rate", 3e-3, "peak of the plain network's schedule")
+    parser.real("--weight-decay", 1e-2, "AdamW weight decay of the plain network", least=0)
+    parser.real(
+        "--kl-weight", 0.3, "final weight of the KL: 1 is Bayes' rule, less is cold", least=0
+    )
+    parser.whole("--warm-up", 50, "updates in which the KL's weight rises", least=0)
+    parser.whole("--samples", 10, "sampled networks to compare with", least=2)
+    parser.whole("--windows", 100, "windows of each text to score, at most", least=2)
+    parser.whole("--save-every", 250, "updates of either network between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -58,9 +85,9 @@ def run(args: argparse.Namespace) -> None:
         **_compare(results),
         "continuation": sample,
     }
-    figure = language_figures.uncertainty(results, "Bayesian, analytic")
-    figures.save(figure, out / "uncertainty.png")
-    figures.save(language_figures.bits(results), out / "bits.png")
+    figure = figures.uncertainty(results, "Bayesian, analytic")
+    save(figure, out / "uncertainty.png")
+    save(figures.bits(results), out / "bits.png")
     metrics["seconds"] = {
         "plain": plain_seconds,
         "bayesian": bayesian_seconds,

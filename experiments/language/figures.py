@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.figures import BAYES, OTHER, PLAIN, RIGHT, STYLE, WRONG
-from experiments.language_predictions import Scores
+from experiments.language.predictions import Scores
 
 COLOURS = (RIGHT, WRONG, PLAIN)  # the test first
 Results = dict[str, dict[str, Scores]]  # network -> text -> scores

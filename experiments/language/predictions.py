@@ -13,7 +13,7 @@ from flax import nnx
 from sklearn.metrics import roc_auc_score
 
 import moment_jax as mj
-from experiments.language_model import CONTEXT, CharacterModel, PlainCharacterModel
+from experiments.language.model import CONTEXT, CharacterModel, PlainCharacterModel
 
 Array = jax.Array
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 
-from experiments.command_line import PartError, number
-from experiments.common_options import add_json, add_structures
+import moment_jax as mj
+from experiments.command_line import Parser, PartError
 from experiments.outputs import writable_file, write_json
-from experiments.price_parts import (
+from experiments.price.parts import (
     NETWORKS,
     PARTS,
     PLAIN,
@@ -52,9 +52,9 @@ OVER_PLAIN = {
 COUNTS = {"operations": "operations", "products": "products", "of shapes": "product_shapes"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Which structures and shapes, how often they are timed, and where the figures go."""
-    add_structures(parser)
+    parser.choice("--structure", mj.STRUCTURES, None, "structures")
     parser.add_argument(
         "--shape",
         type=_shape,
@@ -64,21 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens, features, heads and sequences (default: {','.join(map(str, DEFAULT))}; a block "
         "of ViT-B is 196,768,12,16)",
     )
-    parser.add_argument(
+    parser.whole(
         "--repeats",
-        type=number(int, least=1),
-        default=10,
-        metavar="N",
-        help="timed runs of each function, interleaved; their medians count, and slow functions have "
-        "fewer (default: %(default)s)",
+        10,
+        "timed runs of each function, interleaved; their medians count, and slow functions have fewer",
     )
-    parser.add_argument(
+    parser.real(
         "--memory-limit",
-        type=number(float, above=0),
-        metavar="GIB",
-        help="do not run what needs more than this, in GiB (default: an accelerator's memory, else 4)",
+        None,
+        "do not run what needs more than this, in GiB (default: an accelerator's memory, else 4)",
+        unit="GIB",
     )
-    add_json(parser)
+    parser.json()
 
 
 def _shape(text: str) -> Shape:

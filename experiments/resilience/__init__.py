@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from experiments.command_line import InputError
+import moment_jax as mj
+from experiments.command_line import InputError, Parser
 from experiments.loop import Layout, Order, Saving, supervise
+from experiments.loop.job import PRECISIONS
 from experiments.loop.layout import check_batch
 from experiments.loop.records import METRICS, read_lines
 from experiments.outputs import writable_file, writable_folder, write_json
-from experiments.resilience_job import REFERENCE
-from experiments.resilience_options import add_arguments
+from experiments.resilience.job import NETWORKS, REFERENCE
 
 __all__ = ["add_arguments", "run"]
 
@@ -25,6 +26,90 @@ SETTINGS = (
     "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate",
     "precision",
 )  # fmt: skip
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the experiment."""
+    parser.seed("random seed of weights, order, noise, and moments of kills")
+    parser.whole("--steps", 200, "updates")
+    parser.choice("--structure", mj.STRUCTURES, "Diagonal", "covariance structure")
+    parser.choice("--network", NETWORKS, "transformer", "network (an MLP starts faster)")
+    parser.whole("--blocks", 1, "blocks, or hidden layers")
+    parser.whole("--batch-size", 32, "images for each update, over all devices")
+    parser.whole("--accumulate", 1, "parts of a batch whose gradients are averaged, in turn")
+    parser.real("--learning-rate", 3e-3, "peak of the cosine schedule")
+    parser.choice(
+        "--precision",
+        PRECISIONS,
+        "float32",
+        "precision of matrix products on accelerators (moments, parameters and optimiser stay in "
+        "float32, and CPUs multiply in float32 whatever is asked)",
+    )
+    _add_machines(parser)
+    _add_saving(parser)
+    parser.whole(
+        "--check",
+        None,
+        "train undisturbed, then again with so many SIGKILLs at random moments (a worker, the "
+        "coordinator, all workers, the supervisor, everything; while starting, training and saving) and "
+        "one SIGTERM, and compare bit for bit; --out has to be empty",
+    )
+    parser.flag(
+        "--topologies",
+        "train undisturbed, then half on 4 devices and half on 1, and half on 2 x 2 and half on "
+        "1 x 4, and compare; --out has to be empty",
+    )
+    parser.json()
+
+
+def _add_machines(parser: Parser) -> None:
+    parser.whole("--processes", 2, "processes")
+    parser.whole(
+        "--devices",
+        2,
+        "devices of each process, virtual on CPU, which is taken unless JAX_PLATFORMS says otherwise",
+    )
+    parser.whole(
+        "--data",
+        None,
+        "devices along which batches and rows of parameters are split (default: all)",
+    )
+    parser.whole("--model", 1, "devices along which heads and hidden units are split")
+    parser.add_argument(
+        "--fsdp",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="split parameters and optimiser over --data too: less memory, more messages",
+    )
+
+
+def _add_saving(parser: Parser) -> None:
+    parser.out(
+        "runs/resilience",
+        "the run. A checkpoint in it is gone on from, by any processes and devices; one of another "
+        "model, other settings or another version is refused",
+    )
+    parser.whole("--save-every", 50, "updates between checkpoints")
+    parser.whole("--stop-at", None, "save and leave after this update, with the exit status 75")
+    parser.whole(
+        "--restarts", 3, "how often all processes are started again after one is lost", least=0
+    )
+    parser.real(
+        "--grace",
+        30.0,
+        "after SIGTERM: time to save before the processes are killed",
+        unit="SECONDS",
+    )
+    parser.flag(
+        "--any-version",
+        "go on from a checkpoint of another version of moment_jax or jax; not bit for bit",
+    )
+    parser.place(
+        "--compile-cache",
+        None,
+        "keep compiled programs there, for faster starts; what is in it is executed, so only you "
+        "should be able to write there (default: nowhere)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
     if args.compile_cache is not None:
         writable_folder(args.compile_cache, "--compile-cache")
     if args.check is not None or args.topologies:
-        from experiments.resilience_check import check
+        from experiments.resilience.check import check
 
         check(args, layout)
         return

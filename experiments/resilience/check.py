@@ -19,9 +19,9 @@ from experiments.loop.state import Blueprint
 from experiments.loop.store import Store
 from experiments.outputs import write_json
 from experiments.report import aligned
-from experiments.resilience_job import digits_job
-from experiments.resilience_kills import Kill, disturb, plan, preempt, settle
-from experiments.resilience_runs import Run
+from experiments.resilience.job import digits_job
+from experiments.resilience.kills import Kill, disturb, plan, preempt, settle
+from experiments.resilience.runs import Run
 from experiments.training import TrainState
 
 KEPT_OPTIONS = (

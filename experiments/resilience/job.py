@@ -17,7 +17,7 @@ from experiments.loop.job import Batch, Report
 
 Array = jax.Array
 
-REFERENCE = "experiments.resilience_job:digits_job"
+REFERENCE = "experiments.resilience.job:digits_job"
 PATCH_SIZE = 4
 NUM_FEATURES = 16
 NUM_HEADS = 4

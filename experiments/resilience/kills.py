@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.command_line import PREEMPTED, PartError
 from experiments.loop.store import saving_now, steps_on_disk
-from experiments.resilience_runs import Run
+from experiments.resilience.runs import Run
 
 VICTIMS = ("worker", "coordinator", "workers", "supervisor", "everything")
 MOMENTS = ("train", "save", "train", "save", "start")

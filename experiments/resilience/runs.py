@@ -16,7 +16,7 @@ from experiments.loop.records import EVENTS, METRICS, read_lines
 
 POLL = 0.005
 TIMEOUT = 600.0  # seconds for anything that is waited for
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Run:

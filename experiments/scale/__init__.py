@@ -15,8 +15,7 @@ import argparse
 from typing import Any
 
 import moment_jax as mj
-from experiments.command_line import InputError, PartError, number, one_of, path
-from experiments.common_options import add_json, add_structures
+from experiments.command_line import InputError, Parser, PartError
 from experiments.outputs import writable_file, writable_folder, write_json
 from experiments.scale import devices, export, tpu, weak
 
@@ -28,50 +27,21 @@ COMPILED = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the parts."""
-    add = parser.add_argument
-    add(
-        "--part",
-        type=one_of(dict.fromkeys(PARTS), "part"),
-        nargs="+",
-        default=list(PARTS),
-        metavar="NAME",
-        help=f"parts: {', '.join(PARTS)} (default: all)",
-    )
-    add_structures(parser)
-    add(
-        "--network",
-        type=one_of(tpu.NETWORKS, "network"),
-        nargs="+",
-        default=list(tpu.NETWORKS),
-        metavar="NAME",
-        help=f"networks of part tpu: {', '.join(tpu.NETWORKS)} (default: all)",
-    )
-    add(
-        "--topology",
-        type=one_of(tpu.TOPOLOGIES, "topology"),
-        nargs="+",
-        default=["4x4", "16x16"],
-        metavar="NAME",
-        help=f"chips of part tpu: {', '.join(tpu.TOPOLOGIES)} of v5e (default: 4x4 16x16)",
-    )
-    add(
-        "--columns",
-        type=number(int, least=1),
-        default=2,
-        metavar="N",
-        help="chips that share heads and hidden units in part tpu (default: %(default)s)",
-    )
-    add(
+    parser.choice("--part", PARTS, None, "parts")
+    parser.choice("--structure", mj.STRUCTURES, None, "structures")
+    parser.choice("--network", tpu.NETWORKS, None, "networks of part tpu")
+    parser.choice("--topology", tpu.TOPOLOGIES, ["4x4", "16x16"], "v5e chips of part tpu")
+    parser.whole("--columns", 2, "chips that share heads and hidden units in part tpu")
+    parser.real(
         "--effort",
-        type=number(float, least=-1),
-        default=-1.0,
-        metavar="X",
-        help="of the compiler in part tpu, -1 to 1; 0 takes several times as long as -1 (default: -1)",
+        -1.0,
+        "of the compiler in part tpu, -1 to 1; 0 takes several times as long as -1",
+        least=-1,
     )
-    add_json(parser)
-    add("--out", type=path, metavar="DIR", help="folder for the exported function (default: none)")
+    parser.json()
+    parser.place("--out", None, "folder for the exported function (default: none)")
 
 
 def run(args: argparse.Namespace) -> None:

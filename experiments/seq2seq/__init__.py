@@ -21,17 +21,18 @@ import jax
 import numpy as np
 from flax import nnx
 
-from experiments import forecast_baselines as baselines
-from experiments import forecast_figures as figures
-from experiments import forecast_training, report
+import moment_jax as mj
+from experiments import report
 from experiments.checkpoints import Checkpoints, run_folder
+from experiments.command_line import Parser
 from experiments.figures import save
-from experiments.forecast_baselines import Forecast
-from experiments.forecast_data import START, Parts, day_difference_scale, load, split, tokens
-from experiments.forecast_sampling import against_samples
-from experiments.forecaster import Forecaster, Size
 from experiments.outputs import write_json
-from experiments.seq2seq_options import add_arguments
+from experiments.seq2seq import baselines, figures
+from experiments.seq2seq import training as forecast_training
+from experiments.seq2seq.baselines import Forecast
+from experiments.seq2seq.data import START, Parts, day_difference_scale, load, split, tokens
+from experiments.seq2seq.forecaster import Forecaster, Size
+from experiments.seq2seq.sampling import against_samples
 from experiments.training import fit
 
 __all__ = ["add_arguments", "run"]
@@ -39,6 +40,33 @@ __all__ = ["add_arguments", "run"]
 NETWORK = "Bayesian Transformer"
 NUM_SHOWN = 5
 NUM_SAMPLED = 60  # test windows that the analytic moments are judged on by sampling
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the experiment."""
+    parser.out("runs/seq2seq")
+    parser.resume()
+    parser.seed("random seed of weights, batches and samples; never of the split")
+    parser.choice(
+        "--structure", mj.STRUCTURES, "Diagonal", "covariance structure (Diagonal is the fastest)"
+    )
+    parser.whole("--steps", 600, "updates")
+    parser.whole("--batch-size", 32, "training windows for each update")
+    parser.real("--learning-rate", 3e-3, "peak of the cosine schedule")
+    parser.real(
+        "--kl-weight",
+        4.0,
+        "final weight of the KL divergence against all windows; they overlap, so 24 would count "
+        "each hour once",
+        least=0,
+    )
+    parser.whole(
+        "--samples",
+        200,
+        "networks sampled from the posterior to judge the analytic moments by",
+        least=2,
+    )
+    parser.whole("--save-every", 250, "updates between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from sklearn.linear_model import Ridge
 
 import moment_jax as mj
-from experiments.forecast_data import DAY, Parts, Windows
+from experiments.seq2seq.data import DAY, Parts, Windows
 
 ALPHAS = tuple(10.0**power for power in range(-8, 5))
 LEVELS = (0.5, 0.9)

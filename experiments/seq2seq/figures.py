@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.figures import BAYES, OTHER, PLAIN, RIGHT, STYLE
-from experiments.forecast_baselines import LEVELS, Forecast, coverage_by_horizon, seasonal_naive
-from experiments.forecast_data import DAY, PAST, START, Windows
+from experiments.seq2seq.baselines import LEVELS, Forecast, coverage_by_horizon, seasonal_naive
+from experiments.seq2seq.data import DAY, PAST, START, Windows
 
 HORIZON = np.arange(1, DAY + 1)
 COLOURS = (OTHER, PLAIN, RIGHT, BAYES)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import moment_jax as mj
-from experiments.forecast_data import DAY
+from experiments.seq2seq.data import DAY
 
 Array = jax.Array
 
@@ -105,7 +105,7 @@ class Forecaster(mj.nn.BayesianModule):
         )
 
     def __call__(self, changes: Array, source: Array, target: Array) -> tuple[Array, Array]:
-        """Moments of change and log noise variance, in units of the scale of `forecast_data.tokens`.
+        """Moments of change and log noise variance, in units of the scale of `data.tokens`.
 
         Args:
           changes: (N, 24, 2), certain.

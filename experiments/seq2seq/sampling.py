@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 
 import moment_jax as mj
-from experiments.forecast_baselines import Forecast, scores, seasonal_naive
-from experiments.forecast_data import Tokens, Windows, tokens
-from experiments.forecaster import Forecaster
+from experiments.seq2seq.baselines import Forecast, scores, seasonal_naive
+from experiments.seq2seq.data import Tokens, Windows, tokens
+from experiments.seq2seq.forecaster import Forecaster
 
 Array = jax.Array
 
@@ -33,7 +33,7 @@ def against_samples(
     Args:
       network: the belief to draw from.
       part: what is forecast.
-      analytic: the result of `forecast_training.forecast` for it.
+      analytic: the result of `training.forecast` for it.
       scale: the units of the network, in degrees.
       key: a random key.
       num_samples: networks to draw.

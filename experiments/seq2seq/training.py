@@ -12,9 +12,9 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
-from experiments.forecast_baselines import Forecast, seasonal_naive
-from experiments.forecast_data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
-from experiments.forecaster import Forecaster
+from experiments.seq2seq.baselines import Forecast, seasonal_naive
+from experiments.seq2seq.data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
+from experiments.seq2seq.forecaster import Forecaster
 from experiments.training import Report, Task
 
 Array = jax.Array

@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.command_line import InputError, number, one_of, path
-from experiments.common_options import add_seed
+from experiments.command_line import InputError, Parser, path
 from experiments.outputs import writable_folder, write_json
 from experiments.report import aligned
 from experiments.uci import published, splits
@@ -33,48 +32,28 @@ NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
 """The noise models, with the number of outputs that each needs."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The options of the regression."""
-    add, count = parser.add_argument, number(int, least=1)
-    add(
+    parser.add_argument(
         "--data-dir",
         type=path,
         required=True,
         metavar="DIR",
         help="folder of .npz sets with x, y, train_idx and test_idx (required)",
     )
-    add(
+    parser.add_argument(
         "--set",
         nargs="+",
         metavar="NAME",
         help="sets, by their files' names without .npz (default: all in the folder)",
     )
-    add(
-        "--methods",
-        type=one_of(METHODS, "method"),
-        nargs="+",
-        default=list(METHODS),
-        metavar="NAME",
-        help=f"methods, compared with the first: {', '.join(METHODS)} (default: all)",
-    )
-    add(
-        "--out",
-        type=path,
-        default=Path("runs/uci"),
-        metavar="DIR",
-        help="folder for metrics.json (default: %(default)s)",
-    )
-    add_seed(parser)
-    numbers = (
-        ("--splits", count, 20, "N", "splits of each set, the first ones"),
-        ("--steps", count, 4000, "N", "updates of every training"),
-        ("--batch-size", count, 128, "N", "rows for each update, a multiple of 16"),
-        ("--learning-rate", number(float, above=0), 0.02, "X", "peak of the cosine schedule"),
-    )
-    for name, kind, default, metavar, what in numbers:
-        add(
-            name, type=kind, default=default, metavar=metavar, help=f"{what} (default: %(default)s)"
-        )
+    parser.choice("--methods", METHODS, None, "methods, compared with the first")
+    parser.out("runs/uci", "metrics.json")
+    parser.seed()
+    parser.whole("--splits", 20, "splits of each set, the first ones")
+    parser.whole("--steps", 4000, "updates of every training")
+    parser.whole("--batch-size", 128, "rows for each update, a multiple of 16")
+    parser.real("--learning-rate", 0.02, "peak of the cosine schedule")
 
 
 def run(args: argparse.Namespace) -> None:

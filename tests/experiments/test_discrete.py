@@ -14,8 +14,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
 import moment_jax as mj
-from experiments import code_images, code_models, code_scores
 from experiments.__main__ import main
+from experiments.discrete import images as code_images
+from experiments.discrete import models as code_models
+from experiments.discrete import scores as code_scores
 
 TINY = {
     "--steps": 2, "--plain-steps": 3, "--dense-steps": 3, "--batch-size": 4,

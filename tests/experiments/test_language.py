@@ -11,10 +11,13 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import language, language_model, language_predictions, language_text
+from experiments import language
 from experiments.__main__ import main
-from experiments.language_predictions import Scores, auroc
-from experiments.language_text import Vocabulary, load, windows
+from experiments.language import model as language_model
+from experiments.language import predictions as language_predictions
+from experiments.language import text as language_text
+from experiments.language.predictions import Scores, auroc
+from experiments.language.text import Vocabulary, load, windows
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 import moment_jax as mj
 from experiments import draws, price
 from experiments.__main__ import main
-from experiments.price_parts import PARTS, Part, Shape, arguments_of, forward_of
+from experiments.price.parts import PARTS, Part, Shape, arguments_of, forward_of
 from experiments.programs import failure, size_of
 from experiments.timing import interleaved
 

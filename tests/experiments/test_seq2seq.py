@@ -15,15 +15,13 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
 import moment_jax as mj
-from experiments import forecast_baselines as baselines
-from experiments import forecast_data as data
-from experiments import forecast_training as training
 from experiments import seq2seq
 from experiments.__main__ import main
 from experiments.command_line import InputError
-from experiments.forecast_baselines import Forecast
-from experiments.forecast_data import DAY, FUTURE, PAST, Series
-from experiments.forecaster import Forecaster, Size
+from experiments.seq2seq import baselines, data, training
+from experiments.seq2seq.baselines import Forecast
+from experiments.seq2seq.data import DAY, FUTURE, PAST, Series
+from experiments.seq2seq.forecaster import Forecaster, Size
 
 NAMES = ("yesterday", "ridge", "ridge on changes", "Bayesian Transformer")
 

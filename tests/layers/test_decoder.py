@@ -58,7 +58,7 @@ def plain_block(arrays, x, memory, *, norm_first, mask=None):
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_a_certain_block_is_the_plain_block(structure: type[Covariance]):
     certain = decoder_params(KEYS[2], family=mj.posterior.Point)
-    arrays = mj.reference.sample_params(certain, KEYS[3])
+    arrays = mj.posterior.sample_params(certain, KEYS[3])
 
     @jax.jit
     def both(x, memory):

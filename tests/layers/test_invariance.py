@@ -214,7 +214,7 @@ def test_a_certain_network_is_the_plain_network(structure: type[Covariance]):
     mean, cov = mj.encoder_block(
         MEAN, structure.zeros(SHAPE, jnp.float64), certain, num_heads=HEADS, norm_first=True
     )
-    arrays = mj.reference.sample_params(certain, KEYS[1])
+    arrays = mj.posterior.sample_params(certain, KEYS[1])
     plain = mj.nn.PlainEncoderBlock(
         arrays, num_heads=HEADS, norm_first=True, activation=jax.nn.relu, epsilon=1e-6
     )
