@@ -8,16 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.decoding.checks import (
-    State,
-    Step,
-    as_state,
-    as_tokens,
-    check_end,
-    check_finite,
-    check_step,
-    whole_number,
-)
+from moment_jax.decoding import checks
+from moment_jax.decoding.checks import State, Step
 from moment_jax.objectives.predictive import log_class_probabilities
 
 Array = jax.Array
@@ -92,16 +84,16 @@ def beam_search(
     ([2, 0], 0.27)
     """
     name = "beam_search"
-    first = as_tokens(name, first_token, 0)[None]
-    state = as_state(name, state, 1)
-    length = whole_number(name, "length", length, 1)
-    num_beams = whole_number(name, "num_beams", num_beams, 1)
-    pad = whole_number(name, "pad", pad, -(2**31))
-    check_finite(name, "length_penalty", length_penalty, positive=False)
+    first = checks.as_tokens(name, first_token, 0)[None]
+    state = checks.as_state(name, state, 1)
+    length = checks.whole_number(name, "length", length, 1)
+    num_beams = checks.whole_number(name, "num_beams", num_beams, 1)
+    pad = checks.whole_number(name, "pad", pad, -(2**31))
+    checks.check_finite(name, "length_penalty", length_penalty, positive=False)
     state = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_beams, axis=0), state)
     last = jnp.repeat(first, num_beams)
-    size, dtype = check_step(name, step, state, last)
-    end = check_end(name, end, size)
+    size, dtype = checks.check_step(name, step, state, last)
+    end = checks.check_end(name, end, size)
     if num_beams > size**length:
         raise ValueError(
             f"`{name}` needs num_beams <= {size}^{length} = {size**length}, the number of sequences. "

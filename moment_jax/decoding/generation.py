@@ -9,16 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.decoding.checks import (
-    State,
-    Step,
-    as_state,
-    as_tokens,
-    check_end,
-    check_finite,
-    check_step,
-    whole_number,
-)
+from moment_jax.decoding import checks
+from moment_jax.decoding.checks import State, Step
 from moment_jax.discrete import gumbel_max
 from moment_jax.objectives.uncertainty import TokenUncertainty, probabilities_with_uncertainty
 
@@ -123,7 +115,7 @@ def sample(
 
     Source: handwritten notes, z = argmax_i (g_i + log pi_i).
     """
-    check_finite("sample", "temperature", temperature, positive=True)
+    checks.check_finite("sample", "temperature", temperature, positive=True)
 
     def drawn(position: Array, log_probs: Array) -> Array:
         largest = jnp.max(log_probs, axis=1, keepdims=True)
@@ -148,13 +140,13 @@ def _generate(
     pad: int,
     num_points: int | None,
 ) -> Decoded:
-    tokens = as_tokens(name, first_tokens, 1)
+    tokens = checks.as_tokens(name, first_tokens, 1)
     num_rows = tokens.shape[0]
-    state = as_state(name, state, num_rows)
-    length = whole_number(name, "length", length, 1)
-    pad = whole_number(name, "pad", pad, -(2**31))
-    size, dtype = check_step(name, step, state, tokens)
-    end = check_end(name, end, size)
+    state = checks.as_state(name, state, num_rows)
+    length = checks.whole_number(name, "length", length, 1)
+    pad = checks.whole_number(name, "pad", pad, -(2**31))
+    size, dtype = checks.check_step(name, step, state, tokens)
+    end = checks.check_end(name, end, size)
     predict = jax.vmap(partial(probabilities_with_uncertainty, num_points=num_points))
     rows = jnp.arange(num_rows)
 

@@ -29,14 +29,13 @@ def rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
 
     Args:
         mean: means m, any shape.
-        variance: variances v >= 0, the same shape. Negative values (rounding) count as 0.
+        variance: variances v >= 0, the same shape; negative values (rounding) count as 0.
 
     Returns:
-        Mean, variance, gain and second, each of the shape of mean.
+        `ElementwiseMoments`, each of the shape of mean.
 
     Raises:
-        ValueError: the shapes differ.
-        TypeError: the arrays are not real floating-point ones.
+        ValueError: if the shapes differ. TypeError: if the arrays are not real floating-point ones.
 
     Source: replaces the Taylor step of Transformer derivation, section 4.6.
     """

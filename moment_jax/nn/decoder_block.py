@@ -22,18 +22,7 @@ Array = jax.Array
 class DecoderBlock(Block):
     """A Transformer decoder block with beliefs about all its weights.
 
-    Args:
-      num_features: D, of the sequence and of the memory.
-      num_heads: H, a divisor of D.
-      hidden_features: width of the feed-forward layer; 4 D where None.
-      norm_first: pre-norm if True, post-norm (the derivation's) if False.
-      activation: "relu", "gelu", "tanh" or "silu".
-      epsilon: added to the variance in the normalisations.
-      rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
-
-    Raises:
-      ValueError: if the heads do not divide the features, or the activation is unknown.
+    Arguments and errors are those of `EncoderBlock`; D is the width of the memory too.
     """
 
     parts = ("self_attention", "norm1", "cross_attention", "norm2", "hidden", "output", "norm3")

@@ -41,9 +41,8 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     It is never above `log_marginal`, log E[p(target | f)] (Jensen): this one punishes every bit of
     parameter uncertainty and is what the ELBO needs; that one is the score of the prediction.
 
-    Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2. Covariances between outputs matter
-      only
-    where the noise N is correlated.
+    Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2. Covariances between outputs
+    matter only where the noise N is correlated.
 
     HeteroscedasticGaussian: closed form. exp(-g) tilts the Gaussian of the mean output mu by its
     covariance c with the log variance g, so

@@ -8,14 +8,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moment_jax.covariance import (
-    Covariance,
-    Diagonal,
-    Full,
-    Separable,
-    TokenBlock,
-    TokenCorrelated,
-)
+from moment_jax import covariance as structures
+from moment_jax.covariance import Covariance
 from moment_jax.parallel.mesh import DATA, MODEL
 from moment_jax.parallel.sequence import check_tokens
 from moment_jax.xla import SEQUENCE
@@ -25,25 +19,25 @@ S = TypeVar("S", bound=Covariance)
 
 # For each field the axis that belongs to features; all others stay whole.
 FEATURE_AXES: dict[type[Covariance], dict[str, int | None]] = {
-    Diagonal: {"variances": 1},
-    TokenBlock: {"blocks": 1},
-    TokenCorrelated: {"scale": 1, "correlation": None},
-    Separable: {
+    structures.Diagonal: {"variances": 1},
+    structures.TokenBlock: {"blocks": 1},
+    structures.TokenCorrelated: {"scale": 1, "correlation": None},
+    structures.Separable: {
         "scale": 1,
         "token_correlation": None,
         "feature_correlation": 0,
         "pool": None,
         "sum_variance": 0,
     },
-    Full: {"cov": 1},
+    structures.Full: {"cov": 1},
 }
 
 # The fields whose first axis belongs to tokens: the rows of a covariance lie where its tokens do.
 BY_TOKENS: dict[type[Covariance], frozenset[str]] = {
-    Diagonal: frozenset({"variances"}),
-    TokenBlock: frozenset({"blocks"}),
-    TokenCorrelated: frozenset({"scale", "correlation"}),
-    Separable: frozenset({"scale", "token_correlation", "pool"}),
+    structures.Diagonal: frozenset({"variances"}),
+    structures.TokenBlock: frozenset({"blocks"}),
+    structures.TokenCorrelated: frozenset({"scale", "correlation"}),
+    structures.Separable: frozenset({"scale", "token_correlation", "pool"}),
 }
 
 
