@@ -14,6 +14,7 @@ from flax import nnx
 import moment_jax as mj
 from experiments import data
 from experiments.data import Digits
+from experiments.schedules import clipped_adam
 from experiments.training import Report, Task
 
 Array = jax.Array
@@ -26,7 +27,6 @@ HIDDEN_FEATURES = 64
 POSITION_SCALE = (
     1.0  # as large as the patches; Flax's customary 0.02 leaves attention blind to place
 )
-WARM_UP = 0.05  # share of the updates in which the learning rate rises
 
 POSTERIORS = {
     "factorized": mj.posterior.Factorized,
@@ -84,13 +84,6 @@ def _augmented_batch(digits: Digits, size: int, key: Array, step: Array) -> tupl
     return data.shifted(shift_key, images, digits.background), labels
 
 
-def _schedule(peak: float, num_steps: int) -> optax.Schedule:
-    rising = max(1, int(WARM_UP * num_steps))
-    return optax.warmup_cosine_decay_schedule(
-        0.0, peak, rising, max(num_steps, rising + 1), 0.01 * peak
-    )
-
-
 def plain_task(
     graph: Any,
     digits: Digits,
@@ -115,10 +108,7 @@ def plain_task(
         probabilities = jax.nn.softmax(logits(params, images))
         return mj.objectives.negative_log_likelihood(probabilities, labels)
 
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(_schedule(learning_rate, num_steps), weight_decay=weight_decay),
-    )
+    optimizer = clipped_adam(learning_rate, num_steps, norm=1.0, weight_decay=weight_decay)
     return Task("plain network", loss, optimizer, num_steps, validate)
 
 
@@ -145,7 +135,4 @@ def bayesian_task(
         bound = mj.objectives.elbo(fits, kl, dataset_size=dataset_size, kl_weight=weight)
         return -bound / dataset_size, {"fit": fits.mean(), "kl": kl}
 
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(10.0), optax.adam(_schedule(learning_rate, num_steps))
-    )
-    return Task("Bayesian network", loss, optimizer, num_steps)
+    return Task("Bayesian network", loss, clipped_adam(learning_rate, num_steps), num_steps)

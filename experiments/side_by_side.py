@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from experiments.progress import Progress
+from experiments.schedules import clipped_adam
 
 Array = jax.Array
 Loss = Callable[[Any, Any, Array, Array], Array]
 Score = Callable[[Any, Any], Array]
 
 CHUNK = 50  # updates in one compiled call
-RISE = 0.05  # share of the updates in which the learning rate rises
 
 
 class SideBySide:
@@ -39,13 +39,7 @@ class SideBySide:
         *, in_turn: bool = False, validate: Score | None = None,
     ) -> None:  # fmt: skip
         self.loss, self.num_steps, self.validate = loss, num_steps, validate
-        rising = max(1, int(RISE * num_steps))
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, learning_rate, rising, max(num_steps, rising + 1), 0.01 * learning_rate
-        )
-        self.optimizer = optax.chain(
-            optax.clip_by_global_norm(10.0), optax.adamw(schedule, weight_decay=weight_decay)
-        )
+        self.optimizer = clipped_adam(learning_rate, num_steps, weight_decay=weight_decay)
         self.in_turn = in_turn
         steps = self._steps if in_turn else jax.vmap(self._steps, in_axes=(0, None, 0, 0))
         self._chunk = jax.jit(steps)

@@ -10,17 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import moment_jax as mj
 from experiments.discrete.images import ImageSet
+from experiments.schedules import clipped_adam
 from experiments.training import Report, Task
 
 Array = jax.Array
 
 NUM_HEADS = 4
-WARM_UP = 0.05  # share of the updates in which the learning rate rises
 KL_WARM_UP = 0.4  # share of the updates in which the weight of the codes' KL rises to 1
 VALIDATION_DRAWS = 4
 
@@ -132,13 +131,6 @@ def number_of_parameters(module: nnx.Module, kind: Any = nnx.Param) -> int:
     return sum(int(np.size(leaf)) for leaf in jax.tree.leaves(nnx.state(module, kind)))
 
 
-def _schedule(peak: float, num_steps: int) -> optax.Schedule:
-    rising = max(1, int(WARM_UP * num_steps))
-    return optax.warmup_cosine_decay_schedule(
-        0.0, peak, rising, max(num_steps, rising + 1), 0.01 * peak
-    )
-
-
 def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> Array:
     """The images of an update: each epoch is a new order of all of them."""
     per_epoch = len(images) // size
@@ -177,12 +169,11 @@ def plain_task(name: str, graph: Any, images: ImageSet, training: Training) -> T
         fit, codes = bound.reconstruction.mean(), bound.code_kl.mean()
         return fit + weight * codes, {"fit": fit, "codes": codes}
 
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(10.0),
-        optax.adamw(
-            _schedule(training.learning_rate, training.num_steps),
-            weight_decay=training.weight_decay,
-        ),
+    optimizer = clipped_adam(
+        training.learning_rate,
+        training.num_steps,
+        norm=10.0,
+        weight_decay=training.weight_decay,
     )
     validate = validation_bound(graph, images.validation)
     return Task(name, loss, optimizer, training.num_steps, validate)
@@ -215,8 +206,6 @@ def bayesian_task(
         parts = {"fit": bound.reconstruction.mean(), "codes": bound.code_kl.mean()}
         return bound.total.mean(), {**parts, "weights": bound.weight_kl}
 
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(100.0), optax.adam(_schedule(learning_rate, num_steps))
-    )
+    optimizer = clipped_adam(learning_rate, num_steps, norm=100.0)
     validate = validation_bound(graph, images.validation, dataset_size=len(images.train))
     return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)

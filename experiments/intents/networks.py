@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +11,15 @@ from flax import nnx
 import moment_jax as mj
 from experiments.bayesian_network import BayesianNetwork
 from experiments.intents.words import PADDING
+from experiments.text_network import PlainTextTransformer, TextTransformer
 
 Array = jax.Array
 
-NUM_FEATURES = 64
-NUM_HEADS = 4
-HIDDEN_FEATURES = 128
 RELATIVE_SCALE = 0.05
 
 
-class TextParams(NamedTuple):
-    """Beliefs about all weights, or arrays in their place."""
-
-    embed: Any
-    positions: Any
-    encoder: Any
-    head: Any
-
-
-class PlainTextClassifier(nnx.Module):
+class PlainTextClassifier(PlainTextTransformer):
     """The deterministic network of one draw of the weights, of Flax's own layers."""
-
-    def __init__(
-        self, embed: nnx.Embed, positions: Any, encoder: mj.nn.PlainEncoder, head: nnx.Linear
-    ) -> None:
-        self.embed = embed
-        self.positions = positions
-        self.encoder = encoder
-        self.head = head
 
     def __call__(self, ids: Array) -> Array:
         """Ids (N, T) -> logits (N, C)."""
@@ -48,45 +28,13 @@ class PlainTextClassifier(nnx.Module):
         return self.head(jnp.mean(x, axis=1, where=valid[:, :, None]))
 
 
-class TextClassifier(mj.nn.BayesianModule):
+class TextClassifier(TextTransformer):
     """Embedding and positions -> pre-norm encoder -> mean over the words -> linear head.
 
     All weights are random; padding has no influence. The head sees each text's own feature covariance.
     """
 
-    def __init__(
-        self, num_ids: int, length: int, num_classes: int, num_blocks: int, *, rngs: nnx.Rngs,
-        **settings: Any,
-    ) -> None:  # fmt: skip
-        self.embed = mj.nn.Embedding(num_ids, NUM_FEATURES, rngs=rngs, **settings)
-        self.positions = mj.nn.LearnedPositions(length, NUM_FEATURES, rngs=rngs, **settings)
-        self.encoder = mj.nn.Encoder(
-            num_blocks,
-            NUM_FEATURES,
-            NUM_HEADS,
-            norm_first=True,
-            hidden_features=HIDDEN_FEATURES,
-            activation="gelu",
-            rngs=rngs,
-            **settings,
-        )
-        self.head = mj.nn.Dense(NUM_FEATURES, num_classes, rngs=rngs, **settings)
-
-    @property
-    def params(self) -> TextParams:
-        """Beliefs about all weights."""
-        return TextParams(
-            self.embed.params, self.positions.params, self.encoder.params, self.head.params
-        )
-
-    def network(self, params: TextParams) -> PlainTextClassifier:
-        """The plain network with these arrays."""
-        return PlainTextClassifier(
-            self.embed.network(params.embed),
-            self.positions.network(params.positions),
-            self.encoder.network(params.encoder),
-            self.head.network(params.head),
-        )
+    plain_type = PlainTextClassifier
 
     def __call__(self, ids: Array) -> tuple[Array, Array]:
         """Ids (N, T) -> mean (N, C) and covariance (N, C, C) of the logits."""

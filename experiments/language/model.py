@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +10,14 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
+from experiments.schedules import clipped_adam
+from experiments.text_network import PlainTextTransformer, TextParams, TextTransformer
 from experiments.training import Report, Task
 
 Array = jax.Array
 
 CONTEXT = 64
-NUM_FEATURES = 64
-NUM_HEADS = 4
 NUM_BLOCKS = 2
-HIDDEN_FEATURES = 128
-WARM_UP = 0.05  # share of the updates in which the learning rate rises
-
-
-class CharacterParams(NamedTuple):
-    """Beliefs about all weights, or arrays in their place."""
-
-    embed: Any
-    positions: Any
-    encoder: Any
-    head: Any
 
 
 def causal_mask(num_tokens: int) -> Array:
@@ -36,16 +25,8 @@ def causal_mask(num_tokens: int) -> Array:
     return jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
 
-class PlainCharacterModel(nnx.Module):
+class PlainCharacterModel(PlainTextTransformer):
     """The deterministic network of one draw of the weights, of Flax's own layers."""
-
-    def __init__(
-        self, embed: nnx.Embed, positions: Any, encoder: mj.nn.PlainEncoder, head: nnx.Linear
-    ) -> None:
-        self.embed = embed
-        self.positions = positions
-        self.encoder = encoder
-        self.head = head
 
     def __call__(self, tokens: Array) -> Array:
         """(..., T) tokens -> (..., T, V) logits of the next ones."""
@@ -53,39 +34,10 @@ class PlainCharacterModel(nnx.Module):
         return self.head(self.encoder(x, causal_mask(tokens.shape[-1])))
 
 
-class CharacterModel(mj.nn.BayesianModule):
-    """Embedding and learned positions, a causal pre-norm encoder, a linear head: all weights random."""
+class CharacterModel(TextTransformer):
+    """A causal Transformer over characters: all weights random."""
 
-    def __init__(self, num_characters: int, *, rngs: nnx.Rngs, **settings: Any) -> None:
-        self.embed = mj.nn.Embedding(num_characters, NUM_FEATURES, rngs=rngs, **settings)
-        self.positions = mj.nn.LearnedPositions(CONTEXT, NUM_FEATURES, rngs=rngs, **settings)
-        self.encoder = mj.nn.Encoder(
-            NUM_BLOCKS,
-            NUM_FEATURES,
-            NUM_HEADS,
-            norm_first=True,
-            hidden_features=HIDDEN_FEATURES,
-            activation="gelu",
-            rngs=rngs,
-            **settings,
-        )
-        self.head = mj.nn.Dense(NUM_FEATURES, num_characters, rngs=rngs, **settings)
-
-    @property
-    def params(self) -> CharacterParams:
-        """Beliefs about all weights."""
-        return CharacterParams(
-            self.embed.params, self.positions.params, self.encoder.params, self.head.params
-        )
-
-    def network(self, params: CharacterParams) -> PlainCharacterModel:
-        """The plain network with these arrays."""
-        return PlainCharacterModel(
-            self.embed.network(params.embed),
-            self.positions.network(params.positions),
-            self.encoder.network(params.encoder),
-            self.head.network(params.head),
-        )
+    plain_type = PlainCharacterModel
 
     def plain(self) -> PlainCharacterModel:
         """The plain network at the means."""
@@ -95,7 +47,7 @@ class CharacterModel(mj.nn.BayesianModule):
 
     def load(self, network: PlainCharacterModel) -> None:
         """Take the weights of a trained plain network as means."""
-        for mine in ("embed", "positions", "encoder", "head"):
+        for mine in TextParams._fields:
             getattr(self, mine).load(getattr(network, mine))
 
     def __call__(self, tokens: Array) -> tuple[Array, Array]:
@@ -110,6 +62,9 @@ def bayesian_network(num_characters: int, structure: str, seed: int) -> Characte
     """The Bayesian network, its prior scales learned."""
     return CharacterModel(
         num_characters,
+        CONTEXT,
+        num_characters,
+        NUM_BLOCKS,
         rngs=nnx.Rngs(seed),
         structure=mj.STRUCTURES[structure],
         relative_scale=0.05,
@@ -125,13 +80,6 @@ def batch(key: Array, step: Array, text: Array, size: int) -> tuple[Array, Array
     )
     cut = jnp.asarray(text)[starts + jnp.arange(CONTEXT + 1)[None, :]]
     return cut[:, :-1], cut[:, 1:]
-
-
-def _schedule(peak: float, num_steps: int) -> optax.Schedule:
-    rising = max(1, int(WARM_UP * num_steps))
-    return optax.warmup_cosine_decay_schedule(
-        0.0, peak, rising, max(num_steps, rising + 1), 0.01 * peak
-    )
 
 
 def plain_task(
@@ -156,10 +104,7 @@ def plain_task(
     def validate(params: Any) -> Array:
         return average(params, validation[:, :-1], validation[:, 1:])
 
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(_schedule(learning_rate, num_steps), weight_decay=weight_decay),
-    )
+    optimizer = clipped_adam(learning_rate, num_steps, norm=1.0, weight_decay=weight_decay)
     return Task("plain network", loss, optimizer, num_steps, validate)
 
 
@@ -191,7 +136,4 @@ def bayesian_task(
         bound = mj.objectives.elbo(fits, kl, dataset_size=text.size, kl_weight=weight)
         return -bound / text.size, {"fit": fits.mean(), "kl": kl}
 
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(10.0), optax.adam(_schedule(learning_rate, num_steps))
-    )
-    return Task("Bayesian network", loss, optimizer, num_steps)
+    return Task("Bayesian network", loss, clipped_adam(learning_rate, num_steps), num_steps)

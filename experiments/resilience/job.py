@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import optax
 from flax import nnx
 
 import moment_jax as mj
 from experiments import data
 from experiments.loop import Job
 from experiments.loop.job import Batch, Report
+from experiments.schedules import clipped_adam
 
 Array = jax.Array
 
@@ -84,14 +84,11 @@ def digits_job(settings: dict[str, Any]) -> Job:
         return -bound / dataset_size, {"fit": fits.mean(), "kl": kl}
 
     steps, rate = settings["steps"], settings["learning_rate"]
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, rate, max(1, steps // 20), max(steps, 2), rate / 100
-    )
     return Job(
         name="resilience",
         create=partial(NETWORKS[settings["network"]], settings),
         loss=loss,
-        optimizer=optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(schedule)),
+        optimizer=clipped_adam(rate, steps, norm=CLIP),
         arrays=(digits.train.images, digits.train.labels),
         batch_size=settings["batch_size"],
         num_steps=steps,

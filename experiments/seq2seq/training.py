@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import moment_jax as mj
+from experiments.schedules import clipped_adam
 from experiments.seq2seq.baselines import Forecast, seasonal_naive
 from experiments.seq2seq.data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
 from experiments.seq2seq.forecaster import Forecaster
@@ -20,8 +20,7 @@ from experiments.training import Report, Task
 Array = jax.Array
 
 LIKELIHOOD = mj.objectives.HeteroscedasticGaussian()
-WARM_UP = 0.05  # share of the updates in which the learning rate rises
-KL_WARM_UP = 0.25  # and in which the weight of the KL does
+KL_WARM_UP = 0.25  # share of the updates in which the weight of the KL rises
 VALIDATED = 3  # one in so many validation windows judges the best parameters
 CHUNK = 128
 
@@ -62,11 +61,7 @@ def task(
         variance = variance * jnp.mean((truth - mean) ** 2 / variance)
         return mj.objectives.gaussian_negative_log_likelihood(truth, mean=mean, variance=variance)
 
-    rising = max(1, round(WARM_UP * num_steps))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, learning_rate, rising, max(num_steps, rising + 1), 0.01 * learning_rate
-    )
-    optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(schedule))
+    optimizer = clipped_adam(learning_rate, num_steps)
     return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)
 
 

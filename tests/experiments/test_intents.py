@@ -14,11 +14,11 @@ import moment_jax as mj
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from experiments import draws
+from experiments import draws, text_network
 from experiments.__main__ import main
 from experiments.bayesian_network import Params
 from experiments.classify import compared as classify_compared
-from experiments.intents import compared, networks
+from experiments.intents import compared
 from experiments.intents.files import KEYS, read_set
 from experiments.intents.networks import TextNetwork
 from experiments.intents.words import BUCKETS, PADDING, Vocabulary, with_lost_words
@@ -146,8 +146,8 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 
 @pytest.mark.whole_run
 def test_the_comparison(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(networks, "NUM_FEATURES", 8)
-    monkeypatch.setattr(networks, "HIDDEN_FEATURES", 8)
+    monkeypatch.setattr(text_network, "NUM_FEATURES", 8)
+    monkeypatch.setattr(text_network, "HIDDEN_FEATURES", 8)
     monkeypatch.setattr(classify_compared, "RATES", (0.1,))
     monkeypatch.setattr(compared, "STRENGTHS", (10.0,))
     write_intents(tmp_path / "a.json", TINY)
