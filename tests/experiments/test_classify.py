@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,11 +14,7 @@ from experiments.classify import compared, images, scores
 from experiments.classify.images import Task
 from experiments.data import Images
 
-
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 def test_parts_are_disjoint_and_others_are_on_the_same_scale():

@@ -30,10 +30,7 @@ ROOT = Path(__file__).parents[2]
 FIGURES = ("certainty.png", "reliability.png", "rotation.png", "spread.png")
 
 
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 def small_task(num_steps):

@@ -26,10 +26,7 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 @pytest.mark.whole_run

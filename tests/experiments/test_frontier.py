@@ -38,10 +38,7 @@ COSTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 def fails(capsys, arguments, *words):

@@ -24,11 +24,7 @@ from experiments.intents.networks import TextNetwork
 from experiments.intents.words import BUCKETS, PADDING, Vocabulary, with_lost_words
 from tests.experiments.intent_files import intent_texts, write_intents
 
-
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 TINY = intent_texts(sizes=(3, 2, 2), outside=(4, 4, 6))

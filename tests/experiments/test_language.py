@@ -19,11 +19,7 @@ from experiments.language import text as language_text
 from experiments.language.predictions import Scores, auroc
 from experiments.language.text import Vocabulary, load, windows
 
-
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 @pytest.fixture

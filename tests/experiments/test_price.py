@@ -19,10 +19,7 @@ from experiments.timing import interleaved
 TINY = Shape(3, 8, 2, 2)
 
 
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 @pytest.fixture

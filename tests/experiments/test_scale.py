@@ -64,10 +64,7 @@ ENTRY %main (p: (s32[], f32[5,4,8], f32[8,8])) -> f32[8,8] {
 """
 
 
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 def test_loops_count_as_often_as_they_run():

@@ -26,10 +26,7 @@ from experiments.seq2seq.forecaster import Forecaster, Size
 NAMES = ("yesterday", "ridge", "ridge on changes", "Bayesian Transformer")
 
 
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 def year(days=60, without=()):

@@ -15,11 +15,7 @@ from experiments.uci import methods, networks, predictive, splits
 from experiments.uci.files import read_sets
 from experiments.uci.networks import perceptron
 
-
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 def arrays(rows=40, count=2):

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,10 +15,7 @@ from experiments.__main__ import main
 FIGURES = ("attention.png", "diffusion.png", "heads.png", "increments.png")
 
 
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 @pytest.mark.whole_run
