@@ -11,6 +11,7 @@ from moment_jax.propagation.moments import Axes, Moments, fresh
 from moment_jax.propagation.origins import (
     LARGEST,
     as_sequence,
+    between,
     dominator,
     joint,
     knows_its_weights,
@@ -18,7 +19,7 @@ from moment_jax.propagation.origins import (
     weights_of,
 )
 from moment_jax.propagation.primitives import VIEWS
-from moment_jax.propagation.propagator import PATTERNS, Propagator, rule
+from moment_jax.propagation.propagator import LAST, PATTERNS, RULES, Propagator, rule
 from moment_jax.propagation.regions import BY_ROW
 
 
@@ -32,6 +33,9 @@ def _linearised(propagator: Propagator, node: Node) -> Moments | None:
         return None
     source = dominator(node.nodes, propagator.tied)
     weights = weights_of(node, source)
+    for inner in between(node, source):
+        if inner.op != "belief" and (inner.op == "argmax" or inner.op not in {**RULES, **LAST}):
+            propagator.moments(inner)  # which refuses it
     cov = joint(propagator, [node], source, weights)
     if cov is None:
         raise refuse(

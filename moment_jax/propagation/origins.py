@@ -64,7 +64,12 @@ def _floating(node: Node) -> bool:
 
 def weights_of(root: Node, source: Node | None) -> dict[int, Posterior]:
     """Beliefs that an array knows beside the source that it is made of."""
-    found: dict[int, Posterior] = {}
+    weights = (x for node in between(root, source) for x in node.operands if isinstance(x, Weight))
+    return {id(x.posterior): x.posterior for x in weights if not isinstance(x.posterior, Point)}
+
+
+def between(root: Node, source: Node | None) -> set[Node]:
+    """The nodes that an array is made of, up to the source."""
     seen: set[Node] = set()
     stack = [root]
     while stack:
@@ -72,11 +77,8 @@ def weights_of(root: Node, source: Node | None) -> dict[int, Posterior]:
         if node is source or node in seen:
             continue
         seen.add(node)
-        for x in node.operands:
-            if isinstance(x, Weight) and not isinstance(x.posterior, Point):
-                found[id(x.posterior)] = x.posterior
         stack.extend(node.nodes)
-    return found
+    return seen
 
 
 def values(roots: list[Node], known: dict[Any, Array]) -> list[Array]:
@@ -100,12 +102,21 @@ def values(roots: list[Node], known: dict[Any, Array]) -> list[Array]:
                 source, before, gain, after = x.line
                 memory[x] = (after + gain * (value(source) - before)).astype(x.dtype)
             else:
-                memory[x] = evaluate(x.primitive, [value(y) for y in x.operands], x.params)[
-                    x.output
-                ]
+                operands = _alike([value(y) for y in x.operands])
+                result = evaluate(x.primitive, operands, x.params)[x.output]
+                memory[x] = result.astype(x.dtype)
         return memory[x]
 
     return [value(x) for x in roots]
+
+
+def _alike(operands: list[Any]) -> list[Any]:
+    """All floating-point arrays in one type: beliefs and moments may be wider than the user's arrays."""
+    arrays = [jnp.asarray(x) for x in operands]
+    wide = [x.dtype for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    if len(set(wide)) < 2:
+        return operands
+    return [x.astype(jnp.result_type(*wide)) if x.dtype in wide else x for x in arrays]
 
 
 def common(propagator: Any, a: Node, b: Node) -> Array | None:

@@ -13,6 +13,7 @@ from moment_jax.layers.residual import residual
 from moment_jax.layers.seen import pool_as
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.dense import branches_of, spread
+from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.origins import (
@@ -34,7 +35,13 @@ Array = jax.Array
 @rule(*VIEWS)
 def _view(propagator: Propagator, node: Node) -> Moments | None:
     rest = list(node.operands[1:])
-    if any(map(is_random, rest)) or not all(map(is_known, rest)) or not is_view(node):
+    if any(map(is_random, rest)):
+        raise refuse(
+            f"`{node.op}` at an index that is random",
+            node.source,
+            "Indices have to be static: compute them from certain values.",
+        )
+    if not all(map(is_known, rest)) or not is_view(node):
         return None
     if node.op == "gather" and isinstance(node.operands[0], Weight) and node.operands[0].ndim == 2:
         return None  # rows of a table
@@ -162,7 +169,7 @@ def _concatenated(propagator: Propagator, node: Node) -> Moments:
         dense = common(propagator, a, b)
         if dense is not None:
             cross = jnp.zeros((index.size, index.size), dense.dtype) if cross is None else cross
-            cross = cross.at[at[:, None], to[None]].set(dense)
+            cross = cross.at[at[:, None], to[None]].set(dense.astype(cross.dtype))
     mean, cov = total
     if cross is not None:
         cov = with_cross(cov, as_sequence(cross, index, index, tokens, features))
