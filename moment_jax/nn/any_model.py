@@ -48,7 +48,8 @@ def bayesian(
       covariance of a sequence (T, D), the last axis being D, with the batch axes before its fields.
 
     Raises:
-      TypeError: if `model` is no module. ValueError: if the beliefs do not fit the parameters.
+      TypeError: if `model` is no module. ValueError: if the beliefs do not fit the parameters, or if the
+        model is in training mode.
 
     >>> from flax import nnx
     >>> import moment_jax as mj
@@ -78,7 +79,15 @@ def bayesian(
             filled, others = jax.tree.map(lambda x: x, (parameters, rest))
             nnx.replace_by_pure_dict(filled, values)
             merged: Any = nnx.merge(graph, filled, others)
-            return merged(*inputs, **shared, **own)
+            before = jax.tree.leaves(nnx.state(merged, nnx.BatchStat))
+            result = merged(*inputs, **shared, **own)
+            after = jax.tree.leaves(nnx.state(merged, nnx.BatchStat))
+            if any(a is not b for a, b in zip(before, after, strict=True)):
+                raise ValueError(
+                    "`bayesian` needs a model in inference mode. Got one that changed its statistics of "
+                    "a batch (BatchStat). Call model.eval() first, or give use_running_average=True."
+                )
+            return result
 
         of = linearise(fn) if linearised else propagate(fn, structure=structure, receipt=receipt)
         mean, cov, *steps = of(beliefs, inputs, own)

@@ -1,9 +1,12 @@
 """Moments of any JAX function of random weights."""
 
 from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
+    assembled,
     attention,
     dense,
     elementwise,
+    groups,
+    local,
     maxima,
     normalization,
     products,

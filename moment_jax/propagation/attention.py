@@ -14,7 +14,6 @@ from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.seen import pool_seen
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.dense import branches_of
-from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.heads import Layout, find_layout, find_scores
 from moment_jax.propagation.moments import Moments
@@ -156,11 +155,7 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
             continue
         parts = [projection(propagator, x) for x in (*scores.operands, values)]
         if any(part is None for part in parts):
-            raise refuse(
-                "attention whose queries, keys or values are no dense layer of a random sequence",
-                node.source,
-                "Make them by dense layers of it (views, biases and scales are fine).",
-            )
+            return None  # such as normalised queries: any other product
         left, right, value = (part for part in parts if part is not None)
         found = find_layout(node, side, weights, scores, left, right, value)
         if found is None:
@@ -176,7 +171,7 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
 def _read(
     node: Node, weights: Node, scores: Node, parts: tuple[Projection, Projection, Projection],
     layout: Layout, places: np.ndarray,
-) -> Core:  # fmt: skip
+) -> Core | None:  # fmt: skip
     """Mask and scale, by the values of the weights; and the parameters."""
     h, width = layout.query_columns.shape
     query, key, value = parts
@@ -193,11 +188,7 @@ def _read(
     expected = np.exp(logits - np.where(allowed, logits, -np.inf).max(-1, keepdims=True))
     expected = expected / expected.sum(-1, keepdims=True)
     if not np.allclose(noisy, expected, atol=1e4 * float(jnp.finfo(scores.dtype).eps)):
-        raise refuse(
-            "attention whose weights are not softmax(scale * scores) under a mask",
-            node.source,
-            "Biases of scores, soft caps and sinks are not known.",
-        )
+        return None  # biases of scores, soft caps, sinks
     mask: Any = None if allowed.all() else jnp.asarray(allowed)
     computed = compute(weights, {scores: zero})
     if not is_known(computed):
@@ -212,11 +203,7 @@ def _read(
         for part, c, f in zip(parts, columns, (factor, None, None), strict=True)
     ]
     if any(p is None for p in params) or layout.value_columns.shape[1] != width:
-        raise refuse(
-            "attention with heads that share weights, or of values wider than keys",
-            node.source,
-            "With shared keys and values use Factorized or Point beliefs.",
-        )
+        return None  # beliefs that shared keys have none of, or values wider than keys
     return Core(query, key, value, tuple(params), h, width, mask, places)  # type: ignore[arg-type]
 
 

@@ -42,6 +42,10 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         moments = _moments(name, fn, mean, cov.variance())
         out, out_cov = moments.mean, cov.elementwise(moments)
         branches = through_gain(before, moments.gain, cov, out_cov, mean)
+    slopes = slope if name == "linear" else moments.gain
+    shown = fresh(jnp.broadcast_to(slopes, mean.shape), out_cov, node.shape, tokens, features)
+    own = Moments(out, out_cov, shown.places)
+    node.line = source, propagator.moments(source).array(), shown.array(), own.array()
     propagator.note(node, name, "" if name == "linear" else "its input Gaussian")
     return dataclasses.replace(fresh(out, out_cov, node.shape, tokens, features), branches=branches)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from typing import Any
 
 import jax
@@ -34,6 +35,8 @@ class Node:
     output: int = 0  # which of its results
     index: int = dataclasses.field(default_factory=lambda: next(_count))
     moments: Moments | None = None
+    # Of an elementwise function, at expected gain: of which node, its mean, the gain, its own mean.
+    line: tuple[Node, Array, Array, Array] | None = None
 
     @property
     def op(self) -> str:
@@ -77,6 +80,7 @@ class Recorder:
             int, Any
         ] = {}  # arrays of random numbers, kept so that their ids stay theirs
         self.beliefs: dict[int, Node] = {}
+        self.uses: Counter[int] = Counter()  # of posteriors by their id
         self.calls: tuple[Any, ...] = ()  # source of the calls that we are in, the innermost first
 
     def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
@@ -158,6 +162,7 @@ class Recorder:
         if not beside and name not in _PRODUCTS:
             operands = [self._belief(x, source) if isinstance(x, Weight) else x for x in operands]
         operands = _split_gains(eqn, operands, source)
+        self.uses.update(id(x.posterior) for x in operands if isinstance(x, Weight))
         return [
             Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, source, i)
             for i, v in enumerate(eqn.outvars)
@@ -264,9 +269,9 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
     if eqn.primitive.name != "mul":
         return operands
     for a, b in (operands, operands[::-1]):
-        if not (
-            isinstance(a, Node) and isinstance(b, Node) and b.op == "mul" and a.shape == b.shape
-        ):
+        if not (isinstance(a, Node) and isinstance(b, Node) and b.op == "mul"):
+            continue
+        if a.shape != eqn.outvars[0].aval.shape:
             continue
         for c, gain in (b.operands, b.operands[::-1]):
             if isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None:

@@ -57,17 +57,17 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
         for i, jacobian in jax.jacrev(output)(means).items():
-            total = total + _carried(beliefs[i], jacobian.reshape(mean.size, -1))
+            total = total + carried(beliefs[i], jacobian.reshape(mean.size, -1))
         mean = mean.reshape(shape)
         return mean, Full(total.reshape(*mean.shape, *mean.shape))
 
     return predict
 
 
-def _carried(belief: Posterior, jacobian: Array) -> Array:
-    """J Cov J^T of one array of weights, its entries in a row, (N, N)."""
+def carried(belief: Posterior, jacobian: Array) -> Array:
+    """J Cov J^T of one array of weights, its entries in a row: (N, size of the array) -> (N, N)."""
     if isinstance(belief, Reshaped):
-        return _carried(belief.belief, jacobian)
+        return carried(belief.belief, jacobian)
     if isinstance(belief, Point):
         return jnp.zeros((), jacobian.dtype)
     if isinstance(belief, FullNormal):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh, gather
 from moment_jax.propagation.propagator import Propagator, rule
@@ -29,10 +28,10 @@ def _window_max(propagator: Propagator, node: Node) -> Moments:
     rest = [i for i in range(len(x.shape)) if i not in (*tokens, *features)]
     size = [int(np.prod([node.shape[i] for i in axes], dtype=int)) for axes in (tokens, features)]
     seen = places.transpose(*rest, *tokens, *features, len(x.shape)).reshape(*size, -1)
-    if (seen < 0).any():
-        raise refuse(
-            "a maximum over windows that reach beyond the edge", node.source, "Use VALID padding."
-        )
+    # Beyond the edge an entry of the window itself, put first: the maximum of x and x is x.
+    seen = np.sort(seen, axis=-1)
+    first = np.min(np.where(seen < 0, x.mean.size, seen), axis=-1, keepdims=True)
+    seen = np.where(seen < 0, first, seen)
     count = seen.shape[2]
     wide = np.concatenate([seen[:, :, i] for i in range(count)], axis=1)
     cov = gather(x.cov, wide)

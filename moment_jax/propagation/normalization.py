@@ -42,7 +42,7 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
                 value = jnp.asarray(x, source.dtype).reshape(source.shape)
                 return np.asarray(compute(node, {source: value}), float)
 
-        kind = _recognised(fn, source, axes)
+        kind = recognised_rows(fn, source.shape, source.dtype, axes)
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
             break
         found = source, axes, kind
@@ -50,6 +50,9 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         return None
     source, axes, kind = found
     m = propagator.moments(source)
+    long = {i for i in axes if m.shape[i] > 1}
+    if isinstance(kind, Normalization) and long != set(m.natural()[1]):
+        return None  # over groups, see groups.py
     tokens = tuple(i for i in range(len(m.shape)) if i not in axes)
     mean, cov = m.sequence(tokens, axes)
     if isinstance(kind, np.ndarray):
@@ -95,13 +98,16 @@ def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
             yield source, next(iter(reduced))
 
 
-def _recognised(
-    fn: Callable[[np.ndarray], np.ndarray], source: Node, axes: tuple[int, ...]
+def recognised_rows(
+    fn: Callable[[np.ndarray], np.ndarray],
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    axes: tuple[int, ...],
 ) -> Normalization | np.ndarray | str | None:
     """A normalisation, "softmax", the matrix of a linear map of the features, or none of these."""
-    x = np.random.default_rng(0).normal(size=source.shape)
+    x = np.random.default_rng(0).normal(size=shape)
     y = fn(x)
-    close = 1e3 * float(jnp.finfo(source.dtype).eps)
+    close = 1e3 * float(jnp.finfo(dtype).eps)
     weights = np.exp(x) / np.exp(x).sum(axes, keepdims=True)
     if np.allclose(y, weights, atol=close):
         return "softmax"

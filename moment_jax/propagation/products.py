@@ -22,6 +22,7 @@ from moment_jax.propagation.branches import Branch, through_gain
 from moment_jax.propagation.dense import branches_of, spread
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.origins import assumed, cross_of, with_cross
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.xla import diagonal_of
 
@@ -56,13 +57,19 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
         bound = safe_sqrt(by_a.variance()) * safe_sqrt(by_b.variance())
         within, cov = _correlated(cov, shared, mean_a, mean_b, bound)
         mean = mean + within
+    cross = None if shared else cross_of(propagator, node, node.operands, tokens, features)
+    if cross is not None:
+        mean = mean + jnp.einsum("tdtd->td", cross)
+        added = cross * mean_b[:, :, None, None] * mean_a[None, None]
+        cov = with_cross(cov, added + cross * jnp.transpose(cross, (2, 3, 0, 1)) / 2)
     left = through_gain(known_a, mean_b, cov_a, by_a, mean_a)
     right = through_gain(known_b, mean_a, cov_b, by_b, mean_b)
     branches = tuple(
         dataclasses.replace(a, paths=(*a.paths, *b.paths))
         for a, b in zip(*_alike(left, right), strict=True)
     )
-    propagator.note(node, "product", "" if shared is not None else "factors independent")
+    text = "" if shared is not None else assumed("factors", node.operands, cross is not None)
+    propagator.note(node, "product", text)
     out = fresh(mean, cov, node.shape, tokens, features)
     return dataclasses.replace(out, branches=branches)
 

@@ -42,6 +42,7 @@ class Propagator:
     def begin(self, pool: Array | None) -> None:
         """Forget everything, and sum over these tokens in sequences of as many: see `Pooled`."""
         self.pool = pool
+        self.tied = False  # whether weights are used more than once
         self.steps: list[Step] = []
         self.focus: tuple[int, int] | None = (
             None  # number of tokens, and the only one that is looked at
@@ -83,7 +84,8 @@ class Propagator:
         self.steps.append(Step(node.op, rule, assumes, where(node.source), tuple(node.shape)))
 
     def _resolved(self, node: Node) -> Moments:
-        for rule in (*_REGISTERED.get(node.op, ()), *PATTERNS, *RULES.get(node.op, ())):
+        known = (RULES.get(node.op, ()), LAST.get(node.op, ()))
+        for rule in (*_REGISTERED.get(node.op, ()), *PATTERNS, *known[0], *known[1]):
             found = rule(self, node)
             if found is not None:
                 return self._pooled(found)
@@ -109,15 +111,16 @@ class Pooled(Exception):  # noqa: N818 (nothing has gone wrong)
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
 RULES: dict[str, list[Rule]] = {}
+LAST: dict[str, list[Rule]] = {}  # for what no other rule takes
 _REGISTERED: dict[str, list[Rule]] = {}
 
 
-def rule(*primitives: str) -> Callable[[Rule], Rule]:
-    """Enter a rule of the library for these primitives."""
+def rule(*primitives: str, last: bool = False) -> Callable[[Rule], Rule]:
+    """Enter a rule of the library for these primitives; `last`: for what no other rule takes."""
 
     def enter(function: Rule) -> Rule:
         for name in primitives:
-            RULES.setdefault(name, []).append(function)
+            (LAST if last else RULES).setdefault(name, []).append(function)
         return function
 
     return enter
@@ -242,7 +245,9 @@ def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[
         )
 
     def run() -> Moments:
-        (output,) = Recorder().run(traced.jaxpr, traced.consts, arguments)
+        recorder = Recorder()
+        (output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
+        propagator.tied = max(recorder.uses.values(), default=0) > 1
         return propagator.moments(output)
 
     try:

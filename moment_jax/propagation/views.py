@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.layers.residual import residual
 from moment_jax.layers.seen import pool_as
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.dense import branches_of, spread
+from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.origins import (
+    LARGEST,
+    as_sequence,
+    assumed,
+    common,
+    cross_of,
+    dominator,
+    with_cross,
+)
 from moment_jax.propagation.primitives import VIEWS, is_known, is_view, moved
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight
@@ -23,7 +35,13 @@ Array = jax.Array
 @rule(*VIEWS)
 def _view(propagator: Propagator, node: Node) -> Moments | None:
     rest = list(node.operands[1:])
-    if any(map(is_random, rest)) or not all(map(is_known, rest)) or not is_view(node):
+    if any(map(is_random, rest)):
+        raise refuse(
+            f"`{node.op}` at an index that is random",
+            node.source,
+            "Indices have to be static: compute them from certain values.",
+        )
+    if not all(map(is_known, rest)) or not is_view(node):
         return None
     if node.op == "gather" and isinstance(node.operands[0], Weight) and node.operands[0].ndim == 2:
         return None  # rows of a table
@@ -51,7 +69,8 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
     tokens, features = a.natural() if a.mean.size >= b.mean.size else b.natural()
     (mean_a, cov_a), (mean_b, cov_b) = (m.sequence(tokens, features) for m in (a, b))
     sign = -1 if node.op == "sub" else 1
-    if sign == 1:
+    tied = propagator.tied and dominator(node.nodes, True) is not dominator(node.nodes, False)
+    if sign == 1 and not tied:
         for mean, cov, m, other, other_cov in (
             (mean_a, cov_a, b, mean_b, cov_b),
             (mean_b, cov_b, a, mean_a, cov_a),
@@ -61,28 +80,12 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
                 if out is not None:
                     propagator.note(node, "residual", "the branch linearised")
                     return fresh(*out, node.shape, tokens, features)
-    common = (
-        " though they have an origin in common" if _origins(node, 0) & _origins(node, 1) else ""
-    )
-    propagator.note(node, "sum", "addends independent" + common)
-    return fresh(mean_a + sign * mean_b, cov_a.add(cov_b), node.shape, tokens, features)
-
-
-def _origins(node: Node, side: int) -> set[int]:
-    """All weights that an operand knows of."""
-    seen: set[int] = set()
-    weights: set[int] = set()
-    stack = [node.operands[side]]
-    while stack:
-        value = stack.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Weight):
-            weights.add(id(value.posterior))
-        elif isinstance(value, Node):
-            stack.extend(value.operands)
-    return weights
+    cov = cov_a.add(cov_b)
+    cross = cross_of(propagator, node, node.operands, tokens, features)
+    if cross is not None:
+        cov = with_cross(cov, sign * cross)
+    propagator.note(node, "sum", assumed("addends", node.operands, cross is not None))
+    return fresh(mean_a + sign * mean_b, cov, node.shape, tokens, features)
 
 
 def _returned(
@@ -134,7 +137,7 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
 
 @rule("concatenate")
 def _concatenated(propagator: Propagator, node: Node) -> Moments:
-    """Each part placed among zeros, and their sum: the parts are taken as independent."""
+    """Each part placed among zeros, and their sum, with what every two have in common."""
     axis = node.params["dimension"]
     parts = [propagator.moments(x) for x in node.operands]
     first = max(parts, key=lambda m: m.mean.size * is_random(m))
@@ -143,6 +146,8 @@ def _concatenated(propagator: Propagator, node: Node) -> Moments:
         tokens = tuple(sorted((*tokens, axis)))
     total: Any = None
     start = 0
+    index = np.arange(int(np.prod(node.shape, dtype=int))).reshape(node.shape)
+    cross, shown = None, []
     for part in parts:
         mean, cov = part.sequence(tokens, features)
         size = part.shape[axis]
@@ -156,7 +161,17 @@ def _concatenated(propagator: Propagator, node: Node) -> Moments:
         else:
             placed = mean @ choose, cov.map_features(choose)
         total = placed if total is None else (total[0] + placed[0], total[1].add(placed[1]))
+        shown.append(np.take(index, range(start, start + size), axis).ravel())
         start += size
-    propagator.note(node, "concatenate", "parts independent of each other")
+    for (a, at), (b, to) in itertools.combinations(zip(node.operands, shown, strict=True), 2):
+        if not (isinstance(a, Node) and isinstance(b, Node)) or index.size**2 > LARGEST:
+            continue
+        dense = common(propagator, a, b)
+        if dense is not None:
+            cross = jnp.zeros((index.size, index.size), dense.dtype) if cross is None else cross
+            cross = cross.at[at[:, None], to[None]].set(dense.astype(cross.dtype))
     mean, cov = total
+    if cross is not None:
+        cov = with_cross(cov, as_sequence(cross, index, index, tokens, features))
+    propagator.note(node, "concatenate", assumed("parts", node.operands, cross is not None))
     return fresh(mean, cov, node.shape, tokens, features)

@@ -12,6 +12,7 @@ import numpy as np
 from moment_jax.layers.dense import dense
 from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
+from moment_jax.posterior import Factorized, Point
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, fresh, gather
@@ -52,11 +53,17 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     """A dense layer of the windows: exact for `Full`, else with what the structure holds of them."""
     p, (image, kernel) = node.params, node.operands
     weight = as_weight(kernel)
-    if weight is None or any(n != 1 for n in p["lhs_dilation"]) or p["batch_group_count"] != 1:
+    if weight is None or p["batch_group_count"] != 1:
         return None
     lhs, rhs, out = p["dimension_numbers"]
-    shape = np.shape(image)
     groups = p["feature_group_count"]
+    x = (
+        propagator.moments(image)
+        if isinstance(image, Node)
+        else propagator.certain(image, (lhs[1],))
+    )
+    shown = _dilated(x.places, lhs[2:], p["lhs_dilation"])
+    shape = shown.shape
     first, second, *rest = rhs  # outputs, inputs, and the window's axes
     spatial = [weight.shape[i] for i in rest]
     ones = (1,) * len(shape)
@@ -75,12 +82,7 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     seen = seen.transpose(order)
     positions = seen.shape[: n - 1]
     seen = seen.reshape(int(np.prod(positions)), -1)
-    x = (
-        propagator.moments(image)
-        if isinstance(image, Node)
-        else propagator.certain(image, (lhs[1],))
-    )
-    places = np.where(seen < 0, -1, x.places.ravel()[seen])
+    places = np.where(seen < 0, -1, shown.ravel()[seen])
     mean = jnp.where(places < 0, 0, x.mean.reshape(-1)[np.maximum(places, 0)])
     cov: Any = (
         gather(x.cov, places)
@@ -99,6 +101,17 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     return fresh(out_mean, out_cov, node.shape, axes, (out[1],))
 
 
+def _dilated(places: np.ndarray, axes: Any, steps: Any) -> np.ndarray:
+    """With zeros between the entries, as transposed convolutions see them."""
+    if all(n == 1 for n in steps):
+        return places
+    step = dict(zip(axes, steps, strict=True))
+    shape = [(n - 1) * step.get(i, 1) + 1 for i, n in enumerate(places.shape)]
+    wide = np.full(shape, -1)
+    wide[tuple(slice(None, None, step.get(i, 1)) for i in range(places.ndim))] = places
+    return wide
+
+
 def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
     """A belief about the kernel (window * channels, out), zero between the groups."""
     *window, inputs, outputs = weight.shape
@@ -115,11 +128,7 @@ def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
         zeros = jnp.zeros((int(np.prod(window)) * channels, outputs), array.dtype)
         return zeros.at[index, columns].set(array)
 
-    if (
-        factorized is None
-        or not factorized.uncorrelated
-        or getattr(factorized, "variance", None) is None
-    ):
+    if not isinstance(factorized, Point | Factorized):
         return None
     return type(factorized)(*jax.tree.map(spread, jax.tree.leaves(factorized)))
 

@@ -1,0 +1,90 @@
+"""Operations that no structured rule knows, to first order in whatever they are made of."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.propagation.errors import PropagationError, refuse
+from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.moments import Axes, Moments, fresh
+from moment_jax.propagation.origins import (
+    LARGEST,
+    as_sequence,
+    between,
+    dominator,
+    joint,
+    knows_its_weights,
+    values,
+    weights_of,
+)
+from moment_jax.propagation.primitives import VIEWS
+from moment_jax.propagation.propagator import LAST, PATTERNS, RULES, Propagator, rule
+from moment_jax.propagation.regions import BY_ROW
+
+
+@rule("dot_general", *sorted(BY_ROW - VIEWS), last=True)
+def _linearised(propagator: Propagator, node: Node) -> Moments | None:
+    """Such as attention of normalised queries, or with biases of the scores.
+
+    The array is linearised in the nearest one that all of it is made of, and in the weights between.
+    """
+    if not node.nodes or not jnp.issubdtype(node.dtype, jnp.floating):
+        return None
+    source = dominator(node.nodes, propagator.tied)
+    weights = weights_of(node, source)
+    for inner in between(node, source):
+        if inner.op != "belief" and (inner.op == "argmax" or inner.op not in {**RULES, **LAST}):
+            propagator.moments(inner)  # which refuses it
+    cov = joint(propagator, [node], source, weights)
+    if cov is None:
+        raise refuse(
+            f"`{node.op}` of {', '.join(str(tuple(np.shape(x))) for x in node.operands)}, random, that "
+            f"no rule knows and whose Jacobian has more than {LARGEST} entries",
+            node.source,
+            f'Register a rule with mj.propagation_rule("{node.op}"), or compute this part from certain '
+            "weights.",
+        )
+    known = {} if source is None else {source: propagator.moments(source).array()}
+    (mean,) = values([node], {n: x.astype(n.dtype) for n, x in known.items()})
+    tokens, features = _axes(propagator, node)
+    index = np.arange(mean.size).reshape(node.shape)
+    dense = as_sequence(cov, index, index, tokens, features)
+    rest = tuple(i for i in range(mean.ndim) if i not in (*tokens, *features))
+    mean = mean.transpose(*rest, *tokens, *features).reshape(dense.shape[:2])
+    propagator.note(node, "linearised", "weights independent of what they are applied to")
+    return fresh(mean, propagator.structure.project(dense), node.shape, tokens, features)
+
+
+def _tied(propagator: Propagator, node: Node) -> Moments | None:
+    """A weight that is applied to what it has made: a tied embedding, a layer that is repeated."""
+    if not propagator.tied or not knows_its_weights(node):
+        return None
+    try:
+        return _linearised(propagator, node)
+    except PropagationError:
+        propagator.note(node, "tied weights", "independent all the same: too large to be dense")
+        return None
+
+
+def _axes(propagator: Propagator, node: Node) -> tuple[Axes, Axes]:
+    """Axes of the tokens and of the features: where it is attention, as the values have them."""
+    features: tuple[int, ...] = (node.ndim - 1,) if node.ndim else ()
+    if node.op == "dot_general" and all(map(is_random, node.operands)):
+        contract, batch = node.params["dimension_numbers"]
+        side = min(
+            (0, 1), key=lambda i: getattr(node.operands[i], "index", 0)
+        )  # values are made first
+        operand = node.operands[side]
+        by_feature = propagator.moments(operand).natural()[1]
+        free = [
+            [i for i in range(x.ndim) if i not in (*c, *b)]
+            for x, c, b in zip(node.operands, contract, batch, strict=True)
+        ]
+        shown = [*batch[side], *([None] * len(free[0]) if side else free[0])]
+        shown += free[1] if side else [None] * len(free[1])
+        features = tuple(i for i, axis in enumerate(shown) if axis in by_feature)
+    return tuple(i for i in range(node.ndim) if i not in features), features
+
+
+PATTERNS.insert(0, _tied)  # before attention, which takes its weights as its own

@@ -1,0 +1,126 @@
+"""Arrangements of public models: group norms, parallel and shared branches, skips, unusual attention."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.propagation.test_propagate import belief, relative
+
+
+def linear(i, o, rngs):
+    return nnx.Linear(i, o, rngs=rngs)
+
+
+class Grouped(nnx.Module):
+    """A residual around a convolution of an array normalised over groups of channels."""
+
+    def __init__(self, norm, rngs):
+        self.first = nnx.Conv(2, 4, (3, 3), rngs=rngs)
+        self.norm = norm(rngs)
+        self.second = nnx.Conv(4, 4, (3, 3), rngs=rngs)
+        self.head = linear(4, 3, rngs)
+
+    def __call__(self, x):
+        x = self.first(x)
+        x = x + self.second(nnx.silu(self.norm(x)))
+        return self.head(x.mean((1, 2)))
+
+
+class Parallel(nnx.Module):
+    """Attention of normalised queries, and a feed-forward branch, of one normalised array."""
+
+    def __init__(self, rngs):
+        self.first = linear(3, 8, rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, rngs=rngs)
+        self.up, self.down = linear(8, 16, rngs), linear(16, 8, rngs)
+
+    def __call__(self, x):
+        x = self.first(x)
+        y = self.norm(x)
+        return x + self.attention(y) + self.down(nnx.gelu(self.up(y)))
+
+
+class Skips(nnx.Module):
+    """Down by a padded maximum, up by a transposed convolution, beside what came in."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Conv(2, 4, (3, 3), rngs=rngs)
+        self.up = nnx.ConvTranspose(4, 4, (2, 2), strides=(2, 2), rngs=rngs)
+        self.last = nnx.Conv(8, 2, (1, 1), rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.silu(self.first(x))
+        y = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        return self.last(jnp.concatenate([x, self.up(y)], axis=-1)).mean((1, 2))
+
+
+class Tied(nnx.Module):
+    """An embedding that reads out what it has written."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(5, 8, rngs=rngs)
+        self.mix = linear(8, 8, rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.embed.attend(x + nnx.tanh(self.mix(x)))
+
+
+IMAGES, TOKENS = (1, 4, 4, 2), (1, 4, 3)
+MODELS = {
+    "group_norm": (lambda r: Grouped(lambda r: nnx.GroupNorm(4, num_groups=2, rngs=r), r), IMAGES),
+    "instance_norm": (lambda r: Grouped(lambda r: nnx.InstanceNorm(4, rngs=r), r), IMAGES),
+    "parallel": (Parallel, TOKENS),
+    "skips": (Skips, IMAGES),
+    "tied": (Tied, None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_public_arrangements_against_sampled_networks(name):
+    make, shape = MODELS[name]
+    model = make(nnx.Rngs(0))
+    x = (
+        jnp.array([[0, 3, 1]])
+        if shape is None
+        else jax.random.normal(jax.random.key(1), shape, jnp.float32)
+    )
+    graph, state, rest = nnx.split(model, nnx.Param, ...)
+    weights = nnx.to_pure_dict(state)
+
+    def fn(weights, x):
+        filled = jax.tree.map(lambda a: a, state)
+        nnx.replace_by_pure_dict(filled, weights)
+        return nnx.merge(graph, filled, rest)(x)
+
+    point = jax.tree.map(mj.posterior.Point, weights)
+    assert jnp.allclose(mj.bayesian(model, point)(x)[0], model(x), atol=1e-5)
+    beliefs = relative(weights)
+    mean, cov = jax.jit(mj.bayesian(model, beliefs, structure=mj.Full))(x)
+    sd = jnp.sqrt(jax.vmap(lambda c: c.variance())(cov)).reshape(mean.shape)
+    truth = jax.jit(lambda b: mj.monte_carlo(lambda w: fn(w, x), b, jax.random.key(3), 4000))(
+        beliefs
+    )
+    ratio = float(jnp.mean(sd / truth.standard_deviation))
+    assert 0.95 <= ratio <= 1.05, ratio
+
+
+def test_a_model_that_changes_the_statistics_of_a_batch_is_refused():
+    model = nnx.Sequential(linear(3, 3, nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    beliefs = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    with pytest.raises(ValueError, match=r"inference mode.*model.eval"):
+        mj.bayesian(model, beliefs)(jnp.ones((2, 3), jnp.float32))
+
+
+def test_random_indices_and_choices_are_refused():
+    for fn in (
+        lambda p, x: x[jnp.sum(x @ p).astype(int)],
+        lambda p, x: jax.nn.one_hot(jnp.argmax(x @ p, -1), 2) @ (x @ p),
+    ):
+        with pytest.raises(mj.PropagationError, match=r"test_architectures.py"):
+            mj.propagate(fn)(belief(0, 3, 2), jnp.ones((2, 3)))
