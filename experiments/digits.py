@@ -31,6 +31,7 @@ __all__ = ["add_arguments", "run", "trained"]
 
 TURNED_DIGIT = 6  # upside down it is a nine
 ANGLES = np.linspace(0.0, 180.0, 37)
+TEST_ANGLES = np.linspace(0.0, 90.0, 7)  # of all test images
 
 
 def add_arguments(parser: Parser) -> None:
@@ -70,13 +71,17 @@ def run(args: argparse.Namespace) -> None:
     plain, plain_seconds = _train_plain(args, digits)
     network, bayesian_seconds = _train_bayesian(args, digits, plain)
     turned, label = _turned(digits)
-    results = _predict(args, digits, plain, network, turned)
+    results, sweeps = _predict(args, digits, plain, network, turned)
     metrics = {
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
         "seconds": {"plain": plain_seconds, "bayesian": bayesian_seconds},
         "kl": float(network.kl()),
         **_compare(digits, results),
+        "rotation": {"angles": TEST_ANGLES.tolist(), "networks": _rotation(digits, sweeps)},
     }
+    metrics["catch_up"] = _catch_up(args, digits, network, metrics["test"])
+    curves = metrics["rotation"]["networks"]
+    figures.save(figures.doubt(TEST_ANGLES, curves), out / "doubt.png")
     _draw(out, digits, turned, label, results)
     metrics["seconds"]["total"] = time.perf_counter() - start
     write_json(out / "metrics.json", metrics)
@@ -171,11 +176,14 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
 def _turned(digits: Digits) -> tuple[np.ndarray, int]:
     """One test image at every angle of the sweep."""
     image = digits.test.images[np.flatnonzero(digits.test.labels == TURNED_DIGIT)[0]]
-    turned = [
-        ndimage.rotate(image, angle, reshape=False, order=1, cval=digits.background)
-        for angle in ANGLES
-    ]
-    return np.stack(turned).astype(np.float32), TURNED_DIGIT
+    turned = np.concatenate([_turn(image[None], angle, digits) for angle in ANGLES])
+    return turned, TURNED_DIGIT
+
+
+def _turn(images: np.ndarray, angle: float, digits: Digits) -> np.ndarray:
+    """Images (N, 8, 8), turned by `angle` degrees; what comes into view is empty."""
+    options = {"axes": (2, 1), "reshape": False, "order": 1, "cval": digits.background}
+    return np.asarray(ndimage.rotate(images, angle, **options), np.float32)
 
 
 def _predict(
@@ -184,17 +192,54 @@ def _predict(
     plain: mj.nn.PlainVisionTransformer,
     network: mj.nn.VisionTransformer,
     turned: np.ndarray,
-) -> dict[str, Prediction]:
-    """Every predictor's word on the test and the validation images, and on the turned digit."""
+) -> tuple[dict[str, Prediction], dict[str, Prediction]]:
+    """Every predictor's word on the test and the validation images and on the turned digit.
+
+    And that of the two that are cheap enough on all test images, turned by every one of TEST_ANGLES.
+    """
     images = np.concatenate([digits.test.images, digits.validation.images, turned])
-    key = jax.random.key(args.seed + 2)
-    return {
-        "plain network": predictions.plain(plain, images),
-        "Bayesian, analytic": predictions.analytic(network, images),
-        f"Bayesian, {args.samples:,} samples": predictions.sampled(
-            network, images, key, args.samples
-        ),
+    count = len(images)
+    # One call for all: a predictor is compiled once.
+    every = [images, *(_turn(digits.test.images, angle, digits) for angle in TEST_ANGLES)]
+    both = {
+        "plain network": predictions.plain(plain, np.concatenate(every)),
+        "Bayesian, analytic": predictions.analytic(network, np.concatenate(every)),
     }
+    key = jax.random.key(args.seed + 2)
+    results = {name: result.at(slice(count)) for name, result in both.items()}
+    results[f"Bayesian, {args.samples:,} samples"] = predictions.sampled(
+        network, images, key, args.samples
+    )
+    return results, {name: result.at(slice(count, None)) for name, result in both.items()}
+
+
+def _rotation(digits: Digits, sweeps: dict[str, Prediction]) -> dict[str, dict[str, list[float]]]:
+    """Mean accuracy, NLL and entropy over the test images, by the angle."""
+    curves = {}
+    for name, result in sweeps.items():
+        parts = np.split(result.probabilities, len(TEST_ANGLES))
+        scores = [predictions.scores(part, digits.test.labels) for part in parts]
+        curves[name] = {
+            "accuracy": [score["accuracy"] for score in scores],
+            "nll": [score["nll"] for score in scores],
+            "entropy": [float(predictions.entropy(part).mean()) for part in parts],
+        }
+    return curves
+
+
+def _catch_up(
+    args: argparse.Namespace,
+    digits: Digits,
+    network: mj.nn.VisionTransformer,
+    networks: dict[str, dict[str, float]],
+) -> dict[str, float | None]:
+    """How many sampled networks are as good as the analytic pass, and what they cost beside it."""
+    _, analytic, samples = networks.values()
+    key = jax.random.key(args.seed + 3)
+    images, labels = digits.test
+    count = predictions.catch_up(network, images, labels, key, args.samples, analytic["nll"])
+    of_one = samples["seconds_per_image"] / args.samples / analytic["seconds_per_image"]
+    return {"samples": count, "time_ratio": None if count is None else count * of_one}
 
 
 def _compare(digits: Digits, results: dict[str, Prediction]) -> dict[str, Any]:
@@ -253,5 +298,24 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
         f"analytic against sampled: NLL {gap:+.4f}; logit sd ratio {logits['sd_ratio']:.3f}, "
         f"correlation {logits['sd_correlation']:.3f}, mean error {logits['mean_error']:.3f} sd"
     )
+    print(_caught_up(metrics))
+    for name, curve in metrics["rotation"]["networks"].items():
+        for angle in (45.0, 60.0):
+            i = metrics["rotation"]["angles"].index(angle)
+            print(
+                f"test images turned by {angle:.0f} degrees, {name}: accuracy "
+                f"{curve['accuracy'][i]:.3f}, NLL {curve['nll'][i]:.2f}, "
+                f"entropy {curve['entropy'][i]:.2f}"
+            )
     print(f"KL weight {metrics['settings']['kl_weight']:g}; "
           f"{metrics['seconds']['total']:.0f} s in all; figures and metrics.json in {out}")  # fmt: skip
+
+
+def _caught_up(metrics: dict[str, Any]) -> str:
+    found, most = metrics["catch_up"], metrics["settings"]["samples"]
+    if found["samples"] is None:
+        return f"up to {most:,} sampled networks do not reach the analytic NLL"
+    return (
+        f"{found['samples']:,} sampled networks reach the analytic NLL, in "
+        f"{found['time_ratio']:.2g} times its time"
+    )

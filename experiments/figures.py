@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 import moment_jax as mj
 from experiments.data import NUM_CLASSES, Images
 from experiments.outputs import whole_file
-from experiments.predictions import Prediction
+from experiments.predictions import Prediction, entropy
 
 STYLE = {
     "figure.dpi": 140,
@@ -43,7 +43,7 @@ def save(figure: Figure, path: Path) -> None:
 def certainty(test: Images, analytic: Prediction, samples: Prediction, count: int = 7) -> Figure:
     """The most and the least certain test images, by the entropy of their class probabilities."""
     p = analytic.probabilities
-    order = np.argsort(-np.sum(p * np.log(np.maximum(p, 1e-30)), axis=1), kind="stable")
+    order = np.argsort(entropy(p), kind="stable")
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(1.5 * count, 5.4))
         halves = figure.subfigures(2, 1)
@@ -132,6 +132,22 @@ def rotation(
         bottom.set(ylabel="logit: mean ± sd", xlabel="angle (degrees)")
         bottom.set(xlim=(angles[0], angles[-1]), xticks=angles[shown])
         bottom.set_title("grey: classes that are never likely", loc="right", color="0.4")
+    return figure
+
+
+def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[float]]]) -> Figure:
+    """Means over all test images, turned: accuracy, NLL and entropy of each network by the angle."""
+    titles = {"accuracy": "accuracy", "nll": "NLL (nats)", "entropy": "entropy (nats)"}
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(1, 3, figsize=(9, 2.8))
+        for axes, (score, title) in zip(panels, titles.items(), strict=True):
+            for colour, (name, curve) in zip((PLAIN, BAYES), curves.items(), strict=True):
+                axes.plot(angles, curve[score], "o-", color=colour, markersize=3, label=name)
+            axes.set(title=title, xlabel="angle (degrees)", xticks=angles[::2])
+            axes.set_ylim(bottom=0)
+        # As unsure as a guess between all classes.
+        panels[2].axhline(np.log(NUM_CLASSES), color="0.75", linewidth=1, zorder=0)
+        panels[1].legend(loc="upper left")
     return figure
 
 

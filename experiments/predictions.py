@@ -85,6 +85,43 @@ def sampled(
     return Prediction(mean[0], mean[1], deviation[1], seconds)
 
 
+def catch_up(
+    network: mj.nn.VisionTransformer,
+    images: np.ndarray,
+    labels: np.ndarray,
+    key: Array,
+    num_samples: int,
+    target: float,
+) -> int | None:
+    """The least number of sampled networks whose averaged probabilities have an NLL of at most `target`.
+
+    Of the counts 1, 2, 3, 5, 10, 20, 30, 50, ...; each count's NLL is the mean over all groups of so
+    many that `num_samples` draws hold. None if no count reaches it.
+    """
+    graph, state = nnx.split(network)
+
+    @jax.jit
+    def likelihoods(state: Any, images: Array, labels: Array, key: Array) -> Array:
+        model = nnx.merge(graph, state)
+
+        def of_one(key: Array) -> Array:
+            logits = model.network(mj.posterior.sample_params(model.params, key))(images)
+            return jnp.take_along_axis(jax.nn.softmax(logits), labels[:, None], axis=1)[:, 0]
+
+        return jax.lax.map(of_one, jax.random.split(key, num_samples))
+
+    # The NLL needs no more than every network's probability of the label: (num_samples, N).
+    drawn = np.asarray(likelihoods(state, jnp.asarray(images), jnp.asarray(labels), key))
+    for count in (k * 10**power for power in range(6) for k in (1, 2, 3, 5)):
+        groups = num_samples // count
+        if groups == 0:
+            break
+        mixed = drawn[: groups * count].reshape(groups, count, -1).mean(axis=1)
+        if -np.log(np.maximum(mixed, np.finfo(np.float32).tiny)).mean() <= target:
+            return count
+    return None
+
+
 def _in_chunks(
     predict: Callable[[Any, Array], Outputs], params: Any, images: np.ndarray
 ) -> Prediction:
@@ -116,3 +153,8 @@ def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         "brier": float(objectives.brier_score(given, truth)),
         "ece": float(objectives.expected_calibration_error(given, truth)),
     }
+
+
+def entropy(probabilities: np.ndarray) -> np.ndarray:
+    """Entropy (nats) of the class probabilities (..., C)."""
+    return -np.sum(probabilities * np.log(np.maximum(probabilities, 1e-30)), axis=-1)

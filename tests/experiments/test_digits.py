@@ -19,7 +19,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import classifiers, data
+from experiments import classifiers, data, predictions
 from experiments.__main__ import main
 from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
@@ -27,7 +27,7 @@ from experiments.outputs import whole_file, write_json
 from experiments.training import Task, fit
 
 ROOT = Path(__file__).parents[2]
-FIGURES = ("certainty.png", "reliability.png", "rotation.png", "spread.png")
+FIGURES = ("certainty.png", "doubt.png", "reliability.png", "rotation.png", "spread.png")
 
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
@@ -185,6 +185,17 @@ def test_the_split_is_fixed_and_stratified():
     assert abs(first.train.images.std() - 1) < 1e-4
 
 
+def test_how_many_samples_catch_up():
+    network = classifiers.bayesian_network(classifiers.Belief(), 0)
+    images, labels = np.zeros((2, 8, 8), np.float32), np.arange(2, dtype=np.int32)
+
+    def count(target):
+        return predictions.catch_up(network, images, labels, jax.random.key(0), 4, target)
+
+    assert count(np.inf) == 1
+    assert count(0.0) is None
+
+
 def test_an_epoch_sees_every_image_once():
     part = data.Images(np.zeros((12, 8, 8), np.float32), np.arange(12, dtype=np.int32))
     seen = [data.mini_batch(jax.random.key(0), jnp.int32(i), part, 4)[1] for i in range(6)]
@@ -205,6 +216,11 @@ def test_the_main_job(tmp_path, capsys, monkeypatch):
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert len(metrics["test"]) == 3
     assert all(np.isfinite(list(row.values())).all() for row in metrics["test"].values())
+    curves = metrics["rotation"]["networks"]
+    assert len(curves) == 2
+    for name, curve in curves.items():
+        assert curve["nll"][0] == pytest.approx(metrics["test"][name]["nll"], rel=1e-4)
+        assert 0 < curve["entropy"][0] <= np.log(10)
     for name in FIGURES:
         assert (tmp_path / name).stat().st_size > 10_000
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
