@@ -53,7 +53,7 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
     def batch(inputs: Array, params: tuple[Any, Any, Any]) -> Any:
         if structure is mj.Full:  # one sequence at a time: its memory is T^4 and (T D)^2
             return jax.lax.map(lambda x: one(x, params), inputs)
-        return jax.vmap(lambda x: one(x, params))(inputs)
+        return jax.vmap(lambda x: one(x, params), axis_name="batch")(inputs)
 
     return _compiled(batch, case.inputs, (case.layers, case.blocks, case.head))
 

@@ -21,6 +21,7 @@ from moment_jax import (
 )
 from moment_jax.covariance import (
     STRUCTURES,
+    BatchSeparable,
     Covariance,
     Diagonal,
     Full,
@@ -63,6 +64,7 @@ __all__ = [
     "DEFAULT_STRUCTURE",
     "STRUCTURES",
     "AttentionParams",
+    "BatchSeparable",
     "Covariance",
     "DecoderBlockParams",
     "DenseParams",

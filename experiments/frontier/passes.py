@@ -64,7 +64,7 @@ def moments(encoder: mj.nn.Encoder, params: Any, head: Head, x: Array) -> Moment
         return classified(*encoder.moments(x, start, params, None), head)
 
     # `Full` takes one sequence at a time: its memory is T^4 and (T D)^2.
-    return jax.lax.map(one, x) if structure is mj.Full else jax.vmap(one)(x)
+    return jax.lax.map(one, x) if structure is mj.Full else jax.vmap(one, axis_name="batch")(x)
 
 
 def plain_tokens(spec: Spec, blocks: Any, x: Array) -> Array:

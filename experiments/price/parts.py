@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -94,7 +95,8 @@ def forward_of(name: str, part: Part, heads: int) -> Callable[..., Any]:
         return draws.many(plain, draws.weights(params), jax.random.key(0), x, NETWORKS)
 
     def moments(params: Any, mean: Array, cov: Any) -> Any:
-        return jax.vmap(lambda m, c: part.moments(m, c, params, heads))(mean, cov)
+        in_batch = partial(jax.vmap, axis_name="batch")  # which `BatchSeparable` averages over
+        return in_batch(lambda m, c: part.moments(m, c, params, heads))(mean, cov)
 
     return {PLAIN: plain, SAMPLED: sampled}.get(name, moments)
 
@@ -121,4 +123,8 @@ def arguments_of(name: str, part: Part, shape: Shape) -> tuple[Any, ...]:
     def covariance(x: Array, layer: mj.DenseParams) -> mj.Covariance:
         return mj.dense(x, structure.zeros((shape.tokens, shape.features)), layer)[1]
 
-    return params, x, jax.jit(jax.vmap(covariance, (0, None)))(x, block.attention.query)
+    return (
+        params,
+        x,
+        jax.jit(jax.vmap(covariance, (0, None), axis_name="batch"))(x, block.attention.query),
+    )

@@ -6,10 +6,12 @@
 | `TokenBlock` | each token's feature covariance | T D^2 |
 | `TokenCorrelated` | signed scale, one token correlation | T D + T^2 |
 | `Separable` | signed scale, a token and a feature correlation | T D + T^2 + D^2 |
+| `BatchSeparable` | the same, the feature correlation of a whole batch | T D + T^2 |
 | `Full` | everything | T^2 D^2 |
 """
 
 from moment_jax.covariance.base import Covariance
+from moment_jax.covariance.batch_separable import BATCH_AXIS, BatchSeparable
 from moment_jax.covariance.diagonal import Diagonal
 from moment_jax.covariance.full import Full
 from moment_jax.covariance.separable import Separable
@@ -18,12 +20,14 @@ from moment_jax.covariance.token_correlated import TokenCorrelated
 
 STRUCTURES: dict[str, type[Covariance]] = {
     structure.__name__: structure
-    for structure in (Diagonal, TokenBlock, TokenCorrelated, Separable, Full)
+    for structure in (Diagonal, TokenBlock, TokenCorrelated, Separable, BatchSeparable, Full)
 }
 """Every structure by its name: what command lines accept and what the tests run over."""
 
 __all__ = [
+    "BATCH_AXIS",
     "STRUCTURES",
+    "BatchSeparable",
     "Covariance",
     "Diagonal",
     "Full",

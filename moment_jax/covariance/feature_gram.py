@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -85,6 +86,12 @@ class FeatureGram(NamedTuple):
             basis = None if self.basis is None else self.basis * gain[None, :]
             return FeatureGram(self.inner, basis, diagonal, variance)
         return FeatureGram(gain[:, None] * self.inner * gain[None, :], None, diagonal, variance)
+
+    def shared(self, share: Callable[[Array], Array]) -> FeatureGram:
+        """The matrix of which sequences share everything but the basis, which they have in common."""
+        parts = (self.inner, self.diagonal, self.variance)
+        inner, diagonal, variance = (None if part is None else share(part) for part in parts)
+        return FeatureGram(inner, self.basis, diagonal, variance)
 
     def times(self, factor: Array) -> FeatureGram:
         """The matrix times a number, ()."""

@@ -99,8 +99,19 @@ class Separable(Covariance):
             result = dataclasses.replace(result, sum_variance=sum_variance)
         known = self.__dict__.get("_grams")
         if known is not None:
-            result.__dict__["_grams"] = (known[0], known[1].rescaled(safe_sqrt(ratio)))
+            gain = self.share(safe_sqrt(ratio))
+            result.__dict__["_grams"] = (known[0], known[1].rescaled(gain))
         return result
+
+    @staticmethod
+    def share(statistic: Array) -> Array:
+        """What stands for a statistic of the features: here every sequence's own."""
+        return statistic
+
+    @classmethod
+    def own_variance(cls, variance: Array, token_gram: Array, pool: Array | None) -> Array:
+        """Variances of this sequence's sum, (D,), from what stands for them."""
+        return variance
 
     def pooled_variance(self, weights: Array | None = None) -> Array:
         """Variances of a sum over the tokens, (D,), by scale and token correlation.
@@ -139,13 +150,15 @@ class Separable(Covariance):
         scale, token_gram = materialized(safe_sqrt(variance)), materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
-        feature_gram = feature_gram._replace(variance=jnp.maximum(feature_gram.diag(), 0))
+        feature_gram = feature_gram.shared(cls.share)
+        variance = jnp.maximum(feature_gram.diag(), 0)
+        feature_gram = feature_gram._replace(variance=variance)
         result = cls(
             scale,
             correlation_of(token_gram, rows_diagonal(token_gram)),
             correlation_of(feature_gram.dense()),
             pool,
-            feature_gram.variance,
+            cls.own_variance(variance, token_gram, pool),
         )
         # Cache both Gram matrices for the next operation; dropped at the boundaries of transformations.
         result.__dict__["_grams"] = (token_gram, feature_gram)
@@ -235,11 +248,15 @@ class Separable(Covariance):
         rows = weighted(self.scale, self.pool)
         if self.sum_variance is None:
             inner = rows.T @ (self.token_correlation @ rows)
-            return FeatureGram(self.feature_correlation * inner)
+            return FeatureGram(self.feature_correlation * inner).shared(self.share)
         sign = jnp.where(jnp.sum(rows, axis=0) < 0, -1, 1).astype(self.dtype)
         root = sign * safe_sqrt(self.sum_variance)
         whole = root[:, None] * self.feature_correlation * root[None, :]
-        return FeatureGram(whole, variance=self.sum_variance)
+        return FeatureGram(whole, variance=self.sum_variance).shared(self.share)
+
+    def summed_variance(self) -> Array:
+        """Variances of the sum over the tokens, (D,)."""
+        return self.pooled_variance() if self.sum_variance is None else self.sum_variance
 
     def token_matvec(self, vectors: Array) -> Array:
         return self.scale * ((self.scale * vectors) @ self.feature_correlation)
@@ -253,7 +270,8 @@ class Separable(Covariance):
         result = dataclasses.replace(self, scale=scale, sum_variance=None)
         if factor.shape[0] == 1:  # the same for all tokens
             features = self.features().rescaled(factor[0])
-            result = dataclasses.replace(result, sum_variance=features.diag())
+            variance = self.summed_variance() * factor[0] ** 2
+            result = dataclasses.replace(result, sum_variance=variance)
             result.__dict__["_grams"] = (self.token_correlation * (scale @ scale.T), features)
         return result
 
@@ -280,12 +298,14 @@ class Separable(Covariance):
         token_gram = weights @ self.token_gram() @ weights.T
         features = self.features()
         if weights.shape[0] == 1:
-            variance = separable_noise.sum_variance(self, weights[0], features.diag())[None, :]
-            ratio = safe_divide(variance[0], features.diag())
+            known = self.summed_variance()
+            variance = separable_noise.sum_variance(self, weights[0], known)[None, :]
+            ratio = safe_divide(variance[0], known)
         else:
             total = jnp.sum(weights, axis=0)
             ratio = safe_divide(self.pooled_variance(total), self.pooled_variance())
-        return self.from_moments(variance, token_gram, features.rescaled(safe_sqrt(ratio)))
+        features = features.rescaled(self.share(safe_sqrt(ratio)))
+        return self.from_moments(variance, token_gram, features)
 
     def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
         pairs = self.token_correlation

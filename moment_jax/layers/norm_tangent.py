@@ -65,7 +65,7 @@ class NormTangent(NamedTuple):
         shares = weighted(pooled(cov.token_gram(), cov.pool)[:, None] * self.inverse, cov.pool)
         lost = (shares * blocks.pull(self.normal)).T @ self.normal
         kept = jnp.sum(shares) * self.centred(blocks.features)
-        return (kept - lost / self.normal.shape[1]) * self.scale
+        return cov.share(kept - lost / self.normal.shape[1]) * self.scale
 
 
 class TokenBlocks(NamedTuple):
@@ -163,7 +163,7 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     twice = (pairs * product_with_transposed(normal / d, pulled)) @ normal
     bent = normal.T @ (0.5 * twice - jnp.sum(pairs, axis=1, keepdims=True) * pulled)
     root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1, keepdims=True), blocks.energy))
-    return Separable.from_moments(
+    return cov.from_moments(
         variance,
         root * cov.token_gram() * root.T,
         jnp.sum(pairs) * features + bent + bent.T,

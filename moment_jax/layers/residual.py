@@ -146,7 +146,7 @@ def _add_separable(
     cov: Separable, branch: Separable, tangent: Tangent, norm: NormTangent | None
 ) -> Separable:
     cross = separable_cross(cov, tangent, norm)
-    return Separable.from_crossed(
+    return cov.from_crossed(
         cov.variance() + branch.variance() + 2 * _bounded(cross.variance, cov, branch),
         cov.token_gram() + branch.token_gram() + cross.token_gram + cross.token_gram.T,
         cov.feature_gram() + branch.feature_gram() + cross.feature_gram + cross.feature_gram.T,

@@ -66,7 +66,8 @@ def _through_feed_forward(
 
 def _per_feature(total: Array, cov: Separable, entering: Array) -> Array:
     """Covariances of sums over the tokens, (..., D), over that of x with what enters the branch."""
-    return safe_divide(total, jnp.broadcast_to(_sums(cov, entering), total.shape))
+    sums = cov.share(_sums(cov, entering))
+    return safe_divide(cov.share(total), jnp.broadcast_to(sums, total.shape))
 
 
 def _sums(cov: Separable, entering: Array) -> Array:
@@ -85,7 +86,8 @@ def _through_queries(
     own = weighted(own, cov.pool)
     own = safe_divide(own, jnp.broadcast_to(jnp.sum(own), own.shape))
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
-    bent = split_heads(features @ tangent.query_kernel, h) @ _query_jacobian(tangent, own, v)
+    jacobian = cov.share(_query_jacobian(tangent, own, v))
+    bent = split_heads(features @ tangent.query_kernel, h) @ jacobian
     by_scores = entering * _per_feature(jnp.einsum("hdk,hkd->d", bent, output), cov, entering)[None]
     return Cross(
         cov.scale * by_scores,
@@ -112,13 +114,12 @@ def _through_mixing(
     v = split_heads(tangent.value, h)
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     linked = tangent.mixing.weights * normal[None]  # (H, T, S)
-    by_query = split_heads(tangent.query_kernel, h) @ _query_jacobian(
-        tangent, rows_diagonal(normal), v
-    )
-    by_key = split_heads(key_kernel, h) @ _key_jacobian(tangent, linked, v)
+    by_query = cov.share(_query_jacobian(tangent, rows_diagonal(normal), v))
+    by_query = split_heads(tangent.query_kernel, h) @ by_query
+    by_key = split_heads(key_kernel, h) @ cov.share(_key_jacobian(tangent, linked, v))
     by_value = split_heads(features @ value_kernel, h)
     bent = split_heads(features @ merge_heads(by_query + by_key), h)  # (H, D, K)
-    straight = by_value * jnp.sum(linked, axis=(1, 2))[:, None, None]
+    straight = by_value * cov.share(jnp.sum(linked, axis=(1, 2)))[:, None, None]
     feature_gram = jnp.einsum("hik,hko->io", straight + bent, output)
 
     # What a feature gets of itself: through the values of every head, and through all scores.

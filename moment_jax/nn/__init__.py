@@ -3,7 +3,7 @@
 from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.any_model import bayesian
 from moment_jax.nn.attention import MultiHeadAttention
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, with_structure
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.code_bound import NegativeElbo
 from moment_jax.nn.decoder import Decoder
@@ -83,4 +83,5 @@ __all__ = [
     "plain_linear",
     "plain_norm",
     "total_kl",
+    "with_structure",
 ]

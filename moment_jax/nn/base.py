@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
 
+from moment_jax.covariance import Covariance
 from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior, sample_params
 
 Array = jax.Array
+M = TypeVar("M", bound=nnx.Module)
 
 
 class Stage(NamedTuple):
@@ -78,3 +82,25 @@ def set_mean(belief: Belief, value: Array) -> None:
             f"shape. Got {tuple(value.shape)}."
         )
     belief.mean.set_value(value.astype(belief.mean.dtype))
+
+
+def with_structure(module: M, structure: type[Covariance]) -> M:
+    """The same module in another covariance structure, on the same variables.
+
+    So a network that trains in `BatchSeparable` predicts in `Separable`, and what one call trains the
+    other sees.
+
+    Args:
+      module: a module of `mj.nn`, or of your own with such modules in it.
+      structure: of every one of them.
+
+    Raises:
+      TypeError: if `structure` is none.
+    """
+    copy = nnx.clone(module, variables=False)
+    parts: list[Any] = [part for _, part in nnx.iter_modules(copy)]
+    for part in parts:
+        settings = getattr(part, "settings", None)
+        if isinstance(settings, Settings):
+            part.settings = dataclasses.replace(settings, structure=structure)
+    return copy

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import BATCH_AXIS, Covariance
 from moment_jax.covariance.checks import check_array
 from moment_jax.layers.checks import described, is_boolean
 
@@ -35,9 +35,11 @@ def over_batch(
     check_valid(mean, valid)
     if mean.ndim > 2:
         axes = (0, None if cov is None else 0, None if valid is None else 0)
-        return jax.vmap(lambda m, c, v: over_batch(layer, m, c, structure, v), in_axes=axes)(
-            mean, cov, valid
-        )
+        return jax.vmap(
+            lambda m, c, v: over_batch(layer, m, c, structure, v),
+            in_axes=axes,
+            axis_name=BATCH_AXIS,
+        )(mean, cov, valid)
     inputs = (mean, _certain(mean, structure) if cov is None else cov)
     return layer(*inputs) if valid is None else layer(*inputs, valid)
 
@@ -73,7 +75,8 @@ def over_batch_with_memory(
         def one(m: Any, c: Any, n: Any, d: Any, v: Any, w: Any) -> Any:
             return over_batch_with_memory(layer, m, c, n, d, structure, v, w)
 
-        return jax.vmap(one, in_axes=tuple(None if x is None else 0 for x in inputs))(*inputs)
+        axes = tuple(None if x is None else 0 for x in inputs)
+        return jax.vmap(one, in_axes=axes, axis_name=BATCH_AXIS)(*inputs)
     return layer(
         mean,
         _certain(mean, structure) if cov is None else cov,

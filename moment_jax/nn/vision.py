@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moment_jax.covariance import Covariance, TokenBlock
+from moment_jax.covariance import BATCH_AXIS, Covariance, TokenBlock
 from moment_jax.covariance.pytree import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
@@ -213,7 +213,7 @@ class VisionTransformer(BayesianModule):
         tokens = self.patches(images)
         batch = tokens.shape[:-2]
         flat = tokens.reshape(math.prod(batch), *tokens.shape[-2:])
-        mean, cov = jax.vmap(lambda x: self._moments(x, params))(flat)
+        mean, cov = jax.vmap(lambda x: self._moments(x, params), axis_name=BATCH_AXIS)(flat)
         return mean.reshape(*batch, *mean.shape[1:]), cov.reshape(*batch, *cov.shape[1:])
 
     @property

@@ -173,4 +173,4 @@ def _gathered_separable(
     spread = spread.at[tokens, np.arange(tokens.shape[1])[None]].add(weighted(scale, None))
     shown = cov.feature_correlation[columns[:, None], columns[None]]
     feature_gram = shown * (spread.T @ (cov.token_correlation @ spread))
-    return Separable.from_moments(scale**2, token_gram, feature_gram)
+    return cov.from_moments(scale**2, token_gram, feature_gram)

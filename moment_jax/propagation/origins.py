@@ -259,7 +259,7 @@ def _separable(cov: Separable, cross: Array) -> Separable:
     gram = jnp.einsum("tdsd->ts", cross)
     ones = weighted(jnp.ones((cov.shape[0], 1), cross.dtype), cov.pool)[:, 0]
     features = jnp.einsum("t,tdse,s->de", ones, cross, ones)
-    return Separable.from_crossed(
+    return cov.from_crossed(
         _variance(cov, cross),
         cov.token_gram() + gram + gram.T,
         cov.feature_gram() + features + features.T,

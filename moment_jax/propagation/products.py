@@ -172,7 +172,7 @@ def _correlated_separable(
     left = weighted(shared.left_gain * mean_b, entered.pool)
     right = weighted(shared.right_gain * mean_a, entered.pool)
     feature = mapped * (left.T @ (entered.token_gram() @ right))
-    return within, Separable.from_moments(
+    return within, cov.from_moments(
         cov.variance() + 2 * added,
         cov.token_gram() + gram + gram.T,
         cov.feature_gram() + feature + feature.T,
@@ -202,7 +202,7 @@ def _hadamard_diagonal(a: Diagonal, b: Diagonal) -> Diagonal:
 
 @hadamard.register
 def _hadamard_separable(a: Separable, b: Separable) -> Separable:
-    return Separable(
+    return type(a)(
         a.scale * b.scale,
         a.token_correlation * b.token_correlation,
         a.feature_correlation * b.feature_correlation,

@@ -25,10 +25,10 @@ def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
     tokens = jnp.einsum("ntd,nsd->ts", centred, centred) / n
     if structure is structures.TokenCorrelated:
         return structures.TokenCorrelated.from_moments(variance, tokens)
-    if structure is structures.Separable:
+    if issubclass(structure, structures.Separable):
         total = jnp.sum(centred, axis=1)
         features = total.T @ total / n
-        return structures.Separable.from_moments(variance, tokens, features)
+        return structure.from_moments(variance, tokens, features)
     flat = centred.reshape(n, t * d)
     return structure.project((flat.T @ flat / n).reshape(t, d, t, d))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import (
+    BatchSeparable,
     Covariance,
     Diagonal,
     Full,
@@ -55,6 +56,7 @@ ATTENDERS: dict[type[Covariance], Attend] = {
     TokenBlock: _projected(mix_token_block),
     TokenCorrelated: _projected(mix_token_correlated),
     Separable: attend_separable,
+    BatchSeparable: attend_separable,
     Full: _projected(mix_full),
 }
 """How each structure mixes tokens and projects the result; a new structure enters here."""

@@ -141,11 +141,12 @@ class Projected(NamedTuple):
         """
         _, cov, params = self.source
         kernel, h = params.kernel, self.heads.features.shape[0]
-        features = cov.features().times(safe_divide(energy, _sum(cov)))
+        energy = safe_divide(energy, cov.share(_sum(cov)))
+        features = cov.features().times(energy)
         if self.heads.own is not None:
             moment = features.diag() + jnp.sum(rows**2, axis=0)
             noise = FeatureGram(diagonal=kernel.noise_variance(0 * moment, moment)).blocks(h)
-            result = self.heads.features * safe_divide(energy, _sum(cov)) + noise
+            result = self.heads.features * energy + noise
         else:
             noise = FeatureGram(kernel.noise_block(features.dense() + rows.T @ rows)).blocks(h)
             result = features.map(kernel.mean).blocks(h) + noise
@@ -163,7 +164,8 @@ def centred_rows(rows: Array, pool: Array | None) -> tuple[Array, Array]:
 
 def over_sum(cov: Separable) -> Array:
     """The token Gram matrix over the sum of its entries, which the pool weighs; zero if that is zero."""
-    return safe_divide(cov.token_gram(), jnp.broadcast_to(_sum(cov), (1, 1)))
+    total = jnp.broadcast_to(cov.share(_sum(cov)), (1, 1))
+    return safe_divide(cov.token_gram(), total)
 
 
 def _sum(cov: Separable) -> Array:

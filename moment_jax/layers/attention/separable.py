@@ -51,11 +51,12 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
 
     num_scores = h * heads.query.shape[1] * heads.key.shape[1]
     mixed = each_head(mix, (heads, links[1:], inputs.mask), num_scores)
-    pool = inputs.query.cov.pool
-    values = ValueNoise(value.whole, mixed.weights, mixed.reach, pool)
+    like = inputs.query.cov
+    pool = like.pool
+    values = ValueNoise(value.whole, mixed.weights, mixed.reach, pool, like.share)
     own = value.of_sums(mixed.weights, pool)
     mean = merge_heads(mixed.mean)
-    cov = _output_cov(output, values, own, mixed, mean, noise_metric, pool)
+    cov = _output_cov(output, values, own, mixed, mean, noise_metric, like)
     return output.mean_output(mean), cov, Mixing(mixed.weights, mixed.gain)
 
 
@@ -66,10 +67,10 @@ def _output_cov(
     mixed: Mixed,
     mean: Array,
     noise_metric: Array,
-    pool: Array | None,
+    like: Separable,
 ) -> Separable:
     """Covariance of the projected output, its random kernel and bias included."""
-    kernel = output.kernel.mean
+    kernel, pool = output.kernel.mean, like.pool
     metric = kernel @ kernel.T + noise_metric
     split = kernel.reshape(*mixed.feature_gram.shape[:2], -1)
     variance, feature_gram = values.map_features(kernel)
@@ -81,6 +82,7 @@ def _output_cov(
         variance = variance + energy.T @ jnp.einsum("hko,hk->ho", split**2, own)
         by_head = by_head + energy[:, :, None] * own[:, None, :]
         mixed = mixed._replace(feature_gram=mixed.feature_gram + diagonal_matrix(own))
+    mixed = mixed._replace(feature_gram=like.share(mixed.feature_gram))
     feature_gram = feature_gram + jnp.einsum("hko,hkp->op", split, mixed.feature_gram @ split)
     token_gram = values.token_gram(metric) + jnp.sum(mixed.token_gram, axis=0)
     features = FeatureGram(feature_gram)
@@ -95,13 +97,13 @@ def _output_cov(
         else:
             moment = values.feature_gram() + _block_diagonal(mixed.feature_gram)
             total = pooled(mean, pool)
-            moment = moment + total[:, None] * total[None, :]
+            moment = moment + like.share(total[:, None] * total[None, :])
             features = FeatureGram(feature_gram + output.kernel.noise_block(moment))
     variance = fit_rows(variance, rows_diagonal(token_gram))
-    cov = Separable.from_crossed(variance, token_gram, features, pool)
+    cov = like.from_crossed(variance, token_gram, features, pool)
     if output.bias is None or isinstance(output.bias, Point):
         return cov
-    return cov.add(Separable.shared(mean.shape[0], output.bias.vector_cov()))
+    return cov.add(like.shared(mean.shape[0], output.bias.vector_cov()))
 
 
 def _outer(rows: Array, columns: Array) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -23,10 +25,16 @@ class ValueNoise:
       weights: mean attention weights, (H, T, S).
       reach: the weights times the token pattern V, (H, T, S).
       pool: weights of the averages in the sum over them, (T,); None for one each.
+      share: `Separable.share`, of what belongs to the features.
     """
 
     def __init__(
-        self, features: Array, weights: Array, reach: Array, pool: Array | None = None
+        self,
+        features: Array,
+        weights: Array,
+        reach: Array,
+        pool: Array | None,
+        share: Callable[[Array], Array],
     ) -> None:
         self.features = features
         h = weights.shape[0]
@@ -34,7 +42,7 @@ class ValueNoise:
         self.weights, self.reach = weights, reach
         self.overlaps = jnp.einsum("hac,gac->ahg", reach, weights)  # (T, H, H)
         total, reached = (pooled(x.swapaxes(0, 1), pool) for x in (weights, reach))
-        self.shares = reached @ total.T  # (H, H)
+        self.shares = share(reached @ total.T)  # (H, H)
 
     def token_gram(self, metric: Array) -> Array:
         """Between different heads, under a metric (H K, H K) of the features, (T, T)."""
