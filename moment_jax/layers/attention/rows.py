@@ -105,7 +105,8 @@ class Products(NamedTuple):
 
     def within(self, weights: Array) -> Array:
         """The variance of the values under the weights W, (T,)."""
-        return left_within(weights @ rows_diagonal(self.values), rows_diagonal(self.averages))
+        second = jnp.sum(weights * rows_diagonal(self.values)[None, :], axis=1)
+        return left_within(second, rows_diagonal(self.averages))
 
 
 class ScoreNoise(NamedTuple):
@@ -147,27 +148,55 @@ def _quadratic(keys: Array, weights: Array, products: Products) -> Array:
     return 0.5 * (half + half.T) + products.averages * product_with_transposed(pulled, weights)
 
 
-def inner_noise(
-    rows: RowCovariance, weights: Array, gain: Array, pool: Array | None = None
-) -> Array:
-    """sum_ab Cov[W_ac, W_bf], (S, S): sum_cf of it with v_c v_f^T is the covariance of the sum over a.
+class SumNoise(NamedTuple):
+    """What the scores' noise gives the sum over the rows, sum_a p_a A_a with A = W v."""
 
-    The queries a have weights `pool` in the sum, (T,), or one each. With saturated rows rounding is all
-    that is left, so entries stay within Cauchy and Schwarz, by Var[W] <= E[W] (1 - E[W]).
+    features: Array  # by the mean values, (K, K)
+    pattern: Array  # by a token pattern of the values' noise, ()
+
+
+def sum_noise(
+    rows: RowCovariance,
+    weights: Array,
+    gain: Array,
+    values: Array,
+    mean: Array,
+    noise: Products,
+    pool: Array | None = None,
+) -> SumNoise:
+    """sum_ab p_a p_b sum_cf Cov[W_ac, W_bf] v_c v_f^T, and the same with a pattern n_cf for v_c v_f^T.
+
+    With rows that are saturated rounding is all that is left, so both stay within Cauchy and Schwarz,
+    by Cov[W_a] <= diag(E[W_a]) - E[W_a] E[W_a]^T.
+
+    Args:
+      rows: covariance of the contrasts of the scores.
+      weights: E[W], (T, S).
+      gain: of the softmax, (T,).
+      values: v, (S, K).
+      mean: W v, (T, K).
+      noise: the pattern n, and its products with the weights, W n and W n W^T.
+      pool: p, (T,); None for one each.
     """
+    centre = jnp.mean(values, axis=0, keepdims=True)  # the same for all keys moves nothing
+    values, mean = values - centre, mean - centre
     size = weighted(gain[:, None], pool)
-    noise = (_inner(term.keys, weights, size * term.queries * size.T) for term in rows.terms)
-    bound = pooled(safe_sqrt(weights * (1 - weights)), pool)
-    bound = bound[:, None] * bound[None, :]
-    return jnp.clip(_total(noise), -bound, bound)
 
+    def parts(term: Term) -> tuple[Array, Array, Array]:
+        pairs = size * term.queries * size.T
+        pulled, paired = rows_product(weights, term.keys), rows_product(pairs, weights)
+        outer = term.keys * product_of_transposed(weights, paired)
+        return outer, paired * pulled, pairs * product_with_transposed(pulled, weights)
 
-def _inner(keys: Array, weights: Array, pairs: Array) -> Array:
-    """sum_ab pairs_ab J_a,cg keys_gh J_b,hf with the softmax's Jacobians J_a, (S, S)."""
-    pulled, paired = rows_product(weights, keys), rows_product(pairs, weights)
-    both = rows_product(pairs * product_with_transposed(pulled, weights), weights)
-    bent = product_of_transposed(0.5 * both - paired * pulled, weights)
-    return keys * product_of_transposed(weights, paired) + bent + bent.T
+    outer, near, far = (_total(same) for same in zip(*map(parts, rows.terms), strict=True))
+    bent = values.T @ (0.5 * (outer @ values) - near.T @ mean)
+    features = bent + bent.T + mean.T @ (far @ mean)
+    pattern = jnp.sum(outer * noise.values) + jnp.sum(far * noise.averages)
+    pattern = pattern - 2 * jnp.sum(near * noise.crossed)
+    root = pooled(safe_sqrt(left_within(weights @ values**2, mean**2)), pool)
+    most = pooled(safe_sqrt(noise.within(weights)), pool) ** 2
+    bound = root[:, None] * root[None, :]
+    return SumNoise(jnp.clip(features, -bound, bound), jnp.clip(pattern, 0, most))
 
 
 def independent_variance(

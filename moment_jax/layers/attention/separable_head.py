@@ -24,8 +24,8 @@ from moment_jax.layers.attention.rows import (
     Products,
     RowCovariance,
     Term,
-    inner_noise,
     score_noise,
+    sum_noise,
 )
 from moment_jax.layers.attention.shared_input import Centres, Links, score_value, shared_mean
 from moment_jax.xla import (
@@ -117,11 +117,11 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     products = _products(head, mean, noise_tokens, noise_reach, averages)
     noise = score_noise(seen, weights, products, order)
     token_gram = noise.token_gram + averages
-    inner = inner_noise(seen, weights, noise.gain, tokens.pool)
-    feature_gram = head.value.T @ inner @ head.value
     size = jnp.broadcast_to(jnp.sum(head.value_features * head.metric), (1, 1))
-    pattern, pattern_reach = (safe_divide(part, size) for part in (noise_tokens, noise_reach))
-    feature_gram = feature_gram + jnp.sum(inner * pattern) * head.value_features
+    of_noise = Products(noise_tokens, noise_reach, averages)
+    pattern = Products(*(safe_divide(part, size) for part in of_noise))
+    summed = sum_noise(seen, weights, noise.gain, head.value, mean, pattern, tokens.pool)
+    feature_gram = summed.features + summed.pattern * head.value_features
     noisy = weights**2 * rows.variance()
     independent = jnp.sum(noisy * products.spread(), axis=1)
     # Where a row has one key left, the sum is rounding of either sign.
@@ -129,7 +129,9 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
     least = 2 * jnp.finfo(noisy.dtype).eps * jnp.sum(noisy * second, axis=1)
     independent = jnp.maximum(independent, least)
     size = safe_divide(jnp.maximum(rows_diagonal(noise.token_gram), 0), independent)
-    energy, variance = _by_independent_keys(head, pattern, noisy, weights, mean, pattern_reach)
+    energy, variance = _by_independent_keys(
+        head, pattern.values, noisy, weights, mean, pattern.crossed
+    )
     gain = noise.gain / jnp.sqrt(width)
     linked = rows_product(weights, links.tokens)
     centres = Centres(head.query, head.key, head.value)
