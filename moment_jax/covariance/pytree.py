@@ -1,13 +1,14 @@
-"""Registration of dataclasses of arrays as pytrees whose fields are checked when made by hand alone."""
+"""Dataclasses of arrays as pytrees: checked when made by hand alone, fields formed when first read."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 from jax import export
+from jax.extend.core import get_opaque_trace_state
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,3 +47,37 @@ def register_fields(cls: type[T]) -> type[T]:
         deserialize_auxdata=lambda _: None,
     )
     return cls
+
+
+class FormedLater:
+    """A dataclass of arrays, made of other arrays, whose fields are formed when they are first read.
+
+    Gram matrices pass from one operation to the next as they are; a correlation is seldom read, and
+    what nobody reads is not in the program. A boundary of a transformation reads all fields.
+    """
+
+    @classmethod
+    def formed(cls, later: Mapping[str, Callable[[], Any]], **known: Any) -> Self:
+        """An instance of fields and other attributes that are known, and fields that `later` forms."""
+        result = object.__new__(cls)
+        result.__dict__.update(known, _later=later, _trace=_trace())
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        later = self.__dict__.get("_later", {})
+        if name not in later:
+            raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`.")
+        value = later[name]()
+        if (
+            self.__dict__["_trace"] == _trace()
+        ):  # what an inner trace forms is not for the outer one
+            self.__dict__[name] = value
+        return value
+
+    def known(self, name: str) -> Any:
+        """An attribute that `formed` was given, or None."""
+        return self.__dict__.get(name)
+
+
+def _trace() -> object:
+    return get_opaque_trace_state(convention="moment_jax")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +24,25 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted,
 )
-from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.pytree import FormedLater, register_fields
 from moment_jax.xla import by_tokens, diagonal_matrix, materialized, rows_diagonal
 
 Array = jax.Array
+DEFAULTS = ("pool", "sum_variance")  # fields that may be None
 NARROW = 12  # features, below which averages over them are checked: see `Separable.from_crossed`
+
+
+class Grams(NamedTuple):
+    """What a `Separable` was made of, for the next operation; boundaries of transformations drop it."""
+
+    variance: Array  # (T, D)
+    tokens: Array  # (T, T)
+    features: FeatureGram
 
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
-class Separable(Covariance):
+class Separable(FormedLater, Covariance):
     """Token and feature correlations multiply: Cov[x_td, x_se] = s_td s_se r_ts R_de.
 
     The projection keeps the variances, s_td = sqrt(Var[x_td]), the correlation r of the token Gram
@@ -92,16 +101,23 @@ class Separable(Covariance):
                     f"Got an array of shape {tuple(pool.shape)}."
                 )
             pool = pool.astype(self.dtype)
-        result = dataclasses.replace(self, pool=pool, sum_variance=None)
-        ratio = safe_divide(result.pooled_variance(), self.pooled_variance())
-        if self.sum_variance is not None:
-            sum_variance = self.sum_variance * ratio
-            result = dataclasses.replace(result, sum_variance=sum_variance)
-        known = self.__dict__.get("_grams")
+        weights = jnp.ones_like(self.scale[:, 0]) if pool is None else pool
+        ratio = safe_divide(self.pooled_variance(weights), self.pooled_variance())
+        known: Grams | None = self.known("grams")
         if known is not None:
             gain = self.share(safe_sqrt(ratio))
-            result.__dict__["_grams"] = (known[0], known[1].rescaled(gain))
-        return result
+            known = known._replace(features=known.features.rescaled(gain))
+        variance = None if self.sum_variance is None else self.sum_variance * ratio
+        return self._with(known, pool=pool, sum_variance=variance)
+
+    def _with(self, grams: Grams | None, **fields: Any) -> Self:
+        """With other fields, and Gram matrices that are theirs, where they are known."""
+        if grams is None:
+            return dataclasses.replace(self, **fields)
+        names = {field.name for field in dataclasses.fields(self)} - {*fields}
+        later = {name: functools.partial(getattr, self, name) for name in names - {*DEFAULTS}}
+        kept = {name: getattr(self, name) for name in names & {*DEFAULTS}}
+        return self.formed(later, grams=grams, **kept, **fields)
 
     @staticmethod
     def share(statistic: Array) -> Array:
@@ -147,22 +163,20 @@ class Separable(Covariance):
         pool: Array | None = None,
     ) -> Self:
         """Made of variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
-        scale, token_gram = materialized(safe_sqrt(variance)), materialized(by_tokens(token_gram))
+        variance = materialized(jnp.maximum(variance, 0))
+        token_gram = materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
         feature_gram = feature_gram.shared(cls.share)
-        variance = jnp.maximum(feature_gram.diag(), 0)
-        feature_gram = feature_gram._replace(variance=variance)
-        result = cls(
-            scale,
-            correlation_of(token_gram, rows_diagonal(token_gram)),
-            correlation_of(feature_gram.dense()),
-            pool,
-            cls.own_variance(variance, token_gram, pool),
-        )
-        # Cache both Gram matrices for the next operation; dropped at the boundaries of transformations.
-        result.__dict__["_grams"] = (token_gram, feature_gram)
-        return result
+        total = jnp.maximum(feature_gram.diag(), 0)
+        grams = Grams(variance, token_gram, feature_gram._replace(variance=total))
+        later = {
+            "scale": lambda: safe_sqrt(variance),
+            "token_correlation": lambda: correlation_of(token_gram, rows_diagonal(token_gram)),
+            "feature_correlation": lambda: correlation_of(grams.features.dense()),
+        }
+        sum_variance = cls.own_variance(total, token_gram, pool)
+        return cls.formed(later, grams=grams, pool=pool, sum_variance=sum_variance)
 
     @classmethod
     def from_crossed(
@@ -203,14 +217,17 @@ class Separable(Covariance):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.scale.shape[0], self.scale.shape[1]
+        known: Grams | None = self.known("grams")
+        t, d = (self.scale if known is None else known.variance).shape
+        return t, d
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.scale.dtype
+        return self.variance().dtype
 
     def variance(self) -> Array:
-        return self.scale**2
+        known: Grams | None = self.known("grams")
+        return self.scale**2 if known is None else known.variance
 
     def to_dense(self) -> Array:
         return jnp.einsum(
@@ -226,10 +243,10 @@ class Separable(Covariance):
 
     def token_gram(self, metric: Array | None = None) -> Array:
         if metric is None:
-            known = self.__dict__.get("_grams")
-            return (
-                self.token_correlation * (self.scale @ self.scale.T) if known is None else known[0]
-            )
+            known: Grams | None = self.known("grams")
+            if known is None:
+                return self.token_correlation * (self.scale @ self.scale.T)
+            return known.tokens
         if metric.ndim == 1:
             return self.token_correlation * gram(self.scale, self.scale, metric)
         return self.token_correlation * gram(
@@ -242,9 +259,9 @@ class Separable(Covariance):
 
     def features(self) -> FeatureGram:
         """`feature_gram()`, formed as far as it is by now."""
-        known = self.__dict__.get("_grams")
+        known: Grams | None = self.known("grams")
         if known is not None:
-            return known[1]
+            return known.features
         rows = weighted(self.scale, self.pool)
         if self.sum_variance is None:
             inner = rows.T @ (self.token_correlation @ rows)
@@ -267,13 +284,12 @@ class Separable(Covariance):
 
     def rescale(self, factor: Array) -> Self:
         scale = self.scale * factor
-        result = dataclasses.replace(self, scale=scale, sum_variance=None)
-        if factor.shape[0] == 1:  # the same for all tokens
-            features = self.features().rescaled(factor[0])
-            variance = self.summed_variance() * factor[0] ** 2
-            result = dataclasses.replace(result, sum_variance=variance)
-            result.__dict__["_grams"] = (self.token_correlation * (scale @ scale.T), features)
-        return result
+        if factor.shape[0] > 1:
+            return dataclasses.replace(self, scale=scale, sum_variance=None)
+        token_gram = self.token_correlation * (scale @ scale.T)
+        grams = Grams(scale**2, token_gram, self.features().rescaled(factor[0]))
+        variance = self.summed_variance() * factor[0] ** 2
+        return self._with(grams, scale=scale, sum_variance=variance)
 
     def map_features(self, kernel: Array) -> Self:
         before, variance, squared = self.features(), self.variance(), kernel**2

@@ -12,7 +12,7 @@ from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel
 from moment_jax.covariance.checks import check_correlations, sequence_shape
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
-from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.pytree import FormedLater, register_fields
 from moment_jax.xla import (
     by_tokens,
     diagonal_matrix,
@@ -26,7 +26,7 @@ Array = jax.Array
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
-class TokenCorrelated(Covariance):
+class TokenCorrelated(FormedLater, Covariance):
     """Features independent, one token correlation for all: Cov[x_td, x_se] = [d = e] s_td s_sd r_ts.
 
     The projection keeps the variances, s_td = sqrt(Var[x_td]), and the correlation r of the token Gram
@@ -61,12 +61,13 @@ class TokenCorrelated(Covariance):
     @classmethod
     def from_moments(cls, variance: Array, token_gram: Array) -> Self:
         """The structure of these variances (T, D) and this token Gram matrix (T, T)."""
-        scale, token_gram = materialized(safe_sqrt(variance)), materialized(by_tokens(token_gram))
-        result = cls(scale, correlation_of(token_gram, rows_diagonal(token_gram)))
-        # `add` asks for the Gram matrix that we have just had: remember it while this object lives.
-        # It is no field, so a transformation boundary forgets it and `token_gram` forms it anew.
-        result.__dict__["_token_gram"] = token_gram
-        return result
+        variance = materialized(jnp.maximum(variance, 0))
+        token_gram = materialized(by_tokens(token_gram))
+        later = {
+            "scale": lambda: safe_sqrt(variance),
+            "correlation": lambda: correlation_of(token_gram, rows_diagonal(token_gram)),
+        }
+        return cls.formed(later, own_variance=variance, gram=token_gram)
 
     @classmethod
     def shared(cls, num_tokens: int, cov: Array) -> Self:
@@ -82,14 +83,17 @@ class TokenCorrelated(Covariance):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.scale.shape[0], self.scale.shape[1]
+        known = self.known("own_variance")
+        t, d = (self.scale if known is None else known).shape
+        return t, d
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.scale.dtype
+        return self.variance().dtype
 
     def variance(self) -> Array:
-        return self.scale**2
+        known: Array | None = self.known("own_variance")
+        return self.scale**2 if known is None else known
 
     def to_dense(self) -> Array:
         features = jnp.eye(self.shape[1], dtype=self.dtype)
@@ -101,7 +105,7 @@ class TokenCorrelated(Covariance):
 
     def token_gram(self, metric: Array | None = None) -> Array:
         if metric is None:
-            known = self.__dict__.get("_token_gram")
+            known: Array | None = self.known("gram")
             return self.correlation * (self.scale @ self.scale.T) if known is None else known
         return self.correlation * gram(self.scale, self.scale, vector_variance(metric))
 
