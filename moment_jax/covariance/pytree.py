@@ -74,6 +74,11 @@ class FormedLater:
             self.__dict__[name] = value
         return value
 
+    @property
+    def forms_later(self) -> bool:
+        """Whether it is of this kind, and not made of its fields."""
+        return "_later" in self.__dict__
+
     def known(self, name: str) -> Any:
         """An attribute that `formed` was given, or None."""
         return self.__dict__.get(name)

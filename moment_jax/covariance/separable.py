@@ -25,7 +25,13 @@ from moment_jax.covariance.numerics import (
     weighted,
 )
 from moment_jax.covariance.pytree import FormedLater, register_fields
-from moment_jax.xla import by_tokens, diagonal_matrix, materialized, rows_diagonal
+from moment_jax.xla import (
+    by_tokens,
+    diagonal_matrix,
+    materialized,
+    materialized_inputs,
+    rows_diagonal,
+)
 
 Array = jax.Array
 DEFAULTS = ("pool", "sum_variance")  # fields that may be None
@@ -163,8 +169,8 @@ class Separable(FormedLater, Covariance):
         pool: Array | None = None,
     ) -> Self:
         """Made of variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
-        variance = materialized(jnp.maximum(variance, 0))
-        token_gram = materialized(by_tokens(token_gram))
+        stored = materialized((jnp.maximum(variance, 0), by_tokens(token_gram)))
+        variance, token_gram = stored
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
         feature_gram = feature_gram.shared(cls.share)
@@ -199,6 +205,7 @@ class Separable(FormedLater, Covariance):
         return cls.from_moments(variance, token_gram, feature_gram, pool)
 
     @classmethod
+    @materialized_inputs
     def shared(cls, num_tokens: int, cov: Array) -> Self:
         variance = vector_variance(cov)
         return cls.from_moments(
@@ -208,6 +215,7 @@ class Separable(FormedLater, Covariance):
         )
 
     @classmethod
+    @materialized_inputs
     def independent(cls, variance: Array) -> Self:
         return cls.from_moments(
             variance,

@@ -17,6 +17,7 @@ from moment_jax.xla import (
     by_tokens,
     diagonal_matrix,
     materialized,
+    materialized_inputs,
     product_with_transposed,
     rows_diagonal,
 )
@@ -61,8 +62,8 @@ class TokenCorrelated(FormedLater, Covariance):
     @classmethod
     def from_moments(cls, variance: Array, token_gram: Array) -> Self:
         """The structure of these variances (T, D) and this token Gram matrix (T, T)."""
-        variance = materialized(jnp.maximum(variance, 0))
-        token_gram = materialized(by_tokens(token_gram))
+        stored = materialized((jnp.maximum(variance, 0), by_tokens(token_gram)))
+        variance, token_gram = stored
         later = {
             "scale": lambda: safe_sqrt(variance),
             "correlation": lambda: correlation_of(token_gram, rows_diagonal(token_gram)),
@@ -70,6 +71,7 @@ class TokenCorrelated(FormedLater, Covariance):
         return cls.formed(later, own_variance=variance, gram=token_gram)
 
     @classmethod
+    @materialized_inputs
     def shared(cls, num_tokens: int, cov: Array) -> Self:
         variance = vector_variance(cov)
         gram = jnp.broadcast_to(jnp.sum(variance), (num_tokens, num_tokens))
@@ -78,6 +80,7 @@ class TokenCorrelated(FormedLater, Covariance):
         )
 
     @classmethod
+    @materialized_inputs
     def independent(cls, variance: Array) -> Self:
         return cls.from_moments(variance, diagonal_matrix(jnp.sum(variance, axis=1)))
 

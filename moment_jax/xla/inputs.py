@@ -34,7 +34,7 @@ def materialized_inputs(transform: Callable[P, R]) -> Callable[P, R]:
     def stored(*args: P.args, **kwargs: P.kwargs) -> R:
         if getattr(_now, "inside", False):
             return transform(*args, **kwargs)
-        args, kwargs = _with_memories(materialized, (args, kwargs))
+        args, kwargs = _stored((args, kwargs))
         _now.inside = True
         try:
             return transform(*args, **kwargs)
@@ -44,17 +44,13 @@ def materialized_inputs(transform: Callable[P, R]) -> Callable[P, R]:
     return stored
 
 
-def _with_memories(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """A function of a pytree's arrays, and of those that its nodes remember beside their fields."""
-    nodes, structure = jax.tree.flatten(tree, is_leaf=lambda node: bool(_memory(node)))
-    nodes, memories = fn((nodes, [_memory(node) for node in nodes]))
-    for node, memory in zip(nodes, memories, strict=True):
-        if memory:
-            vars(node).update(memory)
-    return jax.tree.unflatten(structure, nodes)
+def _stored(tree: Any) -> Any:
+    """With its arrays `materialized`; what forms its fields later is made of stored arrays already."""
+    nodes, structure = jax.tree.flatten(tree, is_leaf=_forms_later)
+    plain = iter(materialized([node for node in nodes if not _forms_later(node)]))
+    stored = [node if _forms_later(node) else next(plain) for node in nodes]
+    return jax.tree.unflatten(structure, stored)
 
 
-def _memory(node: Any) -> dict[str, Any]:
-    if jax.tree_util.all_leaves([node]):
-        return {}
-    return {k: v for k, v in getattr(node, "__dict__", {}).items() if k.startswith("_")}
+def _forms_later(node: Any) -> bool:
+    return bool(getattr(node, "forms_later", False))
