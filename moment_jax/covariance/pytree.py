@@ -74,6 +74,10 @@ class FormedLater:
             self.__dict__[name] = value
         return value
 
+    def __getstate__(self) -> dict[str, Any]:
+        fields: Any = self
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(fields)}
+
     @property
     def forms_later(self) -> bool:
         """Whether it is of this kind, and not made of its fields."""
