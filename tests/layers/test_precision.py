@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Literal
 
 import moment_jax as mj
-from tests.builders import random_block
+from tests.builders import ALL_STRUCTURES, random_block
 
 TOKENS, FEATURES = 16, 16
 
@@ -46,7 +46,7 @@ def _evaluate(closed: ClosedJaxpr, arguments):
     return [v.val if isinstance(v, Literal) else values[v] for v in closed.jaxpr.outvars]
 
 
-@pytest.mark.parametrize("structure", [s for s in mj.STRUCTURES.values() if s is not mj.Full])
+@pytest.mark.parametrize("structure", [s for s in ALL_STRUCTURES if s is not mj.Full])
 def test_a_block(structure):
     with jax.enable_x64(False):
         block = jax.tree.map(

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moment_jax.covariance import STRUCTURES
 from moment_jax.posterior import FullNormal, MatrixNormal, OutputShared, Point
 from tests.xla import unflagged_program
 from tests.xla.one_number import faulty_products
+from tests.xla.unflagged_program import STRUCTURES
 
 # The first jaxlib that compiles `plain` rightly; None while none is known.
 MENDED: str | None = None

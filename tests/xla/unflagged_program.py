@@ -16,14 +16,16 @@ import numpy as np
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.covariance import STRUCTURES, Covariance, Separable, TokenCorrelated
+from moment_jax.covariance import Covariance, Separable, TokenCorrelated
 from moment_jax.posterior import Factorized, Point, Posterior
 from moment_jax.xla import materialized
+from tests.builders import ALL_STRUCTURES
 
 X = jax.random.normal(jax.random.key(0), (64, 64))
 FULL = jnp.full((64, 64), 0.01)
 # Fusions have at least 4,096 numbers, of shape (T, O), (T, O, O) or (T, O, T, O).
 SHAPES = {"TokenBlock": (64, 8), "Full": (8, 8)}
+STRUCTURES = {of.__name__: of for of in ALL_STRUCTURES}
 HEADS = {"num_heads": 2}
 
 
