@@ -226,8 +226,8 @@ class Separable(FormedLater, Covariance):
     @property
     def shape(self) -> tuple[int, int]:
         known: Grams | None = self.known("grams")
-        t, d = (self.scale if known is None else known.variance).shape
-        return t, d
+        shape = (self.scale if known is None else known.variance).shape
+        return shape[0], shape[1]  # by hand, scales may be a batch
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -87,8 +87,8 @@ class TokenCorrelated(FormedLater, Covariance):
     @property
     def shape(self) -> tuple[int, int]:
         known = self.known("own_variance")
-        t, d = (self.scale if known is None else known).shape
-        return t, d
+        shape = (self.scale if known is None else known).shape
+        return shape[0], shape[1]  # by hand, scales may be a batch
 
     @property
     def dtype(self) -> jnp.dtype:
