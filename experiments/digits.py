@@ -43,7 +43,8 @@ def add_arguments(parser: Parser) -> None:
         "--structure",
         mj.STRUCTURES,
         "Separable",
-        "covariance structure (TokenBlock and Full are slow; for Full take --batch-size 4)",
+        "covariance structure (TokenBlock and Full are slow; for Full take --batch-size 4; what has "
+        "trained in BatchSeparable predicts in Separable)",
     )
     parser.choice("--posterior", POSTERIORS, "factorized", "family of the beliefs about weights")
     parser.whole("--steps", 600, "updates of the Bayesian network")
@@ -124,7 +125,13 @@ def _train_bayesian(
     with _bayesian_checkpoints(args, options, resume=args.resume) as store:
         key = jax.random.key(args.seed + 1)
         state = fit(task, task.start(params, key), store, args.save_every)
-    return nnx.merge(graph, state.params), time.perf_counter() - start
+    return _predicting(nnx.merge(graph, state.params)), time.perf_counter() - start
+
+
+def _predicting(network: mj.nn.VisionTransformer) -> mj.nn.VisionTransformer:
+    """What is said of an image depends on no other, whatever the batches of the training shared."""
+    shared = network.settings.structure is mj.BatchSeparable
+    return mj.nn.with_structure(network, mj.Separable) if shared else network
 
 
 def _options(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
         state = store.restore(task.start(params, jax.random.key(args.seed + 1)))
     if state is None:
         raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
-    return nnx.merge(graph, state.params), digits
+    return _predicting(nnx.merge(graph, state.params)), digits
 
 
 def _turned(digits: Digits) -> tuple[np.ndarray, int]:
