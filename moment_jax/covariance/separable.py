@@ -161,6 +161,7 @@ class Separable(FormedLater, Covariance):
         )
 
     @classmethod
+    @materialized_inputs
     def from_moments(
         cls,
         variance: Array,
@@ -205,7 +206,6 @@ class Separable(FormedLater, Covariance):
         return cls.from_moments(variance, token_gram, feature_gram, pool)
 
     @classmethod
-    @materialized_inputs
     def shared(cls, num_tokens: int, cov: Array) -> Self:
         variance = vector_variance(cov)
         return cls.from_moments(
@@ -215,7 +215,6 @@ class Separable(FormedLater, Covariance):
         )
 
     @classmethod
-    @materialized_inputs
     def independent(cls, variance: Array) -> Self:
         return cls.from_moments(
             variance,

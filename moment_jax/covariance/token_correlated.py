@@ -17,7 +17,6 @@ from moment_jax.xla import (
     by_tokens,
     diagonal_matrix,
     materialized,
-    materialized_inputs,
     product_with_transposed,
     rows_diagonal,
 )
@@ -71,7 +70,6 @@ class TokenCorrelated(FormedLater, Covariance):
         return cls.formed(later, own_variance=variance, gram=token_gram)
 
     @classmethod
-    @materialized_inputs
     def shared(cls, num_tokens: int, cov: Array) -> Self:
         variance = vector_variance(cov)
         gram = jnp.broadcast_to(jnp.sum(variance), (num_tokens, num_tokens))
@@ -80,7 +78,6 @@ class TokenCorrelated(FormedLater, Covariance):
         )
 
     @classmethod
-    @materialized_inputs
     def independent(cls, variance: Array) -> Self:
         return cls.from_moments(variance, diagonal_matrix(jnp.sum(variance, axis=1)))
 
