@@ -178,7 +178,9 @@ def sum_noise(
       noise: the pattern n, and its products with the weights, W n and W n W^T.
       pool: p, (T,); None for one each.
     """
-    centre = jnp.mean(values, axis=0, keepdims=True)  # the same for all keys moves nothing
+    # The same for all keys moves nothing, but rounding; keys that no row of the sum sees have no part.
+    count = pooled(jnp.ones_like(mean[:, :1]), pool)
+    centre = safe_divide(pooled(mean, pool), count)[None, :]
     values, mean = values - centre, mean - centre
     size = weighted(gain[:, None], pool)
 
