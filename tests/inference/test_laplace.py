@@ -95,6 +95,42 @@ def test_the_evidence_is_highest_at_the_chosen_precision():
     assert 0 < best.effective_parameters < 1000
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "targets"),
+    [
+        (mj.objectives.Categorical(), lambda y: (y[:, 0] > 0).astype(int)),
+        (mj.objectives.Bernoulli(), lambda y: (y > 0).astype(float)),
+        (mj.objectives.Gaussian(0.1), lambda y: y),
+        (mj.objectives.Gaussian, lambda y: y),
+    ],
+    ids=["categorical", "bernoulli", "gaussian", "noise"],
+)
+def test_held_out_data_choose_the_precision_that_predicts_them_best(likelihood, targets):
+    model = MyMLP(nnx.Rngs(0))
+    model.eval()
+    other = jax.random.normal(jax.random.key(1), (10, 3))
+    train, held = ((x, targets(jnp.sin(3 * x[:, :2]))) for x in (X, other))
+
+    def density(**options):
+        belief, receipt = mj.posterior.laplace(model, likelihood, train, receipt=True, **options)
+        (precision,) = set(receipt.prior_precision.values())
+        mean, cov = mj.bayesian(model, belief, linearised=True)(held[0])
+        cov = jax.vmap(lambda c: c.token_blocks()[0])(cov)
+        if isinstance(likelihood, mj.objectives.Bernoulli):
+            variance = jnp.diagonal(cov, axis1=1, axis2=2)
+            p = mj.objectives.bernoulli_probabilities(mean, variance)
+            return jnp.log(jnp.where(held[1] > 0, p, 1 - p)).sum(), precision
+        noise = receipt.noise_variance
+        of = mj.objectives.Gaussian(noise) if noise else likelihood
+        score = jax.vmap(mj.objectives.log_marginal, (None, 0, 0, 0))
+        return score(of, held[1], mean, cov).sum(), precision
+
+    best, chosen = density(held_out=held)
+    for precision in np.logspace(-2, 6, 17)[::4]:
+        assert best >= density(prior_precision=precision)[0] - 1e-3
+    assert 1e-2 <= chosen <= 1e6
+
+
 def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     x = jax.random.normal(jax.random.key(2), (400, 3))
     weights = jnp.array([[1.0], [-2.0], [0.5]])
@@ -162,6 +198,12 @@ def test_a_prior_may_be_centred_at_given_weights():
             "from 0 to 0. Got int.* from -1",
         ),
         ({"model": jnp.tanh}, TypeError, "NNX module"),
+        ({"held_out": (X, jnp.zeros(24))}, ValueError, r"shape \(24, 1\). Got \(24,\)"),
+        (
+            {"held_out": (X, jnp.zeros((24, 1))), "per_layer": True},
+            ValueError,
+            "one prior precision",
+        ),
     ],
 )
 def test_bad_input(change, error, words):
