@@ -95,6 +95,38 @@ def test_the_evidence_is_highest_at_the_chosen_precision():
     assert 0 < best.effective_parameters < 1000
 
 
+def test_blocks_of_one_example_seen_many_times_are_the_dense_matrix_s_own():
+    """Kronecker factors are exact then; counts of examples and the softmax's Hessian show."""
+    model = MyMLP(nnx.Rngs(0))
+    model.eval()
+    nnx.update(model, jax.tree.map(lambda w: w.astype(jnp.float64), nnx.state(model, nnx.Param)))
+    x = jnp.tile(X[:1].astype(jnp.float64), (5, 1))
+    labels = jnp.zeros(5, int)
+    receipt = mj.posterior.laplace(
+        model, mj.objectives.Categorical(), (x, labels), prior_precision=0.3, receipt=True
+    )[1]
+    graph, state, rest = nnx.split(model, nnx.Param, ...)
+    weights = nnx.to_pure_dict(state)
+
+    def logits(weights):
+        filled = jax.tree.map(lambda a: a, state)
+        nnx.replace_by_pure_dict(filled, weights)
+        return nnx.merge(graph, filled, rest)(x)[0]
+
+    p = jax.nn.softmax(logits(weights))
+    hessian = 5 * (jnp.diag(p) - jnp.outer(p, p))
+    determined, log_det = 0.0, 0.0
+    for jacobian in jax.tree.leaves(jax.jacrev(logits)(weights)):
+        j = jacobian.reshape(len(p), -1)
+        values = jnp.linalg.eigvalsh(j.T @ hessian @ j)
+        determined += float(jnp.sum(values / (values + 0.3)))
+        log_det += float(jnp.sum(jnp.log1p(jnp.maximum(values, 0) / 0.3)))
+    square = sum(float(jnp.sum(w**2)) for w in jax.tree.leaves(weights))
+    assert abs(receipt.effective_parameters / determined - 1) < 1e-6
+    evidence = 5 * float(jnp.log(p[0])) - 0.5 * (0.3 * square + log_det)
+    assert abs(receipt.log_evidence / evidence - 1) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("likelihood", "targets"),
     [
