@@ -97,6 +97,7 @@ def methods(classes: bool) -> dict[str, Callable[[Split], Predict]]:
         "mj.fit": fit,
         "laplace kfac, linearised": partial(laplace, kind="kfac", linearised=True),
         "laplace kfac, propagated": partial(laplace, kind="kfac", linearised=False),
+        "laplace kfac, held out": partial(laplace, kind="kfac", linearised=True, by_held_out=True),
         "laplace last layer": partial(laplace, kind="last_layer", linearised=True),
         "one plain network": partial(ensemble, members=1),
         f"ensemble of {MEMBERS}": partial(ensemble, members=MEMBERS),
@@ -119,11 +120,17 @@ def fit(split: Split) -> Predict:
     return mj.fit(None, split.train, likelihood, seed=split.seed).log_prob
 
 
-def laplace(split: Split, *, kind: str, linearised: bool) -> Predict:
-    """Of a plain network; prior precision and noise by the evidence."""
+def laplace(split: Split, *, kind: str, linearised: bool, by_held_out: bool = False) -> Predict:
+    """Of a plain network; prior precision by the evidence or held-out data, noise by the evidence."""
     model, _ = plain(split, split.seed)
+    held, rest = parts(split, split.seed)
+    options: dict[str, Any] = {"kind": kind, "receipt": True}
+    data = split.train
+    if by_held_out:
+        x, y = split.train
+        data, options["held_out"] = (x[rest], y[rest]), (x[held], y[held])
     likelihood: Any = mj.objectives.Categorical() if split.classes else mj.objectives.Gaussian
-    belief, receipt = mj.posterior.laplace(model, likelihood, split.train, kind=kind, receipt=True)
+    belief, receipt = mj.posterior.laplace(model, likelihood, data, **options)
     if not split.classes:
         likelihood = mj.objectives.Gaussian(receipt.noise_variance)
 
@@ -153,13 +160,19 @@ def ensemble(split: Split, *, members: int) -> Predict:
     return log_prob
 
 
+def parts(split: Split, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the training data that are held out, and the others."""
+    size = len(split.train[1])
+    held, rest = np.split(np.random.default_rng(seed).permutation(size), [round(HELD_OUT * size)])
+    return held, rest
+
+
 def plain(split: Split, seed: int) -> tuple[mj.inference.TableNetwork, float]:
     """A network without beliefs and its held-out error, by which steps and weight decay are chosen."""
     x, y = split.train
     model = mj.inference.TableNetwork(x.shape[1], 2 if split.classes else 1, rngs=nnx.Rngs(seed))
     graph, params = nnx.split(model)
-    order = np.random.default_rng(seed).permutation(len(y))
-    held, rest = np.split(order, [round(HELD_OUT * len(y))])
+    held, rest = parts(split, seed)
     best, best_loss = params, np.inf
     for decay in WEIGHT_DECAYS:
         state, least, since = (params, optax.adam(LEARNING_RATE).init(params)), np.inf, 0

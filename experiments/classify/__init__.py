@@ -56,6 +56,7 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--bayesian-members", Recipe.members, "Bayesian ones in theirs, --members at most")
     parser.whole("--plain-steps", Budget().plain_steps, "updates of a plain network")
     parser.whole("--steps", Budget().steps, "updates of a Bayesian network")
+    parser.flag("--still", "do not move training images")
     parser.real("--kl-weight", Recipe.kl_weight, "weight of the KL", least=0)
     parser.whole("--samples", 50, "drawn networks that predict, where they are drawn", least=2)
 
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> None:
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)
     keys = jax.random.split(jax.random.key(args.seed), args.members * args.seeds)
     given = stacked(task.train, len(keys))
-    trainer = Trainer(network, given, partial(_moved, background=task.background), budget, keys)
+    move = _still if args.still else partial(_moved, background=task.background)
+    trainer = Trainer(network, given, move, budget, keys)
     members = min(args.bayesian_members, args.members)
     recipe = Recipe(args.structure, args.kl_weight, members=members)
     methods = train_all(trainer, args.seeds, recipe, task.validation, args.samples)
@@ -93,6 +95,12 @@ def run(args: argparse.Namespace) -> None:
 def _moved(key: jax.Array, given: jax.Array, background: float) -> jax.Array:
     """Images moved by up to an eighth of their side."""
     return data.shifted(key, given, background, given.shape[1] // 8)
+
+
+def _still(key: jax.Array, given: jax.Array) -> jax.Array:
+    """Images as they are."""
+    del key
+    return given
 
 
 def _shifted(task: Task) -> dict[str, dict[float, np.ndarray]]:

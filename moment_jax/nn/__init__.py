@@ -13,6 +13,7 @@ from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder, DiscreteAuto
 from moment_jax.nn.embedding import Embedding, LearnedPositions
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.encoder_block import EncoderBlock
+from moment_jax.nn.exchange import beliefs, set_beliefs
 from moment_jax.nn.mlp import MLP
 from moment_jax.nn.plain import (
     PlainEncoder,
@@ -77,11 +78,13 @@ __all__ = [
     "VisionTransformer",
     "VisionTransformerParams",
     "bayesian",
+    "beliefs",
     "find_activation",
     "plain_attention",
     "plain_embed",
     "plain_linear",
     "plain_norm",
+    "set_beliefs",
     "total_kl",
     "with_structure",
 ]

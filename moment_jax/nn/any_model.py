@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.posterior import Posterior
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
+from moment_jax.propagation.examples import shapes, takes, with_axes
 
 Array = jax.Array
 
@@ -51,7 +51,7 @@ def bayesian(
       TypeError: if `model` is no module. ValueError: if the beliefs do not fit the parameters, or if the
         model is in training mode.
 
-    >>> from flax import nnx
+    >>> import jax.numpy as jnp
     >>> import moment_jax as mj
     >>> first, second = (nnx.Linear(3, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
     >>> model = nnx.Sequential(first, jax.nn.gelu, second)
@@ -94,20 +94,27 @@ def bayesian(
         shape = jax.eval_shape(fn, known, inputs, own).shape
         return mean.reshape(shape), cov, *steps
 
+    def plain(*inputs: Any, **options: Any) -> Any:
+        merged: Any = nnx.merge(graph, *jax.tree.map(lambda x: x, (parameters, rest)))
+        return merged(*inputs, **options)
+
     def call(*inputs: Any, **options: Any) -> Any:
         own = {name: options.pop(name) for name in batched if name in options}
         _check_inputs(inputs, batch_axes)
 
         def one(inputs: Any, own: dict[str, Any]) -> Any:
-            with_axes = jax.tree.map(
-                lambda x: jnp.expand_dims(x, tuple(range(batch_axes))), (inputs, own)
-            )
-            mean, *more = moments(with_axes[0], options, with_axes[1])
+            inputs, own = with_axes((inputs, own), batch_axes)
+            mean, *more = moments(inputs, options, own)
             return mean.reshape(mean.shape[batch_axes:]), *more
 
+        of_all = one
         for _ in range(batch_axes):
-            one = jax.vmap(one)
-        return one(inputs, own)
+            of_all = jax.vmap(of_all)
+        try:
+            return of_all(inputs, own)
+        except Exception as error:
+            _explain(lambda x: plain(*x[0], **options, **x[1]), (inputs, own), batch_axes, error)
+            raise
 
     return call
 
@@ -119,6 +126,34 @@ def _check_inputs(inputs: tuple[Any, ...], batch_axes: int) -> None:
                 f"A Bayesian model needs arrays with {batch_axes} leading batch axes. Got "
                 f"{getattr(x, 'shape', type(x).__name__)}. For one input, use x[None], or batch_axes=0."
             )
+
+
+def _explain(
+    plain: Callable[[Any], Any], inputs: tuple[Any, Any], batch_axes: int, error: Exception
+) -> None:
+    """Say so where the model failed for inputs that lack a batch axis, or have one too many."""
+
+    def as_one(dropped: int) -> Any:
+        """A batch of one example, without so many leading axes of the inputs."""
+        ones = (1,) * batch_axes
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(ones + x.shape[dropped:], x.dtype), inputs
+        )
+
+    if takes(plain, as_one(batch_axes)):
+        return
+    rule = f"`bayesian` takes the first {batch_axes} axes of its inputs as a batch"
+    got = f"Got inputs of shape {shapes(inputs)}"
+    if takes(plain, as_one(0)):
+        raise ValueError(
+            f"{rule}, and this model's single example has all of theirs. {got}. For one input, "
+            f"use x[None]{'' if batch_axes == 1 else ', once for each axis'}."
+        ) from error
+    if takes(plain, as_one(batch_axes + 1)):
+        raise ValueError(
+            f"{rule}, and this model's single example has one axis less than theirs. {got}. Give "
+            f"batch_axes={batch_axes + 1}."
+        ) from error
 
 
 def _completed(known: Any, beliefs: Any, path: str = "") -> Any:

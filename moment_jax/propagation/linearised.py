@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Full
 from moment_jax.posterior import FullNormal, MatrixNormal, Point, Posterior, Reshaped
+from moment_jax.propagation.examples import explain
 
 Array = jax.Array
 
@@ -53,7 +54,12 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
             )
 
         means = {i: belief.mean for i, belief in beliefs.items()}
-        mean = output(means)
+        try:
+            mean = output(means)
+        except Exception as error:
+            at = jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)])
+            explain("linearised", fn, at, inputs, error)
+            raise
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
         for i, jacobian in jax.jacrev(output)(means).items():

@@ -13,6 +13,7 @@ import numpy as np
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.errors import refuse, where
+from moment_jax.propagation.examples import explain
 from moment_jax.propagation.graph import Node, Recorder, Value, is_random
 from moment_jax.propagation.moments import Axes, Moments, fresh
 from moment_jax.propagation.weights import Weight
@@ -234,7 +235,12 @@ def propagate(
 def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Array, Any]:
     leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Posterior))
     means = [leaf.mean if isinstance(leaf, Posterior) else leaf for leaf in leaves]
-    traced = jax.make_jaxpr(fn)(jax.tree.unflatten(treedef, means), *inputs)
+    at = jax.tree.unflatten(treedef, means)
+    try:
+        traced = jax.make_jaxpr(fn)(at, *inputs)
+    except Exception as error:
+        explain("propagate", fn, at, inputs, error)
+        raise
     values = [Weight.of(leaf) if isinstance(leaf, Posterior) else leaf for leaf in leaves]
     arguments = [*values, *jax.tree.leaves(inputs)]
     arguments = [x if is_random(x) else jnp.asarray(x) for x in arguments]

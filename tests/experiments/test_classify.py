@@ -13,6 +13,7 @@ from experiments.__main__ import main
 from experiments.classify import compared, images, scores
 from experiments.classify.images import Task
 from experiments.data import Images
+from moment_jax.inference import held_out
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
@@ -63,7 +64,7 @@ def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(images, "load", small)
     monkeypatch.setattr(compared, "RATES", (0.1,))
     monkeypatch.setattr(compared, "LAPLACE", {"last_layer": "last-layer Laplace"})
-    monkeypatch.setattr(compared, "PRECISIONS", (100.0,))
+    monkeypatch.setattr(held_out, "PRECISIONS", (100.0,))
     monkeypatch.setattr(classify, "SHIFTED", 50)
     counts = ["--seeds", 2, "--members", 2, "--plain-steps", 3, "--steps", 2, "--samples", 2]
     command = ["classify", "--out", str(tmp_path), "--structure", "Diagonal", *map(str, counts)]

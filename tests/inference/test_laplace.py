@@ -95,6 +95,74 @@ def test_the_evidence_is_highest_at_the_chosen_precision():
     assert 0 < best.effective_parameters < 1000
 
 
+def test_blocks_of_one_example_seen_many_times_are_the_dense_matrix_s_own():
+    """Kronecker factors are exact then; counts of examples and the softmax's Hessian show."""
+    model = MyMLP(nnx.Rngs(0))
+    model.eval()
+    nnx.update(model, jax.tree.map(lambda w: w.astype(jnp.float64), nnx.state(model, nnx.Param)))
+    x = jnp.tile(X[:1].astype(jnp.float64), (5, 1))
+    labels = jnp.zeros(5, int)
+    receipt = mj.posterior.laplace(
+        model, mj.objectives.Categorical(), (x, labels), prior_precision=0.3, receipt=True
+    )[1]
+    graph, state, rest = nnx.split(model, nnx.Param, ...)
+    weights = nnx.to_pure_dict(state)
+
+    def logits(weights):
+        filled = jax.tree.map(lambda a: a, state)
+        nnx.replace_by_pure_dict(filled, weights)
+        return nnx.merge(graph, filled, rest)(x)[0]
+
+    p = jax.nn.softmax(logits(weights))
+    hessian = 5 * (jnp.diag(p) - jnp.outer(p, p))
+    determined, log_det = 0.0, 0.0
+    for jacobian in jax.tree.leaves(jax.jacrev(logits)(weights)):
+        j = jacobian.reshape(len(p), -1)
+        values = jnp.linalg.eigvalsh(j.T @ hessian @ j)
+        determined += float(jnp.sum(values / (values + 0.3)))
+        log_det += float(jnp.sum(jnp.log1p(jnp.maximum(values, 0) / 0.3)))
+    square = sum(float(jnp.sum(w**2)) for w in jax.tree.leaves(weights))
+    assert abs(receipt.effective_parameters / determined - 1) < 1e-6
+    evidence = 5 * float(jnp.log(p[0])) - 0.5 * (0.3 * square + log_det)
+    assert abs(receipt.log_evidence / evidence - 1) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "targets"),
+    [
+        (mj.objectives.Categorical(), lambda y: (y[:, 0] > 0).astype(int)),
+        (mj.objectives.Bernoulli(), lambda y: (y > 0).astype(float)),
+        (mj.objectives.Gaussian(0.1), lambda y: y),
+        (mj.objectives.Gaussian, lambda y: y),
+    ],
+    ids=["categorical", "bernoulli", "gaussian", "noise"],
+)
+def test_held_out_data_choose_the_precision_that_predicts_them_best(likelihood, targets):
+    model = MyMLP(nnx.Rngs(0))
+    model.eval()
+    other = jax.random.normal(jax.random.key(1), (10, 3))
+    train, held = ((x, targets(jnp.sin(3 * x[:, :2]))) for x in (X, other))
+
+    def density(**options):
+        belief, receipt = mj.posterior.laplace(model, likelihood, train, receipt=True, **options)
+        (precision,) = set(receipt.prior_precision.values())
+        mean, cov = mj.bayesian(model, belief, linearised=True)(held[0])
+        cov = jax.vmap(lambda c: c.token_blocks()[0])(cov)
+        if isinstance(likelihood, mj.objectives.Bernoulli):
+            variance = jnp.diagonal(cov, axis1=1, axis2=2)
+            p = mj.objectives.bernoulli_probabilities(mean, variance)
+            return jnp.log(jnp.where(held[1] > 0, p, 1 - p)).sum(), precision
+        noise = receipt.noise_variance
+        of = mj.objectives.Gaussian(noise) if noise else likelihood
+        score = jax.vmap(mj.objectives.log_marginal, (None, 0, 0, 0))
+        return score(of, held[1], mean, cov).sum(), precision
+
+    best, chosen = density(held_out=held)
+    for precision in np.logspace(-2, 6, 17)[::4]:
+        assert best >= density(prior_precision=precision)[0] - 1e-3
+    assert 1e-2 <= chosen <= 1e6
+
+
 def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     x = jax.random.normal(jax.random.key(2), (400, 3))
     weights = jnp.array([[1.0], [-2.0], [0.5]])
@@ -162,6 +230,12 @@ def test_a_prior_may_be_centred_at_given_weights():
             "from 0 to 0. Got int.* from -1",
         ),
         ({"model": jnp.tanh}, TypeError, "NNX module"),
+        ({"held_out": (X, jnp.zeros(24))}, ValueError, r"shape \(24, 1\). Got \(24,\)"),
+        (
+            {"held_out": (X, jnp.zeros((24, 1))), "per_layer": True},
+            ValueError,
+            "one prior precision",
+        ),
     ],
 )
 def test_bad_input(change, error, words):

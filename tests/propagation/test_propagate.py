@@ -220,3 +220,45 @@ def test_random_branches_and_shapes_are_refused():
         mj.propagate(branching)(belief(0, 3, 2), jnp.ones((2, 3)))
     with pytest.raises(jax.errors.ConcretizationTypeError):
         mj.propagate(lambda p, x: jnp.zeros(int(jnp.sum(x @ p))))(belief(0, 3, 2), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("transform", ["propagate", "linearised"])
+def test_a_batch_axis_that_is_missing_or_too_many_is_named(transform):
+    def fn(w, x):
+        _, _ = x.shape
+        return jnp.tanh(x @ w)
+
+    of = getattr(mj, transform)(fn)
+    with pytest.raises(
+        ValueError, match=r"needs a batch axis.*\(3,\)\. For one input, use x\[None\]"
+    ):
+        of(belief(0, 3, 2), jnp.ones(3))
+    words = rf"one entry of their first axis.*\(5, 4, 3\)\. Use jax.vmap\(mj.{transform}\(fn\)"
+    with pytest.raises(ValueError, match=words):
+        of(belief(0, 3, 2), jnp.ones((5, 4, 3)))
+    with pytest.raises(TypeError, match="contracting"):  # the function's own mistake stays
+        of(belief(0, 3, 2), jnp.ones((4, 7)))
+
+
+class Strict(nnx.Module):
+    """Takes (N, 4) and nothing else."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        _, _ = x.shape
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("linearised", [False, True])
+def test_a_model_called_with_other_batch_axes_is_told_so(linearised):
+    model = Strict(nnx.Rngs(0))
+    tree = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    of = mj.bayesian(model, tree, linearised=linearised, structure=mj.Diagonal)
+    with pytest.raises(
+        ValueError, match=r"has all of theirs.*\(4,\)\. For one input, use x\[None\]"
+    ):
+        of(jnp.ones(4, jnp.float32))
+    with pytest.raises(ValueError, match=r"one axis less.*\(2, 3, 4\)\. Give batch_axes=2"):
+        of(jnp.ones((2, 3, 4), jnp.float32))

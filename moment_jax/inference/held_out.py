@@ -1,0 +1,76 @@
+"""The prior precision of a Laplace approximation by what it says of held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moment_jax.inference.curvature import EXAMPLES_AT_ONCE
+from moment_jax.inference.laplace_data import check_targets, checked_data
+from moment_jax.nn import bayesian
+from moment_jax.objectives import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    bernoulli_probabilities,
+    log_marginal,
+)
+
+Array = jax.Array
+PRECISIONS = np.logspace(-2, 6, 17)
+
+
+def best_precision(
+    model: nnx.Module, likelihood: type, held_out: Any, at: Callable[[float], Any]
+) -> float:
+    """The precision of `PRECISIONS` whose belief has the highest predictive density of the data.
+
+    Args:
+      model: the model.
+      likelihood: its type, Categorical, Bernoulli or Gaussian.
+      held_out: inputs and targets.
+      at: of a precision, the belief and a receipt with the noise variance.
+    """
+    inputs, targets = checked_data(model, held_out)
+    outputs = jax.eval_shape(lambda: model(*inputs))
+    shape = outputs.shape
+    check_targets(shape, targets, likelihood)
+    wanted = jnp.asarray(targets, None if likelihood is Categorical else outputs.dtype)
+
+    @jax.jit
+    def score(belief: Any, noise: Array) -> Array:
+        def of_example(example: Any) -> Array:
+            given, target = example
+            mean, cov = bayesian(model, belief, linearised=True)(*(x[None] for x in given))
+            blocks = jax.vmap(lambda c: c.token_blocks())(cov)[0]
+            mean = mean.reshape(blocks.shape[:2])
+            target = target.reshape(len(mean), *target.shape[len(shape) - 2 :])
+            return jnp.sum(jax.vmap(_log_density(likelihood, noise))(target, mean, blocks))
+
+        densities = jax.lax.map(of_example, (inputs, wanted), batch_size=EXAMPLES_AT_ONCE)
+        return jnp.sum(densities)
+
+    def density(precision: float) -> float:
+        belief, receipt = at(precision)
+        noise = 1.0 if receipt.noise_variance is None else receipt.noise_variance
+        return float(score(belief, jnp.asarray(noise)))
+
+    densities = np.nan_to_num([density(p) for p in PRECISIONS], nan=-np.inf)
+    return float(PRECISIONS[np.argmax(densities)])
+
+
+def _log_density(likelihood: type, noise: Array) -> Callable[[Array, Array, Array], Array]:
+    if likelihood is Bernoulli:
+
+        def of_bits(target: Array, mean: Array, cov: Array) -> Array:
+            p = bernoulli_probabilities(mean, jnp.diagonal(cov))
+            return jnp.sum(jnp.log(jnp.where(target > 0.5, p, 1 - p)))
+
+        return of_bits
+    kind = Categorical() if likelihood is Categorical else Gaussian(noise)
+    return lambda target, mean, cov: log_marginal(kind, target, mean, cov)

@@ -1,0 +1,154 @@
+"""Beliefs taken out of modules and put back: the same distribution on both sides, or an error."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from moment_jax import posterior as families
+
+
+@pytest.fixture
+def ranks_of_a_user():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+SETTINGS = {"structure": mj.Diagonal}
+X = jax.random.normal(jax.random.key(0), (3, 4))
+
+
+def mlp(family=families.Factorized, seed=0):
+    return mj.nn.MLP([4, 6, 2], posterior=family, rngs=nnx.Rngs(seed), **SETTINGS)
+
+
+def vit(seed=0):
+    return mj.nn.VisionTransformer(
+        image_size=4, patch_size=2, num_classes=3, num_features=8, num_heads=2, num_blocks=1,
+        rngs=nnx.Rngs(seed), **SETTINGS,
+    )  # fmt: skip
+
+
+def scattered(module):
+    """The module with spreads of their own, as training leaves them."""
+    state = nnx.state(module, mj.nn.VariationalScale)
+    keys = iter(jax.random.split(jax.random.key(5), 100))
+    moved = jax.tree.map(lambda raw: raw + 0.3 * jax.random.normal(next(keys), raw.shape), state)
+    nnx.update(module, moved)
+    return module
+
+
+def assert_same(module, other):
+    is_belief = lambda x: isinstance(x, mj.posterior.Posterior)  # noqa: E731
+    mine, theirs = (jax.tree.leaves(m.params, is_leaf=is_belief) for m in (module, other))
+    assert [type(a) for a in mine] == [type(b) for b in theirs]
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        families.Point,
+        families.Factorized,
+        families.OutputShared,
+        families.MatrixNormal,
+        families.FullNormal,
+    ],
+)
+def test_what_is_put_in_is_what_is_taken_out(family):
+    module, other = scattered(mlp(family)), mlp(seed=1)
+    mj.nn.set_beliefs(other, mj.nn.beliefs(module))
+    assert_same(module, other)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        vit,
+        lambda seed=0: mj.nn.Encoder(2, 8, 2, rngs=nnx.Rngs(seed), **SETTINGS),
+        lambda seed=0: mj.nn.Dense(4, 3, rngs=nnx.Rngs(seed), **SETTINGS),
+    ],
+    ids=["vit", "encoder", "dense"],
+)
+def test_networks_with_heads_and_norms(make):
+    module, other = scattered(make()), make(seed=1)
+    mj.nn.set_beliefs(other, mj.nn.beliefs(module))
+    assert_same(module, other)
+
+
+def test_both_sides_have_the_same_moments():
+    module = scattered(mlp())
+    tree = mj.nn.beliefs(module)
+    mean, cov = mj.bayesian(module.mean_network(), tree, structure=mj.Diagonal)(X)
+    here, there = jax.vmap(lambda x: module(x[None]))(X)
+    assert jnp.allclose(mean, here[:, 0], atol=1e-5)
+    assert jnp.allclose(cov.variance(), there.variance(), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("ranks_of_a_user")
+def test_a_laplace_approximation_of_the_plain_twin():
+    module = vit()
+    plain = module.mean_network()
+    data = jax.random.normal(jax.random.key(1), (5, 4, 4)), jnp.arange(5) % 3
+    belief = mj.posterior.laplace(plain, mj.objectives.Categorical(), data, prior_precision=10.0)
+    mj.nn.set_beliefs(module, belief)
+    again = mj.nn.beliefs(module)
+
+    def variances(tree):
+        return jax.tree.map(
+            lambda b: b.marginal_variance(), tree,
+            is_leaf=lambda x: isinstance(x, mj.posterior.Posterior),
+        )  # fmt: skip
+
+    for a, b in zip(
+        jax.tree.leaves(variances(belief)), jax.tree.leaves(variances(again)), strict=True
+    ):
+        assert jnp.allclose(a, b, rtol=1e-4)
+
+
+def changed(path, leaf):
+    tree = mj.nn.beliefs(mlp())
+    flat = nnx.traversals.flatten_mapping(tree)
+    (key,) = (k for k in flat if "/".join(map(str, k)).endswith(path))
+    return nnx.traversals.unflatten_mapping(
+        {k: leaf if k == key else v for k, v in flat.items() if k != key or leaf is not None}
+    )
+
+
+SINGULAR = families.MatrixNormal(jnp.zeros((4, 6)), jnp.zeros((4, 4)), jnp.eye(6))
+SHIFTED = families.Reshaped(families.Factorized(jnp.zeros(24), jnp.ones(24)), (4, 6))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (None, "0/kernel in one of them alone"),
+        (jnp.zeros((6, 4)), r"shape \(4, 6\) at '.*0/kernel'. Got .* shape \(6, 4\)"),
+        (SINGULAR, "positive definite.*0/kernel"),
+        (families.Reshaped(families.OutputShared(jnp.zeros((6, 4)), jnp.ones(4)), (4, 6)),
+         r"own shape at '.*0/kernel'. Got OutputShared"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(leaf, words):
+    module = mlp(seed=1)
+    before = jax.tree.leaves(nnx.state(module))
+    with pytest.raises(ValueError, match=words):
+        mj.nn.set_beliefs(module, changed("0/kernel", leaf))
+    for a, b in zip(before, jax.tree.leaves(nnx.state(module)), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_entries_in_a_row_fit():
+    module = mlp()
+    mj.nn.set_beliefs(module, changed("0/kernel", SHIFTED))
+    assert jnp.allclose(module.params[0].kernel.variance, 1)
+
+
+def test_other_modules_are_refused():
+    with pytest.raises(TypeError, match="Got Linear"):
+        mj.nn.beliefs(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
