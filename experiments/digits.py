@@ -8,7 +8,6 @@ seed, but for the curves over the angle), and prints one table with standard err
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +15,20 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from scipy import ndimage
 
 import moment_jax as mj
-from experiments import classifiers, data, figures, predictions, report
+from experiments import data, digits_training, figures, predictions, report
 from experiments.background import Background
-from experiments.checkpoints import Checkpoints, run_folder
-from experiments.classifiers import POSTERIORS, Belief
+from experiments.checkpoints import run_folder
+from experiments.classifiers import POSTERIORS
 from experiments.classify.scores import over_seeds
-from experiments.command_line import InputError, Parser
+from experiments.command_line import Parser
 from experiments.data import Digits
+from experiments.digits_training import Training, trained
 from experiments.outputs import write_json
 from experiments.predictions import Prediction
-from experiments.training import Compiled, Task, fit
+from experiments.training import Compiled
 
 __all__ = ["add_arguments", "run", "trained"]
 
@@ -54,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
         "covariance structure (TokenBlock and Full are slow; for Full take --batch-size 4)",
     )
     parser.choice("--posterior", POSTERIORS, "factorized", "family of the beliefs about weights")
-    parser.whole("--steps", 600, "updates of the Bayesian network")
+    parser.whole("--steps", 150, "updates of the Bayesian network")
     parser.whole("--batch-size", 32, "training images for each update, of both networks")
     parser.real("--learning-rate", 3e-3, "peak of the Bayesian network's cosine schedule")
     parser.real(
@@ -63,12 +62,12 @@ def add_arguments(parser: Parser) -> None:
         "final weight of the KL divergence in the ELBO: 1 is Bayes' rule, less a cold posterior",
         least=0,
     )
-    parser.whole("--warm-up", 200, "updates in which the weight of the KL rises from 0", least=0)
+    parser.whole("--warm-up", 50, "updates in which the weight of the KL rises from 0", least=0)
     parser.whole("--plain-steps", 2200, "updates of the plain network")
     parser.real("--plain-learning-rate", 5e-3, "peak of the plain network's cosine schedule")
     parser.real("--weight-decay", 1e-2, "AdamW weight decay of the plain network", least=0)
     parser.whole("--samples", 300, "networks sampled from the posterior to compare with", least=2)
-    parser.whole("--save-every", 200, "updates of the Bayesian network between checkpoints")
+    parser.whole("--save-every", 75, "updates of the Bayesian network between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     out = run_folder(args)
     digits = data.load()
-    plain, bayesian = _plain(args, digits), _bayesian(args, digits)
+    plain, bayesian = digits_training.plain(args, digits), digits_training.bayesian(args, digits)
     turned, label = _turned(digits)
     images = np.concatenate([digits.test.images, digits.validation.images, turned])
     programs = _compile(args, plain, bayesian, len(images))
@@ -84,8 +83,10 @@ def run(args: argparse.Namespace) -> None:
     every = np.concatenate([images, *(_turn(digits.test.images, a, digits) for a in TEST_ANGLES)])
     records = []
     for seed in range(args.seed, args.seed + args.seeds):
-        means, plain_seconds = _train_plain(args, plain, programs, seed)
-        params, seconds = _train_bayesian(args, bayesian, programs, seed, plain.network(means))
+        means, plain_seconds = digits_training.train_plain(args, plain, programs.plain, seed)
+        params, seconds = digits_training.train_bayesian(
+            args, bayesian, programs.bayesian, seed, plain.network(means)
+        )
         results, sweeps, each = _predict(args, programs, seed, (means, params), images, every)
         records.append({
             "seconds": {"plain": plain_seconds, "bayesian": seconds},
@@ -108,60 +109,6 @@ def run(args: argparse.Namespace) -> None:
     metrics["seconds"]["total"] = time.perf_counter() - start
     write_json(out / "metrics.json", metrics)
     _print(out, metrics)
-
-
-class Training(NamedTuple):
-    """One of the two networks, whatever its parameters, and how it is trained."""
-
-    name: str
-    graph: Any
-    params: Any  # of the first seed
-    task: Task
-    settings: dict[str, Any]  # of a checkpoint
-
-    def network(self, params: Any) -> Any:
-        """The network with these parameters."""
-        return nnx.merge(self.graph, params)
-
-    def compile(self) -> Compiled:
-        """The programs, for all seeds."""
-        return self.task.compile(self.task.start(self.params, jax.random.key(0)))
-
-    def checkpoints(self, args: argparse.Namespace, seed: int, *, resume: bool) -> Checkpoints:
-        """Those of one seed."""
-        folder = args.out / "checkpoints" / self.name / f"seed_{seed}"
-        return Checkpoints(folder, {"seed": seed, **self.settings}, resume=resume)
-
-
-def _plain(args: argparse.Namespace, digits: Digits) -> Training:
-    graph, params = nnx.split(classifiers.plain_network(args.seed))
-    options: dict[str, Any] = {
-        "num_steps": args.plain_steps,
-        "batch_size": min(args.batch_size, digits.train.labels.size),
-        "learning_rate": args.plain_learning_rate,
-        "weight_decay": args.weight_decay,
-    }
-    return Training(
-        "plain", graph, params, classifiers.plain_task(graph, digits, **options), options
-    )
-
-
-def _bayesian(args: argparse.Namespace, digits: Digits) -> Training:
-    graph, params = nnx.split(_network(args, args.seed))
-    options: dict[str, Any] = {
-        "num_steps": args.steps,
-        "batch_size": min(args.batch_size, digits.train.labels.size),
-        "learning_rate": args.learning_rate,
-        "kl_weight": args.kl_weight,
-        "warm_up_steps": args.warm_up,
-    }
-    task = classifiers.bayesian_task(graph, digits, **options)
-    belief = {name: getattr(args, name) for name in ("structure", "posterior", "plain_steps")}
-    return Training("bayesian", graph, params, task, {**belief, **options})
-
-
-def _network(args: argparse.Namespace, seed: int) -> mj.nn.VisionTransformer:
-    return classifiers.bayesian_network(Belief(args.structure, args.posterior), seed)
 
 
 class Programs(NamedTuple):
@@ -189,60 +136,6 @@ def _compile(
 
     start = Background().start
     return Programs(start(plain.compile), start(bayesian.compile), start(predictors))
-
-
-def _train_plain(
-    args: argparse.Namespace, training: Training, programs: Programs, seed: int
-) -> tuple[Any, float]:
-    params = nnx.state(classifiers.plain_network(seed))
-    start = time.perf_counter()
-    state = training.task.start(params, jax.random.key(seed))
-    with training.checkpoints(args, seed, resume=args.resume) as store:
-        # Its updates are so cheap that half a run is all that a checkpoint is worth.
-        state = fit(training.task, state, store, max(1, args.plain_steps // 2), programs.plain)
-    assert state.best is not None
-    return state.best.params, time.perf_counter() - start
-
-
-def _train_bayesian(
-    args: argparse.Namespace,
-    training: Training,
-    programs: Programs,
-    seed: int,
-    plain: mj.nn.PlainVisionTransformer,
-) -> tuple[Any, float]:
-    """Start at the trained plain network's weights, with small spreads, and maximise the ELBO."""
-    network = _network(args, seed)
-    network.load(plain)
-    start = time.perf_counter()
-    state = training.task.start(nnx.state(network), jax.random.key(seed + 1))
-    with training.checkpoints(args, seed, resume=args.resume) as store:
-        state = fit(training.task, state, store, args.save_every, programs.bayesian)
-    return state.params, time.perf_counter() - start
-
-
-def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
-    """The first seed's Bayesian network that a finished main job has left in its --out, and its data.
-
-    Raises:
-      InputError: if there is none.
-    """
-    try:
-        stored = json.loads((run_folder / "metrics.json").read_text())["settings"]
-        args = argparse.Namespace(**{**stored, "out": run_folder})
-        digits = data.load()
-        training = _bayesian(args, digits)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(
-            f"{run_folder} holds no finished run of the main job ({error}); make one by "
-            f"python -m experiments digits --out {run_folder}"
-        ) from error
-    start = training.task.start(training.params, jax.random.key(args.seed + 1))
-    with training.checkpoints(args, args.seed, resume=True) as store:
-        state = store.restore(start)
-    if state is None:
-        raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
-    return training.network(state.params), digits
 
 
 def _turned(digits: Digits) -> tuple[np.ndarray, int]:
