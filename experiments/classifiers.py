@@ -27,6 +27,7 @@ HIDDEN_FEATURES = 64
 POSITION_SCALE = (
     1.0  # as large as the patches; Flax's customary 0.02 leaves attention blind to place
 )
+SPREAD_SPEED = 10.0  # of spreads and prior scales over the means, in the ELBO's training
 
 POSTERIORS = {
     "factorized": mj.posterior.Factorized,
@@ -135,4 +136,17 @@ def bayesian_task(
         bound = mj.objectives.elbo(fits, kl, dataset_size=dataset_size, kl_weight=weight)
         return -bound / dataset_size, {"fit": fits.mean(), "kl": kl}
 
-    return Task("Bayesian network", loss, clipped_adam(learning_rate, num_steps), num_steps)
+    optimizer = optax.chain(
+        clipped_adam(learning_rate, num_steps), optax.stateless(_faster_spreads)
+    )
+    return Task("Bayesian network", loss, optimizer, num_steps)
+
+
+def _faster_spreads(changes: Any, params: Any) -> Any:
+    """Adam's steps do not depend on the scale, and spreads and priors begin far from where they end."""
+
+    def faster(path: tuple[Any, ...], change: Array) -> Array:
+        is_mean = any(getattr(entry, "key", None) == "mean" for entry in path)
+        return change if is_mean else SPREAD_SPEED * change
+
+    return jax.tree_util.tree_map_with_path(faster, changes)

@@ -1,16 +1,17 @@
 """Train a Bayesian vision Transformer on handwritten digits by the analytic ELBO.
 
-Compares it with the same plain network, and with networks sampled from the learned posterior.
-Writes metrics.json and figures, and prints one table.
+Compares it with the same plain network, and with networks sampled from the learned posterior; all of
+it for several seeds, by programs that are compiled once. Writes metrics.json and figures (of the first
+seed, but for the curves over the angle), and prints one table with standard errors over the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,27 +19,34 @@ from flax import nnx
 from scipy import ndimage
 
 import moment_jax as mj
-from experiments import classifiers, data, figures, predictions, report
-from experiments.checkpoints import Checkpoints, run_folder
-from experiments.classifiers import POSTERIORS, Belief
-from experiments.command_line import InputError, Parser
+from experiments import data, digits_training, figures, predictions, report
+from experiments.background import Background
+from experiments.checkpoints import run_folder
+from experiments.classifiers import POSTERIORS
+from experiments.classify.scores import over_seeds
+from experiments.command_line import Parser
 from experiments.data import Digits
+from experiments.digits_training import Training, trained
 from experiments.outputs import write_json
 from experiments.predictions import Prediction
-from experiments.training import fit
+from experiments.training import Compiled
 
 __all__ = ["add_arguments", "run", "trained"]
 
 TURNED_DIGIT = 6  # upside down it is a nine
 ANGLES = np.linspace(0.0, 180.0, 37)
 TEST_ANGLES = np.linspace(0.0, 90.0, 7)  # of all test images
+SHOWN_ANGLES = (45.0, 60.0)
 
 
 def add_arguments(parser: Parser) -> None:
     """The options of the main job."""
     parser.out("runs/digits")
     parser.resume()
-    parser.seed("random seed of weights, batches and samples; never of the split")
+    parser.seed("first random seed of weights, batches and samples; never of the split")
+    parser.whole(
+        "--seeds", 3, "how many times all is done, with this seed and those that follow it"
+    )
     parser.choice(
         "--structure",
         mj.STRUCTURES,
@@ -47,7 +55,7 @@ def add_arguments(parser: Parser) -> None:
         "trained in BatchSeparable predicts in Separable)",
     )
     parser.choice("--posterior", POSTERIORS, "factorized", "family of the beliefs about weights")
-    parser.whole("--steps", 600, "updates of the Bayesian network")
+    parser.whole("--steps", 150, "updates of the Bayesian network")
     parser.whole("--batch-size", 32, "training images for each update, of both networks")
     parser.real("--learning-rate", 3e-3, "peak of the Bayesian network's cosine schedule")
     parser.real(
@@ -56,128 +64,81 @@ def add_arguments(parser: Parser) -> None:
         "final weight of the KL divergence in the ELBO: 1 is Bayes' rule, less a cold posterior",
         least=0,
     )
-    parser.whole("--warm-up", 200, "updates in which the weight of the KL rises from 0", least=0)
-    parser.whole("--plain-steps", 4000, "updates of the plain network")
+    parser.whole("--warm-up", 50, "updates in which the weight of the KL rises from 0", least=0)
+    parser.whole("--plain-steps", 2200, "updates of the plain network")
     parser.real("--plain-learning-rate", 5e-3, "peak of the plain network's cosine schedule")
     parser.real("--weight-decay", 1e-2, "AdamW weight decay of the plain network", least=0)
-    parser.whole("--samples", 1000, "networks sampled from the posterior to compare with", least=2)
-    parser.whole("--save-every", 200, "updates of the Bayesian network between checkpoints")
+    parser.whole("--samples", 300, "networks sampled from the posterior to compare with", least=2)
+    parser.whole("--save-every", 75, "updates of the Bayesian network between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train both networks, compare them, write what came out."""
+    """Train both networks for every seed, compare them, write what came out."""
     start = time.perf_counter()
     out = run_folder(args)
     digits = data.load()
-    plain, plain_seconds = _train_plain(args, digits)
-    network, bayesian_seconds = _train_bayesian(args, digits, plain)
+    plain, bayesian = digits_training.plain(args, digits), digits_training.bayesian(args, digits)
     turned, label = _turned(digits)
-    results, sweeps = _predict(args, digits, plain, network, turned)
+    images = np.concatenate([digits.test.images, digits.validation.images, turned])
+    programs = _compile(args, plain, bayesian, len(images))
+    # Of the two that are cheap enough, all test images, turned.
+    every = np.concatenate([images, *(_turn(digits.test.images, a, digits) for a in TEST_ANGLES)])
+    records = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        means, plain_seconds = digits_training.train_plain(args, plain, programs.plain, seed)
+        params, seconds = digits_training.train_bayesian(
+            args, bayesian, programs.bayesian, seed, plain.network(means)
+        )
+        results, sweeps, each = _predict(args, programs, seed, (means, params), images, every)
+        records.append({
+            "seconds": {"plain": plain_seconds, "bayesian": seconds},
+            "kl": float(bayesian.network(params).kl()),
+            **_compare(digits, results),
+            "rotation": _rotation(digits, sweeps),
+            "catch_up": _catch_up(digits, results, each),
+        })  # fmt: skip
+        if seed == args.seed:
+            _draw(out, digits, turned, label, results)
+    caught = [record.pop("catch_up") for record in records]
     metrics = {
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
-        "seconds": {"plain": plain_seconds, "bayesian": bayesian_seconds},
-        "kl": float(network.kl()),
-        **_compare(digits, results),
-        "rotation": {"angles": TEST_ANGLES.tolist(), "networks": _rotation(digits, sweeps)},
+        "angles": TEST_ANGLES.tolist(),
+        **over_seeds(records),
+        "catch_up": caught,
+        "seeds": records,
     }
-    metrics["catch_up"] = _catch_up(args, digits, network, metrics["test"])
-    curves = metrics["rotation"]["networks"]
-    figures.save(figures.doubt(TEST_ANGLES, curves), out / "doubt.png")
-    _draw(out, digits, turned, label, results)
+    figures.save(figures.doubt(TEST_ANGLES, metrics["rotation"]), out / "doubt.png")
     metrics["seconds"]["total"] = time.perf_counter() - start
     write_json(out / "metrics.json", metrics)
     _print(out, metrics)
 
 
-def _train_plain(
-    args: argparse.Namespace, digits: Digits
-) -> tuple[mj.nn.PlainVisionTransformer, float]:
-    graph, params = nnx.split(classifiers.plain_network(args.seed))
-    options: dict[str, Any] = {
-        "num_steps": args.plain_steps,
-        "batch_size": min(args.batch_size, digits.train.labels.size),
-        "learning_rate": args.plain_learning_rate,
-        "weight_decay": args.weight_decay,
-    }
-    task = classifiers.plain_task(graph, digits, **options)
-    start = time.perf_counter()
-    settings = {"seed": args.seed, **options}
-    with Checkpoints(args.out / "checkpoints" / "plain", settings, resume=args.resume) as store:
-        # Its updates are so cheap that half a run is all that a checkpoint is worth.
-        state = fit(
-            task, task.start(params, jax.random.key(args.seed)), store, args.plain_steps // 2
+class Programs(NamedTuple):
+    """What is compiled, for all seeds: functions that wait for it, those for predictions in a tuple."""
+
+    plain: Callable[[], Compiled]
+    bayesian: Callable[[], Compiled]
+    predictors: Callable[[], tuple[Any, Any, Any]]  # of the plain, the analytic, the drawn networks
+
+
+def _compile(
+    args: argparse.Namespace, plain: Training, bayesian: Training, num_drawn: int
+) -> Programs:
+    """Compile in the order of need, beside the training of the plain network."""
+
+    def predictors() -> tuple[Any, Any, Any]:
+        key = jax.random.key(0)
+        graph, _ = nnx.split(bayesian.network(bayesian.params))
+        drawn = predictions.drawn(graph, args.samples)
+        size = predictions.CHUNK
+        return (
+            predictions.compiled(predictions.plain(plain.graph), plain.params, size),
+            predictions.compiled(predictions.analytic(graph), bayesian.params, size),
+            predictions.compiled(drawn, bayesian.params, num_drawn, key),
         )
-    assert state.best is not None
-    return nnx.merge(graph, state.best.params), time.perf_counter() - start
 
-
-def _train_bayesian(
-    args: argparse.Namespace, digits: Digits, plain: mj.nn.PlainVisionTransformer
-) -> tuple[mj.nn.VisionTransformer, float]:
-    """Start at the trained plain network's weights, with small spreads, and maximise the ELBO."""
-    belief = Belief(args.structure, args.posterior)
-    network = classifiers.bayesian_network(belief, args.seed)
-    network.load(plain)
-    graph, params = nnx.split(network)
-    options = _options(args, digits)
-    task = classifiers.bayesian_task(graph, digits, **options)
-    start = time.perf_counter()
-    with _bayesian_checkpoints(args, options, resume=args.resume) as store:
-        key = jax.random.key(args.seed + 1)
-        state = fit(task, task.start(params, key), store, args.save_every)
-    return _predicting(nnx.merge(graph, state.params)), time.perf_counter() - start
-
-
-def _predicting(network: mj.nn.VisionTransformer) -> mj.nn.VisionTransformer:
-    """What is said of an image depends on no other, whatever the batches of the training shared."""
-    shared = network.settings.structure is mj.BatchSeparable
-    return mj.nn.with_structure(network, mj.Separable) if shared else network
-
-
-def _options(args: argparse.Namespace, digits: Digits) -> dict[str, Any]:
-    return {
-        "num_steps": args.steps,
-        "batch_size": min(args.batch_size, digits.train.labels.size),
-        "learning_rate": args.learning_rate,
-        "kl_weight": args.kl_weight,
-        "warm_up_steps": args.warm_up,
-    }
-
-
-def _bayesian_checkpoints(
-    args: argparse.Namespace, options: dict[str, Any], *, resume: bool
-) -> Checkpoints:
-    settings = {
-        "seed": args.seed, "structure": args.structure, "posterior": args.posterior,
-        "plain_steps": args.plain_steps, **options,
-    }  # fmt: skip
-    return Checkpoints(args.out / "checkpoints" / "bayesian", settings, resume=resume)
-
-
-def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
-    """The Bayesian network that a finished run of the main job has left in its --out, and its data.
-
-    Raises:
-      InputError: if there is none.
-    """
-    try:
-        stored = json.loads((run_folder / "metrics.json").read_text())["settings"]
-        args = argparse.Namespace(**{**stored, "out": run_folder})
-        digits = data.load()
-        options = _options(args, digits)
-        network = classifiers.bayesian_network(Belief(args.structure, args.posterior), args.seed)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(
-            f"{run_folder} holds no finished run of the main job ({error}); make one by "
-            f"python -m experiments digits --out {run_folder}"
-        ) from error
-    graph, params = nnx.split(network)
-    task = classifiers.bayesian_task(graph, digits, **options)
-    with _bayesian_checkpoints(args, options, resume=True) as store:
-        state = store.restore(task.start(params, jax.random.key(args.seed + 1)))
-    if state is None:
-        raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
-    return _predicting(nnx.merge(graph, state.params)), digits
+    start = Background().start
+    return Programs(start(plain.compile), start(bayesian.compile), start(predictors))
 
 
 def _turned(digits: Digits) -> tuple[np.ndarray, int]:
@@ -195,29 +156,26 @@ def _turn(images: np.ndarray, angle: float, digits: Digits) -> np.ndarray:
 
 def _predict(
     args: argparse.Namespace,
-    digits: Digits,
-    plain: mj.nn.PlainVisionTransformer,
-    network: mj.nn.VisionTransformer,
-    turned: np.ndarray,
-) -> tuple[dict[str, Prediction], dict[str, Prediction]]:
-    """Every predictor's word on the test and the validation images and on the turned digit.
+    programs: Programs,
+    seed: int,
+    params: tuple[Any, Any],
+    images: np.ndarray,
+    every: np.ndarray,
+) -> tuple[dict[str, Prediction], dict[str, Prediction], np.ndarray]:
+    """Every predictor's word on the images, that of the two cheap ones on what `every` has beyond.
 
-    And that of the two that are cheap enough on all test images, turned by every one of TEST_ANGLES.
+    And the class probabilities of every drawn network (samples, N, C).
     """
-    images = np.concatenate([digits.test.images, digits.validation.images, turned])
-    count = len(images)
-    # One call for all: a predictor is compiled once.
-    every = [images, *(_turn(digits.test.images, angle, digits) for angle in TEST_ANGLES)]
+    plain, analytic, drawn = programs.predictors()
     both = {
-        "plain network": predictions.plain(plain, np.concatenate(every)),
-        "Bayesian, analytic": predictions.analytic(network, np.concatenate(every)),
+        "plain network": predictions.in_chunks(plain, params[0], every),
+        "Bayesian, analytic": predictions.in_chunks(analytic, params[1], every),
     }
-    key = jax.random.key(args.seed + 2)
-    results = {name: result.at(slice(count)) for name, result in both.items()}
-    results[f"Bayesian, {args.samples:,} samples"] = predictions.sampled(
-        network, images, key, args.samples
-    )
-    return results, {name: result.at(slice(count, None)) for name, result in both.items()}
+    key = jax.random.key(seed + 2)
+    sampled, each = predictions.sampled(drawn, params[1], images, key)
+    results = {name: result.at(slice(len(images))) for name, result in both.items()}
+    results[f"Bayesian, {args.samples:,} samples"] = sampled
+    return results, {n: result.at(slice(len(images), None)) for n, result in both.items()}, each
 
 
 def _rotation(digits: Digits, sweeps: dict[str, Prediction]) -> dict[str, dict[str, list[float]]]:
@@ -235,17 +193,13 @@ def _rotation(digits: Digits, sweeps: dict[str, Prediction]) -> dict[str, dict[s
 
 
 def _catch_up(
-    args: argparse.Namespace,
-    digits: Digits,
-    network: mj.nn.VisionTransformer,
-    networks: dict[str, dict[str, float]],
+    digits: Digits, results: dict[str, Prediction], each: np.ndarray
 ) -> dict[str, float | None]:
-    """How many sampled networks are as good as the analytic pass, and what they cost beside it."""
-    _, analytic, samples = networks.values()
-    key = jax.random.key(args.seed + 3)
-    images, labels = digits.test
-    count = predictions.catch_up(network, images, labels, key, args.samples, analytic["nll"])
-    of_one = samples["seconds_per_image"] / args.samples / analytic["seconds_per_image"]
+    """How many drawn networks are as good as the analytic pass, and what they cost beside it."""
+    _, analytic, samples = (result.at(_parts(digits)[0]) for result in results.values())
+    target = predictions.scores(analytic.probabilities, digits.test.labels)["nll"]
+    count = predictions.catch_up(each[:, : len(digits.test.labels)], digits.test.labels, target)
+    of_one = samples.seconds_per_image / len(each) / analytic.seconds_per_image
     return {"samples": count, "time_ratio": None if count is None else count * of_one}
 
 
@@ -297,32 +251,22 @@ def _draw(
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:
-    networks, logits = metrics["test"], metrics["logits"]
-    print(report.scores_table(networks))
-    _, analytic, samples = networks.values()
-    gap = analytic["nll"] - samples["nll"]
+    logits, settings = metrics["logits"], metrics["settings"]
+    shown = [metrics["angles"].index(angle) for angle in SHOWN_ANGLES]
+    turned = {name: [c["nll"][i] for i in shown] for name, c in metrics["rotation"].items()}
+    heads = [f"NLL at {angle:.0f}°" for angle in SHOWN_ANGLES]
+    print(report.scores_table(metrics["test"], heads, turned))
     print(
-        f"analytic against sampled: NLL {gap:+.4f}; logit sd ratio {logits['sd_ratio']:.3f}, "
-        f"correlation {logits['sd_correlation']:.3f}, mean error {logits['mean_error']:.3f} sd"
+        f"analytic against sampled: logit sd ratio {report.with_error(logits['sd_ratio'], '.3f')}, "
+        f"correlation {logits['sd_correlation']['mean']:.3f}, mean error "
+        f"{logits['mean_error']['mean']:.3f} sd; the analytic NLL is reached by sampled networks: "
+        + ", ".join(_caught_up(found, settings["samples"]) for found in metrics["catch_up"])
     )
-    print(_caught_up(metrics))
-    for name, curve in metrics["rotation"]["networks"].items():
-        for angle in (45.0, 60.0):
-            i = metrics["rotation"]["angles"].index(angle)
-            print(
-                f"test images turned by {angle:.0f} degrees, {name}: accuracy "
-                f"{curve['accuracy'][i]:.3f}, NLL {curve['nll'][i]:.2f}, "
-                f"entropy {curve['entropy'][i]:.2f}"
-            )
-    print(f"KL weight {metrics['settings']['kl_weight']:g}; "
+    print(f"{settings['seeds']} seeds from {settings['seed']}; KL weight {settings['kl_weight']:g}; "
           f"{metrics['seconds']['total']:.0f} s in all; figures and metrics.json in {out}")  # fmt: skip
 
 
-def _caught_up(metrics: dict[str, Any]) -> str:
-    found, most = metrics["catch_up"], metrics["settings"]["samples"]
+def _caught_up(found: dict[str, Any], most: int) -> str:
     if found["samples"] is None:
-        return f"up to {most:,} sampled networks do not reach the analytic NLL"
-    return (
-        f"{found['samples']:,} sampled networks reach the analytic NLL, in "
-        f"{found['time_ratio']:.2g} times its time"
-    )
+        return f"over {most:,}"
+    return f"{found['samples']:,} ({found['time_ratio']:.2g} times the time)"

@@ -135,14 +135,19 @@ def rotation(
     return figure
 
 
-def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[float]]]) -> Figure:
-    """Means over all test images, turned: accuracy, NLL and entropy of each network by the angle."""
+def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]]]) -> Figure:
+    """Means over all test images, turned: accuracy, NLL and entropy of each network by the angle.
+
+    With the standard errors over seeds.
+    """
     titles = {"accuracy": "accuracy", "nll": "NLL (nats)", "entropy": "entropy (nats)"}
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 3, figsize=(9, 2.8))
         for axes, (score, title) in zip(panels, titles.items(), strict=True):
             for colour, (name, curve) in zip((PLAIN, BAYES), curves.items(), strict=True):
-                axes.plot(angles, curve[score], "o-", color=colour, markersize=3, label=name)
+                mean, error = ([point[k] for point in curve[score]] for k in ("mean", "error"))
+                line = {"color": colour, "markersize": 3, "capsize": 2, "label": name}
+                axes.errorbar(angles, mean, np.nan_to_num(error), fmt="o-", **line)
             axes.set(title=title, xlabel="angle (degrees)", xticks=angles[::2])
             axes.set_ylim(bottom=0)
         # As unsure as a guess between all classes.

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 import moment_jax as mj
+from experiments.data import IMAGE_SIZE
 
 Array = jax.Array
 
@@ -36,111 +37,92 @@ class Prediction(NamedTuple):
 
 
 Outputs = tuple[Array, Array, Array]
+Predict = Callable[[Any, Array], Outputs]
+"""(parameters, images (n, 8, 8)) -> class probabilities, mean and sd of the logits, each (n, C)."""
 
 
-def plain(network: nnx.Module, images: np.ndarray) -> Prediction:
+def plain(graph: Any) -> Predict:
     """One deterministic pass."""
-    graph, params = nnx.split(network)
 
     def predict(params: Any, images: Array) -> Outputs:
         logits = nnx.merge(graph, params)(images)
         return jax.nn.softmax(logits), logits, jnp.zeros_like(logits)
 
-    return _in_chunks(predict, params, images)
+    return predict
 
 
-def analytic(network: mj.nn.VisionTransformer, images: np.ndarray) -> Prediction:
+def analytic(graph: Any) -> Predict:
     """One pass of moments, and the class probabilities that the logits' moments imply."""
-    graph, params = nnx.split(network)
 
     def predict(params: Any, images: Array) -> Outputs:
         mean, cov = nnx.merge(graph, params)(images)
         probabilities = jax.vmap(mj.objectives.class_probabilities)(mean, cov)
         return probabilities, mean, jnp.sqrt(jnp.einsum("ncc->nc", cov))
 
-    return _in_chunks(predict, params, images)
+    return predict
 
 
-def sampled(
-    network: mj.nn.VisionTransformer, images: np.ndarray, key: Array, num_samples: int
-) -> Prediction:
-    """The average of `num_samples` plain networks drawn from the posterior."""
-    graph, state = nnx.split(network)
+def drawn(graph: Any, num_samples: int) -> Callable[[Any, Array, Array], Array]:
+    """(parameters, images, key) -> logits (num_samples, n, C) of networks drawn from the posterior."""
 
-    def moments(state: Any, images: Array, key: Array) -> tuple[Array, Array]:
-        model = nnx.merge(graph, state)
-
-        def outputs(draw: Any) -> Array:
-            logits = model.network(draw)(images)
-            return jnp.stack([jax.nn.softmax(logits), logits])
-
-        truth = mj.monte_carlo(outputs, model.params, key, num_samples, batch_size=1)
-        return truth.mean, truth.standard_deviation
-
-    arguments = (state, jnp.asarray(images), key)
-    compiled = jax.jit(moments).lower(*arguments).compile()
-    start = time.perf_counter()
-    mean, deviation = (np.asarray(part) for part in compiled(*arguments))
-    seconds = (time.perf_counter() - start) / len(images)
-    return Prediction(mean[0], mean[1], deviation[1], seconds)
-
-
-def catch_up(
-    network: mj.nn.VisionTransformer,
-    images: np.ndarray,
-    labels: np.ndarray,
-    key: Array,
-    num_samples: int,
-    target: float,
-) -> int | None:
-    """The least number of sampled networks whose averaged probabilities have an NLL of at most `target`.
-
-    Of the counts 1, 2, 3, 5, 10, 20, 30, 50, ...; each count's NLL is the mean over all groups of so
-    many that `num_samples` draws hold. None if no count reaches it.
-    """
-    graph, state = nnx.split(network)
-
-    @jax.jit
-    def likelihoods(state: Any, images: Array, labels: Array, key: Array) -> Array:
-        model = nnx.merge(graph, state)
+    def predict(params: Any, images: Array, key: Array) -> Array:
+        model = nnx.merge(graph, params)
 
         def of_one(key: Array) -> Array:
-            logits = model.network(mj.posterior.sample_params(model.params, key))(images)
-            return jnp.take_along_axis(jax.nn.softmax(logits), labels[:, None], axis=1)[:, 0]
+            return model.network(mj.posterior.sample_params(model.params, key))(images)
 
         return jax.lax.map(of_one, jax.random.split(key, num_samples))
 
-    # The NLL needs no more than every network's probability of the label: (num_samples, N).
-    drawn = np.asarray(likelihoods(state, jnp.asarray(images), jnp.asarray(labels), key))
-    for count in (k * 10**power for power in range(6) for k in (1, 2, 3, 5)):
-        groups = num_samples // count
-        if groups == 0:
-            break
-        mixed = drawn[: groups * count].reshape(groups, count, -1).mean(axis=1)
-        if -np.log(np.maximum(mixed, np.finfo(np.float32).tiny)).mean() <= target:
-            return count
-    return None
+    return predict
 
 
-def _in_chunks(
-    predict: Callable[[Any, Array], Outputs], params: Any, images: np.ndarray
-) -> Prediction:
-    """Predict chunk by chunk, all of one size for one compilation; the median time counts."""
-    size = min(CHUNK, len(images))
-    starts = range(0, len(images), size)
-    chunks = [
-        jnp.asarray(np.resize(images[i : i + size], (size, *images.shape[1:]))) for i in starts
-    ]
-    compiled = jax.jit(predict).lower(params, chunks[0]).compile()
+def compiled(predict: Callable[..., Any], params: Any, count: int, *more: Any) -> Any:
+    """The program for `count` images and all parameters of the shapes of these, of whatever seed."""
+    images = jax.ShapeDtypeStruct((count, IMAGE_SIZE, IMAGE_SIZE), jnp.float32)
+    return jax.jit(predict).lower(params, images, *more).compile()
+
+
+def in_chunks(program: Predict, params: Any, images: np.ndarray) -> Prediction:
+    """Predict by a program for CHUNK images, chunk by chunk; the median time counts."""
     results, times = [], []
-    for chunk in chunks:
+    for i in range(0, len(images), CHUNK):
+        chunk = jnp.asarray(np.resize(images[i : i + CHUNK], (CHUNK, *images.shape[1:])))
         start = time.perf_counter()
-        results.append(jax.block_until_ready(compiled(params, chunk)))
+        results.append(jax.block_until_ready(program(params, chunk)))
         times.append(time.perf_counter() - start)
     probabilities, mean, sd = (
         np.concatenate(part)[: len(images)] for part in zip(*results, strict=True)
     )
-    return Prediction(probabilities, mean, sd, float(np.median(times)) / size)
+    return Prediction(probabilities, mean, sd, float(np.median(times)) / CHUNK)
+
+
+def sampled(
+    program: Callable[[Any, Array, Array], Array], params: Any, images: np.ndarray, key: Array
+) -> tuple[Prediction, np.ndarray]:
+    """The average of the drawn networks, and the class probabilities of each, (samples, N, C)."""
+    start = time.perf_counter()
+    logits = np.asarray(program(params, jnp.asarray(images), key))
+    seconds = (time.perf_counter() - start) / len(images)
+    each = np.asarray(jax.nn.softmax(logits))
+    moments = logits.mean(axis=0), logits.std(axis=0, ddof=1)
+    return Prediction(each.mean(axis=0), *moments, seconds), each
+
+
+def catch_up(each: np.ndarray, labels: np.ndarray, target: float) -> int | None:
+    """The least number of drawn networks whose averaged probabilities have an NLL of at most `target`.
+
+    Of the counts 1, 2, 3, 5, 10, 20, 30, 50, ...; each count's NLL is the mean over all groups of so
+    many that `each` (samples, N, C) holds. None if no count reaches it.
+    """
+    right = each[:, np.arange(len(labels)), labels]
+    for count in (k * 10**power for power in range(6) for k in (1, 2, 3, 5)):
+        groups = len(right) // count
+        if groups == 0:
+            break
+        mixed = right[: groups * count].reshape(groups, count, -1).mean(axis=1)
+        if -np.log(np.maximum(mixed, np.finfo(np.float32).tiny)).mean() <= target:
+            return count
+    return None
 
 
 def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -5,13 +5,15 @@ The module also has the tables that the experiments print.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isnan
+from types import MappingProxyType
 
 from experiments.report_page import add_arguments, run
 
-__all__ = ["add_arguments", "aligned", "duration", "run", "scores_table"]
+__all__ = ["add_arguments", "aligned", "duration", "run", "scores_table", "with_error"]
 
-COLUMNS = (("accuracy", ".4f"), ("nll", ".4f"), ("brier", ".4f"), ("ece", ".4f"))
+COLUMNS = (("accuracy", ".3f"), ("nll", ".3f"), ("brier", ".3f"), ("ece", ".3f"))
 
 
 def duration(seconds: float) -> str:
@@ -34,10 +36,21 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def scores_table(networks: dict[str, dict[str, float]]) -> str:
-    """One row for each network: its scores on the test set and its time for one image."""
-    rows = [["", "accuracy", "NLL", "Brier", "ECE", "time per image"]]
+def with_error(figure: dict[str, float], form: str) -> str:
+    """Mean and standard error over seeds; of one seed there is none."""
+    error = "" if isnan(figure["error"]) else f" ± {figure['error']:{form}}"
+    return f"{figure['mean']:{form}}{error}"
+
+
+def scores_table(
+    networks: dict[str, dict[str, dict[str, float]]],
+    heads: Sequence[str] = (),
+    others: Mapping[str, Sequence[dict[str, float]]] = MappingProxyType({}),
+) -> str:
+    """One row for each network: its scores on the test set over seeds, others, its time for an image."""
+    rows = [["", "accuracy", "NLL", "Brier", "ECE", *heads, "time per image"]]
     for name, scores in networks.items():
-        cells = [format(scores[key], form) for key, form in COLUMNS]
-        rows.append([name, *cells, duration(scores["seconds_per_image"])])
+        cells = [with_error(scores[key], form) for key, form in COLUMNS]
+        more = [with_error(figure, ".2f") for figure in others.get(name, ())] or [""] * len(heads)
+        rows.append([name, *cells, *more, duration(scores["seconds_per_image"]["mean"])])
     return aligned(rows)

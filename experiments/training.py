@@ -42,6 +42,13 @@ class TrainState(NamedTuple):
     best: Best | None = None
 
 
+class Compiled(NamedTuple):
+    """The programs of a task; they donate the state that they are given."""
+
+    update: Callable[[TrainState], tuple[TrainState, Report]]
+    keep_best: Callable[[TrainState], TrainState] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What to train.
@@ -79,6 +86,13 @@ class Task:
         new = TrainState(params, optimizer, state.step + 1, state.key, state.best)
         return new, {"loss": value, **report}
 
+    def compile(self, state: TrainState) -> Compiled:
+        """The programs for all states of the shapes of this one, of whatever seed."""
+        update = jax.jit(self.update, donate_argnums=0).lower(state).compile()
+        if self.validate is None:
+            return Compiled(update, None)
+        return Compiled(update, jax.jit(self.keep_best, donate_argnums=0).lower(state).compile())
+
     def keep_best(self, state: TrainState) -> TrainState:
         """Compare the parameters with the best so far."""
         assert self.validate is not None
@@ -90,7 +104,11 @@ class Task:
 
 
 def fit(
-    task: Task, state: TrainState, checkpoints: Checkpoints | None = None, save_every: int = 1
+    task: Task,
+    state: TrainState,
+    checkpoints: Checkpoints | None = None,
+    save_every: int = 1,
+    compiled: Callable[[], Compiled] | None = None,
 ) -> TrainState:
     """Train, from the latest checkpoint if there is one.
 
@@ -100,6 +118,8 @@ def fit(
       checkpoints: where to save; the end is saved too. None to save nothing; then Ctrl-C is not waited
         for.
       save_every: updates between checkpoints.
+      compiled: gives the programs, from a thread that compiles them or from the fit of another seed;
+        None to compile them.
 
     Returns:
       The state after `task.num_steps` updates.
@@ -116,15 +136,13 @@ def fit(
         return state
     with Progress(task.name, task.num_steps, initial=first) as progress:
         # What takes long to compile comes before there is anything that Ctrl-C would have to save.
-        update = jax.jit(task.update, donate_argnums=0).lower(state).compile()
-        if task.validate is not None:
-            keep_best = jax.jit(task.keep_best, donate_argnums=0).lower(state).compile()
+        update, keep_best = compiled() if compiled else task.compile(state)
         with StopRequest(*([] if checkpoints is None else [signal.SIGINT])) as request:
             for step in range(first + 1, task.num_steps + 1):
                 state, report = update(state)
                 last = step == task.num_steps
                 stop = request.received is not None
-                if task.validate is not None and (step % VALIDATE_EVERY == 0 or last):
+                if keep_best is not None and (step % VALIDATE_EVERY == 0 or last):
                     state = keep_best(state)
                 shown = step % SHOW_EVERY == 0 or last
                 progress.update(1, {k: float(v) for k, v in report.items()} if shown else None)

@@ -135,7 +135,9 @@ def _measure(
             for shift, of_strength in shifts.items()
         },
         "others": {
-            name: _over_seeds([scores.detection(*pair) for pair in zip(test, given, strict=True)])
+            name: scores.over_seeds(
+                [scores.detection(*pair) for pair in zip(test, given, strict=True)]
+            )
             for name, given in other.items()
         },
         "area_under_risk": scores.summary(risks.mean(axis=1).tolist()),
@@ -147,11 +149,7 @@ def _measure(
 
 
 def _scores(given: np.ndarray, labels: np.ndarray) -> dict[str, dict[str, float]]:
-    return _over_seeds([predictions.scores(one, labels) for one in given])
-
-
-def _over_seeds(found: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    return {key: scores.summary([one[key] for one in found]) for key in found[0]}
+    return scores.over_seeds([predictions.scores(one, labels) for one in given])
 
 
 def _draw(

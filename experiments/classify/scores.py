@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from sklearn.metrics import average_precision_score, roc_auc_score
 
@@ -34,3 +36,13 @@ def summary(values: list[float]) -> dict[str, float]:
     """Mean and standard error over the seeds; of one seed there is no error."""
     spread = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
     return {"mean": float(np.mean(values)), "error": float(spread)}
+
+
+def over_seeds(found: list[Any]) -> Any:
+    """The summary of every figure of records of one shape, dictionaries and lists of figures in turn."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: over_seeds([one[key] for one in found]) for key in first}
+    if isinstance(first, list):
+        return [over_seeds(list(values)) for values in zip(*found, strict=True)]
+    return summary(found)

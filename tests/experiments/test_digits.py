@@ -23,6 +23,7 @@ from experiments import classifiers, data, predictions
 from experiments.__main__ import main
 from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
+from experiments.digits import trained as of_main_job
 from experiments.outputs import whole_file, write_json
 from experiments.training import Task, fit
 
@@ -186,14 +187,11 @@ def test_the_split_is_fixed_and_stratified():
 
 
 def test_how_many_samples_catch_up():
-    network = classifiers.bayesian_network(classifiers.Belief(), 0)
-    images, labels = np.zeros((2, 8, 8), np.float32), np.arange(2, dtype=np.int32)
-
-    def count(target):
-        return predictions.catch_up(network, images, labels, jax.random.key(0), 4, target)
-
-    assert count(np.inf) == 1
-    assert count(0.0) is None
+    each = np.array([[[0.9, 0.1]], [[0.1, 0.9]]], np.float32)  # two networks, one image
+    labels = np.zeros(1, np.int32)
+    assert predictions.catch_up(each, labels, np.inf) == 1
+    assert predictions.catch_up(each, labels, -np.log(0.49)) == 2
+    assert predictions.catch_up(each, labels, 0.0) is None
 
 
 def test_an_epoch_sees_every_image_once():
@@ -208,19 +206,27 @@ def test_the_main_job(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(classifiers, "NUM_BLOCKS", 1)  # half the compilation
     counts = {"--steps": 3, "--plain-steps": 4, "--batch-size": 4, "--samples": 3}
     arguments = [str(word) for option in counts.items() for word in option]
-    arguments += ["--structure", "Diagonal"]
+    arguments += ["--structure", "Diagonal", "--seeds", "2"]
+    compiled = []
+    compile_task = Task.compile
+    monkeypatch.setattr(Task, "compile", lambda *a: compiled.append(a) or compile_task(*a))
     assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert len(compiled) == 2  # one for each network, whatever the number of seeds
     said = capsys.readouterr().out
     assert "plain network" in said
     assert "3 samples" in said
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert len(metrics["test"]) == 3
-    assert all(np.isfinite(list(row.values())).all() for row in metrics["test"].values())
-    curves = metrics["rotation"]["networks"]
-    assert len(curves) == 2
-    for name, curve in curves.items():
-        assert curve["nll"][0] == pytest.approx(metrics["test"][name]["nll"], rel=1e-4)
-        assert 0 < curve["entropy"][0] <= np.log(10)
+    figures = [value for row in metrics["test"].values() for value in row.values()]
+    assert all(np.isfinite([figure["mean"], figure["error"]]).all() for figure in figures)
+    first, second = (record["kl"] for record in metrics["seeds"])
+    assert metrics["kl"]["mean"] == pytest.approx((first + second) / 2)
+    for name, curve in metrics["rotation"].items():
+        upright = metrics["test"][name]["nll"]["mean"]
+        assert curve["nll"][0]["mean"] == pytest.approx(upright, rel=1e-4)
+        assert 0 < curve["entropy"][0]["mean"] <= np.log(10)
     for name in FIGURES:
         assert (tmp_path / name).stat().st_size > 10_000
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    network, _ = of_main_job(tmp_path)
+    assert float(network.kl()) == pytest.approx(first, rel=1e-4)
