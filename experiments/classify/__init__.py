@@ -56,6 +56,7 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--bayesian-members", Recipe.members, "Bayesian ones in theirs, --members at most")
     parser.whole("--plain-steps", Budget().plain_steps, "updates of a plain network")
     parser.whole("--steps", Budget().steps, "updates of a Bayesian network")
+    parser.whole("--division", images.DIVISION, "seed of the split into parts", least=0)
     parser.flag("--still", "do not move training images")
     parser.real("--kl-weight", Recipe.kl_weight, "weight of the KL", least=0)
     parser.whole("--samples", 50, "drawn networks that predict, where they are drawn", least=2)
@@ -64,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Train all methods, compare them, write what came out."""
     start = time.perf_counter()
-    task = images.load(args.data)
+    task = images.load(args.data, args.division)
     out = writable_folder(args.out or Path("runs/classify") / args.data, "--out")
     network = Network.of(task, args.blocks)
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)

@@ -57,7 +57,7 @@ def test_data_sets_have_names(capsys):
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     whole = images.load("digits")
 
-    def small(name):
+    def small(name, division):
         parts = [Images(p.images[:60], p.labels[:60]) for p in whole[:3]]
         return Task(*parts, whole.background, 4, parts[0])
 
