@@ -33,10 +33,8 @@ class Training(NamedTuple):
     def network(self, params: Any) -> Any:
         """The network that predicts: of one image, whatever the batches of the training shared."""
         network = nnx.merge(self.graph, params)
-        settings = getattr(network, "settings", None)
-        if settings is not None and settings.structure is mj.BatchSeparable:
-            return mj.nn.with_structure(network, mj.Separable)
-        return network
+        is_plain = isinstance(network, mj.nn.PlainVisionTransformer)
+        return network if is_plain else classifiers.predicting(network)
 
     def compile(self) -> Compiled:
         """The programs, for all seeds."""
@@ -109,7 +107,8 @@ def train_bayesian(
     state = training.task.start(nnx.state(network), jax.random.key(seed + 1))
     with training.checkpoints(args, seed, resume=args.resume) as store:
         state = fit(training.task, state, store, args.save_every, compiled)
-    return state.params, time.perf_counter() - start
+    assert state.best is not None
+    return state.best.params, time.perf_counter() - start
 
 
 def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
@@ -131,6 +130,6 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
     start = training.task.start(training.params, jax.random.key(args.seed + 1))
     with training.checkpoints(args, args.seed, resume=True) as store:
         state = store.restore(start)
-    if state is None:
+    if state is None or state.best is None:
         raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
-    return training.network(state.params), digits
+    return training.network(state.best.params), digits
