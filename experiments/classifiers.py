@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
@@ -123,10 +122,7 @@ def bayesian_task(
     kl_weight: float,
     warm_up_steps: int,
 ) -> Task:
-    """The negative analytic ELBO for each training image, by one pass of moments a step.
-
-    Stopped where the validation NLL is best, as the plain network is.
-    """
+    """The negative analytic ELBO for each training image, by one pass of moments a step."""
     dataset_size = digits.train.labels.size
     fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
 
@@ -139,17 +135,7 @@ def bayesian_task(
         bound = mj.objectives.elbo(fits, kl, dataset_size=dataset_size, kl_weight=weight)
         return -bound / dataset_size, {"fit": fits.mean(), "kl": kl}
 
-    def validate(params: Any) -> Array:
-        images, labels = digits.validation
-        network = predicting(nnx.merge(graph, params))
-        # In batches as in training, for no more memory; the last is filled up.
-        filled = np.resize(images, (-(-len(images) // batch_size) * batch_size, *images.shape[1:]))
-        moments = jax.lax.map(network, jnp.asarray(filled), batch_size=batch_size)
-        probabilities = jax.vmap(mj.objectives.class_probabilities)(*moments)[: len(images)]
-        return mj.objectives.negative_log_likelihood(probabilities, jnp.asarray(labels))
-
-    optimizer = clipped_adam(learning_rate, num_steps)
-    return Task("Bayesian network", loss, optimizer, num_steps, validate)
+    return Task("Bayesian network", loss, clipped_adam(learning_rate, num_steps), num_steps)
 
 
 def predicting(network: mj.nn.VisionTransformer) -> mj.nn.VisionTransformer:

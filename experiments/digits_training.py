@@ -107,8 +107,7 @@ def train_bayesian(
     state = training.task.start(nnx.state(network), jax.random.key(seed + 1))
     with training.checkpoints(args, seed, resume=args.resume) as store:
         state = fit(training.task, state, store, args.save_every, compiled)
-    assert state.best is not None
-    return state.best.params, time.perf_counter() - start
+    return state.params, time.perf_counter() - start
 
 
 def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
@@ -130,6 +129,6 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
     start = training.task.start(training.params, jax.random.key(args.seed + 1))
     with training.checkpoints(args, args.seed, resume=True) as store:
         state = store.restore(start)
-    if state is None or state.best is None:
+    if state is None:
         raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
-    return training.network(state.best.params), digits
+    return training.network(state.params), digits
