@@ -7,8 +7,10 @@ import io
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
+from experiments import background
 from experiments.command_line import PREEMPTED, InputError, Parser, PartError, PreemptedError
 from experiments.stopping import INTERRUPTED, StopRequest
 
@@ -106,6 +108,10 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # a log has what was printed, whenever we end
     with StopRequest(signal.SIGINT, at_once=True):
         _keep_compiled_programs(sys.argv[1:])
-        status = main()
+        try:
+            status = main()
+        except Exception:
+            traceback.print_exc()
+            status = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # or another one changes the status
-    sys.exit(status)
+    background.end(status)
