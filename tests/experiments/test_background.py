@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -17,6 +18,8 @@ def test_results_and_errors_reach_whoever_waits():
     with pytest.raises(ZeroDivisionError):
         half()
 
+
+FRESH = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # or there is nothing to compile
 
 # The compilation outlives the main thread by far. Ended in the usual way, such a process aborts.
 ENDS_EARLY = """
@@ -39,6 +42,11 @@ end(130)
 
 def test_a_process_ends_while_something_is_compiled():
     ended = subprocess.run(
-        [sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", ENDS_EARLY],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=FRESH,
     )
     assert (ended.returncode, ended.stdout) == (130, "said\n"), ended.stderr
