@@ -170,8 +170,8 @@ class Separable(FormedLater, Covariance):
         pool: Array | None = None,
     ) -> Self:
         """Made of variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
-        stored = materialized((jnp.maximum(variance, 0), by_tokens(token_gram)))
-        variance, token_gram = stored
+        variance = materialized(jnp.maximum(variance, 0))
+        token_gram = materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
         feature_gram = feature_gram.shared(cls.share)

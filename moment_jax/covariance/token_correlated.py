@@ -61,8 +61,8 @@ class TokenCorrelated(FormedLater, Covariance):
     @classmethod
     def from_moments(cls, variance: Array, token_gram: Array) -> Self:
         """The structure of these variances (T, D) and this token Gram matrix (T, T)."""
-        stored = materialized((jnp.maximum(variance, 0), by_tokens(token_gram)))
-        variance, token_gram = stored
+        variance = materialized(jnp.maximum(variance, 0))
+        token_gram = materialized(by_tokens(token_gram))
         later = {
             "scale": lambda: safe_sqrt(variance),
             "correlation": lambda: correlation_of(token_gram, rows_diagonal(token_gram)),

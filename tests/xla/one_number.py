@@ -46,8 +46,6 @@ def _results(equation: Any, ones: list[bool], found: list[str]) -> list[bool]:
         if isinstance(program, ClosedJaxpr | Jaxpr)
     ]
     if name == "cond":  # the first operand is the choice
-        if any(_stores(branch) for branch in programs):
-            return [False] * count
         platforms = equation.params.get("branches_platforms") or ()
         here = [
             branch
@@ -56,6 +54,8 @@ def _results(equation: Any, ones: list[bool], found: list[str]) -> list[bool]:
         ]
         each = [_walk(branch, ones[1:], found) for branch in here or programs]
         return [any(results) for results in zip(*each, strict=True)]
+    if name == "materialize":
+        return [False] * count
     if name in ("scan", "while"):  # what a loop reads and leaves is taken to lie in memory
         for program in programs:
             _walk(program, [False] * len(program.jaxpr.invars), found)
@@ -65,12 +65,6 @@ def _results(equation: Any, ones: list[bool], found: list[str]) -> list[bool]:
         if len(variables) == len(ones):
             return _walk(program, ones, found)
     return [bool(ones) and all(ones)] * count
-
-
-def _stores(branch: ClosedJaxpr) -> bool:
-    """Whether it is the hidden identity of `materialized`."""
-    names = {equation.primitive.name for equation in branch.jaxpr.eqns}
-    return names == {"optimization_barrier"}
 
 
 def _of_matrices(product: Any) -> bool:
