@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from moment_jax.xla import materialized
 Array = jax.Array
 
 
-class ScoreCovariance(Protocol):
+class RowCovariance(Protocol):
     """Covariance R of rows of scores (..., C), one for each row, up to b 1^T + 1 b^T for any b."""
 
     def variance(self) -> Array:
@@ -22,6 +22,10 @@ class ScoreCovariance(Protocol):
     def matvec(self, vectors: Array) -> Array:
         """R a, (..., C) -> (..., C)."""
         ...
+
+
+class ScoreCovariance(RowCovariance, Protocol):
+    """One whose squares are known too."""
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
         """(R * R) a / unit^2, R squared entry by entry, (..., C), (..., 1) -> (..., C).
@@ -67,28 +71,69 @@ def expected_softmax(
     Returns:
       Probabilities (..., C): rows sum to 1, exactly 0 where masked (everywhere, if no entry is left).
     """
-    variance = cov.variance()
-    weights = masked_softmax(mean, mask)
-    pulled = cov.matvec(weights)
-    spread = _total(weights * _contrast(weights, variance, pulled))
-    log_total = _highest(mean, mask) - jnp.log(_nonzero(jnp.max(weights, axis=-1, keepdims=True)))
-    # MacKay's flattened scores to start with, and shorter steps where there is more noise.
-    weights = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
-    step = 1 / jnp.sqrt(1 + spread / 2)
+    start = _start(mean, cov, mask)
+    weights, step = start.flattened, start.step
     for iteration in range(num_iterations):
         weights = materialized(weights)
         pulled = cov.matvec(weights)
-        contrast = _contrast(weights, variance, pulled)
+        contrast = _contrast(weights, cov.variance(), pulled)
         shrunken = materialized(_shrunken(weights, contrast, pulled, cov, mask))
         raised = mean + 0.5 * shrunken
         if iteration == 0:
-            # Where noise would lift a weight above one, the quadratic has left its range.
-            step = step / (1 + _nonnegative(_highest(raised, mask) - log_total))
+            step = start.shorter_step(raised, mask)
         weights = (1 - step) * weights + step * masked_softmax(raised, mask)
-    # Contrasts of the new weights, shrunken as much as those before: a step for one product.
+    return _last_step(mean, cov, mask, weights, step, _quotient(shrunken, contrast))
+
+
+def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None = None) -> Array:
+    """`expected_softmax` by contrasts of the mean's softmax, for two products with R in all.
+
+    And u_i / v_i is one number in every row, sum_j a_j^2 v_j^2 / sum_j a_j v_j: that of independent
+    scores on average. For structures that are wrong by more elsewhere.
+
+    Relative error (norm of the difference from 100,000 samples over that of E[softmax]; 16 scores, means
+    of sd 1.5, half of the covariances diagonal and half of rank 6): 0.002, 0.02, 0.12, 0.24, 0.46 and
+    0.57 at score sd 0.5, 1, 2, 3, 5 and 10; `expected_softmax` 0.001, 0.008, 0.09, 0.23, 0.43 and 0.56.
+    """
+    start = _start(mean, cov, mask)
+    weights, contrast = start.weights, start.contrast
+    unit = jnp.maximum(1, _highest(contrast, mask))
+    scaled = weights * (contrast / unit)
+    ratio = _quotient(_total(scaled**2), _total(scaled))
+    shrink = 1 / (1 + _gain(weights, contrast) * unit * ratio)
+    raised = mean + 0.5 * shrink * contrast
+    step = start.shorter_step(raised, mask)
+    weights = (1 - step) * start.flattened + step * masked_softmax(raised, mask)
+    return _last_step(mean, cov, mask, weights, step, shrink)
+
+
+class _Start(NamedTuple):
+    weights: Array  # softmax of the mean
+    contrast: Array  # their v
+    flattened: Array  # by MacKay's flattened scores
+    step: Array  # shorter where there is more noise, (..., 1)
+    log_total: Array  # logsumexp of the mean, (..., 1)
+
+    def shorter_step(self, raised: Array, mask: Array | None) -> Array:
+        """Where noise would lift a weight above one, the quadratic has left its range."""
+        return self.step / (1 + _nonnegative(_highest(raised, mask) - self.log_total))
+
+
+def _start(mean: Array, cov: RowCovariance, mask: Array | None) -> _Start:
+    weights = masked_softmax(mean, mask)
+    contrast = _contrast(weights, cov.variance(), cov.matvec(weights))
+    spread = _total(weights * contrast)
+    log_total = _highest(mean, mask) - jnp.log(_nonzero(jnp.max(weights, axis=-1, keepdims=True)))
+    flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
+    return _Start(weights, contrast, flattened, 1 / jnp.sqrt(1 + spread / 2), log_total)
+
+
+def _last_step(
+    mean: Array, cov: RowCovariance, mask: Array | None, weights: Array, step: Array, shrink: Array
+) -> Array:
+    """Contrasts of the new weights, shrunken as much as those before: a step for one product."""
     weights = materialized(weights)
-    again = _contrast(weights, variance, cov.matvec(weights))
-    raised = mean + 0.5 * _quotient(shrunken, contrast) * again
+    raised = mean + 0.5 * shrink * _contrast(weights, cov.variance(), cov.matvec(weights))
     return (1 - step) * weights + step * masked_softmax(raised, mask)
 
 
@@ -148,8 +193,13 @@ def _shrunken(
         + _total(weights * scaled**2)
         - (scaled - _total(weights * scaled)) ** 2
     )
-    ratio = _quotient(_total(weights**2 * contrast), _total(weights * (1 - weights)))
-    gain = 2 / (1 + jnp.sqrt(1 + 4 * ratio))
+    gain = _gain(weights, contrast)
     # In units again, lest the square of a variance enter the derivatives.
     shrink = _quotient(_nonnegative(second), contrast / unit)
     return contrast / (1 + gain * unit * shrink)
+
+
+def _gain(weights: Array, contrast: Array) -> Array:
+    """How much of the Jacobian at the weights is left on average, (..., 1)."""
+    ratio = _quotient(_total(weights**2 * contrast), _total(weights * (1 - weights)))
+    return 2 / (1 + jnp.sqrt(1 + 4 * ratio))

@@ -10,6 +10,7 @@ term all entries of a query are taken as equally noisy, so that it has one matri
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import safe_divide
-from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.expectations import masked_softmax, quick_expected_softmax
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import (
     Inputs,
@@ -65,17 +66,6 @@ class _Rows(NamedTuple):
     def matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
         return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
-
-    def square_matvec(self, weights: Array, unit: Array) -> Array:
-        """sum_f (Cov[S_ac, S_af] / unit_a)^2 weights_af, (T, S)."""
-        query, scaled = self.query / unit, self.own / unit
-        own = (scaled**2 + 2 * scaled * (self._by_query() / unit)) * weights
-        if by_features(weights.shape[0], *self.key.shape):
-            keys = _mixed_pairs(weights, self.key, self.key)
-            common = jnp.einsum("ade,cd,ce->ac", keys, self.key, self.key)
-        else:
-            common = rows_product(weights, (self.key @ self.key.T) ** 2)
-        return own + query**2 * common
 
     def _by_query(self) -> Array:
         return self.query * jnp.sum(self.key**2, axis=1)[None, :]
@@ -127,8 +117,8 @@ def _head(
     scores = materialized(scores / jnp.sqrt(width))
     own = (q.mean**2 + q.variance) @ k.variance.T / width
     rows = _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)
-    weights = masked_softmax(scores, mask) if order == 1 else expected_softmax(scores, rows, mask)
-    weights = materialized(weights)
+    expected = masked_softmax if order == 1 else partial(quick_expected_softmax, cov=rows)
+    weights = materialized(expected(scores, mask=mask))
     mean = weights @ v.mean
     variance, gain = _variance(v, rows, weights, mean, order)
     if order == 2:
@@ -144,25 +134,31 @@ def _variance(
     The sum over the features of what the queries' noise gives is taken whole, and shared out as that
     of independent keys is: by itself it would take T^2 K^2 products.
     """
-    noise = jnp.sum(v.variance, axis=1)
-    by_values = weights**2 @ v.variance
-    size = jnp.sum(mean**2, axis=1) + jnp.sum(by_values, axis=1)  # E |A_a|^2 of the averages A
-    crossed = mean @ v.mean.T + weights * noise[None, :]  # E <A_a, v_c>
+    width, noise = v.mean.shape[1], jnp.sum(v.variance, axis=1)
     values = jnp.sum(v.mean**2, axis=1) + noise  # E |v_c|^2
-    noisy = weights**2 * rows.variance()
-    pattern = (
-        noisy @ (v.mean**2 + v.variance)
-        - 2 * mean * (noisy @ v.mean)
-        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
-    )
+    key_size = jnp.sum(rows.key**2, axis=1, keepdims=True)
+    squared, pulled = weights**2, weights * ((weights @ rows.key) @ rows.key.T)
+    # Sums over the keys, with weights W^2 own, W^2 and W (W k) k^T.
+    ones = jnp.ones_like(key_size)
+    moments = jnp.concatenate([v.mean**2 + v.variance, v.mean, ones], axis=1)
+    own = (squared * rows.own) @ jnp.concatenate([moments, values[:, None]], axis=1)
+    common = squared @ jnp.concatenate([key_size * moments, v.variance], axis=1)
+    by_pulled = pulled @ moments[:, width:]
+    by_values = common[:, -width:]
+    size = jnp.sum(mean**2, axis=1) + jnp.sum(by_values, axis=1)  # E |A_a|^2 of the averages A
+    noisy = own[:, :-1] + rows.query * common[:, :-width]
+    pattern = noisy[:, :width] - 2 * mean * noisy[:, width:-1] + mean**2 * noisy[:, -1:]
     pattern = jnp.maximum(pattern, 0)
-    spread = values[None, :] - 2 * crossed + size[:, None]
-    by_keys = jnp.sum(weights**2 * rows.own * spread, axis=1)
-    pulled = weights * ((weights @ rows.key) @ rows.key.T)
+
+    def crossed(values: Array, weighing: Array) -> Array:
+        """Sums of E <A_a, v_c> over the keys: of v_c, and of W_ac times its noise."""
+        return jnp.sum(mean * values, axis=1) + (weighing * weights) @ noise
+
+    by_keys = own[:, -1] - 2 * crossed(own[:, width:-2], squared * rows.own) + size * own[:, -2]
     by_query = (
         _squared_products(rows.key, v.mean, noise, weights)
-        - 2 * jnp.sum(crossed * pulled, axis=1)
-        + size * jnp.sum(pulled, axis=1)
+        - 2 * crossed(by_pulled[:, :-1], pulled)
+        + size * by_pulled[:, -1]
     )
     total = by_keys + rows.query[:, 0] * jnp.maximum(by_query, 0)
     gain = jnp.ones_like(total)

@@ -67,12 +67,15 @@ class Projected(NamedTuple):
     heads: HeadNoise  # leading axis H
 
     @classmethod
-    def of(cls, source: DenseInput[Separable], cov: Separable, num_heads: int) -> Projected:
+    def of(
+        cls, source: DenseInput[Separable], cov: Separable, pattern: Array, num_heads: int
+    ) -> Projected:
         """The noise of y.
 
         Args:
           source: x and the dense layer.
           cov: covariance of y, of shape (T, H K), for kernels with correlated entries.
+          pattern: of x, see `over_sum`, for the others.
           num_heads: H.
         """
         if not source.params.kernel.uncorrelated:
@@ -93,7 +96,7 @@ class Projected(NamedTuple):
         )
         mapped = features.map(params.kernel.mean)
         heads = HeadNoise(mapped.blocks(num_heads), own)
-        return cls(source, mapped.dense(), over_sum(x), heads)
+        return cls(source, mapped.dense(), pattern, heads)
 
     def contrasts(self, pool: Array | None) -> Array:
         """Feature Gram matrices of y less its average over the tokens, (H, K, K).

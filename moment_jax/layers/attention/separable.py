@@ -15,7 +15,7 @@ from moment_jax.covariance.feature_gram import FeatureGram, column_noise
 from moment_jax.covariance.marginals import fit_rows
 from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov
 from moment_jax.layers.attention.each_head import each_head
-from moment_jax.layers.attention.head_noise import Projected, centred_rows
+from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
 from moment_jax.layers.attention.separable_head import Head, Mixed, Tokens, mix_head
 from moment_jax.layers.attention.shared_input import Links, make_links
@@ -34,20 +34,23 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     kernel = output.kernel.mean
     noise_metric = vector_cov(output.kernel.input_metric())
     metric = kernel @ kernel.T + noise_metric
+    pattern = own_pattern = over_sum(inputs.shared.cov)
+    if inputs.query_input.cov is not inputs.shared.cov:
+        own_pattern = over_sum(inputs.query_input.cov)
     query, key, value = (
-        Projected.of(source, projection.cov, h)
-        for source, projection in (
-            (inputs.query_input, inputs.query),
-            (inputs.key_input, inputs.key),
-            (inputs.value_input, inputs.value),
+        Projected.of(source, projection.cov, over, h)
+        for source, projection, over in (
+            (inputs.query_input, inputs.query, own_pattern),
+            (inputs.key_input, inputs.key, pattern),
+            (inputs.value_input, inputs.value, pattern),
         )
     )
     heads, tokens = _heads(inputs, query, key, value, metric)
-    links = make_links(inputs.shared, h)
+    links = make_links(inputs.shared, pattern, h)
 
     def mix(one: tuple[Head, tuple[Array | None, ...], Array | None]) -> Mixed:
         head, own, mask = one
-        return mix_head(head, tokens, Links._make((links.tokens, *own)), mask, inputs.order)
+        return mix_head(head, tokens, Links._make((pattern, *own)), mask, inputs.order)
 
     num_scores = h * heads.query.shape[1] * heads.key.shape[1]
     mixed = each_head(mix, (heads, links[1:], inputs.mask), num_scores)

@@ -133,7 +133,9 @@ def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order
         head, pattern.values, noisy, weights, mean, pattern.crossed
     )
     gain = noise.gain / jnp.sqrt(width)
-    linked = rows_product(weights, links.tokens)
+    linked = reach
+    if links.tokens is not tokens.value:
+        linked = rows_product(weights, links.tokens)
     centres = Centres(head.query, head.key, head.value)
     crossed_tokens, crossed_features = score_value(
         centres, links, weights, mean, gain, linked, head.metric, tokens.pool

@@ -1,6 +1,7 @@
 """What keys and values of `Separable`, and queries, owe to the random input that they share.
 
-The input is read as Cov[x_ti, x_sj] = G_ts F_ij / tr F, with its Gram matrices G and F. Then scores and
+The input is read as Cov[x_ti, x_sj] = P_ts F_ij, with its token Gram matrix over the sum of its entries
+and the covariance of its sum over the tokens, as its noise is elsewhere. Then scores and
 values are correlated: it moves the mean of weights @ values, and adds to its covariance.
 """
 
@@ -12,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import pooled, safe_divide, weighted
+from moment_jax.covariance.numerics import pooled, weighted
 from moment_jax.layers.attention.inputs import SharedInput, split_heads
-from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
+from moment_jax.xla import product_with_transposed, rows_diagonal
 
 Array = jax.Array
 
@@ -30,40 +31,39 @@ class Centres(NamedTuple):
 class Links(NamedTuple):
     """What one head's queries, keys and values share: Cov[k_cd, v_fe] = tokens_cf key_value_de."""
 
-    tokens: Array  # token Gram matrix of the input, (S, S)
+    tokens: Array  # token Gram matrix of the input over the sum of its entries, (S, S)
     key_value: Array  # (K, K)
     query_key: Array | None  # (K, K); None where queries are made of another sequence
     query_value: Array | None  # (K, K)
 
 
-def make_links(shared: SharedInput[Separable], num_heads: int) -> Links:
-    """The links of every head, leading axis H but for `tokens`."""
+def make_links(shared: SharedInput[Separable], pattern: Array, num_heads: int) -> Links:
+    """The links of every head, leading axis H but for `tokens`, which is the `pattern`."""
     feature_gram = shared.cov.feature_gram()
-    total = jnp.sum(diagonal_of(feature_gram))
 
     def pair(left: Array, right: Array) -> Array:
         left, right = split_heads(left, num_heads), split_heads(feature_gram @ right, num_heads)
-        return safe_divide(jnp.swapaxes(left, 1, 2) @ right, jnp.broadcast_to(total, (1, 1, 1)))
+        return jnp.swapaxes(left, 1, 2) @ right
 
     query, key, value = shared.query_kernel, shared.key_kernel, shared.value_kernel
-    tokens, key_value = shared.cov.token_gram(), pair(key, value)
+    key_value = pair(key, value)
     if query is None:
-        return Links(tokens, key_value, None, None)
-    return Links(tokens, key_value, pair(query, key), pair(query, value))
+        return Links(pattern, key_value, None, None)
+    return Links(pattern, key_value, pair(query, key), pair(query, value))
 
 
 def shared_mean(centres: Centres, links: Links, weights: Array, gain: Array, reach: Array) -> Array:
     """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with
-    Cov[S_af, v_cd] = (G_fc (q_a Ckv)_d + G_ac (k_f Cqv)_d) / sqrt(K).
+    Cov[S_af, v_cd] = (P_fc (q_a Ckv)_d + P_ac (k_f Cqv)_d) / sqrt(K).
 
     Args:
       centres: means of queries, keys and values.
       links: what they share.
       weights: mean attention weights W, (T, S).
       gain: saturation of the softmax over sqrt(K), (T,).
-      reach: W G, (T, S).
+      reach: W P, (T, S).
     """
     tokens = links.tokens
     spread = weights @ rows_diagonal(tokens) - jnp.sum(weights * reach, axis=1)
