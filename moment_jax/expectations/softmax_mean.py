@@ -76,13 +76,13 @@ def expected_softmax(
     for iteration in range(num_iterations):
         weights = materialized(weights)
         pulled = cov.matvec(weights)
-        contrast = _contrast(weights, cov.variance(), pulled)
+        contrast = _contrast(weights, start.variance, pulled)
         shrunken = materialized(_shrunken(weights, contrast, pulled, cov, mask))
         raised = mean + 0.5 * shrunken
         if iteration == 0:
             step = start.shorter_step(raised, mask)
         weights = (1 - step) * weights + step * masked_softmax(raised, mask)
-    return _last_step(mean, cov, mask, weights, step, _quotient(shrunken, contrast))
+    return _last_step(mean, cov, mask, start.variance, weights, step, _quotient(shrunken, contrast))
 
 
 def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None = None) -> Array:
@@ -104,10 +104,11 @@ def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None =
     raised = mean + 0.5 * shrink * contrast
     step = start.shorter_step(raised, mask)
     weights = (1 - step) * start.flattened + step * masked_softmax(raised, mask)
-    return _last_step(mean, cov, mask, weights, step, shrink)
+    return _last_step(mean, cov, mask, start.variance, weights, step, shrink)
 
 
 class _Start(NamedTuple):
+    variance: Array  # diag(R)
     weights: Array  # softmax of the mean
     contrast: Array  # their v
     flattened: Array  # by MacKay's flattened scores
@@ -120,20 +121,27 @@ class _Start(NamedTuple):
 
 
 def _start(mean: Array, cov: RowCovariance, mask: Array | None) -> _Start:
-    weights = masked_softmax(mean, mask)
-    contrast = _contrast(weights, cov.variance(), cov.matvec(weights))
+    variance, weights = cov.variance(), masked_softmax(mean, mask)
+    contrast = _contrast(weights, variance, cov.matvec(weights))
     spread = _total(weights * contrast)
     log_total = _highest(mean, mask) - jnp.log(_nonzero(jnp.max(weights, axis=-1, keepdims=True)))
     flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
-    return _Start(weights, contrast, flattened, 1 / jnp.sqrt(1 + spread / 2), log_total)
+    step = 1 / jnp.sqrt(1 + spread / 2)
+    return _Start(variance, weights, contrast, flattened, step, log_total)
 
 
 def _last_step(
-    mean: Array, cov: RowCovariance, mask: Array | None, weights: Array, step: Array, shrink: Array
+    mean: Array,
+    cov: RowCovariance,
+    mask: Array | None,
+    variance: Array,
+    weights: Array,
+    step: Array,
+    shrink: Array,
 ) -> Array:
     """Contrasts of the new weights, shrunken as much as those before: a step for one product."""
     weights = materialized(weights)
-    raised = mean + 0.5 * shrink * _contrast(weights, cov.variance(), cov.matvec(weights))
+    raised = mean + 0.5 * shrink * _contrast(weights, variance, cov.matvec(weights))
     return (1 - step) * weights + step * masked_softmax(raised, mask)
 
 

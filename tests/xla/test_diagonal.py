@@ -9,8 +9,10 @@ import pytest
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
 @pytest.mark.parametrize("shape", [(3, 3), (2, 1, 1), (2, 5, 4, 4)])
-def test_diagonals(shape):
+def test_diagonals(shape, backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     matrix = jax.random.normal(jax.random.key(0), shape)
     entries = diagonal_of(matrix)
     assert jnp.array_equal(entries, jnp.diagonal(matrix, axis1=-2, axis2=-1))
