@@ -27,6 +27,7 @@ COMMANDS = {
     "resilience": "train over processes and devices, and survive kills and preemption",
     "tables": "fit and Laplace approximations on small tables, against well-known methods",
     "classify": "a Bayesian vision Transformer against ensembles, dropout and Laplace",
+    "laplace": "Laplace approximations of a trained Transformer, against the laplax library",
     "intents": "tell the intents of texts, and texts that have none (CLINC150's files)",
     "uci": "regression on UCI sets: the analytic ELBO, sampled VI and MC dropout, 20 splits",
     "price": "time, memory, compilation and program of every structure, on this machine",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moment_jax.covariance import Separable
 from moment_jax.layers.dense import dense
 from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
@@ -18,6 +19,7 @@ from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, fresh, gather
 from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.window_variance import with_window_variance
 
 Array = jax.Array
 Window = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
@@ -93,7 +95,15 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     belief = _grouped_kernel(Weight(weight.posterior, rows), groups, shape[lhs[1]])
     if belief is None:
         return None
-    out_mean, out_cov = dense(mean, cov, DenseParams(belief))
+    params = DenseParams(belief)
+    if isinstance(image, Node) and isinstance(cov, Separable):
+        mapped = cov.map_features(belief.mean)
+        out_mean = params.mean_output(mean)
+        out_cov = with_window_variance(mapped, x.cov, places, belief.mean)
+        if not isinstance(belief, Point):
+            out_cov = out_cov.add(cov.weight_noise(mean, belief))
+    else:
+        out_mean, out_cov = dense(mean, cov, params)
     propagator.note(
         node, "convolution", "input and kernel independent; windows as the structure has them"
     )

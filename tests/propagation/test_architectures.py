@@ -8,6 +8,9 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
+from moment_jax.propagation.moments import gather
+from moment_jax.propagation.window_variance import with_window_variance
+from moment_jax.propagation.windows import windows
 from tests.propagation.test_propagate import belief, relative
 
 
@@ -71,6 +74,7 @@ class Tied(nnx.Module):
         return self.embed.attend(x + nnx.tanh(self.mix(x)))
 
 
+PADDED = ((0, 0), (1, 1), (1, 1), (0, 0))
 IMAGES, TOKENS = (1, 4, 4, 2), (1, 4, 3)
 MODELS = {
     "group_norm": (lambda r: Grouped(lambda r: nnx.GroupNorm(4, num_groups=2, rngs=r), r), IMAGES),
@@ -128,3 +132,27 @@ def test_random_indices_and_choices_are_refused():
     ):
         with pytest.raises(mj.PropagationError, match=r"test_architectures.py"):
             mj.propagate(fn)(belief(0, 3, 2), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("strides", [1, 2])
+def test_variances_of_a_convolved_separable_image_are_those_of_its_dense_covariance(strides):
+    keys = jax.random.split(jax.random.key(0), 4)
+    root = [jax.random.normal(key, (n, n)) for key, n in zip(keys, (16, 3), strict=False)]
+    scale = 0.5 + jax.random.uniform(keys[2], (16, 3))
+    token, feature = (
+        cov / jnp.sqrt(jnp.outer(jnp.diag(cov), jnp.diag(cov))) for cov in (a @ a.T for a in root)
+    )
+    image = mj.Separable(scale, token, feature)
+    kernel = jax.random.normal(keys[3], (3, 3, 3, 5))
+    places = windows((1, 4, 4, 3), ((1, 3, 3, 3), (1, strides, strides, 1), PADDED, (1, 1, 1, 1)))
+    places = places.reshape(-1, 27)
+    mapped = gather(image, places).map_features(kernel.reshape(27, 5))
+    found = with_window_variance(mapped, image, places, kernel.reshape(27, 5))
+
+    seen = jnp.where(places[..., None] < 0, 0, jnp.eye(48)[places])  # (P, 27, 48)
+    outputs = jnp.einsum("pjt,jo->pot", seen, kernel.reshape(27, 5))
+    dense = image.to_dense().reshape(48, 48)
+    wanted = jnp.einsum("pot,ts,pos->po", outputs, dense, outputs)
+    assert jnp.allclose(found.variance(), wanted, rtol=1e-10)
+    assert jnp.allclose(jnp.diag(found.token_gram()), wanted.sum(1), rtol=1e-10)
+    assert jnp.allclose(found.feature_gram(), mapped.feature_gram(), rtol=1e-10)
