@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax import posterior as families
-from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
@@ -17,6 +16,18 @@ Array = jax.Array
 
 VECTOR_FAMILIES = (families.Point, families.Factorized, families.FullNormal)
 MATRIX_FAMILIES = (*VECTOR_FAMILIES, families.OutputShared, families.MatrixNormal)
+
+
+class VariationalMean(nnx.Param):
+    """The mean of a Gaussian belief about one array."""
+
+
+class VariationalScale(nnx.Param):
+    """What the spread of a Gaussian belief is computed from; unconstrained."""
+
+
+class PriorScale(nnx.Param):
+    """The logarithm of the standard deviation of a prior that is learned (empirical Bayes)."""
 
 
 class Belief(nnx.Module):

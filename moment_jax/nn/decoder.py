@@ -1,24 +1,86 @@
-"""`Decoder`: a stack of Bayesian decoder blocks."""
+"""`DecoderBlock`, self-attention, attention to a memory and feed-forward layer; `Decoder`, a stack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import DecoderBlockParams, NormParams, layer_norm
+from moment_jax.layers import DecoderBlockParams, FeedForwardParams, NormParams, decoder_block
 from moment_jax.layers.attention.attend import make_source
 from moment_jax.layers.attention.cache import empty_cache
-from moment_jax.layers.cached_blocks import DecoderBlockCache
+from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.nn.batching import over_batch, over_batch_with_memory
-from moment_jax.nn.decoder_block import DecoderBlock
-from moment_jax.nn.plain_decoder import PlainDecoder
-from moment_jax.nn.stack import Stack, stack_caches, through_blocks
+from moment_jax.nn.attention import MultiHeadAttention
+from moment_jax.nn.block import Block
+from moment_jax.nn.dense import LayerNorm
+from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
+from moment_jax.nn.stack import Stack, stack_caches
 
 Array = jax.Array
+
+
+class DecoderBlock(Block):
+    """A Transformer decoder block with beliefs about all its weights.
+
+    Arguments and errors are those of `EncoderBlock`; D is the width of the memory too.
+    """
+
+    parts = ("self_attention", "norm1", "cross_attention", "norm2", "hidden", "output", "norm3")
+    plain_type = PlainDecoderBlock
+    step_moments = staticmethod(decoder_block_step)
+
+    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
+        """Self-attention, attention to the memory, and the third normalisation."""
+        size = (num_features, self.num_heads)
+        self.self_attention = MultiHeadAttention(*size, rngs=rngs, **settings)
+        self.cross_attention = MultiHeadAttention(*size, rngs=rngs, **settings)
+        self.norm3 = LayerNorm(num_features, epsilon=self.epsilon, **settings)
+
+    @property
+    def params(self) -> DecoderBlockParams:
+        """Beliefs about all sublayers."""
+        return DecoderBlockParams(
+            self.self_attention.params,
+            self.norm1.params,
+            self.cross_attention.params,
+            self.norm2.params,
+            FeedForwardParams(self.hidden.params, self.output.params),
+            self.norm3.params,
+        )
+
+    def moments(
+        self,
+        mean: Array,
+        cov: Covariance,
+        memory_mean: Array,
+        memory_cov: Covariance,
+        params: DecoderBlockParams,
+        mask: Array | None,
+        memory_mask: Array | None,
+    ) -> tuple[Array, Covariance]:
+        """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
+        given = {"mask": mask, "memory_mask": memory_mask, **self.options}
+        return decoder_block(mean, cov, memory_mean, memory_cov, params, **given)
+
+    def __call__(
+        self,
+        mean: Array,
+        memory_mean: Array,
+        cov: Covariance | None = None,
+        memory_cov: Covariance | None = None,
+        mask: Array | None = None,
+        memory_mask: Array | None = None,
+    ) -> tuple[Array, Covariance]:
+        """Moments of the output, (..., T, D), with a memory (..., S, D); masks as `decoder_block`'s."""
+        params = self.params
+        return self._over_batch(
+            lambda m, c, n, d: self.moments(m, c, n, d, params, mask, memory_mask),
+            (mean, cov),
+            (memory_mean, memory_cov),
+        )
 
 
 class Decoder(Stack):
@@ -52,22 +114,14 @@ class Decoder(Stack):
         memory_valid: Array | None = None,
     ) -> tuple[Array, Covariance]:
         """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
-        blocks, final = params
         mask = look_at_valid(mask, valid, mean.shape[0])
         memory_mask = look_at_valid(memory_mask, memory_valid, mean.shape[0])
-        cov = pool_seen(cov, mask)
-        memory_cov = pool_seen(memory_cov, memory_mask, memory=True)
+        memory = memory_mean, pool_seen(memory_cov, memory_mask, memory=True)
 
-        def step(block: DecoderBlock) -> Callable[..., Any]:
-            def run(mean: Array, cov: Covariance, beliefs: DecoderBlockParams) -> Any:
-                return block.moments(mean, cov, memory_mean, memory_cov, beliefs, mask, memory_mask)
+        def step(block: DecoderBlock, mean: Array, cov: Covariance, beliefs: Any) -> Any:
+            return block.moments(mean, cov, *memory, beliefs, mask, memory_mask)
 
-            return jax.checkpoint(run) if self.remat else run
-
-        mean, cov = through_blocks(self.blocks, step, blocks, mean, cov)
-        if final is not None:
-            mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
-        return mean, cov
+        return self._through(step, mean, pool_seen(cov, mask), params)
 
     def start(
         self,
@@ -85,7 +139,7 @@ class Decoder(Stack):
         """
         blocks, structure = self.params[0], self.settings.structure
 
-        def make(mean: Array, cov: Covariance, valid: Array | None = None) -> Any:
+        def make(mean: Array, cov: Covariance, valid: Array | None) -> Any:
             return stack_caches(
                 [
                     DecoderBlockCache(
@@ -97,7 +151,7 @@ class Decoder(Stack):
                 ]
             )
 
-        return over_batch(make, memory_mean, memory_cov, structure, memory_valid)
+        return self._over_batch(make, (memory_mean, memory_cov, memory_valid))
 
     def __call__(
         self,
@@ -116,13 +170,8 @@ class Decoder(Stack):
         (..., S) are True for tokens that exist and False for padding.
         """
         params = self.params
-        return over_batch_with_memory(
-            lambda m, c, n, d, v, w: self.moments(m, c, n, d, params, mask, memory_mask, v, w),
-            mean,
-            cov,
-            memory_mean,
-            memory_cov,
-            self.settings.structure,
-            valid,
-            memory_valid,
+        return self._over_batch(
+            lambda m, c, v, n, d, w: self.moments(m, c, n, d, params, mask, memory_mask, v, w),
+            (mean, cov, valid),
+            (memory_mean, memory_cov, memory_valid),
         )

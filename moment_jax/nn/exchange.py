@@ -11,8 +11,7 @@ from flax import nnx
 
 from moment_jax import posterior as families
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.belief import MATRIX_FAMILIES, Belief
-from moment_jax.nn.variables import VariationalScale
+from moment_jax.nn.belief import MATRIX_FAMILIES, Belief, VariationalScale
 from moment_jax.posterior import Posterior, Reshaped
 
 Array = jax.Array
