@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     assert isinstance(plain, mj.nn.PlainVisionTransformer)
     stream = residual_stream(plain, jnp.asarray(test.images))
     metrics = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "attention": _attention(args, out, plain, digits),
         "sphere": _sphere(plain, jnp.asarray(test.images)),
         "diffusion_map": _map(args, out, stream, test.labels, rng),

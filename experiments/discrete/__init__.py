@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -155,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
         bayesian, coders[BAYESIAN], images.test, jax.random.key(args.seed + 4), args.samples
     )
     metrics: dict[str, Any] = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "images": {name: len(getattr(images, name)) for name in ("train", "validation", "test")},
         "test": _summaries(args, bayesian, plains, scores),
         "weight_kl": {
