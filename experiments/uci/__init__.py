@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
+from experiments.classify.scores import summary
 from experiments.command_line import InputError, Parser
 from experiments.outputs import writable_folder, write_json
 from experiments.report import aligned
@@ -84,21 +84,15 @@ def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict
 def _record(result: Trained, first: Trained) -> dict[str, Any]:
     """Means, standard errors, and the difference to the first method, split by split."""
     return {
-        "nll": summary(result.scores.nll),
-        "rmse": summary(result.scores.rmse),
-        "nll_above_first": summary(result.scores.nll - first.scores.nll),
-        "nll_of_splits": result.scores.nll.tolist(),
-        "rmse_of_splits": result.scores.rmse.tolist(),
-        "chosen": {k: v.tolist() for k, v in result.setting.items()},
-        "noise_factor": result.factor.tolist(),
+        "nll": summary(result.scores.nll.tolist()),
+        "rmse": summary(result.scores.rmse.tolist()),
+        "nll_above_first": summary((result.scores.nll - first.scores.nll).tolist()),
+        "nll_of_splits": result.scores.nll,
+        "rmse_of_splits": result.scores.rmse,
+        "chosen": result.setting,
+        "noise_factor": result.factor,
         "seconds": result.seconds,
     }
-
-
-def summary(values: np.ndarray) -> dict[str, float]:
-    """Mean and standard error; of one split there is none."""
-    error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
-    return {"mean": float(values.mean()), "error": float(error)}
 
 
 def _print(name: str, record: dict[str, Any]) -> None:
