@@ -8,21 +8,74 @@ import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import DecoderBlockParams, FeedForwardParams, NormParams, decoder_block
+from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
 from moment_jax.layers.attention.attend import make_source
 from moment_jax.layers.attention.cache import empty_cache
 from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.attention import MultiHeadAttention
+from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.block import Block
 from moment_jax.nn.dense import LayerNorm
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
 from moment_jax.nn.stack import Stack, stack_caches
 
 Array = jax.Array
+Moments = tuple[Array, Covariance]
+Masks = tuple[Array | None, Array | None]  # of the sequence, and of the memory
 
 
-class DecoderBlock(Block):
+class WithMemory(BayesianModule):
+    """A module that looks at a memory; subclasses give `masked_moments`."""
+
+    def masked_moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
+        """Moments of one sequence with one memory; the masks say which tokens exist, too."""
+        raise NotImplementedError
+
+    def moments(
+        self,
+        mean: Array,
+        cov: Covariance,
+        memory_mean: Array,
+        memory_cov: Covariance,
+        params: Any,
+        mask: Array | None,
+        memory_mask: Array | None,
+        valid: Array | None = None,
+        memory_valid: Array | None = None,
+    ) -> Moments:
+        """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
+        masks = (
+            look_at_valid(mask, valid, mean.shape[0]),
+            look_at_valid(memory_mask, memory_valid, mean.shape[0]),
+        )
+        return self.masked_moments((mean, cov), (memory_mean, memory_cov), params, masks)
+
+    def __call__(
+        self,
+        mean: Array,
+        memory_mean: Array,
+        cov: Covariance | None = None,
+        memory_cov: Covariance | None = None,
+        mask: Array | None = None,
+        memory_mask: Array | None = None,
+        valid: Array | None = None,
+        memory_valid: Array | None = None,
+    ) -> tuple[Array, Covariance]:
+        """Moments of the output, (..., T, D), with a memory (..., S, D).
+
+        Masks are as `decoder_block`'s, the same for the batch; `valid` (..., T) and `memory_valid`
+        (..., S) are True for tokens that exist and False for padding.
+        """
+        params = self.params
+        return self._over_batch(
+            lambda m, c, v, n, d, w: self.moments(m, c, n, d, params, mask, memory_mask, v, w),
+            (mean, cov, valid),
+            (memory_mean, memory_cov, memory_valid),
+        )
+
+
+class DecoderBlock(WithMemory, Block):
     """A Transformer decoder block with beliefs about all its weights.
 
     Arguments and errors are those of `EncoderBlock`; D is the width of the memory too.
@@ -51,39 +104,14 @@ class DecoderBlock(Block):
             self.norm3.params,
         )
 
-    def moments(
-        self,
-        mean: Array,
-        cov: Covariance,
-        memory_mean: Array,
-        memory_cov: Covariance,
-        params: DecoderBlockParams,
-        mask: Array | None,
-        memory_mask: Array | None,
-    ) -> tuple[Array, Covariance]:
-        """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
-        given = {"mask": mask, "memory_mask": memory_mask, **self.options}
-        return decoder_block(mean, cov, memory_mean, memory_cov, params, **given)
-
-    def __call__(
-        self,
-        mean: Array,
-        memory_mean: Array,
-        cov: Covariance | None = None,
-        memory_cov: Covariance | None = None,
-        mask: Array | None = None,
-        memory_mask: Array | None = None,
-    ) -> tuple[Array, Covariance]:
-        """Moments of the output, (..., T, D), with a memory (..., S, D); masks as `decoder_block`'s."""
-        params = self.params
-        return self._over_batch(
-            lambda m, c, n, d: self.moments(m, c, n, d, params, mask, memory_mask),
-            (mean, cov),
-            (memory_mean, memory_cov),
-        )
+    def masked_moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
+        """See `WithMemory`."""
+        mask, memory_mask = masks
+        options = {"mask": mask, "memory_mask": memory_mask, **self.options}
+        return decoder_block(*x, *memory, params, **options)
 
 
-class Decoder(Stack):
+class Decoder(WithMemory, Stack):
     """A stack of decoder blocks that look at one memory; with pre-norm, a final normalisation follows.
 
     Assumes that the sequence and the memory are independent, in every block: see `mj.decoder_block`.
@@ -101,27 +129,14 @@ class Decoder(Stack):
     block_type = DecoderBlock
     plain_type = PlainDecoder
 
-    def moments(
-        self,
-        mean: Array,
-        cov: Covariance,
-        memory_mean: Array,
-        memory_cov: Covariance,
-        params: tuple[list[DecoderBlockParams], NormParams | None],
-        mask: Array | None,
-        memory_mask: Array | None,
-        valid: Array | None = None,
-        memory_valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
-        """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
-        mask = look_at_valid(mask, valid, mean.shape[0])
-        memory_mask = look_at_valid(memory_mask, memory_valid, mean.shape[0])
-        memory = memory_mean, pool_seen(memory_cov, memory_mask, memory=True)
+    def masked_moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
+        """See `WithMemory`."""
+        memory = memory[0], pool_seen(memory[1], masks[1], memory=True)
 
-        def step(block: DecoderBlock, mean: Array, cov: Covariance, beliefs: Any) -> Any:
-            return block.moments(mean, cov, *memory, beliefs, mask, memory_mask)
+        def step(block: DecoderBlock, mean: Array, cov: Covariance, beliefs: Any) -> Moments:
+            return block.masked_moments((mean, cov), memory, beliefs, masks)
 
-        return self._through(step, mean, pool_seen(cov, mask), params)
+        return self._through(step, x[0], pool_seen(x[1], masks[0]), params)
 
     def start(
         self,
@@ -152,26 +167,3 @@ class Decoder(Stack):
             )
 
         return self._over_batch(make, (memory_mean, memory_cov, memory_valid))
-
-    def __call__(
-        self,
-        mean: Array,
-        memory_mean: Array,
-        cov: Covariance | None = None,
-        memory_cov: Covariance | None = None,
-        mask: Array | None = None,
-        memory_mask: Array | None = None,
-        valid: Array | None = None,
-        memory_valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
-        """Moments of the output, (..., T, D), with a memory (..., S, D).
-
-        Masks are as `decoder_block`'s, the same for the batch; `valid` (..., T) and `memory_valid`
-        (..., S) are True for tokens that exist and False for padding.
-        """
-        params = self.params
-        return self._over_batch(
-            lambda m, c, v, n, d, w: self.moments(m, c, n, d, params, mask, memory_mask, v, w),
-            (mean, cov, valid),
-            (memory_mean, memory_cov, memory_valid),
-        )
