@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         "settings": vars(args),
         "attention": _attention(args, out, plain, digits),
         "sphere": _sphere(plain, jnp.asarray(test.images)),
-        "diffusion_map": _map(args, out, stream, test.labels, rng),
+        "diffusion_map": _map(out, stream, test.labels, rng),
         "motion": _motion(args, out, network, test.images, stream),
         "heads": _heads(args, out, network, digits, test, rng),
     }
@@ -140,11 +140,7 @@ def _sphere(plain: mj.nn.PlainVisionTransformer, images: jax.Array) -> list[dict
 
 
 def _map(
-    args: argparse.Namespace,
-    out: Path,
-    stream: jax.Array,
-    labels: np.ndarray,
-    rng: np.random.Generator,
+    out: Path, stream: jax.Array, labels: np.ndarray, rng: np.random.Generator
 ) -> dict[str, Any]:
     """Diffusion map of the tokens after the last block, all images together."""
     count = stream.shape[2]

@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> None:
     metrics: dict[str, Any] = {
         "settings": vars(args),
         "images": {name: len(getattr(images, name)) for name in ("train", "validation", "test")},
-        "test": _summaries(args, bayesian, plains, scores),
+        "test": _summaries(bayesian, plains, scores),
         "weight_kl": {
             "nats": float(bayesian.kl()),
             "per_training_image": float(bayesian.kl()) / len(images.train),
@@ -292,7 +292,6 @@ def _run_task(
 
 
 def _summaries(
-    args: argparse.Namespace,
     bayesian: mj.nn.DiscreteAutoencoder,
     plains: dict[str, mj.nn.PlainDiscreteAutoencoder],
     scores: dict[str, Scores],

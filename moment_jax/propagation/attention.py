@@ -157,12 +157,12 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         query, key = (right, left) if layout.swapped else (left, right)
         if key.mean is not value.mean:
             return None
-        return _read(node, weights, scores, (query, key, value), layout, places)
+        return _read(weights, scores, (query, key, value), layout, places)
     return None
 
 
 def _read(
-    node: Node, weights: Node, scores: Node, parts: tuple[Projection, Projection, Projection],
+    weights: Node, scores: Node, parts: tuple[Projection, Projection, Projection],
     layout: Layout, places: np.ndarray,
 ) -> Core | None:  # fmt: skip
     """Mask and scale, by the values of the weights; and the parameters."""
