@@ -15,7 +15,7 @@ import numpy as np
 import moment_jax as mj
 from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
-from experiments.command_line import Parser, path
+from experiments.command_line import Parser
 from experiments.outputs import writable_file, write_json
 from experiments.timing import interleaved
 
@@ -24,13 +24,10 @@ HEADER = ["case", "structure", "mean error", "sd ratio", "|ratio-1|", "sd corr."
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    parser.add_argument(
+    parser.source(
         "--cases",
-        type=path,
-        required=True,
-        metavar="DIR",
-        help="folder of .npz case files (required); a weight's standard deviation of 0 is a certain "
-        "weight, a negative one an error",
+        "folder of .npz case files; a weight's standard deviation of 0 is a certain weight, a "
+        "negative one an error",
     )
     parser.choice("--structure", mj.STRUCTURES, None, "structures")
     parser.json()

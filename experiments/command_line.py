@@ -82,6 +82,10 @@ class Parser(argparse.ArgumentParser):
         """A file or folder."""
         self.option(name, None if default is None else Path(default), what, path, unit)
 
+    def source(self, name: str, what: str) -> None:
+        """A folder to read from, which has to be named."""
+        self.add_argument(name, type=path, required=True, metavar="DIR", help=f"{what} (required)")
+
     def seed(self, what: str = "random seed") -> None:
         """`--seed N`."""
         self.whole("--seed", 0, what, least=0)

@@ -64,15 +64,21 @@ def writable_file(path: Path, option: str) -> Path:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all; numbers that JSON does not have become null."""
+    """Write a JSON file, whole or not at all; arrays and records too; paths as text, NaN as null."""
     text = json.dumps(_in_json(content), indent=2, allow_nan=False)
     with whole_file(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def _in_json(content: Any) -> Any:
+    if hasattr(content, "_asdict"):  # a NamedTuple
+        content = content._asdict()
     if isinstance(content, dict):
         return {str(key): _in_json(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [_in_json(value) for value in content]
+    if isinstance(content, Path):
+        return str(content)
+    if hasattr(content, "tolist"):  # an array, of numpy or JAX
+        return _in_json(content.tolist())
     return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 WAIT = b"\nexperiments: stopping after this update; press Ctrl-C again to end at once\n"
@@ -46,12 +46,7 @@ class StopRequest:
         self._before: list[Any] = [signal.signal(n, self._note) for n in self._numbers]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in zip(self._numbers, self._before, strict=True):
             signal.signal(number, handler)
         if self._numbers:

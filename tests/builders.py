@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from moment_jax.covariance import STRUCTURES, BatchSeparable, Covariance, Separable, TokenCorrelated
 from moment_jax.layers import (
@@ -15,6 +17,7 @@ from moment_jax.layers import (
     FeedForwardParams,
     NormParams,
 )
+from moment_jax.nn import VisionTransformer
 from moment_jax.posterior import (
     Factorized,
     FullNormal,
@@ -147,6 +150,13 @@ def random_block(
         FeedForwardParams(dense(6, (features, hidden)), dense(7, (hidden, features))),
         norm(8),
     )
+
+
+def tiny_vision(**options: Any) -> VisionTransformer:
+    """A vision Transformer of one block on images of 4 x 4 pixels, changed by keyword."""
+    options = {"num_blocks": 1, "hidden_features": 6, "activation": "relu", **options}
+    sizes = {"image_size": 4, "patch_size": 2, "num_classes": 3, "num_features": 4, "num_heads": 2}
+    return VisionTransformer(**{**sizes, "rngs": nnx.Rngs(0), **options})
 
 
 def assert_close(actual: Array, expected: Array, tolerance: float = 1e-10) -> None:

@@ -30,6 +30,13 @@ def _strict_ranks():
         yield
 
 
+@pytest.fixture
+def ranks_of_a_user():
+    """Free broadcasting, which Flax's layers and users' models need."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _let_go_of_compiled_programs():
     """After some thousand compiled programs in one process its compiler has been seen to crash."""

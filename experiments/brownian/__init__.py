@@ -20,7 +20,6 @@ from scipy import stats
 import moment_jax as mj
 from experiments import report
 from experiments.brownian import figures as draw
-from experiments.brownian.dependence import Dependence
 from experiments.brownian.heads import head_curve, head_importance
 from experiments.brownian.model_sphere import model_sphere
 from experiments.brownian.motion import token_motion
@@ -70,10 +69,10 @@ def run(args: argparse.Namespace) -> None:
     assert isinstance(plain, mj.nn.PlainVisionTransformer)
     stream = residual_stream(plain, jnp.asarray(test.images))
     metrics = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "attention": _attention(args, out, plain, digits),
         "sphere": _sphere(plain, jnp.asarray(test.images)),
-        "diffusion_map": _map(args, out, stream, test.labels, rng),
+        "diffusion_map": _map(out, stream, test.labels, rng),
         "motion": _motion(args, out, network, test.images, stream),
         "heads": _heads(args, out, network, digits, test, rng),
     }
@@ -134,18 +133,14 @@ def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, float]:
 def _sphere(plain: mj.nn.PlainVisionTransformer, images: jax.Array) -> list[dict[str, Any]]:
     """How far from the sphere the tokens are that attention sees, step by step."""
     return [
-        {"block": i, "tokens": name, **{k: float(v) for k, v in gap._asdict().items()}}
+        {"block": i, "tokens": name, **gap._asdict()}
         for i, gaps in enumerate(model_sphere(plain, images))
         for name, gap in gaps.items()
     ]
 
 
 def _map(
-    args: argparse.Namespace,
-    out: Path,
-    stream: jax.Array,
-    labels: np.ndarray,
-    rng: np.random.Generator,
+    out: Path, stream: jax.Array, labels: np.ndarray, rng: np.random.Generator
 ) -> dict[str, Any]:
     """Diffusion map of the tokens after the last block, all images together."""
     count = stream.shape[2]
@@ -200,24 +195,13 @@ def _motion(
     quantiles = stats.norm.ppf((np.arange(200) + 0.5) / 200)
     found = [np.quantile(step, (np.arange(200) + 0.5) / 200) for step in standard]
     save(draw.increments(quantiles, found, motion), out / "increments.png")
-    growth = motion.growth
     return {
         "brownian": motion.is_brownian,
         "sentence": motion.sentence,
-        "blocks": [
-            {name: _plain(value) for name, value in block._asdict().items()}
-            for block in motion.blocks
-        ],
-        "growth": {name: _plain(value) for name, value in growth._asdict().items()},
-        "predicted_agreement": [point._asdict() for point in motion.agreement],
+        "blocks": motion.blocks,
+        "growth": motion.growth,
+        "predicted_agreement": motion.agreement,
     }
-
-
-def _plain(value: Any) -> Any:
-    """As JSON holds it."""
-    if isinstance(value, Dependence):
-        return {name: float(part) for name, part in value._asdict().items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _heads(
@@ -247,16 +231,7 @@ def _heads(
         for name, worth in orders.items()
     }
     save(draw.heads(importance, curves), out / "heads.png")
-    return {
-        "importance": {
-            name: [block.tolist() for block in value]
-            for name, value in importance._asdict().items()
-        },
-        "curves": {
-            name: {key: np.asarray(value).tolist() for key, value in curve._asdict().items()}
-            for name, curve in curves.items()
-        },
-    }
+    return {"importance": importance, "curves": curves}
 
 
 def _kl_weight(folder: Path) -> float:
@@ -272,6 +247,6 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
         table.append([str(row["block"]), row["chain"], *numbers])
     print(report.aligned(table))
     curve = metrics["heads"]["curves"]["ELBO"]
-    kept = ", ".join(f"{k}: {a:.3f}" for k, a in zip(curve["kept"], curve["accuracy"], strict=True))
+    kept = ", ".join(f"{k}: {a:.3f}" for k, a in zip(curve.kept, curve.accuracy, strict=True))
     print(f"accuracy by heads kept: {kept}")
     print(f"figures and metrics.json in {out}")

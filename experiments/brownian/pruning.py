@@ -159,32 +159,6 @@ def prune_heads(module: Any, kept: Kept) -> Any:
     for block, mask in zip(blocks_of(smaller).blocks, masks, strict=True):
         for belief, axis in parts_of_heads(block.attention):
             chosen = entries_of(mask, belief.mean.shape[axis])
-            part = marginal(belief.posterior, chosen, axis)
-            belief.mean.set_value(part.mean)
-            for name, raw in _raw(part).items():
-                belief.raw[name].set_value(raw)
+            belief.hold(marginal(belief.posterior, chosen, axis))
         block.num_heads = block.attention.num_heads = int(mask.sum())
     return smaller
-
-
-def _raw(belief: mj.posterior.Posterior) -> dict[str, Array]:
-    """What a `Belief` of this posterior stores beside its mean: the inverse of `Belief.posterior`."""
-    if isinstance(belief, mj.posterior.Point):
-        return {}
-    if isinstance(belief, mj.posterior.MatrixNormal):
-        return {"rows": _raw_factor(belief.in_cov), "columns": _raw_factor(belief.out_cov)}
-    if isinstance(belief, mj.posterior.FullNormal):
-        size = belief.mean.size
-        return {"entries": _raw_factor(belief.cov.reshape(size, size))}
-    if isinstance(belief, mj.posterior.Factorized | mj.posterior.OutputShared):
-        return {"scale": _softplus_inverse(jnp.sqrt(belief.variance))}
-    raise _unknown(belief)
-
-
-def _raw_factor(cov: Array) -> Array:
-    factor = jnp.linalg.cholesky(cov)
-    return jnp.tril(factor, -1) + jnp.diag(_softplus_inverse(jnp.diagonal(factor)))
-
-
-def _softplus_inverse(y: Array) -> Array:
-    return y + jnp.log(-jnp.expm1(-y))

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -155,9 +154,9 @@ def run(args: argparse.Namespace) -> None:
         bayesian, coders[BAYESIAN], images.test, jax.random.key(args.seed + 4), args.samples
     )
     metrics: dict[str, Any] = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "images": {name: len(getattr(images, name)) for name in ("train", "validation", "test")},
-        "test": _summaries(args, bayesian, plains, scores),
+        "test": _summaries(bayesian, plains, scores),
         "weight_kl": {
             "nats": float(bayesian.kl()),
             "per_training_image": float(bayesian.kl()) / len(images.train),
@@ -293,7 +292,6 @@ def _run_task(
 
 
 def _summaries(
-    args: argparse.Namespace,
     bayesian: mj.nn.DiscreteAutoencoder,
     plains: dict[str, mj.nn.PlainDiscreteAutoencoder],
     scores: dict[str, Scores],

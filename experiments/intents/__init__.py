@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from experiments.classify import scores
 from experiments.classify.compared import Compared
 from experiments.classify.figures import histograms
 from experiments.classify.methods import Budget, Trainer, stacked
-from experiments.command_line import Parser, number, path
+from experiments.command_line import Parser, number
 from experiments.figures import save
 from experiments.intents.compared import logistic_regression, transformers
 from experiments.intents.files import IntentSet, read_set
@@ -39,13 +38,7 @@ COLUMNS = ("accuracy", "nll", "ece", "brier", "oos_auroc", "oos_aupr")
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    parser.add_argument(
-        "--data-dir",
-        type=path,
-        required=True,
-        metavar="DIR",
-        help="folder of CLINC150's data_full.json or others of this form (required)",
-    )
+    parser.source("--data-dir", "folder of CLINC150's data_full.json or others of this form")
     parser.add_argument(
         "--set",
         metavar="NAME",
@@ -82,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     train = stacked(encoded.train, args.seeds)
     trainer = Trainer(network, train, lose, budget, keys, encoded.validation)
     metrics = {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "settings": vars(args),
         "data": _facts(given, vocabulary),
         "ece_bins": scores.BINS,
         "oos_score": "entropy of the prediction; out of scope is positive",

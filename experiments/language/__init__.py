@@ -72,9 +72,8 @@ def run(args: argparse.Namespace) -> None:
     network, bayesian_seconds = _train_bayesian(args, train, plain, vocabulary)
     results = _predict(args, plain, network, texts, vocabulary)
     sample = _continue(args, network, texts, vocabulary)
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     metrics = {
-        "settings": {**settings, "python": platform.python_version()},
+        "settings": {**vars(args), "python": platform.python_version()},
         "characters": {
             "train": len(texts.train),
             "validation": len(texts.validation),

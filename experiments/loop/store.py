@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -131,13 +130,8 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.checkpoints.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self.checkpoints.__exit__()
 
 
 def _version(name: str) -> str:

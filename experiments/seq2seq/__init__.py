@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     factor = forecast_training.calibration(validation, parts.validation)
     each[NETWORK] = tuple(forecast_training.calibrated(part, factor) for part in (validation, test))
     metrics: dict[str, Any] = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "parts": _described(parts),
         "scale": scale,
         "baselines": choices,

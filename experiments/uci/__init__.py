@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from experiments.command_line import InputError, Parser, path
+from experiments.classify.scores import summary
+from experiments.command_line import InputError, Parser
 from experiments.outputs import writable_folder, write_json
 from experiments.report import aligned
 from experiments.uci import published, splits
@@ -34,13 +33,7 @@ NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
 
 def add_arguments(parser: Parser) -> None:
     """The options of the regression."""
-    parser.add_argument(
-        "--data-dir",
-        type=path,
-        required=True,
-        metavar="DIR",
-        help="folder of .npz sets with x, y, train_idx and test_idx (required)",
-    )
+    parser.source("--data-dir", "folder of .npz sets with x, y, train_idx and test_idx")
     parser.add_argument(
         "--set",
         nargs="+",
@@ -63,8 +56,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"--batch-size needs a multiple of 16, got {args.batch_size}")
     sets = read_sets(args.data_dir, args.set, args.splits)
     out = writable_folder(args.out, "--out")
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-    metrics: dict[str, Any] = {"settings": settings, "sets": {}}
+    metrics: dict[str, Any] = {"settings": vars(args), "sets": {}}
     for given in sets:
         record = {noise: _compare(args, given, noise) for noise in NOISES}
         metrics["sets"][given.name] = {**record, "published": published.of(given.name)}
@@ -92,21 +84,15 @@ def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict
 def _record(result: Trained, first: Trained) -> dict[str, Any]:
     """Means, standard errors, and the difference to the first method, split by split."""
     return {
-        "nll": summary(result.scores.nll),
-        "rmse": summary(result.scores.rmse),
-        "nll_above_first": summary(result.scores.nll - first.scores.nll),
-        "nll_of_splits": result.scores.nll.tolist(),
-        "rmse_of_splits": result.scores.rmse.tolist(),
-        "chosen": {k: v.tolist() for k, v in result.setting.items()},
-        "noise_factor": result.factor.tolist(),
+        "nll": summary(result.scores.nll.tolist()),
+        "rmse": summary(result.scores.rmse.tolist()),
+        "nll_above_first": summary((result.scores.nll - first.scores.nll).tolist()),
+        "nll_of_splits": result.scores.nll,
+        "rmse_of_splits": result.scores.rmse,
+        "chosen": result.setting,
+        "noise_factor": result.factor,
         "seconds": result.seconds,
     }
-
-
-def summary(values: np.ndarray) -> dict[str, float]:
-    """Mean and standard error; of one split there is none."""
-    error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
-    return {"mean": float(values.mean()), "error": float(error)}
 
 
 def _print(name: str, record: dict[str, Any]) -> None:

@@ -36,72 +36,74 @@ class Method(abc.ABC):
     name: ClassVar[str]
     candidates: ClassVar[list[dict[str, float]]]
 
-    @abc.abstractmethod
     def loss(
         self, params: Params, setting: Setting, key: Array, batch: tuple[Array, Array],
         share: Array, num_rows: Array,
     ) -> Array:  # fmt: skip
         """The loss for each row, on a mini-batch (x, y), at this share of the KL's weight."""
+        penalty = self.penalty(self.network.module(params), setting, share)
+        return penalty / num_rows - self.fit(params, setting, key, batch)
 
     @abc.abstractmethod
+    def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
+        """What all weights cost."""
+
+    def draw(self, module: Any, setting: Setting) -> draws.Draw:
+        """How networks are drawn, where they are."""
+        raise NotImplementedError
+
+    def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
+        """The mean log-likelihood of a mini-batch, each part of it by a network of its own."""
+        module = self.network.module(params)
+        outputs_of, draw = self.network.outputs(module), self.draw(module, setting)
+        given = draws.outputs(outputs_of, draw, key, batch[0], GROUPS)
+        return predictive.log_likelihood(given, batch[1], params["log_noise"]).mean()
+
     def predict(
         self, params: Params, setting: Setting, key: Array, x: Array, factor: Array
     ) -> Mixture:
-        """The prediction for rows x, with this factor on the noise variance."""
+        """The prediction for rows x, with this factor on the noise variance: here of many networks."""
+        module = self.network.module(params)
+        outputs_of, draw = self.network.outputs(module), self.draw(module, setting)
+        given = draws.many(outputs_of, draw, key, x, NUM_DRAWS)
+        return predictive.of_draws(given, self.noise(params, factor))
 
     def noise(self, params: Params, factor: Array) -> Array:
         """The noise variance; the factor on it where the network gives it."""
         return factor if self.network.num_outputs == 2 else factor * jnp.exp(params["log_noise"])
 
-    def fit_of_draws(
-        self, params: Params, draw: draws.Draw, key: Array, batch: tuple[Array, Array]
-    ) -> Array:
-        """The mean log-likelihood of a mini-batch, each part of it by a network of its own."""
-        outputs_of = self.network.outputs(self.network.module(params))
-        given = draws.outputs(outputs_of, draw, key, batch[0], GROUPS)
-        return predictive.log_likelihood(given, batch[1], params["log_noise"]).mean()
 
-    def predict_by_draws(
-        self, params: Params, draw: draws.Draw, key: Array, x: Array, factor: Array
-    ) -> Mixture:
-        """The mixture of many networks."""
-        outputs_of = self.network.outputs(self.network.module(params))
-        given = draws.many(outputs_of, draw, key, x, NUM_DRAWS)
-        return predictive.of_draws(given, self.noise(params, factor))
+class Sampled(Method):
+    """An ELBO of factorised Gaussian beliefs, and the prediction, by sampled networks."""
 
-
-class Variational(Method):
-    """What maximises an ELBO of factorised Gaussian beliefs."""
-
+    name = "sampled VI"
     candidates: ClassVar = [{"prior_sd": sd} for sd in PRIORS]
 
-    def kl(self, module: Any, setting: Setting) -> Array:
-        """To priors of the setting's standard deviation, or to learned ones."""
+    def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
+        """The KL to priors of the setting's standard deviation, or to learned ones."""
         sd = setting["prior_sd"]
         prior = mj.posterior.GaussianPrior(variance=jnp.where(sd == 0, 1.0, sd) ** 2)
         fixed = sum((b.kl(prior) for b in draws.beliefs(module.params)), jnp.zeros(()))
-        return jnp.where(sd == 0, draws.learned_prior_kl(module.params), fixed)
+        return share * jnp.where(sd == 0, draws.learned_prior_kl(module.params), fixed)
+
+    def draw(self, module: Any, setting: Setting) -> draws.Draw:
+        """From the beliefs."""
+        return draws.weights(module.params)
 
 
-class Analytic(Variational):
-    """The ELBO and the prediction from moments."""
+class Analytic(Sampled):
+    """The same ELBO and the prediction from moments."""
 
     name = "Bayesian, analytic"
 
-    def loss(
-        self, params: Params, setting: Setting, key: Array, batch: tuple[Array, Array],
-        share: Array, num_rows: Array,
-    ) -> Array:  # fmt: skip
-        """The negative ELBO."""
-        module = self.network.module(params)
-        mean, cov = self.network.moments(module, batch[0])
+    def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
+        """The mean expected log-likelihood, by one pass of moments."""
+        mean, cov = self.network.moments(self.network.module(params), batch[0])
         likelihood: mj.objectives.Likelihood = mj.objectives.HeteroscedasticGaussian()
         if self.network.num_outputs == 1:
             likelihood = mj.objectives.Gaussian(jnp.exp(params["log_noise"]))
-        fit = jax.vmap(partial(mj.objectives.expected_log_likelihood, likelihood))
-        return (
-            share * self.kl(module, setting) / num_rows - fit(batch[1][:, None], mean, cov).mean()
-        )
+        of_row = jax.vmap(partial(mj.objectives.expected_log_likelihood, likelihood))
+        return of_row(batch[1][:, None], mean, cov).mean()
 
     def predict(
         self, params: Params, setting: Setting, key: Array, x: Array, factor: Array
@@ -111,50 +113,20 @@ class Analytic(Variational):
         return predictive.of_moments(mean, cov, self.noise(params, factor))
 
 
-class Sampled(Variational):
-    """The same ELBO, and the prediction, by sampled networks."""
-
-    name = "sampled VI"
-
-    def loss(
-        self, params: Params, setting: Setting, key: Array, batch: tuple[Array, Array],
-        share: Array, num_rows: Array,
-    ) -> Array:  # fmt: skip
-        """The negative ELBO."""
-        module = self.network.module(params)
-        fit = self.fit_of_draws(params, draws.weights(module.params), key, batch)
-        return share * self.kl(module, setting) / num_rows - fit
-
-    def predict(
-        self, params: Params, setting: Setting, key: Array, x: Array, factor: Array
-    ) -> Mixture:
-        """From sampled networks."""
-        draw = draws.weights(self.network.module(params).params)
-        return self.predict_by_draws(params, draw, key, x, factor)
-
-
 class Dropout(Method):
     """MC dropout (Gal and Ghahramani, 2016)."""
 
     name = "MC dropout"
     candidates: ClassVar = [{"rate": rate} for rate in RATES]
 
-    def loss(
-        self, params: Params, setting: Setting, key: Array, batch: tuple[Array, Array],
-        share: Array, num_rows: Array,
-    ) -> Array:  # fmt: skip
-        """The negative log-likelihood of networks with dropout, and weight decay."""
-        beliefs = self.network.module(params).params
-        fit = self.fit_of_draws(params, draws.dropout(beliefs, setting["rate"]), key, batch)
-        squares = sum(jnp.sum(belief.mean**2) for belief in draws.beliefs(beliefs))
-        return DECAY * (1 - setting["rate"]) * squares / (2 * num_rows) - fit
+    def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
+        """Weight decay, from the first update on."""
+        squares = sum(jnp.sum(belief.mean**2) for belief in draws.beliefs(module.params))
+        return DECAY * (1 - setting["rate"]) * squares / 2
 
-    def predict(
-        self, params: Params, setting: Setting, key: Array, x: Array, factor: Array
-    ) -> Mixture:
-        """From networks with dropout."""
-        draw = draws.dropout(self.network.module(params).params, setting["rate"])
-        return self.predict_by_draws(params, draw, key, x, factor)
+    def draw(self, module: Any, setting: Setting) -> draws.Draw:
+        """Without a share of the inputs."""
+        return draws.dropout(module.params, setting["rate"])
 
 
 METHODS: dict[str, Callable[[Network], Method]] = {

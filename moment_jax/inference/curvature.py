@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moment_jax.objectives import Bernoulli, Categorical, Gaussian
+from moment_jax.objectives import Bernoulli, Gaussian
 from moment_jax.optim import KroneckerExpand, find_blocks, value_grad_and_factors
 from moment_jax.optim.layer_blocks import Blocks, DenseBlock
 from moment_jax.optim.row_counts import RowCounter
@@ -178,6 +178,3 @@ def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:
     found = next(b for b in blocks if b.name == first)
     assert isinstance(found, DenseBlock)
     return found
-
-
-LIKELIHOODS = (Categorical, Bernoulli, Gaussian)

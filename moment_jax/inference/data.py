@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,21 +35,38 @@ class Scaling:
         return ((x - self.shift) / self.scale).astype(np.float32)
 
 
-def checked_likelihood(likelihood: Any) -> tuple[type, float | None]:
-    """Its type, and the noise variance where that is known."""
+def checked_likelihood(
+    caller: str, likelihood: Any, known: Sequence[type]
+) -> tuple[type, float | None]:
+    """Its type, one of those known, and the noise variance where that is given."""
     name = likelihood if isinstance(likelihood, type) else type(likelihood)
-    if name not in (Categorical, Gaussian):
+    if name not in known:
+        names = " or ".join(one.__name__ for one in known)
         raise TypeError(
-            f"`fit` needs the likelihood Categorical or Gaussian of mj.objectives. Got {likelihood!r}."
+            f"`{caller}` needs the likelihood {names} of mj.objectives. Got {likelihood!r}."
         )
-    if name is Categorical or likelihood is Gaussian:
+    if name is not Gaussian or likelihood is Gaussian:
         return name, None
     if np.ndim(likelihood.noise_variance) or float(likelihood.noise_variance) <= 0:
         raise ValueError(
-            "`fit` needs one positive noise variance, or the type Gaussian for a learned one. Got "
-            f"{likelihood.noise_variance}."
+            f"`{caller}` needs one positive noise variance for all outputs, or the type Gaussian for "
+            f"an estimated one. Got {likelihood.noise_variance}."
         )
     return name, float(likelihood.noise_variance)
+
+
+def examples(caller: str, data: Any) -> tuple[Inputs, Any]:
+    """Inputs as a tuple of arrays, and targets as they are, of as many examples."""
+    if not isinstance(data, tuple) or len(data) != 2:
+        raise TypeError(
+            f"`{caller}` needs data = (inputs, targets). Got {type(data).__name__}. Several inputs go "
+            "into a tuple of their own: ((x, mask), targets)."
+        )
+    inputs = tuple(np.asarray(x) for x in (data[0] if isinstance(data[0], tuple) else data[:1]))
+    sizes = [len(x) for x in (*inputs, np.asarray(data[1])) if x.ndim]
+    if len(set(sizes)) != 1 or sizes[0] == 0 or np.ndim(data[1]) == 0:
+        raise ValueError(f"`{caller}` needs inputs and targets of as many examples. Got {sizes}.")
+    return inputs, data[1]
 
 
 def as_inputs(inputs: Any) -> Inputs:
@@ -80,20 +98,10 @@ def checked_targets(targets: Any, likelihood: type) -> np.ndarray:
 
 def checked_data(data: Any, likelihood: type) -> Data:
     """Inputs as a tuple of arrays, and targets."""
-    if not isinstance(data, tuple) or len(data) != 2:
-        raise TypeError(
-            f"`fit` needs data = (inputs, targets). Got {type(data).__name__}. Several inputs go into "
-            "a tuple of their own: ((x, mask), targets)."
-        )
-    inputs = tuple(np.asarray(x) for x in (data[0] if isinstance(data[0], tuple) else data[:1]))
-    targets = checked_targets(data[1], likelihood)
-    sizes = [len(x) if x.ndim else 0 for x in (*inputs, targets)]
-    if len(set(sizes)) != 1 or sizes[0] == 0:
-        raise ValueError(f"`fit` needs inputs and targets of as many examples. Got {sizes}.")
-    for x in inputs:
-        if x.dtype.kind == "f" and not np.isfinite(x).all():
-            raise ValueError("`fit` needs finite inputs. Got NaN or infinity; fill or drop them.")
-    return inputs, targets
+    inputs, given = examples("fit", data)
+    if any(x.dtype.kind == "f" and not np.isfinite(x).all() for x in inputs):
+        raise ValueError("`fit` needs finite inputs. Got NaN or infinity; fill or drop them.")
+    return inputs, checked_targets(given, likelihood)
 
 
 def one_table(inputs: Inputs) -> np.ndarray:

@@ -96,7 +96,7 @@ def fit(
     >>> mean.shape, bool(0.05 < sd.mean() < 0.2)
     ((60, 1), True)
     """
-    name, known_noise = checked_likelihood(likelihood)
+    name, known_noise = checked_likelihood("fit", likelihood, (Categorical, Gaussian))
     inputs, targets = checked_data(data, name)
     held = checked_data(validation, name) if isinstance(validation, tuple) else None
     table = model is None

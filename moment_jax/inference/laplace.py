@@ -10,11 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moment_jax.inference.curvature import (
-    Curvature,
-    dense_blocks,
-    last_block,
-)
+from moment_jax.inference.curvature import Curvature, dense_blocks, last_block
+from moment_jax.inference.data import checked_likelihood
 from moment_jax.inference.evidence import (
     Piece,
     effective_parameters,
@@ -23,17 +20,15 @@ from moment_jax.inference.evidence import (
     optimal_precision,
 )
 from moment_jax.inference.held_out import best_precision
-from moment_jax.inference.laplace_data import (
-    checked_data,
-    checked_likelihood,
-    checked_outputs,
-)
-from moment_jax.objectives import Categorical, Gaussian
+from moment_jax.inference.laplace_data import checked_data, checked_outputs
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.optim.trees import flatten, path_name
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, Posterior
 from moment_jax.posterior.reshaped import Reshaped
 
 Array = jax.Array
+KINDS = ("kfac", "diagonal", "last_layer")
+LIKELIHOODS = (Categorical, Bernoulli, Gaussian)
 NOISE_UPDATES = 50
 
 
@@ -109,7 +104,9 @@ def laplace(
     >>> mean.shape, jax.vmap(lambda c: c.variance())(cov).shape
     ((20, 1), (20, 1, 1))
     """
-    name, known_noise = checked_likelihood(likelihood, kind)
+    if kind not in KINDS:
+        raise ValueError(f"`laplace` needs a kind, one of {', '.join(KINDS)}. Got {kind!r}.")
+    name, known_noise = checked_likelihood("laplace", likelihood, LIKELIHOODS)
     inputs, targets = checked_data(model, data)
     if held_out is not None and (per_layer or prior_precision is not None):
         raise ValueError(

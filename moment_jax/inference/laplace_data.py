@@ -1,4 +1,4 @@
-"""What a Laplace approximation is given: its likelihood, its data, the outputs there; checked."""
+"""What a Laplace approximation is given: its data, and the outputs there; checked."""
 
 from __future__ import annotations
 
@@ -9,48 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moment_jax.inference.curvature import LIKELIHOODS, Curvature
-from moment_jax.objectives import Categorical, Gaussian
+from moment_jax.inference.curvature import Curvature
+from moment_jax.inference.data import examples
+from moment_jax.objectives import Categorical
 
 Array = jax.Array
-KINDS = ("kfac", "diagonal", "last_layer")
-
-
-def checked_likelihood(likelihood: Any, kind: str) -> tuple[type, float | None]:
-    """The likelihood's type, and the noise variance where it is given."""
-    if kind not in KINDS:
-        raise ValueError(f"`laplace` needs a kind, one of {', '.join(KINDS)}. Got {kind!r}.")
-    name = likelihood if isinstance(likelihood, type) else type(likelihood)
-    if name not in LIKELIHOODS:
-        raise TypeError(
-            "`laplace` needs Categorical(), Bernoulli() or Gaussian(noise_variance) of "
-            f"mj.objectives. Got {likelihood!r}."
-        )
-    if name is not Gaussian or likelihood is Gaussian:
-        return name, None
-    if np.ndim(likelihood.noise_variance) != 0 or float(likelihood.noise_variance) <= 0:
-        raise ValueError(
-            "`laplace` needs one positive noise variance for all outputs. Got "
-            f"{likelihood.noise_variance}. Scale the targets to the same noise."
-        )
-    return name, float(likelihood.noise_variance)
 
 
 def checked_data(model: nnx.Module, data: Any) -> tuple[tuple[Array, ...], np.ndarray]:
     """Inputs and targets of as many examples."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`laplace` needs a Flax NNX module. Got {type(model).__name__}.")
-    if not isinstance(data, tuple) or len(data) != 2:
-        raise TypeError(
-            f"`laplace` needs data = (inputs, targets). Got {type(data).__name__}. Several inputs go "
-            "into a tuple of their own: ((x, mask), targets)."
-        )
-    inputs = tuple(jnp.asarray(x) for x in (data[0] if isinstance(data[0], tuple) else data[:1]))
-    targets = np.asarray(data[1])
-    sizes = [len(x) for x in inputs if x.ndim] + [len(targets)]
-    if len(set(sizes)) != 1 or sizes[0] == 0:
-        raise ValueError(f"`laplace` needs inputs and targets of as many examples. Got {sizes}.")
-    return inputs, targets
+    inputs, targets = examples("laplace", data)
+    return tuple(map(jnp.asarray, inputs)), np.asarray(targets)
 
 
 def checked_outputs(

@@ -4,30 +4,29 @@ from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.any_model import bayesian
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule, with_structure
-from moment_jax.nn.belief import Belief, total_kl
-from moment_jax.nn.code_bound import NegativeElbo
-from moment_jax.nn.decoder import Decoder
-from moment_jax.nn.decoder_block import DecoderBlock
+from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale, total_kl
+from moment_jax.nn.decoder import Decoder, DecoderBlock
 from moment_jax.nn.dense import Dense, LayerNorm
 from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder, DiscreteAutoencoderParams
 from moment_jax.nn.embedding import Embedding, LearnedPositions
-from moment_jax.nn.encoder import Encoder
-from moment_jax.nn.encoder_block import EncoderBlock
+from moment_jax.nn.encoder import Encoder, EncoderBlock
 from moment_jax.nn.exchange import beliefs, set_beliefs
 from moment_jax.nn.mlp import MLP
 from moment_jax.nn.plain import (
+    PlainDecoder,
+    PlainDecoderBlock,
     PlainEncoder,
     PlainEncoderBlock,
     PlainMLP,
     PlainPositions,
+    PlainTransformer,
     PlainVisionTransformer,
     plain_attention,
     plain_embed,
     plain_linear,
     plain_norm,
 )
-from moment_jax.nn.plain_decoder import PlainDecoder, PlainDecoderBlock, PlainTransformer
-from moment_jax.nn.plain_discrete_autoencoder import PlainDiscreteAutoencoder
+from moment_jax.nn.plain_discrete_autoencoder import NegativeElbo, PlainDiscreteAutoencoder
 from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings
 from moment_jax.nn.token_transformer import (
     PlainTokenTransformer,
@@ -35,7 +34,6 @@ from moment_jax.nn.token_transformer import (
     TokenTransformerParams,
 )
 from moment_jax.nn.transformer import Transformer
-from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
 from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams
 
 __all__ = [

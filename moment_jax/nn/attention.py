@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import (
-    AttentionParams,
-    attention,
-)
+from moment_jax.layers import AttentionParams, attention
 from moment_jax.layers.checks import check_heads
 from moment_jax.nn.base import BayesianModule, set_mean
-from moment_jax.nn.batching import over_batch
 from moment_jax.nn.conversion import check_bias, check_kind, check_loaded, check_same
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.plain import plain_attention
@@ -114,10 +111,5 @@ class MultiHeadAttention(BayesianModule):
         self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
     ) -> tuple[Array, Covariance]:
         """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
-        params = self.params
-        return over_batch(
-            lambda m, c: attention(m, c, params, num_heads=self.num_heads, mask=mask),
-            mean,
-            cov,
-            self.settings.structure,
-        )
+        attend = partial(attention, params=self.params, num_heads=self.num_heads, mask=mask)
+        return self._over_batch(attend, (mean, cov))

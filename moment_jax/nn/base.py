@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
+from moment_jax.nn.batching import over_batch
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior, sample_params
@@ -35,6 +36,8 @@ class BayesianModule(nnx.Module):
     Subclasses give `params`, the parameter group of the layer they call, and `network(params)`, the
     plain Flax network with arrays in the place of the beliefs.
     """
+
+    settings: Settings
 
     @property
     def params(self) -> Any:
@@ -65,6 +68,12 @@ class BayesianModule(nnx.Module):
     def sequence(self, x: Array) -> Array:
         """One input as the sequence (T, D) that the first stage takes."""
         return x
+
+    def _over_batch(
+        self, layer: Callable[..., Any], *sequences: tuple[Any, ...], cache: Any = None
+    ) -> Any:
+        """`over_batch`, where inputs that are certain start in the module's structure."""
+        return over_batch(layer, self.settings.structure, *sequences, cache=cache)
 
     def mean_network(self) -> nnx.Module:
         """The plain Flax network at the means of the weights."""

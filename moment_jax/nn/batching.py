@@ -17,91 +17,41 @@ Array = jax.Array
 
 def over_batch(
     layer: Callable[..., Any],
-    mean: Array,
-    cov: Covariance | None,
     structure: type[Covariance],
-    valid: Array | None = None,
+    *sequences: tuple[Any, ...],
+    cache: Any = None,
 ) -> Any:
-    """Apply `layer` to every sequence of a batch (..., T, D).
+    """Apply `layer` to every sequence of a batch, or to one and what goes with it, such as a memory.
 
     Args:
-      layer: a function of one (T, D) mean and its covariance, and of `valid` where that is given.
-      mean: (..., T, D).
-      cov: covariance with the same leading axes on its leaves; None where the input is certain.
+      layer: a function of what `sequences` hold, one after another, without their leading axes, and of
+        the cache where there is one.
       structure: the structure in which a certain input starts.
-      valid: (..., T) boolean, True for the tokens that exist; None for all.
+      sequences: (mean, cov) or (mean, cov, valid), all with the same leading axes: a mean (..., T, D);
+        its covariance, None where the input is certain; (..., T) boolean, True for the tokens that
+        exist, None for all.
+      cache: with the same leading axes.
     """
-    check_sequences(mean, cov)
-    check_valid(mean, valid)
-    if mean.ndim > 2:
-        axes = (0, None if cov is None else 0, None if valid is None else 0)
-        return jax.vmap(
-            lambda m, c, v: over_batch(layer, m, c, structure, v),
-            in_axes=axes,
-            axis_name=BATCH_AXIS,
-        )(mean, cov, valid)
-    inputs = (mean, _certain(mean, structure) if cov is None else cov)
-    return layer(*inputs) if valid is None else layer(*inputs, valid)
-
-
-def over_batch_with_memory(
-    layer: Callable[..., Any],
-    mean: Array,
-    cov: Covariance | None,
-    memory_mean: Array,
-    memory_cov: Covariance | None,
-    structure: type[Covariance],
-    valid: Array | None = None,
-    memory_valid: Array | None = None,
-) -> Any:
-    """`over_batch` of a sequence (..., T, D) and a memory (..., S, E) with the same leading axes.
-
-    The layer takes two means and covariances, (mean, cov, memory_mean, memory_cov), and after them what
-    tokens exist of the sequence and of the memory, (T,) and (S,), or None for all.
-    """
-    check_sequences(mean, cov)
-    check_sequences(memory_mean, memory_cov)
-    check_valid(mean, valid)
-    check_valid(memory_mean, memory_valid)
-    if mean.shape[:-2] != memory_mean.shape[:-2]:
+    for mean, cov, *valid in sequences:
+        check_sequences(mean, cov)
+        check_valid(mean, *valid)
+    shapes = [tuple(mean.shape) for mean, *_ in sequences]
+    if len({shape[:-2] for shape in shapes}) > 1:
         raise ValueError(
             "A decoder needs a sequence (..., T, D) and a memory (..., S, E) with the same leading "
-            f"axes. Got {tuple(mean.shape)} and {tuple(memory_mean.shape)}. For a single row, use "
-            "x[None, :]; for one memory of a whole batch, broadcast it."
+            f"axes. Got {' and '.join(map(str, shapes))}. For a single row, use x[None, :]; for one "
+            "memory of a whole batch, broadcast it."
         )
-    if mean.ndim > 2:
-        inputs = (mean, cov, memory_mean, memory_cov, valid, memory_valid)
-
-        def one(m: Any, c: Any, n: Any, d: Any, v: Any, w: Any) -> Any:
-            return over_batch_with_memory(layer, m, c, n, d, structure, v, w)
-
-        axes = tuple(None if x is None else 0 for x in inputs)
-        return jax.vmap(one, in_axes=axes, axis_name=BATCH_AXIS)(*inputs)
-    return layer(
-        mean,
-        _certain(mean, structure) if cov is None else cov,
-        memory_mean,
-        _certain(memory_mean, structure) if memory_cov is None else memory_cov,
-        valid,
-        memory_valid,
-    )
-
-
-def over_batch_with_cache(
-    layer: Callable[[Array, Covariance, Any], Any],
-    mean: Array,
-    cov: Covariance | None,
-    cache: Any,
-    structure: type[Covariance],
-) -> Any:
-    """`over_batch` of the newest tokens (..., N, D) and a cache with the same leading axes."""
-    check_sequences(mean, cov)
-    if mean.ndim > 2:
-        axes = (0, None if cov is None else 0, 0)
+    if len(shapes[0]) > 2:
         return jax.vmap(
-            lambda m, c, k: over_batch_with_cache(layer, m, c, k, structure), in_axes=axes
-        )(mean, cov, cache)
-    return layer(mean, _certain(mean, structure) if cov is None else cov, cache)
+            lambda sequences, cache: over_batch(layer, structure, *sequences, cache=cache),
+            axis_name=BATCH_AXIS,
+        )(sequences, cache)
+    given = []
+    for mean, cov, *valid in sequences:
+        known = structure.zeros(mean.shape, mean.dtype) if cov is None else cov
+        given += [mean, known, *valid]
+    return layer(*given) if cache is None else layer(*given, cache)
 
 
 def check_sequences(mean: Array, cov: Covariance | None = None) -> None:
@@ -122,7 +72,7 @@ def check_sequences(mean: Array, cov: Covariance | None = None) -> None:
         )
 
 
-def check_valid(mean: Array, valid: Array | None) -> None:
+def check_valid(mean: Array, valid: Array | None = None) -> None:
     """Raise unless `valid` says True or False of every token of a (..., T, D) batch."""
     if valid is None:
         return
@@ -132,8 +82,3 @@ def check_valid(mean: Array, valid: Array | None) -> None:
             f"for padding; with a mean of shape {tuple(mean.shape)}, {tuple(mean.shape[:-1])}. Got "
             f"{described(valid)}. For lengths, use jnp.arange(T) < lengths[..., None]."
         )
-
-
-def _certain(mean: Array, structure: type[Covariance]) -> Covariance:
-    """The covariance of a sequence that is known."""
-    return structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)

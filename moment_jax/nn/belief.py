@@ -6,10 +6,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from moment_jax import posterior as families
-from moment_jax.nn.variables import PriorScale, VariationalMean, VariationalScale
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
@@ -17,6 +17,18 @@ Array = jax.Array
 
 VECTOR_FAMILIES = (families.Point, families.Factorized, families.FullNormal)
 MATRIX_FAMILIES = (*VECTOR_FAMILIES, families.OutputShared, families.MatrixNormal)
+
+
+class VariationalMean(nnx.Param):
+    """The mean of a Gaussian belief about one array."""
+
+
+class VariationalScale(nnx.Param):
+    """What the spread of a Gaussian belief is computed from; unconstrained."""
+
+
+class PriorScale(nnx.Param):
+    """The logarithm of the standard deviation of a prior that is learned (empirical Bayes)."""
 
 
 class Belief(nnx.Module):
@@ -87,6 +99,17 @@ class Belief(nnx.Module):
             return families.OutputShared(mean, variance)
         return families.Factorized(mean, variance)
 
+    def hold(self, posterior: Posterior) -> None:
+        """Take a belief about the array as one's own: family, mean and covariance; the prior stays.
+
+        Raises:
+          ValueError: if the family is another one, or a covariance singular; then nothing is changed.
+        """
+        raw, dtype = stored_form(posterior), self.mean.dtype
+        self.family = next(f for f in MATRIX_FAMILIES if isinstance(posterior, f))
+        self.mean.set_value(jnp.asarray(posterior.mean, dtype))
+        self.raw = nnx.data({k: VariationalScale(jnp.asarray(v, dtype)) for k, v in raw.items()})
+
     @property
     def prior(self) -> GaussianPrior:
         """The prior of every entry."""
@@ -108,6 +131,39 @@ def total_kl(module: nnx.Module) -> Array:
             "use the modules of mj.nn."
         )
     return sum((belief.kl() for belief in beliefs[1:]), beliefs[0].kl())
+
+
+def stored_form(belief: Posterior) -> dict[str, np.ndarray]:
+    """What a module stores of the belief: inverses of softplus and of L L^T."""
+    if isinstance(belief, families.Point):
+        return {}
+    if isinstance(belief, families.Factorized | families.OutputShared):
+        return {"scale": _inverse_softplus(np.sqrt(np.asarray(belief.variance, np.float64)))}
+    if isinstance(belief, families.FullNormal):
+        n = belief.mean.size
+        return {"entries": _root(belief.cov.reshape(n, n))}
+    if isinstance(belief, families.MatrixNormal):
+        return {"rows": _root(belief.in_cov), "columns": _root(belief.out_cov)}
+    raise ValueError(
+        "A module needs Point, Factorized, OutputShared, MatrixNormal or FullNormal of its own shape. "
+        f"Got {type(getattr(belief, 'belief', belief)).__name__} of shape {belief.shape}."
+    )
+
+
+def _root(cov: Array) -> np.ndarray:
+    try:
+        root = np.linalg.cholesky(np.asarray(cov, np.float64))
+    except np.linalg.LinAlgError as error:
+        raise ValueError(
+            "A belief needs positive definite covariances. Got a singular one."
+        ) from error
+    return np.tril(root, -1) + np.diag(_inverse_softplus(np.diagonal(root)))
+
+
+def _inverse_softplus(x: np.ndarray) -> np.ndarray:
+    """log(exp(x) - 1); -inf at zero, of which softplus makes zero again."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(x + np.log(-np.expm1(-x)))
 
 
 def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str, VariationalScale]:

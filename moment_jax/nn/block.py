@@ -90,16 +90,7 @@ class Block(BayesianModule):
           ValueError: if a part of the block has no moments here, or would be lost or invented.
             TypeError: if a layer is of another type.
         """
-        new = cls(
-            block.hidden.in_features,
-            block.num_heads,
-            hidden_features=block.hidden.out_features,
-            norm_first=block.norm_first,
-            activation=activation_name(f"{cls.__name__}.from_deterministic", block, activation),
-            epsilon=block.norm1.epsilon,
-            rngs=nnx.Rngs(0),
-            **settings,
-        )
+        new = cls(**sizes_of(cls, block, activation), rngs=nnx.Rngs(0), **settings)
         new.load(block)
         return new
 
@@ -121,3 +112,15 @@ class Block(BayesianModule):
             activation=find_activation(self.activation).plain,
             epsilon=self.epsilon,
         )
+
+
+def sizes_of(cls: type, block: Any, activation: str | None) -> dict[str, Any]:
+    """The keyword arguments of a module `cls` with blocks like this plain one."""
+    return {
+        "num_features": block.hidden.in_features,
+        "num_heads": block.num_heads,
+        "hidden_features": block.hidden.out_features,
+        "norm_first": block.norm_first,
+        "activation": activation_name(f"{cls.__name__}.from_deterministic", block, activation),
+        "epsilon": block.norm1.epsilon,
+    }

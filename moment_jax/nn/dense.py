@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, NormParams, dense, layer_norm
 from moment_jax.nn.base import BayesianModule, set_mean
-from moment_jax.nn.batching import over_batch
 from moment_jax.nn.conversion import check_bias, check_kind, check_same
 from moment_jax.nn.plain import plain_linear, plain_norm
 from moment_jax.nn.settings import Settings
@@ -81,7 +81,7 @@ class Dense(BayesianModule):
     def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
         params = self.params
-        return over_batch(lambda m, c: dense(m, c, params), mean, cov, self.settings.structure)
+        return self._over_batch(lambda m, c: dense(m, c, params), (mean, cov))
 
 
 class LayerNorm(BayesianModule):
@@ -133,10 +133,5 @@ class LayerNorm(BayesianModule):
 
     def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
         """Moments of the output, (..., T, D); cov None where x is certain."""
-        params = self.params
-        return over_batch(
-            lambda m, c: layer_norm(m, c, params, epsilon=self.epsilon),
-            mean,
-            cov,
-            self.settings.structure,
-        )
+        norm = partial(layer_norm, params=self.params, epsilon=self.epsilon)
+        return self._over_batch(norm, (mean, cov))

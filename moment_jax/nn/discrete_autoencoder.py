@@ -15,23 +15,16 @@ from moment_jax.covariance import Covariance
 from moment_jax.covariance.pytree import register_fields
 from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
 from moment_jax.nn.base import BayesianModule, Stage
-from moment_jax.nn.batching import over_batch
-from moment_jax.nn.code_bound import (
-    NegativeElbo,
-    PixelLikelihood,
-    code_terms,
-    cut,
-    joined,
-    over_images,
-    prior_codes,
-)
 from moment_jax.nn.conversion import check_same
 from moment_jax.nn.plain_discrete_autoencoder import (
+    CodedImages,
+    NegativeElbo,
+    PixelLikelihood,
     PlainDiscreteAutoencoder,
+    code_terms,
     log_noise,
-    with_noise,
+    over_images,
 )
-from moment_jax.nn.settings import Settings
 from moment_jax.nn.token_transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
 from moment_jax.objectives.elbo import check_weight
@@ -48,7 +41,7 @@ class DiscreteAutoencoderParams:
     decoder: Any
 
 
-class DiscreteAutoencoder(BayesianModule):
+class DiscreteAutoencoder(CodedImages, BayesianModule):
     """x -> Transformer -> pi -> z ~ Categorical(pi) -> Transformer -> x_hat, with random weights.
 
     The image's patches are T tokens, each gets one of K codes, and the prior of the codes is uniform.
@@ -105,23 +98,19 @@ class DiscreteAutoencoder(BayesianModule):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        if patch_size < 1 or image_size < 1 or image_size % patch_size:
-            raise ValueError(
-                "`DiscreteAutoencoder` needs patch_size to divide image_size. Got "
-                f"{patch_size} and {image_size}."
-            )
         if num_codes < 2 or channels < 1:
             raise ValueError(
                 "`DiscreteAutoencoder` needs num_codes >= 2 and channels >= 1. Got "
                 f"{num_codes} and {channels}."
             )
         self.patches, self.image_size = Patches(patch_size, channels), image_size
-        self.num_tokens, self.num_codes = (image_size // patch_size) ** 2, num_codes
+        num_tokens = self.patches.count("DiscreteAutoencoder", image_size)
+        self.num_codes = num_codes
         pixels = patch_size**2 * channels
-        make = partial(TokenTransformer, self.num_tokens, rngs=rngs)
+        make = partial(TokenTransformer, num_tokens, rngs=rngs)
         self.encoder = make(pixels, num_codes, num_blocks=num_encoder_blocks, **options)
         self.decoder = make(num_codes, pixels, num_blocks=num_decoder_blocks, **options)
-        self.settings: Settings = self.encoder.settings
+        self.settings = self.encoder.settings
         self.log_noise = nnx.data(log_noise(likelihood or objectives.Bernoulli()))
 
     def load(self, network: PlainDiscreteAutoencoder) -> None:
@@ -143,11 +132,6 @@ class DiscreteAutoencoder(BayesianModule):
         """Beliefs about all weights."""
         return DiscreteAutoencoderParams(self.encoder.params, self.decoder.params)
 
-    @property
-    def likelihood(self) -> PixelLikelihood:
-        """The pixels' observation model, with the noise as it is by now."""
-        return with_noise(self.log_noise)
-
     def network(self, params: DiscreteAutoencoderParams) -> PlainDiscreteAutoencoder:
         """The plain autoencoder with these arrays."""
         return PlainDiscreteAutoencoder(
@@ -161,15 +145,15 @@ class DiscreteAutoencoder(BayesianModule):
 
     def encode(self, images: Array) -> tuple[Array, Covariance]:
         """Moments of the codes' logits, (..., height, width[, channels]) -> (..., T, K)."""
-        return self.encoder(cut(self.patches, images, self.image_size))
+        return self.encoder(self.cut(images))
 
     def probabilities(self, images: Array) -> tuple[Array, Covariance]:
         """Moments of pi, the codes' probabilities: mean (..., T, K), and covariance alike."""
-        return over_batch(category_moments, *self.encode(images), self.settings.structure)
+        return self._over_batch(category_moments, self.encode(images))
 
     def code_log_probs(self, images: Array) -> Array:
         """Log E[pi], the logarithm of q(z_t = k | x), (..., T, K)."""
-        return over_batch(log_category_probabilities, *self.encode(images), self.settings.structure)
+        return self._over_batch(log_category_probabilities, self.encode(images))
 
     def decode(self, z: Array) -> tuple[Array, Covariance]:
         """Moments of the patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P).
@@ -178,10 +162,6 @@ class DiscreteAutoencoder(BayesianModule):
         codes are certain: what is random are the weights.
         """
         return self.decoder(z)
-
-    def pixels(self, tokens: Array) -> Array:
-        """Patches (..., T, P), such as a mean or a variance that `decode` gives, as images."""
-        return joined(tokens, self.patches, self.image_size)
 
     def __call__(
         self,
@@ -228,7 +208,7 @@ class DiscreteAutoencoder(BayesianModule):
         Raises:
           ValueError: if shapes do not fit, dataset_size is below the batch, or kl_weight negative.
         """
-        target = cut(self.patches, images, self.image_size)
+        target = self.cut(images)
         if dataset_size < max(1, math.prod(target.shape[:-2])):
             raise ValueError(
                 "`negative_elbo` needs dataset_size >= 1, the training images, and not less than the "
@@ -247,7 +227,7 @@ class DiscreteAutoencoder(BayesianModule):
 
     def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array, Covariance]:
         """Images from the prior (`sample` draws networks): uniform codes (N, T), and them decoded."""
-        codes = prior_codes(key, num_images, self.num_tokens, self.num_codes)
+        codes = self.prior_codes(key, num_images)
         return codes, *self.decode(jax.nn.one_hot(codes, self.num_codes, dtype=self.settings.dtype))
 
     @property

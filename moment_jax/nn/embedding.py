@@ -12,7 +12,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense, embedding
 from moment_jax.layers.embedding import check_known_ids
 from moment_jax.nn.base import BayesianModule, set_mean
-from moment_jax.nn.batching import check_sequences, over_batch
+from moment_jax.nn.batching import check_sequences
 from moment_jax.nn.conversion import check_kind
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings
@@ -98,7 +98,7 @@ class Embedding(BayesianModule):
     def attend(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
         """Moments of `x @ table.T`, (..., T, D) -> (..., T, V); cov None where x is certain."""
         tied = DenseParams(self.params.transpose())
-        return over_batch(lambda m, c: dense(m, c, tied), mean, cov, self.settings.structure)
+        return self._over_batch(lambda m, c: dense(m, c, tied), (mean, cov))
 
 
 class LearnedPositions(BayesianModule):
@@ -119,7 +119,7 @@ class LearnedPositions(BayesianModule):
         self, max_length: int, num_features: int, *, rngs: nnx.Rngs, **settings: Any
     ) -> None:
         self.embedding = Embedding(max_length, num_features, rngs=rngs, **settings)
-        self.settings: Settings = self.embedding.settings
+        self.settings = self.embedding.settings
 
     @classmethod
     def from_deterministic(cls, layer: PlainPositions, **settings: Any) -> LearnedPositions:
@@ -174,4 +174,4 @@ class LearnedPositions(BayesianModule):
             position, noise = embedding(places, params, type(cov))
             return mean + position, cov.add(noise)
 
-        return over_batch(add, mean, cov, self.settings.structure)
+        return self._over_batch(add, (mean, cov))

@@ -1,26 +1,100 @@
-"""`Encoder`: a stack of Bayesian encoder blocks."""
+"""`EncoderBlock`, attention and feed-forward layer with random weights; `Encoder`, a stack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import (
-    EncoderBlockParams,
-    layer_norm,
-)
+from moment_jax.layers import EncoderBlockParams, FeedForwardParams, encoder_block
 from moment_jax.layers.attention.cache import KeyValueCache, empty_cache
+from moment_jax.layers.cached_blocks import encoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
+from moment_jax.layers.sublayers import Normalization, attention_sublayer, feed_forward_sublayer
+from moment_jax.nn.activations import find_activation
+from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import Stage
-from moment_jax.nn.batching import over_batch
-from moment_jax.nn.encoder_block import EncoderBlock
-from moment_jax.nn.plain import PlainEncoder
-from moment_jax.nn.stack import Stack, stack_caches, through_blocks
+from moment_jax.nn.block import Block
+from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
+from moment_jax.nn.stack import Stack, stack_caches
+from moment_jax.posterior import sample_params
 
 Array = jax.Array
+
+
+class EncoderBlock(Block):
+    """A Transformer encoder block with beliefs about all its weights.
+
+    Args:
+      num_features: D.
+      num_heads: H, a divisor of D.
+      hidden_features: width of the feed-forward layer; 4 D where None.
+      norm_first: pre-norm if True, post-norm (the derivation's) if False.
+      activation: "relu", "gelu", "tanh" or "silu".
+      epsilon: added to the variance in the normalisations.
+      rngs: Flax random streams.
+      settings: keyword arguments of `Settings`.
+
+    Raises:
+      ValueError: if the heads do not divide the features, or the activation is unknown.
+    """
+
+    parts = ("attention", "norm1", "hidden", "output", "norm2")
+    plain_type = PlainEncoderBlock
+    step_moments = staticmethod(encoder_block_step)
+
+    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
+        """Self-attention."""
+        self.attention = MultiHeadAttention(num_features, self.num_heads, rngs=rngs, **settings)
+
+    @property
+    def params(self) -> EncoderBlockParams:
+        """Beliefs about all sublayers."""
+        return EncoderBlockParams(
+            self.attention.params,
+            self.norm1.params,
+            FeedForwardParams(self.hidden.params, self.output.params),
+            self.norm2.params,
+        )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Attention and feed-forward, each with its residual and its normalisation."""
+        params, norm = self.params, Normalization(self.norm_first, self.epsilon)
+        activation = find_activation(self.activation).moments
+
+        def attend(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            return attention_sublayer(
+                mean, cov, params.attention, params.norm1, norm, num_heads=self.num_heads
+            )
+
+        def transform(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            return feed_forward_sublayer(
+                mean, cov, params.feed_forward, params.norm2, norm, activation=activation
+            )
+
+        return [
+            Stage("attention", attend, lambda key, x: self._drawn(key).attend(x)),
+            Stage("feed-forward", transform, lambda key, x: self._drawn(key).feed_forward(x)),
+        ]
+
+    def _drawn(self, key: Array) -> PlainEncoderBlock:
+        return self.network(sample_params(self.params, key))
+
+    def moments(
+        self, mean: Array, cov: Covariance, params: EncoderBlockParams, mask: Array | None
+    ) -> tuple[Array, Covariance]:
+        """Moments of one sequence (T, D) with these beliefs."""
+        return encoder_block(mean, cov, params, mask=mask, **self.options)
+
+    def __call__(
+        self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
+    ) -> tuple[Array, Covariance]:
+        """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
+        params = self.params
+        return self._over_batch(lambda m, c: self.moments(m, c, params, mask), (mean, cov))
 
 
 class Encoder(Stack):
@@ -52,12 +126,6 @@ class Encoder(Stack):
             stages += [stage._replace(name="final norm") for stage in self.final_norm.stages]
         return stages
 
-    def _step(self, block: EncoderBlock, mask: Array | None) -> Callable[..., Any]:
-        def step(mean: Array, cov: Covariance, beliefs: EncoderBlockParams) -> Any:
-            return block.moments(mean, cov, beliefs, mask)
-
-        return jax.checkpoint(step) if self.remat else step
-
     def moments(
         self,
         mean: Array,
@@ -67,15 +135,12 @@ class Encoder(Stack):
         valid: Array | None = None,
     ) -> tuple[Array, Covariance]:
         """Moments of one sequence (T, D) with these beliefs."""
-        blocks, final = params
         mask = look_at_valid(mask, valid, mean.shape[0])
-        cov = pool_seen(cov, mask)
-        mean, cov = through_blocks(
-            self.blocks, lambda block: self._step(block, mask), blocks, mean, cov
-        )
-        if final is not None:
-            mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
-        return mean, cov
+
+        def step(block: EncoderBlock, mean: Array, cov: Covariance, beliefs: Any) -> Any:
+            return block.moments(mean, cov, beliefs, mask)
+
+        return self._through(step, mean, pool_seen(cov, mask), params)
 
     def start(self, max_length: int, batch: tuple[int, ...] = ()) -> KeyValueCache:
         """An empty cache for causal sequences of up to `max_length` tokens, with these leading axes.
@@ -110,10 +175,6 @@ class Encoder(Stack):
           Mean (..., T, D) and covariance.
         """
         params = self.params
-        return over_batch(
-            lambda m, c, *v: self.moments(m, c, params, mask, *v),
-            mean,
-            cov,
-            self.settings.structure,
-            valid,
+        return self._over_batch(
+            lambda m, c, v: self.moments(m, c, params, mask, v), (mean, cov, valid)
         )

@@ -11,8 +11,7 @@ from flax import nnx
 
 from moment_jax import posterior as families
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.belief import MATRIX_FAMILIES, Belief
-from moment_jax.nn.variables import VariationalScale
+from moment_jax.nn.belief import Belief, stored_form
 from moment_jax.posterior import Posterior, Reshaped
 
 Array = jax.Array
@@ -87,7 +86,7 @@ def set_beliefs(module: BayesianModule, tree: Any) -> None:
             "`set_beliefs` needs a leaf for each array of the plain network, and no other. Got "
             f"{', '.join(odd)} in one of them alone. Start from mj.nn.beliefs(module)."
         )
-    new: list[tuple[Belief, Posterior, dict[str, np.ndarray]]] = []
+    new: list[tuple[Belief, Posterior]] = []
     for path, leaf in given.items():
         name, shape = _name(path), plain[path].shape
         if tuple(jnp.shape(leaf.mean if isinstance(leaf, Posterior) else leaf)) != shape:
@@ -101,12 +100,13 @@ def set_beliefs(module: BayesianModule, tree: Any) -> None:
                 )
             continue
         belief = _shaped(name, leaf, found[path].mean.shape)
-        new.append((found[path], belief, _raw(name, belief)))
-    for owner, belief, raw in new:
-        dtype = owner.mean.dtype
-        owner.family = next(f for f in MATRIX_FAMILIES if isinstance(belief, f))
-        owner.mean.set_value(jnp.asarray(belief.mean, dtype))
-        owner.raw = nnx.data({k: VariationalScale(jnp.asarray(v, dtype)) for k, v in raw.items()})
+        try:
+            stored_form(belief)
+        except ValueError as error:
+            raise ValueError(f"`set_beliefs`: {error} It is at '{name}'.") from error
+        new.append((found[path], belief))
+    for owner, belief in new:
+        owner.hold(belief)
 
 
 def _places(module: Any) -> tuple[dict[Path, Array], dict[Path, Belief]]:
@@ -167,39 +167,6 @@ def _shaped(name: str, leaf: Any, shape: tuple[int, ...]) -> Posterior:
     if leaf.mean.size == np.prod(shape):
         return Reshaped(leaf, shape)
     raise ValueError(f"A belief of shape {shape} is needed at '{name}'. Got {_said(leaf)}.")
-
-
-def _raw(name: str, belief: Posterior) -> dict[str, np.ndarray]:
-    """What a module stores of the belief: inverses of softplus and of L L^T."""
-    if isinstance(belief, families.Point):
-        return {}
-    if isinstance(belief, families.Factorized | families.OutputShared):
-        return {"scale": _inverse_softplus(np.sqrt(np.asarray(belief.variance, np.float64)))}
-    if isinstance(belief, families.FullNormal):
-        n = belief.mean.size
-        return {"entries": _root(name, belief.cov.reshape(n, n))}
-    if isinstance(belief, families.MatrixNormal):
-        return {"rows": _root(name, belief.in_cov), "columns": _root(name, belief.out_cov)}
-    raise ValueError(
-        "`set_beliefs` needs Point, Factorized, OutputShared, MatrixNormal or FullNormal of the "
-        f"module's own shape at '{name}'. Got {_said(belief)}."
-    )
-
-
-def _root(name: str, cov: Array) -> np.ndarray:
-    try:
-        root = np.linalg.cholesky(np.asarray(cov, np.float64))
-    except np.linalg.LinAlgError as error:
-        raise ValueError(
-            f"`set_beliefs` needs positive definite covariances. Got a singular one at '{name}'."
-        ) from error
-    return np.tril(root, -1) + np.diag(_inverse_softplus(np.diagonal(root)))
-
-
-def _inverse_softplus(x: np.ndarray) -> np.ndarray:
-    """log(exp(x) - 1); -inf at zero, of which softplus makes zero again."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(x + np.log(-np.expm1(-x)))
 
 
 def _said(leaf: Any) -> str:

@@ -13,7 +13,6 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import BayesianModule, Stage
-from moment_jax.nn.batching import over_batch
 from moment_jax.nn.conversion import activation_name, check_loaded
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.plain import PlainMLP, plain_linear
@@ -118,6 +117,4 @@ class MLP(BayesianModule):
     def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
         params = self.params
-        return over_batch(
-            lambda m, c: self._moments(m, c, params), mean, cov, self.settings.structure
-        )
+        return self._over_batch(lambda m, c: self._moments(m, c, params), (mean, cov))

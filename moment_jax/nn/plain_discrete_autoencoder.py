@@ -1,31 +1,119 @@
-"""`PlainDiscreteAutoencoder`: categorical codes between any two plain networks."""
+"""Autoencoders with categorical codes: what plain and Bayesian ones share, and the plain one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax import objectives
-from moment_jax.discrete import log_probabilities
-from moment_jax.nn.code_bound import (
-    NegativeElbo,
-    PixelLikelihood,
-    code_terms,
-    cut,
-    joined,
-    over_images,
-    prior_codes,
-)
+from moment_jax.discrete import categorical_kl, gumbel_softmax, log_probabilities
 from moment_jax.nn.vision import Patches
 
 Array = jax.Array
+PixelLikelihood = objectives.Gaussian | objectives.Bernoulli
 
 
-class PlainDiscreteAutoencoder(nnx.Module):
+class NegativeElbo(NamedTuple):
+    """The parts of the negative ELBO, in nats for each image; lower is better.
+
+    Attributes:
+      reconstruction: -E[log p(x | z, weights)] under the codes and the decoder's weights, (...,).
+      code_kl: KL(q(z | x) || uniform), summed over the grid of codes, (...,).
+      weight_kl: the image's share of KL(q(weights) || prior), a scalar; 0 for plain networks.
+    """
+
+    reconstruction: Array
+    code_kl: Array
+    weight_kl: Array
+
+    @property
+    def total(self) -> Array:
+        """Their sum, (...,)."""
+        return self.reconstruction + self.code_kl + self.weight_kl
+
+
+class CodedImages:
+    """Images cut into patches, of which each has one of `num_codes` codes, and their likelihood."""
+
+    patches: Patches
+    image_size: int
+    num_codes: int
+    log_noise: nnx.Param | None
+
+    @property
+    def likelihood(self) -> PixelLikelihood:
+        """The pixels' observation model, with the noise as it is by now."""
+        if self.log_noise is None:
+            return objectives.Bernoulli()
+        return objectives.Gaussian(jnp.exp(self.log_noise[...]))
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the patches of an image."""
+        return (self.image_size // self.patches.size) ** 2
+
+    def cut(self, images: Array) -> Array:
+        """The patches of images of this size, (..., T, P).
+
+        Raises:
+          ValueError: for images of another size.
+        """
+        tokens = self.patches(images)
+        if tokens.shape[-2] != self.num_tokens:
+            raise ValueError(
+                f"This autoencoder needs images of {self.image_size} x {self.image_size} pixels. Got "
+                f"{tuple(images.shape)}."
+            )
+        return tokens
+
+    def pixels(self, tokens: Array) -> Array:
+        """Patches (..., T, P), such as a mean or a variance that `decode` gives, as images."""
+        batch, size, channels = tokens.shape[:-2], self.patches.size, self.patches.channels
+        side = self.image_size // size
+        images = jnp.moveaxis(tokens.reshape(*batch, side, side, size, size, channels), -3, -4)
+        images = images.reshape(*batch, self.image_size, self.image_size, channels)
+        return images[..., 0] if channels == 1 else images
+
+    def prior_codes(self, key: Array, num_images: int) -> Array:
+        """Codes from the uniform prior, integers (N, T)."""
+        if num_images < 1:
+            raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
+        return jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
+
+
+def code_terms(
+    log_probs: Array,
+    log_likelihood: Callable[[Array], Array],
+    key: Array,
+    temperature: Array | float,
+    straight_through: bool,
+) -> tuple[Array, Array]:
+    """Reconstruction and KL of the codes of images.
+
+    Args:
+      log_probs: log q(z_t = k | x), (..., T, K).
+      log_likelihood: codes (..., T, K) -> (expected) log p(x | z), (...,).
+      key: of `gumbel_softmax`, which draws the codes, as the next two.
+      temperature: of the relaxation.
+      straight_through: hard codes, with the relaxed ones' gradient.
+    """
+    z = gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
+    return -log_likelihood(z), jnp.sum(categorical_kl(log_probs), axis=-1)
+
+
+def over_images(fn: Callable[..., Array], target: Array, *moments: Any) -> Array:
+    """`fn` of every image's patches (..., T, P) and what belongs to them."""
+    for _ in target.shape[:-2]:
+        fn = jax.vmap(fn)
+    return fn(target, *moments)
+
+
+class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
     """x -> encoder -> pi -> z ~ Categorical(pi) -> decoder -> x_hat, without beliefs about weights.
 
     Args:
@@ -55,27 +143,13 @@ class PlainDiscreteAutoencoder(nnx.Module):
         self.num_codes = num_codes
         self.log_noise = nnx.data(log_noise(likelihood))
 
-    @property
-    def likelihood(self) -> PixelLikelihood:
-        """The pixels' observation model, with the noise as it is by now."""
-        return with_noise(self.log_noise)
-
-    @property
-    def num_tokens(self) -> int:
-        """T, the patches of an image."""
-        return (self.image_size // self.patches.size) ** 2
-
     def code_log_probs(self, images: Array) -> Array:
         """Log pi, (..., height, width[, channels]) -> (..., T, K)."""
-        return log_probabilities(self.encoder(cut(self.patches, images, self.image_size)))
+        return log_probabilities(self.encoder(self.cut(images)))
 
     def decode(self, z: Array) -> Array:
         """Codes (..., T, K), one-hot or relaxed -> patches (..., T, P)."""
         return self.decoder(z)
-
-    def pixels(self, tokens: Array) -> Array:
-        """Patches (..., T, P) as images."""
-        return joined(tokens, self.patches, self.image_size)
 
     def negative_elbo(
         self,
@@ -86,7 +160,7 @@ class PlainDiscreteAutoencoder(nnx.Module):
         straight_through: bool = False,
     ) -> NegativeElbo:
         """The negative ELBO in nats for each image: `DiscreteAutoencoder.negative_elbo`."""
-        target = cut(self.patches, images, self.image_size)
+        target = self.cut(images)
 
         def log_likelihood(z: Array) -> Array:
             mean = self.decoder(z)
@@ -106,7 +180,7 @@ class PlainDiscreteAutoencoder(nnx.Module):
 
     def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array]:
         """Codes (N, T) from the uniform prior, and what `decode` makes of them."""
-        codes = prior_codes(key, num_images, self.num_tokens, self.num_codes)
+        codes = self.prior_codes(key, num_images)
         return codes, self.decode(jax.nn.one_hot(codes, self.num_codes))
 
 
@@ -129,10 +203,3 @@ def log_noise(likelihood: PixelLikelihood) -> nnx.Param | None:
             f"{likelihood.noise_variance}."
         )
     return nnx.Param(jnp.log(jnp.asarray(likelihood.noise_variance, jnp.float32)))
-
-
-def with_noise(log_noise: nnx.Param | None) -> PixelLikelihood:
-    """The likelihood of this noise."""
-    if log_noise is None:
-        return objectives.Bernoulli()
-    return objectives.Gaussian(jnp.exp(log_noise[...]))

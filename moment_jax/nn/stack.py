@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -12,8 +13,8 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.layers import NormParams, layer_norm
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.batching import over_batch_with_cache
-from moment_jax.nn.conversion import activation_name, check_loaded
+from moment_jax.nn.block import sizes_of
+from moment_jax.nn.conversion import check_loaded
 from moment_jax.nn.dense import LayerNorm
 from moment_jax.nn.plain import plain_norm
 from moment_jax.nn.settings import Settings
@@ -38,30 +39,21 @@ class Stack(BayesianModule):
         *,
         norm_first: bool = False,
         epsilon: float = 1e-6,
-        rngs: nnx.Rngs,
         hidden_features: int | None = None,
         activation: str = "relu",
         remat: bool = False,
+        rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"`{type(self).__name__}` needs num_blocks >= 1. Got {num_blocks}.")
         self.settings = Settings.of(self, settings)
-        self.remat = remat
-        self.blocks = nnx.List(
-            self.block_type(
-                num_features,
-                num_heads,
-                hidden_features=hidden_features,
-                norm_first=norm_first,
-                activation=activation,
-                epsilon=epsilon,
-                rngs=rngs,
-                **settings,
-            )
-            for _ in range(num_blocks)
+        block = partial(
+            self.block_type, num_features, num_heads, norm_first=norm_first, epsilon=epsilon
         )
-        self.epsilon = epsilon
+        own = {"hidden_features": hidden_features, "activation": activation, "rngs": rngs}
+        self.blocks = nnx.List(block(**own, **settings) for _ in range(num_blocks))
+        self.remat, self.epsilon = remat, epsilon
         self.final_norm = nnx.data(
             LayerNorm(num_features, epsilon=epsilon, **settings) if norm_first else None
         )
@@ -71,18 +63,8 @@ class Stack(BayesianModule):
         cls, stack: Any, *, activation: str | None = None, **settings: Any
     ) -> Self:
         """Beliefs that start at the weights of a trained plain stack; see `Block.from_deterministic`."""
-        first = stack.blocks[0]
-        new = cls(
-            len(stack.blocks),
-            first.hidden.in_features,
-            first.num_heads,
-            norm_first=first.norm_first,
-            epsilon=first.norm1.epsilon,
-            hidden_features=first.hidden.out_features,
-            activation=activation_name(f"{cls.__name__}.from_deterministic", first, activation),
-            rngs=nnx.Rngs(0),
-            **settings,
-        )
+        sizes = sizes_of(cls, stack.blocks[0], activation)
+        new = cls(len(stack.blocks), **sizes, rngs=nnx.Rngs(0), **settings)
         new.load(stack)
         return new
 
@@ -117,6 +99,31 @@ class Stack(BayesianModule):
             None if final is None else plain_norm(final, features, self.epsilon),
         )
 
+    def _through(
+        self,
+        step: Callable[..., tuple[Array, Covariance]],
+        mean: Array,
+        cov: Covariance,
+        params: tuple[list[Any], NormParams | None],
+    ) -> tuple[Array, Covariance]:
+        """Moments after all blocks, by `step` (block, mean, cov, beliefs), and the normalisation."""
+        beliefs, final = params
+
+        def step_of(block: Any) -> Callable[..., tuple[Array, Covariance]]:
+            return jax.checkpoint(partial(step, block)) if self.remat else partial(step, block)
+
+        if _alike(self.blocks, beliefs):
+            # One block is compiled, whatever their number.
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
+            dtype = jnp.result_type(mean, *jax.tree.leaves(stacked))
+            start = jax.tree.map(lambda leaf: leaf.astype(dtype), (mean, cov))
+            first = step_of(self.blocks[0])
+            (mean, cov), _ = jax.lax.scan(lambda at, own: (first(*at, own), None), start, stacked)
+        else:
+            for block, own in zip(self.blocks, beliefs, strict=True):
+                mean, cov = step_of(block)(mean, cov, own)
+        return (mean, cov) if final is None else layer_norm(mean, cov, final, epsilon=self.epsilon)
+
     def step(
         self, mean: Array, cov: Covariance | None, cache: Any
     ) -> tuple[Array, Covariance, Any]:
@@ -140,36 +147,7 @@ class Stack(BayesianModule):
                 mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
             return mean, cov, cache
 
-        return over_batch_with_cache(run, mean, cov, cache, self.settings.structure)
-
-
-def through_blocks(
-    blocks: Sequence[Any],
-    step: Callable[[Any], Callable[..., Any]],
-    beliefs: Sequence[Any],
-    mean: Array,
-    cov: Covariance,
-) -> tuple[Array, Covariance]:
-    """Moments after all blocks.
-
-    Args:
-      blocks: modules with `num_heads`, `norm_first`, `activation` and `epsilon`.
-      step: block -> its transform (mean, cov, beliefs) -> (mean, cov).
-      beliefs: each block's.
-      mean: of one sequence, (T, D).
-      cov: its covariance.
-    """
-    if not _alike(blocks, beliefs):
-        for block, own in zip(blocks, beliefs, strict=True):
-            mean, cov = step(block)(mean, cov, own)
-        return mean, cov
-    # One block is compiled, whatever their number.
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
-    dtype = jnp.result_type(mean, *jax.tree.leaves(stacked))
-    start = jax.tree.map(lambda leaf: leaf.astype(dtype), (mean, cov))
-    first = step(blocks[0])
-    (mean, cov), _ = jax.lax.scan(lambda carry, own: (first(*carry, own), None), start, stacked)
-    return mean, cov
+        return self._over_batch(run, (mean, cov), cache=cache)
 
 
 def through_steps(

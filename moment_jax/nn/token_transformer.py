@@ -16,7 +16,6 @@ from moment_jax.nn.dense import Dense
 from moment_jax.nn.embedding import LearnedPositions
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.plain import PlainEncoder, PlainPositions, plain_linear
-from moment_jax.nn.settings import Settings
 
 Array = jax.Array
 
@@ -93,7 +92,7 @@ class TokenTransformer(BayesianModule):
         self.encoder = Encoder(
             num_blocks, num_features, num_heads, norm_first=norm_first, rngs=rngs, **options
         )
-        self.settings: Settings = self.encoder.settings
+        self.settings = self.encoder.settings
         settings = dataclasses.asdict(self.settings)
         self.embed = Dense(in_features, num_features, rngs=rngs, **settings)
         self.positions = LearnedPositions(num_tokens, num_features, rngs=rngs, **settings)

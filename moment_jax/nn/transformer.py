@@ -9,11 +9,9 @@ from flax import nnx
 
 from moment_jax.covariance import Covariance
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.batching import over_batch_with_memory
 from moment_jax.nn.decoder import Decoder
 from moment_jax.nn.encoder import Encoder
-from moment_jax.nn.plain_decoder import PlainTransformer
-from moment_jax.nn.settings import Settings
+from moment_jax.nn.plain import PlainTransformer
 
 Array = jax.Array
 
@@ -63,7 +61,7 @@ class Transformer(BayesianModule):
         size, options = (num_features, num_heads), {"norm_first": norm_first, **options}
         self.encoder = Encoder(num_encoder_blocks, *size, rngs=rngs, **options)
         self.decoder = Decoder(num_decoder_blocks, *size, rngs=rngs, **options)
-        self.settings: Settings = self.encoder.settings
+        self.settings = self.encoder.settings
 
     @property
     def params(self) -> tuple[Any, Any]:
@@ -109,33 +107,13 @@ class Transformer(BayesianModule):
         """
         encoder, decoder = self.params
 
-        def moments(
-            source: Array,
-            source_cov: Covariance,
-            target: Array,
-            target_cov: Covariance,
-            source_valid: Array | None,
-            target_valid: Array | None,
-        ) -> tuple[Array, Covariance]:
-            memory = self.encoder.moments(source, source_cov, encoder, source_mask, source_valid)
+        def moments(source: Any, cov: Any, known: Any, *target: Any) -> tuple[Array, Covariance]:
+            memory = self.encoder.moments(source, cov, encoder, source_mask, known)
+            mean, cov, valid = target
             return self.decoder.moments(
-                target,
-                target_cov,
-                *memory,
-                decoder,
-                mask,
-                memory_mask,
-                target_valid,
-                source_valid,
+                mean, cov, *memory, decoder, mask, memory_mask, valid, known
             )
 
-        return over_batch_with_memory(
-            moments,
-            source,
-            source_cov,
-            target,
-            target_cov,
-            self.settings.structure,
-            source_valid,
-            target_valid,
+        return self._over_batch(
+            moments, (source, source_cov, source_valid), (target, target_cov, target_valid)
         )

@@ -15,7 +15,8 @@ from moment_jax.covariance.pytree import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
 from moment_jax.nn.base import BayesianModule, Stage, set_mean
-from moment_jax.nn.conversion import activation_name, check_loaded, check_same
+from moment_jax.nn.block import sizes_of
+from moment_jax.nn.conversion import check_loaded, check_same
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
@@ -38,6 +39,18 @@ class Patches:
 
     size: int
     channels: int = 1
+
+    def count(self, name: str, image_size: int) -> int:
+        """How many tokens a square image has.
+
+        Raises:
+          ValueError: of `name`, unless patches divide the image.
+        """
+        if self.size < 1 or image_size < 1 or image_size % self.size:
+            raise ValueError(
+                f"`{name}` needs patch_size to divide image_size. Got {self.size} and {image_size}."
+            )
+        return (image_size // self.size) ** 2
 
     def __call__(self, images: Array) -> Array:
         """(..., height, width[, channels]) -> (..., tokens, size * size * channels)."""
@@ -117,14 +130,9 @@ class VisionTransformer(BayesianModule):
         rngs: nnx.Rngs,
         **settings: Any,
     ) -> None:
-        if image_size % patch_size:
-            raise ValueError(
-                "`VisionTransformer` needs patch_size to divide image_size. Got "
-                f"{patch_size} and {image_size}."
-            )
         self.settings = Settings.of(self, settings)
         self.patches = Patches(patch_size, channels)
-        num_tokens = (image_size // patch_size) ** 2
+        num_tokens = self.patches.count("VisionTransformer", image_size)
         self.embed = Dense(patch_size**2 * channels, num_features, rngs=rngs, **settings)
         shape = (num_tokens, num_features)
         start = 0.02 * jax.random.normal(rngs.params(), shape, self.settings.dtype)
@@ -148,7 +156,6 @@ class VisionTransformer(BayesianModule):
         cls, network: PlainVisionTransformer, *, activation: str | None = None, **settings: Any
     ) -> VisionTransformer:
         """Beliefs that start at the weights of a plain network; see `Block.from_deterministic`."""
-        first = network.encoder.blocks[0]
         patches = network.patches
         if not isinstance(patches, Patches):
             raise TypeError(
@@ -161,13 +168,8 @@ class VisionTransformer(BayesianModule):
             patch_size=patches.size,
             num_classes=network.head.out_features,
             channels=patches.channels,
-            num_features=first.hidden.in_features,
-            num_heads=first.attention.num_heads,
             num_blocks=len(network.encoder.blocks),
-            norm_first=first.norm_first,
-            hidden_features=first.hidden.out_features,
-            activation=activation_name(f"{cls.__name__}.from_deterministic", first, activation),
-            epsilon=first.norm1.epsilon,
+            **sizes_of(cls, network.encoder.blocks[0], activation),
             rngs=nnx.Rngs(0),
             **settings,
         )

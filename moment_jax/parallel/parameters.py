@@ -17,7 +17,6 @@ SPLITS_OUTPUTS = frozenset({"query", "key", "value", "hidden"})
 SPLITS_INPUTS = frozenset({"out", "output"})
 TABLES = frozenset({"table", "embedding"})
 KERNELS = frozenset({"kernel"}) | TABLES
-VECTORS = frozenset({"bias", "scale", "position"})
 Path = Sequence[Any]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,14 +25,13 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     ids, start = list(node.operands), 1
     for i in data:
         shape = np.shape(node.operands[i])
-        size = int(np.prod(shape, dtype=int))
+        size = math.prod(shape)
         ids[i] = np.arange(start, start + size, dtype=np.int32).reshape(shape)
         start += size
     shown = np.asarray(evaluate(node.primitive, ids, node.params)[0])
     random = [i for i in data if is_random(node.operands[i])]
-    first = propagator.moments(
-        max((node.operands[i] for i in random), key=lambda x: np.prod(x.shape))
-    )
+    largest = max((node.operands[i] for i in random), key=lambda x: math.prod(x.shape))
+    first = propagator.moments(largest)
     tokens, features = first.natural()
     left = {i for i, n in enumerate(node.shape) if n > 1 and i not in features}
     tokens = tuple(sorted({*tokens, *left}))

@@ -13,10 +13,10 @@ from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.seen import pool_seen
 from moment_jax.propagation.branches import Branch
-from moment_jax.propagation.dense import branches_of
+from moment_jax.propagation.dense import branches_of, product_places
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.heads import Layout, find_layout, find_scores
-from moment_jax.propagation.moments import Moments
+from moment_jax.propagation.moments import Moments, as_rows
 from moment_jax.propagation.primitives import is_known, is_view, moved
 from moment_jax.propagation.projections import Projection, certain_output, projection
 from moment_jax.propagation.propagator import Pooled, Propagator, as_weight, pattern
@@ -67,27 +67,20 @@ def _projected(
     outputs = tuple(i for i in range(weight.ndim) if i not in (*inputs, *batch[1 - side]))
     features = tuple(contract[side])
     free = tuple(i for i in range(core.places.ndim) if i not in features)
-    rows = core.places.transpose(*free, *features).reshape(-1, weight_size(weight, inputs))
+    rows = as_rows(core.places, free, features)
     tokens, columns = np.divmod(rows, core.num_heads * core.width)
     if (columns != columns[:1]).any() or (tokens != np.arange(len(rows))[:, None]).any():
         return None
     if not np.array_equal(np.sort(columns[0]), np.arange(core.num_heads * core.width)):
         return None
-    places = weight.places.transpose(*inputs, *outputs).reshape(len(columns[0]), -1)
+    places = as_rows(weight.places, inputs, outputs)
     ordered = dataclasses.replace(weight, places=places[np.argsort(columns[0])])
     kernel = ordered.kernel((0,), (1,))
     if kernel is None:
         return None
     shape = [core.places.shape[i] for i in free], [weight.shape[i] for i in outputs]
-    out = np.arange(int(np.prod([*shape[0], *shape[1]]))).reshape(*shape[0], *shape[1])
-    if side == 1:
-        out = np.moveaxis(out, range(len(shape[0])), range(-len(shape[0]), 0))
-    return _moments(propagator, node, core, DenseParams(kernel), out.reshape(node.shape))
-
-
-def weight_size(weight: Any, axes: tuple[int, ...]) -> int:
-    """Number of entries along these axes."""
-    return int(np.prod([weight.shape[i] for i in axes], dtype=int))
+    places = product_places(*shape, side, node.shape)
+    return _moments(propagator, node, core, DenseParams(kernel), places)
 
 
 def _moments(
@@ -164,12 +157,12 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         query, key = (right, left) if layout.swapped else (left, right)
         if key.mean is not value.mean:
             return None
-        return _read(node, weights, scores, (query, key, value), layout, places)
+        return _read(weights, scores, (query, key, value), layout, places)
     return None
 
 
 def _read(
-    node: Node, weights: Node, scores: Node, parts: tuple[Projection, Projection, Projection],
+    weights: Node, scores: Node, parts: tuple[Projection, Projection, Projection],
     layout: Layout, places: np.ndarray,
 ) -> Core | None:  # fmt: skip
     """Mask and scale, by the values of the weights; and the parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.branches import Branch, through_dense, through_gain
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, fresh
+from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
 from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
 
@@ -55,11 +56,16 @@ def read_dense(propagator: Propagator, node: Node) -> Dense | None:
         if kernel is None:
             return None
         shape = [np.shape(value)[i] for i in free], [weight.shape[i] for i in outputs]
-        places = np.arange(int(np.prod([*shape[0], *shape[1]]))).reshape(*shape[0], *shape[1])
-        if side == 1:
-            places = np.moveaxis(places, range(len(shape[0])), range(-len(shape[0]), 0))
-        return Dense(x, free, features, kernel, places.reshape(node.shape))
+        return Dense(x, free, features, kernel, product_places(*shape, side, node.shape))
     return None
+
+
+def product_places(rows: list[int], columns: list[int], side: int, shape: Any) -> np.ndarray:
+    """Where the entries of a product are in (T, out), the sequence being its factor on this side."""
+    places = np.arange(math.prod([*rows, *columns])).reshape(*rows, *columns)
+    if side == 1:
+        places = np.moveaxis(places, range(len(rows)), range(-len(rows), 0))
+    return places.reshape(shape)
 
 
 def _free(ndim: int, contract: Any, batch: Any) -> Axes:
@@ -70,15 +76,10 @@ def branches_of(m: Moments, mean: Array, tokens: Axes, features: Axes) -> tuple[
     """What is known of a sequence's origins: all, that of some features, or nothing."""
     if not m.branches or mean is m.mean:
         return m.branches
-    rest = tuple(i for i in range(len(m.shape)) if i not in (*tokens, *features))
-    rows = m.places.transpose(*rest, *tokens, *features).reshape(mean.shape)
-    token, feature = np.divmod(rows, m.mean.shape[1])
-    straight = (
-        (token == np.arange(m.mean.shape[0])[:, None]).all()
-        if (mean.shape[0] == m.mean.shape[0])
-        else False
-    )
-    if not straight or (feature != feature[:1]).any():
+    token, feature = np.divmod(as_rows(m.places, tokens, features), m.mean.shape[1])
+    if len(token) != len(m.mean) or (token != np.arange(len(token))[:, None]).any():
+        return ()
+    if (feature != feature[:1]).any():
         return ()
     return tuple(
         dataclasses.replace(branch, paths=tuple(p.columns(feature[0]) for p in branch.paths))
@@ -148,7 +149,7 @@ def _noise(
             weight.places.reshape((1,) * (len(node.shape) - weight.ndim) + weight.shape),
         )
     whole = Weight(weight.posterior, np.broadcast_to(weight.places, node.shape))
-    t = int(np.prod([node.shape[i] for i in tokens], dtype=int))
+    t = math.prod(node.shape[i] for i in tokens)
     vector = whole.vector(features)
     if vector is not None:
         shift = vector.mean.reshape(1, -1)
@@ -157,16 +158,9 @@ def _noise(
         return shift, [type(m.cov).shared(t, vector.vector_cov())]
     if isinstance(weight.posterior, Point):
         order = Moments(weight.posterior.mean.reshape(1, -1), None, whole.places)  # type: ignore[arg-type]
-        d = int(np.prod([node.shape[i] for i in features], dtype=int))
-        rest = tuple(i for i in range(len(node.shape)) if i not in (*tokens, *features))
-        return order.array().transpose(*rest, *tokens, *features).reshape(t, d), []
-    other = Moments(*_parts(whole.moments(propagator.structure)), whole.places)
-    mean, cov = other.sequence(tokens, features)
+        return as_rows(order.array(), tokens, features), []
+    mean, cov = whole.moments(propagator.structure).sequence(tokens, features)
     return mean, [cov]
-
-
-def _parts(m: Moments) -> tuple[Array, Any]:
-    return m.mean, m.cov
 
 
 @rule("mul", "div")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -47,6 +48,11 @@ class Node:
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
 
     @property
     def nodes(self) -> list[Node]:

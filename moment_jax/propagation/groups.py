@@ -13,7 +13,7 @@ from moment_jax.layers.norm import layer_norm_and_tangent
 from moment_jax.layers.params import NormParams
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.moments import Moments, fresh, gather
+from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
 from moment_jax.propagation.normalization import Normalization, recognised_rows
 from moment_jax.propagation.origins import LARGEST
 from moment_jax.propagation.primitives import VIEWS, is_known, uniform
@@ -97,11 +97,10 @@ def _groups(node: Node, source: Node) -> np.ndarray | None:
     """Which entries of the source are reduced together, sorted."""
     (operand,) = node.nodes[:1]
     places = follow(operand, source)
-    if places is None or places.size != int(np.prod(source.shape)):
+    if places is None or places.size != source.size:
         return None
     axes = tuple(node.params["axes"])
     kept = [i for i in range(places.ndim) if i not in axes]
-    size = int(np.prod([places.shape[i] for i in axes], dtype=int))
-    rows = np.sort(places.transpose(*kept, *axes).reshape(-1, size), axis=1)
+    rows = np.sort(as_rows(places, tuple(kept), axes), axis=1)
     rows = rows[np.argsort(rows[:, 0])]
     return rows if np.array_equal(np.sort(rows.ravel()), np.arange(rows.size)) else None

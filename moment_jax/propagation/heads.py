@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ class Layout(NamedTuple):
     value_columns: np.ndarray
     scores: (
         np.ndarray
-    )  # where the score of a head, a query and a key is in the scores' array, (H, T, S)
+    )  # where a head's score of a query and a key is in the scores' array, (H, T, S)
     weights: np.ndarray  # where its weight is in the weights' array, (H, T, S)
     swapped: bool  # whether keys are the left factor of the scores
 
@@ -47,9 +48,9 @@ def find_layout(
     wc, vc, wb, vb = contract[side], contract[1 - side], batch[side], batch[1 - side]
     wf = [i for i in range(len(weights.shape)) if i not in (*wc, *wb)]
     at = shown.transpose(*wb, *wf, *wc)
-    n_batch = int(np.prod(at.shape[: len(wb)], dtype=int))
-    at = at.reshape(n_batch, -1, int(np.prod(at.shape[len(wb) + len(wf) :], dtype=int)))
-    entry = np.arange(weights_size(weights)).reshape(weights.shape).transpose(*wb, *wf, *wc)
+    n_batch = math.prod(at.shape[: len(wb)])
+    at = at.reshape(n_batch, -1, math.prod(at.shape[len(wb) + len(wf) :]))
+    entry = np.arange(weights.size).reshape(weights.shape).transpose(*wb, *wf, *wc)
     entry = entry.reshape(at.shape)
     b, left_row, right_row = np.unravel_index(
         at, (l_token.shape[0], l_token.shape[1], r_token.shape[1])
@@ -91,11 +92,6 @@ def find_layout(
     return Layout(*columns, at, entry, swapped), out.reshape(node.shape)
 
 
-def weights_size(node: Node) -> int:
-    """Number of entries."""
-    return int(np.prod(node.shape, dtype=int))
-
-
 def _grouped(
     p: Projection, batch: Any, contract: Any, *, middle: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +99,7 @@ def _grouped(
     free = [i for i in range(p.places.ndim) if i not in (*batch, *contract)]
     order = (*batch, *contract, *free) if middle else (*batch, *free, *contract)
     shape = p.places.shape
-    sizes = [int(np.prod([shape[i] for i in axes], dtype=int)) for axes in (batch, free, contract)]
+    sizes = [math.prod(shape[i] for i in axes) for axes in (batch, free, contract)]
     sizes = [sizes[0], sizes[2], sizes[1]] if middle else sizes
     tokens, columns = (x.transpose(order).reshape(sizes) for x in p.decoded())
     return (tokens if middle else tokens[..., 0]), columns

@@ -7,7 +7,7 @@ import numpy as np
 
 from moment_jax.propagation.errors import PropagationError, refuse
 from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.moments import Axes, Moments, fresh
+from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
 from moment_jax.propagation.origins import (
     LARGEST,
     as_sequence,
@@ -50,8 +50,7 @@ def _linearised(propagator: Propagator, node: Node) -> Moments | None:
     tokens, features = _axes(propagator, node)
     index = np.arange(mean.size).reshape(node.shape)
     dense = as_sequence(cov, index, index, tokens, features)
-    rest = tuple(i for i in range(mean.ndim) if i not in (*tokens, *features))
-    mean = mean.transpose(*rest, *tokens, *features).reshape(dense.shape[:2])
+    mean = as_rows(mean, tokens, features)
     propagator.note(node, "linearised", "weights independent of what they are applied to")
     return fresh(mean, propagator.structure.project(dense), node.shape, tokens, features)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Moments, fresh, gather
+from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.windows import pool_places
 
@@ -25,21 +25,19 @@ def _window_max(propagator: Propagator, node: Node) -> Moments:
     x = propagator.moments(node.operands[0])
     tokens, features = x.natural()
     places = pool_places(node, x)
-    rest = [i for i in range(len(x.shape)) if i not in (*tokens, *features)]
-    size = [int(np.prod([node.shape[i] for i in axes], dtype=int)) for axes in (tokens, features)]
-    seen = places.transpose(*rest, *tokens, *features, len(x.shape)).reshape(*size, -1)
+    seen = as_rows(places, tokens, features, len(x.shape))
     # Beyond the edge an entry of the window itself, put first: the maximum of x and x is x.
     seen = np.sort(seen, axis=-1)
     first = np.min(np.where(seen < 0, x.mean.size, seen), axis=-1, keepdims=True)
     seen = np.where(seen < 0, first, seen)
-    count = seen.shape[2]
+    size, count = seen.shape[1], seen.shape[2]
     wide = np.concatenate([seen[:, :, i] for i in range(count)], axis=1)
     cov = gather(x.cov, wide)
     means = [x.mean.reshape(-1)[seen[:, :, i]] for i in range(count)]
     between = _between(x.cov, seen)
     mean, shares, variance = _largest(means, between)
     gated = cov.rescale(jnp.concatenate(shares, axis=1))
-    linear = gated.map_features(jnp.concatenate([jnp.eye(size[1], dtype=mean.dtype)] * count))
+    linear = gated.map_features(jnp.concatenate([jnp.eye(size, dtype=mean.dtype)] * count))
     moments = _Exact(variance, linear.variance())
     propagator.note(node, "maximum over windows", "entries Gaussian, maxima too (Clark)")
     return fresh(mean, linear.elementwise(moments), node.shape, tokens, features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,6 @@ class Moments:
         """The array's variances."""
         return _taken(self.cov.variance(), self.places)
 
-    def same_view(self, other: Moments) -> bool:
-        """Whether both are the very same random array."""
-        return self.mean is other.mean and np.array_equal(self.places, other.places)
-
     def axes(self) -> tuple[Axes, Axes]:
         """The axes of the array along which tokens change, and those along which features do.
 
@@ -87,13 +84,8 @@ class Moments:
         return self.known[tokens, features]
 
     def _sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
-        size = [_size(self.shape, axes) for axes in (tokens, features)]
-        rest = tuple(i for i in range(len(self.shape)) if i not in (*tokens, *features))
-        order = self.places.transpose(*rest, *tokens, *features).reshape(size)
-        if (
-            np.array_equal(order.ravel(), np.arange(self.mean.size))
-            and order.shape == self.mean.shape
-        ):
+        order = as_rows(self.places, tokens, features)
+        if np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
             return self.mean, self.cov
         return _taken(self.mean, order), gather(self.cov, order)
 
@@ -108,8 +100,15 @@ def fresh(
     return Moments(mean, cov, places.transpose(np.argsort(order)))
 
 
-def _size(shape: tuple[int, ...], axes: Axes) -> int:
-    return int(np.prod([shape[i] for i in axes], dtype=int))
+def as_rows(array: Any, tokens: Axes, features: Axes, *last: int) -> Any:
+    """An array, of numpy or JAX, as (T, D): rows along the axes of tokens, columns along the others.
+
+    Axes that are neither have length one, but for those in `last`, which become one axis at the end.
+    """
+    named = (*tokens, *features, *last)
+    rest = (i for i in range(array.ndim) if i not in named)
+    size = [math.prod(array.shape[i] for i in axes) for axes in (tokens, features)]
+    return array.transpose(*rest, *named).reshape(*size, *(-1 for _ in last[:1]))
 
 
 def _taken(array: Array, places: np.ndarray) -> Array:

@@ -16,7 +16,7 @@ from moment_jax.layers.softmax import softmax
 from moment_jax.propagation.branches import Branch, through_dense
 from moment_jax.propagation.dense import branches_of
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.moments import Moments, as_rows, fresh
 from moment_jax.propagation.primitives import uniform
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, sources
@@ -142,14 +142,9 @@ def _matrix(
 ) -> np.ndarray | None:
     """The matrix (D, D) of a map of the features alone, if it is linear."""
     lead = tuple(i for i in range(x.ndim) if i not in axes)
-
-    def rows(array: np.ndarray) -> np.ndarray:
-        size = int(np.prod([x.shape[i] for i in axes]))
-        return array.transpose(*lead, *axes).reshape(-1, size)
-
-    size = rows(x).shape[1]
+    before, after = as_rows(x, lead, axes), as_rows(y, lead, axes)
     shape = [x.shape[i] if i in axes else 1 for i in range(x.ndim)]
-    units = (np.broadcast_to(unit.reshape(shape), x.shape) for unit in np.eye(size))
-    matrix = np.stack([rows(fn(unit))[0] for unit in units])
-    fits = np.allclose(rows(x) @ matrix, rows(y), atol=close * max(np.abs(y).max(), 1))
+    units = (np.broadcast_to(unit.reshape(shape), x.shape) for unit in np.eye(before.shape[1]))
+    matrix = np.stack([as_rows(fn(unit), lead, axes)[0] for unit in units])
+    fits = np.allclose(before @ matrix, after, atol=close * max(np.abs(y).max(), 1))
     return matrix if fits else None

@@ -10,18 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import (
-    Diagonal,
-    Full,
-    Separable,
-    TokenBlock,
-    TokenCorrelated,
-)
+from moment_jax.covariance import Diagonal, Full, Separable, TokenBlock, TokenCorrelated
 from moment_jax.covariance.numerics import weighted
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.linearised import carried
-from moment_jax.propagation.moments import Axes, Moments
+from moment_jax.propagation.moments import Axes, Moments, as_rows
 from moment_jax.propagation.primitives import evaluate
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import diagonal_of
@@ -129,7 +123,7 @@ def common(propagator: Any, a: Node, b: Node) -> Array | None:
     left, right = (weights_of(x, source) for x in (a, b))
     shared = {i: left[i] for i in left.keys() & right.keys()}
     found = joint(propagator, [a, b], source, shared)
-    return None if found is None else found[: _size(a), _size(a) :]
+    return None if found is None else found[: a.size, a.size :]
 
 
 def cross_of(propagator: Any, node: Node, sides: Any, tokens: Axes, features: Axes) -> Array | None:
@@ -140,9 +134,7 @@ def cross_of(propagator: Any, node: Node, sides: Any, tokens: Axes, features: Ax
     dense = common(propagator, a, b)
     if dense is None:
         return None
-    rows, columns = (
-        np.broadcast_to(np.arange(_size(x)).reshape(x.shape), node.shape) for x in sides
-    )
+    rows, columns = (np.broadcast_to(np.arange(x.size).reshape(x.shape), node.shape) for x in sides)
     return as_sequence(dense, rows, columns, tokens, features)
 
 
@@ -161,10 +153,9 @@ def joint(
     """Covariance of all entries of the roots, one after another, (N, N); None if it is too large."""
     if source is None and not weights:
         return None
-    n = sum(map(_size, roots))
-    if n * max(0 if source is None else _size(source), *(w.mean.size for w in weights.values()), n) > (
-        LARGEST
-    ):  # fmt: skip
+    n = sum(root.size for root in roots)
+    sizes = [n if source is None else source.size, *(w.mean.size for w in weights.values())]
+    if n * max(n, *sizes) > LARGEST:
         return None
     start: dict[Any, Array] = {i: w.mean for i, w in weights.items()}
     moments = None if source is None else propagator.moments(source)
@@ -210,14 +201,8 @@ def as_sequence(
       tokens: axes of the array.
       features: axes of the array.
     """
-    rest = tuple(i for i in range(rows.ndim) if i not in (*tokens, *features))
-    t = int(np.prod([rows.shape[i] for i in tokens], dtype=int))
-    r, c = (x.transpose(*rest, *tokens, *features).reshape(t, -1) for x in (rows, columns))
+    r, c = (as_rows(x, tokens, features) for x in (rows, columns))
     return dense[r[:, :, None, None], c]
-
-
-def _size(node: Node) -> int:
-    return int(np.prod(node.shape, dtype=int))
 
 
 @singledispatch

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import (
-    Covariance,
-    Diagonal,
-    Full,
-    Separable,
-    TokenBlock,
-    TokenCorrelated,
-)
+from moment_jax.covariance import Covariance, Diagonal, Full, Separable, TokenBlock, TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.propagation.branches import Branch, through_gain
 from moment_jax.propagation.dense import branches_of, spread
@@ -60,8 +53,7 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     cross = None if shared else cross_of(propagator, node, node.operands, tokens, features)
     if cross is not None:
         mean = mean + jnp.einsum("tdtd->td", cross)
-        added = cross * mean_b[:, :, None, None] * mean_a[None, None]
-        cov = with_cross(cov, added + cross * jnp.transpose(cross, (2, 3, 0, 1)) / 2)
+        cov = with_cross(cov, _owed(cross, mean_a, mean_b))
     left = through_gain(known_a, mean_b, cov_a, by_a, mean_a)
     right = through_gain(known_b, mean_a, cov_b, by_b, mean_b)
     branches = tuple(
@@ -72,6 +64,12 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     propagator.note(node, "product", text)
     out = fresh(mean, cov, node.shape, tokens, features)
     return dataclasses.replace(out, branches=branches)
+
+
+def _owed(cross: Array, mean_a: Array, mean_b: Array) -> Array:
+    """Half of what Cov[a, b], (T, D, T, D), adds to the covariance of a * b; `with_cross` adds both."""
+    added = cross * mean_b[:, :, None, None] * mean_a[None, None]
+    return added + cross * jnp.transpose(cross, (2, 3, 0, 1)) / 2
 
 
 def _alike(
@@ -114,9 +112,7 @@ def _correlated_full(
     cross = jnp.einsum("io,tisj,jp->tosp", shared.left, shared.entered.cov, shared.right)
     cross = cross * shared.left_gain[:, :, None, None] * shared.right_gain[None, None]
     within = jnp.einsum("tftf->tf", cross)
-    twice = jnp.transpose(cross, (2, 3, 0, 1))
-    added = cross * mean_b[:, :, None, None] * mean_a[None, None]
-    return within, Full(cov.cov + added + jnp.transpose(added, (2, 3, 0, 1)) + cross * twice)
+    return within, with_cross(cov, _owed(cross, mean_a, mean_b))
 
 
 @_correlated.register

@@ -15,7 +15,7 @@ from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.errors import refuse, where
 from moment_jax.propagation.examples import explain
 from moment_jax.propagation.graph import Node, Recorder, Value, is_random
-from moment_jax.propagation.moments import Axes, Moments, fresh
+from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
@@ -45,9 +45,6 @@ class Propagator:
         self.pool = pool
         self.tied = False  # whether weights are used more than once
         self.steps: list[Step] = []
-        self.focus: tuple[int, int] | None = (
-            None  # number of tokens, and the only one that is looked at
-        )
         self._certain: dict[tuple[int, Axes], tuple[Any, Moments]] = {}
 
     def moments(self, value: Value) -> Moments:
@@ -67,8 +64,7 @@ class Propagator:
             x = jnp.asarray(array)
             x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
-            size = int(np.prod([x.shape[i] for i in features], dtype=int))
-            mean = x.transpose(*tokens, *features).reshape(-1, size)
+            mean = as_rows(x, tokens, features)
             cov = self.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
             self._certain[key] = (array, self._pooled(fresh(mean, cov, x.shape, tokens, features)))
         return self._certain[key][1]

@@ -90,10 +90,9 @@ def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
 def follow(node: Node, source: Node) -> np.ndarray | None:
     """Where the entries of `source` are in an array made of it by views and elementwise functions."""
     if node is source:
-        return np.arange(int(np.prod(source.shape))).reshape(source.shape)
+        return np.arange(source.size).reshape(source.shape)
     if node.op not in BY_ROW or node.op in REDUCTIONS:
         return None
-    size = int(np.prod(source.shape))
     for operand in node.nodes:
         places = follow(operand, source)
         if places is None:
@@ -101,7 +100,7 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
         if node.op in VIEWS:
             rest = node.operands[1:]
             return moved(node.primitive, places, list(rest), node.params)[node.output]
-        if int(np.prod(operand.shape)) == size and operand.shape == node.shape:
+        if operand.size == source.size and operand.shape == node.shape:
             return places
     return None
 

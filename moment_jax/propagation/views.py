@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -146,14 +147,14 @@ def _concatenated(propagator: Propagator, node: Node) -> Moments:
         tokens = tuple(sorted((*tokens, axis)))
     total: Any = None
     start = 0
-    index = np.arange(int(np.prod(node.shape, dtype=int))).reshape(node.shape)
+    index = np.arange(node.size).reshape(node.shape)
     cross, shown = None, []
     for part in parts:
         mean, cov = part.sequence(tokens, features)
         size = part.shape[axis]
         axes = tokens if axis in tokens else features
         lead = [node.shape[i] for i in axes]
-        at = np.arange(int(np.prod(lead))).reshape(lead)
+        at = np.arange(math.prod(lead)).reshape(lead)
         chosen = np.take(at, range(start, start + size), axes.index(axis)).ravel()
         choose = jax.nn.one_hot(chosen, at.size, dtype=mean.dtype)  # (old, new)
         if axis in tokens:

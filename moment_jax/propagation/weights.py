@@ -19,7 +19,7 @@ from moment_jax.posterior import (
     Posterior,
     Reshaped,
 )
-from moment_jax.propagation.moments import Axes, Moments
+from moment_jax.propagation.moments import Axes, Moments, as_rows
 
 Array = jax.Array
 
@@ -60,20 +60,13 @@ class Weight:
     def vector(self, axes: Axes) -> Posterior | None:
         """A belief about the vector along these axes, the same along all others; else None."""
         rest = tuple(i for i in range(self.ndim) if i not in axes)
-        rows = self.places.transpose(*rest, *axes)
-        rows = rows.reshape(-1, int(np.prod([self.shape[i] for i in axes], dtype=int)))
+        rows = as_rows(self.places, rest, axes)
         same = (rows == rows[:1]).all() and len(np.unique(rows[0])) == rows.shape[1]
         return select(self.posterior, rows[0]) if same else None
 
     def kernel(self, inputs: Axes, outputs: Axes) -> Posterior | None:
         """A belief about the kernel (in, out) with these axes, or None where entries come twice."""
-        shape = [
-            int(np.prod([self.shape[i] for i in axes], dtype=int)) for axes in (inputs, outputs)
-        ]
-        rest = tuple(i for i in range(self.ndim) if i not in (*inputs, *outputs))
-        return select(
-            self.posterior, self.places.transpose(*rest, *inputs, *outputs).reshape(shape)
-        )
+        return select(self.posterior, as_rows(self.places, inputs, outputs))
 
     def affine(self, scale: Any = 1.0, shift: Any = 0.0) -> Weight | None:
         """A belief about scale * w + shift, or None if the family does not hold it."""

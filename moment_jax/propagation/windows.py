@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Factorized, Point
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.moments import Moments, fresh, gather
+from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
 from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
 from moment_jax.propagation.window_variance import with_window_variance
@@ -83,7 +84,7 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     order = [lhs[0], *lhs[2:], lhs[1], *(n + i for i in (lhs[0], *lhs[2:], lhs[1]))]
     seen = seen.transpose(order)
     positions = seen.shape[: n - 1]
-    seen = seen.reshape(int(np.prod(positions)), -1)
+    seen = seen.reshape(math.prod(positions), -1)
     places = np.where(seen < 0, -1, shown.ravel()[seen])
     mean = jnp.where(places < 0, 0, x.mean.reshape(-1)[np.maximum(places, 0)])
     cov: Any = (
@@ -131,11 +132,11 @@ def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
     factorized = weight.kernel(tuple(range(len(window) + 1)), (len(window) + 1,))
     own = np.arange(outputs) // (outputs // groups)
     place = own[None, :] * inputs + np.arange(inputs)[:, None]  # the channels that an output sees
-    index = np.arange(int(np.prod(window)))[:, None, None] * channels + place
+    index = np.arange(math.prod(window))[:, None, None] * channels + place
     index, columns = index.reshape(-1, outputs), np.arange(outputs)[None, :]
 
     def spread(array: Array) -> Array:
-        zeros = jnp.zeros((int(np.prod(window)) * channels, outputs), array.dtype)
+        zeros = jnp.zeros((math.prod(window) * channels, outputs), array.dtype)
         return zeros.at[index, columns].set(array)
 
     if not isinstance(factorized, Point | Factorized):
@@ -161,11 +162,7 @@ def _window_sum(propagator: Propagator, node: Node) -> Moments | None:
     tokens, features = x.natural()
     places = pool_places(node, x)
     # Every feature sees the same tokens: a map of the tokens.
-    rest = [i for i in range(len(x.shape)) if i not in (*tokens, *features)]
-    t = int(np.prod([node.shape[i] for i in tokens], dtype=int))
-    seen = places.transpose(*rest, *tokens, *features, len(x.shape)).reshape(
-        t, -1, places.shape[-1]
-    )
+    seen = as_rows(places, tokens, features, len(x.shape))
     token, feature = np.divmod(seen, x.mean.shape[1])
     d = np.arange(x.mean.shape[1])
     if (
@@ -173,8 +170,8 @@ def _window_sum(propagator: Propagator, node: Node) -> Moments | None:
         or (np.where(seen < 0, d[None, :, None], feature) != d[None, :, None]).any()
     ):
         return None
-    choose = np.zeros((t, x.mean.shape[0]))
-    for position, offset in itertools.product(range(t), range(seen.shape[2])):
+    choose = np.zeros((len(seen), x.mean.shape[0]))
+    for position, offset in itertools.product(range(len(seen)), range(seen.shape[2])):
         if seen[position, 0, offset] >= 0:
             choose[position, token[position, 0, offset]] += 1
     weights = jnp.asarray(choose, x.mean.dtype)

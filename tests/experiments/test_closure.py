@@ -2,23 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-import moment_jax as mj
 from experiments import closure
+from tests.builders import tiny_vision
 
 
 def test_the_competitors_logits():
-    network = mj.nn.VisionTransformer(
-        image_size=4,
-        patch_size=2,
-        num_classes=3,
-        num_features=4,
-        num_heads=2,
-        num_blocks=1,
-        relative_scale=0.1,
-        rngs=nnx.Rngs(0),
-    )
+    network = tiny_vision(hidden_features=16, activation="gelu")
     images = list(jax.random.normal(jax.random.key(0), (2, 4, 4)))
     keys = list(jax.random.split(jax.random.key(1), 2))
     with jax.numpy_rank_promotion("allow"):  # Flax's layers promote

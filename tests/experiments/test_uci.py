@@ -82,8 +82,11 @@ def test_dropout_keeps_the_mean_and_drops_inputs_whole():
 def test_a_learned_prior_is_the_best_of_its_kind():
     network = perceptron(3, 1)
     module = network.module(network.start(jax.random.key(0)))
-    learned = methods.Analytic(network).kl(module, {"prior_sd": jnp.zeros(())})
-    fixed = [methods.Analytic(network).kl(module, {"prior_sd": jnp.asarray(sd)}) for sd in (0.3, 1)]
+    learned = methods.Analytic(network).penalty(module, {"prior_sd": jnp.zeros(())}, 1.0)
+    fixed = [
+        methods.Analytic(network).penalty(module, {"prior_sd": jnp.asarray(sd)}, 1.0)
+        for sd in (0.3, 1)
+    ]
     assert learned < min(fixed)
 
 

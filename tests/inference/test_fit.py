@@ -16,10 +16,7 @@ X = RNG.normal(size=(120, 3))
 NOISE = RNG.normal(size=(120, 1))
 
 
-@pytest.fixture(autouse=True)
-def ranks_of_a_user():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
 
 def linear():

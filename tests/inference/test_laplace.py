@@ -14,10 +14,7 @@ from tests.propagation.models import MyCNN, MyMLP, MyViT
 X = jax.random.normal(jax.random.key(0), (24, 3))
 
 
-@pytest.fixture(autouse=True)
-def ranks_of_a_user():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
 
 def linear(outputs=1, **options):

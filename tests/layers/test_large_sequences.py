@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import assert_close, random_block, random_cov
+from tests.builders import assert_close, random_block, random_cov, tiny_vision
 
 each_head = importlib.import_module("moment_jax.layers.attention.each_head")
 KEYS = jax.random.split(jax.random.key(8), 3)
@@ -65,17 +65,7 @@ def test_scanned_blocks_are_a_loop_of_blocks(structure: type[mj.Covariance]):
 
 def test_remat_reaches_the_encoder():
     def program(remat: bool) -> str:
-        model = mj.nn.VisionTransformer(
-            image_size=4,
-            patch_size=2,
-            num_classes=2,
-            num_features=4,
-            num_heads=2,
-            num_blocks=2,
-            remat=remat,
-            rngs=nnx.Rngs(0),
-            structure=mj.Diagonal,
-        )
+        model = tiny_vision(num_blocks=2, remat=remat, structure=mj.Diagonal)
         return str(jax.make_jaxpr(lambda x: model(x)[0])(jnp.ones((4, 4))))
 
     assert " remat" in program(True) or " checkpoint" in program(True)

@@ -8,17 +8,14 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import assert_close
+from tests.builders import assert_close, tiny_vision
 
 D, HEADS = 4, 2
 X = jax.random.normal(jax.random.key(0), (3, D), jnp.float32)
 RNGS = nnx.Rngs(0)
 
 
-@pytest.fixture(autouse=True)
-def ranks_of_a_user():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
 
 def block(change=lambda plain: None, **options):
@@ -37,17 +34,8 @@ def encoder(change=lambda plain: None, **options):
     return plain
 
 
-def vision(change=lambda plain: None):
-    model = mj.nn.VisionTransformer(
-        image_size=4,
-        patch_size=2,
-        num_classes=3,
-        num_features=D,
-        num_heads=HEADS,
-        num_blocks=1,
-        hidden_features=6,
-        rngs=nnx.Rngs(1),
-    )
+def vision(change=lambda plain: None, **options):
+    model = tiny_vision(activation="gelu", rngs=nnx.Rngs(1), **options)
     plain = model.sample(jax.random.key(2))
     change(plain)
     return plain
@@ -95,17 +83,7 @@ def test_what_is_converted_computes_the_same(kind, plain):
 
 
 def test_an_epsilon_of_a_vision_transformer_is_kept():
-    model = mj.nn.VisionTransformer(
-        image_size=4,
-        patch_size=2,
-        num_classes=3,
-        num_features=D,
-        num_heads=HEADS,
-        hidden_features=6,
-        epsilon=0.1,
-        rngs=nnx.Rngs(1),
-    )
-    plain, images = model.sample(jax.random.key(2)), jnp.ones((1, 4, 4))
+    plain, images = vision(epsilon=0.1, num_blocks=2), jnp.ones((1, 4, 4))
     again = mj.nn.VisionTransformer.from_deterministic(plain).mean_network()
     assert_close(again(images), plain(images), 1e-5)
 

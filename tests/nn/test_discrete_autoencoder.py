@@ -31,10 +31,7 @@ def autoencoder(**options):
     )
 
 
-@pytest.fixture(autouse=True)
-def ranks_of_a_user():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
 
 def test_certain_weights_make_the_plain_network():

@@ -10,27 +10,12 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import ALL_STRUCTURES, KERNEL_FAMILIES, assert_close
+from tests.builders import ALL_STRUCTURES, KERNEL_FAMILIES, assert_close, tiny_vision
 
 FEATURES, HEADS = 4, 2
 X = jax.random.normal(jax.random.key(0), (2, 3, FEATURES), jnp.float32)
 MEMORY = jax.random.normal(jax.random.key(4), (2, 5, FEATURES), jnp.float32)
 IMAGES = jax.random.normal(jax.random.key(1), (2, 4, 4), jnp.float32)
-
-
-def vision(**settings):
-    return mj.nn.VisionTransformer(
-        image_size=4,
-        patch_size=2,
-        num_classes=3,
-        num_features=FEATURES,
-        num_heads=HEADS,
-        num_blocks=1,
-        hidden_features=6,
-        activation="relu",
-        rngs=nnx.Rngs(0),
-        **settings,
-    )
 
 
 MODULES = {
@@ -47,7 +32,7 @@ MODULES = {
         2, FEATURES, HEADS, hidden_features=6, norm_first=True, rngs=nnx.Rngs(0), **s
     ),
     "mlp": lambda **s: mj.nn.MLP([FEATURES, 6, 2], rngs=nnx.Rngs(0), **s),
-    "vision": vision,
+    "vision": tiny_vision,
 }
 
 
@@ -153,7 +138,7 @@ def test_parameters_are_of_their_kinds():
 
 
 def test_images_of_bytes_are_images_of_numbers():
-    module = vision(structure=mj.Diagonal)
+    module = tiny_vision(structure=mj.Diagonal)
     images = jax.random.randint(jax.random.key(5), (2, 4, 4), 0, 256).astype(jnp.uint8)
     floats = call(module, images.astype(jnp.float32))
     for got, expected in zip(call(module, images), floats, strict=True):
@@ -181,9 +166,9 @@ def test_patches_are_cut_in_rows():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: vision(structure="Full"), TypeError, "mj.Separable"),
-        (lambda: vision(posterior=float), TypeError, "posterior family"),
-        (lambda: vision(prior_scale=0.0), ValueError, "positive"),
+        (lambda: tiny_vision(structure="Full"), TypeError, "mj.Separable"),
+        (lambda: tiny_vision(posterior=float), TypeError, "posterior family"),
+        (lambda: tiny_vision(prior_scale=0.0), ValueError, "positive"),
         (lambda: MODULES["block"](activation="swish2"), ValueError, "gelu"),
         (lambda: mj.nn.MultiHeadAttention(4, 3, rngs=nnx.Rngs(0)), ValueError, "divide"),
         (lambda: MODULES["dense"]()(jnp.ones(4)), ValueError, r"x\[None, :\]"),
@@ -191,7 +176,7 @@ def test_patches_are_cut_in_rows():
         (lambda: MODULES["encoder"]()(X.astype(int)), TypeError, r"astype\(jnp.float32\)"),
         (lambda: MODULES["encoder"]()(X[:, :0]), ValueError, r"one token.*Got \(0, 4\)"),
         (lambda: MODULES["dense"]()(X, mj.Separable.zeros((3, 4))), ValueError, "leading axes"),
-        (lambda: vision()([[1.0]]), ValueError, "Got list. Use jnp.asarray"),
+        (lambda: tiny_vision()([[1.0]]), ValueError, "Got list. Use jnp.asarray"),
         (lambda: MODULES["dense"](prior=2.0), TypeError, "`Dense` takes.*prior_scale.*Got prior"),
         (
             lambda: MODULES["block"](heads=2),
@@ -200,7 +185,7 @@ def test_patches_are_cut_in_rows():
         ),
         (lambda: MODULES["encoder"](heads=2), TypeError, "`Encoder` takes.*num_blocks.*Got heads"),
         (
-            lambda: vision(num_head=2),
+            lambda: tiny_vision(num_head=2),
             TypeError,
             "`VisionTransformer` takes.*num_heads.*Got num_head",
         ),

@@ -11,7 +11,7 @@ import moment_jax as mj
 from moment_jax.propagation.moments import gather
 from moment_jax.propagation.window_variance import with_window_variance
 from moment_jax.propagation.windows import windows
-from tests.propagation.test_propagate import belief, relative
+from tests.propagation.test_propagate import assert_sampled, belief, relative
 
 
 def linear(i, o, rngs):
@@ -94,28 +94,7 @@ def test_public_arrangements_against_sampled_networks(name):
         if shape is None
         else jax.random.normal(jax.random.key(1), shape, jnp.float32)
     )
-    graph, state, rest = nnx.split(model, nnx.Param, ...)
-    weights = nnx.to_pure_dict(state)
-
-    def fn(weights, x):
-        filled = jax.tree.map(lambda a: a, state)
-        nnx.replace_by_pure_dict(filled, weights)
-        return nnx.merge(graph, filled, rest)(x)
-
-    # One compilation, most of the time, for both: certain weights are beliefs of variance zero.
-    moments = jax.jit(lambda b: mj.bayesian(model, b, structure=mj.Full)(x))
-    certain = jax.tree.map(lambda w: mj.posterior.Factorized(w, jnp.zeros_like(w)), weights)
-    mean, cov = moments(certain)
-    assert jnp.allclose(mean, model(x), atol=1e-5)
-    assert jnp.allclose(jax.vmap(lambda c: c.variance())(cov), 0, atol=1e-8)
-    beliefs = relative(weights)
-    mean, cov = moments(beliefs)
-    sd = jnp.sqrt(jax.vmap(lambda c: c.variance())(cov)).reshape(mean.shape)
-    truth = jax.jit(lambda b: mj.monte_carlo(lambda w: fn(w, x), b, jax.random.key(3), 4000))(
-        beliefs
-    )
-    ratio = float(jnp.mean(sd / truth.standard_deviation))
-    assert 0.95 <= ratio <= 1.05, ratio
+    assert_sampled(model, x, mj.Full, (0.95, 1.05))
 
 
 def test_a_model_that_changes_the_statistics_of_a_batch_is_refused():

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import KERNEL_FAMILIES, assert_close, random_block
+from tests.builders import KERNEL_FAMILIES, assert_close, random_block, tiny_vision
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -36,23 +36,8 @@ def stirred(model):
 
 
 def vision(**settings):
-    return stirred(
-        mj.nn.VisionTransformer(
-            image_size=4,
-            patch_size=2,
-            num_classes=3,
-            num_features=4,
-            num_heads=2,
-            num_blocks=2,
-            hidden_features=6,
-            activation="relu",
-            rngs=nnx.Rngs(0),
-            dtype=jnp.float64,
-            relative_scale=0.4,
-            structure=mj.Diagonal,
-            **settings,
-        )
-    )
+    own = {"dtype": jnp.float64, "relative_scale": 0.4, "structure": mj.Diagonal}
+    return stirred(tiny_vision(num_blocks=2, **own, **settings))
 
 
 @pytest.fixture(scope="module")

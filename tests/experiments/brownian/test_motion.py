@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import assert_close
+from tests.builders import assert_close, tiny_vision
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -125,15 +125,8 @@ class Idle(Foreign):
         return x
 
 
-def vision():
-    return mj.nn.VisionTransformer(
-        image_size=4, patch_size=2, num_classes=3, num_features=4, num_heads=2, num_blocks=1,
-        hidden_features=6, activation="relu", structure=mj.Full, rngs=nnx.Rngs(0),
-    )  # fmt: skip
-
-
 def test_on_our_own_model():
-    model = vision()
+    model = tiny_vision(structure=mj.Full)
     images = jax.random.normal(KEY, (24, 4, 4), jnp.float32)
     with jax.numpy_rank_promotion("allow"):
         motion = token_motion(model, images, num_samples=300, permutations=399)
@@ -170,7 +163,7 @@ def test_sphere_of_a_model(norm_first):
         (lambda: residual_stream(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), KEY), TypeError, "blocks"),
         (lambda: residual_stream(Idle(), jnp.ones((2, 3, 4))), ValueError, "no block"),
         (lambda: predicted_stream(Foreign(), jnp.ones((2, 3, 4))), TypeError, "Bayesian"),
-        (lambda: sampled_stream(vision(), jnp.ones((2, 4, 4)), KEY, 1), ValueError, ">= 2"),
+        (lambda: sampled_stream(tiny_vision(), jnp.ones((2, 4, 4)), KEY, 1), ValueError, ">= 2"),
         (lambda: motion_report(jnp.ones((2, 5, 3, 4)), key=KEY), ValueError, "N >= 20"),
         (lambda: motion_report(jnp.ones((2, 20, 3, 4)), key=KEY, permutations=9), ValueError,
          "permutations >= 400"),
