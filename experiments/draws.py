@@ -29,6 +29,25 @@ def weights(params: Any) -> Draw:
     return lambda key: mj.posterior.sample_params(params, key)
 
 
+def relative(params: Any, spread: float) -> Draw:
+    """Every weight times 1 + spread * normal: dropout of single weights (Kingma et al., 2015).
+
+    Under a log-uniform prior the KL of these beliefs depends on `spread` alone, not on the means.
+    """
+    leaves, form = jax.tree.flatten(means(params))
+
+    def draw(key: Array) -> Arrays:
+        noise = [
+            jax.random.normal(one, leaf.shape, leaf.dtype)
+            for one, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+        ]
+        return jax.tree.unflatten(
+            form, [leaf * (1 + spread * n) for leaf, n in zip(leaves, noise, strict=True)]
+        )
+
+    return draw
+
+
 def dropout(params: Any, rate: Array | float) -> Draw:
     """The mean network without a random share of the inputs of every kernel (in, out).
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     keys = jax.random.split(jax.random.key(args.seed), args.seeds)
     lose = partial(with_lost_words, rate=LOST)
     train = stacked(encoded.train, args.seeds)
-    trainer = Trainer(network, train, lose, budget, keys, encoded.validation)
+    trainer = Trainer(network, train, budget, keys, lose, encoded.validation)
     metrics = {
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
         "data": _facts(given, vocabulary),
