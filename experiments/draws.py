@@ -34,15 +34,13 @@ def relative(params: Any, spread: float) -> Draw:
 
     Under a log-uniform prior the KL of these beliefs depends on `spread` alone, not on the means.
     """
-    leaves, form = jax.tree.flatten(means(params))
+    arrays = means(params)
+    leaves, form = jax.tree.flatten(arrays)
 
     def draw(key: Array) -> Arrays:
-        noise = [
-            jax.random.normal(one, leaf.shape, leaf.dtype)
-            for one, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
-        ]
-        return jax.tree.unflatten(
-            form, [leaf * (1 + spread * n) for leaf, n in zip(leaves, noise, strict=True)]
+        keys = jax.tree.unflatten(form, list(jax.random.split(key, len(leaves))))
+        return jax.tree.map(
+            lambda mean, k: mean * (1 + spread * jax.random.normal(k, mean.shape)), arrays, keys
         )
 
     return draw
@@ -74,6 +72,8 @@ def outputs(
     network: Callable[[Arrays, Array], Array], draw: Draw, key: Array, x: Array, groups: int
 ) -> Array:
     """Outputs of a mini-batch (N, ...), each of `groups` equal parts of it by a network of its own."""
+    if groups == 1:  # products of matrices alone are faster than batches of them
+        return network(draw(key), x)
     parts = x.reshape(groups, x.shape[0] // groups, *x.shape[1:])
     result = jax.vmap(lambda key, part: network(draw(key), part))(
         jax.random.split(key, groups), parts

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
@@ -22,8 +21,10 @@ from experiments.classify.methods import (
     by_draws,
     by_means,
     by_moments,
+    in_chunks,
     relative,
 )
+from experiments.classify.scores import best_temperature, tempered
 from experiments.predictions import scores
 
 Array = jax.Array
@@ -62,7 +63,7 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     result = {
         "plain": Compared(answers(mean, plain, keys), seconds, {}),
         f"{count} plain": Compared(together, count * seconds, {}),
-        "MC dropout": mc_dropout(first, validation, samples),
+        "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
     result |= {
         name: _laplace(first, plain, validation, kind, seconds) for kind, name in LAPLACE.items()
@@ -75,7 +76,8 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     result["ELBO, analytic"] = Compared(analytic, took, {})
     count = min(BAYESIAN_MEMBERS, count)
     kind = partial(draws.relative, spread=SPREAD)
-    copies, took = timed(partial(trainer.first(count * seeds).noisy, kind, "Bayesian networks"))
+    some = trainer.first(count * seeds)
+    copies, took = timed(partial(some.noisy, kind, "Bayesian networks", groups=1))
     copies = relative(copies, SPREAD)
     one = jax.tree.map(lambda leaf: leaf[:seeds], copies)
     alone = answers(by_moments(network), one, keys)
@@ -98,14 +100,16 @@ def timed(work: Callable[[], Params]) -> tuple[Params, float]:
     return work(), time.perf_counter() - start
 
 
-def mc_dropout(trainer: Trainer, validation: Part, samples: int) -> Compared:
-    """MC dropout at the rate of the best validation NLL, over all seeds."""
+def mc_dropout(
+    trainer: Trainer, validation: Part, samples: int, score: Callable[[Any, Part], float]
+) -> Compared:
+    """MC dropout at the rate of the best (lowest) score on the validation part, over all seeds."""
     found = {}
     for rate in RATES:
         kind = partial(draws.dropout, rate=rate)
         params, seconds = timed(partial(trainer.noisy, kind, f"MC dropout {rate:g}"))
         predict = answers(by_draws(trainer.network, kind, samples), params, trainer.keys)
-        found[nll(predict, validation)] = Compared(predict, seconds, {"rate": rate})
+        found[score(predict, validation)] = Compared(predict, seconds, {"rate": rate})
     return found[min(found)]
 
 
@@ -130,15 +134,14 @@ def _laplace(
         beliefs.append(belief)
         precisions.append(next(iter(receipt.prior_precision.values())))
 
-    def predict(belief: Any, key: Array, images: Array) -> Array:
+    def predict(belief: Any, images: Array) -> Array:
         # A belief has all weights of its network.
         mean, cov = mj.bayesian(networks[0], belief, linearised=True)(images)
         dense = jax.vmap(lambda c: c.to_dense())(cov).reshape(*mean.shape, mean.shape[-1])
         return jax.vmap(mj.objectives.class_probabilities)(mean, dense)
 
     took = seconds + (time.perf_counter() - start)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
-    said = answers(predict, stacked, trainer.keys)
+    said = in_chunks(predict, [(belief,) for belief in beliefs])
     return Compared(said, took, {"prior_precision": precisions})
 
 
@@ -146,3 +149,10 @@ def nll(predict: Callable[[np.ndarray], np.ndarray], part: Part) -> float:
     """Mean over the copies."""
     pairs = zip(predict(part[0]), part[1], strict=True)
     return float(np.mean([scores(*pair)["nll"] for pair in pairs]))
+
+
+def tempered_nll(predict: Callable[[np.ndarray], np.ndarray], part: Part) -> float:
+    """The same at the best temperature."""
+    given = predict(part[0])
+    after = tempered(given, best_temperature(given, part[1]))
+    return nll(lambda _: after, part)

@@ -78,12 +78,12 @@ class Trainer:
             lambda params, key, inputs: self.network.mean_logits(params, inputs), label
         )
 
-    def noisy(self, kind: Callable[[Any], draws.Draw], label: str) -> Params:
+    def noisy(self, kind: Callable[[Any], draws.Draw], label: str, groups: int = GROUPS) -> Params:
         """Cross-entropy of networks that `kind` draws around the means, with weight decay."""
 
         def logits(params: Params, key: Array, inputs: Array) -> Array:
             draw = kind(self.network.module(params).params)
-            return self.network.drawn_logits(draw, params, key, inputs, GROUPS)
+            return self.network.drawn_logits(draw, params, key, inputs, groups)
 
         return self._means(logits, label)
 
@@ -200,8 +200,15 @@ def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count:
 
 def answers(predict: Predict, params: Params, keys: Array) -> Callable[[np.ndarray], np.ndarray]:
     """Inputs (L, N, ...) -> class probabilities (L, N, C) of every copy for its own."""
-    compiled = jax.jit(predict)
     copies = [jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)) for i in range(len(keys))]
+    return in_chunks(predict, copies)
+
+
+def in_chunks(
+    predict: Callable[..., Array], copies: list[Any]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """The same of copies (arguments of `predict` before the inputs) that are no stack of arrays."""
+    compiled = jax.jit(predict)
 
     def answer(inputs: np.ndarray) -> np.ndarray:
         filled = np.concatenate(

@@ -48,7 +48,7 @@ def transformers(
     plain, seconds = timed(partial(trainer.plain, "plain Transformers"))
     predict = answers(by_means(trainer.network), plain, trainer.keys)
     yield "plain Transformer", _alike(Compared(predict, seconds, {}), len(trainer.keys))
-    yield "MC dropout", _alike(mc_dropout(trainer, held_out, samples), len(trainer.keys))
+    yield "MC dropout", _alike(mc_dropout(trainer, held_out, samples, nll), len(trainer.keys))
     bayesian = _bayesian(trainer, held_out, kl_weights, plain, seconds)
     yield "Bayesian Transformer, analytic", _alike(bayesian, len(trainer.keys))
 
