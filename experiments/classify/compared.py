@@ -17,6 +17,7 @@ from experiments.classify.methods import (
     Trainer,
     answers,
     by_average,
+    by_average_logits,
     by_average_moments,
     by_draws,
     by_means,
@@ -59,10 +60,13 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     seconds /= count
     plain = jax.tree.map(lambda leaf: leaf[:seeds], copies)
     mean = by_means(network)
-    together = answers(by_average(mean), members_of(copies, seeds), keys)
+    members = members_of(copies, seeds)
+    together = answers(by_average(mean), members, keys)
+    averaged = answers(by_average_logits(network), members, keys)
     result = {
         "plain": Compared(answers(mean, plain, keys), seconds, {}),
         f"{count} plain": Compared(together, count * seconds, {}),
+        f"{count} plain, averaged logits": Compared(averaged, count * seconds, {}),
         "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
     result |= {

@@ -172,6 +172,16 @@ def by_average(predict: Predict) -> Predict:
     return average
 
 
+def by_average_logits(network: BayesianNetwork) -> Predict:
+    """The softmax of the plain members' average logits."""
+
+    def predict(members: Params, key: Array, inputs: Array) -> Array:
+        logits = jax.lax.map(lambda params: network.mean_logits(params, inputs), members)
+        return jax.nn.softmax(logits.mean(axis=0))
+
+    return predict
+
+
 def by_average_moments(network: BayesianNetwork) -> Predict:
     """E[softmax] of logits with the members' average mean and average covariance.
 

@@ -95,7 +95,7 @@ def test_the_comparison(tmp_path, capsys, monkeypatch):
     assert main(["classify", "--out", str(tmp_path), *map(str, counts)]) == 0
     assert "2 Bayesian, analytic" in capsys.readouterr().out
     metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert len(metrics["methods"]) == 8
+    assert len(metrics["methods"]) == 9
     for record in metrics["methods"].values():
         assert np.isfinite([found["mean"] for found in record["test"].values()]).all()
         assert 0 <= record["others"]["letters"]["auroc"]["mean"] <= 1
