@@ -29,6 +29,23 @@ def weights(params: Any) -> Draw:
     return lambda key: mj.posterior.sample_params(params, key)
 
 
+def relative(params: Any, spread: float) -> Draw:
+    """Every weight times 1 + spread * normal: dropout of single weights (Kingma et al., 2015).
+
+    Under a log-uniform prior the KL of these beliefs depends on `spread` alone, not on the means.
+    """
+    arrays = means(params)
+    leaves, form = jax.tree.flatten(arrays)
+
+    def draw(key: Array) -> Arrays:
+        keys = jax.tree.unflatten(form, list(jax.random.split(key, len(leaves))))
+        return jax.tree.map(
+            lambda mean, k: mean * (1 + spread * jax.random.normal(k, mean.shape)), arrays, keys
+        )
+
+    return draw
+
+
 def dropout(params: Any, rate: Array | float) -> Draw:
     """The mean network without a random share of the inputs of every kernel (in, out).
 
@@ -55,6 +72,8 @@ def outputs(
     network: Callable[[Arrays, Array], Array], draw: Draw, key: Array, x: Array, groups: int
 ) -> Array:
     """Outputs of a mini-batch (N, ...), each of `groups` equal parts of it by a network of its own."""
+    if groups == 1:  # products of matrices alone are faster than batches of them
+        return network(draw(key), x)
     parts = x.reshape(groups, x.shape[0] // groups, *x.shape[1:])
     result = jax.vmap(lambda key, part: network(draw(key), part))(
         jax.random.split(key, groups), parts

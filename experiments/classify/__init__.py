@@ -2,37 +2,38 @@
 
 Compares it with the plain network, an ensemble of five, MC dropout, sampled variational inference and
 Laplace approximations, on test images, on the same turned and blurred, and on images that are none of
-the classes. What a method leaves open is chosen on validation images. Prints a table with means and
-standard errors over the seeds; writes metrics.json and figures.
+the classes. Every seed has a division of its own into training, validation and test images. What a
+method leaves open, and a temperature for each, is chosen on validation images. Prints means and standard
+errors over the seeds, of the scores and of their differences from the plain network's; writes
+metrics.json and figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from experiments import data, predictions
+from experiments import predictions
 from experiments.classify import figures, images, scores
 from experiments.classify.compared import Compared, train_all
 from experiments.classify.images import Task
-from experiments.classify.methods import Budget, Recipe, Trainer, stacked
+from experiments.classify.methods import Budget, Trainer
 from experiments.classify.networks import Network
 from experiments.command_line import Parser
 from experiments.figures import save
 from experiments.outputs import writable_folder, write_json
-from experiments.report import aligned
+from experiments.report import aligned, duration, with_error
 
 __all__ = ["add_arguments", "run"]
 
 SHIFTED = 250  # images of each shift and of each kind of other images
-TRAININGS = ("sampled", "Diagonal", "TokenCorrelated", "Separable")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -43,46 +44,51 @@ def add_arguments(parser: Parser) -> None:
         None,
         "folder for metrics.json and figures (default: runs/classify/NAME of --data)",
     )
-    parser.seed("random seed of weights, batches and samples; never of the split")
-    parser.choice(
-        "--structure",
-        TRAININGS,
-        Recipe.training,
-        "structure of the ELBO's training, or sampling (predictions are Separable)",
+    parser.seed("first random seed, of the division too")
+    parser.whole(
+        "--seeds", 5, "how many times all is done, with this seed and those that follow it"
     )
-    parser.whole("--seeds", 5, "how many times all is done")
     parser.whole("--blocks", 1, "of the Transformer")
-    parser.whole("--members", 5, "plain networks in the ensemble")
-    parser.whole("--bayesian-members", Recipe.members, "Bayesian ones in theirs, --members at most")
+    parser.whole(
+        "--members", 5, "plain networks in the ensemble (Bayesian ones: three, or as many)"
+    )
     parser.whole("--plain-steps", Budget().plain_steps, "updates of a plain network")
-    parser.whole("--steps", Budget().steps, "updates of a Bayesian network")
-    parser.whole("--division", images.DIVISION, "seed of the split into parts", least=0)
-    parser.flag("--still", "do not move training images")
-    parser.real("--kl-weight", Recipe.kl_weight, "weight of the KL", least=0)
+    parser.whole("--steps", Budget().steps, "updates of the ELBO")
     parser.whole("--samples", 50, "drawn networks that predict, where they are drawn", least=2)
 
 
 def run(args: argparse.Namespace) -> None:
     """Train all methods, compare them, write what came out."""
     start = time.perf_counter()
-    task = images.load(args.data, args.division)
+    seeds = range(args.seed, args.seed + args.seeds)
+    task = images.load(args.data, seeds)
     out = writable_folder(args.out or Path("runs/classify") / args.data, "--out")
-    network = Network.of(task, args.blocks)
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)
-    keys = jax.random.split(jax.random.key(args.seed), args.members * args.seeds)
-    given = stacked(task.train, len(keys))
-    move = _still if args.still else partial(_moved, background=task.background)
-    trainer = Trainer(network, given, move, budget, keys)
-    members = min(args.bayesian_members, args.members)
-    recipe = Recipe(args.structure, args.kl_weight, members=members)
-    methods = train_all(trainer, args.seeds, recipe, task.validation, args.samples)
-    shifts, others = _shifted(task), images.others(task)
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-    records, said = {}, {}
+    keys = jnp.stack([jax.random.split(jax.random.key(seed), args.members) for seed in seeds])
+    given, labels = (np.concatenate([part] * args.members) for part in task.train)
+    trainer = Trainer(Network.of(task, args.blocks), (given, labels), budget, keys.T.ravel())
+    methods = train_all(trainer, args.seeds, task.validation, args.samples)
+    said, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():
-        records[name], said[name] = _measure(method, task, shifts, others)
+        raw, seconds = _say(method, task)
+        temperature = scores.best_temperature(raw.validation, task.validation.labels)
+        said[name] = jax.tree.map(partial(scores.tempered, temperature=temperature), raw)
+        before[name], after[name] = _scored(raw, task), _scored(said[name], task)
+        rest[name] = {
+            "seconds_of_training": method.seconds / args.seeds,
+            "seconds_per_image": seconds,
+            "chosen": {**method.chosen, "temperature": temperature},
+        }
+    records = {
+        name: {
+            **_record(after[name], after["plain"]),
+            "without_temperature": _record(before[name], before["plain"]),
+            **rest[name],
+        }
+        for name in methods
+    }
     metrics = {
-        "settings": settings,
+        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
         "ece_bins": scores.BINS,
         "methods": records,
         "seconds": time.perf_counter() - start,
@@ -93,69 +99,63 @@ def run(args: argparse.Namespace) -> None:
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and figures in {out}")
 
 
-def _moved(key: jax.Array, given: jax.Array, background: float) -> jax.Array:
-    """Images moved by up to an eighth of their side."""
-    return data.shifted(key, given, background, given.shape[1] // 8)
+class Said(NamedTuple):
+    """Class probabilities of one method, for every seed (L, N, C)."""
+
+    validation: np.ndarray
+    test: np.ndarray
+    shifts: dict[str, dict[float, np.ndarray]]
+    others: dict[str, np.ndarray]
 
 
-def _still(key: jax.Array, given: jax.Array) -> jax.Array:
-    """Images as they are."""
-    del key
-    return given
-
-
-def _shifted(task: Task) -> dict[str, dict[float, np.ndarray]]:
-    """The first test images at every strength of every shift."""
-    some = task.test.images[:SHIFTED]
-    turn: Callable[[float], np.ndarray] = partial(images.turned, some, background=task.background)
-    return {
-        "angle": {angle: turn(angle) for angle in images.ANGLES},
+def _say(method: Compared, task: Task) -> tuple[Said, float]:
+    """What a method says of all images, and its seconds for one."""
+    some, test = task.test.images[:, :SHIFTED], task.test.images
+    method.predict(some[:, :50])  # compiled before it is timed
+    start = time.perf_counter()
+    said = method.predict(test)
+    seconds = (time.perf_counter() - start) / (test.shape[0] * test.shape[1])
+    shifts: dict[str, Any] = {
+        "angle": {a: images.turned(some, a, task.background) for a in images.ANGLES},
         "blur": {strength: images.blurred(some, strength) for strength in images.BLURS},
     }
+    more = task.validation.images, shifts, images.others(task, SHIFTED)
+    validation, shifted, others = jax.tree.map(method.predict, more)
+    return Said(validation, said, shifted, others), seconds
 
 
-def _measure(
-    method: Compared, task: Task, shifts: dict[str, Any], others: dict[str, np.ndarray]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """All scores of one method, and its predictions on test and other images."""
-    method.predict(task.test.images[:50])  # compiled before it is timed
-    start = time.perf_counter()
-    test = method.predict(task.test.images)
-    seconds = (time.perf_counter() - start) / (len(test) * len(task.test.images))
-    labels = task.test.labels
-    other = {name: method.predict(given[:SHIFTED]) for name, given in others.items()}
-    risks = np.stack([scores.risk_by_coverage(one, labels) for one in test])
-    record = {
-        "validation": _scores(method.predict(task.validation.images), task.validation.labels),
-        "test": _scores(test, labels),
-        "shifts": {
-            shift: {
-                strength: _scores(method.predict(given), labels[:SHIFTED])
-                for strength, given in of_strength.items()
-            }
-            for shift, of_strength in shifts.items()
-        },
-        "others": {
-            name: scores.over_seeds(
-                [scores.detection(*pair) for pair in zip(test, given, strict=True)]
-            )
-            for name, given in other.items()
-        },
-        "area_under_risk": scores.summary(risks.mean(axis=1).tolist()),
-        "seconds_of_training": method.seconds / len(test),
-        "seconds_per_image": seconds,
-        "chosen": method.chosen,
-    }
-    return record, {"test": test, **other, "risk": risks}
+def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
+    """All scores of each seed."""
+
+    def of_seed(seed: int) -> dict[str, Any]:
+        labels = task.test.labels[seed]
+
+        def score(given: np.ndarray) -> dict[str, float]:
+            return predictions.scores(given[seed], labels[: given.shape[1]])
+
+        found = {
+            name: scores.detection(said.test[seed], p[seed]) for name, p in said.others.items()
+        }
+        return {
+            "validation": predictions.scores(said.validation[seed], task.validation.labels[seed]),
+            "test": score(said.test),
+            "shifts": jax.tree.map(score, said.shifts),
+            "others": found,
+            "auroc": float(np.mean([one["auroc"] for one in found.values()])),
+            "area_under_risk": float(scores.risk_by_coverage(said.test[seed], labels).mean()),
+        }
+
+    return [of_seed(seed) for seed in range(len(said.test))]
 
 
-def _scores(given: np.ndarray, labels: np.ndarray) -> dict[str, dict[str, float]]:
-    return scores.over_seeds([predictions.scores(one, labels) for one in given])
+def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means and standard errors over the seeds, also of the differences from the plain network."""
+    pairs = zip(each, plain, strict=True)
+    differences = [jax.tree.map(np.subtract, one, base) for one, base in pairs]
+    return {**scores.over_seeds(each), "minus_plain": scores.over_seeds(differences)}
 
 
-def _draw(
-    out: Path, task: Task, records: dict[str, Any], said: dict[str, dict[str, np.ndarray]]
-) -> None:
+def _draw(out: Path, task: Task, records: dict[str, Any], said: dict[str, Said]) -> None:
     curves = {
         shift: {
             name: {
@@ -167,29 +167,54 @@ def _draw(
         for shift in ("angle", "blur")
     }
     save(figures.shifts(curves), out / "shifts.png")
-    save(
-        figures.rejection({name: one["risk"] for name, one in said.items()}), out / "rejection.png"
-    )
+    risks = {
+        name: np.stack(list(map(scores.risk_by_coverage, one.test, task.test.labels)))
+        for name, one in said.items()
+    }
+    save(figures.rejection(risks), out / "rejection.png")
     entropies = {
-        name: {which: scores.entropy(p).ravel() for which, p in one.items() if which != "risk"}
+        name: {
+            which: scores.entropy(p).ravel()
+            for which, p in {"test": one.test, **one.others}.items()
+        }
         for name, one in said.items()
     }
     save(figures.histograms(entropies), out / "others.png")
 
 
 def _print(records: dict[str, Any]) -> None:
-    def cell(found: dict[str, float]) -> str:
-        return f"{found['mean']:.3f} ± {found['error']:.3f}"
-
-    head = ["", "accuracy", "NLL", "Brier", "ECE", "NLL at 45°", "NLL at 60°", "AUROC, mean"]
-    rows = [[*head, "training", "an image"]]
+    heads = [
+        "validation NLL",
+        "accuracy",
+        "NLL",
+        "Brier",
+        "ECE",
+        "NLL at 45°",
+        "NLL at 60°",
+        "AUROC",
+    ]
+    tables = {
+        "": [[*heads, "temperature", "training", "an image"]],
+        "minus plain": [heads],
+        "without temperature": [heads],
+        "the same, minus plain": [heads],
+    }
     for name, record in records.items():
-        cells = [cell(record["test"][score]) for score in ("accuracy", "nll", "brier", "ece")]
-        cells += [cell(record["shifts"]["angle"][angle]["nll"]) for angle in (45, 60)]
-        area = np.mean([found["auroc"]["mean"] for found in record["others"].values()])
-        times = [
-            f"{record['seconds_of_training']:.0f} s",
-            f"{1e3 * record['seconds_per_image']:.2f} ms",
+        raw = record["without_temperature"]
+        shown = [record, record["minus_plain"], raw, raw["minus_plain"]]
+        for rows, one in zip(tables.values(), shown, strict=True):
+            rows.append([name, *_cells(one)])
+        tables[""][-1] += [
+            f"{record['chosen']['temperature']:.2f}",
+            duration(record["seconds_of_training"]),
+            duration(record["seconds_per_image"]),
         ]
-        rows.append([name, *cells, f"{area:.3f}", *times])
-    print(aligned(rows))
+    for title, rows in tables.items():
+        print(aligned([[title, *rows[0]], *rows[1:]]), end="\n\n")
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    test, turned = record["test"], record["shifts"]["angle"]
+    found = [record["validation"]["nll"], test["accuracy"], test["nll"], test["brier"], test["ece"]]
+    found += [turned[45]["nll"], turned[60]["nll"], record["auroc"]]
+    return [with_error(one, ".3f") for one in found]

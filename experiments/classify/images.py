@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -15,45 +16,47 @@ from sklearn.model_selection import train_test_split
 from experiments.command_line import InputError
 from experiments.data import Images
 
-DIVISION = 0  # never --seed: methods and seeds are compared on the same images
 ANGLES = (0, 15, 30, 45, 60, 75, 90)
 BLURS = (0.0, 0.5, 1.0, 1.5, 2.0)  # standard deviation in eighths of the image's side
 LETTERS = "ABCEFGHJKLMNPRTUVWXY"  # none that is also a digit's shape
 
 
 class Task(NamedTuple):
-    """What is learned: the three parts, the value of an empty pixel, the patches' size."""
+    """What is learned, L times, each time from a random division of its own into three parts."""
 
-    train: Images
+    train: Images  # images (L, N, H, W), labels (L, N)
     validation: Images
     test: Images
-    background: float
+    background: np.ndarray  # (L,), the value of an empty pixel
     patch_size: int
-    rest: Images  # training and validation images together, for cross-validation
 
 
-def load(name: str, division: int = DIVISION) -> Task:
-    """The images of a data set, in one of its random divisions.
+def load(name: str, divisions: Iterable[int]) -> Task:
+    """The images of a data set, divided with each of these random seeds.
 
     Raises:
       InputError: if the package that ships it is not there.
     """
     pixels, labels, patch_size = SETS[name]()
+    divided = [_divided(pixels, labels.astype(np.int32), seed) for seed in divisions]
+    stack: tuple[Images, Images, Images, np.ndarray] = jax.tree.map(
+        lambda *leaves: np.stack(leaves), *divided
+    )
+    return Task(*stack, patch_size)
+
+
+def _divided(
+    pixels: np.ndarray, labels: np.ndarray, seed: int
+) -> tuple[Images, Images, Images, float]:
     rows = np.arange(len(labels))
-    rest, test = train_test_split(rows, test_size=500, random_state=division, stratify=labels)
+    rest, test = train_test_split(rows, test_size=500, random_state=seed, stratify=labels)
     train, validation = train_test_split(
-        rest, test_size=0.2, random_state=division, stratify=labels[rest]
+        rest, test_size=0.2, random_state=seed, stratify=labels[rest]
     )
     centre, spread = pixels[train].mean(), pixels[train].std()
-    every = Images(((pixels - centre) / spread).astype(np.float32), labels.astype(np.int32))
-    return Task(
-        every.part(train),
-        every.part(validation),
-        every.part(test),
-        float(-centre / spread),
-        patch_size,
-        every.part(rest),
-    )
+    every = Images(((pixels - centre) / spread).astype(np.float32), labels)
+    parts = every.part(train), every.part(validation), every.part(test)
+    return *parts, float(-centre / spread)
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray, int]:
@@ -78,32 +81,35 @@ SETS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray, int]]] = {
 }
 
 
-def turned(images: np.ndarray, angle: float, background: float) -> np.ndarray:
-    """Images turned by an angle in degrees, with new corners empty."""
-    return ndimage.rotate(
-        images, angle, axes=(2, 1), reshape=False, order=1, cval=background
-    ).astype(np.float32)
+def turned(images: np.ndarray, angle: float, background: np.ndarray) -> np.ndarray:
+    """Images (L, N, H, W) turned by an angle in degrees, with new corners empty."""
+    return np.stack([
+        ndimage.rotate(some, angle, axes=(2, 1), reshape=False, order=1, cval=empty)
+        for some, empty in zip(images, background, strict=True)
+    ]).astype(np.float32)  # fmt: skip
 
 
 def blurred(images: np.ndarray, strength: float) -> np.ndarray:
-    """Images after a Gaussian filter of this many eighths of their side."""
-    sd = strength * images.shape[1] / 8
-    return ndimage.gaussian_filter(images, (0, sd, sd)).astype(np.float32)
+    """Images (L, N, H, W) after a Gaussian filter of this many eighths of their side."""
+    sd = strength * images.shape[-1] / 8
+    return ndimage.gaussian_filter(images, (0, 0, sd, sd)).astype(np.float32)
 
 
-def others(task: Task, seed: int = 0) -> dict[str, np.ndarray]:
-    """Images that are none of the classes, as many as test images, in the task's scale of grey."""
-    images = task.test.images
-    count, side = len(images), images.shape[1]
+def others(task: Task, count: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Images (L, count, H, W) that are none of the classes, in each division's scale of grey."""
+    images = task.test.images[:, :count]
+    side = images.shape[-1]
     random = np.random.default_rng(seed)
-    low, high = task.background, float(np.quantile(images, 0.99))
-    shuffled = random.permuted(images.reshape(count, -1), axis=1).reshape(images.shape)
-    return {
+    low = task.background[:, None, None, None]
+    high = np.quantile(images, 0.99, axis=(1, 2, 3), keepdims=True)
+    shuffled = random.permuted(images.reshape(*images.shape[:2], -1), axis=2)
+    found = {
         "letters": low + (high - low) * _letters(count, side, random),
         "photographs": low + (high - low) * _photographs(count, side, random),
-        "inverted": (high + low - images).astype(np.float32),
-        "shuffled pixels": shuffled,
+        "inverted": high + low - images,
+        "shuffled pixels": shuffled.reshape(images.shape),
     }
+    return {name: given.astype(np.float32) for name, given in found.items()}
 
 
 def _letters(count: int, side: int, random: np.random.Generator) -> np.ndarray:

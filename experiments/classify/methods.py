@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,23 +33,7 @@ class Budget(NamedTuple):
     steps: int = 1200
     rate: float = 3e-3
     batch_size: int = 32
-    weight_decay: float = 1e-2
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How the Bayesian network is trained, from the trained plain network's weights as means.
-
-    Args:
-      training: structure in which the ELBO's moments are propagated, or "sampled" for the ELBO of drawn
-        networks, which is the cheapest.
-      kl_weight: 1 for Bayes' rule, less for a cold posterior.
-      members: of an ensemble of such networks.
-    """
-
-    training: str = "sampled"
-    kl_weight: float = 0.03
-    members: int = 3
+    weight_decay: float = 0.3
 
 
 def stacked(part: tuple[np.ndarray, np.ndarray], copies: int) -> tuple[np.ndarray, np.ndarray]:
@@ -66,18 +49,18 @@ class Trainer:
     Args:
       network: with Separable moments.
       given: inputs (L, N, ...) and labels (L, N).
-      augment: (key, inputs (n, ...)) -> a random variant of them, for a mini-batch.
       budget: how long.
       keys: a random key for each copy.
+      augment: (key, inputs (n, ...)) -> a random variant of them, for a mini-batch; None for themselves.
       validation: inputs and labels by whose NLL at the means plain networks, and those with dropout,
         stop; None for the last update.
     """
 
     network: BayesianNetwork
     given: tuple[np.ndarray, np.ndarray]
-    augment: Callable[[Array, Array], Array]
     budget: Budget
     keys: Array
+    augment: Callable[[Array, Array], Array] | None = None
     validation: tuple[np.ndarray, np.ndarray] | None = None
 
     def first(self, count: int) -> Trainer:
@@ -95,34 +78,27 @@ class Trainer:
             lambda params, key, inputs: self.network.mean_logits(params, inputs), label
         )
 
-    def dropout(self, rate: float, label: str = "MC dropout") -> Params:
-        """Cross-entropy of networks with dropout, with weight decay."""
+    def noisy(self, kind: Callable[[Any], draws.Draw], label: str, groups: int = GROUPS) -> Params:
+        """Cross-entropy of networks that `kind` draws around the means, with weight decay."""
 
         def logits(params: Params, key: Array, inputs: Array) -> Array:
-            draw = draws.dropout(self.network.module(params).params, rate)
-            return self.network.drawn_logits(draw, params, key, inputs, GROUPS)
+            draw = kind(self.network.module(params).params)
+            return self.network.drawn_logits(draw, params, key, inputs, groups)
 
         return self._means(logits, label)
 
-    def bayesian(self, recipe: Recipe, plain: Params, label: str) -> Params:
-        """The ELBO with a prior learned for each array, from the plain networks' weights."""
-        sampled, steps = recipe.training == "sampled", self.budget.steps
-        network = self.network
-        if not sampled:
-            network = dataclasses.replace(network, structure=recipe.training)
+    def elbo(self, kl_weight: float, plain: Params, label: str) -> Params:
+        """The ELBO of drawn networks, from the plain ones' weights; a prior learned for each array."""
+        network, steps = self.network, self.budget.steps
 
         def loss(params: Params, given: Any, key: Array, step: Array) -> Array:
             key, inputs, labels = self._batch(given, key)
             params = _faster(params, SPEED)
             beliefs = network.module(params).params
-            if sampled:
-                outputs = network.drawn_logits(draws.weights(beliefs), params, key, inputs, GROUPS)
-                fits = -optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
-            else:
-                fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
-                fits = jax.vmap(fit_of)(labels, *network.moments(params, inputs))
-            weight = mj.objectives.kl_warmup(step, steps // 3, recipe.kl_weight)
-            return weight * draws.learned_prior_kl(beliefs) / given[1].size - fits.mean()
+            outputs = network.drawn_logits(draws.weights(beliefs), params, key, inputs, GROUPS)
+            losses = optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+            weight = mj.objectives.kl_warmup(step, steps // 3, kl_weight)
+            return weight * draws.learned_prior_kl(beliefs) / given[1].size + losses.mean()
 
         trainer = SideBySide(loss, steps, self.budget.rate, in_turn=True)
         start = _faster(plain._replace(spreads=self.start().spreads), 1 / SPEED)
@@ -154,12 +130,23 @@ class Trainer:
         key, order_key, own_key = jax.random.split(key, 3)
         inputs, labels = given
         chosen = jax.random.randint(order_key, (self.budget.batch_size,), 0, labels.size)
-        return key, self.augment(own_key, inputs[chosen]), labels[chosen]
+        part = inputs[chosen]
+        return key, part if self.augment is None else self.augment(own_key, part), labels[chosen]
 
 
 def _faster(params: Params, factor: float) -> Params:
     """Stored spreads times a factor: Adam's steps do not depend on the scale, so they count for more."""
     return params._replace(spreads=jax.tree.map(lambda raw: factor * raw, params.spreads))
+
+
+def relative(params: Params, spread: float) -> Params:
+    """Spreads (standard deviations) of so many times the means' magnitude; `Factorized` beliefs only."""
+    tiny = jnp.finfo(jnp.float32).tiny
+    stored = [
+        jnp.log(jnp.expm1(jnp.maximum(spread * jnp.abs(mean), tiny)))
+        for mean in jax.tree.leaves(params.means)
+    ]
+    return params._replace(spreads=jax.tree.unflatten(jax.tree.structure(params.spreads), stored))
 
 
 def by_means(network: BayesianNetwork) -> Predict:
@@ -176,6 +163,40 @@ def by_moments(network: BayesianNetwork) -> Predict:
     return predict
 
 
+def by_average(predict: Predict) -> Predict:
+    """The average of the members' predictions; members are the leading axis of the parameters."""
+
+    def average(members: Params, key: Array, inputs: Array) -> Array:
+        return jax.lax.map(lambda params: predict(params, key, inputs), members).mean(axis=0)
+
+    return average
+
+
+def by_average_logits(network: BayesianNetwork) -> Predict:
+    """The softmax of the plain members' average logits."""
+
+    def predict(members: Params, key: Array, inputs: Array) -> Array:
+        logits = jax.lax.map(lambda params: network.mean_logits(params, inputs), members)
+        return jax.nn.softmax(logits.mean(axis=0))
+
+    return predict
+
+
+def by_average_moments(network: BayesianNetwork) -> Predict:
+    """E[softmax] of logits with the members' average mean and average covariance.
+
+    What members differ by, having begun elsewhere, is taken as an error that averages out; what is left
+    is the doubt that each has about its own weights.
+    """
+
+    def predict(members: Params, key: Array, inputs: Array) -> Array:
+        moments = jax.lax.map(lambda params: network.moments(params, inputs), members)
+        mean, cov = (part.mean(axis=0) for part in moments)
+        return jax.vmap(mj.objectives.class_probabilities)(mean, cov)
+
+    return predict
+
+
 def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
     """The average softmax of so many drawn networks."""
 
@@ -187,13 +208,29 @@ def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count:
     return predict
 
 
-def predictions(predict: Predict, params: Params, keys: Array, inputs: np.ndarray) -> np.ndarray:
-    """Class probabilities (L, N, C) of every copy for the same inputs (N, ...)."""
-    compiled = jax.jit(predict)  # the same program again for the same function
-    filled = np.concatenate([inputs, np.repeat(inputs[-1:], -len(inputs) % CHUNK, axis=0)])
+def answers(predict: Predict, params: Params, keys: Array) -> Callable[[np.ndarray], np.ndarray]:
+    """Inputs (L, N, ...) -> class probabilities (L, N, C) of every copy for its own."""
     copies = [jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)) for i in range(len(keys))]
-    parts = []
-    for first in range(0, len(filled), CHUNK):
-        part = jnp.asarray(filled[first : first + CHUNK])
-        parts.append(np.stack([np.asarray(compiled(*copy, part)) for copy in copies]))
-    return np.concatenate(parts, axis=1)[:, : len(inputs)]
+    return in_chunks(predict, copies)
+
+
+def in_chunks(
+    predict: Callable[..., Array], copies: list[Any]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """The same of copies (arguments of `predict` before the inputs) that are no stack of arrays."""
+    compiled = jax.jit(predict)
+
+    def answer(inputs: np.ndarray) -> np.ndarray:
+        filled = np.concatenate(
+            [inputs, np.repeat(inputs[:, -1:], -inputs.shape[1] % CHUNK, axis=1)], axis=1
+        )
+        parts = [
+            np.stack([
+                np.asarray(compiled(*copy, jnp.asarray(own[first : first + CHUNK])))
+                for copy, own in zip(copies, filled, strict=True)
+            ])
+            for first in range(0, filled.shape[1], CHUNK)
+        ]  # fmt: skip
+        return np.concatenate(parts, axis=1)[:, : inputs.shape[1]]
+
+    return answer

@@ -36,7 +36,7 @@ class Network(BayesianNetwork):
     @classmethod
     def of(cls, task: Task, num_blocks: int) -> Network:
         """The network for these images."""
-        return cls(task.test.images.shape[1], task.patch_size, num_blocks)
+        return cls(task.test.images.shape[-1], task.patch_size, num_blocks)
 
     def build(self, key: Array) -> mj.nn.VisionTransformer:
         """A new module."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 BINS = 15  # of confidence, equally wide, as `mj.objectives.expected_calibration_error` has them
@@ -23,6 +25,23 @@ def detection(known: np.ndarray, other: np.ndarray) -> dict[str, float]:
         "auroc": float(roc_auc_score(is_other, score)),
         "aupr": float(average_precision_score(is_other, score)),
     }
+
+
+def tempered(probabilities: np.ndarray, temperature: float) -> np.ndarray:
+    """Probabilities (..., C) to the power of 1 / temperature, normalised: more doubt above 1."""
+    return softmax(np.log(np.maximum(probabilities, 1e-30)) / temperature, axis=-1)
+
+
+def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """The temperature in [1/4, 4] with the best NLL of probabilities (..., C), over all of `labels`."""
+    logs = np.log(np.maximum(probabilities, 1e-30))
+
+    def nll(log_temperature: float) -> float:
+        given = log_softmax(logs / np.exp(log_temperature), axis=-1)
+        return -float(np.take_along_axis(given, labels[..., None], axis=-1).mean())
+
+    found = minimize_scalar(nll, bounds=(-np.log(4), np.log(4)), method="bounded")
+    return float(np.exp(found.x))
 
 
 def risk_by_coverage(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:

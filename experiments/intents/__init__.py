@@ -69,11 +69,11 @@ def run(args: argparse.Namespace) -> None:
     vocabulary = Vocabulary.of(given.train[0])
     encoded = given.encoded(vocabulary.encode)
     network = TextNetwork(vocabulary.size, vocabulary.length, len(given.intents), args.blocks)
-    budget = Budget(plain_steps=args.plain_steps, steps=args.steps, batch_size=64)
+    budget = Budget(args.plain_steps, steps=args.steps, batch_size=64, weight_decay=1e-2)
     keys = jax.random.split(jax.random.key(args.seed), args.seeds)
     lose = partial(with_lost_words, rate=LOST)
     train = stacked(encoded.train, args.seeds)
-    trainer = Trainer(network, train, lose, budget, keys, encoded.validation)
+    trainer = Trainer(network, train, budget, keys, lose, encoded.validation)
     metrics = {
         "settings": vars(args),
         "data": _facts(given, vocabulary),

@@ -13,8 +13,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 
 from experiments.bayesian_network import Params
-from experiments.classify.compared import Compared, answers, mc_dropout, nll, timed
-from experiments.classify.methods import Recipe, Trainer, by_means, by_moments
+from experiments.classify.compared import Compared, mc_dropout, nll, timed
+from experiments.classify.methods import Trainer, answers, by_means, by_moments, stacked
 from experiments.intents.files import IntentSet, Part
 
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression
@@ -34,7 +34,9 @@ def logistic_regression(given: IntentSet) -> Compared:
         def predict(texts: np.ndarray, model: Pipeline = model) -> np.ndarray:
             return model.predict_proba(texts)[None]
 
-        found[nll(predict, given.validation)] = Compared(predict, seconds, {"C": strength})
+        found[nll(predict, (given.validation[0], given.validation[1][None]))] = Compared(
+            predict, seconds, {"C": strength}
+        )
     return found[min(found)]
 
 
@@ -42,14 +44,22 @@ def transformers(
     trainer: Trainer, validation: Part, kl_weights: list[float], samples: int
 ) -> Iterator[tuple[str, Compared]]:
     """The Transformers, one method after the other; what one leaves open has the best validation NLL."""
+    held_out = stacked(validation, len(trainer.keys))
     plain, seconds = timed(partial(trainer.plain, "plain Transformers"))
-    predict = answers(by_means(trainer.network), plain, keys=trainer.keys)
-    yield "plain Transformer", Compared(predict, seconds, {})
-    yield "MC dropout", mc_dropout(trainer, validation, samples)
-    yield (
-        "Bayesian Transformer, analytic",
-        _bayesian(trainer, validation, kl_weights, plain, seconds),
-    )
+    predict = answers(by_means(trainer.network), plain, trainer.keys)
+    yield "plain Transformer", _alike(Compared(predict, seconds, {}), len(trainer.keys))
+    yield "MC dropout", _alike(mc_dropout(trainer, held_out, samples, nll), len(trainer.keys))
+    bayesian = _bayesian(trainer, held_out, kl_weights, plain, seconds)
+    yield "Bayesian Transformer, analytic", _alike(bayesian, len(trainer.keys))
+
+
+def _alike(method: Compared, copies: int) -> Compared:
+    """The method with the same texts (N, ...) for all copies."""
+
+    def predict(texts: np.ndarray) -> np.ndarray:
+        return method.predict(np.broadcast_to(texts, (copies, *texts.shape)))
+
+    return method._replace(predict=predict)
 
 
 def _bayesian(
@@ -58,9 +68,8 @@ def _bayesian(
     """From the plain networks by the ELBO of drawn networks, predicted by moments."""
     predict, found = jax.jit(by_moments(trainer.network)), {}
     for weight in dict.fromkeys(kl_weights):
-        label = f"Bayesian, KL weight {weight:g}"
-        work = partial(trainer.bayesian, Recipe(kl_weight=weight), plain, label)
+        work = partial(trainer.elbo, weight, plain, f"Bayesian, KL weight {weight:g}")
         params, took = timed(work)
-        answer = answers(predict, params, keys=trainer.keys)
+        answer = answers(predict, params, trainer.keys)
         found[nll(answer, validation)] = Compared(answer, seconds + took, {"kl_weight": weight})
     return found[min(found)]
