@@ -37,14 +37,12 @@ def test_differences_are_paired_and_seeds_of_a_division_count_once(capsys):
 
 @pytest.mark.whole_run
 def test_the_comparison(tmp_path, capsys, monkeypatch):
-    whole = images.load("digits")
+    whole = images.load("digits", [0])
 
-    def small(name, division):
-        def part(given, count):
-            return Images(given.images[:count], given.labels[:count])
-
+    def small(name, divisions):
         sizes = zip(whole[:3], (64, 20, 50), strict=True)
-        return Task(*(part(*one) for one in sizes), whole.background, 2, part(whole.rest, 84))
+        parts = (Images(part.images[:, :n], part.labels[:, :n]) for part, n in sizes)
+        return Task(*parts, whole.background, 2)
 
     monkeypatch.setattr(images, "load", small)
     monkeypatch.setattr(laplace, "PRECISIONS", np.array([10.0, 1e3]))
