@@ -99,12 +99,13 @@ class ConjugateGradientSolver:
         damping: Array,
         state: ConjugateGradientState,
         fresh: Array,
+        ready: Array,
     ) -> Directions:
         """All groups, one after the other."""
         stale, inverses = self.precondition, state.preconditioner
         if isinstance(stale, StaleInverse):
             inverses = refreshed(
-                stale.inversion, stale.refresh_every, curvature, damping, inverses, fresh
+                stale.inversion, stale.refresh_every, curvature, damping, inverses, fresh, ready
             )
         solved = {
             key: self._solve(
@@ -123,8 +124,10 @@ class ConjugateGradientSolver:
         x = {key: one.x for key, one in solved.items()}
         iterations = {key: one.iterations for key, one in solved.items()}
         residual = {key: one.relative_residual for key, one in solved.items()}
-        new = ConjugateGradientState(inverses, x if self.warm_start else {}, iterations, residual)
-        return Directions(x, jnp.maximum(quadratic, 0), new)
+        # Directions of a step that is left out are no guess for the next.
+        parts = (x if self.warm_start else {}, iterations, residual)
+        kept = jax.tree.map(lambda new, old: jnp.where(ready, new, old), parts, tuple(state[1:]))
+        return Directions(x, jnp.maximum(quadratic, 0), ConjugateGradientState(inverses, *kept))
 
     def _solve(
         self, factor: Factor, grad: Array, damping: Array, guess: Array | None, inverse: Any

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moment_jax.xla import diagonal_of, on_diagonal
+
 Array = jax.Array
 DType = jnp.dtype
 
@@ -41,7 +43,13 @@ class Cholesky:
 
     def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> InversePair:
         """Inverses of (L, n, n) factors."""
-        return InversePair(*map(_inverse, _damped(inputs, outputs, damping)))
+        added = _added(inputs, outputs, damping)
+        return InversePair(
+            *(
+                _one_by_one(_inverse_of_one, *one)
+                for one in zip((inputs, outputs), added, strict=True)
+            )
+        )
 
     def empty(self, count: int, rows: int, columns: int, dtype: DType) -> InversePair:
         """What is there before the first inversion: nothing, so steps would be zero."""
@@ -103,7 +111,10 @@ class NewtonSchulz:
 
     def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> InversePair:
         """Inverses of (L, n, n) factors."""
-        return InversePair(*map(self._inverse, _damped(inputs, outputs, damping)))
+        left, right = _added(inputs, outputs, damping)
+        return InversePair(
+            self._inverse(_raised(inputs, left)), self._inverse(_raised(outputs, right))
+        )
 
     def empty(self, count: int, rows: int, columns: int, dtype: DType) -> InversePair:
         """As `Cholesky.empty`."""
@@ -142,17 +153,18 @@ def factored_damping(inputs: Array, outputs: Array, damping: Array) -> tuple[Arr
     return pi * root, root / pi
 
 
-def _damped(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
-    of_inputs, of_outputs = (jnp.trace(f, axis1=-2, axis2=-1) for f in (inputs, outputs))
+def _added(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
+    """What is added to the diagonals of factors (L, n, n), (L,) each."""
+    of_inputs, of_outputs = (jnp.sum(diagonal_of(f), axis=-1) for f in (inputs, outputs))
     left, right = factored_damping(
         of_inputs / inputs.shape[-1], of_outputs / outputs.shape[-1], damping
     )
-    return _raised(inputs, _floor(of_inputs, left)), _raised(outputs, _floor(of_outputs, right))
+    return _floor(of_inputs, left), _floor(of_outputs, right)
 
 
 def _raised(factor: Array, added: Array) -> Array:
-    """Each matrix of (L, n, n) with its number of (L,) added to the diagonal."""
-    return factor + added[:, None, None] * jnp.eye(factor.shape[-1], dtype=factor.dtype)[None]
+    """Matrices (..., n, n) with numbers (...) added to their diagonals."""
+    return factor + jnp.where(on_diagonal(factor.shape), added[..., None, None], 0)
 
 
 def _floor(trace: Array, damping: Array) -> Array:
@@ -161,24 +173,22 @@ def _floor(trace: Array, damping: Array) -> Array:
     return jnp.maximum(damping.astype(trace.dtype), least)
 
 
-def _inverse(matrices: Array) -> Array:
-    """Of positive definite (L, n, n)."""
-    return _one_by_one(_inverse_of_one, matrices)
-
-
-def _one_by_one(function: Callable[[Array], Any], matrices: Array) -> Any:
+def _one_by_one(function: Callable[..., Any], *stacks: Array) -> Any:
     """`function` of every matrix of (L, n, n), in a batch only where there are no CPU threads.
 
     On CPU jaxlib (0.10.2) shares a batch of LAPACK calls out to the threads that already run it and
     waits there; as many batches at once as there are threads wait for ever.
     """
     return jax.lax.platform_dependent(
-        matrices, cpu=lambda m: jax.lax.map(function, m), default=jax.vmap(function)
+        *stacks,
+        cpu=lambda *x: jax.lax.map(lambda one: function(*one), x),
+        default=jax.vmap(function),
     )
 
 
-def _inverse_of_one(matrix: Array) -> Array:
-    factor = jnp.linalg.cholesky(matrix)
+def _inverse_of_one(matrix: Array, added: Array) -> Array:
+    # Damped here, so that no more than one damped matrix is there at a time.
+    factor = jnp.linalg.cholesky(_raised(matrix, added))
     eye = jnp.eye(len(matrix), dtype=matrix.dtype)
     half = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
     return half.T @ half

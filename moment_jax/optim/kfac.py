@@ -49,7 +49,13 @@ class KroneckerSolver:
         return no_inverses(self.inversion, groups, dtype)
 
     def solve(
-        self, curvature: Factors, grads: Matrices, damping: Array, state: KFACState, fresh: Array
+        self,
+        curvature: Factors,
+        grads: Matrices,
+        damping: Array,
+        state: KFACState,
+        fresh: Array,
+        ready: Array,
     ) -> Directions:
         """Refresh where it is time, then apply."""
         for key, factor in curvature.items():
@@ -58,7 +64,9 @@ class KroneckerSolver:
                     f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
                     "KroneckerExpand() or KroneckerReduce(), or cg_fac."
                 )
-        state = refreshed(self.inversion, self.refresh_every, curvature, damping, state, fresh)
+        state = refreshed(
+            self.inversion, self.refresh_every, curvature, damping, state, fresh, ready
+        )
         inverses = state.inverses
         x = {
             key: self._apply(curvature[key], inverses.get(key), grad, damping)

@@ -56,27 +56,21 @@ def curvature_diagonal(factor: Factor) -> Array:
 def averaged(average: Factor, new: Factor, decay: Array, finite: Array) -> Factor:
     """The exponential average with one more factor; as it is where the new one has no weight.
 
-    Both keep the sum of their weights, so that the first average is not pulled to zero.
+    Its weight is the sum of all weights so far, and it is over that sum, so that nothing pulls it to
+    zero at first. Corrected only when it is read, it would be there twice.
     """
     take = (new.weight > 0) & finite
     share = jnp.where(take, 1 - decay, 0).astype(average.weight.dtype)
+    weight = average.weight + share * (1 - average.weight)
+    step = share / jnp.where(weight > 0, weight, 1)
 
     def mix(old: Array, fresh: Array) -> Array:
         # A factor that is not taken may hold anything.
-        return jnp.where(take, old + share.astype(old.dtype) * (fresh.astype(old.dtype) - old), old)
+        return jnp.where(take, old + step.astype(old.dtype) * (fresh.astype(old.dtype) - old), old)
 
     arrays = [mix(old, fresh) for old, fresh in zip(average[:-1], new[:-1], strict=True)]
     kind: Any = type(average)
-    return kind(*arrays, average.weight + share * (1 - average.weight))
-
-
-def unbiased(average: Factor) -> Factor:
-    """The average itself: the sum over the weights' sum; zeros where there is nothing yet."""
-    weight = average.weight
-    scale = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
-    arrays = [array * scale.astype(array.dtype) for array in average[:-1]]
-    kind: Any = type(average)
-    return kind(*arrays, jnp.sign(weight))
+    return kind(*arrays, weight)
 
 
 def _kronecker(inputs: Array, matrix: Array, outputs: Array) -> Array:

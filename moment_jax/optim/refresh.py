@@ -46,10 +46,16 @@ def refreshed(
     damping: Array,
     state: KFACState,
     fresh: Array,
+    ready: Array,
 ) -> KFACState:
-    """The inverses of today's averages where it is time for them, else those there are."""
+    """The inverses of today's averages where it is time for them, else those there are.
+
+    Where it is not `ready` all stays as it is. It is said here, since a choice between two states would
+    keep both.
+    """
     wanted = jnp.asarray(refresh_every, jnp.int32)
     due = (state.age < 0) | ((state.age + 1 >= jnp.minimum(state.interval, wanted)) & fresh)
+    due = due & ready
 
     def invert() -> dict[str, Any]:
         inverses = {}
@@ -62,20 +68,41 @@ def refreshed(
         return inverses
 
     inverses = jax.lax.cond(due, invert, lambda: state.inverses)
-    age = jnp.where(due, 0, state.age + 1)
+    age = jnp.where(due, 0, state.age + ready)
     grown = jnp.where(due, jnp.clip(2 * state.interval, 1, wanted), state.interval)
     return KFACState(inverses, age, grown)
 
 
 def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old: Any) -> Any:
     """New inverses; the old ones for a layer whose inversion has failed."""
-    new = inversion.refreshed(factor.inputs, factor.outputs, damping)
-    finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
-    good = jnp.all(jnp.stack(finite), axis=0)
 
-    def choose(fresh: Array, stale: Array) -> Array:
-        return jnp.where(good.reshape(-1, *(1,) * (fresh.ndim - 1)), fresh, stale).astype(
-            stale.dtype
-        )
+    def together(inputs: Array, outputs: Array, old: Any) -> Any:
+        new = inversion.refreshed(inputs, outputs, damping)
+        finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
+        good = jnp.all(jnp.stack(finite), axis=0)
 
-    return jax.tree.map(choose, new, old)
+        def choose(fresh: Array, stale: Array) -> Array:
+            return jnp.where(good.reshape(-1, *(1,) * (fresh.ndim - 1)), fresh, stale).astype(
+                stale.dtype
+            )
+
+        return jax.tree.map(choose, new, old)
+
+    def in_turn(inputs: Array, outputs: Array, old: Any) -> Any:
+        """One layer after another, each in the place of its old inverse: never all of both."""
+
+        def refresh(layer: Array, inverses: Any) -> Any:
+            own = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), (inputs, outputs, inverses)
+            )
+            return jax.tree.map(
+                lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, layer, 0),
+                inverses,
+                together(*own),
+            )
+
+        return jax.lax.fori_loop(0, inputs.shape[0], refresh, old)
+
+    return jax.lax.platform_dependent(
+        factor.inputs, factor.outputs, old, cpu=in_turn, default=together
+    )

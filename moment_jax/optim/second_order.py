@@ -31,7 +31,7 @@ from moment_jax.optim.groups import (
 )
 from moment_jax.optim.last_step import Directions, Moved
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.operators import averaged, unbiased
+from moment_jax.optim.operators import averaged
 from moment_jax.optim.trees import unflatten
 
 Array = jax.Array
@@ -44,9 +44,19 @@ class Solver(Protocol):
         """The solver's own state."""
 
     def solve(
-        self, curvature: Factors, grads: Matrices, damping: Array, state: Any, fresh: Array
+        self,
+        curvature: Factors,
+        grads: Matrices,
+        damping: Array,
+        state: Any,
+        fresh: Array,
+        ready: Array,
     ) -> Directions:
-        """Solve for all groups; `fresh` is true where the curvature is new."""
+        """Solve for all groups.
+
+        `fresh` is true where the curvature is new. Where `ready` is not, the step is left out, and the
+        solver's state stays as it is.
+        """
 
 
 class SecondOrderState(NamedTuple):
@@ -138,7 +148,7 @@ class ScaleBySecondOrder:
         }
         averages, curvature, fresh = self._curvature(groups, factors, state)
         known = jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
-        ready = known & _all_finite(grads)
+        ready = known & _all_finite(updates)
         grads = {key: jnp.where(ready, grad, 0) for key, grad in grads.items()}
         damping = self._damping(state)
         moved = None
@@ -147,7 +157,7 @@ class ScaleBySecondOrder:
             moved = Moved.by(stack(groups, last), grads, curvature, damping, state.quadratic)
             if isinstance(self.damping, LevenbergMarquardt) and change is not None:
                 damping = self.damping.adapted(damping, jnp.asarray(change), moved.predicted)
-        solved = self.solver.solve(curvature, grads, damping, state.solver, fresh)
+        solved = self.solver.solve(curvature, grads, damping, state.solver, fresh, ready)
         bound = self._bound(state, moved, solved, ready, jnp.asarray(taken_back))
         size = solved.quadratic / 2
         clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), 1)
@@ -173,8 +183,7 @@ class ScaleBySecondOrder:
             predicted=state.predicted if moved is None else moved.predicted,
             previous=params if self._adapts else None,
             curvature=averages,
-            # Directions of a step that is left out are no guess for the next.
-            solver=jax.tree.map(lambda a, b: jnp.where(ready, a, b), solved.state, state.solver),
+            solver=solved.state,
         )
         return unflatten(updates, result), new
 
@@ -210,9 +219,11 @@ class ScaleBySecondOrder:
                     "update(grads, state, params, factors=factors)."
                 )
             averages, fresh = state.curvature, jnp.zeros((), bool)
-            return averages, {k: unbiased(f) for k, f in averages.items()}, fresh
+            return averages, averages, fresh
+        good = _all_finite(
+            factors
+        )  # before they are stacked: read twice, the stack would be stored
         new = stack_factors(groups, factors)
-        good = _all_finite(new)
         if self.decay is None:
             usable = {
                 key: jax.tree.map(lambda x: jnp.where(good, x, 0), factor)
@@ -230,9 +241,12 @@ class ScaleBySecondOrder:
             key: averaged(state.curvature[key], factor, decay, good) for key, factor in new.items()
         }
         fresh = good & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
-        return averages, {key: unbiased(f) for key, f in averages.items()}, fresh
+        return averages, averages, fresh
 
 
 def _all_finite(tree: Any) -> Array:
-    """Whether every number is finite."""
+    """Whether every number is finite.
+
+    Asked before arrays are stacked: what is read twice is stored.
+    """
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
