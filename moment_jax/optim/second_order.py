@@ -220,10 +220,9 @@ class ScaleBySecondOrder:
                 )
             averages, fresh = state.curvature, jnp.zeros((), bool)
             return averages, averages, fresh
-        good = _all_finite(
-            factors
-        )  # before they are stacked: read twice, the stack would be stored
         new = stack_factors(groups, factors)
+        names = [block.name for blocks in groups.values() for block in blocks]
+        good = _all_finite([factors[name] for name in names])
         if self.decay is None:
             usable = {
                 key: jax.tree.map(lambda x: jnp.where(good, x, 0), factor)
