@@ -17,12 +17,7 @@ from moment_jax.expectations.softmax import (
     softmax_moments,
 )
 from moment_jax.expectations.softmax_jacobian import expected_softmax_jacobian, softmax_jacobian
-from moment_jax.expectations.softmax_mean import (
-    ScoreCovariance,
-    expected_softmax,
-    masked_softmax,
-    quick_expected_softmax,
-)
+from moment_jax.expectations.softmax_mean import ScoreCovariance, expected_softmax, masked_softmax
 from moment_jax.expectations.tilted import tilted_softmax
 
 __all__ = [
@@ -35,7 +30,6 @@ __all__ = [
     "gelu",
     "logsumexp_mean",
     "masked_softmax",
-    "quick_expected_softmax",
     "rectified",
     "softmax_expansion",
     "softmax_jacobian",

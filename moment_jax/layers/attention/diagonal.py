@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import safe_divide
-from moment_jax.expectations import masked_softmax, quick_expected_softmax
+from moment_jax.expectations import masked_softmax
+from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import (
     Inputs,
