@@ -54,9 +54,10 @@ def safeguarded(
     )
 
     def init(params: optax.Params) -> SafeguardedState:
-        none, zero = jnp.int32(0), jnp.float32(0)
+        counts = [jnp.int32(0) for _ in range(3)]  # each by itself: an array may be donated once
+        averages = [jnp.float32(0) for _ in range(2)]
         return SafeguardedState(
-            chain.init(params), none, none, jnp.zeros((), bool), none, zero, zero
+            chain.init(params), *counts[:2], jnp.zeros((), bool), counts[2], *averages
         )
 
     def update(

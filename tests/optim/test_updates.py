@@ -268,3 +268,12 @@ def test_a_loss_falls(tx, reading, loss):
 
     values = [float(step(model, optimizer)) for _ in range(40)]
     assert values[-1] < 0.3 * values[0]
+
+
+@pytest.mark.parametrize("optimizer", [optim.kfac, optim.cg_fac])
+def test_the_state_may_be_donated(optimizer):
+    params, grads, factors = one_layer()
+    tx = optimizer()
+    step = jax.jit(lambda state: tx.update(grads, state, params, factors=factors), donate_argnums=0)
+    _, state = step(tx.init(params))
+    step(state)
