@@ -54,10 +54,17 @@ def safeguarded(
     )
 
     def init(params: optax.Params) -> SafeguardedState:
-        counts = [jnp.int32(0) for _ in range(3)]  # each by itself: an array may be donated once
-        averages = [jnp.float32(0) for _ in range(2)]
+        def zero(dtype: Any) -> Array:  # a new one each time: an array may be donated once
+            return jnp.zeros((), dtype)
+
         return SafeguardedState(
-            chain.init(params), *counts[:2], jnp.zeros((), bool), counts[2], *averages
+            chain.init(params),
+            skipped=zero(jnp.int32),
+            taken_back=zero(jnp.int32),
+            last_taken_back=zero(bool),
+            losses=zero(jnp.int32),
+            average=zero(jnp.float32),
+            deviation=zero(jnp.float32),
         )
 
     def update(
