@@ -7,12 +7,14 @@
 | `TokenCorrelated` | signed scale, one token correlation | T D + T^2 |
 | `Separable` | signed scale, a token and a feature correlation | T D + T^2 + D^2 |
 | `BatchSeparable` | the same, the feature correlation of a whole batch | T D + T^2 |
+| `FrozenSeparable` | the same, the feature correlation averaged beforehand | T D + T^2 |
 | `Full` | everything | T^2 D^2 |
 """
 
 from moment_jax.covariance.base import Covariance
 from moment_jax.covariance.batch_separable import BATCH_AXIS, BatchSeparable
 from moment_jax.covariance.diagonal import Diagonal
+from moment_jax.covariance.frozen_separable import FrozenSeparable
 from moment_jax.covariance.full import Full
 from moment_jax.covariance.separable import Separable
 from moment_jax.covariance.token_block import TokenBlock
@@ -22,7 +24,9 @@ STRUCTURES: dict[str, type[Covariance]] = {
     structure.__name__: structure
     for structure in (Diagonal, TokenBlock, TokenCorrelated, Separable, BatchSeparable, Full)
 }
-"""Every structure by its name: what command lines accept and what the tests run over."""
+"""Every structure by its name: what command lines accept and what the tests run over.
+
+`FrozenSeparable` is none of them: it needs a module's statistics."""
 
 __all__ = [
     "BATCH_AXIS",
@@ -30,6 +34,7 @@ __all__ = [
     "BatchSeparable",
     "Covariance",
     "Diagonal",
+    "FrozenSeparable",
     "Full",
     "Separable",
     "TokenBlock",

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import Covariance
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.nn.freezing import over_statistics
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior, sample_params
 
@@ -73,7 +75,12 @@ class BayesianModule(nnx.Module):
         self, layer: Callable[..., Any], *sequences: tuple[Any, ...], cache: Any = None
     ) -> Any:
         """`over_batch`, where inputs that are certain start in the module's structure."""
-        return over_batch(layer, self.settings.structure, *sequences, cache=cache)
+        structure = self.settings.structure
+
+        def run(layer: Callable[..., Any]) -> Any:
+            return over_batch(layer, structure, *sequences, cache=cache)
+
+        return over_statistics(self, layer, run, max(jnp.ndim(sequences[0][0]) - 2, 0))
 
     def mean_network(self) -> nnx.Module:
         """The plain Flax network at the means of the weights."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.statistics import checkpoint, scan
 from moment_jax.layers import NormParams, layer_norm
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.block import sizes_of
@@ -110,7 +111,7 @@ class Stack(BayesianModule):
         beliefs, final = params
 
         def step_of(block: Any) -> Callable[..., tuple[Array, Covariance]]:
-            return jax.checkpoint(partial(step, block)) if self.remat else partial(step, block)
+            return checkpoint(partial(step, block)) if self.remat else partial(step, block)
 
         if _alike(self.blocks, beliefs):
             # One block is compiled, whatever their number.
@@ -118,7 +119,7 @@ class Stack(BayesianModule):
             dtype = jnp.result_type(mean, *jax.tree.leaves(stacked))
             start = jax.tree.map(lambda leaf: leaf.astype(dtype), (mean, cov))
             first = step_of(self.blocks[0])
-            (mean, cov), _ = jax.lax.scan(lambda at, own: (first(*at, own), None), start, stacked)
+            (mean, cov), _ = scan(lambda at, own: (first(*at, own), None), start, stacked)
         else:
             for block, own in zip(self.blocks, beliefs, strict=True):
                 mean, cov = step_of(block)(mean, cov, own)
@@ -169,7 +170,7 @@ def through_steps(
             mean, cov, cache = blocks[0].step(*carry, *own)
             return (mean, cov), cache
 
-        (mean, cov), caches = jax.lax.scan(scanned, (mean, cov), (caches, stacked))
+        (mean, cov), caches = scan(scanned, (mean, cov), (caches, stacked))
         return mean, cov, caches
     new = []
     for i, (block, own) in enumerate(zip(blocks, beliefs, strict=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from moment_jax.nn.block import sizes_of
 from moment_jax.nn.conversion import check_loaded, check_same
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.encoder import Encoder
+from moment_jax.nn.freezing import over_statistics
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Point, Posterior, sample_params
@@ -215,7 +217,11 @@ class VisionTransformer(BayesianModule):
         tokens = self.patches(images)
         batch = tokens.shape[:-2]
         flat = tokens.reshape(math.prod(batch), *tokens.shape[-2:])
-        mean, cov = jax.vmap(lambda x: self._moments(x, params), axis_name=BATCH_AXIS)(flat)
+
+        def run(layer: Callable[..., Any]) -> Any:
+            return jax.vmap(layer, axis_name=BATCH_AXIS)(flat)
+
+        mean, cov = over_statistics(self, lambda x: self._moments(x, params), run, num_axes=1)
         return mean.reshape(*batch, *mean.shape[1:]), cov.reshape(*batch, *cov.shape[1:])
 
     @property

@@ -32,6 +32,7 @@ FEATURE_AXES: dict[type[Covariance], dict[str, int | None]] = {
     structures.Full: {"cov": 1},
 }
 FEATURE_AXES[structures.BatchSeparable] = FEATURE_AXES[structures.Separable]
+FEATURE_AXES[structures.FrozenSeparable] = FEATURE_AXES[structures.Separable]
 
 # The fields whose first axis belongs to tokens: the rows of a covariance lie where its tokens do.
 BY_TOKENS: dict[type[Covariance], frozenset[str]] = {
@@ -41,6 +42,7 @@ BY_TOKENS: dict[type[Covariance], frozenset[str]] = {
     structures.Separable: frozenset({"scale", "token_correlation", "pool"}),
 }
 BY_TOKENS[structures.BatchSeparable] = BY_TOKENS[structures.Separable]
+BY_TOKENS[structures.FrozenSeparable] = BY_TOKENS[structures.Separable]
 
 
 def moment_specs(cov: Covariance, *, batched: bool = True, sequence: bool = False) -> Covariance:

@@ -12,6 +12,7 @@ from moment_jax.covariance import (
     BatchSeparable,
     Covariance,
     Diagonal,
+    FrozenSeparable,
     Full,
     Separable,
     TokenBlock,
@@ -57,6 +58,7 @@ ATTENDERS: dict[type[Covariance], Attend] = {
     TokenCorrelated: _projected(mix_token_correlated),
     Separable: attend_separable,
     BatchSeparable: attend_separable,
+    FrozenSeparable: attend_separable,
     Full: _projected(mix_full),
 }
 """How each structure mixes tokens and projects the result; a new structure enters here."""
