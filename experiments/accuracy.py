@@ -15,10 +15,14 @@ import numpy as np
 import moment_jax as mj
 from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
-from experiments.command_line import Parser
+from experiments.command_line import InputError, Parser
 from experiments.outputs import writable_file, write_json
 from experiments.timing import interleaved
 
+STRUCTURES: dict[str, type[mj.Covariance]] = {
+    **mj.STRUCTURES,
+    "FrozenSeparable": mj.FrozenSeparable,
+}
 HEADER = ["case", "structure", "mean error", "sd ratio", "|ratio-1|", "sd corr.", "time"]
 
 
@@ -29,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
         "folder of .npz case files; a weight's standard deviation of 0 is a certain weight, a "
         "negative one an error",
     )
-    parser.choice("--structure", mj.STRUCTURES, None, "structures")
+    parser.choice("--structure", STRUCTURES, list(mj.STRUCTURES), "structures")
     parser.json()
     parser.whole("--repeats", 10, "timed runs of each forward, interleaved; their medians count")
     parser.real(
@@ -62,13 +66,16 @@ def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     forwards = {"": propagation.deterministic(case)}
     for name in dict.fromkeys(args.structure):
         size = propagation.full_gib(case)
-        if mj.STRUCTURES[name] is mj.Full and size > args.full_limit:
+        if STRUCTURES[name] is mj.Full and size > args.full_limit:
             reason = (
                 f"skipped: one array of {size:.2g} GiB is over --full-limit {args.full_limit:g}"
             )
             records.append({"case": case.name, "structure": name, "skipped": reason})
             continue
-        forwards[name] = propagation.moments(case, mj.STRUCTURES[name])
+        if STRUCTURES[name] is mj.FrozenSeparable and not len(case.others):
+            raise InputError(f"case {case.name} holds no inputs without truth, of which "
+                             f"{name} takes its statistics; leave that structure out")  # fmt: skip
+        forwards[name] = propagation.moments(case, STRUCTURES[name])
         output, logits = forwards[name]()
         records.append(_record(case.name, name, output, case.truth))
         if case.logits is not None:

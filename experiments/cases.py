@@ -46,6 +46,7 @@ class Case:
       num_heads: of the blocks.
       head: certain dense layer on the mean over tokens, or None.
       inputs: (N, T, D), T = 1 for an MLP.
+      others: inputs without truth, (M, T, D), from which `FrozenSeparable` takes its statistics.
       truth: of the output, (N, T, O).
       logits: truth of the head's output, (N, C), or None.
     """
@@ -56,6 +57,7 @@ class Case:
     num_heads: int
     head: mj.DenseParams | None
     inputs: np.ndarray
+    others: np.ndarray
     truth: Truth
     logits: Truth | None
 
@@ -166,9 +168,9 @@ class _Reader:
             layers.append(layer)
             width = layer.kernel.shape[1]
         truth = self.truth("mc_mean", "mc_std", None, width)
-        rows = self.rows(inputs, truth)[:, None, :]
+        rows, others = (part[:, None, :] for part in self.rows(inputs, truth))
         truth = Truth(truth.mean[:, None, :], truth.sd[:, None, :])
-        return Case(self.path.stem, layers, [], 0, None, rows, truth, None)
+        return Case(self.path.stem, layers, [], 0, None, rows, others, truth, None)
 
     def encoder(self) -> Case:
         inputs = self.array("X", None, None, None)
@@ -183,7 +185,7 @@ class _Reader:
                 f"{num_heads} heads do not divide a width of {joined}", "write `heads`, a divisor"
             )
         truth = self.truth("mc_mean", "mc_std", None, tokens, width)
-        rows = self.rows(inputs, truth)
+        rows, others = self.rows(inputs, truth)
         head, logits = None, None
         if "head_W" in self.arrays:
             kernel = self.array("head_W", None, width)
@@ -192,15 +194,15 @@ class _Reader:
                 mj.posterior.Point(jnp.asarray(kernel.T)), mj.posterior.Point(jnp.asarray(bias))
             )
             logits = self.truth("logit_mean", "logit_std", len(rows), kernel.shape[0])
-        return Case(self.path.stem, [], blocks, num_heads, head, rows, truth, logits)
+        return Case(self.path.stem, [], blocks, num_heads, head, rows, others, truth, logits)
 
-    def rows(self, inputs: np.ndarray, truth: Truth) -> np.ndarray:
-        """The inputs whose truth is known: the first."""
+    def rows(self, inputs: np.ndarray, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
+        """The inputs whose truth is known, which are the first, and the others."""
         if len(truth.mean) > len(inputs):
             raise self.wrong(
                 f"mc_mean is of {len(truth.mean)} inputs, X holds {len(inputs)}", "write them all"
             )
-        return inputs[: len(truth.mean)]
+        return inputs[: len(truth.mean)], inputs[len(truth.mean) :]
 
     def dense(
         self, mean: str, sd: str, bias: str, bias_sd: str, width: int, out: int | None = None

@@ -76,14 +76,6 @@ def plain_network(seed: int) -> mj.nn.PlainVisionTransformer:
     return network
 
 
-def _augmented_batch(digits: Digits, size: int, key: Array, step: Array) -> tuple[Array, Array]:
-    """A mini-batch of training images, each moved by up to a pixel: the same for both networks."""
-    order_key, shift_key = jax.random.split(key)
-    images, labels = data.mini_batch(order_key, step, digits.train, size)
-    shift_key = jax.random.fold_in(shift_key, step)
-    return data.shifted(shift_key, images, digits.background), labels
-
-
 def plain_task(
     graph: Any,
     digits: Digits,
@@ -99,7 +91,7 @@ def plain_task(
         return nnx.merge(graph, params)(images)
 
     def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
-        images, labels = _augmented_batch(digits, batch_size, key, step)
+        images, labels = data.mini_batch(key, step, digits.train, batch_size)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, images), labels)
         return losses.mean(), {}
 
@@ -127,7 +119,7 @@ def bayesian_task(
     fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
 
     def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
-        images, labels = _augmented_batch(digits, batch_size, key, step)
+        images, labels = data.mini_batch(key, step, digits.train, batch_size)
         network = nnx.merge(graph, params)
         fits = jax.vmap(fit_of)(labels, *network(images))
         kl = network.kl()

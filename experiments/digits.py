@@ -67,7 +67,7 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--warm-up", 200, "updates in which the weight of the KL rises from 0", least=0)
     parser.whole("--plain-steps", 2200, "updates of the plain network")
     parser.real("--plain-learning-rate", 5e-3, "peak of the plain network's cosine schedule")
-    parser.real("--weight-decay", 1e-2, "AdamW weight decay of the plain network", least=0)
+    parser.real("--weight-decay", 0.3, "AdamW weight decay of the plain network", least=0)
     parser.whole("--samples", 300, "networks sampled from the posterior to compare with", least=2)
     parser.whole("--save-every", 200, "updates of the Bayesian network between checkpoints")
 

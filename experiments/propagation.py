@@ -11,6 +11,7 @@ import numpy as np
 
 import moment_jax as mj
 from experiments.cases import Case
+from moment_jax.covariance.statistics import explicit
 
 Array = jax.Array
 Forward = Callable[[], Any]
@@ -55,7 +56,26 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
             return jax.lax.map(lambda x: one(x, params), inputs)
         return jax.vmap(lambda x: one(x, params), axis_name="batch")(inputs)
 
-    return _compiled(batch, case.inputs, (case.layers, case.blocks, case.head))
+    everything = (case.layers, case.blocks, case.head)
+    if structure is mj.FrozenSeparable:
+        return _frozen(one, case, everything)
+    return _compiled(batch, case.inputs, everything)
+
+
+def _frozen(one: Callable[..., Any], case: Case, params: Any) -> Forward:
+    """`one` for each input, feature correlations averaged over the others."""
+
+    def write(params: Any) -> Any:
+        written = jax.vmap(lambda x: explicit(one)(None, x, params)[1], axis_name="batch")(
+            jnp.asarray(case.others)
+        )
+        return jax.tree.map(lambda leaf: leaf.mean(axis=0), written)
+
+    def batch(inputs: Array, given: tuple[Any, Any]) -> Any:
+        statistics, params = given
+        return jax.vmap(lambda x: explicit(one)(statistics, x, params)[0])(inputs)
+
+    return _compiled(batch, case.inputs, (jax.jit(write)(params), params))
 
 
 def deterministic(case: Case) -> Forward:

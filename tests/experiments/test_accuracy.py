@@ -58,6 +58,17 @@ def test_blocks_with_a_head_have_two_lines(tmp_path):
     assert [record["case"] for record in records] == ["small", "small logits"]
 
 
+def test_frozen_statistics_come_from_the_inputs_without_truth(tmp_path, capsys):
+    arrays = mlp_arrays()
+    np.savez(tmp_path / "mlp.npz", **arrays)
+    frozen, own = compare(tmp_path, tmp_path, "FrozenSeparable", "Separable")
+    assert frozen["sd_ratio"] == pytest.approx(own["sd_ratio"], abs=0.05)
+    arrays["X"] = arrays["X"][: len(arrays["mc_mean"])]
+    np.savez(tmp_path / "mlp.npz", **arrays)
+    assert main(["accuracy", "--cases", str(tmp_path), "--structure", "FrozenSeparable"]) == 2
+    assert "without truth" in capsys.readouterr().err
+
+
 def test_full_is_skipped_where_it_is_too_large(tmp_path, capsys):
     np.savez(tmp_path / "small.npz", **block_arrays())
     arguments = ["accuracy", "--cases", str(tmp_path), "--structure", "Full"]
