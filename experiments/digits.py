@@ -55,21 +55,21 @@ def add_arguments(parser: Parser) -> None:
         "trained in BatchSeparable predicts in Separable)",
     )
     parser.choice("--posterior", POSTERIORS, "factorized", "family of the beliefs about weights")
-    parser.whole("--steps", 600, "updates of the Bayesian network")
+    parser.whole("--steps", 150, "updates of the Bayesian network")
     parser.whole("--batch-size", 32, "training images for each update, of both networks")
-    parser.real("--learning-rate", 3e-3, "peak of the Bayesian network's cosine schedule")
+    parser.real("--learning-rate", 1e-3, "peak of the Bayesian network's cosine schedule")
     parser.real(
         "--kl-weight",
-        0.01,
+        0.1,
         "final weight of the KL divergence in the ELBO: 1 is Bayes' rule, less a cold posterior",
         least=0,
     )
-    parser.whole("--warm-up", 200, "updates in which the weight of the KL rises from 0", least=0)
+    parser.whole("--warm-up", 50, "updates in which the weight of the KL rises from 0", least=0)
     parser.whole("--plain-steps", 2200, "updates of the plain network")
     parser.real("--plain-learning-rate", 5e-3, "peak of the plain network's cosine schedule")
     parser.real("--weight-decay", 0.3, "AdamW weight decay of the plain network", least=0)
     parser.whole("--samples", 300, "networks sampled from the posterior to compare with", least=2)
-    parser.whole("--save-every", 200, "updates of the Bayesian network between checkpoints")
+    parser.whole("--save-every", 50, "updates of the Bayesian network between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:
