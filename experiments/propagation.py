@@ -11,7 +11,6 @@ import numpy as np
 
 import moment_jax as mj
 from experiments.cases import Case
-from moment_jax.covariance.statistics import explicit
 
 Array = jax.Array
 Forward = Callable[[], Any]
@@ -64,16 +63,16 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
 
 def _frozen(one: Callable[..., Any], case: Case, params: Any) -> Forward:
     """`one` for each input, feature correlations averaged over the others."""
+    explicit = mj.with_feature_statistics(one)
 
     def write(params: Any) -> Any:
-        written = jax.vmap(lambda x: explicit(one)(None, x, params)[1], axis_name="batch")(
-            jnp.asarray(case.others)
-        )
+        others = jnp.asarray(case.others)
+        written = jax.vmap(lambda x: explicit(None, x, params)[1], axis_name="batch")(others)
         return jax.tree.map(lambda leaf: leaf.mean(axis=0), written)
 
     def batch(inputs: Array, given: tuple[Any, Any]) -> Any:
         statistics, params = given
-        return jax.vmap(lambda x: explicit(one)(statistics, x, params)[0])(inputs)
+        return jax.vmap(lambda x: explicit(statistics, x, params)[0])(inputs)
 
     return _compiled(batch, case.inputs, (jax.jit(write)(params), params))
 

@@ -29,6 +29,7 @@ from moment_jax.covariance import (
     Separable,
     TokenBlock,
     TokenCorrelated,
+    with_feature_statistics,
 )
 from moment_jax.inference import fit
 from moment_jax.layers import (
@@ -113,6 +114,7 @@ __all__ = [
     "rms_norm",
     "sinusoidal_positions",
     "softmax",
+    "with_feature_statistics",
 ]
 
 

@@ -17,6 +17,7 @@ from moment_jax.covariance.diagonal import Diagonal
 from moment_jax.covariance.frozen_separable import FrozenSeparable
 from moment_jax.covariance.full import Full
 from moment_jax.covariance.separable import Separable
+from moment_jax.covariance.statistics import with_feature_statistics
 from moment_jax.covariance.token_block import TokenBlock
 from moment_jax.covariance.token_correlated import TokenCorrelated
 
@@ -39,4 +40,5 @@ __all__ = [
     "Separable",
     "TokenBlock",
     "TokenCorrelated",
+    "with_feature_statistics",
 ]

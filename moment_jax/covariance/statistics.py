@@ -83,14 +83,21 @@ def exchange(statistic: Array, average: Callable[[Array], Array]) -> Array:
     return tape.exchange(statistic, average)
 
 
-def explicit(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Written]]:
-    """`fn` as a function of the statistics that it reads, None to write, and then of its arguments.
+def with_feature_statistics(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Written]]:
+    """`fn` as a function of the feature statistics too that `FrozenSeparable` reads.
+
+    `jax.vmap(lambda x: with_feature_statistics(fn)(None, x)[1], axis_name="batch")(inputs)` writes them,
+    the same for every input; their means over that axis are what later passes take.
+
+    Args:
+      fn: uses `FrozenSeparable`, outside of other transformations than a batch's `vmap`.
 
     Returns:
-      A function that gives the result of `fn` and what was written, () when reading.
+      A function (statistics, *args) -> (the result of `fn`, what was written). Statistics of None: they
+      are written, by averaging over the axis "batch" where there is one; else read, and () is written.
 
     Raises:
-      ValueError: on a call, if fewer or more statistics are given than it reads.
+      ValueError: on a call, if fewer or more statistics are given than `fn` reads, or of other shapes.
     """
 
     def run(given: Written | None, *args: Any) -> tuple[Any, Written]:
@@ -120,7 +127,7 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], start: Any, xs: Any) -> tu
 
     def step(carry: Any, own: Any) -> tuple[Any, Any]:
         given, x = own
-        (carry, y), written = explicit(body)(given, carry, x)
+        (carry, y), written = with_feature_statistics(body)(given, carry, x)
         return carry, (y, written)
 
     end, (ys, written) = jax.lax.scan(step, start, (tape.take(), xs))
@@ -135,7 +142,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         tape = _open.get()
         if tape is None:
             return jax.checkpoint(fn)(*args)
-        result, written = jax.checkpoint(explicit(fn))(tape.take(), *args)
+        result, written = jax.checkpoint(with_feature_statistics(fn))(tape.take(), *args)
         tape.put(written)
         return result
 

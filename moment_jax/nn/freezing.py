@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import FrozenSeparable
-from moment_jax.covariance.statistics import averaged, explicit
+from moment_jax.covariance.statistics import averaged, with_feature_statistics
 
 M = TypeVar("M", bound=nnx.Module)
 Found = dict[int, Any]  # statistics of the modules, by their identity
@@ -81,13 +81,13 @@ def over_statistics(
                 f"`FrozenSeparable` needs feature statistics, and this {type(module).__name__} has "
                 "none. Make the module by `mj.nn.freeze_features(module, batches)`."
             )
-        return run(lambda *args: explicit(layer)(stored.get_value(), *args)[0])
+        return run(lambda *args: with_feature_statistics(layer)(stored.get_value(), *args)[0])
     if id(module) in found:
         raise ValueError(
             f"`freeze_features` needs every module called once in a pass. Got {type(module).__name__} "
             "a second time. Predict with `Separable`."
         )
-    result, written = run(partial(explicit(layer), None))
+    result, written = run(partial(with_feature_statistics(layer), None))
     axes = tuple(range(num_axes))
     found[id(module)] = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=axes), written)
     return result

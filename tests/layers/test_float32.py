@@ -59,18 +59,19 @@ def test_variances_and_gradients(structure):
 
     def total(*arguments):
         # Sums of squares of all outputs would leave float32's range: every one in its own units.
+        every = variances(*arguments)
         return sum(
             jnp.sum(variance) / jax.lax.stop_gradient(1 + jnp.max(variance))
-            for variance in variances(*arguments).values()
-        )
+            for variance in every.values()
+        ), every
 
-    compiled, gradient = jax.jit(variances), jax.jit(jax.grad(total, (0, 1, 2)))
+    compiled, gradient = jax.jit(variances), jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))
     for of, gains in GAINS.items():
         for gain in gains:
             params = scaled(BLOCK, gain if "parameters" in of else 1)
             arguments = gain * MEAN, jnp.full(SHAPE, 0.01 * gain**2), params
             single = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), arguments)
-            got, want, slopes = compiled(*single), compiled(*arguments), gradient(*single)
+            want, (slopes, got) = compiled(*arguments), gradient(*single)
             steepest = np.max([np.max(np.abs(slope)) for slope in jax.tree.leaves(slopes)])
             print(f"\n{structure.__name__}, {of} times {gain}: greatest slope {steepest:.1e}")
             for name in want:
