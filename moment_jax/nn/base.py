@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import Covariance
@@ -80,7 +79,8 @@ class BayesianModule(nnx.Module):
         def run(layer: Callable[..., Any]) -> Any:
             return over_batch(layer, structure, *sequences, cache=cache)
 
-        return over_statistics(self, layer, run, max(jnp.ndim(sequences[0][0]) - 2, 0))
+        num_axes = getattr(sequences[0][0], "ndim", 2) - 2  # what is no array `over_batch` refuses
+        return over_statistics(self, layer, run, num_axes)
 
     def mean_network(self) -> nnx.Module:
         """The plain Flax network at the means of the weights."""
