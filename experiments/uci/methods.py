@@ -48,9 +48,9 @@ class Method(abc.ABC):
     def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
         """What all weights cost."""
 
+    @abc.abstractmethod
     def draw(self, module: Any, setting: Setting) -> draws.Draw:
-        """How networks are drawn, where they are."""
-        raise NotImplementedError
+        """How networks are drawn."""
 
     def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
         """The mean log-likelihood of a mini-batch, each part of it by a network of its own."""

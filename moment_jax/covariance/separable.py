@@ -4,51 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import separable_noise
-from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance import separable_maps, separable_noise
+from moment_jax.covariance.base import ElementwiseGain, RandomKernel
 from moment_jax.covariance.checks import check_correlations, sequence_shape
 from moment_jax.covariance.feature_gram import FeatureGram
-from moment_jax.covariance.low_rank import low_rank_moments
-from moment_jax.covariance.numerics import (
-    correlation_of,
-    definite,
-    gram,
-    paired,
-    safe_divide,
-    safe_sqrt,
-    vector_variance,
-    weighted,
-)
-from moment_jax.covariance.pytree import FormedLater, register_fields
-from moment_jax.xla import (
-    by_tokens,
-    diagonal_matrix,
-    materialized,
-    materialized_inputs,
-    rows_diagonal,
-)
+from moment_jax.covariance.numerics import gram, paired, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.separable_grams import Grams, MadeOfGrams
+from moment_jax.xla import by_tokens
 
 Array = jax.Array
 DEFAULTS = ("pool", "sum_variance")  # fields that may be None
-NARROW = 12  # features, below which averages over them are checked: see `Separable.from_crossed`
-
-
-class Grams(NamedTuple):
-    """What a `Separable` was made of, for the next operation; boundaries of transformations drop it."""
-
-    variance: Array  # (T, D)
-    tokens: Array  # (T, T)
-    features: FeatureGram
 
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
-class Separable(FormedLater, Covariance):
+class Separable(MadeOfGrams):
     """Token and feature correlations multiply: Cov[x_td, x_se] = s_td s_se r_ts R_de.
 
     The projection keeps the variances, s_td = sqrt(Var[x_td]), the correlation r of the token Gram
@@ -114,9 +90,9 @@ class Separable(FormedLater, Covariance):
             gain = self.share(safe_sqrt(ratio))
             known = known._replace(features=known.features.rescaled(gain))
         variance = None if self.sum_variance is None else self.sum_variance * ratio
-        return self._with(known, pool=pool, sum_variance=variance)
+        return self.with_grams(known, pool=pool, sum_variance=variance)
 
-    def _with(self, grams: Grams | None, **fields: Any) -> Self:
+    def with_grams(self, grams: Grams | None, **fields: Any) -> Self:
         """With other fields, and Gram matrices that are theirs, where they are known."""
         if grams is None:
             return dataclasses.replace(self, **fields)
@@ -124,16 +100,6 @@ class Separable(FormedLater, Covariance):
         later = {name: functools.partial(getattr, self, name) for name in names - {*DEFAULTS}}
         kept = {name: getattr(self, name) for name in names & {*DEFAULTS}}
         return self.formed(later, grams=grams, **kept, **fields)
-
-    @staticmethod
-    def share(statistic: Array) -> Array:
-        """What stands for a statistic of the features: here every sequence's own."""
-        return statistic
-
-    @classmethod
-    def own_variance(cls, variance: Array, token_gram: Array, pool: Array | None) -> Array:
-        """Variances of this sequence's sum, (D,), from what stands for them."""
-        return variance
 
     def pooled_variance(self, weights: Array | None = None) -> Array:
         """Variances of a sum over the tokens, (D,), by scale and token correlation.
@@ -150,77 +116,6 @@ class Separable(FormedLater, Covariance):
         unit, none = by_tokens(jnp.eye(t, dtype=dtype)), jnp.zeros(d, dtype)
         scale = by_tokens(jnp.zeros(shape, dtype))
         return cls(scale, unit, jnp.eye(d, dtype=dtype), sum_variance=none)
-
-    @classmethod
-    def project(cls, dense: Array) -> Self:
-        check_dense(dense)
-        return cls.from_moments(
-            jnp.einsum("tdtd->td", dense),
-            jnp.einsum("tdsd->ts", dense),
-            jnp.einsum("tdse->de", dense),
-        )
-
-    @classmethod
-    @materialized_inputs
-    def from_moments(
-        cls,
-        variance: Array,
-        token_gram: Array,
-        feature_gram: Array | FeatureGram,
-        pool: Array | None = None,
-    ) -> Self:
-        """Made of variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
-        variance = materialized(jnp.maximum(variance, 0))
-        token_gram = materialized(by_tokens(token_gram))
-        if not isinstance(feature_gram, FeatureGram):
-            feature_gram = FeatureGram(feature_gram)
-        feature_gram = feature_gram.shared(cls.share)
-        total = jnp.maximum(feature_gram.diag(), 0)
-        grams = Grams(variance, token_gram, feature_gram._replace(variance=total))
-        later = {
-            "scale": lambda: safe_sqrt(variance),
-            "token_correlation": lambda: correlation_of(token_gram, rows_diagonal(token_gram)),
-            "feature_correlation": lambda: correlation_of(grams.features.dense()),
-        }
-        sum_variance = cls.own_variance(total, token_gram, pool)
-        return cls.formed(later, grams=grams, pool=pool, sum_variance=sum_variance)
-
-    @classmethod
-    def from_crossed(
-        cls,
-        variance: Array,
-        token_gram: Array,
-        feature_gram: Array | FeatureGram,
-        pool: Array | None = None,
-    ) -> Self:
-        """`from_moments` of sums with cross terms that were averaged over tokens or features.
-
-        Averages can leave Gram matrices indefinite where they are over few features: their
-        off-diagonals are shrunk there. With more than `NARROW` features none was seen in 1,000 random
-        attentions and blocks, and the eigenvalues are not computed.
-        """
-        if variance.shape[1] <= NARROW:
-            if isinstance(feature_gram, FeatureGram):
-                feature_gram = feature_gram.dense()
-            token_gram, feature_gram = definite(token_gram), definite(feature_gram)
-        return cls.from_moments(variance, token_gram, feature_gram, pool)
-
-    @classmethod
-    def shared(cls, num_tokens: int, cov: Array) -> Self:
-        variance = vector_variance(cov)
-        return cls.from_moments(
-            jnp.broadcast_to(variance[None, :], (num_tokens, *variance.shape)),
-            jnp.broadcast_to(jnp.sum(variance), (num_tokens, num_tokens)),
-            FeatureGram(diagonal=num_tokens**2 * cov) if cov.ndim == 1 else num_tokens**2 * cov,
-        )
-
-    @classmethod
-    def independent(cls, variance: Array) -> Self:
-        return cls.from_moments(
-            variance,
-            diagonal_matrix(jnp.sum(variance, axis=1)),
-            FeatureGram(diagonal=jnp.sum(variance, axis=0)),
-        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -289,56 +184,10 @@ class Separable(FormedLater, Covariance):
         variance = self.variance()
         return variance * ((variance * vectors) @ self.feature_correlation**2)
 
-    def rescale(self, factor: Array) -> Self:
-        scale = self.scale * factor
-        if factor.shape[0] > 1:
-            return dataclasses.replace(self, scale=scale, sum_variance=None)
-        token_gram = self.token_correlation * (scale @ scale.T)
-        grams = Grams(scale**2, token_gram, self.features().rescaled(factor[0]))
-        variance = self.summed_variance() * factor[0] ** 2
-        return self._with(grams, scale=scale, sum_variance=variance)
-
-    def map_features(self, kernel: Array) -> Self:
-        before, variance, squared = self.features(), self.variance(), kernel**2
-        features = before.map(kernel)
-        factor = safe_divide(jnp.maximum(features.diag(), 0), before.diag() @ squared)
-        # With a scale of rank one the tokens' correlation passes as it is. The variances' sums over the
-        # features without the variances, for which queries and keys have no use.
-        token_gram = self.token_gram()
-        ratio = safe_divide(variance @ (squared @ factor), rows_diagonal(token_gram))
-        root = safe_sqrt(ratio)
-        return self.from_moments(
-            (variance @ squared) * factor[None, :],
-            root[:, None] * token_gram * root[None, :],
-            features,
-            self.pool,
-        )
-
-    def map_tokens(self, weights: Array) -> Self:
-        scaled = weights[:, :, None] * self.scale[None]
-        partial = jnp.einsum("utd,ts->usd", scaled, self.token_correlation)
-        variance = jnp.maximum(jnp.sum(partial * scaled, axis=1), 0)
-        token_gram = weights @ self.token_gram() @ weights.T
-        features = self.features()
-        if weights.shape[0] == 1:
-            known = self.summed_variance()
-            variance = separable_noise.sum_variance(self, weights[0], known)[None, :]
-            ratio = safe_divide(variance[0], known)
-        else:
-            total = jnp.sum(weights, axis=0)
-            ratio = safe_divide(self.pooled_variance(total), self.pooled_variance())
-        features = features.rescaled(self.share(safe_sqrt(ratio)))
-        return self.from_moments(variance, token_gram, features)
-
-    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
-        pairs = self.token_correlation
-        if self.pool is not None:
-            pairs = self.pool[:, None] * pairs * self.pool[None, :]
-        variance, pattern, feature_gram = low_rank_moments(
-            self.scale, self.feature_correlation, gain, left, right, pairs
-        )
-        token_gram = self.token_correlation * pattern
-        return self.from_moments(variance, token_gram, feature_gram, self.pool)
+    rescale = separable_maps.rescale
+    map_features = separable_maps.map_features
+    map_tokens = separable_maps.map_tokens
+    map_low_rank = separable_maps.map_low_rank
 
     def add(self, *others: Self) -> Self:
         every: tuple[Self, ...] = (self, *others)

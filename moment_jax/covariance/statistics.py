@@ -31,7 +31,7 @@ class Tape:
     def exchange(self, statistic: Array, average: Callable[[Array], Array]) -> Array:
         """The stored array in the place of a statistic; when writing, its average, which is stored."""
         if self._trace != _trace():
-            raise NotImplementedError(
+            raise ValueError(
                 "`FrozenSeparable` reads its statistics in `mj.nn`'s modules, through their scans over "
                 "blocks and `remat`. Got another transformation inside of one. Use `Separable`."
             )

@@ -98,7 +98,6 @@ def fit(
     """
     name, known_noise = checked_likelihood("fit", likelihood, (Categorical, Gaussian))
     inputs, targets = checked_data(data, name)
-    held = checked_data(validation, name) if isinstance(validation, tuple) else None
     table = model is None
     x_scaling = Scaling.of(one_table(inputs)) if table else None
     y_scaling = Scaling.of(targets) if table and name is Gaussian else None
@@ -111,10 +110,10 @@ def fit(
     elif not isinstance(model, nnx.Module):
         raise TypeError(f"`fit` needs a Flax NNX module, or None. Got {type(model).__name__}.")
     everything = scaled((inputs, targets), x_scaling, y_scaling)
-    if held is None:
-        train, held = divided(everything, float(validation), seed)  # type: ignore[arg-type]
+    if not isinstance(validation, tuple):
+        train, held = divided(everything, float(validation), seed)
     else:
-        train, held = everything, scaled(held, x_scaling, y_scaling)
+        train, held = everything, scaled(checked_data(validation, name), x_scaling, y_scaling)
 
     rate = learning_rate if learning_rate is not None else (TABLE_RATE if table else MODEL_RATE)
     split: Any = nnx.split(model, nnx.Param, ...)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import jax
@@ -28,9 +29,9 @@ Masks = tuple[Array | None, Array | None]  # of the sequence, and of the memory
 class WithMemory(BayesianModule):
     """A module that looks at a memory; subclasses give `masked_moments`."""
 
+    @abc.abstractmethod
     def masked_moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
         """Moments of one sequence with one memory; the masks say which tokens exist, too."""
-        raise NotImplementedError
 
     def moments(
         self,

@@ -88,9 +88,9 @@ def for_model(
 
 def _check_method(method: object) -> None:
     """Raise unless `method` can be called as method(blocks=...)."""
-    takes = callable(method)
-    if takes:
-        options = inspect.signature(method).parameters  # type: ignore[arg-type]
+    takes = False
+    if callable(method):
+        options = inspect.signature(method).parameters
         takes = "blocks" in options or any(o.kind is o.VAR_KEYWORD for o in options.values())
     if not takes:
         raise TypeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -23,7 +24,11 @@ class Posterior(abc.ABC):
     for biases and gains (D,). They take one belief: for a stack of beliefs use `jax.vmap`.
     """
 
-    mean: Array
+    if TYPE_CHECKING:  # dataclasses would take a property of their base for a field's default
+
+        @property
+        def mean(self) -> Array:
+            """The expected array."""
 
     @property
     def shape(self) -> tuple[int, ...]:

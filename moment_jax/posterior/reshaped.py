@@ -49,7 +49,7 @@ class Reshaped(Posterior):
             )
 
     @property
-    def mean(self) -> Array:  # type: ignore[override]
+    def mean(self) -> Array:
         """The mean in the new shape."""
         return self.belief.mean.reshape(self.new_shape)
 

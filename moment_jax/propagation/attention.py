@@ -195,9 +195,12 @@ def _read(
         part.params(c.ravel(), f)
         for part, c, f in zip(parts, columns, (factor, None, None), strict=True)
     ]
-    if any(p is None for p in params) or layout.value_columns.shape[1] != width:
-        return None  # beliefs that shared keys have none of, or values wider than keys
-    return Core(query, key, value, tuple(params), h, width, mask, places)  # type: ignore[arg-type]
+    of_query, of_key, of_value = params
+    if of_query is None or of_key is None or of_value is None:
+        return None  # beliefs that shared keys have none of
+    if layout.value_columns.shape[1] != width:
+        return None
+    return Core(query, key, value, (of_query, of_key, of_value), h, width, mask, places)
 
 
 def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) -> float:

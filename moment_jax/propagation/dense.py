@@ -15,7 +15,7 @@ from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.branches import Branch, through_dense, through_gain
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
+from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh, taken
 from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
 
@@ -157,8 +157,7 @@ def _noise(
             return shift, []
         return shift, [type(m.cov).shared(t, vector.vector_cov())]
     if isinstance(weight.posterior, Point):
-        order = Moments(weight.posterior.mean.reshape(1, -1), None, whole.places)  # type: ignore[arg-type]
-        return as_rows(order.array(), tokens, features), []
+        return as_rows(taken(weight.posterior.mean, whole.places), tokens, features), []
     mean, cov = whole.moments(propagator.structure).sequence(tokens, features)
     return mean, [cov]
 

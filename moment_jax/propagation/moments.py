@@ -48,11 +48,11 @@ class Moments:
 
     def array(self) -> Array:
         """The array's mean."""
-        return _taken(self.mean, self.places)
+        return taken(self.mean, self.places)
 
     def variance(self) -> Array:
         """The array's variances."""
-        return _taken(self.cov.variance(), self.places)
+        return taken(self.cov.variance(), self.places)
 
     def axes(self) -> tuple[Axes, Axes]:
         """The axes of the array along which tokens change, and those along which features do.
@@ -87,7 +87,7 @@ class Moments:
         order = as_rows(self.places, tokens, features)
         if np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
             return self.mean, self.cov
-        return _taken(self.mean, order), gather(self.cov, order)
+        return taken(self.mean, order), gather(self.cov, order)
 
 
 def fresh(
@@ -111,7 +111,8 @@ def as_rows(array: Any, tokens: Axes, features: Axes, *last: int) -> Any:
     return array.transpose(*rest, *named).reshape(*size, *(-1 for _ in last[:1]))
 
 
-def _taken(array: Array, places: np.ndarray) -> Array:
+def taken(array: Array, places: np.ndarray) -> Array:
+    """Entries at these flat places, zero at place -1."""
     if np.array_equal(places.ravel(), np.arange(array.size)):
         return array.reshape(places.shape)
     values = array.reshape(-1)[np.maximum(places, 0)]

@@ -161,12 +161,16 @@ def _variance(
         - 2 * crossed(by_pulled[:, :-1], pulled)
         + size * by_pulled[:, -1]
     )
-    total = by_keys + rows.query[:, 0] * jnp.maximum(by_query, 0)
+    total = jnp.maximum(by_keys + rows.query[:, 0] * jnp.maximum(by_query, 0), 0)
     gain = jnp.ones_like(total)
     if order == 2:
-        gain = saturation(total, left_within(weights @ values, size))
+        within = left_within(weights @ values, size)
+        gain = saturation(total, within)
+        # Where a row gives all its weight to one key, the total is rounding, and fused into its two
+        # readers it is rounded twice: then the gain alone does not bound it.
+        total = jnp.minimum(gain**2 * total, within)
     share = safe_divide(pattern, jnp.sum(pattern, axis=1, keepdims=True))
-    return by_values + share * (gain**2 * jnp.maximum(total, 0))[:, None], gain
+    return by_values + share * total[:, None], gain
 
 
 def _squared_products(k: Array, v: Array, noise: Array, weights: Array) -> Array:
