@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-import moment_jax as mj
+from experiments.accuracy import STRUCTURES
 from experiments.command_line import Parser, PartError
 from experiments.outputs import writable_file, write_json
 from experiments.price.parts import (
@@ -54,7 +54,7 @@ COUNTS = {"operations": "operations", "products": "products", "of shapes": "prod
 
 def add_arguments(parser: Parser) -> None:
     """Which structures and shapes, how often they are timed, and where the figures go."""
-    parser.choice("--structure", mj.STRUCTURES, None, "structures")
+    parser.choice("--structure", STRUCTURES, None, "structures")
     parser.add_argument(
         "--shape",
         type=_shape,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments import draws
+from experiments.accuracy import STRUCTURES
 
 Array = jax.Array
 
@@ -94,11 +94,22 @@ def forward_of(name: str, part: Part, heads: int) -> Callable[..., Any]:
     def sampled(params: Any, x: Array) -> Array:
         return draws.many(plain, draws.weights(params), jax.random.key(0), x, NETWORKS)
 
-    def moments(params: Any, mean: Array, cov: Any) -> Any:
-        in_batch = partial(jax.vmap, axis_name="batch")  # which `BatchSeparable` averages over
-        return in_batch(lambda m, c: part.moments(m, c, params, heads))(mean, cov)
+    def moments(params: Any, mean: Array, cov: Any, statistics: Any) -> Any:
+        return _with_statistics(part, params, heads)(jax.lax.stop_gradient(statistics), mean, cov)[
+            0
+        ]
 
     return {PLAIN: plain, SAMPLED: sampled}.get(name, moments)
+
+
+def _with_statistics(part: Part, params: Any, heads: int) -> Callable[..., Any]:
+    """Moments of a batch as `mj.with_feature_statistics` has them: only `FrozenSeparable` has any."""
+
+    def layer(mean: Array, cov: Any) -> tuple[Array, Any]:
+        return part.moments(mean, cov, params, heads)
+
+    # `BatchSeparable` averages over the axis.
+    return jax.vmap(mj.with_feature_statistics(layer), (None, 0, 0), axis_name="batch")
 
 
 def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,19 +123,22 @@ def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arguments_of(name: str, part: Part, shape: Shape) -> tuple[Any, ...]:
-    """Parameters (`Factorized`), inputs, and for a structure their covariance, as a layer leaves it."""
+    """Parameters (`Factorized`), inputs; for a structure their covariance, as a layer leaves it, too.
+
+    The last are the feature statistics, () but for `FrozenSeparable`.
+    """
     block = mj.nn.EncoderBlock(shape.features, shape.heads, rngs=nnx.Rngs(0)).params
     params = part.params(block)
     x = jax.random.normal(jax.random.key(1), (shape.batch, shape.tokens, shape.features))
     if name in (PLAIN, SAMPLED):
         return draws.means(params) if name == PLAIN else params, x
-    structure = mj.STRUCTURES[name]
+    structure = STRUCTURES[name]
 
-    def covariance(x: Array, layer: mj.DenseParams) -> mj.Covariance:
-        return mj.dense(x, structure.zeros((shape.tokens, shape.features)), layer)[1]
+    def inputs(params: Any, layer: mj.DenseParams, x: Array) -> tuple[mj.Covariance, Any]:
+        zeros = jax.vmap(lambda _: structure.zeros((shape.tokens, shape.features)))(x)
+        dense = _with_statistics(PARTS["dense"], layer, shape.heads)
+        cov = dense(None, x, zeros)[0][1]
+        written = _with_statistics(part, params, shape.heads)(None, x, cov)[1]
+        return cov, jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), written)
 
-    return (
-        params,
-        x,
-        jax.jit(jax.vmap(covariance, (0, None), axis_name="batch"))(x, block.attention.query),
-    )
+    return params, x, *jax.jit(inputs)(params, block.attention.query, x)

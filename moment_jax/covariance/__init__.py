@@ -27,7 +27,7 @@ STRUCTURES: dict[str, type[Covariance]] = {
 }
 """Every structure by its name: what command lines accept and what the tests run over.
 
-`FrozenSeparable` is none of them: it needs a module's statistics."""
+`FrozenSeparable` is not among them: it needs a module's statistics."""
 
 __all__ = [
     "BATCH_AXIS",

@@ -84,7 +84,7 @@ def exchange(statistic: Array, average: Callable[[Array], Array]) -> Array:
 
 
 def with_feature_statistics(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Written]]:
-    """`fn` as a function of the feature statistics too that `FrozenSeparable` reads.
+    """Make the feature statistics that `FrozenSeparable` reads an argument and a result of `fn`.
 
     `jax.vmap(lambda x: with_feature_statistics(fn)(None, x)[1], axis_name="batch")(inputs)` writes them,
     the same for every input; their means over that axis are what later passes take.

@@ -109,12 +109,18 @@ def test_what_fails_is_a_row_and_a_status(monkeypatch, capsys):
 def test_certain_weights_give_the_plain_part(name):
     """So both sides are of one function: activation, epsilon, heads."""
     part = PARTS[name]
-    params, x, _ = arguments_of("Diagonal", part, TINY)
+    params, x, _, statistics = arguments_of("Diagonal", part, TINY)
     certain = jax.tree.map(mj.posterior.Point, draws.means(params))
     cov = jax.vmap(lambda x: mj.Diagonal.zeros(x.shape))(x)
-    mean, _ = jax.jit(forward_of("Diagonal", part, TINY.heads))(certain, x, cov)
+    mean, _ = jax.jit(forward_of("Diagonal", part, TINY.heads))(certain, x, cov, statistics)
     plain = forward_of("plain", part, TINY.heads)(draws.means(params), x)
     np.testing.assert_allclose(mean, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Separable", "FrozenSeparable"])
+def test_only_frozen_features_have_statistics(name):
+    statistics = arguments_of(name, PARTS["dense"], TINY)[3]
+    assert bool(jax.tree.leaves(statistics)) == (name == "FrozenSeparable")
 
 
 def test_functions_count_where_they_are_called_and_loops_once():
