@@ -1,17 +1,9 @@
 """Settings of every test: float64 is available, and ranks are never promoted silently."""
 
-import os
-from importlib.metadata import version
-
 import hypothesis
 import jax
 import pytest
 
-# Flags that jaxlib's newer versions no longer know, and end the process for.
-QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-
-if version("jaxlib").startswith("0.10."):  # a third of the time that compilation takes otherwise
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
 jax.config.update("jax_enable_x64", True)
 # The programs here are many and tiny: compiling them is what costs.
 jax.config.update("jax_disable_most_optimizations", True)

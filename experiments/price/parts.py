@@ -95,15 +95,14 @@ def forward_of(name: str, part: Part, heads: int) -> Callable[..., Any]:
         return draws.many(plain, draws.weights(params), jax.random.key(0), x, NETWORKS)
 
     def moments(params: Any, mean: Array, cov: Any, statistics: Any) -> Any:
-        return _with_statistics(part, params, heads)(jax.lax.stop_gradient(statistics), mean, cov)[
-            0
-        ]
+        statistics = jax.lax.stop_gradient(statistics)
+        return _with_statistics(part, params, heads)(statistics, mean, cov)[0]
 
     return {PLAIN: plain, SAMPLED: sampled}.get(name, moments)
 
 
 def _with_statistics(part: Part, params: Any, heads: int) -> Callable[..., Any]:
-    """Moments of a batch as `mj.with_feature_statistics` has them: only `FrozenSeparable` has any."""
+    """(statistics, mean, cov) of a batch -> (its moments, statistics written)."""
 
     def layer(mean: Array, cov: Any) -> tuple[Array, Any]:
         return part.moments(mean, cov, params, heads)
@@ -123,9 +122,10 @@ def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arguments_of(name: str, part: Part, shape: Shape) -> tuple[Any, ...]:
-    """Parameters (`Factorized`), inputs; for a structure their covariance, as a layer leaves it, too.
+    """Parameters (`Factorized`) and inputs (batch, T, D); for a structure two more.
 
-    The last are the feature statistics, () but for `FrozenSeparable`.
+    These are the inputs' covariance, as a layer leaves it, and the feature statistics, which are ()
+    but for `FrozenSeparable`.
     """
     block = mj.nn.EncoderBlock(shape.features, shape.heads, rngs=nnx.Rngs(0)).params
     params = part.params(block)

@@ -166,8 +166,8 @@ def _variance(
     if order == 2:
         within = left_within(weights @ values, size)
         gain = saturation(total, within)
-        # Where a row gives all its weight to one key, the total is rounding, and fused into its two
-        # readers it is rounded twice: then the gain alone does not bound it.
+        # Where a row gives all its weight to one key, the total is only rounding error. XLA may compute
+        # it twice, and round it differently: then the gain does not bound it.
         total = jnp.minimum(gain**2 * total, within)
     share = safe_divide(pattern, jnp.sum(pattern, axis=1, keepdims=True))
     return by_values + share * total[:, None], gain
