@@ -130,12 +130,16 @@ def score_noise(rows: RowCovariance, weights: Array, products: Products, order: 
     token_gram = _total(
         term.queries * _quadratic(term.keys, weights, products) for term in rows.terms
     )
-    gain = jnp.ones_like(rows_diagonal(token_gram))
+    own = rows_diagonal(token_gram)
+    gain = jnp.ones_like(own)
     if order == 2:
-        gain = saturation(rows_diagonal(token_gram), products.within(weights))
+        within = products.within(weights)
+        gain = saturation(own, within)
+        # Where a row gives all its weight to one key, only rounding is left. XLA may compute it twice,
+        # and round it differently: then the gain does not bound it.
+        own = jnp.minimum(gain**2 * own, within)
     token_gram = gain[:, None] * token_gram * gain[None, :]
-    # Two rows with nearly all their weight on different keys: what is left is rounding.
-    root = safe_sqrt(rows_diagonal(token_gram))
+    root = safe_sqrt(own)
     bound = root[:, None] * root[None, :]
     return ScoreNoise(jnp.clip(token_gram, -bound, bound), gain)
 
