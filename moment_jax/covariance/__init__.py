@@ -9,13 +9,16 @@
 | `BatchSeparable` | the same, the feature correlation of a whole batch | T D + T^2 |
 | `FrozenSeparable` | the same, the feature correlation averaged beforehand | T D + T^2 |
 | `Full` | everything | T^2 D^2 |
+| `ByProjection` | what a subclass of yours says | |
 """
 
 from moment_jax.covariance.base import Covariance
 from moment_jax.covariance.batch_separable import BATCH_AXIS, BatchSeparable
+from moment_jax.covariance.by_projection import ByProjection
 from moment_jax.covariance.diagonal import Diagonal
 from moment_jax.covariance.frozen_separable import FrozenSeparable
 from moment_jax.covariance.full import Full
+from moment_jax.covariance.pytree import register_fields
 from moment_jax.covariance.separable import Separable
 from moment_jax.covariance.statistics import with_feature_statistics
 from moment_jax.covariance.token_block import TokenBlock
@@ -33,6 +36,7 @@ __all__ = [
     "BATCH_AXIS",
     "STRUCTURES",
     "BatchSeparable",
+    "ByProjection",
     "Covariance",
     "Diagonal",
     "FrozenSeparable",
@@ -40,5 +44,6 @@ __all__ = [
     "Separable",
     "TokenBlock",
     "TokenCorrelated",
+    "register_fields",
     "with_feature_statistics",
 ]

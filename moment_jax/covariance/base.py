@@ -12,6 +12,7 @@ for every linear operation `op`: a method computes what the textbook formula on 
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import ClassVar, Protocol, Self
 
 import jax
@@ -69,6 +70,11 @@ class Covariance(abc.ABC):
     """
 
     num_axes: ClassVar[int] = 2  # of the first field, for one sequence
+    independent_tokens: ClassVar[bool] = False  # whether different tokens are never correlated
+    # Of every field the axis that belongs to features, and which fields have tokens first; on a mesh of
+    # devices other axes stay whole.
+    feature_axes: ClassVar[Mapping[str, int]] = {}
+    token_fields: ClassVar[frozenset[str]] = frozenset()
 
     # -- making ---------------------------------------------------------------------------------
 

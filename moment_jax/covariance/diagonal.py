@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,10 @@ class Diagonal(Covariance):
     """
 
     variances: Array
+
+    independent_tokens: ClassVar[bool] = True
+    feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1}
+    token_fields: ClassVar[frozenset[str]] = frozenset({"variances"})
 
     def __post_init__(self) -> None:
         call = "Diagonal(variances)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import jax
@@ -31,6 +32,7 @@ class Full(Covariance):
     cov: Array
 
     num_axes: ClassVar[int] = 4
+    feature_axes: ClassVar[Mapping[str, int]] = {"cov": 1}
 
     def __post_init__(self) -> None:
         call, mend = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,13 @@ class Separable(MadeOfGrams):
     feature_correlation: Array
     pool: Array | None = None
     sum_variance: Array | None = None
+
+    feature_axes: ClassVar[Mapping[str, int]] = {
+        "scale": 1,
+        "feature_correlation": 0,
+        "sum_variance": 0,
+    }
+    token_fields: ClassVar[frozenset[str]] = frozenset({"scale", "token_correlation", "pool"})
 
     def __post_init__(self) -> None:
         call = "Separable(scale, token_correlation, feature_correlation)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import jax
@@ -32,6 +33,9 @@ class TokenBlock(Covariance):
     blocks: Array
 
     num_axes: ClassVar[int] = 3
+    independent_tokens: ClassVar[bool] = True
+    feature_axes: ClassVar[Mapping[str, int]] = {"blocks": 1}
+    token_fields: ClassVar[frozenset[str]] = frozenset({"blocks"})
 
     def __post_init__(self) -> None:
         call = "TokenBlock(blocks)"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,9 @@ class TokenCorrelated(FormedLater, Covariance):
 
     scale: Array
     correlation: Array
+
+    feature_axes: ClassVar[Mapping[str, int]] = {"scale": 1}
+    token_fields: ClassVar[frozenset[str]] = frozenset({"scale", "correlation"})
 
     def __post_init__(self) -> None:
         check_correlations("TokenCorrelated(scale, correlation)", self.scale, self.correlation)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from moment_jax.covariance import (
     Covariance,
     Diagonal,
-    Full,
     Separable,
     TokenBlock,
     TokenCorrelated,
@@ -62,16 +61,15 @@ def residual(
 
 @singledispatch
 def _add(cov: Any, branch: Any, tangent: Tangent, norm: NormTangent | None) -> Any:
-    raise TypeError(f"`residual` knows no structure {type(cov).__name__}; register it with `_add`.")
+    """By the dense covariances; what structures do in their own way follows."""
 
-
-@_add.register
-def _add_full(cov: Full, branch: Full, tangent: Tangent, norm: NormTangent | None) -> Full:
     def carried(change: Array) -> Array:
         return tangent(change if norm is None else norm(change))
 
-    cross = jax.vmap(jax.vmap(carried))(cov.cov)  # Cov[x_td, f_se]
-    return Full(cov.cov + branch.cov + cross + jnp.transpose(cross, (2, 3, 0, 1)))
+    dense = cov.to_dense()
+    cross = jax.vmap(jax.vmap(carried))(dense)  # Cov[x_td, f_se]
+    total = dense + branch.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1))
+    return type(cov).project(total)
 
 
 @_add.register

@@ -8,41 +8,13 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moment_jax import covariance as structures
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import STRUCTURES, Covariance
 from moment_jax.parallel.mesh import DATA, MODEL
 from moment_jax.parallel.sequence import check_tokens
 from moment_jax.xla import SEQUENCE
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
-
-# For each field the axis that belongs to features; all others stay whole.
-FEATURE_AXES: dict[type[Covariance], dict[str, int | None]] = {
-    structures.Diagonal: {"variances": 1},
-    structures.TokenBlock: {"blocks": 1},
-    structures.TokenCorrelated: {"scale": 1, "correlation": None},
-    structures.Separable: {
-        "scale": 1,
-        "token_correlation": None,
-        "feature_correlation": 0,
-        "pool": None,
-        "sum_variance": 0,
-    },
-    structures.Full: {"cov": 1},
-}
-FEATURE_AXES[structures.BatchSeparable] = FEATURE_AXES[structures.Separable]
-FEATURE_AXES[structures.FrozenSeparable] = FEATURE_AXES[structures.Separable]
-
-# The fields whose first axis belongs to tokens: the rows of a covariance lie where its tokens do.
-BY_TOKENS: dict[type[Covariance], frozenset[str]] = {
-    structures.Diagonal: frozenset({"variances"}),
-    structures.TokenBlock: frozenset({"blocks"}),
-    structures.TokenCorrelated: frozenset({"scale", "correlation"}),
-    structures.Separable: frozenset({"scale", "token_correlation", "pool"}),
-}
-BY_TOKENS[structures.BatchSeparable] = BY_TOKENS[structures.Separable]
-BY_TOKENS[structures.FrozenSeparable] = BY_TOKENS[structures.Separable]
 
 
 def moment_specs(cov: Covariance, *, batched: bool = True, sequence: bool = False) -> Covariance:
@@ -55,36 +27,30 @@ def moment_specs(cov: Covariance, *, batched: bool = True, sequence: bool = Fals
         has those of its own tokens.
 
     Raises:
-      TypeError: if it is of a structure that is not known here, or of `Full` with `sequence`.
+      TypeError: if tokens cannot be apart in its structure, with `sequence`.
     """
-    if type(cov) not in FEATURE_AXES:
-        names = ", ".join(structure.__name__ for structure in FEATURE_AXES)
-        raise TypeError(
-            f"`moment_specs` knows the structures {names}. Got {type(cov).__name__}; enter the axis of "
-            "its features in FEATURE_AXES."
-        )
-    if sequence and type(cov) not in BY_TOKENS:
-        names = ", ".join(structure.__name__ for structure in BY_TOKENS)
+    if sequence and not cov.token_fields:
+        names = ", ".join(s.__name__ for s in STRUCTURES.values() if s.token_fields)
         raise TypeError(
             f"Tokens lie over `sequence` in the structures {names}. Got {type(cov).__name__}, whose "
             "attention needs every pair of pairs of tokens. Use Separable, or a mesh without `sequence`."
         )
     lead = (DATA,) if batched else ()
 
-    def spec(name: str, axis: int | None) -> PartitionSpec | None:
+    def spec(name: str) -> PartitionSpec | None:
         leaf = getattr(cov, name)
         if leaf is None:
             return None
         axes: list[str | None] = [None] * (leaf.ndim - len(lead))
-        if axis is not None:
-            axes[axis] = MODEL
-        if sequence and name in BY_TOKENS[type(cov)]:
+        if name in cov.feature_axes:
+            axes[cov.feature_axes[name]] = MODEL
+        if sequence and name in cov.token_fields:
             axes[0] = SEQUENCE
         return PartitionSpec(*lead, *axes)
 
-    specs = {name: spec(name, axis) for name, axis in FEATURE_AXES[type(cov)].items()}
     fields: Any = cov
-    return dataclasses.replace(fields, **specs)
+    names = (field.name for field in dataclasses.fields(fields))
+    return dataclasses.replace(fields, **{name: spec(name) for name in names})
 
 
 def constrain(mean: Array, cov: S, mesh: Mesh, *, batched: bool = True) -> tuple[Array, S]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import singledispatch
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import (
-    BatchSeparable,
     Covariance,
     Diagonal,
-    FrozenSeparable,
     Full,
     Separable,
     TokenBlock,
@@ -39,29 +37,44 @@ from moment_jax.layers.params import AttentionParams
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
-Attend = Callable[[Inputs[Any]], tuple[Array, Any, Mixing]]
 
 
-def _projected(mix: Callable[[Inputs[Any]], tuple[Array, Any, Mixing]]) -> Attend:
-    """The output projection after a mixing of the tokens whose covariance is formed by itself."""
+@singledispatch
+def mixed(cov: Any, inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
+    """Attention of all heads, before the output projection, by the dense covariances.
 
-    def attend(inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
-        mean, cov, mixing = mix(inputs)
-        return *dense(mean, cov, inputs.output), mixing
+    Args:
+      cov: covariance of the sequence, whose structure says what is kept.
+      inputs: moments of queries, keys and values.
 
-    return attend
+    Returns:
+      Mean (T, H K), its covariance in the structure, and how the tokens were mixed.
+    """
+
+    def dense(node: Any) -> Any:
+        return Full(node.to_dense()) if isinstance(node, Covariance) else node
+
+    mean, full, mixing = mix_full(
+        jax.tree.map(dense, inputs, is_leaf=lambda node: isinstance(node, Covariance))
+    )
+    return mean, type(cov).project(full.cov), mixing
 
 
-ATTENDERS: dict[type[Covariance], Attend] = {
-    Diagonal: _projected(mix_diagonal),
-    TokenBlock: _projected(mix_token_block),
-    TokenCorrelated: _projected(mix_token_correlated),
-    Separable: attend_separable,
-    BatchSeparable: attend_separable,
-    FrozenSeparable: attend_separable,
-    Full: _projected(mix_full),
-}
-"""How each structure mixes tokens and projects the result; a new structure enters here."""
+# What structures do in their own way; each in a file of its own.
+mixed.register(Full, lambda _, inputs: mix_full(inputs))
+mixed.register(Diagonal, lambda _, inputs: mix_diagonal(inputs))
+mixed.register(TokenBlock, lambda _, inputs: mix_token_block(inputs))
+mixed.register(TokenCorrelated, lambda _, inputs: mix_token_correlated(inputs))
+
+
+@singledispatch
+def attended(cov: Any, inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
+    """`mixed` and the output projection: mean (T, D), covariance, and how the tokens were mixed."""
+    mean, cov, mixing = mixed(cov, inputs)
+    return *dense(mean, cov, inputs.output), mixing
+
+
+attended.register(Separable, lambda _, inputs: attend_separable(inputs))
 
 
 def make_source(mean: Array, cov: Covariance, params: AttentionParams) -> Source[Any]:
@@ -104,7 +117,7 @@ def attend(
         h,
         view.order,
     )
-    out_mean, out_cov, mixing = ATTENDERS[type(cov)](inputs)
+    out_mean, out_cov, mixing = attended(cov, inputs)
     tangent = AttentionTangent(
         inputs.query.mean,
         inputs.key.mean,

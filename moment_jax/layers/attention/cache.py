@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance, Diagonal, TokenBlock
+from moment_jax.covariance import STRUCTURES, Covariance
 from moment_jax.layers.attention.attend import View, attend, make_source
 from moment_jax.layers.attention.inputs import Projection, Source
 from moment_jax.layers.attention.tangent import AttentionTangent
@@ -21,9 +21,6 @@ from moment_jax.layers.params import AttentionParams
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
-
-CACHED_STRUCTURES: tuple[type[Covariance], ...] = (Diagonal, TokenBlock)
-"""Structures whose tokens are independent."""
 
 
 class KeyValueCache(NamedTuple):
@@ -92,8 +89,8 @@ def attention_step(
 
 def check_cached(name: str, structure: type[Covariance]) -> None:
     """Raise unless tokens are independent in this structure."""
-    if structure not in CACHED_STRUCTURES:
-        names = " or ".join(known.__name__ for known in CACHED_STRUCTURES)
+    if not structure.independent_tokens:
+        names = " or ".join(s.__name__ for s in STRUCTURES.values() if s.independent_tokens)
         raise TypeError(
             f"{name} needs a structure in which tokens are independent, {names}. Got "
             f"{structure.__name__}, whose tokens are correlated: a step would cost as much as all "

@@ -8,43 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Full
-from moment_jax.expectations import expected_softmax, masked_softmax
-from moment_jax.layers.attention.inputs import Inputs, Mixing, split_heads
+from moment_jax.expectations import expected_softmax
+from moment_jax.layers.attention.inputs import (
+    Centres,
+    Inputs,
+    Mixing,
+    merge_heads,
+    root_width,
+)
+from moment_jax.layers.attention.mix import Output, mix
 from moment_jax.layers.attention.rows import centred, left_within, saturation
 
 Array = jax.Array
-
-
-class _Joint(NamedTuple):
-    """Means (H, T, K) and covariances (H, T, K, H, T, K) of queries, keys and values, jointly.
-
-    Those of the queries with the rest are None where the queries are made of another sequence.
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    qq: Array
-    kk: Array
-    vv: Array
-    qk: Array | None
-    qv: Array | None
-    kv: Array
-
-
-class _Rows(NamedTuple):
-    """Covariance of every row of scores, (H, T, S, S)."""
-
-    cov: Array
-
-    def variance(self) -> Array:
-        return jnp.einsum("hacc->hac", self.cov)
-
-    def matvec(self, vectors: Array) -> Array:
-        return jnp.einsum("hacf,haf->hac", self.cov, vectors)
-
-    def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        return jnp.einsum("hacf,haf->hac", (self.cov / unit[..., None]) ** 2, vectors)
 
 
 def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:
@@ -53,56 +28,124 @@ def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:
     Scores and values are products of jointly Gaussian arrays, whose moments are exact; the softmax
     passes its Jacobian. Memory: H^2 T^2 S^2 numbers for the scores.
     """
-    joint = _joint(inputs)
-    width = joint.q.shape[2]
-    root = jnp.sqrt(jnp.asarray(width, joint.q.dtype))
-    scores = jnp.einsum("had,hcd->hac", joint.q, joint.k)
-    if joint.qk is not None and inputs.order == 2:
-        scores = scores + jnp.einsum("hadhcd->hac", joint.qk)
-    scores = scores / root
-    score_cov = _score_cov(joint) / width
-    if inputs.order == 1:
-        weights = masked_softmax(scores, inputs.mask)
-    else:
-        rows = _Rows(jax.vmap(jax.vmap(centred))(jnp.einsum("hachaf->hacf", score_cov)))
-        weights = expected_softmax(scores, rows, inputs.mask)
-    weight_cov = _through_softmax(weights, _swap(_through_softmax(weights, _swap(score_cov))))
-    weight_value = _through_softmax(weights, _score_value_cov(joint) / root)
-    mean, cov, gain = _output(joint, weights, weight_cov, weight_value, inputs.order)
-    return mean, cov, Mixing(weights, gain)
+    mean, cov, mixing = mix(_Joint.of(inputs), inputs.mask, inputs.order)
+    t, width = inputs.query.mean.shape
+    cov = cov.transpose(1, 0, 2, 4, 3, 5).reshape(t, width, t, width)
+    return merge_heads(mean), Full(cov), mixing
 
 
-def _joint(inputs: Inputs[Full]) -> _Joint:
-    h = inputs.num_heads
-    q, k, v = (split_heads(p.mean, h) for p in (inputs.query, inputs.key, inputs.value))
-    qq, kk, vv = (_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value))
-    shared = inputs.shared
-    query = shared.query_kernel
+class _Joint(NamedTuple):
+    """All heads, see `HeadMoments`: covariances (H, T, K, H, T, K) of queries, keys and values.
 
-    def cross(left: Array, right: Array) -> Array:
-        return _split_both(jnp.einsum("ip,tisj,jq->tpsq", left, shared.cov.cov, right), h)
+    Those of the queries with the rest are None where the queries are made of another sequence.
+    """
 
-    turn_q, turn_k = shared.turns
+    centres: Centres
+    qq: Array
+    kk: Array
+    vv: Array
+    qk: Array | None
+    qv: Array | None
+    kv: Array
 
-    def on_left(cov: Array, turn: Array | None) -> Array:
-        return cov if turn is None else jnp.einsum("htjgse,tjk->htkgse", cov, turn)
+    @classmethod
+    def of(cls, inputs: Inputs[Full]) -> _Joint:
+        """Those of the projections, and of what they share through their input."""
+        h, shared, (turn_q, turn_k) = inputs.num_heads, inputs.shared, inputs.shared.turns
+        own = (_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value))
 
-    def on_right(cov: Array, turn: Array | None) -> Array:
-        return cov if turn is None else jnp.einsum("htdgsj,sjk->htdgsk", cov, turn)
+        def cross(left: Array | None, right: Array) -> Array | None:
+            if left is None:
+                return None
+            return _split_both(jnp.einsum("ip,tisj,jq->tpsq", left, shared.cov.cov, right), h)
 
-    return _Joint(
-        q,
-        k,
-        v,
-        qq,
-        kk,
-        vv,
-        None
-        if query is None
-        else on_right(on_left(cross(query, shared.key_kernel), turn_q), turn_k),
-        None if query is None else on_left(cross(query, shared.value_kernel), turn_q),
-        on_left(cross(shared.key_kernel, shared.value_kernel), turn_k),
-    )
+        query, key, value = shared.query_kernel, shared.key_kernel, shared.value_kernel
+        qk = _turned(_turned(cross(query, key), turn_q, 0), turn_k, 3)
+        qv, kv = _turned(cross(query, value), turn_q, 0), _turned(cross(key, value), turn_k, 0)
+        assert kv is not None
+        return cls(inputs.centres(), *own, qk, qv, kv)
+
+    def shared_scores(self) -> Array | None:
+        """Sum_d Cov[q_had, k_hcd]."""
+        return None if self.qk is None else jnp.einsum("hadhcd->hac", self.qk)
+
+    def rows(self) -> _Rows:
+        """Cov[q_ha . k_hc, q_gb . k_gf] / K, exact for jointly Gaussian q and k."""
+        (q, k, _), qq, kk, qk = self.centres, self.qq, self.kk, self.qk
+        result = jnp.einsum(
+            "hadgbe,hcdgfe->hacgbf", qq + jnp.einsum("had,gbe->hadgbe", q, q), kk
+        ) + jnp.einsum("hadgbe,hcd,gfe->hacgbf", qq, k, k)
+        if qk is not None:
+            # Cov[q_had, k_gfe] with Cov[k_hcd, q_gbe], and each with the means of the other two.
+            result = (
+                result
+                + jnp.einsum("hadgfe,gbehcd->hacgbf", qk, qk)
+                + jnp.einsum("had,gfe,gbehcd->hacgbf", q, k, qk)
+                + jnp.einsum("hcd,gbe,hadgfe->hacgbf", k, q, qk)
+            )
+        return _Rows(result / q.shape[2])
+
+    def score_value(self) -> Array:
+        """Cov[S_hac, v_gfe], (H, T, S, H, S, K)."""
+        result = jnp.einsum("had,hcdgfe->hacgfe", self.centres.query, self.kv)
+        if self.qv is not None:
+            result = result + jnp.einsum("hcd,hadgfe->hacgfe", self.centres.key, self.qv)
+        return result / root_width(self.centres.query)
+
+    def output(self, rows: _Rows, weights: Array, mean: Array, order: int) -> Output:
+        """Cov[A_had, A_gbe] of A_had = sum_c W_hac v_hcd, exact for jointly Gaussian W and v."""
+        v, vv = self.centres.value, self.vv
+        by_rows = _through_softmax(weights, rows.cov)
+        weight_cov = _swap(_through_softmax(weights, _swap(by_rows)))
+        weight_value = _through_softmax(weights, self.score_value())
+        moment = vv + jnp.einsum("hcd,gfe->hcdgfe", v, v)
+        by_scores = jnp.einsum("hacgbf,hcdgfe->hadgbe", weight_cov, moment)
+        by_values = jnp.einsum("hac,gbf,hcdgfe->hadgbe", weights, weights, vv)
+        kept = None
+        if order == 2:
+            second = jnp.einsum("hcdhcd->hc", moment)
+            averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(mean**2, axis=2)
+            within = left_within(jnp.einsum("hac,hc->ha", weights, second), averaged)
+            kept = saturation(jnp.einsum("hadhad->ha", by_scores), within)
+            gain = kept[:, :, None]
+            by_scores = gain[..., None, None, None] * by_scores * gain[None, None, None]
+            weight_value = gain[..., None, None, None] * weight_value
+        both = jnp.einsum("hacgfe,gbfhcd->hadgbe", weight_value, weight_value)
+        half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, weights, weight_value)
+        cov = by_scores + by_values + both + half + _swap(half)
+        return Output(cov, kept, jnp.einsum("hachcd->had", weight_value))
+
+
+class _Rows(NamedTuple):
+    """Covariance of the scores."""
+
+    cov: Array  # (H, T, S, H, T, S)
+
+    def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
+        own = jax.vmap(jax.vmap(centred))(jnp.einsum("hachaf->hacf", self.cov))
+        return expected_softmax(scores, _Contrasts(own), mask)
+
+
+class _Contrasts(NamedTuple):
+    """Covariance of every row's contrasts."""
+
+    cov: Array  # (H, T, S, S)
+
+    def variance(self) -> Array:
+        return jnp.zeros((), self.cov.dtype)
+
+    def matvec(self, vectors: Array) -> Array:
+        return jnp.einsum("hacf,haf->hac", self.cov, vectors)
+
+    def square_matvec(self, vectors: Array, unit: Array) -> Array:
+        return jnp.einsum("hacf,haf->hac", (self.cov / unit[..., None]) ** 2, vectors)
+
+
+def _turned(cov: Array | None, turn: Array | None, axis: int) -> Array | None:
+    """Queries or keys, whose axes (H, T, K) begin at `axis`, multiplied by each token's (K, K)."""
+    if cov is None or turn is None:
+        return cov
+    return jnp.einsum("htjgse,tjk->htkgse" if axis == 0 else "htdgsj,sjk->htdgsk", cov, turn)
 
 
 def _split_both(cov: Array, num_heads: int) -> Array:
@@ -110,31 +153,6 @@ def _split_both(cov: Array, num_heads: int) -> Array:
     t, width, s, _ = cov.shape
     k = width // num_heads
     return cov.reshape(t, num_heads, k, s, num_heads, k).transpose(1, 0, 2, 4, 3, 5)
-
-
-def _score_cov(joint: _Joint) -> Array:
-    """Cov[q_ha . k_hc, q_gb . k_gf], (H, T, S, H, T, S), exact for jointly Gaussian q and k."""
-    q, k, qq, kk, qk = joint.q, joint.k, joint.qq, joint.kk, joint.qk
-    result = jnp.einsum(
-        "hadgbe,hcdgfe->hacgbf", qq + jnp.einsum("had,gbe->hadgbe", q, q), kk
-    ) + jnp.einsum("hadgbe,hcd,gfe->hacgbf", qq, k, k)
-    if qk is None:
-        return result
-    # Cov[q_had, k_gfe] with Cov[k_hcd, q_gbe], and each with the means of the other two.
-    return (
-        result
-        + jnp.einsum("hadgfe,gbehcd->hacgbf", qk, qk)
-        + jnp.einsum("had,gfe,gbehcd->hacgbf", q, k, qk)
-        + jnp.einsum("hcd,gbe,hadgfe->hacgbf", k, q, qk)
-    )
-
-
-def _score_value_cov(joint: _Joint) -> Array:
-    """Cov[q_ha . k_hc, v_gfe], (H, T, S, H, S, K)."""
-    by_key = jnp.einsum("had,hcdgfe->hacgfe", joint.q, joint.kv)
-    if joint.qv is None:
-        return by_key
-    return by_key + jnp.einsum("hcd,hadgfe->hacgfe", joint.k, joint.qv)
 
 
 def _swap(cov: Array) -> Array:
@@ -147,30 +165,3 @@ def _through_softmax(weights: Array, cov: Array) -> Array:
     weights = weights[..., None, None, None]
     centred = cov - jnp.sum(weights * cov, axis=2, keepdims=True)
     return weights * centred
-
-
-def _output(
-    joint: _Joint, weights: Array, weight_cov: Array, weight_value: Array, order: int
-) -> tuple[Array, Full, Array | None]:
-    """Moments of A_had = sum_c W_hac v_hcd, exact for jointly Gaussian weights and values."""
-    v, vv = joint.v, joint.vv
-    mean = jnp.einsum("hac,hcd->had", weights, v)
-    moment = vv + jnp.einsum("hcd,gfe->hcdgfe", v, v)
-    by_scores = jnp.einsum("hacgbf,hcdgfe->hadgbe", weight_cov, moment)
-    by_values = jnp.einsum("hac,gbf,hcdgfe->hadgbe", weights, weights, vv)
-    kept = None
-    if order == 2:
-        second = jnp.einsum("hcdhcd->hc", moment)
-        averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(mean**2, axis=2)
-        within = left_within(jnp.einsum("hac,hc->ha", weights, second), averaged)
-        kept = saturation(jnp.einsum("hadhad->ha", by_scores), within)
-        gain = kept[:, :, None]
-        by_scores = gain[..., None, None, None] * by_scores * gain[None, None, None]
-        weight_value = gain[..., None, None, None] * weight_value
-        mean = mean + jnp.einsum("hachcd->had", weight_value)
-    both = jnp.einsum("hacgfe,gbfhcd->hadgbe", weight_value, weight_value)
-    half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, weights, weight_value)
-    cov = by_scores + by_values + both + half + _swap(half)
-    h, t, k = mean.shape
-    cov = cov.transpose(1, 0, 2, 4, 3, 5).reshape(t, h * k, t, h * k)
-    return mean.swapaxes(0, 1).reshape(t, h * k), Full(cov), kept

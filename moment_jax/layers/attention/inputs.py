@@ -71,6 +71,23 @@ class Inputs(NamedTuple, Generic[S]):
     num_heads: int
     order: int
 
+    def centres(self) -> Centres:
+        """Means of all heads' queries, keys and values, leading axis H."""
+        parts = (self.query, self.key, self.value)
+        return Centres(*(split_heads(part.mean, self.num_heads) for part in parts))
+
+    def num_scores(self) -> int:
+        """H T S."""
+        return self.num_heads * self.query.mean.shape[0] * self.key.mean.shape[0]
+
+
+class Centres(NamedTuple):
+    """One head's mean queries, keys and values."""
+
+    query: Array  # (T, K)
+    key: Array  # (S, K)
+    value: Array  # (S, K)
+
 
 class Mixing(NamedTuple):
     """How the heads have mixed the tokens."""
@@ -107,6 +124,11 @@ def turned_projection(
     unit = jnp.broadcast_to(jnp.eye(num_heads * k, dtype=turn.dtype), whole.shape)
     cov = projection.cov.map_low_rank(jnp.zeros_like(projection.mean), whole, unit)
     return Projection(turned(projection.mean, turn), cov)
+
+
+def root_width(array: Array) -> Array:
+    """The square root of the head width K, of (..., K)."""
+    return jnp.sqrt(jnp.asarray(array.shape[-1], array.dtype))
 
 
 def merge_heads(array: Array) -> Array:

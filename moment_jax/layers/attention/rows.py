@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.expectations import expected_softmax
 from moment_jax.xla import (
     product_of_transposed,
     product_with_transposed,
@@ -22,11 +23,20 @@ Array = jax.Array
 
 
 class Term(NamedTuple):
-    """A Kronecker product queries_ab keys_cf."""
+    """A Kronecker product queries_ab keys_cf, without what all keys of a row share.
+
+    Softmax does not see that. What is left of the keys' covariance is minus half the variance of every
+    difference of two keys. So next to nothing cancels in a row with nearly all its weight on one key.
+    """
 
     queries: Array  # (T, T)
-    keys: Array  # (S, S)
-    size: Array | float = 1.0  # of the contrasts of `keys`
+    contrasts: Array  # of the keys, (S, S), zero on the diagonal
+    variance: Array  # of the keys, (S,)
+
+    @classmethod
+    def of(cls, queries: Array, keys: Array) -> Term:
+        """A product of queries (T, T) and the keys' covariance (S, S)."""
+        return cls(queries, centred(keys), rows_diagonal(keys))
 
     def own(self) -> Array:
         """The queries' side of the covariance of a row with itself, (T, 1)."""
@@ -37,55 +47,65 @@ class RowCovariance(NamedTuple):
     """Cov[S_ac, S_bf], a sum of Kronecker products."""
 
     terms: tuple[Term, ...]
+    in_softmax: tuple[Term, ...]  # what E[softmax] takes for them
 
-    def contrasts(self) -> RowCovariance:
-        """Less what all keys of a row share, which softmax does not see.
+    @classmethod
+    def merged(cls, terms: tuple[Term, ...], sizes: tuple[Array, ...]) -> RowCovariance:
+        """With one product for E[softmax], of the same total variance of contrasts in every row.
 
-        What is left on the keys' side is minus half the variance of every difference of two keys, with
-        zeros on the diagonal. So next to nothing cancels in a row with nearly all its weight on one key.
+        It needs no more, for half of the products or less.
+
+        Args:
+          terms: whose queries have been divided by these sizes.
+          sizes: of the contrasts of their keys.
         """
-        return RowCovariance(tuple(t._replace(keys=centred(t.keys)) for t in self.terms))
+        whole = jnp.broadcast_to(_total(sizes), (1, 1))
+        pairs = zip(sizes, terms, strict=True)
+        queries = safe_divide(_total(size * term.queries for size, term in pairs), whole)
+        keys = (_total(part) for part in zip(*(term[1:] for term in terms), strict=True))
+        return cls(terms, (Term(queries, *keys),))
 
-    def merged(self) -> RowCovariance:
-        """One product in the place of all, of the same total variance of contrasts in every row.
+    def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
+        """E[softmax] of scores of these means, (T, S)."""
+        return expected_softmax(scores, _Contrasts(self.in_softmax), mask)
 
-        E[softmax] needs no more, for half of the products or less.
-        """
-        whole = _total(term.size for term in self.terms)
-        queries = _total(term.size * term.queries for term in self.terms)
-        queries = safe_divide(queries, jnp.broadcast_to(whole, (1, 1)))
-        return RowCovariance((Term(queries, _total(term.keys for term in self.terms), whole),))
+    def variance(self) -> Array:
+        """Var[S_ac], (T, S)."""
+        return _total(term.own() * term.variance[None, :] for term in self.terms)
 
-    def matvec(self, weights: Array) -> Array:
-        """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
-        return _total(term.own() * rows_product(weights, term.keys) for term in self.terms)
 
-    def square_matvec(self, weights: Array, unit: Array) -> Array:
-        """sum_f (Cov[S_ac, S_af] / unit_a)^2 weights_af, (T, S)."""
+class _Contrasts(NamedTuple):
+    """Covariance of the contrasts of every row: a `ScoreCovariance`."""
+
+    terms: tuple[Term, ...]
+
+    def variance(self) -> Array:
+        return jnp.zeros((), self.terms[0].contrasts.dtype)
+
+    def matvec(self, vectors: Array) -> Array:
+        return _total(term.own() * rows_product(vectors, term.contrasts) for term in self.terms)
+
+    def square_matvec(self, vectors: Array, unit: Array) -> Array:
         return _total(
             (1 if i == j else 2)
             * (a.own() / unit)
             * (b.own() / unit)
-            * rows_product(weights, a.keys * b.keys)
+            * rows_product(vectors, a.contrasts * b.contrasts)
             for i, a in enumerate(self.terms)
             for j, b in enumerate(self.terms)
             if i <= j
         )
 
-    def variance(self) -> Array:
-        """Var[S_ac], (T, S)."""
-        return _total(term.own() * rows_diagonal(term.keys)[None, :] for term in self.terms)
+
+def _total(arrays: Iterable[Any]) -> Array:
+    total: Array = functools.reduce(operator.add, arrays)
+    return total
 
 
 def centred(keys: Array) -> Array:
     """Minus half the variance of every difference of two of them, (S, S) from their covariance."""
     own = 0.5 * rows_diagonal(keys)
     return keys - own[:, None] - own[None, :]
-
-
-def _total(arrays: Iterable[Any]) -> Array:
-    total: Array = functools.reduce(operator.add, arrays)
-    return total
 
 
 class Products(NamedTuple):
@@ -122,13 +142,13 @@ def score_noise(rows: RowCovariance, weights: Array, products: Products, order: 
     The scores' noise passes the softmax's Jacobian times `saturation`, which with order 1 is 1.
 
     Args:
-      rows: covariance of the scores, or of their contrasts.
+      rows: covariance of the scores.
       weights: E[W], (T, S).
       products: of the values.
       order: 1 or 2.
     """
     token_gram = _total(
-        term.queries * _quadratic(term.keys, weights, products) for term in rows.terms
+        term.queries * _quadratic(term.contrasts, weights, products) for term in rows.terms
     )
     own = rows_diagonal(token_gram)
     gain = jnp.ones_like(own)
@@ -144,10 +164,10 @@ def score_noise(rows: RowCovariance, weights: Array, products: Products, order: 
     return ScoreNoise(jnp.clip(token_gram, -bound, bound), gain)
 
 
-def _quadratic(keys: Array, weights: Array, products: Products) -> Array:
-    """sum_cf keys_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), multiplied out, (T, T)."""
-    pulled = rows_product(weights, keys)
-    half = rows_product(weights, keys * products.values) - 2 * products.crossed * pulled
+def _quadratic(contrasts: Array, weights: Array, products: Products) -> Array:
+    """sum_cf contrasts_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), multiplied out, (T, T)."""
+    pulled = rows_product(weights, contrasts)
+    half = rows_product(weights, contrasts * products.values) - 2 * products.crossed * pulled
     half = product_with_transposed(half, weights)
     return 0.5 * (half + half.T) + products.averages * product_with_transposed(pulled, weights)
 
@@ -174,7 +194,7 @@ def sum_noise(
     by Cov[W_a] <= diag(E[W_a]) - E[W_a] E[W_a]^T.
 
     Args:
-      rows: covariance of the contrasts of the scores.
+      rows: covariance of the scores.
       weights: E[W], (T, S).
       gain: of the softmax, (T,).
       values: v, (S, K).
@@ -190,8 +210,8 @@ def sum_noise(
 
     def parts(term: Term) -> tuple[Array, Array, Array]:
         pairs = size * term.queries * size.T
-        pulled, paired = rows_product(weights, term.keys), rows_product(pairs, weights)
-        outer = term.keys * product_of_transposed(weights, paired)
+        pulled, paired = rows_product(weights, term.contrasts), rows_product(pairs, weights)
+        outer = term.contrasts * product_of_transposed(weights, paired)
         return outer, paired * pulled, pairs * product_with_transposed(pulled, weights)
 
     outer, near, far = (_total(same) for same in zip(*map(parts, rows.terms), strict=True))

@@ -17,7 +17,8 @@ from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
-from moment_jax.layers.attention.separable_head import Head, Mixed, Tokens, mix_head
+from moment_jax.layers.attention.mix import mix
+from moment_jax.layers.attention.separable_head import Head, HeadOutput, SeparableHead, Tokens
 from moment_jax.layers.attention.shared_input import Links, make_links
 from moment_jax.layers.attention.values import ValueNoise
 from moment_jax.layers.params import DenseParams
@@ -48,26 +49,27 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     heads, tokens = _heads(inputs, query, key, value, metric)
     links = make_links(inputs.shared, pattern, h)
 
-    def mix(one: tuple[Head, tuple[Array | None, ...], Array | None]) -> Mixed:
+    def mix_one(
+        one: tuple[Head, tuple[Array | None, ...], Array | None],
+    ) -> tuple[Array, HeadOutput, Mixing]:
         head, own, mask = one
-        return mix_head(head, tokens, Links._make((pattern, *own)), mask, inputs.order)
+        return mix(SeparableHead(head, tokens, Links(pattern, *own)), mask, inputs.order)
 
-    num_scores = h * heads.query.shape[1] * heads.key.shape[1]
-    mixed = each_head(mix, (heads, links[1:], inputs.mask), num_scores)
+    means, mixed, mixing = each_head(mix_one, (heads, links[1:], inputs.mask), inputs.num_scores())
     like = inputs.query.cov
     pool = like.pool
-    values = ValueNoise(value.whole, mixed.weights, mixed.reach, pool, like.share)
-    own = value.of_sums(mixed.weights, pool)
-    mean = merge_heads(mixed.mean)
+    values = ValueNoise(value.whole, mixing.weights, mixed.reach, pool, like.share)
+    own = value.of_sums(mixing.weights, pool)
+    mean = merge_heads(means)
     cov = _output_cov(output, values, own, mixed, mean, noise_metric, like)
-    return output.mean_output(mean), cov, Mixing(mixed.weights, mixed.gain)
+    return output.mean_output(mean), cov, mixing
 
 
 def _output_cov(
     output: DenseParams,
     values: ValueNoise,
     own: Array | None,
-    mixed: Mixed,
+    mixed: HeadOutput,
     mean: Array,
     noise_metric: Array,
     like: Separable,
@@ -126,9 +128,7 @@ def _heads(
         query_pool = key_pool = pool_scores(keys.cov.pool, inputs.mask)
     spread, _ = centred_rows(inputs.key.mean, key_pool)
     heads = Head(
-        split_heads(inputs.query.mean, h),
-        split_heads(inputs.key.mean, h),
-        split_heads(inputs.value.mean, h),
+        inputs.centres(),
         query.heads,
         key.heads,
         value.heads,

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import safe_divide, weighted
-from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.head_noise import HeadNoise
+from moment_jax.layers.attention.inputs import Centres, root_width
+from moment_jax.layers.attention.mix import Output
 from moment_jax.layers.attention.rows import (
     Products,
     RowCovariance,
@@ -27,10 +28,9 @@ from moment_jax.layers.attention.rows import (
     score_noise,
     sum_noise,
 )
-from moment_jax.layers.attention.shared_input import Centres, Links, score_value, shared_mean
+from moment_jax.layers.attention.shared_input import Links, score_value, shared_mean
 from moment_jax.xla import (
     diagonal_of,
-    materialized,
     product_with_transposed,
     rows_diagonal,
     rows_product,
@@ -42,9 +42,7 @@ Array = jax.Array
 class Head(NamedTuple):
     """One head."""
 
-    query: Array  # mean, (T, K)
-    key: Array  # (S, K)
-    value: Array  # (S, K)
+    centres: Centres
     query_noise: HeadNoise
     key_noise: HeadNoise
     value_noise: HeadNoise
@@ -68,13 +66,10 @@ class Tokens(NamedTuple):
     score_pool: Array | None  # in averages that serve the scores alone, (T,)
 
 
-class Mixed(NamedTuple):
-    """One head's output."""
+class HeadOutput(NamedTuple):
+    """Noise of one head's output."""
 
-    mean: Array  # (T, K)
-    weights: Array  # (T, S)
     reach: Array  # weights times the values' common token pattern, (T, S)
-    gain: Array  # of the softmax, (T,)
     token_gram: Array  # all but what heads have in common, under the metric, (T, T)
     feature_gram: Array  # all but the averages of random values, (K, K)
     own_value: Array | None  # variance by this head's own values, under the metric, (T,)
@@ -82,86 +77,119 @@ class Mixed(NamedTuple):
     variance: Array  # variance of the projected output by the scores, (T, D)
 
 
-def mix_head(head: Head, tokens: Tokens, links: Links, mask: Array | None, order: int) -> Mixed:
-    """Mix the tokens of one head.
+class SeparableHead(NamedTuple):
+    """One head, see `HeadMoments`."""
 
-    Args:
-      head: the head's moments, and the part of the output kernel that it meets.
-      tokens: what all heads have in common.
-      links: what keys and values share, and queries with them.
-      mask: (T, S) boolean, True where a query may look; None for all.
-      order: 1 (Taylor at the mean) or 2.
-    """
-    width = jnp.asarray(head.query.shape[1], head.query.dtype)
-    scores = head.query @ head.key.T
-    if order == 2 and links.query_key is not None:
-        scores = scores + links.tokens * jnp.sum(diagonal_of(links.query_key))
-    scores = materialized(scores / jnp.sqrt(width))
-    rows = _rows(head, tokens, width)
-    seen = rows.contrasts()
-    if order == 1:
-        weights = masked_softmax(scores, mask)
-    else:
-        weights = expected_softmax(scores, seen.merged(), mask)
-    weights = materialized(weights)
-    mean, reach = weights @ head.value, rows_product(weights, tokens.value)
-    shared = jnp.sum(head.value_noise.features * head.metric)
-    noise_tokens, noise_reach, own_value = shared * tokens.value, shared * reach, None
-    if head.value_noise.own is not None:
-        own = head.value_noise.own_gram(head.metric, tokens.source, tokens.value)
-        own_reach = rows_product(weights, own)
-        noise_tokens, noise_reach = noise_tokens + own, noise_reach + own_reach
-        own_value = jnp.sum(own_reach * weights, axis=1)
+    moments: Head
+    tokens: Tokens
+    links: Links
 
-    averages = product_with_transposed(noise_reach, weights)
-    products = _products(head, mean, noise_tokens, noise_reach, averages)
-    noise = score_noise(seen, weights, products, order)
-    token_gram = noise.token_gram + averages
-    size = jnp.broadcast_to(jnp.sum(head.value_features * head.metric), (1, 1))
-    of_noise = Products(noise_tokens, noise_reach, averages)
-    pattern = Products(*(safe_divide(part, size) for part in of_noise))
-    summed = sum_noise(seen, weights, noise.gain, head.value, mean, pattern, tokens.pool)
-    feature_gram = summed.features + summed.pattern * head.value_features
-    noisy = weights**2 * rows.variance()
+    @property
+    def centres(self) -> Centres:
+        """Mean queries, keys and values."""
+        return self.moments.centres
+
+    def shared_scores(self) -> Array | None:
+        """Through the input that queries and keys share."""
+        if self.links.query_key is None:
+            return None
+        return self.links.tokens * jnp.sum(diagonal_of(self.links.query_key))
+
+    def rows(self) -> RowCovariance:
+        """By the noise of the keys, and by that of the queries.
+
+        The keys' side is the average that the queries have over the tokens; the queries' side keeps,
+        for every pair of tokens, the total variance of contrasts of keys. One product in the place of
+        the two would save two products of T x T matrices, and lose a tenth of the sum's variance at 64
+        tokens.
+        """
+        head, tokens, _ = self
+        means, width = self.centres.query, self.centres.query.shape[1]
+        used = weighted(jnp.ones_like(means[:, 0]), tokens.score_pool)
+        total = jnp.broadcast_to(jnp.sum(used), (1, 1))
+        by_query = safe_divide(head.query_features, total)  # of an average token
+        query = weighted(means, tokens.score_pool).T @ means
+        moment = safe_divide(query, total) + by_query  # E[q q^T]
+        spread = head.key_spread.T @ head.key_spread
+
+        def term(near: Array, keys: Array, size: Array) -> Term:
+            return Term.of(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys)
+
+        by_keys = head.query_noise.gram(head.contrasts, tokens.queries, tokens.query)
+        by_keys = by_keys + (means @ head.contrasts) @ means.T
+        by_queries = head.query_noise.gram(spread, tokens.queries, tokens.query)
+        keys = head.key_noise.gram(moment, tokens.source, tokens.key)
+        sizes = jnp.sum(head.contrasts * moment), jnp.sum(spread * by_query)
+        terms = (
+            term(by_keys, keys, sizes[0]),
+            term(by_queries, (self.centres.key @ by_query) @ self.centres.key.T, sizes[1]),
+        )
+        return RowCovariance.merged(terms, sizes)
+
+    def output(self, rows: RowCovariance, weights: Array, mean: Array, order: int) -> Output:
+        """Gram matrices and variances of the head's part of the projected output."""
+        head, tokens, links = self
+        reach = rows_product(weights, tokens.value)
+        of_noise, own_value = self._noise_products(weights, reach)
+        products = _products(head, mean, of_noise)
+        noise = score_noise(rows, weights, products, order)
+        size = jnp.broadcast_to(jnp.sum(head.value_features * head.metric), (1, 1))
+        pattern = Products(*(safe_divide(part, size) for part in of_noise))
+        summed = sum_noise(
+            rows, weights, noise.gain, self.centres.value, mean, pattern, tokens.pool
+        )
+        noisy = weights**2 * rows.variance()
+        size = _over_independent(rows_diagonal(noise.token_gram), noisy, products)
+        energy, variance = _by_independent_keys(
+            head, pattern.values, noisy, weights, mean, pattern.crossed
+        )
+        gain = noise.gain / root_width(mean)
+        linked = reach
+        if links.tokens is not tokens.value:
+            linked = rows_product(weights, links.tokens)
+        crossed_tokens, crossed_features = score_value(
+            self.centres, links, weights, mean, gain, linked, head.metric, tokens.pool
+        )
+        feature_gram = summed.features + summed.pattern * head.value_features
+        result = HeadOutput(
+            reach,
+            noise.token_gram + of_noise.averages + crossed_tokens + crossed_tokens.T,
+            feature_gram + crossed_features + crossed_features.T,
+            own_value,
+            size * energy,
+            size[:, None] * variance,
+        )
+        return Output(result, noise.gain, shared_mean(self.centres, links, weights, gain, linked))
+
+    def _noise_products(self, weights: Array, reach: Array) -> tuple[Products, Array | None]:
+        """Products of the values' noise under the metric; and the variance by the head's own, (T,)."""
+        head, tokens, _ = self
+        shared = jnp.sum(head.value_noise.features * head.metric)
+        noise, crossed, own_value = shared * tokens.value, shared * reach, None
+        if head.value_noise.own is not None:
+            own = head.value_noise.own_gram(head.metric, tokens.source, tokens.value)
+            own_reach = rows_product(weights, own)
+            noise, crossed = noise + own, crossed + own_reach
+            own_value = jnp.sum(own_reach * weights, axis=1)
+        return Products(noise, crossed, product_with_transposed(crossed, weights)), own_value
+
+
+def _over_independent(total: Array, noisy: Array, products: Products) -> Array:
+    """The variance by the scores (T,), over what it would be with independent keys."""
     independent = jnp.sum(noisy * products.spread(), axis=1)
     # Where a row has one key left, the sum is rounding of either sign.
     second = rows_diagonal(products.values)[None, :] + rows_diagonal(products.averages)[:, None]
     least = 2 * jnp.finfo(noisy.dtype).eps * jnp.sum(noisy * second, axis=1)
-    independent = jnp.maximum(independent, least)
-    size = safe_divide(jnp.maximum(rows_diagonal(noise.token_gram), 0), independent)
-    energy, variance = _by_independent_keys(
-        head, pattern.values, noisy, weights, mean, pattern.crossed
-    )
-    gain = noise.gain / jnp.sqrt(width)
-    linked = reach
-    if links.tokens is not tokens.value:
-        linked = rows_product(weights, links.tokens)
-    centres = Centres(head.query, head.key, head.value)
-    crossed_tokens, crossed_features = score_value(
-        centres, links, weights, mean, gain, linked, head.metric, tokens.pool
-    )
-    token_gram = token_gram + crossed_tokens + crossed_tokens.T
-    feature_gram = feature_gram + crossed_features + crossed_features.T
-    if order == 2:
-        mean = mean + shared_mean(centres, links, weights, gain, linked)
-    return Mixed(
-        mean,
-        weights,
-        reach,
-        noise.gain,
-        token_gram,
-        feature_gram,
-        own_value,
-        size * energy,
-        size[:, None] * variance,
-    )
+    return safe_divide(jnp.maximum(total, 0), jnp.maximum(independent, least))
 
 
-def _products(head: Head, mean: Array, values: Array, crossed: Array, averages: Array) -> Products:
-    """Inner products of the values and of their averages under the head's metric, and their noise."""
-    value, average = head.value @ head.metric, mean @ head.metric
+def _products(head: Head, mean: Array, noise: Products) -> Products:
+    """Inner products of the values and of their averages under the head's metric, with their noise."""
+    value, average = head.centres.value @ head.metric, mean @ head.metric
     return Products(
-        head.value @ value.T + values, mean @ value.T + crossed, mean @ average.T + averages
+        head.centres.value @ value.T + noise.values,
+        mean @ value.T + noise.crossed,
+        mean @ average.T + noise.averages,
     )
 
 
@@ -183,48 +211,14 @@ def _by_independent_keys(
     by_noise = jnp.sum(noisy * spread, axis=1, keepdims=True)
     total = jnp.sum(noisy, axis=1, keepdims=True)
 
-    noisy_value = noisy @ head.value
+    noisy_value = noisy @ head.centres.value
 
     def by_mean(value: Array, average: Array, noisy_value: Array) -> Array:
         return noisy @ value**2 - 2 * average * noisy_value + average**2 * total
 
-    energy = jnp.sum(by_mean(head.value, mean, noisy_value), axis=1)
+    energy = jnp.sum(by_mean(head.centres.value, mean, noisy_value), axis=1)
     energy = energy + by_noise[:, 0] * jnp.sum(diagonal_of(head.value_features))
     projected = jnp.sum((head.value_features @ head.kernel) * head.kernel, axis=0)
-    variance = by_mean(*(rows @ head.kernel for rows in (head.value, mean, noisy_value)))
+    variance = by_mean(*(rows @ head.kernel for rows in (head.centres.value, mean, noisy_value)))
     variance = variance + by_noise * projected[None, :]
     return jnp.maximum(energy, 0), jnp.maximum(variance, 0)
-
-
-def _rows(head: Head, tokens: Tokens, width: Array) -> RowCovariance:
-    """Covariance of the scores: by the noise of the keys, and by that of the queries.
-
-    The keys' side is the average that the queries have over the tokens; the queries' side keeps, for
-    every pair of tokens, the total variance of contrasts of keys. One product in the place of the two
-    would save two products of T x T matrices, and lose a tenth of the sum's variance at 64 tokens.
-    """
-    used = weighted(jnp.ones_like(head.query[:, 0]), tokens.score_pool)
-    total = jnp.sum(used)
-    by_query = safe_divide(
-        head.query_features, jnp.broadcast_to(total, (1, 1))
-    )  # of an average token
-    query = weighted(head.query, tokens.score_pool).T @ head.query
-    moment = safe_divide(query, jnp.broadcast_to(total, (1, 1))) + by_query  # E[q q^T]
-    spread = head.key_spread.T @ head.key_spread
-
-    def term(near: Array, keys: Array, size: Array) -> Term:
-        return Term(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys, size)
-
-    by_keys = head.query_noise.gram(head.contrasts, tokens.queries, tokens.query)
-    by_keys = by_keys + (head.query @ head.contrasts) @ head.query.T
-    by_queries = head.query_noise.gram(spread, tokens.queries, tokens.query)
-    return RowCovariance(
-        (
-            term(
-                by_keys,
-                head.key_noise.gram(moment, tokens.source, tokens.key),
-                jnp.sum(head.contrasts * moment),
-            ),
-            term(by_queries, (head.key @ by_query) @ head.key.T, jnp.sum(spread * by_query)),
-        )
-    )

@@ -14,18 +14,10 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import pooled, weighted
-from moment_jax.layers.attention.inputs import SharedInput, split_heads
+from moment_jax.layers.attention.inputs import Centres, SharedInput, split_heads
 from moment_jax.xla import product_with_transposed, rows_diagonal
 
 Array = jax.Array
-
-
-class Centres(NamedTuple):
-    """One head's mean queries, keys and values."""
-
-    query: Array  # (T, K)
-    key: Array  # (S, K)
-    value: Array  # (S, K)
 
 
 class Links(NamedTuple):

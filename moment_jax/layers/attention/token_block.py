@@ -9,8 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import TokenBlock
-from moment_jax.expectations import expected_softmax, masked_softmax
-from moment_jax.layers.attention.inputs import Inputs, Mixing, SharedInput, merge_heads, split_heads
+from moment_jax.expectations import expected_softmax
+from moment_jax.layers.attention.inputs import (
+    Centres,
+    Inputs,
+    Mixing,
+    SharedInput,
+    merge_heads,
+    split_heads,
+)
+from moment_jax.layers.attention.mix import Output, mix
 from moment_jax.layers.attention.places import at_own, own_tokens
 from moment_jax.layers.attention.rows import left_within, saturation
 from moment_jax.xla import product_with_transposed, rows_product
@@ -19,44 +27,82 @@ Array = jax.Array
 
 
 def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Mixing]:
-    """Moments of the concatenated heads: mean (T, H K), token blocks, and weights (H, T, S).
+    """Moments of the concatenated heads: mean (T, H K), token blocks, and weights (H, T, S)."""
+    h, projections = inputs.num_heads, (inputs.query, inputs.key, inputs.value)
+    blocks = (_head_blocks(p.cov, h) for p in projections)
+    heads = _Heads(inputs.centres(), *blocks, inputs.shared)
+    mean, noise, mixing = mix(heads, inputs.mask, inputs.order)
+    t, width = inputs.query.mean.shape
+    return merge_heads(mean), TokenBlock(noise.reshape(t, width, width)), mixing
 
-    With independent tokens the covariance of a query's scores is
-    Cov[S_hac, S_gaf] = k_hc Cov[q_ha, q_ga] k_gf + 1[c=f] (q_ha Cov[k_hc, k_gc] q_ga + trace), over K.
-    """
-    h = inputs.num_heads
-    q, k, v = (split_heads(p.mean, h) for p in (inputs.query, inputs.key, inputs.value))
-    query_cov, key_cov, value_cov = (
-        _head_blocks(p.cov, h) for p in (inputs.query, inputs.key, inputs.value)
-    )
-    width = q.shape[2]
-    # Noise of single keys: sum_dd' E[q_had q_gad'] Cov[k_hcd, k_gcd'], (H, H, T, S).
-    query_moment = query_cov + jnp.einsum("had,gae->ahdge", q, q)
-    own = _per_pair(product_with_transposed)(_pairs(query_moment), _pairs(key_cov)) / width
-    scores = jnp.einsum("had,hcd->hac", q, k)
-    query_kernel = inputs.shared.query_kernel
-    if inputs.order == 2 and query_kernel is not None:
-        scores = scores + _shared_scores(inputs.shared, query_kernel, h, k.shape[1])
-    scores = scores / jnp.sqrt(jnp.asarray(width, scores.dtype))
-    if inputs.order == 1:
-        weights = masked_softmax(scores, inputs.mask)
-    else:
-        own_query = jnp.einsum("ahdhe->hade", query_cov) / width
-        rows = _Rows(jnp.einsum("hhac->hac", own), own_query, k)
-        weights = expected_softmax(scores, rows, inputs.mask)
-    mean = jnp.einsum("hac,hcd->had", weights, v)
-    blocks = _output_blocks(weights, mean, k, v, query_cov, value_cov, own, inputs.order)
-    t = mean.shape[1]
-    cov = TokenBlock(blocks.reshape(t, h * width, h * width))
-    return merge_heads(mean), cov, Mixing(weights)
+
+class _Heads(NamedTuple):
+    """All heads, see `HeadMoments`; covariances are blocks (T, H, K, H, K)."""
+
+    centres: Centres
+    query: Array
+    key: Array
+    value: Array
+    shared: SharedInput[TokenBlock]
+
+    def shared_scores(self) -> Array | None:
+        """With independent tokens, only of a token with itself."""
+        h, s, _ = self.centres.key.shape
+        if self.shared.query_kernel is None:
+            return None
+        kernels = (split_heads(m, h) for m in (self.shared.query_kernel, self.shared.key_kernel))
+        metric = jnp.einsum("hik,hjk->hij", *kernels)
+        blocks = own_tokens(self.shared.cov.blocks, self.shared.places)
+        own = jnp.einsum("tij,hij->ht", blocks, metric)
+        return jax.vmap(lambda row: at_own(row, self.shared.places, s))(own)
+
+    def rows(self) -> _Rows:
+        """By the noise of single keys, sum_dd' E[q_had q_gad'] Cov[k_hcd, k_gcd'], and by queries'."""
+        query, key, _ = self.centres
+        width = query.shape[2]
+        moment = self.query + jnp.einsum("had,gae->ahdge", query, query)
+        own = _per_pair(product_with_transposed)(_pairs(moment), _pairs(self.key)) / width
+        return _Rows(own, jnp.einsum("ahdhe->hade", self.query) / width, key)
+
+    def output(self, rows: _Rows, weights: Array, mean: Array, order: int) -> Output:
+        """Cov[A_had, A_gae], (T, H, K, H, K): of queries, of keys, of values, of keys with values."""
+        _, k, v = self.centres
+        width = k.shape[2]
+        # The derivative of A_had with respect to the scores, (H, T, S, K). Multiplied out, its products
+        # would lose what noise of large scores gives a row that has all its weight on one key.
+        change = weights[..., None] * (v[:, None] - mean[:, :, None])
+        slope = jnp.einsum("hacd,hce->hade", change, k)
+        by_query = jnp.einsum("hadp,ahpgq,gaeq->ahdge", slope, self.query, slope) / width
+        # sum_c W_hac W_gac Cov[v_hc, v_gc], as products of what each pair of heads has
+        value_pairs = _pairs(self.value)
+        both = jnp.einsum("hac,gac->hgac", weights, weights)
+        by_value = _unpaired(_per_pair(rows_product)(both, value_pairs), width)
+        by_scores = by_query + _by_key(rows.pairs, weights, both, change, value_pairs)
+        if order == 2:
+            second = jnp.sum(v**2, axis=2) + jnp.einsum("chdhd->hc", self.value)
+            averaged = jnp.sum(mean**2, axis=2) + jnp.einsum("ahdhd->ha", by_value)
+            within = left_within(jnp.einsum("hac,hc->ha", weights, second), averaged)
+            gain = saturation(jnp.einsum("ahdhd->ha", by_scores), within).T
+            by_scores = gain[:, :, None, None, None] * by_scores * gain[:, None, None, :, None]
+        return Output(by_scores + by_value)
 
 
 class _Rows(NamedTuple):
-    """Covariance of every row of scores: keys' noise on the diagonal, and queries' noise k Q k^T."""
+    """Covariance of a query's scores; independent tokens.
 
-    own: Array  # (H, T, S)
-    query: Array  # Q, (H, T, K, K)
+    Cov[S_hac, S_gaf] = k_hc Cov[q_ha, q_ga] k_gf + 1[c=f] (q_ha Cov[k_hc, k_gc] q_ga + trace), over K.
+    """
+
+    pairs: Array  # the second part, keys' noise, (H, H, T, S)
+    query: Array  # Cov[q_ha] / K, (H, T, K, K)
     key: Array  # k, (H, S, K)
+
+    def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
+        return expected_softmax(scores, self, mask)
+
+    def own(self) -> Array:
+        """Keys' noise of every head, (H, T, S)."""
+        return jnp.einsum("hhac->hac", self.pairs)
 
     def _squares(self) -> Array:
         """K k^T, (H, S, K^2)."""
@@ -66,15 +112,15 @@ class _Rows(NamedTuple):
         return jax.vmap(product_with_transposed)(_flat(self.query), self._squares())
 
     def variance(self) -> Array:
-        return self.own + self.by_query()
+        return self.own() + self.by_query()
 
     def matvec(self, vectors: Array) -> Array:
         keys = jnp.einsum("haf,hfe->hae", vectors, self.key)
         common = jnp.einsum("hade,hae,hcd->hac", self.query, keys, self.key)
-        return common + self.own * vectors
+        return common + self.own() * vectors
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        query, own = self.query / unit[..., None], self.own / unit
+        query, own = self.query / unit[..., None], self.own() / unit
         keys = jax.vmap(rows_product)(vectors, self._squares()).reshape(query.shape)
         inner = jnp.einsum("hadi,haij,haej->hade", query, keys, query)
         common = jax.vmap(product_with_transposed)(_flat(inner), self._squares())
@@ -108,50 +154,20 @@ def _per_pair(product: Callable[[Array, Array], Array]) -> Callable[[Array, Arra
     return jax.vmap(jax.vmap(product))
 
 
-def _shared_scores(
-    shared: SharedInput[TokenBlock], query_kernel: Array, num_heads: int, num_keys: int
-) -> Array:
-    """sum_d Cov[q_had, k_had]: with independent tokens, only of a token with itself, (H, T, S)."""
-    query, key = (split_heads(m, num_heads) for m in (query_kernel, shared.key_kernel))
-    metric = jnp.einsum("hik,hjk->hij", query, key)
-    blocks = own_tokens(shared.cov.blocks, shared.places)
-    own = jnp.einsum("tij,hij->ht", blocks, metric)
-    return jax.vmap(lambda row: at_own(row, shared.places, num_keys))(own)
+def _by_key(pairs: Array, weights: Array, both: Array, change: Array, value_pairs: Array) -> Array:
+    """sum_c W_hac W_gac pairs_hgac E[(v_hc - A_ha) (v_gc - A_ga)^T], (T, H, K, H, K).
 
+    The average A is as random as the values in it, of which v_hc is one.
 
-def _output_blocks(
-    weights: Array,
-    mean: Array,
-    k: Array,
-    v: Array,
-    query_cov: Array,
-    value_cov: Array,
-    own: Array,
-    order: int,
-) -> Array:
-    """Cov[A_had, A_gae], (T, H, K, H, K): of queries, of keys, of values, and of keys with values."""
-    width = k.shape[2]
-    # The derivative of A_had with respect to the scores, (H, T, S, K). Multiplied out, its products
-    # would lose what noise of large scores gives a row that has all its weight on one key.
-    change = weights[..., None] * (v[:, None] - mean[:, :, None])
-    slope = jnp.einsum("hacd,hce->hade", change, k)
-    by_query = jnp.einsum("hadp,ahpgq,gaeq->ahdge", slope, query_cov, slope) / width
-    # sum_c W_hac W_gac Cov[v_hc, v_gc], as products of what each pair of heads has
-    value_pairs = _pairs(value_cov)
-    both = jnp.einsum("hac,gac->hgac", weights, weights)
-    by_value = _unpaired(_per_pair(rows_product)(both, value_pairs), width)
-    # sum_c W_hac W_gac own_hgac E[(v_hc - A_ha) (v_gc - A_ga)^T]; A is as random as the values that it
-    # averages, of which v_hc is one.
-    pair = both * own
-    others = pair @ (1 - jnp.eye(k.shape[1], dtype=pair.dtype))  # a difference could be negative
+    Args:
+      pairs: noise of single keys, (H, H, T, S).
+      weights: W, (H, T, S).
+      both: W_hac W_gac, (H, H, T, S).
+      change: W_hac (v_hc - A_ha) at the means, (H, T, S, K).
+      value_pairs: of the values, (H, H, S, K^2).
+    """
+    pair = both * pairs
+    others = pair @ (1 - jnp.eye(pair.shape[3], dtype=pair.dtype))  # a difference could be negative
     random = pair * (1 - weights[:, None]) * (1 - weights[None]) + both * others
-    by_key = jnp.einsum("hgac,hacd,gace->ahdge", own, change, change)
-    by_key = by_key + _unpaired(_per_pair(rows_product)(random, value_pairs), width)
-    by_scores = by_query + by_key
-    if order == 2:
-        second = jnp.sum(v**2, axis=2) + jnp.einsum("chdhd->hc", value_cov)
-        averaged = jnp.sum(mean**2, axis=2) + jnp.einsum("ahdhd->ha", by_value)
-        within = left_within(jnp.einsum("hac,hc->ha", weights, second), averaged)
-        gain = saturation(jnp.einsum("ahdhd->ha", by_scores), within).T
-        by_scores = gain[:, :, None, None, None] * by_scores * gain[:, None, None, :, None]
-    return by_scores + by_value
+    by_mean = jnp.einsum("hgac,hacd,gace->ahdge", pairs, change, change)
+    return by_mean + _unpaired(_per_pair(rows_product)(random, value_pairs), change.shape[3])
