@@ -22,6 +22,7 @@ from moment_jax import (
 from moment_jax.covariance import (
     STRUCTURES,
     BatchSeparable,
+    ByProjection,
     Covariance,
     Diagonal,
     FrozenSeparable,
@@ -29,6 +30,7 @@ from moment_jax.covariance import (
     Separable,
     TokenBlock,
     TokenCorrelated,
+    register_fields,
     with_feature_statistics,
 )
 from moment_jax.inference import fit
@@ -67,6 +69,7 @@ __all__ = [
     "STRUCTURES",
     "AttentionParams",
     "BatchSeparable",
+    "ByProjection",
     "Covariance",
     "DecoderBlockParams",
     "DenseParams",
@@ -110,6 +113,7 @@ __all__ = [
     "propagate",
     "propagation_rule",
     "reference",
+    "register_fields",
     "relu",
     "rms_norm",
     "sinusoidal_positions",

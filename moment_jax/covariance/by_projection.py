@@ -17,12 +17,42 @@ Array = jax.Array
 class ByProjection(Covariance):
     """A structure whose operations are those of `Full`, projected: the law of all structures itself.
 
-    A subclass says what it keeps: `project`, from a dense covariance; `to_dense`, back; and `shape` and
-    `dtype`. All else works then, attention, norms and residual sums included, at the price of `Full`.
-    Override what has to be quicker; the tests of the law hold it against this.
+    A subclass says what it keeps: `project`, from a dense covariance, and `to_dense`, back. All else
+    works then, attention, norms and residual sums included, at the price of `Full`. Override what has to
+    be quicker; the law says what it has to give.
 
-    Assumes that the projection of a covariance is positive semidefinite.
+    Assumes that projections of covariances are positive semidefinite.
+
+    >>> import dataclasses, jax, jax.numpy as jnp
+    >>> import moment_jax as mj
+    >>> @mj.register_fields
+    ... @dataclasses.dataclass(frozen=True)
+    ... class Pairs(mj.ByProjection):
+    ...     cov: jax.Array  # (T, D, T, D): tokens 2i and 2i + 1 know each other, and no other token
+    ...     num_axes = 4
+    ...     @classmethod
+    ...     def project(cls, dense):
+    ...         pair = jnp.arange(dense.shape[0]) // 2
+    ...         return cls(jnp.where((pair[:, None] == pair[None])[:, None, :, None], dense, 0))
+    ...     def to_dense(self):
+    ...         return self.cov
+    >>> kernel = mj.posterior.Factorized(jnp.eye(2), jnp.full((2, 2), 0.5))
+    >>> mean, cov = mj.dense(jnp.ones((4, 2)), Pairs.zeros((4, 2)), mj.DenseParams(kernel))
+    >>> print(cov.token_gram())
+    [[2. 2. 0. 0.]
+     [2. 2. 0. 0.]
+     [0. 0. 2. 2.]
+     [0. 0. 2. 2.]]
     """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        t, d, _, _ = jax.eval_shape(self.to_dense).shape
+        return t, d
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jax.eval_shape(self.to_dense).dtype
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:

@@ -23,7 +23,8 @@ def register_fields(cls: type[T]) -> type[T]:
     transformations that have every right to other leaves: `jacfwd` and `hessian` put axes last,
     `vmap(out_axes=1)` in the middle, and factored optimisers summarise each array.
 
-    Functions that take or give it can be saved with `jax.export`.
+    Functions that take or give it can be saved with `jax.export`, if it is the library's own: a class of
+    a user's may be defined anew under its name, as in a notebook.
     """
     names = tuple(field.name for field in dataclasses.fields(cls))
 
@@ -40,12 +41,13 @@ def register_fields(cls: type[T]) -> type[T]:
         return instance
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    export.register_pytree_node_serialization(
-        cls,
-        serialized_name=f"moment_jax.{cls.__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: None,
-    )
+    if cls.__module__.startswith("moment_jax."):
+        export.register_pytree_node_serialization(
+            cls,
+            serialized_name=f"moment_jax.{cls.__name__}",
+            serialize_auxdata=lambda _: b"",
+            deserialize_auxdata=lambda _: None,
+        )
     return cls
 
 

@@ -61,8 +61,9 @@ class _Heads(NamedTuple):
         query, key, _ = self.centres
         width = query.shape[2]
         moment = self.query + jnp.einsum("had,gae->ahdge", query, query)
-        own = _per_pair(product_with_transposed)(_pairs(moment), _pairs(self.key)) / width
-        return _Rows(own, jnp.einsum("ahdhe->hade", self.query) / width, key)
+        pairs = _per_pair(product_with_transposed)(_pairs(moment), _pairs(self.key)) / width
+        own = jnp.einsum("hhac->hac", pairs)
+        return _Rows(pairs, own, jnp.einsum("ahdhe->hade", self.query) / width, key)
 
     def output(self, rows: _Rows, weights: Array, mean: Array, order: int) -> Output:
         """Cov[A_had, A_gae], (T, H, K, H, K): of queries, of keys, of values, of keys with values."""
@@ -94,15 +95,12 @@ class _Rows(NamedTuple):
     """
 
     pairs: Array  # the second part, keys' noise, (H, H, T, S)
+    own: Array  # of a head with itself, (H, T, S)
     query: Array  # Cov[q_ha] / K, (H, T, K, K)
     key: Array  # k, (H, S, K)
 
     def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
         return expected_softmax(scores, self, mask)
-
-    def own(self) -> Array:
-        """Keys' noise of every head, (H, T, S)."""
-        return jnp.einsum("hhac->hac", self.pairs)
 
     def _squares(self) -> Array:
         """K k^T, (H, S, K^2)."""
@@ -112,15 +110,15 @@ class _Rows(NamedTuple):
         return jax.vmap(product_with_transposed)(_flat(self.query), self._squares())
 
     def variance(self) -> Array:
-        return self.own() + self.by_query()
+        return self.own + self.by_query()
 
     def matvec(self, vectors: Array) -> Array:
         keys = jnp.einsum("haf,hfe->hae", vectors, self.key)
         common = jnp.einsum("hade,hae,hcd->hac", self.query, keys, self.key)
-        return common + self.own() * vectors
+        return common + self.own * vectors
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        query, own = self.query / unit[..., None], self.own() / unit
+        query, own = self.query / unit[..., None], self.own / unit
         keys = jax.vmap(rows_product)(vectors, self._squares()).reshape(query.shape)
         inner = jnp.einsum("hadi,haij,haej->hade", query, keys, query)
         common = jax.vmap(product_with_transposed)(_flat(inner), self._squares())
