@@ -18,7 +18,6 @@ from moment_jax.expectations.softmax import (
 )
 from moment_jax.expectations.softmax_jacobian import expected_softmax_jacobian, softmax_jacobian
 from moment_jax.expectations.softmax_mean import ScoreCovariance, expected_softmax, masked_softmax
-from moment_jax.expectations.tilted import tilted_softmax
 
 __all__ = [
     "ElementwiseMoments",
@@ -35,5 +34,4 @@ __all__ = [
     "softmax_jacobian",
     "softmax_mean",
     "softmax_moments",
-    "tilted_softmax",
 ]

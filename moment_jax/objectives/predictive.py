@@ -37,7 +37,7 @@ def class_probabilities(mean: Array, cov: Array, *, num_points: int | None = Non
     ======================================  ======  ======  ======  ======  ======
     512 points (the default)                1e-8    1e-5    1e-4    3e-4    7e-4
     128 points                              6e-8    4e-5    7e-4    2e-3    4e-3
-    tilted fixed point (`softmax_mean`)     6e-7    2e-3    0.08    0.6     2.4
+    tilted fixed point                      6e-7    2e-3    0.08    0.6     2.4
     softmax(m_i / sqrt(1 + pi/8 v_i))       7e-4    0.03    0.09    0.15    0.18
     pairwise logistic, normalised           3e-4    0.015   0.05    0.10    0.13
     ======================================  ======  ======  ======  ======  ======
