@@ -2,6 +2,7 @@
 
 from moment_jax.xla.diagonal import diagonal_matrix, diagonal_of, on_diagonal
 from moment_jax.xla.inputs import materialized_inputs
+from moment_jax.xla.kernels import inside_a_kernel, kernel_path, kernels, on_chip
 from moment_jax.xla.materialize import materialized
 from moment_jax.xla.tokens import (
     SEQUENCE,
@@ -10,6 +11,7 @@ from moment_jax.xla.tokens import (
     product_with_transposed,
     rows_diagonal,
     rows_product,
+    split_by_tokens,
 )
 
 __all__ = [
@@ -17,11 +19,16 @@ __all__ = [
     "by_tokens",
     "diagonal_matrix",
     "diagonal_of",
+    "inside_a_kernel",
+    "kernel_path",
+    "kernels",
     "materialized",
     "materialized_inputs",
+    "on_chip",
     "on_diagonal",
     "product_of_transposed",
     "product_with_transposed",
     "rows_diagonal",
     "rows_product",
+    "split_by_tokens",
 ]

@@ -11,6 +11,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from moment_jax.xla.kernels import on_chip
+
 Array = jax.Array
 T = TypeVar("T")
 
@@ -26,7 +28,8 @@ def materialized(tree: T) -> T:
     of GELU's moments). `lax.optimization_barrier` does not help, since it is gone before XLA fuses. A
     conditional stays, and it stops fusion; its predicate is hidden from the simplifier by that very
     barrier, and so is that its branches are the same. Either gives its operand, so nothing is copied.
-    Other compilers get the identity, as does whatever is not compiled.
+    Other compilers get the identity, as does whatever is not compiled. In the body of a kernel it is
+    nothing at all.
 
     A primitive of its own, since the same made of JAX's operations is traced four times over by every
     transformation. Linear, so that it passes `jvp`, `vmap`, `grad`, `checkpoint` and `scan`.
@@ -37,7 +40,7 @@ def materialized(tree: T) -> T:
     """
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if _is_float(leaf)]
-    if not arrays:
+    if not arrays or on_chip():
         return tree
     same = iter(_store.bind(*arrays))
     return jax.tree.unflatten(structure, [next(same) if _is_float(x) else x for x in leaves])

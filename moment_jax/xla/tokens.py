@@ -33,6 +33,11 @@ def by_tokens(array: Array) -> Array:
     return jax.lax.with_sharding_constraint(array, PartitionSpec(SEQUENCE, *rest))
 
 
+def split_by_tokens() -> bool:
+    """Whether tokens lie on several devices."""
+    return _mesh() is not None
+
+
 def rows_product(a: Array, b: Array) -> Array:
     """The product a b of (T, S) and (S, U), both by rows; so is the result."""
     mesh = _mesh_dividing(a.shape[0], b.shape[0])

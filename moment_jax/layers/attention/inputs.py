@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +92,16 @@ class Centres(NamedTuple):
 class Mixing(NamedTuple):
     """How the heads have mixed the tokens."""
 
-    weights: Array  # mean attention weights, (H, T, S)
+    weights: Any  # mean attention weights, (H, T, S); None in `Diagonal`, which keeps `own` alone
     gain: Array | None = (
         None  # what the softmax keeps of its Jacobian at them, (H, T); None for all
     )
+    own: Array | None = None  # the weight of each query's own token, (H, T), where it is known
+
+    def num_heads(self) -> int:
+        """H."""
+        known: Any = self.own if self.weights is None else self.weights
+        return len(known)
 
 
 def split_heads(array: Array, num_heads: int) -> Array:

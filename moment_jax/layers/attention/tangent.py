@@ -19,7 +19,7 @@ class AttentionTangent(NamedTuple):
     query: Array  # mean of the queries, (T, H K)
     key: Array  # (S, H K)
     value: Array  # (S, H K)
-    mixing: Mixing  # weights (H, T, S) and gain
+    mixing: Mixing
     query_kernel: Array  # (D, H K)
     source_kernels: tuple[Array, Array] | None  # of keys and values, (D, H K); None: of a memory
     output_kernel: Array  # (H K, D)
@@ -28,7 +28,8 @@ class AttentionTangent(NamedTuple):
 
     def own_weights(self) -> Array:
         """The weight that every query gives to its own token, (H, T)."""
-        return own_entries(self.mixing.weights, self.places)
+        own = self.mixing.own
+        return own_entries(self.mixing.weights, self.places) if own is None else own
 
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""
@@ -54,6 +55,6 @@ class AttentionTangent(NamedTuple):
         if self.source_kernels is None:
             return None
         value_kernel = self.source_kernels[1]
-        h, d = self.mixing.weights.shape[0], value_kernel.shape[0]
+        h, d = self.mixing.num_heads(), value_kernel.shape[0]
         paths = value_kernel * self.output_kernel.T
         return jnp.sum(paths.reshape(d, h, -1), axis=2).T

@@ -1,0 +1,174 @@
+"""Attention for `Diagonal`, of any rows of one head: every query, key and value entry independent.
+
+The scores S_ac = q_a . k_c / sqrt(K) of one row share the query, so that
+
+    Cov[S_ac, S_af] = own_ac [c = f] + sum_d Var[q_ad] k_cd k_fd / K
+
+with own_ac = sum_d (q_ad^2 + Var[q_ad]) Var[k_cd] / K; rows are independent of each other. In the second
+term all entries of a query are taken as equally noisy, so that it has one matrix k k^T for all rows.
+
+No row knows of another, so the rows may be all of a head's or a block of them in a kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance.numerics import safe_divide
+from moment_jax.expectations import masked_softmax
+from moment_jax.expectations.softmax_mean import quick_expected_softmax
+from moment_jax.layers.attention.rows import left_within, saturation
+from moment_jax.layers.attention.squared_products import squared_products
+from moment_jax.xla import materialized
+
+Array = jax.Array
+
+
+class Part(NamedTuple):
+    """One head's queries, keys or values."""
+
+    mean: Array  # (T, K)
+    variance: Array  # (T, K)
+
+
+class Own(NamedTuple):
+    """What the tokens that the queries are made of have beside their queries."""
+
+    key: Array  # mean, (T, K)
+    variance: Array  # of the input, (T, D)
+    query_kernel: Array  # (D, K)
+
+
+class Shared(NamedTuple):
+    """The variance of the input that keys and values have in common, and one head's kernels."""
+
+    variance: Array  # (S, D)
+    key_kernel: Array  # (D, K)
+    value_kernel: Array  # (D, K)
+
+
+class Mixed(NamedTuple):
+    """Rows of attention, by values independent of the weights."""
+
+    weights: Array  # E[W], (T, S)
+    mean: Array  # (T, K)
+    variance: Array  # (T, K)
+    gain: Array  # of the softmax, (T, 1)
+
+
+class _Rows(NamedTuple):
+    """Cov[S_ac, S_af] = own_ac [c = f] + query_a (k k^T)_cf."""
+
+    own: Array  # (T, S)
+    query: Array  # variance of an entry of each query, over K, (T, 1)
+    key: Array  # k, (S, K)
+
+    def variance(self) -> Array:
+        """Var[S_ac], (T, S)."""
+        return self.own + self.query * jnp.sum(self.key**2, axis=1)[None, :]
+
+    def matvec(self, weights: Array) -> Array:
+        """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
+        return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
+
+
+def mix_rows(
+    q: Part, k: Part, v: Part, shared_noise: Array | None, mask: Array | None, order: int
+) -> Mixed:
+    """The queries' averages of the values.
+
+    Args:
+      q: the queries of these rows.
+      k: all keys.
+      v: all values.
+      shared_noise: sum_d Cov[q_ad, k_cd], (T, S); None for none.
+      mask: (T, S) boolean, False where a query may not look; None for everywhere.
+      order: 1 or 2.
+    """
+    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
+    scores = q.mean @ k.mean.T
+    if shared_noise is not None:
+        scores = scores + shared_noise
+    scores = materialized(scores / jnp.sqrt(width))
+    own = (q.mean**2 + q.variance) @ k.variance.T / width
+    rows = _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)
+    expected = masked_softmax if order == 1 else partial(quick_expected_softmax, cov=rows)
+    weights = materialized(expected(scores, mask=mask))
+    mean = weights @ v.mean
+    return Mixed(weights, mean, *_variance(v, rows, weights, mean, order))
+
+
+def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> tuple[Array, Array]:
+    """Variance of weights @ values, (T, K), and the softmax's gain, (T, 1).
+
+    The sum over the features of what the queries' noise gives is taken whole, and shared out as that
+    of independent keys is: by itself it would take T^2 K^2 products.
+    """
+    width, noise = v.mean.shape[1], _sum(v.variance)
+    values = _sum(v.mean**2) + noise  # E |v_c|^2, (S, 1)
+    key_size = _sum(rows.key**2)
+    squared, pulled = weights**2, weights * ((weights @ rows.key) @ rows.key.T)
+    # Sums over the keys, with weights W^2 own, W^2 and W (W k) k^T.
+    moments = jnp.concatenate([v.mean**2 + v.variance, v.mean, jnp.ones_like(key_size)], axis=1)
+    own = (squared * rows.own) @ jnp.concatenate([moments, values], axis=1)
+    common = squared @ jnp.concatenate([key_size * moments, v.variance], axis=1)
+    by_pulled = pulled @ moments[:, width:]
+    by_values = common[:, -width:]
+    size = _sum(mean**2) + _sum(by_values)  # E |A_a|^2 of the averages A, (T, 1)
+    noisy = own[:, :-1] + rows.query * common[:, :-width]
+    pattern = noisy[:, :width] - 2 * mean * noisy[:, width:-1] + mean**2 * noisy[:, -1:]
+    pattern = jnp.maximum(pattern, 0)
+
+    def crossed(values: Array, weighing: Array) -> Array:
+        """Sums of E <A_a, v_c> over the keys: of v_c, and of W_ac times its noise, (T, 1)."""
+        return _sum(mean * values) + (weighing * weights) @ noise
+
+    by_keys = own[:, -1:] - 2 * crossed(own[:, width:-2], squared * rows.own) + size * own[:, -2:-1]
+    by_query = (
+        squared_products(rows.key, v.mean, noise, weights)
+        - 2 * crossed(by_pulled[:, :-1], pulled)
+        + size * by_pulled[:, -1:]
+    )
+    total = jnp.maximum(by_keys + rows.query * jnp.maximum(by_query, 0), 0)
+    gain = jnp.ones_like(total)
+    if order == 2:
+        within = left_within(weights @ values, size)
+        gain = saturation(total, within)
+        # Where a row gives all its weight to one key, the total is only rounding error. XLA may compute
+        # it twice, and round it differently: then the gain does not bound it.
+        total = jnp.minimum(gain**2 * total, within)
+    share = safe_divide(pattern, _sum(pattern))
+    return by_values + share * total, gain
+
+
+def shared_mean(
+    q: Part, k: Part, shared: Shared, weights: Array, own: Own | None, own_weights: Array | None
+) -> Array:
+    """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
+
+    By Stein's lemma Cov[W_ac, v_cd] = sum_f W_ac (1[c=f] - W_af) Cov[S_af, v_cd]; the key k_c shares its
+    token with v_c, the query q_a with v_a.
+
+    Args:
+      q: the queries of these rows.
+      k: all keys.
+      shared: what keys and values share.
+      weights: E[W], (T, S).
+      own: the queries' own tokens; None where queries are made of another sequence.
+      own_weights: what every query gives to its own token, (T, 1).
+    """
+    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
+    shift = (q.mean @ shared.key_kernel.T) * ((weights - weights**2) @ shared.variance)
+    if own is not None and own_weights is not None:
+        offset = own.key - weights @ k.mean
+        shift = shift + (offset @ own.query_kernel.T) * (own_weights * own.variance)
+    return shift @ shared.value_kernel / jnp.sqrt(width)
+
+
+def _sum(array: Array) -> Array:
+    """Over the features, (T, 1)."""
+    return jnp.sum(array, axis=1, keepdims=True)
