@@ -49,8 +49,8 @@ def moment_specs(cov: Covariance, *, batched: bool = True, sequence: bool = Fals
         return PartitionSpec(*lead, *axes)
 
     fields: Any = cov
-    names = (field.name for field in dataclasses.fields(fields))
-    return dataclasses.replace(fields, **{name: spec(name) for name in names})
+    specs = {field.name: spec(field.name) for field in dataclasses.fields(fields)}
+    return dataclasses.replace(fields, **specs)
 
 
 def constrain(mean: Array, cov: S, mesh: Mesh, *, batched: bool = True) -> tuple[Array, S]:

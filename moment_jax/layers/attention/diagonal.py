@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Diagonal
 from moment_jax.layers.attention.diagonal_kernel import Heads, find_plan, mix_by_kernel
-from moment_jax.layers.attention.diagonal_rows import Own, Part, Shared, mix_rows, shared_mean
+from moment_jax.layers.attention.diagonal_rows import Own, Part, Rows, Shared, shared_mean
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import (
     Inputs,
@@ -18,6 +18,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
+from moment_jax.layers.attention.mix import mix
 from moment_jax.layers.attention.places import at_own, own_entries, own_tokens
 
 Array = jax.Array
@@ -82,12 +83,11 @@ def _head(
         if order == 2:
             noise = own.variance @ jnp.sum(query_kernel * shared.key_kernel, axis=1)
             noise = at_own(noise, places, k.mean.shape[0])
-    rows = mix_rows(q, k, v, noise, mask, order)
+    mean, variance, mixing = mix(Rows(q, k, v, noise), mask, order)
     if query_kernel is not None:
-        own_weights = own_entries(rows.weights, places)
-    mean = rows.mean
+        own_weights = own_entries(mixing.weights, places)
     if order == 2:
+        assert mixing.gain is not None
         column = None if own_weights is None else own_weights[:, None]
-        shift = shared_mean(q, k, shared, rows.weights, own, column)
-        mean = mean + rows.gain * shift
-    return mean, rows.variance, own_weights
+        mean = mean + mixing.gain * shared_mean(q, k, shared, mixing.weights, own, column)
+    return mean, variance, own_weights

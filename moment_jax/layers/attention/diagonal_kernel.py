@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.layers.attention.diagonal_rows import Own, Part, Shared, mix_rows, shared_mean
+from moment_jax.layers.attention.diagonal_rows import Own, Part, Rows, Shared, shared_mean
+from moment_jax.layers.attention.mix import mix
 from moment_jax.layers.attention.row_kernel import MEMORY, Grid, lengthened, padded_size
 from moment_jax.layers.attention.squared_products import products_of_row
 from moment_jax.xla import kernel_path, split_by_tokens
@@ -196,16 +197,17 @@ def _moments(
         tokens = Own(own[0], own[1], whole.query_kernel)
         covariance = own[1] @ (whole.query_kernel * whole.shared.key_kernel)
         noise = jnp.where(row == key, jnp.sum(covariance, axis=1, keepdims=True), 0)
-    rows = mix_rows(query, whole.key, whole.value, noise, allowed, plan.order)
+    rows = Rows(query, whole.key, whole.value, noise)
+    mean, variance, mixing = mix(rows, allowed, plan.order)
     if plan.own:
-        at_own = jnp.where(row == key, rows.weights, 0)
+        at_own = jnp.where(row == key, mixing.weights, 0)
         own_weights = jnp.sum(at_own, axis=1, keepdims=True)
         own_row = jnp.sum(at_own, axis=0, keepdims=True)
-    mean = rows.mean
     if whole.shared is not None:
-        shift = shared_mean(query, whole.key, whole.shared, rows.weights, tokens, own_weights)
-        mean = mean + rows.gain * shift
-    return _Out(mean, rows.variance, own_row)
+        assert mixing.gain is not None
+        shift = shared_mean(query, whole.key, whole.shared, mixing.weights, tokens, own_weights)
+        mean = mean + mixing.gain * shift
+    return _Out(mean, variance, own_row)
 
 
 def _read(tree: Any) -> Any:

@@ -12,18 +12,17 @@ No row knows of another, so the rows may be all of a head's or a block of them i
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import safe_divide
-from moment_jax.expectations import masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
+from moment_jax.layers.attention.inputs import Centres, root_width
+from moment_jax.layers.attention.mix import Output
 from moment_jax.layers.attention.rows import left_within, saturation
 from moment_jax.layers.attention.squared_products import squared_products
-from moment_jax.xla import materialized
 
 Array = jax.Array
 
@@ -51,21 +50,15 @@ class Shared(NamedTuple):
     value_kernel: Array  # (D, K)
 
 
-class Mixed(NamedTuple):
-    """Rows of attention, by values independent of the weights."""
-
-    weights: Array  # E[W], (T, S)
-    mean: Array  # (T, K)
-    variance: Array  # (T, K)
-    gain: Array  # of the softmax, (T, 1)
-
-
 class _Rows(NamedTuple):
     """Cov[S_ac, S_af] = own_ac [c = f] + query_a (k k^T)_cf."""
 
     own: Array  # (T, S)
     query: Array  # variance of an entry of each query, over K, (T, 1)
     key: Array  # k, (S, K)
+
+    def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
+        return quick_expected_softmax(scores, self, mask)
 
     def variance(self) -> Array:
         """Var[S_ac], (T, S)."""
@@ -76,30 +69,35 @@ class _Rows(NamedTuple):
         return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
 
 
-def mix_rows(
-    q: Part, k: Part, v: Part, shared_noise: Array | None, mask: Array | None, order: int
-) -> Mixed:
-    """The queries' averages of the values.
+class Rows(NamedTuple):
+    """Some queries and all keys and values of one head, see `HeadMoments`.
 
-    Args:
-      q: the queries of these rows.
-      k: all keys.
-      v: all values.
-      shared_noise: sum_d Cov[q_ad, k_cd], (T, S); None for none.
-      mask: (T, S) boolean, False where a query may not look; None for everywhere.
-      order: 1 or 2.
+    The mean is without what weights and values share: `shared_mean`.
     """
-    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
-    scores = q.mean @ k.mean.T
-    if shared_noise is not None:
-        scores = scores + shared_noise
-    scores = materialized(scores / jnp.sqrt(width))
-    own = (q.mean**2 + q.variance) @ k.variance.T / width
-    rows = _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)
-    expected = masked_softmax if order == 1 else partial(quick_expected_softmax, cov=rows)
-    weights = materialized(expected(scores, mask=mask))
-    mean = weights @ v.mean
-    return Mixed(weights, mean, *_variance(v, rows, weights, mean, order))
+
+    query: Part
+    key: Part
+    value: Part
+    shared_noise: Array | None  # sum_d Cov[q_ad, k_cd], (T, S)
+
+    @property
+    def centres(self) -> Centres:
+        """Mean queries, keys and values."""
+        return Centres(self.query.mean, self.key.mean, self.value.mean)
+
+    def shared_scores(self) -> Array | None:
+        """Through the input that queries and keys share."""
+        return self.shared_noise
+
+    def rows(self) -> _Rows:
+        """By the noise of the keys, and by that of the queries."""
+        q, k, width = self.query, self.key, self.query.mean.shape[1]
+        own = (q.mean**2 + q.variance) @ k.variance.T / width
+        return _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)
+
+    def output(self, rows: _Rows, weights: Array, mean: Array, order: int) -> Output:
+        """The variance, (T, K)."""
+        return Output(*_variance(self.value, rows, weights, mean, order))
 
 
 def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> tuple[Array, Array]:
@@ -161,12 +159,11 @@ def shared_mean(
       own: the queries' own tokens; None where queries are made of another sequence.
       own_weights: what every query gives to its own token, (T, 1).
     """
-    width = jnp.asarray(q.mean.shape[1], q.mean.dtype)
     shift = (q.mean @ shared.key_kernel.T) * ((weights - weights**2) @ shared.variance)
     if own is not None and own_weights is not None:
         offset = own.key - weights @ k.mean
         shift = shift + (offset @ own.query_kernel.T) * (own_weights * own.variance)
-    return shift @ shared.value_kernel / jnp.sqrt(width)
+    return shift @ shared.value_kernel / root_width(q.mean)
 
 
 def _sum(array: Array) -> Array:

@@ -52,7 +52,7 @@ class _Joint(NamedTuple):
     def of(cls, inputs: Inputs[Full]) -> _Joint:
         """Those of the projections, and of what they share through their input."""
         h, shared, (turn_q, turn_k) = inputs.num_heads, inputs.shared, inputs.shared.turns
-        own = (_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value))
+        qq, kk, vv = (_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value))
 
         def cross(left: Array | None, right: Array) -> Array | None:
             if left is None:
@@ -63,7 +63,7 @@ class _Joint(NamedTuple):
         qk = _turned(_turned(cross(query, key), turn_q, 0), turn_k, 3)
         qv, kv = _turned(cross(query, value), turn_q, 0), _turned(cross(key, value), turn_k, 0)
         assert kv is not None
-        return cls(inputs.centres(), *own, qk, qv, kv)
+        return cls(inputs.centres(), qq, kk, vv, qk, qv, kv)
 
     def shared_scores(self) -> Array | None:
         """Sum_d Cov[q_had, k_hcd]."""

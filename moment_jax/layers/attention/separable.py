@@ -53,7 +53,7 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
         one: tuple[Head, tuple[Array | None, ...], Array | None],
     ) -> tuple[Array, HeadOutput, Mixing]:
         head, own, mask = one
-        return mix(SeparableHead(head, tokens, Links(pattern, *own)), mask, inputs.order)
+        return mix(SeparableHead(head, tokens, Links._make((pattern, *own))), mask, inputs.order)
 
     means, mixed, mixing = each_head(mix_one, (heads, links[1:], inputs.mask), inputs.num_scores())
     like = inputs.query.cov

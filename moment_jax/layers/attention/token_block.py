@@ -29,8 +29,8 @@ Array = jax.Array
 def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Mixing]:
     """Moments of the concatenated heads: mean (T, H K), token blocks, and weights (H, T, S)."""
     h, projections = inputs.num_heads, (inputs.query, inputs.key, inputs.value)
-    blocks = (_head_blocks(p.cov, h) for p in projections)
-    heads = _Heads(inputs.centres(), *blocks, inputs.shared)
+    q, k, v = (_head_blocks(p.cov, h) for p in projections)
+    heads = _Heads(inputs.centres(), q, k, v, inputs.shared)
     mean, noise, mixing = mix(heads, inputs.mask, inputs.order)
     t, width = inputs.query.mean.shape
     return merge_heads(mean), TokenBlock(noise.reshape(t, width, width)), mixing

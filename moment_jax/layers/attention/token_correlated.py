@@ -78,9 +78,9 @@ def mix_token_correlated(inputs: Inputs[TokenCorrelated]) -> tuple[Array, TokenC
 
     def mix_one(one: Any) -> tuple[Array, _Averages, Mixing]:
         centres, scales, kernels, mask = one
-        parts = [_Noise(s, cov.correlation) for s, cov in zip(scales, noise, strict=True)]
+        q, k, v = (_Noise(s, cov.correlation) for s, cov in zip(scales, noise, strict=True))
         source = _Input(shared.cov.scale, shared.cov.correlation, *kernels)
-        return mix(_Head(centres, *parts, source), mask, inputs.order)
+        return mix(_Head(centres, q, k, v, source), mask, inputs.order)
 
     heads = (inputs.centres(), scales, kernels, inputs.mask)
     mean, averages, mixing = each_head(mix_one, heads, inputs.num_scores())
