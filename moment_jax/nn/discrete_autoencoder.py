@@ -27,7 +27,7 @@ from moment_jax.nn.plain_discrete_autoencoder import (
 )
 from moment_jax.nn.token_transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
-from moment_jax.objectives.elbo import check_weight
+from moment_jax.objectives.lower_bound import check_weight
 
 Array = jax.Array
 

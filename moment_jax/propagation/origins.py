@@ -14,7 +14,7 @@ from moment_jax.covariance import Diagonal, Full, Separable, TokenBlock, TokenCo
 from moment_jax.covariance.numerics import weighted
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.linearised import carried
+from moment_jax.propagation.linearisation import carried
 from moment_jax.propagation.moments import Axes, Moments, as_rows
 from moment_jax.propagation.primitives import evaluate
 from moment_jax.propagation.weights import Weight

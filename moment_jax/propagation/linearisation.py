@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Full
 from moment_jax.posterior import FullNormal, MatrixNormal, Point, Posterior, Reshaped
-from moment_jax.propagation.examples import explain
+from moment_jax.propagation.errors import explain
 
 Array = jax.Array
 
