@@ -4,15 +4,12 @@ Takes the network of a finished main job and a few test images. After every subl
 structure: the sd over the sampled sd (mean |ratio - 1| in brackets) of the closure experiment (exact
 sampling, but draws replaced by Gaussian ones with what the structure keeps: the best that it can do),
 of the library's own pass, and of the library's transform of this sublayer fed with sampled moments.
-A second table holds the logits of the network's own pass beside what users have without it: the network
-linearised at the mean weights, and a few sampled networks.
+What users have without the library (a linearised network, a few sampled ones) is in `frontier`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +20,8 @@ from experiments.command_line import Parser
 from experiments.digits import trained
 from experiments.outputs import writable_file, write_json
 from experiments.report import aligned
-from experiments.timing import interleaved
-
-Array = jax.Array
-Logits = Callable[[Array, Array], tuple[Array, Array]]  # key and image -> mean and sd
 
 KINDS = ("closure", "library", "layer")
-NETWORKS = (10, 30, 100, 300)
-"""Numbers of sampled networks."""
-REPEATS = 5
-"""Timed runs, of which the median is reported."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -64,64 +53,8 @@ def run(args: argparse.Namespace) -> None:
         ratios = [f"{part.sd_ratio:.3f} ({part.sd_error:.3f})" for part in parts]
         table.append([row.stage, row.structure, *ratios, f"{row.library.mean_error:.3f}"])
     print(aligned(table))
-    beside = _logits(network, images, keys, args.samples)
-    figures = [*mj.reference.Agreement._fields, "milliseconds"]
-    table = [["logits of", *(figure.replace("_", " ") for figure in figures)]]
-    table += [[name, *(f"{row[figure]:.3f}" for figure in figures)] for name, row in beside.items()]
-    print("\n" + aligned(table))
     if args.json is not None:
-        write_json(args.json, {"stages": [_record(row) for row in rows], "logits": beside})
-
-
-def _logits(
-    network: mj.nn.VisionTransformer, images: list[Array], keys: list[Array], num_samples: int
-) -> dict[str, dict[str, float]]:
-    """How mean and sd of the logits agree with those of sampled networks, averaged over the images."""
-    truth, ways = _sampled(network, num_samples), _ways(network)
-    found: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for image, key in zip(images, keys, strict=True):
-        true, other = truth(key, image), jax.random.fold_in(key, 1)
-
-        def run(name: str, key: Array = other, image: Array = image) -> tuple[Array, Array]:
-            return jax.block_until_ready(ways[name](key, image))
-
-        seconds = interleaved({name: partial(run, name) for name in ways}, REPEATS)
-        for name in ways:
-            agreement = mj.reference.Agreement.of(*run(name), *true)
-            found[name].append([*agreement, 1e3 * seconds[name]])
-    fields = [*mj.reference.Agreement._fields, "milliseconds"]
-    return {
-        name: dict(zip(fields, map(float, np.mean(rows, axis=0)), strict=True))
-        for name, rows in found.items()
-    }
-
-
-def _ways(network: mj.nn.VisionTransformer) -> dict[str, Logits]:
-    """The library's own pass, the linearised network, and a few sampled networks."""
-
-    def library(key: Array, image: Array) -> tuple[Array, Array]:
-        mean, cov = network(image)
-        return mean, jnp.sqrt(jnp.diagonal(cov))
-
-    def linearised(key: Array, image: Array) -> tuple[Array, Array]:
-        logits = mj.linearised(lambda params, x: network.network(params)(x))
-        mean, cov = logits(network.params, image)
-        return mean[0], jnp.sqrt(cov.variance()[0])
-
-    ways: dict[str, Logits] = {"library": jax.jit(library), "linearised": jax.jit(linearised)}
-    return ways | {f"{count} networks": _sampled(network, count) for count in NETWORKS}
-
-
-def _sampled(network: mj.nn.VisionTransformer, count: int) -> Logits:
-    """So many networks drawn with the key."""
-
-    def logits(key: Array, image: Array) -> tuple[Array, Array]:
-        truth = mj.monte_carlo(
-            lambda draw: network.network(draw)(image), network.params, key, count
-        )
-        return truth.mean, truth.standard_deviation
-
-    return jax.jit(logits)
+        write_json(args.json, [_record(row) for row in rows])
 
 
 def _average(rows: tuple[mj.reference.ClosureRow, ...]) -> mj.reference.ClosureRow:

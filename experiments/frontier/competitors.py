@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import moment_jax as mj
+from experiments import draws
 from experiments.frontier import cost
 from experiments.frontier.passes import Head, Moments, classify, plain_tokens
 from experiments.frontier.problem import Problem
@@ -46,13 +47,13 @@ def linearised(problem: Problem) -> Program:
         return jax.lax.map(one, x)
 
     head, x = cost.certain(problem)
-    return cost.compiled(forward, cost.means(problem.blocks), _variances(problem), head, x)
+    return cost.compiled(forward, draws.means(problem.blocks), _variances(problem), head, x)
 
 
 def linearised_tokens(problem: Problem) -> tuple[Array, Array]:
     """Mean and sd of the tokens, (N, T, D)."""
     x = jnp.asarray(problem.inputs)
-    means, variances = cost.means(problem.blocks), jax.tree.leaves(_variances(problem))
+    means, variances = draws.means(problem.blocks), jax.tree.leaves(_variances(problem))
 
     def one(x: Array) -> tuple[Array, Array]:
         tokens, pull = jax.vjp(lambda means: plain_tokens(problem.spec, means, x), means)

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
+from experiments.draws import means
 from experiments.frontier.passes import Head, classify, encoder_of, moments, plain_tokens
 from experiments.frontier.problem import Problem
 from experiments.programs import Program, compile_program
@@ -118,12 +119,3 @@ def certain(problem: Problem) -> tuple[Head, Array]:
     """Head and inputs as arrays."""
     head = jnp.asarray(problem.head[0]), jnp.asarray(problem.head[1])
     return head, jnp.asarray(problem.inputs)
-
-
-def means(blocks: Any) -> Any:
-    """The means in the place of the beliefs."""
-    return jax.tree.map(
-        lambda belief: belief.mean,
-        blocks,
-        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
-    )
