@@ -1,4 +1,4 @@
-"""A Transformer over the ids of characters or words: all that precedes its head's use is shared."""
+"""A Transformer over the ids of characters or words, for the language and intents experiments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Train an autoencoder of images with categorical codes, its Transformers' weights random.
 
 Compares its negative ELBO on test images, with hard codes, with that of a plain categorical VAE of dense
-layers with as many weights, and of the plain Transformer that it starts from. Writes metrics.json and figures,
-and prints one table.
+layers with as many weights, and of the plain Transformer that it starts from. Writes metrics.json and
+figures, and prints one table.
 """
 
 from __future__ import annotations

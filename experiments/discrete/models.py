@@ -1,4 +1,4 @@
-"""The autoencoders that are compared, and what each is trained by."""
+"""The autoencoders that are compared, and their objectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Negative ELBOs with hard codes, how many codes are in use, and what is drawn of them."""
+"""Negative ELBOs with hard codes, usage of the codes, and decoded images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that is measured of one network: a record for every structure."""
+"""Measure one network: a record for every structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Posteriors trained by sampled variational inference: no method of moments has a say in them.
+"""Posteriors trained by sampled variational inference, without moments.
 
 A vision Transformer on scikit-learn's digits. The weights of its encoder blocks have factorized Gaussian
 beliefs, drawn anew for every update and reparameterised; the embedding of the patches, the positions and

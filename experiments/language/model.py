@@ -1,4 +1,4 @@
-"""A causal Transformer over characters, Bayesian and plain, and what each is trained by."""
+"""A causal Transformer over characters, Bayesian and plain, and their objectives."""
 
 from __future__ import annotations
 

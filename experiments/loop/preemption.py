@@ -1,4 +1,4 @@
-"""Whether this run has been asked to leave: SIGTERM, in one process or in any of many."""
+"""Preemption by SIGTERM, in one process or in any of many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brownian paths, and stochastic differential equations by Euler-Maruyama and Milstein."""
+"""Brownian paths, stochastic differential equations (Euler-Maruyama, Milstein), the heat equation."""
 
 from __future__ import annotations
 

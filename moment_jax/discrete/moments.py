@@ -1,4 +1,4 @@
-"""What random logits say of a categorical variable: moments of pi, and its expected KL divergence."""
+"""Categorical variables with random logits: moments of pi, and the expected KL divergence."""
 
 from __future__ import annotations
 

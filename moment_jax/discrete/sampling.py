@@ -1,4 +1,4 @@
-"""Draws of a categorical variable: the Gumbel-max trick and its relaxation."""
+"""Draws of a categorical variable: the Gumbel-max trick, its relaxation, and temperature schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fit` is given: checked, scaled, and divided into training and held-out data."""
+"""The data of `fit`: checks, scaling, held-out part, and batches of a fixed size."""
 
 from __future__ import annotations
 

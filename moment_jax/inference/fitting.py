@@ -150,7 +150,7 @@ def fit(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The loop, and what it is told."""
+    """The training loop and its settings."""
 
     spec: Spec
     frame: Any

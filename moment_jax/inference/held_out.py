@@ -1,4 +1,4 @@
-"""The prior precision of a Laplace approximation by what it says of held-out data."""
+"""Checks of the data of a Laplace approximation, and its prior precision chosen on held-out data."""
 
 from __future__ import annotations
 

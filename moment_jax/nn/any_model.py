@@ -1,4 +1,4 @@
-"""Moments of a Flax model of one's own, from a belief about its parameters."""
+"""`bayesian`: the moments of any Flax model, from a belief about its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all Bayesian modules share: their KL divergence, and plain networks drawn from them."""
+"""Base classes of Bayesian modules: KL divergence, plain networks, sublayers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Transformer`: an encoder, and a decoder that looks at what it says, all weights random."""
+"""`Transformer`: an encoder and a decoder that attends to its output, all weights random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observation models p(y | f): what the network's random output f says about a target y."""
+"""Observation models p(y | f) of a target y given the network's output f, and their noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh: devices in rows (data) and columns (model), and in layers (sequence) where asked for."""
+"""Meshes with axes for data, model and, on request, sequence; batches laid on them."""
 
 from __future__ import annotations
 

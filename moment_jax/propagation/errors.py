@@ -1,4 +1,4 @@
-"""What is not known is refused by name, with the line of the user's program that it came from."""
+"""Errors of `propagate`: operations without a rule, by line, and inputs whose batch axis is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predictive distribution of the linearised network, the one that a Laplace approximation means."""
+"""`linearised`: the predictive distribution of the network linearised in its weights."""
 
 from __future__ import annotations
 

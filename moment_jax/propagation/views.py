@@ -98,7 +98,7 @@ def _returned(
         return None
     norm = branch.norm if mean is branch.mean else None
     pool = getattr(other_cov, "pool", None)
-    if pool is not None and cov.pool is None:  # tokens that nobody sees do not count
+    if pool is not None and cov.pool is None:  # exclude masked tokens
         cov = cov.pooled(pool)
     mean, cov = residual(mean, cov, other, other_cov, tangent, norm)
     if branch.attention is None and norm is not None:  # a block ends, as the library's do
@@ -138,7 +138,7 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
 
 @rule("concatenate")
 def _concatenated(propagator: Propagator, node: Node) -> Moments:
-    """Each part placed among zeros, and their sum, with what every two have in common."""
+    """Each part placed among zeros, and their sum, with the covariance of every two."""
     axis = node.params["dimension"]
     parts = [propagator.moments(x) for x in node.operands]
     first = max(parts, key=lambda m: m.mean.size * is_random(m))

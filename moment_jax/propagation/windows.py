@@ -211,8 +211,8 @@ def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Ar
     """The covariance of windows @ kernel, with variances that know the pixels' own correlation.
 
     `Separable` has one correlation for the columns of all windows, that of the sum over them, in which
-    all offsets are as good as the same pixel. What neighbours in a window really have in common is in
-    the image's token correlation. The variances of `Separable` are set to those it gives; the tokens'
+    all offsets are as good as the same pixel. The true correlation of neighbours in a window is in the
+    image's token correlation. The variances of `Separable` are set to those it gives; the tokens'
     Gram matrix is scaled to fit, the covariance of the sum is exact already. Costs
     P K C^2 O for P windows of K pixels.
 

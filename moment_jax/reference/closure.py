@@ -1,4 +1,4 @@
-"""The closure experiment: what a structure can keep at best, and what the transforms make of it."""
+"""The closure experiment: the best a structure can do, and how close the transforms come to it."""
 
 from __future__ import annotations
 
