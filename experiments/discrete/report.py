@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments import figures
-from experiments.discrete import figures as code_figures
 from experiments.discrete.scores import Coder, Scores
+from experiments.figures import STYLE, plt
 from experiments.report import aligned
 
 BAYESIAN, TRANSFORMER = "Bayesian Transformer", "plain Transformer"
@@ -39,7 +41,7 @@ def draw(
     rows["sd by weights\n(of the largest)"] = np.sqrt(variance / max(variance.max(), 1e-30))
     title = "Test images through one draw of hard codes: expected pixels"
     figures.save(
-        code_figures.rows_of_images(rows, title, len(rows["test image"])),
+        rows_of_images(rows, title, len(rows["test image"])),
         out / "reconstructions.png",
     )
     panels = {
@@ -48,7 +50,7 @@ def draw(
         if name != TRANSFORMER
     }
     title = "Codes drawn from the uniform prior: expected pixels"
-    figures.save(code_figures.grid_of_images(panels, title, GRID_SIDE), out / "samples.png")
+    figures.save(grid_of_images(panels, title, GRID_SIDE), out / "samples.png")
 
 
 def _from_prior(coder: Coder, scores: Scores, seed: int) -> np.ndarray:
@@ -78,3 +80,39 @@ def print_table(out: Path, metrics: dict[str, Any]) -> None:
         "table"
     )
     print(f"{metrics['seconds']['total']:.0f} s in all; figures and metrics.json in {out}")
+
+
+def rows_of_images(rows: dict[str, np.ndarray], title: str, num_columns: int) -> Figure:
+    """One row of images (N, size, size) in [0, 1] for each name."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            len(rows), num_columns, figsize=(0.75 * num_columns + 1.4, 0.8 * len(rows) + 0.5)
+        )
+        for line, (name, images) in zip(np.atleast_2d(axes), rows.items(), strict=True):
+            for place, image in zip(line, images[:num_columns], strict=True):
+                _show(place, image)
+            line[0].set_ylabel(name, rotation=0, ha="right", va="center")
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def grid_of_images(panels: dict[str, np.ndarray], title: str, side: int) -> Figure:
+    """A square of images (N, size, size) in [0, 1] for each name, side by side."""
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(3.4 * len(panels), 3.8))
+        parts = np.atleast_1d(figure.subfigures(1, len(panels)))
+        for part, (name, images) in zip(parts, panels.items(), strict=True):
+            part.suptitle(name)
+            for place, image in zip(part.subplots(side, side).ravel(), images, strict=False):
+                _show(place, image)
+        figure.supxlabel(title, fontsize=9)
+    return figure
+
+
+def _show(axes: Axes, image: np.ndarray) -> None:
+    axes.imshow(image, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(True)
+        side.set_color("0.85")

@@ -18,9 +18,8 @@ import optax
 import moment_jax as mj
 from experiments import data
 from experiments.data import Digits
-from experiments.frontier.beliefs import from_unconstrained, tree_of
 from experiments.frontier.passes import classify, plain_tokens
-from experiments.frontier.problem import Problem, Spec, Training
+from experiments.frontier.problem import Problem, Spec, Training, from_unconstrained, tree_of
 from experiments.training import Report, Task
 
 Array = jax.Array
