@@ -17,7 +17,7 @@ from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
 from experiments.command_line import InputError, Parser
 from experiments.outputs import writable_file, write_json
-from experiments.timing import interleaved
+from experiments.programs import interleaved
 
 STRUCTURES: dict[str, type[mj.Covariance]] = {
     **mj.STRUCTURES,

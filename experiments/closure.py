@@ -22,8 +22,8 @@ import moment_jax as mj
 from experiments.command_line import Parser
 from experiments.digits import trained
 from experiments.outputs import writable_file, write_json
+from experiments.programs import interleaved
 from experiments.report import aligned
-from experiments.timing import interleaved
 
 Array = jax.Array
 Logits = Callable[[Array, Array], tuple[Array, Array]]  # key and image -> mean and sd

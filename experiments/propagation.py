@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
+from experiments import draws
 from experiments.cases import Case
 
 Array = jax.Array
@@ -91,12 +92,7 @@ def deterministic(case: Case) -> Forward:
             )(x)
         return x if head is None else mj.nn.plain_linear(head)(x.mean(axis=1))
 
-    means = jax.tree.map(
-        lambda belief: belief.mean,
-        (case.layers, case.blocks, case.head),
-        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
-    )
-    return _compiled(batch, case.inputs, means)
+    return _compiled(batch, case.inputs, draws.means((case.layers, case.blocks, case.head)))
 
 
 def _compiled(fn: Callable[[Array, Any], Any], inputs: np.ndarray, params: Any) -> Forward:

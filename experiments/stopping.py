@@ -1,4 +1,4 @@
-"""Being asked to leave: Ctrl-C and SIGTERM set a flag, which a loop reads between two updates.
+"""Stop requests: Ctrl-C and SIGTERM set a flag, which a loop reads between two updates.
 
 Nothing is raised where the program happens to be. An exception would be lost in the callbacks of the
 garbage collector; and out of the wait for XLA's compiler it would leave that compiler's thread at work

@@ -1,8 +1,8 @@
-"""A Transformer over the ids of characters or words: all that precedes its head's use is shared."""
+"""A Transformer over the ids of characters or words, for the language and intents experiments."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 from flax import nnx
 
@@ -11,15 +11,6 @@ import moment_jax as mj
 NUM_FEATURES = 64
 NUM_HEADS = 4
 HIDDEN_FEATURES = 128
-
-
-class TextParams(NamedTuple):
-    """Beliefs about all weights, or arrays in their place."""
-
-    embed: Any
-    positions: Any
-    encoder: Any
-    head: Any
 
 
 class PlainTextTransformer(nnx.Module):
@@ -34,13 +25,13 @@ class PlainTextTransformer(nnx.Module):
         self.head = head
 
 
-class TextTransformer(mj.nn.BayesianModule):
+class TextTransformer(mj.nn.Composite):
     """Embedding, learned positions, pre-norm encoder and linear head: all weights random.
 
     Subclasses name the `plain_type` of a draw, and say by `__call__` what the head sees.
     """
 
-    plain_type: ClassVar[type[PlainTextTransformer]]
+    parts = ("embed", "positions", "encoder", "head")
 
     def __init__(
         self, num_ids: int, length: int, num_outputs: int, num_blocks: int, *, rngs: nnx.Rngs,
@@ -59,13 +50,3 @@ class TextTransformer(mj.nn.BayesianModule):
             **settings,
         )
         self.head = mj.nn.Dense(NUM_FEATURES, num_outputs, rngs=rngs, **settings)
-
-    @property
-    def params(self) -> TextParams:
-        """Beliefs about all weights."""
-        return TextParams(*(getattr(self, part).params for part in TextParams._fields))
-
-    def network(self, params: TextParams) -> PlainTextTransformer:
-        """The plain network with these arrays."""
-        parts = zip(TextParams._fields, params, strict=True)
-        return self.plain_type(*(getattr(self, name).network(part) for name, part in parts))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import pytest
+
 import moment_jax as mj
 
 LISTED = Path(__file__).parent / "public_api.txt"
+PACKAGE = Path(mj.__file__).parent
 
 
 def public_names() -> list[str]:
@@ -34,3 +37,15 @@ def test_every_public_name_exists():
         found = mj
         for part in name.split(".")[1:]:
             found = getattr(found, part)
+
+
+# Rooms in which a function still has the name of its module, which it hides from `import room.name`.
+HIDING = {"layers", "expectations", "optim"}
+
+
+@pytest.mark.parametrize("room", sorted({p.parent.name for p in PACKAGE.glob("*/__init__.py")}))
+def test_no_public_name_hides_its_module(room: str):
+    module = importlib.import_module(f"moment_jax.{room}")
+    files = {path.stem for path in (PACKAGE / room).glob("*.py")}
+    hidden = files & set(module.__all__)
+    assert not hidden or room in HIDING, hidden

@@ -1,4 +1,4 @@
-"""Which heads matter: what the posterior knows of each, and what the ELBO loses without it."""
+"""Importance of heads: signal-to-noise under the posterior, and change of the ELBO without each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the tokens that a model's attention sees are from LayerNorm's sphere, and why."""
+"""Distance of a model's attended tokens from LayerNorm's sphere, by cause."""
 
 from __future__ import annotations
 

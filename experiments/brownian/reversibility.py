@@ -1,4 +1,4 @@
-"""What makes attention's chain irreversible: its scores and its projections, part by part."""
+"""Reversible and irreversible parts of attention's scores and projections."""
 
 from __future__ import annotations
 

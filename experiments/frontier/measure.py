@@ -1,4 +1,4 @@
-"""All that is measured of one network: a record for every structure."""
+"""Measure one network: a record for every structure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from experiments.frontier.advantage import Accuracy, advantage
 from experiments.frontier.passes import Moments
 from experiments.frontier.problem import Problem, Spec
 from experiments.frontier.truth import Sampled, Truth
-from experiments.programs import GIB, Program, Skip, check_memory, failure
-from experiments.timing import interleaved
+from experiments.programs import GIB, Program, Skip, check_memory, failure, interleaved
 
 Record = dict[str, Any]
 

@@ -1,10 +1,13 @@
-"""A network to measure: beliefs about the blocks of a pre-norm encoder; certain inputs and head."""
+"""A network to measure: certain inputs and head, and beliefs about the blocks of a pre-norm encoder."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
@@ -89,3 +92,40 @@ class Problem:
         """The beliefs block by block."""
         leaves, tree = jax.tree.flatten(self.blocks)
         return [jax.tree.unflatten(tree, each) for each in zip(*leaves, strict=True)]
+
+
+Make = Callable[..., Any]
+
+
+def tree_of(
+    features: int, hidden: int, kernel: Make, bias: Make, gain: Make
+) -> mj.EncoderBlockParams:
+    """An encoder block's group with what these make of (in, out), of a bias' size, of a gain's size."""
+
+    def dense(into: int, out: int) -> mj.DenseParams:
+        return mj.DenseParams(kernel(into, out), bias(out))
+
+    def norm() -> mj.NormParams:
+        return mj.NormParams(gain(features), bias(features))
+
+    square = features, features
+    return mj.EncoderBlockParams(
+        mj.AttentionParams(dense(*square), dense(*square), dense(*square), dense(*square)),
+        norm(),
+        mj.FeedForwardParams(dense(features, hidden), dense(hidden, features)),
+        norm(),
+    )
+
+
+def factorized(mean: Any, sd: Any) -> mj.posterior.Factorized:
+    """A belief in single precision."""
+    return mj.posterior.Factorized(
+        jnp.asarray(mean, jnp.float32), jnp.asarray(sd, jnp.float32) ** 2
+    )
+
+
+def from_unconstrained(means: Any, raws: Any) -> Any:
+    """Beliefs with the means of one tree, and softplus of the other's leaves as sds."""
+    return jax.tree.map(
+        lambda mean, raw: mj.posterior.Factorized(mean, jax.nn.softplus(raw) ** 2), means, raws
+    )

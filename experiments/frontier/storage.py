@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
-from experiments.frontier.beliefs import factorized
-from experiments.frontier.problem import Problem, Spec
+from experiments.frontier.problem import Problem, Spec, factorized
 from experiments.frontier.truth import Sampled, Truth
 from experiments.outputs import whole_file
 

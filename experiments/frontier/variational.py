@@ -1,4 +1,4 @@
-"""Posteriors trained by sampled variational inference: no method of moments has a say in them.
+"""Posteriors trained by sampled variational inference, without moments.
 
 A vision Transformer on scikit-learn's digits. The weights of its encoder blocks have factorized Gaussian
 beliefs, drawn anew for every update and reparameterised; the embedding of the patches, the positions and
@@ -18,9 +18,8 @@ import optax
 import moment_jax as mj
 from experiments import data
 from experiments.data import Digits
-from experiments.frontier.beliefs import from_unconstrained, tree_of
 from experiments.frontier.passes import classify, plain_tokens
-from experiments.frontier.problem import Problem, Spec, Training
+from experiments.frontier.problem import Problem, Spec, Training, from_unconstrained, tree_of
 from experiments.training import Report, Task
 
 Array = jax.Array

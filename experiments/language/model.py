@@ -1,4 +1,4 @@
-"""A causal Transformer over characters, Bayesian and plain, and what each is trained by."""
+"""A causal Transformer over characters, Bayesian and plain, and their objectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments.schedules import clipped_adam
-from experiments.text_network import PlainTextTransformer, TextParams, TextTransformer
+from experiments.text_network import PlainTextTransformer, TextTransformer
 from experiments.training import Report, Task
 
 Array = jax.Array
@@ -44,11 +44,6 @@ class CharacterModel(TextTransformer):
         network = self.mean_network()
         assert isinstance(network, PlainCharacterModel)
         return network
-
-    def load(self, network: PlainCharacterModel) -> None:
-        """Take the weights of a trained plain network as means."""
-        for mine in TextParams._fields:
-            getattr(self, mine).load(getattr(network, mine))
 
     def __call__(self, tokens: Array) -> tuple[Array, Array]:
         """(N, T) tokens -> means and variances (N, T, V) of the logits of the next ones."""

@@ -1,4 +1,4 @@
-"""What the networks say about windows of text: bits per character, uncertainty, and a continuation."""
+"""Predictions of windows of text: bits per character, uncertainty, and a continuation."""
 
 from __future__ import annotations
 

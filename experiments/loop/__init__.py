@@ -2,7 +2,7 @@
 
 A `Job` says what to train, a `Layout` on which processes and devices; `fit` trains it in the processes
 that there are, and `supervise` starts those processes, and starts them again when one is lost. A run is
-a folder: `checkpoints/`, `metrics.jsonl` (one line for each update) and `events.jsonl` (what befell it).
+a folder: `checkpoints/`, `metrics.jsonl` (one line for each update) and `events.jsonl`.
 """
 
 from experiments.loop.job import Job

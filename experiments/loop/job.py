@@ -1,4 +1,4 @@
-"""What a run trains."""
+"""`Job`: the model, loss, data and settings of a run."""
 
 from __future__ import annotations
 

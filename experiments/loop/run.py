@@ -1,24 +1,44 @@
-"""The training loop of one process among many."""
+"""The training loop of one process among many, and its preemption by SIGTERM."""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from experiments.command_line import PreemptedError
 from experiments.loop.job import Job
-from experiments.loop.preemption import Preemption
 from experiments.loop.reader import Reader
 from experiments.loop.records import Metrics, add_event
 from experiments.loop.state import Blueprint
 from experiments.loop.store import Store, is_main_process
 from experiments.loop.update import Guard, compiled_update
 from experiments.progress import Progress
+from experiments.stopping import StopRequest
 from experiments.training import TrainState
+
+
+class Preemption(StopRequest):
+    """Notices SIGTERM within the block.
+
+    With many processes JAX's own service has the signal, and agrees on an update that none has begun, so
+    that all leave at the same one. With one process there is no such service.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(*([signal.SIGTERM] if jax.process_count() == 1 else []))
+
+    def reached(self, step: int) -> bool:
+        """Whether to save and leave after this update; to be asked after every one, in all processes."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self.received is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The state of a run: born sharded, named leaf by leaf, and told apart by a digest."""
+"""The state of a run: created sharded, with a name for each leaf and a digest of all."""
 
 from __future__ import annotations
 

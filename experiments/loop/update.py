@@ -1,4 +1,4 @@
-"""One update: gradients accumulated over the parts of a batch, and what of it is not finite."""
+"""One update with accumulated gradients, and a guard against numbers that are not finite."""
 
 from __future__ import annotations
 

@@ -32,9 +32,16 @@ from experiments.price.parts import (
     forward_of,
     gradient_of,
 )
-from experiments.programs import GIB, check_memory, compile_program, failure, size_of, warm_up
+from experiments.programs import (
+    GIB,
+    check_memory,
+    compile_program,
+    failure,
+    interleaved,
+    size_of,
+    warm_up,
+)
 from experiments.report import aligned, duration
-from experiments.timing import interleaved
 
 Record = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What the resilience experiment trains: a small Bayesian network on digits."""
+"""The job of the resilience experiment: a small Bayesian network on digits."""
 
 from __future__ import annotations
 

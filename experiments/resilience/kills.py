@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: who, when, and what each kill has cost."""
+"""SIGKILL at random moments: victim, moment and cost of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A train step compiled for a mesh, and what can be read from the program."""
+"""Compile a train step for a mesh, and describe the program."""
 
 from __future__ import annotations
 

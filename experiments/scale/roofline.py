@@ -1,4 +1,4 @@
-"""How fast a chip can run a program at the best, by its peaks.
+"""The least time of a program on a chip, from its peak rates.
 
 Assumed: matrix products at the peak of bfloat16 (XLA's default precision on a TPU rounds their operands
 to it; what is stored stays float32); all else takes the time of its memory traffic; every collective

@@ -1,4 +1,4 @@
-"""What a compiled program computes and moves, loops counted as often as they run."""
+"""Operations and memory traffic of a compiled program, loops counted as often as they run."""
 
 from __future__ import annotations
 

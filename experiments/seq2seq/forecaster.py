@@ -31,19 +31,22 @@ class Size:
 class PlainForecaster(nnx.Module):
     """One draw of a `Forecaster`, of Flax's own layers."""
 
-    def __init__(self, parts: dict[str, Any]) -> None:
-        self.parts = nnx.data(parts)
+    def __init__(
+        self, source: Any, target: Any, transformer: Any, head: nnx.Linear, linear: nnx.Linear
+    ) -> None:
+        self.source, self.target, self.transformer = source, target, transformer
+        self.head, self.linear = head, linear
 
     def __call__(self, changes: Array, source: Array, target: Array) -> Array:
         """The change since yesterday and the logarithm of its noise variance, (N, 24, 2)."""
-        known = self.parts["source"](jnp.concatenate([changes, source], axis=-1))
-        wanted = self.parts["target"](jnp.concatenate([changes, target], axis=-1))
-        output = self.parts["head"](self.parts["transformer"](known, wanted))
-        straight = self.parts["linear"](changes.reshape(-1, 2 * DAY))
+        known = self.source(jnp.concatenate([changes, source], axis=-1))
+        wanted = self.target(jnp.concatenate([changes, target], axis=-1))
+        output = self.head(self.transformer(known, wanted))
+        straight = self.linear(changes.reshape(-1, 2 * DAY))
         return output.at[..., 0].add(straight)
 
 
-class Forecaster(mj.nn.BayesianModule):
+class Forecaster(mj.nn.Composite):
     """What the 24 hours to come will differ from yesterday by, hour by hour, and how uncertain that is.
 
     The encoder reads the last 24 hours, a token each, with their changes since the day before and that
@@ -62,6 +65,9 @@ class Forecaster(mj.nn.BayesianModule):
       num_calendar: features of an hour that are known beforehand.
       rngs: Flax random streams.
     """
+
+    parts = ("source", "target", "transformer", "head", "linear")
+    plain_type = PlainForecaster
 
     def __init__(self, size: Size, num_calendar: int, rngs: nnx.Rngs) -> None:
         settings: dict[str, Any] = {
@@ -86,23 +92,6 @@ class Forecaster(mj.nn.BayesianModule):
         self.head = mj.nn.Dense(width, 2, rngs=rngs, **settings)
         self.linear = mj.nn.Dense(2 * DAY, DAY, use_bias=False, rngs=rngs, **settings)
         self.linear.kernel.mean.set_value(jnp.zeros_like(self.linear.kernel.mean[...]))
-
-    @property
-    def layers(self) -> dict[str, Any]:
-        """Its parts by name."""
-        names = ("source", "target", "transformer", "head", "linear")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """Beliefs about all weights."""
-        return {name: layer.params for name, layer in self.layers.items()}
-
-    def network(self, params: dict[str, Any]) -> PlainForecaster:
-        """The plain network with these arrays."""
-        return PlainForecaster(
-            {name: layer.network(params[name]) for name, layer in self.layers.items()}
-        )
 
     def __call__(self, changes: Array, source: Array, target: Array) -> tuple[Array, Array]:
         """Moments of change and log noise variance, in units of the scale of `data.tokens`.

@@ -1,4 +1,4 @@
-"""What the forecaster is trained by, and the forecasts that it makes."""
+"""The forecaster's objective, and its forecasts."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ what `python -m experiments brownian` measures.
 """
 
 from moment_jax.brownian.diffusion import DiffusionMap, diffusion_map
-from moment_jax.brownian.heat import heat_step
-from moment_jax.brownian.ito import ito
+from moment_jax.brownian.ito_formula import ito
 from moment_jax.brownian.kernels import (
     attention_scores,
     gaussian_kernel,
@@ -32,6 +31,7 @@ from moment_jax.brownian.paths import (
     brownian_increments,
     brownian_path,
     euler_maruyama,
+    heat_step,
     milstein,
     quadratic_variation,
 )

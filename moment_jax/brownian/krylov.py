@@ -1,4 +1,4 @@
-"""Leading eigenpairs of a matrix by its products with vectors."""
+"""Leading eigenpairs of a matrix by block Krylov iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a chain forgets where it began: eigenvalues and mixing times."""
+"""Eigenvalues, spectral gaps and mixing times of Markov chains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moment_jax.brownian.markov import chain_classes, stationary
 Array = jax.Array
 
 LONGEST = 30
-"""`mixing_time` looks at up to 2^LONGEST steps."""
+"""`mixing_time` tries up to 2^LONGEST steps."""
 
 
 def eigenpairs(transition: Array, count: int) -> Eigenpairs:

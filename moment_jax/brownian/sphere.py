@@ -1,4 +1,4 @@
-"""LayerNorm as a map onto a sphere: what holds exactly there, and how far a model is from it."""
+"""LayerNorm as a map onto a sphere: exact statements, and the distance of tokens from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder is given: facts that are known while tracing."""
+"""Argument checks of the decoders, made while tracing."""
 
 from __future__ import annotations
 

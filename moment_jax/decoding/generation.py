@@ -1,4 +1,4 @@
-"""Token by token: the likeliest, or one drawn from the predictive distribution."""
+"""Decoding token by token: greedily, or by draws from the predictive distribution."""
 
 from __future__ import annotations
 

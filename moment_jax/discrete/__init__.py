@@ -10,23 +10,18 @@ from moment_jax.discrete.categorical import (
     log_probabilities,
     perplexity,
 )
-from moment_jax.discrete.checks import check_probabilities
-from moment_jax.discrete.gumbel import gumbel, gumbel_cdf, gumbel_log_density
+from moment_jax.discrete.gumbel_law import gumbel, gumbel_cdf, gumbel_log_density
 from moment_jax.discrete.moments import (
     category_moments,
-    expected_categorical_kl,
     log_category_probabilities,
 )
-from moment_jax.discrete.sampling import gumbel_max, gumbel_softmax
-from moment_jax.discrete.schedules import exponential_annealing
+from moment_jax.discrete.sampling import exponential_annealing, gumbel_max, gumbel_softmax
 
 __all__ = [
     "categorical_entropy",
     "categorical_kl",
     "category_moments",
-    "check_probabilities",
     "code_usage",
-    "expected_categorical_kl",
     "exponential_annealing",
     "gumbel",
     "gumbel_cdf",

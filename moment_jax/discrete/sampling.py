@@ -1,4 +1,4 @@
-"""Draws of a categorical variable: the Gumbel-max trick and its relaxation."""
+"""Draws of a categorical variable: the Gumbel-max trick, its relaxation, and temperature schedules."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from moment_jax.discrete.categorical import centred
 from moment_jax.discrete.checks import check_categories
-from moment_jax.discrete.gumbel import gumbel
+from moment_jax.discrete.gumbel_law import gumbel
 
 Array = jax.Array
 
@@ -116,3 +117,35 @@ def _checked_temperature(temperature: Array | float) -> Array | float:
             "draws of codes, use gumbel_max, or straight_through=True."
         )
     return temperature
+
+
+def exponential_annealing(start: float, floor: float, num_steps: int) -> optax.Schedule:
+    """A temperature that falls geometrically from `start` to `floor` in `num_steps`, then stays.
+
+    Any Optax schedule will do for a temperature; this one is `optax.exponential_decay` told by its two
+    ends, and never below the floor, where gradients would grow without bound.
+
+    Args:
+      start: the temperature at step 0, positive.
+      floor: the temperature from step num_steps on, positive and not above start.
+      num_steps: at least 1.
+
+    Returns:
+      A function of the step.
+
+    Raises:
+      ValueError: if the numbers are not so.
+
+    >>> schedule = exponential_annealing(1.0, 0.25, 100)
+    >>> [round(float(schedule(step)), 3) for step in (0, 50, 100, 1000)]
+    [1.0, 0.5, 0.25, 0.25]
+    """
+    if not 0 < floor <= start < float("inf"):
+        raise ValueError(
+            f"`exponential_annealing` needs 0 < floor <= start. Got floor {floor} and start {start}."
+        )
+    if num_steps < 1:
+        raise ValueError(f"`exponential_annealing` needs num_steps >= 1. Got {num_steps}.")
+    if floor == start:
+        return optax.constant_schedule(start)
+    return optax.exponential_decay(start, num_steps, floor / start, end_value=floor)

@@ -10,8 +10,7 @@ import numpy as np
 from flax import nnx
 
 from moment_jax.inference import variational
-from moment_jax.inference.batches import padded
-from moment_jax.inference.data import Scaling, as_inputs, checked_targets
+from moment_jax.inference.data import Scaling, as_inputs, checked_targets, padded
 from moment_jax.inference.variational import Belief, Spec
 from moment_jax.objectives import Categorical, Gaussian, class_probabilities
 

@@ -14,7 +14,6 @@ from flax import nnx
 
 from moment_jax.covariance import Covariance, Diagonal
 from moment_jax.inference import variational
-from moment_jax.inference.batches import shuffled
 from moment_jax.inference.data import (
     Scaling,
     checked_data,
@@ -22,6 +21,7 @@ from moment_jax.inference.data import (
     divided,
     one_table,
     scaled,
+    shuffled,
 )
 from moment_jax.inference.fitted import Fitted, held_out_scores, output_moments, scores
 from moment_jax.inference.table_network import TableNetwork
@@ -150,7 +150,7 @@ def fit(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The loop, and what it is told."""
+    """The training loop and its settings."""
 
     spec: Spec
     frame: Any

@@ -3,11 +3,11 @@
 from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.any_model import bayesian
 from moment_jax.nn.attention import MultiHeadAttention
-from moment_jax.nn.base import BayesianModule, with_structure
+from moment_jax.nn.base import BayesianModule, Composite, with_structure
 from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale, total_kl
 from moment_jax.nn.decoder import Decoder, DecoderBlock
 from moment_jax.nn.dense import Dense, LayerNorm
-from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder, DiscreteAutoencoderParams
+from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder
 from moment_jax.nn.embedding import Embedding, LearnedPositions
 from moment_jax.nn.encoder import Encoder, EncoderBlock
 from moment_jax.nn.exchange import beliefs, set_beliefs
@@ -29,11 +29,7 @@ from moment_jax.nn.plain import (
 )
 from moment_jax.nn.plain_discrete_autoencoder import NegativeElbo, PlainDiscreteAutoencoder
 from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings
-from moment_jax.nn.token_transformer import (
-    PlainTokenTransformer,
-    TokenTransformer,
-    TokenTransformerParams,
-)
+from moment_jax.nn.token_transformer import PlainTokenTransformer, TokenTransformer
 from moment_jax.nn.transformer import Transformer
 from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams
 
@@ -44,11 +40,11 @@ __all__ = [
     "Activation",
     "BayesianModule",
     "Belief",
+    "Composite",
     "Decoder",
     "DecoderBlock",
     "Dense",
     "DiscreteAutoencoder",
-    "DiscreteAutoencoderParams",
     "Embedding",
     "Encoder",
     "EncoderBlock",
@@ -71,7 +67,6 @@ __all__ = [
     "PriorScale",
     "Settings",
     "TokenTransformer",
-    "TokenTransformerParams",
     "Transformer",
     "VariationalMean",
     "VariationalScale",

@@ -1,4 +1,4 @@
-"""Activations by name: the moment transform and the plain function that it is the moments of."""
+"""Activations by name: each as a moment transform and as a plain function."""
 
 from __future__ import annotations
 

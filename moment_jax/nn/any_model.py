@@ -1,4 +1,4 @@
-"""Moments of a Flax model of one's own, from a belief about its parameters."""
+"""`bayesian`: the moments of any Flax model, from a belief about its parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moment_jax.covariance import Covariance, Separable
 from moment_jax.posterior import Posterior
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
-from moment_jax.propagation.examples import shapes, takes, with_axes
+from moment_jax.propagation.errors import shapes, takes, with_axes
 
 Array = jax.Array
 

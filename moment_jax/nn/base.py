@@ -1,10 +1,10 @@
-"""What all Bayesian modules share: their KL divergence, and plain networks drawn from them."""
+"""Base classes of Bayesian modules: KL divergence, plain networks, sublayers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -88,6 +88,30 @@ class BayesianModule(nnx.Module):
             lambda belief: belief.mean, self.params, is_leaf=lambda x: isinstance(x, Posterior)
         )
         return self.network(means)
+
+
+class Composite(BayesianModule):
+    """A module made of others: beliefs, plain networks and weights are those of its `parts` by name.
+
+    Subclasses name their parts, in the order in which `plain_type` takes the parts' plain networks.
+    """
+
+    parts: ClassVar[tuple[str, ...]]
+    plain_type: ClassVar[Any]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Beliefs about the weights of every part."""
+        return {name: getattr(self, name).params for name in self.parts}
+
+    def network(self, params: dict[str, Any]) -> Any:
+        """The plain network with these arrays."""
+        return self.plain_type(*(getattr(self, name).network(params[name]) for name in self.parts))
+
+    def load(self, network: Any) -> None:
+        """Take the weights of a plain network of the same sizes as means."""
+        for name in self.parts:
+            getattr(self, name).load(getattr(network, name))
 
 
 def set_mean(belief: Belief, value: Array) -> None:

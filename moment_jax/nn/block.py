@@ -1,4 +1,4 @@
-"""What encoder and decoder blocks share: their settings, and the way from and to plain blocks."""
+"""Base class of encoder and decoder blocks: settings, and conversion from and to plain blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plain network must be to be taken over as it is: nothing lost, nothing invented."""
+"""Checks that a plain network can be converted without losing or inventing weights."""
 
 from __future__ import annotations
 

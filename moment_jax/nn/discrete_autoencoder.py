@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -12,9 +11,8 @@ from flax import nnx
 
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
-from moment_jax.covariance.pytree import register_fields
 from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
-from moment_jax.nn.base import BayesianModule, Stage
+from moment_jax.nn.base import Composite, Stage
 from moment_jax.nn.conversion import check_same
 from moment_jax.nn.plain_discrete_autoencoder import (
     CodedImages,
@@ -27,21 +25,12 @@ from moment_jax.nn.plain_discrete_autoencoder import (
 )
 from moment_jax.nn.token_transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
-from moment_jax.objectives.elbo import check_weight
+from moment_jax.objectives.lower_bound import check_weight
 
 Array = jax.Array
 
 
-@register_fields
-@dataclasses.dataclass(frozen=True)
-class DiscreteAutoencoderParams:
-    """Beliefs about both halves of a `DiscreteAutoencoder`."""
-
-    encoder: Any
-    decoder: Any
-
-
-class DiscreteAutoencoder(CodedImages, BayesianModule):
+class DiscreteAutoencoder(CodedImages, Composite):
     """x -> Transformer -> pi -> z ~ Categorical(pi) -> Transformer -> x_hat, with random weights.
 
     The image's patches are T tokens, each gets one of K codes, and the prior of the codes is uniform.
@@ -85,6 +74,8 @@ class DiscreteAutoencoder(CodedImages, BayesianModule):
     (5, 4, 3)
     """
 
+    parts = ("encoder", "decoder")
+
     def __init__(
         self,
         *,
@@ -122,21 +113,14 @@ class DiscreteAutoencoder(CodedImages, BayesianModule):
                 f"`{name}` needs the same kind of likelihood. Got {network.likelihood}, not "
                 f"{self.likelihood}."
             )
-        self.encoder.load(network.encoder)
-        self.decoder.load(network.decoder)
+        super().load(network)
         if self.log_noise is not None and network.log_noise is not None:
             self.log_noise.set_value(network.log_noise[...])
 
-    @property
-    def params(self) -> DiscreteAutoencoderParams:
-        """Beliefs about all weights."""
-        return DiscreteAutoencoderParams(self.encoder.params, self.decoder.params)
-
-    def network(self, params: DiscreteAutoencoderParams) -> PlainDiscreteAutoencoder:
+    def network(self, params: dict[str, Any]) -> PlainDiscreteAutoencoder:
         """The plain autoencoder with these arrays."""
         return PlainDiscreteAutoencoder(
-            self.encoder.network(params.encoder),
-            self.decoder.network(params.decoder),
+            *(getattr(self, name).network(params[name]) for name in self.parts),
             patches=self.patches,
             image_size=self.image_size,
             num_codes=self.num_codes,

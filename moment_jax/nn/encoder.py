@@ -105,7 +105,7 @@ class Encoder(Stack):
       num_features: D.
       num_heads: H, a divisor of D.
       norm_first: pre-norm if True.
-      remat: compute every block's moments anew in the backward pass, in the place of keeping them:
+      remat: recompute every block's moments in the backward pass instead of storing them:
         memory does not grow with L but for the blocks' inputs, a train step takes about a third longer.
       rngs: Flax random streams.
       options: the other keyword arguments of `EncoderBlock`, those of `Settings` among them.

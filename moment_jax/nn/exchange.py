@@ -1,4 +1,4 @@
-"""Beliefs taken out of the modules of `mj.nn`, for their plain networks, and put into them."""
+"""`beliefs` and `set_beliefs`: posteriors of a plain network out of a module of `mj.nn` and into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feature correlations that are averaged once, and used by all predictions."""
+"""`freeze_features`: average feature correlations once, and use them in every prediction."""
 
 from __future__ import annotations
 

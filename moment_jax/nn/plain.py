@@ -1,4 +1,4 @@
-"""Plain Flax networks of one draw of the weights: nothing here but Flax's own layers.
+"""Plain Flax networks of one draw of the weights, built of Flax's own layers alone.
 
 They are the deterministic networks that Monte Carlo samples, so they share no code with the moment
 transforms. Each is built from the same parameter groups as the transforms (`DenseParams`, `NormParams`,

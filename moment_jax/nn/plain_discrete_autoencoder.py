@@ -1,4 +1,4 @@
-"""Autoencoders with categorical codes: what plain and Bayesian ones share, and the plain one."""
+"""Autoencoders with categorical codes: the parts of plain and Bayesian ones, and the plain one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CodedImages:
 
     @property
     def likelihood(self) -> PixelLikelihood:
-        """The pixels' observation model, with the noise as it is by now."""
+        """The pixels' observation model, with the current noise."""
         if self.log_noise is None:
             return objectives.Bernoulli()
         return objectives.Gaussian(jnp.exp(self.log_noise[...]))

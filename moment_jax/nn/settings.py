@@ -1,4 +1,4 @@
-"""What all Bayesian modules are told alike: the structure, the family, where to start, the prior."""
+"""Settings of all Bayesian modules: structure, posterior family, initial spread, prior."""
 
 from __future__ import annotations
 

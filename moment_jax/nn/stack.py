@@ -1,4 +1,4 @@
-"""Stacks of blocks, scanned where they differ by their beliefs alone and in a loop otherwise."""
+"""Stacks of blocks: scanned if they differ only in their beliefs, otherwise a loop."""
 
 from __future__ import annotations
 

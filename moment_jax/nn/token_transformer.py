@@ -9,26 +9,14 @@ import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.covariance.pytree import register_fields
-from moment_jax.nn.base import BayesianModule, Stage, set_mean
+from moment_jax.nn.base import Composite, Stage, set_mean
 from moment_jax.nn.batching import check_sequences
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.embedding import LearnedPositions
 from moment_jax.nn.encoder import Encoder
-from moment_jax.nn.plain import PlainEncoder, PlainPositions, plain_linear
+from moment_jax.nn.plain import PlainEncoder, PlainPositions
 
 Array = jax.Array
-
-
-@register_fields
-@dataclasses.dataclass(frozen=True)
-class TokenTransformerParams:
-    """Beliefs about a `TokenTransformer`, or one draw of them."""
-
-    embed: Any
-    positions: Any
-    encoder: Any
-    head: Any
 
 
 class PlainTokenTransformer(nnx.Module):
@@ -51,7 +39,7 @@ class PlainTokenTransformer(nnx.Module):
         return self.head(self.encoder(self.positions(self.embed(x))))
 
 
-class TokenTransformer(BayesianModule):
+class TokenTransformer(Composite):
     """Dense embedding + learned positions -> encoder -> dense head at every token.
 
     With one-hot inputs the embedding's kernel is a table of random rows.
@@ -74,6 +62,9 @@ class TokenTransformer(BayesianModule):
       ValueError: if a size is below one, the heads do not divide the features, or the activation is
         unknown.
     """
+
+    parts = ("embed", "positions", "encoder", "head")
+    plain_type = PlainTokenTransformer
 
     def __init__(
         self,
@@ -99,29 +90,6 @@ class TokenTransformer(BayesianModule):
         start = jax.random.normal(rngs.params(), (num_tokens, num_features), self.settings.dtype)
         set_mean(self.positions.embedding.table, position_scale * start)
         self.head = Dense(num_features, out_features, rngs=rngs, **settings)
-
-    def load(self, network: PlainTokenTransformer) -> None:
-        """Take the weights of a plain network as means."""
-        self.embed.load(network.embed)
-        self.positions.load(network.positions)
-        self.encoder.load(network.encoder)
-        self.head.load(network.head)
-
-    @property
-    def params(self) -> TokenTransformerParams:
-        """Beliefs about all weights."""
-        return TokenTransformerParams(
-            self.embed.params, self.positions.params, self.encoder.params, self.head.params
-        )
-
-    def network(self, params: TokenTransformerParams) -> PlainTokenTransformer:
-        """The plain network with these arrays."""
-        return PlainTokenTransformer(
-            plain_linear(params.embed),
-            self.positions.network(params.positions),
-            self.encoder.network(params.encoder),
-            plain_linear(params.head),
-        )
 
     @property
     def stages(self) -> list[Stage]:

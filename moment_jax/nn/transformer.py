@@ -1,4 +1,4 @@
-"""`Transformer`: an encoder, and a decoder that looks at what it says, all weights random."""
+"""`Transformer`: an encoder and a decoder that attends to its output, all weights random."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import Composite
 from moment_jax.nn.decoder import Decoder
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.plain import PlainTransformer
@@ -16,7 +16,7 @@ from moment_jax.nn.plain import PlainTransformer
 Array = jax.Array
 
 
-class Transformer(BayesianModule):
+class Transformer(Composite):
     """An encoder of the source and a decoder of the target, between embeddings and a head of yours.
 
     The moments of the encoder's output are the decoder's memory, with its covariance. A decoder that
@@ -45,6 +45,9 @@ class Transformer(BayesianModule):
     ((3, 4), (3, 4))
     """
 
+    parts = ("encoder", "decoder")
+    plain_type = PlainTransformer
+
     def __init__(
         self,
         num_features: int,
@@ -62,20 +65,6 @@ class Transformer(BayesianModule):
         self.encoder = Encoder(num_encoder_blocks, *size, rngs=rngs, **options)
         self.decoder = Decoder(num_decoder_blocks, *size, rngs=rngs, **options)
         self.settings = self.encoder.settings
-
-    @property
-    def params(self) -> tuple[Any, Any]:
-        """Beliefs about the encoder and about the decoder."""
-        return self.encoder.params, self.decoder.params
-
-    def network(self, params: tuple[Any, Any]) -> PlainTransformer:
-        """The plain Transformer with these arrays."""
-        return PlainTransformer(self.encoder.network(params[0]), self.decoder.network(params[1]))
-
-    def load(self, network: PlainTransformer) -> None:
-        """Take the weights of a plain Transformer of the same sizes as means."""
-        self.encoder.load(network.encoder)
-        self.decoder.load(network.decoder)
 
     def __call__(
         self,
@@ -105,7 +94,7 @@ class Transformer(BayesianModule):
         Returns:
           Mean (..., T, D) and covariance.
         """
-        encoder, decoder = self.params
+        encoder, decoder = self.params.values()
 
         def moments(source: Any, cov: Any, known: Any, *target: Any) -> tuple[Array, Covariance]:
             memory = self.encoder.moments(source, cov, encoder, source_mask, known)

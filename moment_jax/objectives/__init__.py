@@ -4,9 +4,7 @@ Everything works on plain means and covariances of the network's output.
 """
 
 from moment_jax.objectives.bernoulli import bernoulli_probabilities
-from moment_jax.objectives.bound import expected_log_likelihood_bound
-from moment_jax.objectives.elbo import elbo, kl_warmup, monte_carlo_expected_log_likelihood
-from moment_jax.objectives.expected_log_likelihood import expected_log_likelihood
+from moment_jax.objectives.data_term import expected_log_likelihood, expected_log_likelihood_bound
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
@@ -14,7 +12,8 @@ from moment_jax.objectives.likelihoods import (
     HeteroscedasticGaussian,
     Likelihood,
 )
-from moment_jax.objectives.log_marginal import log_marginal
+from moment_jax.objectives.lower_bound import elbo, kl_warmup, monte_carlo_expected_log_likelihood
+from moment_jax.objectives.marginal_likelihood import log_marginal
 from moment_jax.objectives.metrics import (
     ReliabilityCurve,
     accuracy,

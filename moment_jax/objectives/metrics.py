@@ -1,4 +1,4 @@
-"""How good predictions are: proper scores and calibration. Pure functions, safe under jit.
+"""Proper scores and calibration of predictions. Pure functions, safe under jit.
 
 Labels out of range and negative variances are an error where their values are known; in compiled code
 they make the score NaN, as a prediction of NaN does.

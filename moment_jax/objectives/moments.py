@@ -1,4 +1,4 @@
-"""The forms in which an output's covariance may come, and the checks that it fits its mean."""
+"""Accepted forms of an output's covariance, and checks that it fits the mean."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Cov = Array | Structured
 
 
 def check_output(name: str, target: Array, mean: Array, cov: Cov) -> None:
-    """Raise unless target and mean agree, (D,) or (T, D), and `cov` is a covariance of the like.
+    """Raise unless target and mean agree, (D,) or (T, D), and `cov` fits them.
 
     A covariance is an array of variances of the mean's shape, an array of the mean's shape twice,
     or a structure of the mean's shape.

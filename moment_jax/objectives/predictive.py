@@ -7,10 +7,14 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.checks import check_array
 from moment_jax.objectives.cubature import count_points, log_expected_softmax
-from moment_jax.objectives.expected_log_likelihood import bounded_exp
-from moment_jax.objectives.likelihoods import Gaussian, HeteroscedasticGaussian
+from moment_jax.objectives.data_term import bounded_exp
+from moment_jax.objectives.likelihoods import (
+    Gaussian,
+    HeteroscedasticGaussian,
+    noise_array,
+    noise_like,
+)
 from moment_jax.objectives.moments import Cov, check_cov, check_logits, variances
-from moment_jax.objectives.noise import noise_array, noise_like
 
 Array = jax.Array
 

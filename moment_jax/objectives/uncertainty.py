@@ -1,4 +1,4 @@
-"""How uncertain a prediction is, and how much of it more data about the weights could take away."""
+"""Total, aleatoric and epistemic uncertainty of a prediction."""
 
 from __future__ import annotations
 

@@ -6,10 +6,9 @@ parameters over the axis `data`, heads, hidden features and vocabularies over th
 tokens of long sequences over the axis `sequence` (`by_sequence`).
 """
 
-from moment_jax.parallel.mesh import make_mesh
+from moment_jax.parallel.mesh import make_mesh, shard_batch
 from moment_jax.parallel.moments import constrain, moment_specs
 from moment_jax.parallel.parameters import partition_spec, shard, shardings
-from moment_jax.parallel.place import shard_batch
 from moment_jax.parallel.sequence import by_sequence, shard_sequences
 
 __all__ = [

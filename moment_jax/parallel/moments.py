@@ -1,4 +1,4 @@
-"""Where means and covariances lie between layers."""
+"""Shardings of means and covariances between layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameter lies on which devices: rules by the names of layers, for beliefs and plain weights."""
+"""Shardings of parameters: rules by the names of layers, for beliefs and plain weights."""
 
 from __future__ import annotations
 

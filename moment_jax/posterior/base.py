@@ -1,4 +1,4 @@
-"""What every Gaussian belief about one array of weights can do."""
+"""Base class of Gaussian beliefs about one array of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of shapes, made while tracing: the invariant, what came, and the mend."""
+"""Shape checks, made while tracing; errors state the rule, the value and the fix."""
 
 from __future__ import annotations
 

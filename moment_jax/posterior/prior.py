@@ -1,4 +1,4 @@
-"""The Gaussian prior, and the divergences that every family ends in."""
+"""The Gaussian prior, its log density, and the KL divergence from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Reshaped`: a belief about a matrix, for an array that holds the same weights in another shape."""
+"""`Reshaped`: a belief about a matrix, presented as an array of another shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beliefs from what a training run leaves behind: its iterates, or its second moments."""
+"""Beliefs from a training run: from its iterates, or from its second moments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Moments of any JAX function of random weights."""
 
 from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
-    assembled,
     attention,
     dense,
     elementwise,
@@ -14,7 +13,7 @@ from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
     windows,
 )
 from moment_jax.propagation.errors import PropagationError
-from moment_jax.propagation.linearised import linearised
+from moment_jax.propagation.linearisation import linearised
 from moment_jax.propagation.propagator import Step, propagate, propagation_rule
 
 __all__ = ["PropagationError", "Step", "linearised", "propagate", "propagation_rule"]

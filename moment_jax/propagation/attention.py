@@ -40,7 +40,7 @@ class Core(NamedTuple):
 
 @pattern
 def _attention(propagator: Propagator, node: Node) -> Moments | None:
-    """With the output projection that follows, so that heads keep what they have in common."""
+    """Include the output projection that follows, so that heads keep their common noise."""
     if node.op != "dot_general":
         return None
     core = _core(propagator, node)

@@ -1,4 +1,4 @@
-"""What a random array owes to another one, for the sum of both: tangents, carried along."""
+"""How a random array depends, linearised, on another: tangents for residual sums and products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function as a graph of the operations on what is random; all else is computed at once."""
+"""The graph of a function's operations on random values; all others are computed while tracing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _count = itertools.count()
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """One operation with a random operand; its moments are computed when somebody asks for them."""
+    """One operation with a random operand; its moments are computed on demand."""
 
     primitive: Any
     params: dict[str, Any]
@@ -265,7 +265,7 @@ def _affine(name: str, operands: list[Value]) -> Weight | None:
 
 
 def _number(array: Any) -> Any:
-    """A number in the place of an array that holds it everywhere."""
+    """A constant array as a number."""
     value = uniform(array)
     return array if value is None else value
 

@@ -1,4 +1,4 @@
-"""Normalisations over groups of entries, of whatever tokens and features: GroupNorm, InstanceNorm."""
+"""Normalisations over groups of tokens and features: GroupNorm, InstanceNorm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that no structured rule knows, to first order in whatever they are made of."""
+"""Linearisation of operations that no structured rule covers."""
 
 from __future__ import annotations
 

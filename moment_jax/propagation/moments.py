@@ -1,4 +1,4 @@
-"""Random arrays: moments of one (T, D) sequence, and which of its entries an array shows where."""
+"""Random arrays: the moments of a (T, D) sequence, and the place of each of its entries in the array."""
 
 from __future__ import annotations
 

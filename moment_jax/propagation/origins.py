@@ -1,4 +1,4 @@
-"""Covariances of arrays by what they have in common, dense: where no structured rule knows them."""
+"""Dense covariances of arrays with a common origin, where no structured rule covers them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moment_jax.covariance import Diagonal, Full, Separable, TokenBlock, TokenCo
 from moment_jax.covariance.numerics import weighted
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.linearised import carried
+from moment_jax.propagation.linearisation import carried
 from moment_jax.propagation.moments import Axes, Moments, as_rows
 from moment_jax.propagation.primitives import evaluate
 from moment_jax.propagation.weights import Weight
@@ -144,7 +144,7 @@ def assumed(parts: str, operands: Any, known: bool) -> str:
     shared = any(a.keys() & b.keys() for a, b in itertools.combinations(origins, 2))
     if shared and not known:
         return f"{parts} independent though they have an origin in common, too large to be dense"
-    return f"{parts} linearised in what they have in common" if known else f"{parts} independent"
+    return f"{parts} linearised in their common origin" if known else f"{parts} independent"
 
 
 def joint(

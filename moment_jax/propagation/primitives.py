@@ -1,4 +1,4 @@
-"""Primitives on arrays that are certain, and on places of what is random."""
+"""Evaluating primitives: on certain arrays, and on the places of random entries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def evaluate(primitive: Any, operands: list[Any], params: dict[str, Any]) -> lis
 
 
 def is_view(operation: Any) -> bool:
-    """Whether an equation or a `Node` only looks at its first operand in another way."""
+    """Whether an equation or a `Node` only rearranges its first operand."""
     if operation.primitive.name == "convert_element_type":
         return jnp.issubdtype(operation.params["new_dtype"], jnp.floating)
     return operation.primitive.name in VIEWS
@@ -56,7 +56,7 @@ def is_known(value: Any) -> bool:
 def moved(
     primitive: Any, places: np.ndarray, rest: list[Any], params: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Where the entries of an array are after an operation that only looks at it in another way."""
+    """Where the entries of an array are after an operation that only rearranges them."""
     if primitive.name in (
         "convert_element_type",
         "reduce_precision",

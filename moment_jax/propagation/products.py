@@ -23,7 +23,7 @@ Array = jax.Array
 
 
 class Shared(NamedTuple):
-    """What two factors a and b have in common: dense layers of one array, then elementwise functions."""
+    """The origin of two factors a and b: dense layers of one array, then elementwise functions."""
 
     entered: Any  # covariance of the array, (T, D)
     left: Array  # kernel of a, (D, F)
@@ -34,7 +34,7 @@ class Shared(NamedTuple):
 
 @rule("mul")
 def _product(propagator: Propagator, node: Node) -> Moments | None:
-    """Means and covariances to second order in the factors' noise, with what both owe to one array."""
+    """Means and covariances to second order in the noise; factors of one origin are correlated."""
     if len(node.nodes) != 2:
         return None
     a, b = (spread(propagator.moments(x), node.shape) for x in node.operands)
@@ -93,11 +93,11 @@ def _shared(a: Branch, b: Branch) -> Shared | None:
 def _correlated(
     cov: Any, shared: Shared, mean_a: Array, mean_b: Array, bound: Array
 ) -> tuple[Array, Any]:
-    """Cov[a_tf, b_tf], and the covariance of a * b with what a and b have in common.
+    """Cov[a_tf, b_tf], and the covariance of a * b with the common origin of a and b.
 
     Args:
       cov: covariance of the product if both were independent.
-      shared: what they have in common.
+      shared: their common origin.
       mean_a: (T, F).
       mean_b: (T, F).
       bound: of what is added to half the variance, (T, F).

@@ -1,4 +1,4 @@
-"""Arrays that are one dense layer of a random sequence, seen in whatever arrangement."""
+"""Arrays that are one dense layer of a random sequence, in any arrangement of its entries."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.posterior import Point, Posterior
-from moment_jax.propagation.errors import refuse, where
-from moment_jax.propagation.examples import explain
+from moment_jax.propagation.errors import explain, refuse, where
 from moment_jax.propagation.graph import Node, Recorder, Value, is_random
 from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
 from moment_jax.propagation.weights import Weight

@@ -1,4 +1,4 @@
-"""Regions of the graph that know one random array alone, as plain functions of it."""
+"""Regions of the graph that depend on one random array alone, as plain functions of it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
 
 
 def stand_in(constant: Any) -> Any:
-    """A known array in the place of one that is not known while tracing: True, or NaN."""
+    """A known array that stands for one not known while tracing: True, or NaN."""
     if is_known(constant):
         return constant
     fill = True if constant.dtype == bool else np.nan

@@ -26,7 +26,7 @@ from moment_jax.propagation.origins import (
     dominator,
     with_cross,
 )
-from moment_jax.propagation.primitives import VIEWS, is_known, is_view, moved
+from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, is_view, moved
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight
 
@@ -98,7 +98,7 @@ def _returned(
         return None
     norm = branch.norm if mean is branch.mean else None
     pool = getattr(other_cov, "pool", None)
-    if pool is not None and cov.pool is None:  # tokens that nobody sees do not count
+    if pool is not None and cov.pool is None:  # exclude masked tokens
         cov = cov.pooled(pool)
     mean, cov = residual(mean, cov, other, other_cov, tangent, norm)
     if branch.attention is None and norm is not None:  # a block ends, as the library's do
@@ -138,7 +138,7 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
 
 @rule("concatenate")
 def _concatenated(propagator: Propagator, node: Node) -> Moments:
-    """Each part placed among zeros, and their sum, with what every two have in common."""
+    """Each part placed among zeros, and their sum, with the covariance of every two."""
     axis = node.params["dimension"]
     parts = [propagator.moments(x) for x in node.operands]
     first = max(parts, key=lambda m: m.mean.size * is_random(m))
@@ -176,3 +176,39 @@ def _concatenated(propagator: Propagator, node: Node) -> Moments:
         cov = with_cross(cov, as_sequence(cross, index, index, tokens, features))
     propagator.note(node, "concatenate", assumed("parts", node.operands, cross is not None))
     return fresh(mean, cov, node.shape, tokens, features)
+
+
+_DATA = {"pad": (0, 2), "dynamic_update_slice": (0, 2), "select_n": (1, None)}
+
+
+@rule(*_DATA)
+def _assembled(propagator: Propagator, node: Node) -> Moments | None:
+    """Every part at its entries, zero elsewhere, and the sum of all."""
+    data = range(len(node.operands))[slice(*_DATA[node.op])]
+    rest = [x for i, x in enumerate(node.operands) if i not in data]
+    if any(is_random(x) or not is_known(x) for x in rest):
+        return None
+    ids, start = list(node.operands), 1
+    for i in data:
+        shape = np.shape(node.operands[i])
+        size = math.prod(shape)
+        ids[i] = np.arange(start, start + size, dtype=np.int32).reshape(shape)
+        start += size
+    shown = np.asarray(evaluate(node.primitive, ids, node.params)[0])
+    random = [i for i in data if is_random(node.operands[i])]
+    largest = max((node.operands[i] for i in random), key=lambda x: math.prod(x.shape))
+    first = propagator.moments(largest)
+    tokens, features = first.natural()
+    left = {i for i, n in enumerate(node.shape) if n > 1 and i not in features}
+    tokens = tuple(sorted({*tokens, *left}))
+    mean, covs = jnp.zeros((), first.mean.dtype), []
+    for i in data:
+        here = np.isin(shown, ids[i])
+        m = propagator.moments(node.operands[i])
+        local = np.where(here, shown - ids[i].ravel()[0], 0)
+        part = Moments(m.mean, m.cov, np.where(here, m.places.ravel()[local], -1))
+        part_mean, cov = part.sequence(tokens, features)
+        mean = mean + part_mean
+        covs += [cov] if i in random else []
+    propagator.note(node, "assembled", "parts independent" if len(covs) > 1 else "")
+    return fresh(mean, covs[0].add(*covs[1:]), node.shape, tokens, features)

@@ -1,4 +1,4 @@
-"""Random weights as models look at them: reshaped, transposed, sliced, scaled."""
+"""Random weights as models use them: reshaped, transposed, sliced, scaled."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import singledispatch
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance import Separable
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.layers.dense import dense
 from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
@@ -20,13 +22,13 @@ from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
 from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
-from moment_jax.propagation.window_variance import with_window_variance
+from moment_jax.xla import rows_diagonal
 
 Array = jax.Array
 Window = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
 
 
-def windows(shape: tuple[int, ...], window: Window) -> np.ndarray:
+def window_places(shape: tuple[int, ...], window: Window) -> np.ndarray:
     """Flat indices of what each window sees, (*positions, *offsets); -1 beyond the edge.
 
     Args:
@@ -78,7 +80,7 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
         size[axis], strides[axis], dilation[axis], padding[axis] = n, s, d, pad
     size[lhs[1]] = shape[lhs[1]]
     strides[lhs[1]] = 1
-    seen = windows(shape, (tuple(size), tuple(strides), tuple(padding), tuple(dilation)))
+    seen = window_places(shape, (tuple(size), tuple(strides), tuple(padding), tuple(dilation)))
     n = len(shape)
     # positions (batch and space), then offsets (space, channels)
     order = [lhs[0], *lhs[2:], lhs[1], *(n + i for i in (lhs[0], *lhs[2:], lhs[1]))]
@@ -150,7 +152,7 @@ def pool_places(node: Node, x: Moments) -> np.ndarray:
     if any(n != 1 for n in p["base_dilation"]):
         raise refuse(f"`{node.op}` of a dilated array", node.source, "Use plain windows.")
     window = (p["window_dimensions"], p["window_strides"], p["padding"], p["window_dilation"])
-    seen = windows(x.shape, window)
+    seen = window_places(x.shape, window)
     positions = seen.shape[: len(x.shape)]
     seen = seen.reshape(*positions, -1)
     return np.where(seen < 0, -1, x.places.ravel()[seen])
@@ -202,3 +204,49 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     tokens = tuple(i for i in range(len(node.shape)) if i not in features)
     propagator.note(node, "embedding", "rows as the family has them")
     return fresh(mean, cov, node.shape, tokens, features)
+
+
+@singledispatch
+def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Array) -> Any:
+    """The covariance of windows @ kernel, with variances that know the pixels' own correlation.
+
+    `Separable` has one correlation for the columns of all windows, that of the sum over them, in which
+    all offsets are as good as the same pixel. The true correlation of neighbours in a window is in the
+    image's token correlation. The variances of `Separable` are set to those it gives; the tokens'
+    Gram matrix is scaled to fit, the covariance of the sum is exact already. Costs
+    P K C^2 O for P windows of K pixels.
+
+    Args:
+      mapped: covariance of the output, (P, O), by `map_features`.
+      image: covariance of the image's sequence, (T, C).
+      places: flat index into it of what each window sees, (P, K C), -1 for zero.
+      kernel: (K C, O).
+    """
+    del image, places, kernel
+    return mapped
+
+
+@with_window_variance.register
+def _separable(mapped: Separable, image: Separable, places: np.ndarray, kernel: Array) -> Any:
+    channels = image.shape[1]
+    if places.shape[1] % channels or places.shape[1] == channels:
+        return mapped
+    by_offset = (len(places), places.shape[1] // channels, channels)
+    tokens = (np.maximum(places, 0) // channels).reshape(by_offset)[:, :, 0]
+    known = (places >= 0).reshape(by_offset)
+    seen = tokens[:, :, None] * channels + np.arange(channels)
+    if not (known == known[:, :, :1]).all() or (seen != places.reshape(by_offset))[known].any():
+        return mapped  # windows over channels, or an image of other tokens
+    scale = jnp.where(known, image.scale[tokens], 0)  # (P, K, C)
+    pairs = image.token_correlation[tokens[:, :, None], tokens[:, None, :]]
+
+    def of_output(column: Array) -> Array:
+        gained = scale * column[None]
+        return jnp.sum((gained @ image.feature_correlation) @ gained.mT * pairs, axis=(1, 2))
+
+    columns = jnp.moveaxis(kernel.reshape(*by_offset[1:], -1), -1, 0)
+    variance = jnp.maximum(jax.lax.map(of_output, columns), 0).T
+    token_gram = mapped.token_gram()
+    root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1), rows_diagonal(token_gram)))
+    token_gram = root[:, None] * token_gram * root[None, :]
+    return type(mapped).from_moments(variance, token_gram, mapped.features(), mapped.pool)

@@ -4,10 +4,8 @@
 first order, corrected where the printed ones err (`*_as_printed` keeps those).
 """
 
-from moment_jax.reference.agreement import Agreement
 from moment_jax.reference.beliefs import DenseMoments, dense_moments
-from moment_jax.reference.closure import ClosureRow, closure_report
-from moment_jax.reference.monte_carlo import MonteCarloMoments, monte_carlo
+from moment_jax.reference.closure import Agreement, ClosureRow, closure_report
 from moment_jax.reference.objective import complexity_loss, elbo, log_marginal
 from moment_jax.reference.propositions import (
     normalized,
@@ -18,6 +16,7 @@ from moment_jax.reference.propositions import (
     proposition4,
     proposition4_as_printed,
 )
+from moment_jax.reference.sampling import MonteCarloMoments, monte_carlo
 from moment_jax.reference.transformer import (
     attention,
     dense,

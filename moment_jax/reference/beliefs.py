@@ -1,4 +1,4 @@
-"""Every belief written out: its mean and its dense covariance."""
+"""Mean and dense covariance of every family of beliefs."""
 
 from __future__ import annotations
 

@@ -1,18 +1,53 @@
-"""The closure experiment: what a structure can keep at best, and what the transforms make of it."""
+"""The closure experiment: the best a structure can do, and how close the transforms come to it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
 
+from moment_jax import covariance as structures
 from moment_jax.covariance import Covariance
-from moment_jax.reference.agreement import Agreement
-from moment_jax.reference.gaussian import gaussian_draws, kept_covariance
 
 Array = jax.Array
+
+
+class Agreement(NamedTuple):
+    """Agreement of means and standard deviations with the truth's, over all elements.
+
+    mean_error is the root mean square of (mean - true mean) / true sd; sd_ratio the mean of sd / true
+    sd; sd_error the mean of |sd / true sd - 1|; sd_correlation that of the two sds, 0 where either is
+    the same everywhere.
+    """
+
+    mean_error: float
+    sd_ratio: float
+    sd_error: float
+    sd_correlation: float
+
+    @classmethod
+    def of(
+        cls, mean: ArrayLike, sd: ArrayLike, true_mean: ArrayLike, true_sd: ArrayLike
+    ) -> Agreement:
+        """The figures of arrays of one shape; true_sd is positive."""
+        means, sds, true_means, true_sds = (
+            np.asarray(part, np.float64) for part in (mean, sd, true_mean, true_sd)
+        )
+        ratio = sds / true_sds
+        centred, true_centred = sds - sds.mean(), true_sds - true_sds.mean()
+        spread = np.sqrt(np.sum(centred**2) * np.sum(true_centred**2))
+        correlation = np.sum(centred * true_centred) / spread if spread > 0 else 0.0
+        return cls(
+            float(np.sqrt(np.mean(((means - true_means) / true_sds) ** 2))),
+            float(ratio.mean()),
+            float(np.abs(ratio - 1).mean()),
+            float(correlation),
+        )
 
 
 class ClosureRow(NamedTuple):
@@ -98,3 +133,72 @@ def _variances(moments: tuple[Array, Covariance]) -> tuple[Array, Array]:
 def _agreement(moments: tuple[Array, Array], draws: Array) -> Agreement:
     mean, variance = moments
     return Agreement.of(mean, jnp.sqrt(variance), jnp.mean(draws, axis=0), jnp.std(draws, axis=0))
+
+
+def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
+    """The projection of the covariance of draws (N, T, D), without forming it where T D is large."""
+    centred = draws - jnp.mean(draws, axis=0, keepdims=True)
+    n, t, d = draws.shape
+    variance = jnp.mean(centred**2, axis=0)
+    if structure is structures.Diagonal:
+        return structures.Diagonal(variance)
+    if structure is structures.TokenBlock:
+        return structures.TokenBlock(jnp.einsum("ntd,nte->tde", centred, centred) / n)
+    tokens = jnp.einsum("ntd,nsd->ts", centred, centred) / n
+    if structure is structures.TokenCorrelated:
+        return structures.TokenCorrelated.from_moments(variance, tokens)
+    if issubclass(structure, structures.Separable):
+        total = jnp.sum(centred, axis=1)
+        features = total.T @ total / n
+        return structure.from_moments(variance, tokens, features)
+    flat = centred.reshape(n, t * d)
+    return structure.project((flat.T @ flat / n).reshape(t, d, t, d))
+
+
+@singledispatch
+def gaussian_draws(cov: Covariance, key: Array, num_draws: int) -> Array:
+    """Draws (N, T, D) from N(0, cov)."""
+    return gaussian_draws(structures.Full(cov.to_dense()), key, num_draws)
+
+
+def _noise(cov: Covariance, key: Array, num_draws: int) -> Array:
+    return jax.random.normal(key, (num_draws, *cov.shape), cov.dtype)
+
+
+def _root(matrix: Array) -> Array:
+    """The symmetric square root of the nearest positive semidefinite matrix."""
+    values, vectors = jnp.linalg.eigh(matrix)
+    return (vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :]) @ jnp.swapaxes(
+        vectors, -1, -2
+    )
+
+
+@gaussian_draws.register
+def _diagonal(cov: structures.Diagonal, key: Array, num_draws: int) -> Array:
+    return jnp.sqrt(cov.variances)[None] * _noise(cov, key, num_draws)
+
+
+@gaussian_draws.register
+def _token_block(cov: structures.TokenBlock, key: Array, num_draws: int) -> Array:
+    return jnp.einsum("tde,nte->ntd", _root(cov.blocks), _noise(cov, key, num_draws))
+
+
+@gaussian_draws.register
+def _token_correlated(cov: structures.TokenCorrelated, key: Array, num_draws: int) -> Array:
+    mixed = jnp.einsum("ts,nsd->ntd", _root(cov.correlation), _noise(cov, key, num_draws))
+    return cov.scale[None] * mixed
+
+
+@gaussian_draws.register
+def _separable(cov: structures.Separable, key: Array, num_draws: int) -> Array:
+    tokens, features = _root(cov.token_correlation), _root(cov.feature_correlation)
+    noise = _noise(cov, key, num_draws)
+    return cov.scale[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
+
+
+@gaussian_draws.register
+def _full(cov: structures.Full, key: Array, num_draws: int) -> Array:
+    t, d = cov.shape
+    root = _root(cov.cov.reshape(t * d, t * d))
+    noise = _noise(cov, key, num_draws).reshape(num_draws, t * d)
+    return (noise @ root).reshape(num_draws, t, d)

@@ -94,30 +94,6 @@ def test_jit_and_vmap_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("probs", "words"),
-    [
-        ([0.5, 0.6], "sum to one.*1.1"),
-        ([[0.5, 0.5], [0.0, 0.0]], "sum of 0"),
-        ([1.5, -0.5], "numbers >= 0.*-0.5"),
-        ([np.nan, 1.0], "finite"),
-        (np.zeros((3, 0)), "K >= 1"),
-        (1.0, "K >= 1"),
-        ([-0.7, -0.7], "log_probs"),
-    ],
-)
-def test_probabilities_that_are_none(probs, words):
-    with pytest.raises(ValueError, match=words):
-        mj.discrete.check_probabilities(probs)
-
-
-def test_probabilities_that_are_some():
-    for probs in ([1], np.eye(3), jnp.ones((2, 4)) / 4, np.zeros((0, 3))):
-        assert mj.discrete.check_probabilities(probs).shape == np.shape(probs)
-    with pytest.raises(TypeError, match="inside jit"):
-        jax.jit(mj.discrete.check_probabilities)(jnp.ones(1))
-
-
-@pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda f: f.categorical_kl(jnp.zeros((2, 0))), ValueError, "K >= 1"),

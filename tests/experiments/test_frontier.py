@@ -21,8 +21,7 @@ from experiments.frontier.measure import largest_array_gib
 from experiments.frontier.networks import NETWORKS
 from experiments.frontier.passes import plain_tokens
 from experiments.frontier.problem import Spec, Training
-from experiments.frontier.problems import Problems
-from experiments.frontier.random_posterior import random_problem
+from experiments.frontier.problems import Problems, random_problem
 from experiments.frontier.truth import Sampled, Sums, sample
 
 TINY = "random_b1_t4_d8"

@@ -21,9 +21,9 @@ pytest.importorskip("orbax.checkpoint")
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.loop import Layout, Order, Saving, fit, store, supervise, supervisor
 from experiments.loop.job import PRECISIONS
-from experiments.loop.preemption import Preemption
 from experiments.loop.reader import Reader
 from experiments.loop.records import EVENTS, METRICS, Metrics, read_lines
+from experiments.loop.run import Preemption
 from experiments.loop.state import Blueprint, digest
 from experiments.loop.store import CHECKPOINTS, steps_on_disk
 from experiments.loop.update import compiled_update

@@ -13,8 +13,7 @@ import moment_jax as mj
 from experiments import draws, price
 from experiments.__main__ import main
 from experiments.price.parts import PARTS, Part, Shape, arguments_of, forward_of
-from experiments.programs import failure, size_of
-from experiments.timing import interleaved
+from experiments.programs import failure, interleaved, size_of
 
 TINY = Shape(3, 8, 2, 2)
 

@@ -36,7 +36,7 @@ def transformer(structure=mj.DEFAULT_STRUCTURE, blocks=2):
 def test_batch_equals_loop_of_functions():
     model = transformer(mj.Diagonal, 1)
     mean, cov = nnx.jit(lambda m, s, t: m(s, t, mask=CAUSAL))(model, SOURCE, TARGET)
-    encoder, decoder = model.params
+    encoder, decoder = model.params.values()
     memory = [mj.Diagonal.zeros(SOURCE.shape[1:]), mj.Diagonal.zeros(TARGET.shape[1:])]
 
     @jax.jit

@@ -9,8 +9,7 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax.propagation.moments import gather
-from moment_jax.propagation.window_variance import with_window_variance
-from moment_jax.propagation.windows import windows
+from moment_jax.propagation.windows import window_places, with_window_variance
 from tests.propagation.test_propagate import assert_sampled, belief, relative
 
 
@@ -123,7 +122,9 @@ def test_variances_of_a_convolved_separable_image_are_those_of_its_dense_covaria
     )
     image = mj.Separable(scale, token, feature)
     kernel = jax.random.normal(keys[3], (3, 3, 3, 5))
-    places = windows((1, 4, 4, 3), ((1, 3, 3, 3), (1, strides, strides, 1), PADDED, (1, 1, 1, 1)))
+    places = window_places(
+        (1, 4, 4, 3), ((1, 3, 3, 3), (1, strides, strides, 1), PADDED, (1, 1, 1, 1))
+    )
     places = places.reshape(-1, 27)
     mapped = gather(image, places).map_features(kernel.reshape(27, 5))
     found = with_window_variance(mapped, image, places, kernel.reshape(27, 5))

@@ -1,4 +1,4 @@
-"""Linear layers are exact: every posterior with every structure, against the dense formula."""
+"""Dense layers and products are exact: every posterior with every structure, against the formula."""
 
 from __future__ import annotations
 
@@ -95,51 +95,9 @@ def test_matmul_agrees_with_samples_of_full_operands():
     assert np.max(np.abs(pairs.mean(0) - cov.cov.reshape(6, 6)) / error) < 5
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_mean_pool_is_exact(structure: type[Covariance]):
-    cov = random_cov(KEYS[1], structure, SHAPE)
-    mean, pooled = mj.mean_pool(MEAN, cov)
-    assert_close(mean, MEAN.mean(0, keepdims=True))
-    expected = cov.to_dense().mean((0, 2))
-    assert_close(pooled.variance()[0], jnp.diagonal(expected))
-    mask = jnp.array([True, False, True])
-    masked, masked_cov = mj.mean_pool(MEAN, cov, mask)
-    assert_close(masked[0], MEAN[jnp.array([0, 2])].mean(0))
-    kept = cov.to_dense()[jnp.array([0, 2])][:, :, jnp.array([0, 2])].mean((0, 2))
-    assert_close(masked_cov.variance()[0], jnp.diagonal(kept))
-
-
 def test_shared_noise_makes_tokens_correlated():
     """Two equal tokens through one random layer: what comes out is equal, correlation one."""
     params = random_dense_params(KEYS[2], mj.posterior.Factorized, (4, OUT))
     mean = jnp.broadcast_to(MEAN[:1], (2, 4))
     _, cov = mj.dense(mean, mj.TokenCorrelated.zeros((2, 4), jnp.float64), params)
     assert_close(cov.correlation, jnp.ones((2, 2)))
-
-
-@pytest.mark.parametrize("certain", [(), ("output",)])
-def test_attention_with_random_values_alone_is_linear(certain):
-    """`Separable` keeps both Gram matrices: those of each head's own noise, the input being certain."""
-    families = {
-        name: mj.posterior.Point if name in ("query", "key", *certain) else mj.posterior.Factorized
-        for name in ("query", "key", "value", "output")
-    }
-    shapes = {"output": (OUT - 1, SHAPE[1])}
-    params = mj.AttentionParams(
-        *(
-            random_dense_params(key, family, shapes.get(name, (SHAPE[1], OUT - 1)))
-            for key, (name, family) in zip(KEYS, families.items(), strict=False)
-        )
-    )
-
-    @jax.jit
-    def run(mean):
-        covs = (s.zeros(SHAPE, jnp.float64) for s in (mj.Separable, Full))
-        results = (mj.attention(mean, cov, params, num_heads=2) for cov in covs)
-        (mean, ours), (expected_mean, textbook) = results
-        textbook = textbook.to_dense()
-        tokens, features = jnp.einsum("tdsd->ts", textbook), jnp.einsum("tdse->de", textbook)
-        return (mean, ours.token_gram(), ours.feature_gram()), (expected_mean, tokens, features)
-
-    for actual, expected in zip(*run(MEAN), strict=True):
-        assert_close(actual, expected)

@@ -1,6 +1,6 @@
 """What holds of every transform, whatever comes: no NaN, positive semidefinite, a batch is a loop.
 
-A hundred examples; `pytest -n 2 tests/layers/test_properties.py --hypothesis-profile=long` draws 2,000.
+A hundred examples; `pytest -n 2 tests/laws/test_properties.py --hypothesis-profile=long` draws 2,000.
 """
 
 from __future__ import annotations

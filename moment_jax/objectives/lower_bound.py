@@ -70,7 +70,7 @@ def elbo(
 
 
 def check_weight(name: str, argument: str, value: Array | float) -> None:
-    """Raise where a weight is known by now and negative."""
+    """Raise if a weight is known and negative."""
     known = known_values(value)
     if known is not None and (known < 0).any():
         raise ValueError(

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.objectives.cubature import count_points, log_expected_softmax
-from moment_jax.objectives.likelihoods import Categorical, Gaussian, Likelihood
+from moment_jax.objectives.likelihoods import (
+    Categorical,
+    Gaussian,
+    Likelihood,
+    noise_array,
+    noise_like,
+    noise_matrix,
+)
 from moment_jax.objectives.moments import (
     Cov,
     as_label,
@@ -19,7 +26,6 @@ from moment_jax.objectives.moments import (
     of_label,
     variances,
 )
-from moment_jax.objectives.noise import noise_array, noise_like, noise_matrix
 from moment_jax.xla import diagonal_of
 
 Array = jax.Array

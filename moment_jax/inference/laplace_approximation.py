@@ -19,8 +19,7 @@ from moment_jax.inference.evidence import (
     log_evidence,
     optimal_precision,
 )
-from moment_jax.inference.held_out import best_precision
-from moment_jax.inference.laplace_data import checked_data, checked_outputs
+from moment_jax.inference.held_out import best_precision, checked_data, checked_outputs
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.optim.trees import flatten, path_name
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, Posterior

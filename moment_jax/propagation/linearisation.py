@@ -1,4 +1,4 @@
-"""The predictive distribution of the linearised network, the one that a Laplace approximation means."""
+"""`linearised`: the predictive distribution of the network linearised in its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Full
 from moment_jax.posterior import FullNormal, MatrixNormal, Point, Posterior, Reshaped
-from moment_jax.propagation.examples import explain
+from moment_jax.propagation.errors import explain
 
 Array = jax.Array
 

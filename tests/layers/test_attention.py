@@ -1,0 +1,43 @@
+"""Attention where it is linear: random values, certain queries and keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import moment_jax as mj
+from moment_jax.covariance import Full
+from tests.builders import assert_close, random_dense_params
+
+KEYS = jax.random.split(jax.random.key(1), 8)
+SHAPE, OUT = (3, 4), 5
+MEAN = jax.random.normal(KEYS[0], SHAPE)
+
+
+@pytest.mark.parametrize("certain", [(), ("output",)])
+def test_attention_with_random_values_alone_is_linear(certain):
+    """`Separable` keeps both Gram matrices: those of each head's own noise, the input being certain."""
+    families = {
+        name: mj.posterior.Point if name in ("query", "key", *certain) else mj.posterior.Factorized
+        for name in ("query", "key", "value", "output")
+    }
+    shapes = {"output": (OUT - 1, SHAPE[1])}
+    params = mj.AttentionParams(
+        *(
+            random_dense_params(key, family, shapes.get(name, (SHAPE[1], OUT - 1)))
+            for key, (name, family) in zip(KEYS, families.items(), strict=False)
+        )
+    )
+
+    @jax.jit
+    def run(mean):
+        covs = (s.zeros(SHAPE, jnp.float64) for s in (mj.Separable, Full))
+        results = (mj.attention(mean, cov, params, num_heads=2) for cov in covs)
+        (mean, ours), (expected_mean, textbook) = results
+        textbook = textbook.to_dense()
+        tokens, features = jnp.einsum("tdsd->ts", textbook), jnp.einsum("tdse->de", textbook)
+        return (mean, ours.token_gram(), ours.feature_gram()), (expected_mean, tokens, features)
+
+    for actual, expected in zip(*run(MEAN), strict=True):
+        assert_close(actual, expected)
