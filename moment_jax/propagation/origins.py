@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Diagonal, Full, Separable, TokenBlock, TokenCorrelated
+from moment_jax.covariance import Diagonal, Separable, TokenBlock, TokenCorrelated
 from moment_jax.covariance.numerics import weighted
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.graph import Node
@@ -208,12 +208,7 @@ def as_sequence(
 @singledispatch
 def with_cross(cov: Any, cross: Array) -> Any:
     """The covariance plus this (T, D, T, D) array and its transpose, of variances never negative."""
-    raise TypeError(f"No sums in {type(cov).__name__}.")
-
-
-@with_cross.register
-def _full(cov: Full, cross: Array) -> Full:
-    return Full(cov.cov + cross + jnp.transpose(cross, (2, 3, 0, 1)))
+    return type(cov).project(cov.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1)))
 
 
 @with_cross.register

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import Covariance, Diagonal, Full, Separable, TokenBlock, TokenCorrelated
+from moment_jax.covariance import Covariance, Diagonal, Separable, TokenBlock, TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.propagation.branches import Branch, through_gain
 from moment_jax.propagation.dense import branches_of, spread
@@ -93,7 +93,7 @@ def _shared(a: Branch, b: Branch) -> Shared | None:
 def _correlated(
     cov: Any, shared: Shared, mean_a: Array, mean_b: Array, bound: Array
 ) -> tuple[Array, Any]:
-    """Cov[a_tf, b_tf], and the covariance of a * b with the common origin of a and b.
+    """Cov[a_tf, b_tf], and the covariance of a * b with the common origin of a and b, densely.
 
     Args:
       cov: covariance of the product if both were independent.
@@ -102,14 +102,8 @@ def _correlated(
       mean_b: (T, F).
       bound: of what is added to half the variance, (T, F).
     """
-    raise TypeError(f"No products in {type(cov).__name__}.")
-
-
-@_correlated.register
-def _correlated_full(
-    cov: Full, shared: Shared, mean_a: Array, mean_b: Array, bound: Array
-) -> tuple[Array, Full]:
-    cross = jnp.einsum("io,tisj,jp->tosp", shared.left, shared.entered.cov, shared.right)
+    dense = shared.entered.to_dense()
+    cross = jnp.einsum("io,tisj,jp->tosp", shared.left, dense, shared.right)
     cross = cross * shared.left_gain[:, :, None, None] * shared.right_gain[None, None]
     within = jnp.einsum("tftf->tf", cross)
     return within, with_cross(cov, _owed(cross, mean_a, mean_b))

@@ -96,6 +96,17 @@ def test_layers_keep_the_structure(name: str):
         assert 0.8 < jnp.sum(ours.variance()) / jnp.sum(expected.variance()) < 1.25
 
 
+def test_propagate_takes_it():
+    """A gated product with a residual: sums and products of arrays with a common origin."""
+    params = {"gate": BLOCK.attention.query.kernel, "value": BLOCK.attention.key.kernel}
+
+    def fn(params, x):
+        return x + jax.nn.silu(x @ params["gate"]) * (x @ params["value"])
+
+    ours, full = (mj.propagate(fn, structure=s)(params, X[:2])[1] for s in (Pairs, mj.Full))
+    assert_close(ours.to_dense(), full.to_dense())
+
+
 def test_modules_take_it():
     model = mj.nn.VisionTransformer(
         image_size=4,
