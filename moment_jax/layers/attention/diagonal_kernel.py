@@ -6,7 +6,7 @@ A program has a block of one head's queries and all of the head's keys and value
 by keys and values, by the input's variance) adds up on chip.
 
 For TPUs. A GPU has no room on chip for a head's keys beside the rows' arrays, and its programs run side
-by side: there the compiler's program stays.
+by side (nor does Pallas lower this body for one, jax 0.10.2): there the compiler's program stays.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moment_jax.layers.attention.diagonal_heads import Heads, mix_by_compiler
 from moment_jax.layers.attention.diagonal_rows import Own, Part, Rows, Shared, shared_mean
 from moment_jax.layers.attention.mix import mix
 from moment_jax.layers.attention.row_kernel import MEMORY, Grid, lengthened, padded_size
@@ -26,20 +27,9 @@ from moment_jax.xla import kernel_path, split_by_tokens
 Array = jax.Array
 
 _BLOCKS = (256, 128, 64, 32)
-"""Rows of a program, the most that fit: every program forms the products of keys with keys anew."""
-_TILES = 40
-"""Arrays of a program's rows by all keys that its backward pass has at once, at the most."""
-
-
-class Heads(NamedTuple):
-    """All heads, or one without the leading axis."""
-
-    query: Part  # (H, T, K)
-    key: Part  # (H, S, K)
-    value: Part  # (H, S, K)
-    shared: Shared  # variance (S, D) and kernels (H, D, K)
-    query_kernel: Array | None  # (H, D, K); None where queries are made of another sequence
-    mask: Array | None  # (H, T, S)
+"""Rows of a program, as many as may be: every program forms the products of keys with keys anew."""
+_NUMBERS = 2**17
+"""Of its rows by all keys, at the most: Mosaic writes every operation out, register by register."""
 
 
 class Plan(NamedTuple):
@@ -49,6 +39,7 @@ class Plan(NamedTuple):
     own: bool  # whether query a is made of token a of the source
     num_keys: int  # those beyond are masked
     grid: Grid
+    backward: bool = True  # whether derivatives are a kernel too; else they are the compiler's
 
 
 class _Whole(NamedTuple):
@@ -71,22 +62,28 @@ def find_plan(heads: Heads, order: int) -> Plan | None:
     path, array = kernel_path(), heads.query.mean
     if path == "xla" or split_by_tokens() or (path == "tpu" and array.dtype != jnp.float32):
         return None
-    h, num_queries, _ = array.shape
-    for most in _BLOCKS:
-        rows = min(most, num_queries)
-        if _bytes_on_chip(heads, rows) <= MEMORY:
-            grid = Grid(h, -(-num_queries // rows), rows, path == "interpret")
-            return Plan(order, heads.query_kernel is not None, heads.key.mean.shape[1], grid)
+    (h, num_queries, _), num_keys = array.shape, heads.key.mean.shape[1]
+    for passes in (2, 1):
+        for most in _BLOCKS:
+            rows = min(most, num_queries)
+            written_out = rows * num_keys <= _NUMBERS or most == _BLOCKS[-1]
+            if written_out and _bytes_on_chip(heads, rows, passes) <= MEMORY:
+                grid = Grid(h, -(-num_queries // rows), rows, path == "interpret")
+                own = heads.query_kernel is not None
+                return Plan(order, own, num_keys, grid, passes == 2)
     return None
 
 
-def _bytes_on_chip(heads: Heads, rows: int) -> int:
-    """What the backward kernel holds: tiles, and twice what comes and goes, with its derivatives."""
-    num_keys = heads.key.mean.shape[1]
-    whole = (heads.key, heads.value, heads.shared, heads.query_kernel)
-    moved = sum(padded_size(*array.shape[-2:]) for array in jax.tree.leaves(whole))
-    numbers = _TILES * padded_size(rows, num_keys) + 4 * moved
-    return numbers * heads.key.mean.dtype.itemsize
+def _bytes_on_chip(heads: Heads, rows: int, passes: int) -> int:
+    """What a program holds, forward (one pass) or backward (two), as Mosaic was seen to reserve it."""
+    (num_keys, width), features = heads.key.mean.shape[1:], heads.shared.variance.shape[1]
+    numbers = (
+        50 * padded_size(rows, num_keys)
+        + 20 * padded_size(num_keys, width)
+        + 2 * padded_size(num_keys, features)
+        + 3 * padded_size(features, width)
+    )
+    return passes * numbers * heads.key.mean.dtype.itemsize
 
 
 def mix_by_kernel(plan: Plan, heads: Heads) -> tuple[Array, Array, Array | None]:
@@ -94,6 +91,28 @@ def mix_by_kernel(plan: Plan, heads: Heads) -> tuple[Array, Array, Array | None]
 
     Derivatives are those of reverse mode, and of first order: `kernels("xla")` has the others.
     """
+    if plan.backward:
+        return _padded(plan, heads)
+    found: tuple[Array, Array, Array | None] = _forward_alone(plan, heads)
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forward_alone(plan: Plan, heads: Heads) -> tuple[Array, Array, Array | None]:
+    return _padded(plan, heads)
+
+
+def _by_compiler(plan: Plan, heads: Heads, slopes: Any) -> tuple[Heads]:
+    _, transposed = jax.vjp(lambda heads: mix_by_compiler(heads, None, plan.order), heads)
+    by_heads: tuple[Heads] = transposed(slopes)
+    return by_heads
+
+
+_forward_alone.defvjp(lambda plan, heads: (_padded(plan, heads), heads), _by_compiler)
+
+
+def _padded(plan: Plan, heads: Heads) -> tuple[Array, Array, Array | None]:
+    """All blocks whole: with rows of zeros, which are cut off, and with keys that are masked."""
     num_queries = heads.query.mean.shape[1]
     missing = plan.grid.blocks * plan.grid.rows - num_queries
     query = lengthened(heads.query, missing, 1)

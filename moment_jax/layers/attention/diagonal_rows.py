@@ -22,7 +22,8 @@ from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.attention.inputs import Centres, root_width
 from moment_jax.layers.attention.mix import Output
 from moment_jax.layers.attention.rows import left_within, saturation
-from moment_jax.layers.attention.squared_products import squared_products
+from moment_jax.layers.attention.squared_products import of_each, squared_products
+from moment_jax.xla import on_chip
 
 Array = jax.Array
 
@@ -62,7 +63,7 @@ class _Rows(NamedTuple):
 
     def variance(self) -> Array:
         """Var[S_ac], (T, S)."""
-        return self.own + self.query * jnp.sum(self.key**2, axis=1)[None, :]
+        return self.own + self.query * of_each(self.key**2)
 
     def matvec(self, weights: Array) -> Array:
         """sum_f Cov[S_ac, S_af] weights_af, (T, S)."""
@@ -106,35 +107,40 @@ def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> 
     The sum over the features of what the queries' noise gives is taken whole, and shared out as that
     of independent keys is: by itself it would take T^2 K^2 products.
     """
-    width, noise = v.mean.shape[1], _sum(v.variance)
-    values = _sum(v.mean**2) + noise  # E |v_c|^2, (S, 1)
-    key_size = _sum(rows.key**2)
+    noise, key_size = of_each(v.variance), of_each(rows.key**2)
+    values, ones = of_each(v.mean**2) + noise, jnp.ones_like(noise)  # E |v_c|^2, (1, S)
+    second = v.mean**2 + v.variance
     squared, pulled = weights**2, weights * ((weights @ rows.key) @ rows.key.T)
-    # Sums over the keys, with weights W^2 own, W^2 and W (W k) k^T.
-    moments = jnp.concatenate([v.mean**2 + v.variance, v.mean, jnp.ones_like(key_size)], axis=1)
-    own = (squared * rows.own) @ jnp.concatenate([moments, values], axis=1)
-    common = squared @ jnp.concatenate([key_size * moments, v.variance], axis=1)
-    by_pulled = pulled @ moments[:, width:]
-    by_values = common[:, -width:]
+    # Sums over the keys, with weights W^2 own, W^2 |k|^2 and W (W k) k^T.
+    own_second, own_mean, own_one, own_values = _sums(
+        squared * rows.own, (second, v.mean), (ones, values)
+    )
+    key_second, key_mean, key_one, by_values = _sums(
+        squared, (second, v.mean), (ones,), key_size, (v.variance,)
+    )
+    pulled_mean, pulled_one = _sums(pulled, (v.mean,), (ones,))
     size = _sum(mean**2) + _sum(by_values)  # E |A_a|^2 of the averages A, (T, 1)
-    noisy = own[:, :-1] + rows.query * common[:, :-width]
-    pattern = noisy[:, :width] - 2 * mean * noisy[:, width:-1] + mean**2 * noisy[:, -1:]
+    pattern = (
+        (own_second + rows.query * key_second)
+        - 2 * mean * (own_mean + rows.query * key_mean)
+        + mean**2 * (own_one + rows.query * key_one)
+    )
     pattern = jnp.maximum(pattern, 0)
 
     def crossed(values: Array, weighing: Array) -> Array:
         """Sums of E <A_a, v_c> over the keys: of v_c, and of W_ac times its noise, (T, 1)."""
-        return _sum(mean * values) + (weighing * weights) @ noise
+        return _sum(mean * values) + _sums(weighing * weights, (), (noise,))[0]
 
-    by_keys = own[:, -1:] - 2 * crossed(own[:, width:-2], squared * rows.own) + size * own[:, -2:-1]
+    by_keys = own_values - 2 * crossed(own_mean, squared * rows.own) + size * own_one
     by_query = (
         squared_products(rows.key, v.mean, noise, weights)
-        - 2 * crossed(by_pulled[:, :-1], pulled)
-        + size * by_pulled[:, -1:]
+        - 2 * crossed(pulled_mean, pulled)
+        + size * pulled_one
     )
     total = jnp.maximum(by_keys + rows.query * jnp.maximum(by_query, 0), 0)
     gain = jnp.ones_like(total)
     if order == 2:
-        within = left_within(weights @ values, size)
+        within = left_within(_sums(weights, (), (values,))[0], size)
         gain = saturation(total, within)
         # Where a row gives all its weight to one key, the total is only rounding error. XLA may compute
         # it twice, and round it differently: then the gain does not bound it.
@@ -169,3 +175,38 @@ def shared_mean(
 def _sum(array: Array) -> Array:
     """Over the features, (T, 1)."""
     return jnp.sum(array, axis=1, keepdims=True)
+
+
+def _sums(
+    weights: Array,
+    columns: tuple[Array, ...],
+    rows: tuple[Array, ...],
+    scale: Array | None = None,
+    unscaled: tuple[Array, ...] = (),
+) -> list[Array]:
+    """sum_c weights_ac scale_c x_c, of the keys' numbers x: (S, n) in `columns`, (1, S) in `rows`.
+
+    One wide product for the compiler. On chip a column of numbers takes as much room as 128.
+
+    Args:
+      weights: (T, S).
+      columns: arrays (S, n).
+      rows: arrays (1, S).
+      scale: (1, S); None for one.
+      unscaled: arrays (S, n) to be summed without it.
+
+    Returns:
+      The sums, (T, n), of columns, rows and unscaled columns.
+    """
+    if on_chip():
+        scaled = weights if scale is None else weights * scale
+        sums = [scaled @ column for column in columns]
+        sums += [_sum(scaled * row) for row in rows]
+        return sums + [weights @ column for column in unscaled]
+    parts = [*columns, *(row.T for row in rows)]
+    ends = [sum(part.shape[1] for part in (*parts, *unscaled)[:n]) for n in range(1, len(parts))]
+    wide = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+    if scale is not None:
+        ends.append(wide.shape[1])
+        wide = jnp.concatenate([scale.T * wide, *unscaled], axis=1)
+    return jnp.split(weights @ wide, ends, axis=1)

@@ -15,8 +15,9 @@ from moment_jax.xla import inside_a_kernel
 
 Array = jax.Array
 
-MEMORY = 120 * 2**20
-"""Bytes of a TPU's vector memory, of 128 MiB, that a kernel may take."""
+MEMORY = 110 * 2**20
+"""Bytes of a TPU's vector memory, of 128 MiB, that a kernel may be planned to take."""
+_LIMIT = 120 * 2**20
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,13 @@ class Grid:
         """A program gets all of its head's part of arrays (H, ...), and all of an array (S, D)."""
 
         def block(array: Any) -> pl.BlockSpec:
+            # Large, and seldom exchanged: no second buffer to load the next head's into.
+            once = pl.Buffered(1)
             if array.ndim == 2:
-                return pl.BlockSpec(array.shape, lambda h, i: (0, 0))
-            return pl.BlockSpec((None, *array.shape[1:]), lambda h, i: (h, 0, 0))
+                return pl.BlockSpec(array.shape, lambda h, i: (0, 0), pipeline_mode=once)
+            return pl.BlockSpec(
+                (None, *array.shape[1:]), lambda h, i: (h, 0, 0), pipeline_mode=once
+            )
 
         return jax.tree.map(block, tree)
 
@@ -108,7 +113,7 @@ class Grid:
             interpret=self.interpret,
             compiler_params=None
             if self.interpret
-            else pltpu.CompilerParams(vmem_limit_bytes=MEMORY),
+            else pltpu.CompilerParams(vmem_limit_bytes=_LIMIT),
             cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved),
         )(*arrays)
         return jax.tree.unflatten(out_structure, result)

@@ -23,24 +23,32 @@ def squared_products(k: Array, v: Array, noise: Array, weights: Array) -> Array:
     Args:
       k: keys, (S, K).
       v: values, (S, K).
-      noise: of the values, summed over the features, (S, 1).
+      noise: of the values, summed over the features, (1, S).
       weights: W, (T, S).
     """
     features = by_features(weights.shape[0], *k.shape)
     if on_chip() or features:
-        own = weights**2 @ (jnp.sum(k**2, axis=1, keepdims=True) * noise)
-        if not on_chip():
-            pairs = _mixed_pairs(weights, k, v)
-            return jnp.sum(pairs**2, axis=(1, 2))[:, None] + own
-        return (_size_by_features if features else _size_by_keys)(weights, k, v) + own
-    products = (k @ k.T) * (v @ v.T + diagonal_matrix(noise[:, 0]))
+        size = _pairs_size
+        if on_chip():
+            size = _size_by_features if features else _size_by_keys
+        own = jnp.sum(weights**2 * (of_each(k**2) * noise), axis=1, keepdims=True)
+        return size(weights, k, v) + own
+    products = (k @ k.T) * (v @ v.T + diagonal_matrix(noise[0]))
     return jnp.sum(weights * rows_product(weights, products), axis=1, keepdims=True)
 
 
-def _mixed_pairs(weights: Array, left: Array, right: Array) -> Array:
-    """sum_c W_ac left_cd right_ce, (T, K, K)."""
-    pairs = left[:, :, None] * right[:, None, :]
-    return rows_product(weights, pairs.reshape(pairs.shape[0], -1)).reshape(-1, *pairs.shape[1:])
+def of_each(array: Array) -> Array:
+    """The sum of each row of (S, K), as one row (1, S)."""
+    if on_chip():  # where no column becomes a row as cheaply
+        ones = jnp.ones((1, array.shape[1]), array.dtype)
+        return jax.lax.dot_general(ones, array, (((1,), (1,)), ((), ())))
+    return jnp.sum(array, axis=1)[None, :]
+
+
+def _pairs_size(weights: Array, k: Array, v: Array) -> Array:
+    """|sum_c W_ac k_c v_c^T|^2, (T, 1)."""
+    pairs = (k[:, :, None] * v[:, None, :]).reshape(k.shape[0], -1)
+    return jnp.sum(rows_product(weights, pairs) ** 2, axis=1, keepdims=True)
 
 
 def by_features(num_queries: int, num_keys: int, width: int) -> bool:
