@@ -21,11 +21,11 @@ from moment_jax.optim.damping import (
 )
 from moment_jax.optim.factors import DiagonalFactor, Factor, Factors, RowFactor
 from moment_jax.optim.groups import Groups, Matrices
-from moment_jax.optim.inverses import Cholesky, Inversion
+from moment_jax.optim.inverses import Cholesky, Inversion, divided
 from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.operators import apply_curvature, curvature_diagonal
-from moment_jax.optim.refresh import no_inverses, refreshed
+from moment_jax.optim.refresh import apply_inverse, no_inverses, refreshed
 from moment_jax.optim.row_systems import cheapest_form
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
@@ -155,7 +155,7 @@ class ConjugateGradientSolver:
             return None
         if isinstance(self.precondition, StaleInverse) and inverse is not None:
             inversion = self.precondition.inversion
-            return lambda r: inversion.apply(inverse, r, damping)
+            return lambda r: apply_inverse(inversion, inverse, factor, r, damping)
         diagonal = curvature_diagonal(factor) + damping
         scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
         return lambda r: scale * r
@@ -236,8 +236,8 @@ def cg_fac(
       tolerance: an iteration stops when |residual| <= tolerance |grad|.
       warm_start: start at the previous step's x, scaled to the best multiple of itself. It saves
         iterations where gradients change slowly, and next to none where each is one small batch's.
-      precondition: of Kronecker factors by `StaleInverse()`, by their diagonal, `Jacobi()`, or None, as
-        Algorithm 1 is printed; tables by their diagonal in both of the first two.
+      precondition: of Kronecker factors and tables by `StaleInverse()`, by their diagonal, `Jacobi()`,
+        or None, as Algorithm 1 is printed.
       decay: of the running averages of the factors; None to take each batch's by themselves.
       curvature_every: steps between new curvature, as `curvature_due` tells it; the first so many steps
         all have it.
@@ -288,6 +288,6 @@ def cg_fac(
 
 def _divide(diagonal: Array, grad: Array) -> Solution:
     """The exact solution with a diagonal F; nothing moves where there is neither F nor damping."""
-    x = jnp.where(diagonal > 0, grad / jnp.where(diagonal > 0, diagonal, 1), 0)
+    x = divided(grad, diagonal)
     count = grad.shape[:1]
     return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), jnp.zeros(count))
