@@ -122,17 +122,17 @@ def _names(args: argparse.Namespace, known: dict[str, Method]) -> list[str]:
 def _widths(args: argparse.Namespace) -> None:
     """Memory and time of an update against the width; the settings do not matter for either."""
     known, costs = _known(args), []
-    rows = [["width", "", "MB", "seconds with curvature", "seconds between"]]
+    rows = [["width", "", "MB", "mean seconds (CPU)", "new inverses", "new curvature", "neither"]]
     for width in args.widths:
         if width % NUM_HEADS:
             raise InputError(f"--widths must be multiples of {NUM_HEADS} heads; got {width}")
         for name in _names(args, known):
             settings = {key: values[0] for key, values in known[name].grid.items()}
             cost = cost_of_update(width, name, known[name], settings)
-            costs.append(cost._asdict())
-            rows.append(
-                [str(width), name, f"{cost.megabytes:.0f}", *(f"{s:.3g}" for s in cost[3:])]
-            )
+            costs.append(cost._asdict() | {"mean": cost.mean})
+            times = (cost.mean, cost.inverses, cost.curvature, cost.neither)
+            shown = [f"{each.seconds:.3g} ({each.cpu:.3g})" for each in times]
+            rows.append([str(width), name, f"{cost.megabytes:.0f}", *shown])
     print(report.aligned(rows), flush=True)
     if args.json is not None:
         write_json(args.json, costs)

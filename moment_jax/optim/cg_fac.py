@@ -134,18 +134,18 @@ class ConjugateGradientSolver:
     ) -> Solution:
         if isinstance(factor, DiagonalFactor):
             return _divide(factor.squares + damping, grad)
-        start = jnp.zeros_like(grad) if guess is None else guess
         options: dict[str, Any] = {
             "max_iterations": self.max_iterations,
             "tolerance": self.tolerance,
         }
         if isinstance(factor, RowFactor):
             expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
+            start = jnp.zeros_like(grad) if guess is None else guess
             return cheapest_form(factor, expected)(factor, grad, start, damping, **options)
         return conjugate_gradient(
             lambda v: apply_curvature(factor, v) + damping * v,
             grad,
-            start,
+            guess,
             precondition=self._preconditioner(factor, damping, inverse),
             **options,
         )
@@ -165,8 +165,8 @@ def scale_by_cg_fac(
     *,
     damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
-    tolerance: Number = 1e-2,
-    warm_start: bool = True,
+    tolerance: Number = 0.1,
+    warm_start: bool = False,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
     decay: float | Array | None = 0.95,
     curvature_every: int | Array = 5,
@@ -190,8 +190,8 @@ def cg_fac(
     *,
     damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
-    tolerance: Number = 1e-2,
-    warm_start: bool = True,
+    tolerance: Number = 0.1,
+    warm_start: bool = False,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
     decay: float | Array | None = 0.95,
     curvature_every: int | Array = 5,
@@ -234,8 +234,9 @@ def cg_fac(
         compared with the eigenvalues of F: well above most of them the step is plain gradient descent's.
       max_iterations: m, at most so many iterations.
       tolerance: an iteration stops when |residual| <= tolerance |grad|.
-      warm_start: start at the previous step's x, scaled to the best multiple of itself. It saves
-        iterations where gradients change slowly, and next to none where each is one small batch's.
+      warm_start: start at the previous step's x, scaled to the best multiple of itself, which is stored
+        for it. It saves iterations where gradients change slowly, and next to none where each is one
+        small batch's.
       precondition: of Kronecker factors and tables by `StaleInverse()`, by their diagonal, `Jacobi()`,
         or None, as Algorithm 1 is printed.
       decay: of the running averages of the factors; None to take each batch's by themselves.
