@@ -64,7 +64,7 @@ def test_the_slope_in_damping_is_the_derivative_of_the_next_loss():
     new = {"": jax.grad(next_loss)(start + step(damping))}
     x = {"": solved(factor, damping, new[""])}
     moved = Moved.by(
-        {"": step(damping)}, new, {"": factor}, damping, jnp.ones(()), jnp.zeros(()), True
+        {"": step(damping)}, new, {"": factor}, damping, jnp.ones(()), jnp.float32(0), True
     )
     size = jnp.sum(x[""] * new[""])
     slope = moved.slope_in_damping(Directions(x, size, None), damping)
