@@ -19,6 +19,14 @@ from experiments.optimizer_tasks import OptimizerTask
 Array = jax.Array
 
 LAST_UPDATES = 20
+ROUNDS = 5
+
+
+class Spent(NamedTuple):
+    """Time on the clock, and of all threads of this process: what a busy machine changes less."""
+
+    seconds: float
+    cpu: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,21 +111,21 @@ class Training:
             iterations.append(np.asarray(_iterations(state)))
         return Course(np.asarray(losses), np.asarray(iterations))
 
-    def timed(self, settings: Settings) -> Callable[[int], float]:
-        """A function that goes on training by so many updates and returns the seconds of one."""
+    def timed(self, settings: Settings) -> Callable[[int], Spent]:
+        """A function that goes on training by so many updates and returns the time they took."""
         values = jax.tree.map(jnp.float32, dict(settings))
         params: Any = nnx.split(self.task.create(0))[1]
         now = (params, self._start(params, values))
         done = 0
 
-        def go_on(count: int) -> float:
+        def go_on(count: int) -> Spent:
             nonlocal now, done
             jax.block_until_ready(now)
-            began = time.perf_counter()
+            began = Spent(time.perf_counter(), time.process_time())
             now = self._advance(*now, values, jax.random.key(0), done, count)
             jax.block_until_ready(now)
             done += count
-            return (time.perf_counter() - began) / count
+            return Spent(time.perf_counter() - began.seconds, time.process_time() - began.cpu)
 
         return go_on
 
@@ -177,21 +185,27 @@ def make_update(
     return graph, tx, update
 
 
-def seconds_per_step(
-    trainings: Mapping[str, tuple[Training, Settings]], num_steps: int
-) -> dict[str, float]:
-    """Median over rounds of the time of an update; all take turns, so what slows one slows all.
+def timings(
+    trainings: Mapping[str, tuple[Training, Settings]], updates: Mapping[str, int], *, anew: bool
+) -> dict[str, Spent]:
+    """Medians over rounds of the time of so many updates; all take turns, so what slows one slows all.
 
-    Every round goes on where the last one ended, so what the first updates do more of is left out.
+    Args:
+      trainings: with their settings, by name.
+      updates: how many for each, in a round.
+      anew: whether every round is a training from its start; else it goes on where the last one ended,
+        so that what the first updates do more of is left out.
     """
-    runs = {name: training.timed(settings) for name, (training, settings) in trainings.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_number in range(6):
-        for name, go_on in runs.items():
-            seconds = go_on(num_steps)
+    runs: dict[str, Callable[[int], Spent]] = {}
+    spent: dict[str, list[Spent]] = {name: [] for name in trainings}
+    for round_number in range(ROUNDS + 1):
+        for name, (training, settings) in trainings.items():
+            if anew or not round_number:
+                runs[name] = training.timed(settings)
+            taken = runs[name](updates[name])
             if round_number:  # the first one may compile
-                times[name].append(seconds)
-    return {name: float(np.median(taken)) for name, taken in times.items()}
+                spent[name].append(taken)
+    return {name: Spent(*np.median(each, axis=0).tolist()) for name, each in spent.items()}
 
 
 def _iterations(state: Any) -> Array:

@@ -7,10 +7,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from experiments.optimizer_runs import Method, Settings, make_update
+from experiments.optimizer_runs import Method, Settings, Spent, make_update
 from experiments.optimizer_tasks import transformer
+
+CURVATURE_EVERY, REFRESH_EVERY = 5, 10  # the defaults, which all methods here have
+ROUNDS = 3
+# What the optimiser's state says of the next update: with new inverses, new curvature alone, neither.
+KINDS = {
+    "inverses": {"due": True, "age": REFRESH_EVERY, "interval": REFRESH_EVERY},
+    "curvature": {"due": True, "age": 0, "interval": REFRESH_EVERY},
+    "neither": {"due": False, "age": 0, "interval": REFRESH_EVERY},
+}
 
 
 class Cost(NamedTuple):
@@ -19,29 +29,54 @@ class Cost(NamedTuple):
     width: int
     method: str
     megabytes: float  # arguments, results in their place (donated), and what is held between
-    seconds_with_curvature: float  # with new curvature and new inverses
-    seconds_between: float  # with those there are
+    inverses: Spent  # with new curvature and new inverses
+    curvature: Spent  # with new curvature
+    neither: Spent  # with what there is
+
+    @property
+    def mean(self) -> Spent:
+        """Over the updates between two refreshes of the inverses."""
+        shares = [
+            1 / REFRESH_EVERY,
+            1 / CURVATURE_EVERY - 1 / REFRESH_EVERY,
+            1 - 1 / CURVATURE_EVERY,
+        ]
+        return Spent(*np.average([self.inverses, self.curvature, self.neither], 0, shares).tolist())
 
 
 def cost_of_update(width: int, name: str, method: Method, settings: Settings) -> Cost:
-    """Compile the update of the Transformer of this width, and time both kinds of it once."""
+    """Compile the update of the Transformer of this width, and time all kinds of it in turn."""
     task = transformer(width)
     _, tx, update = make_update(task, method, task.num_steps, settings)
     params: Any = nnx.split(task.create(0))[1]
     state = tx.init(nnx.as_pure(params))
-    key = jax.random.key(0)
-    first, between = jnp.int32(0), jnp.int32(task.curvature_every + 1)
-    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, key, first).compile()
+    key, step = jax.random.key(0), jnp.int32(0)
+    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, key, step).compile()
     memory = compiled.memory_analysis()
     assert memory is not None  # every backend here has the analysis
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     held -= memory.alias_size_in_bytes
-    params, state = compiled(params, state, key, first)  # the first call of a program is slower
-    seconds = []
-    for step in (jnp.int32(2 * task.curvature_every), between):
-        jax.block_until_ready((params, state))
-        began = time.perf_counter()
-        params, state = compiled(params, state, key, step)
-        jax.block_until_ready((params, state))
-        seconds.append(time.perf_counter() - began)
-    return Cost(width, name, held / 1e6, *seconds)
+    params, state = compiled(params, state, key, step)  # the first call of a program is slower
+    spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
+    for _ in range(ROUNDS):
+        for kind, says in KINDS.items():
+            state = _with(state, says)
+            jax.block_until_ready((params, state))
+            began = Spent(time.perf_counter(), time.process_time())
+            params, state = compiled(params, state, key, step)
+            jax.block_until_ready((params, state))
+            spent[kind].append(
+                Spent(time.perf_counter() - began.seconds, time.process_time() - began.cpu)
+            )
+    medians = [Spent(*np.median(each, axis=0).tolist()) for each in spent.values()]
+    return Cost(width, name, held / 1e6, *medians)
+
+
+def _with(state: Any, says: dict[str, Any]) -> Any:
+    """An optimiser's state with some scalars replaced, wherever it has them."""
+
+    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = getattr(path[-1], "name", None) if path else None
+        return jnp.asarray(says[name], leaf.dtype) if name in says else leaf
+
+    return jax.tree_util.tree_map_with_path(replaced, state)

@@ -3,7 +3,10 @@
 Every method is tuned on the first seed over a grid of the same size, then run from all seeds; with
 --untuned, second order runs with its defaults and the others with their best of nine rates. The loss
 is that of the first 512 training examples, evaluated after every update outside of the timing. Prints
-one table for each task; with --out, figures of the loss against steps and against seconds.
+one table for each task: the time is that of the median number of updates to the target, from the start
+and without compilation; "update" is one of the updates that come later. Both are on the clock and, in
+parentheses, of this process on all cores. With --out, figures of the loss against steps and against
+seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from experiments import report
 from experiments.command_line import InputError, Parser, number, one_of, path
 from experiments.optimizer_figures import draw
 from experiments.optimizer_methods import methods, untuned
-from experiments.optimizer_runs import Course, Method, Settings, Training, seconds_per_step
+from experiments.optimizer_runs import Course, Method, Settings, Spent, Training, timings
 from experiments.optimizer_tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
 from experiments.optimizer_widths import cost_of_update
 from experiments.outputs import writable_file, writable_folder, write_json
@@ -119,17 +122,17 @@ def _names(args: argparse.Namespace, known: dict[str, Method]) -> list[str]:
 def _widths(args: argparse.Namespace) -> None:
     """Memory and time of an update against the width; the settings do not matter for either."""
     known, costs = _known(args), []
-    rows = [["width", "", "MB", "seconds with curvature", "seconds between"]]
+    rows = [["width", "", "MB", "mean seconds (CPU)", "new inverses", "new curvature", "neither"]]
     for width in args.widths:
         if width % NUM_HEADS:
             raise InputError(f"--widths must be multiples of {NUM_HEADS} heads; got {width}")
         for name in _names(args, known):
             settings = {key: values[0] for key, values in known[name].grid.items()}
             cost = cost_of_update(width, name, known[name], settings)
-            costs.append(cost._asdict())
-            rows.append(
-                [str(width), name, f"{cost.megabytes:.0f}", *(f"{s:.3g}" for s in cost[3:])]
-            )
+            costs.append(cost._asdict() | {"mean": cost.mean})
+            times = (cost.mean, cost.inverses, cost.curvature, cost.neither)
+            shown = [f"{each.seconds:.3g} ({each.cpu:.3g})" for each in times]
+            rows.append([str(width), name, f"{cost.megabytes:.0f}", *shown])
     print(report.aligned(rows), flush=True)
     if args.json is not None:
         write_json(args.json, costs)
@@ -156,12 +159,15 @@ def _compare(
         if target is None:
             target = float(np.median([course.last_loss for course in courses[name]]))
     tuned[task.name] = settings
-    seconds = seconds_per_step(
-        {name: (trainings[name], settings[name]) for name in names}, TIMED_STEPS
-    )
     assert target is not None
+    runs = {name: (trainings[name], settings[name]) for name in names}
+    update = timings(runs, dict.fromkeys(names, TIMED_STEPS), anew=False)
+    reached = {name: _median_steps(courses[name], target) for name in names}
+    counts = {name: int(np.ceil(steps)) for name, steps in reached.items() if steps < np.inf}
+    whole = timings({name: runs[name] for name in counts}, counts, anew=True)
+    never = Spent(np.inf, np.inf)
     rows = {
-        name: _row(courses[name], settings[name], target, seconds[name], seconds["adam"])
+        name: _row(courses[name], settings[name], target, whole.get(name, never), update[name])
         for name in names
     }
     record = {"task": task.name, "target": target, "device": str(jax.devices()[0]), "methods": rows}
@@ -188,19 +194,23 @@ def _best(training: Training, target: float | None) -> Settings:
     return min(grid, key=rank)
 
 
-def _row(
-    courses: list[Course], settings: Settings, target: float, seconds: float, adam: float
-) -> dict[str, Any]:
+def _median_steps(courses: list[Course], target: float) -> float:
+    """Of the updates to the target; infinite where half of the runs or more do not reach it."""
     reached = [course.steps_to(target) for course in courses]
-    known = [np.inf if steps is None else steps for steps in reached]
-    median = float(np.median(known))
+    return float(np.median([np.inf if steps is None else steps for steps in reached]))
+
+
+def _row(
+    courses: list[Course], settings: Settings, target: float, whole: Spent, updates: Spent
+) -> dict[str, Any]:
     return {
         "settings": settings,
-        "steps": reached,
-        "median_steps": median,
-        "seconds": median * seconds,
-        "seconds_per_step": seconds,
-        "time_ratio": seconds / adam,
+        "steps": [course.steps_to(target) for course in courses],
+        "median_steps": _median_steps(courses, target),
+        "seconds": whole.seconds,
+        "cpu_seconds": whole.cpu,
+        "seconds_per_step": updates.seconds / TIMED_STEPS,
+        "cpu_seconds_per_step": updates.cpu / TIMED_STEPS,
         "last_loss": float(np.median([course.last_loss for course in courses])),
         "diverged": sum(course.diverged for course in courses),
         "iterations": _mean_iterations(courses),
@@ -214,12 +224,29 @@ def _mean_iterations(courses: list[Course]) -> float | None:
 
 
 def _print(record: dict[str, Any]) -> None:
-    rows = [["", "settings", "steps", "seconds", "step / Adam's", "last loss", "diverged"]]
+    rows = [
+        [
+            "",
+            "settings",
+            "steps",
+            "seconds",
+            "over Adam's",
+            "update / Adam's",
+            "last loss",
+            "diverged",
+        ]
+    ]
+    adam = record["methods"]["adam"]
+
+    def over(row: dict[str, Any], name: str) -> str:
+        return f"{row[name] / adam[name]:.2f} ({row[f'cpu_{name}'] / adam[f'cpu_{name}']:.2f})"
+
     for name, row in record["methods"].items():
         settings = " ".join(f"{key} {value:g}" for key, value in row["settings"].items())
         reached = ", ".join("-" if steps is None else str(steps) for steps in row["steps"])
-        times = [f"{row['seconds']:.3g}", f"{row['time_ratio']:.2f}"]
+        times = [f"{row['seconds']:.3g} ({row['cpu_seconds']:.3g})", over(row, "seconds")]
         last = f"{row['last_loss']:.4f}"
-        rows.append([name, settings, reached, *times, last, str(row["diverged"])])
+        update = over(row, "seconds_per_step")
+        rows.append([name, settings, reached, *times, update, last, str(row["diverged"])])
     print(f"{record['task']}: to a loss of {record['target']:.4f}")
     print(report.aligned(rows), flush=True)

@@ -17,30 +17,31 @@ from moment_jax.optim.statistics import Statistic, observe
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ObservedDense(DenseParams):
-    """`DenseParams` that report inputs and output gradients of their mean."""
+class Observed:
+    """Reports inputs and output gradients of the mean of the parameters it is mixed into."""
 
     statistic: Statistic = dataclasses.field(kw_only=True, metadata={"static": True})
     dummies: dict[str, Array] = dataclasses.field(kw_only=True)
 
-    def mean_output(self, mean: Array) -> Array:
-        """As `DenseParams.mean_output`."""
-        return _observed(self, super().mean_output(mean), mean)
+    def mean_output(self, inputs: Array) -> Array:
+        """As that of the parameters. One sequence (T, D) is one example."""
+        plain: Any = super()
+        identity = observe(self.statistic, self.dummies["rows"].dtype)
+        output, inputs = plain.mean_output(inputs), jax.lax.stop_gradient(inputs)
+        return identity(output[None], inputs[None], self.dummies)[0]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ObservedNorm(NormParams):
-    """`NormParams` that report normalised inputs and output gradients of their mean."""
+class ObservedDense(Observed, DenseParams):
+    """`DenseParams`, observed at their inputs."""
 
-    statistic: Statistic = dataclasses.field(kw_only=True, metadata={"static": True})
-    dummies: dict[str, Array] = dataclasses.field(kw_only=True)
 
-    def mean_output(self, normal: Array) -> Array:
-        """As `NormParams.mean_output`."""
-        return _observed(self, super().mean_output(normal), normal)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ObservedNorm(Observed, NormParams):
+    """`NormParams`, observed at their normalised inputs."""
 
 
 def observed_params(params: Any, statistic: Statistic, dummies: dict[str, Array]) -> Any:
@@ -48,10 +49,3 @@ def observed_params(params: Any, statistic: Statistic, dummies: dict[str, Array]
     if isinstance(params, DenseParams):
         return ObservedDense(params.kernel, params.bias, statistic=statistic, dummies=dummies)
     return ObservedNorm(params.scale, params.bias, statistic=statistic, dummies=dummies)
-
-
-def _observed(params: Any, output: Array, inputs: Array) -> Array:
-    """One sequence (T, D) is one example."""
-    identity = observe(params.statistic, params.dummies["rows"].dtype)
-    inputs = jax.lax.stop_gradient(inputs)
-    return identity(output[None], inputs[None], params.dummies)[0]

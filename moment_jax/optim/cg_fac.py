@@ -21,11 +21,11 @@ from moment_jax.optim.damping import (
 )
 from moment_jax.optim.factors import DiagonalFactor, Factor, Factors, RowFactor
 from moment_jax.optim.groups import Groups, Matrices
-from moment_jax.optim.inverses import Cholesky, Inversion
+from moment_jax.optim.inverses import Cholesky, Inversion, divided
 from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.operators import apply_curvature, curvature_diagonal
-from moment_jax.optim.refresh import no_inverses, refreshed
+from moment_jax.optim.refresh import apply_inverse, no_inverses, refreshed
 from moment_jax.optim.row_systems import cheapest_form
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
@@ -134,18 +134,18 @@ class ConjugateGradientSolver:
     ) -> Solution:
         if isinstance(factor, DiagonalFactor):
             return _divide(factor.squares + damping, grad)
-        start = jnp.zeros_like(grad) if guess is None else guess
         options: dict[str, Any] = {
             "max_iterations": self.max_iterations,
             "tolerance": self.tolerance,
         }
         if isinstance(factor, RowFactor):
             expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
+            start = jnp.zeros_like(grad) if guess is None else guess
             return cheapest_form(factor, expected)(factor, grad, start, damping, **options)
         return conjugate_gradient(
             lambda v: apply_curvature(factor, v) + damping * v,
             grad,
-            start,
+            guess,
             precondition=self._preconditioner(factor, damping, inverse),
             **options,
         )
@@ -155,7 +155,7 @@ class ConjugateGradientSolver:
             return None
         if isinstance(self.precondition, StaleInverse) and inverse is not None:
             inversion = self.precondition.inversion
-            return lambda r: inversion.apply(inverse, r, damping)
+            return lambda r: apply_inverse(inversion, inverse, factor, r, damping)
         diagonal = curvature_diagonal(factor) + damping
         scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
         return lambda r: scale * r
@@ -165,8 +165,8 @@ def scale_by_cg_fac(
     *,
     damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
-    tolerance: Number = 1e-2,
-    warm_start: bool = True,
+    tolerance: Number = 0.1,
+    warm_start: bool = False,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
     decay: float | Array | None = 0.95,
     curvature_every: int | Array = 5,
@@ -190,8 +190,8 @@ def cg_fac(
     *,
     damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
-    tolerance: Number = 1e-2,
-    warm_start: bool = True,
+    tolerance: Number = 0.1,
+    warm_start: bool = False,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
     decay: float | Array | None = 0.95,
     curvature_every: int | Array = 5,
@@ -234,10 +234,11 @@ def cg_fac(
         compared with the eigenvalues of F: well above most of them the step is plain gradient descent's.
       max_iterations: m, at most so many iterations.
       tolerance: an iteration stops when |residual| <= tolerance |grad|.
-      warm_start: start at the previous step's x, scaled to the best multiple of itself. It saves
-        iterations where gradients change slowly, and next to none where each is one small batch's.
-      precondition: of Kronecker factors by `StaleInverse()`, by their diagonal, `Jacobi()`, or None, as
-        Algorithm 1 is printed; tables by their diagonal in both of the first two.
+      warm_start: start at the previous step's x, scaled to the best multiple of itself, which is stored
+        for it. It saves iterations where gradients change slowly, and next to none where each is one
+        small batch's.
+      precondition: of Kronecker factors and tables by `StaleInverse()`, by their diagonal, `Jacobi()`,
+        or None, as Algorithm 1 is printed.
       decay: of the running averages of the factors; None to take each batch's by themselves.
       curvature_every: steps between new curvature, as `curvature_due` tells it; the first so many steps
         all have it.
@@ -288,6 +289,6 @@ def cg_fac(
 
 def _divide(diagonal: Array, grad: Array) -> Solution:
     """The exact solution with a diagonal F; nothing moves where there is neither F nor damping."""
-    x = jnp.where(diagonal > 0, grad / jnp.where(diagonal > 0, diagonal, 1), 0)
+    x = divided(grad, diagonal)
     count = grad.shape[:1]
     return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), jnp.zeros(count))

@@ -40,7 +40,7 @@ def inner_product(left: Array, right: Array) -> Array:
 def conjugate_gradient(
     apply: Linear,
     target: Array,
-    start: Array,
+    start: Array | None,
     *,
     max_iterations: int | Array,
     tolerance: float | Array,
@@ -56,7 +56,7 @@ def conjugate_gradient(
     Args:
       apply: x -> A x for the whole stack.
       target: b, (L, ...).
-      start: x0, (L, ...).
+      start: x0, (L, ...); None for zero, which saves a product.
       max_iterations: at most so many.
       tolerance: of the relative residual.
       precondition: r -> M^-1 r with a positive definite M, an approximation of A; None for none.
@@ -78,11 +78,13 @@ def conjugate_gradient(
         return scalars.reshape(scalars.shape + (1,) * (target.ndim - 1))
 
     limit = jnp.asarray(tolerance, target.dtype) ** 2 * inner(target, target)
-    pushed = apply(start)
-    along, curvature = inner(start, target), inner(start, pushed)
-    scale = wide(jnp.where(_usable(curvature, along), along / _nonzero(curvature), 0))
-    x = jnp.where(scale == 0, 0, start * scale)
-    residual = target - jnp.where(scale == 0, 0, pushed * scale)
+    x, residual = jnp.zeros_like(target), target
+    if start is not None:
+        pushed = apply(start)
+        along, curvature = inner(start, target), inner(start, pushed)
+        scale = wide(jnp.where(_usable(curvature, along), along / _nonzero(curvature), 0))
+        x = jnp.where(scale == 0, 0, start * scale)
+        residual = target - jnp.where(scale == 0, 0, pushed * scale)
     direction = precondition(residual)
     first = _State(
         jnp.int32(0), x, residual, direction, inner(residual, direction),

@@ -65,7 +65,26 @@ class LevenbergMarquardt:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveDamping:
+class Followed:
+    """A number that follows a slope of the loss, at a rate, within limits."""
+
+    initial: float
+    rate: float
+    smallest: float
+    largest: float
+
+    def __post_init__(self) -> None:
+        check_order(type(self).__name__, self)
+        check_range(type(self).__name__, "a rate", self.rate, least=0)
+
+    def moved(self, value: Array, exponent: Array, taken_back: Array, instead: float) -> Array:
+        """`value` times e^exponent, or times `instead` where the last step has been undone."""
+        factor = jnp.where(taken_back, instead, jnp.exp(exponent))
+        return jnp.clip(value * factor, self.smallest, self.largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveDamping(Followed):
     """Damping that follows the derivative of the next batch's loss with respect to it.
 
     With x = (F + damping)^-1 grad of the new batch, s the last step and |s|^2 = s^T (F + damping) s held
@@ -88,10 +107,6 @@ class AdaptiveDamping:
     smallest: float = 1e-8
     largest: float = 1e4
 
-    def __post_init__(self) -> None:
-        check_order("AdaptiveDamping", self)
-        check_range("AdaptiveDamping", "a rate", self.rate, least=0)
-
     def adapted(self, damping: Array, slope: Array, taken_back: Array) -> Array:
         """The damping for the next step: fourfold where the last one has been taken back.
 
@@ -100,12 +115,11 @@ class AdaptiveDamping:
           slope: of the loss in log damping, a number between -1 and 1 that is scaled as above.
           taken_back: whether the last step has been undone.
         """
-        moved = damping * jnp.where(taken_back, 4, jnp.exp(-self.rate * slope))
-        return jnp.clip(moved, self.smallest, self.largest)
+        return self.moved(damping, -self.rate * slope, taken_back, 4)
 
 
 @dataclasses.dataclass(frozen=True)
-class TrustRegion:
+class TrustRegion(Followed):
     """A bound of the step's KL divergence that grows while the steps end on a slope, and else shrinks.
 
     After a step s the new gradient says how the loss still falls along it: c = <grad, s> over the
@@ -117,9 +131,9 @@ class TrustRegion:
     Args:
       initial: where it starts, nats per example. Small: averages of few batches are bad curvature.
       rate: see above.
-      aim: a little past the minimum: the best step for the next loss is too short for those to come.
       smallest: never below this.
       largest: never above this.
+      aim: a little past the minimum: the best step for the next loss is too short for those to come.
 
     Raises:
       ValueError: if the numbers are not in order.
@@ -127,20 +141,14 @@ class TrustRegion:
 
     initial: float = 1e-4
     rate: float = 0.5
-    aim: float = 0.02
     smallest: float = 1e-9
     largest: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_order("TrustRegion", self)
-        check_range("TrustRegion", "a rate", self.rate, least=0)
+    aim: float = 0.02
 
     def adapted(self, bound: Array, slope: Array, taken_back: Array) -> Array:
         """The bound for this step: a quarter where the last one has been taken back."""
         past = slope - self.aim
-        rate = jnp.where(past > 0, 2 * self.rate, self.rate)
-        moved = bound * jnp.where(taken_back, 0.25, jnp.exp(-rate * past))
-        return jnp.clip(moved, self.smallest, self.largest)
+        return self.moved(bound, -jnp.where(past > 0, 2, 1) * self.rate * past, taken_back, 0.25)
 
 
 def check_order(name: str, rule: Any) -> None:

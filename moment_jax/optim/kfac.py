@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +17,12 @@ from moment_jax.optim.damping import (
     Schedule,
     check_range,
 )
-from moment_jax.optim.factors import (
-    DiagonalFactor,
-    EmbeddingFactor,
-    Factor,
-    Factors,
-    KroneckerFactor,
-    RowFactor,
-)
+from moment_jax.optim.factors import Factors, RowFactor
 from moment_jax.optim.groups import Groups, Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
 from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.refresh import KFACState, no_inverses, refreshed
+from moment_jax.optim.refresh import KFACState, apply_inverse, no_inverses, refreshed
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
 
@@ -67,23 +59,15 @@ class KroneckerSolver:
         state = refreshed(
             self.inversion, self.refresh_every, curvature, damping, state, fresh, ready
         )
-        inverses = state.inverses
         x = {
-            key: self._apply(curvature[key], inverses.get(key), grad, damping)
+            key: apply_inverse(
+                self.inversion, state.inverses.get(key), curvature[key], grad, damping
+            )
             for key, grad in grads.items()
         }
         # x^T (F + damping) x = x . grad where the inverses are of this very curvature.
         quadratic = sum_of(jnp.sum(x[key] * grad) for key, grad in grads.items())
         return Directions(x, jnp.maximum(quadratic, 0), state)
-
-    def _apply(self, factor: Factor, inverse: Any, grad: Array, damping: Array) -> Array:
-        if isinstance(factor, KroneckerFactor):
-            return self.inversion.apply(inverse, grad, damping)
-        if isinstance(factor, EmbeddingFactor):
-            return _solve_table(factor, grad, damping)
-        assert isinstance(factor, DiagonalFactor)  # `solve` has refused the factors of rows
-        diagonal = factor.squares + damping
-        return jnp.where(diagonal > 0, grad / jnp.where(diagonal > 0, diagonal, 1), 0)
 
 
 def scale_by_kfac(
@@ -127,7 +111,7 @@ def kfac(
 ) -> optax.GradientTransformationExtraArgs:
     """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
 
-    Embedding tables are solved exactly in the eigenbasis of G, normalisations divided by their diagonal.
+    Embedding tables are solved in the eigenbasis of G, normalisations divided by their diagonal.
     Inverses are refreshed every `refresh_every` steps, under `lax.cond`. What comes in, what goes out,
     what is adapted and what happens to bad steps are as for `cg_fac`; a layer whose inversion fails
     keeps its old inverse. It is `scale_by_kfac`, `optax.ema`, `optax.add_decayed_weights` and
@@ -166,13 +150,3 @@ def kfac(
         blocks=blocks,
     )
     return safeguarded("kfac", direction, learning_rate, momentum, weight_decay)
-
-
-def _solve_table(factor: EmbeddingFactor, grad: Array, damping: Array) -> Array:
-    """(diag(f) (x) G + damping I)^-1 on a gradient: a system of G for each symbol's frequency."""
-    values, vectors = jnp.linalg.eigh(factor.outputs)
-    values = jnp.maximum(values, 0)
-    scale = factor.frequencies[:, :, None] * values[:, None, :] + damping
-    rotated = jnp.matmul(grad, vectors)
-    scaled = jnp.where(scale > 0, rotated / jnp.where(scale > 0, scale, 1), 0)
-    return jnp.matmul(scaled, jnp.swapaxes(vectors, 1, 2))

@@ -29,6 +29,7 @@ class Moved(NamedTuple):
     slope: Array  # <grad, s>
     length: Array  # <s, s>
     size: Array  # s^T (F + damping) s
+    ratio: Array  # s^T F s / <s, s>
     predicted: Array  # the change of the loss by the quadratic model, as of the step's start
 
     @classmethod
@@ -39,14 +40,25 @@ class Moved(NamedTuple):
         curvature: Factors,
         damping: Array,
         quadratic: Array,
+        ratio: Array,
+        exact: Array,
     ) -> Moved:
-        """Of a step that has been taken."""
-        pushed = {key: apply_curvature(curvature[key], each) for key, each in step.items()}
-        curved, length = inner(step, pushed), inner(step, step)
+        """Of a step that has been taken.
+
+        Where not `exact`, s^T F s is by the `ratio` of an earlier step: the product with F costs as much
+        as the new direction, and the norm that it is for changes slowly.
+        """
+        length = inner(step, step)
+
+        def measured() -> Array:
+            return inner(step, {key: apply_curvature(curvature[key], s) for key, s in step.items()})
+
+        curved = jax.lax.cond(exact, measured, lambda: ratio * length)
+        ratio = jnp.where(length > 0, curved / jnp.where(length > 0, length, 1), ratio)
         size = curved + damping * length
         # The old gradient's slope along s, a multiple of its own x: minus both norms.
         predicted = curved / 2 - jnp.sqrt(size * quadratic)
-        return cls(step, inner(grads, step), length, size, predicted)
+        return cls(step, inner(grads, step), length, size, ratio, predicted)
 
     def slope_along(self, solved: Directions) -> Array:
         """<grad, s> over the norms of both, within [-1, 1]."""

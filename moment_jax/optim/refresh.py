@@ -11,16 +11,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.optim.factors import Factors, KroneckerFactor
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    Factor,
+    Factors,
+    KroneckerFactor,
+)
 from moment_jax.optim.groups import Groups
-from moment_jax.optim.inverses import Inversion
-from moment_jax.optim.layer_blocks import DenseBlock
+from moment_jax.optim.inverses import EigenPair, Eigh, Inversion, divided, eigenbases
+from moment_jax.optim.layer_blocks import Blocks, DenseBlock, EmbeddingBlock
 
 Array = jax.Array
 
+NARROW = 512  # rows of factors that are small enough to be there twice, in all layers
+
 
 class KFACState(NamedTuple):
-    """The inverses by group of layers, and when they were made."""
+    """The inverses by group of layers, eigenbases of tables' G among them, and when they were made."""
 
     inverses: dict[str, Any]
     age: Array  # steps since the last refresh; negative before the first
@@ -29,14 +37,31 @@ class KFACState(NamedTuple):
 
 def no_inverses(inversion: Inversion, groups: Groups, dtype: jnp.dtype) -> KFACState:
     """What there is before the first refresh."""
-    inverses = {
-        key: inversion.empty(
-            sum(block.count for block in blocks), blocks[0].rows, blocks[0].columns, dtype
-        )
-        for key, blocks in groups.items()
-        if isinstance(blocks[0], DenseBlock)
-    }
+
+    def of(blocks: Blocks) -> Any:
+        count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
+        if isinstance(blocks[0], DenseBlock):
+            return inversion.empty(count, rows, columns, dtype)
+        return jnp.zeros((count, columns), dtype), jnp.zeros((count, columns, columns), dtype)
+
+    kinds = DenseBlock | EmbeddingBlock
+    inverses = {key: of(blocks) for key, blocks in groups.items() if isinstance(blocks[0], kinds)}
     return KFACState(inverses, jnp.int32(-1), jnp.int32(0))
+
+
+def apply_inverse(
+    inversion: Inversion, inverse: Any, factor: Factor, grad: Array, damping: Array
+) -> Array:
+    """(F + damping I)^-1 on a gradient (L, rows, columns), with what is stored of a group.
+
+    Of a table that is the eigenbasis of G; its frequencies are today's. A diagonal needs nothing.
+    """
+    if isinstance(factor, KroneckerFactor):
+        return inversion.apply(inverse, grad, damping)
+    if isinstance(factor, EmbeddingFactor):
+        return Eigh().apply(EigenPair(factor.frequencies, None, *inverse), grad, damping)
+    assert isinstance(factor, DiagonalFactor)  # rows have no inverse
+    return divided(grad, factor.squares + damping)
 
 
 def refreshed(
@@ -63,6 +88,8 @@ def refreshed(
             factor = curvature[key]
             if isinstance(factor, KroneckerFactor):
                 inverses[key] = _inverted(inversion, factor, damping, old)
+            elif isinstance(factor, EmbeddingFactor):
+                inverses[key] = _where_finite(eigenbases(factor.outputs), old)
             else:  # rows have no inverse
                 inverses[key] = old
         return inverses
@@ -77,16 +104,7 @@ def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old
     """New inverses; the old ones for a layer whose inversion has failed."""
 
     def together(inputs: Array, outputs: Array, old: Any) -> Any:
-        new = inversion.refreshed(inputs, outputs, damping)
-        finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
-        good = jnp.all(jnp.stack(finite), axis=0)
-
-        def choose(fresh: Array, stale: Array) -> Array:
-            return jnp.where(good.reshape(-1, *(1,) * (fresh.ndim - 1)), fresh, stale).astype(
-                stale.dtype
-            )
-
-        return jax.tree.map(choose, new, old)
+        return _where_finite(inversion.refreshed(inputs, outputs, damping), old)
 
     def in_turn(inputs: Array, outputs: Array, old: Any) -> Any:
         """One layer after another, each in the place of its old inverse: never all of both."""
@@ -103,6 +121,20 @@ def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old
 
         return jax.lax.fori_loop(0, inputs.shape[0], refresh, old)
 
+    if max(factor.inputs.shape[1], factor.outputs.shape[1]) <= NARROW:
+        return together(factor.inputs, factor.outputs, old)
     return jax.lax.platform_dependent(
         factor.inputs, factor.outputs, old, cpu=in_turn, default=together
     )
+
+
+def _where_finite(new: Any, old: Any) -> Any:
+    """The new arrays of every layer all of whose numbers are finite, else the old ones."""
+    finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
+    good = jnp.all(jnp.stack(finite), axis=0)
+
+    def choose(fresh: Array, stale: Array) -> Array:
+        wide = good.reshape(-1, *(1,) * (fresh.ndim - 1))
+        return jnp.where(wide, fresh, stale).astype(stale.dtype)
+
+    return jax.tree.map(choose, new, old)

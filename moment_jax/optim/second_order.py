@@ -69,6 +69,7 @@ class SecondOrderState(NamedTuple):
     bound: Array  # on 1/2 x^T (F + damping) x of the last direction
     clip: Array  # what the bound has scaled the last direction by, 1 for nothing
     quadratic: Array  # x^T (F + damping) x of the last direction, before it was scaled
+    ratio: Array  # s^T F s / <s, s> of the last step s whose product with F was taken
     predicted: Array  # change of the loss that the quadratic model had promised for the step before
     previous: Any  # the parameters before the last step; None where nothing is adapted
     curvature: Factors  # running averages; empty where each batch stands for itself
@@ -115,6 +116,7 @@ class ScaleBySecondOrder:
             bound=initial_value(self.kl_bound),
             clip=jnp.ones((), jnp.float32),
             quadratic=jnp.zeros((), jnp.float32),
+            ratio=jnp.zeros((), jnp.float32),
             predicted=jnp.zeros((), jnp.float32),
             # A copy: an array may be donated once.
             previous=jax.tree.map(jnp.copy, params) if self._adapts else None,
@@ -154,7 +156,10 @@ class ScaleBySecondOrder:
         moved = None
         if self._adapts:
             last = jax.tree.map(lambda new, old: new - old, params, state.previous)
-            moved = Moved.by(stack(groups, last), grads, curvature, damping, state.quadratic)
+            exact = fresh | isinstance(self.damping, LevenbergMarquardt)
+            moved = Moved.by(
+                stack(groups, last), grads, curvature, damping, state.quadratic, state.ratio, exact
+            )
             if isinstance(self.damping, LevenbergMarquardt) and change is not None:
                 damping = self.damping.adapted(damping, jnp.asarray(change), moved.predicted)
         solved = self.solver.solve(curvature, grads, damping, state.solver, fresh, ready)
@@ -180,6 +185,7 @@ class ScaleBySecondOrder:
             bound=bound,
             clip=clip,
             quadratic=solved.quadratic,
+            ratio=state.ratio if moved is None else moved.ratio,
             predicted=state.predicted if moved is None else moved.predicted,
             previous=params if self._adapts else None,
             curvature=averages,

@@ -63,10 +63,25 @@ def test_the_slope_in_damping_is_the_derivative_of_the_next_loss():
     )
     new = {"": jax.grad(next_loss)(start + step(damping))}
     x = {"": solved(factor, damping, new[""])}
-    moved = Moved.by({"": step(damping)}, new, {"": factor}, damping, jnp.ones(()))
+    moved = Moved.by(
+        {"": step(damping)}, new, {"": factor}, damping, jnp.ones(()), jnp.float32(0), True
+    )
     size = jnp.sum(x[""] * new[""])
     slope = moved.slope_in_damping(Directions(x, size, None), damping)
     np.testing.assert_allclose(slope * length * jnp.sqrt(size), derivative, rtol=1e-5)
+
+
+def test_between_curvatures_the_last_ratio_stands_for_the_product():
+    """Exact for a multiple of the step that it was measured on."""
+    _, factor = quadratic()
+    grads, step = ({"": jax.random.normal(jax.random.key(k), (1, 4, 3))} for k in (0, 1))
+    rest = (grads, {"": factor}, 0.2, jnp.ones(()))
+    measured = Moved.by(step, *rest, jnp.float32(0), True)
+    twice = {"": 2 * step[""]}
+    told = Moved.by(twice, *rest, measured.ratio, False)
+    np.testing.assert_allclose(
+        told.size, Moved.by(twice, *rest, jnp.float32(0), True).size, rtol=1e-5
+    )
 
 
 @MAKERS

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
+from moment_jax.optim.inverses import inverted
 from tests.optim.networks import Perceptron, classify, dense_batch, inside
 
 optim = mj.optim
@@ -139,13 +140,37 @@ def inverses(inversion, sizes):
         yield inversion.refreshed(factor, factor, jnp.ones(()))
 
 
-@pytest.mark.parametrize("inversion", [optim.Cholesky(), optim.Eigh()], ids=["Cholesky", "Eigh"])
-def test_no_call_of_lapack_takes_a_batch(inversion):
-    """Batches of LAPACK calls that run at once have waited for each other for ever on few cores."""
+def lapack_calls(inversion):
+    """The shapes of what LAPACK is called with."""
     text = jax.jit(lambda: list(inverses(inversion, [5]))).lower().as_text()
-    operands = re.findall(r"@lapack_.* : \(tensor<(.*?)x[a-z]", text)
-    assert operands
-    assert set(operands) == {"5x5"}
+    return set(re.findall(r"@lapack_.* : \(tensor<(.*?)x[a-z]", text))
+
+
+def test_no_call_of_lapack_takes_a_batch():
+    """Batches of LAPACK calls that run at once have waited for each other for ever on few cores."""
+    assert lapack_calls(optim.Eigh()) == {"5x5"}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="others call their own library")
+def test_inverses_need_no_lapack():
+    """Its threads beside those of XLA took up to 400 times as long."""
+    assert not lapack_calls(optim.Cholesky())
+
+
+@pytest.mark.parametrize("size", [1, 40, 41, 129, 700])
+def test_inverses_are_numpys(size):
+    basis = np.random.default_rng(0).normal(size=(2, size, size)) * np.logspace(0, -2, size)
+    matrices = basis @ np.swapaxes(basis, 1, 2) + 1e-3 * np.eye(size)
+    truth = np.linalg.inv(matrices)
+    found = jax.jit(inverted)(matrices)
+    np.testing.assert_allclose(found, truth, atol=1e-9 * np.abs(truth).max())
+
+
+def test_a_matrix_without_an_inverse_spoils_no_other():
+    eye = jnp.eye(50)
+    good, bad = inverted(jnp.stack([eye, eye.at[45, 45].set(-1.0)]))
+    np.testing.assert_allclose(good, eye)
+    assert jnp.isnan(bad).any()
 
 
 MANY_INVERSES = """
