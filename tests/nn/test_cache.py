@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.layers.attention.diagonal import by_features
+from moment_jax.layers.attention.squared_products import by_features
 from tests.builders import assert_close
 
 FEATURES, HEADS, TOKENS = 4, 2, 5
