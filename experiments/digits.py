@@ -101,10 +101,10 @@ def run(args: argparse.Namespace) -> None:
             _draw(out, digits, turned, label, results)
     caught = [record.pop("catch_up") for record in records]
     metrics = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "angles": TEST_ANGLES.tolist(),
         **over_seeds(records),
-        "catch_up": [found._asdict() for found in caught],
+        "catch_up": caught,
         "seeds": records,
     }
     figures.save(figures.doubt(TEST_ANGLES, metrics["rotation"]), out / "doubt.png")
@@ -257,7 +257,7 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
         f"analytic against sampled: logit sd ratio {report.with_error(logits['sd_ratio'], '.3f')}, "
         f"correlation {logits['sd_correlation']['mean']:.3f}, mean error "
         f"{logits['mean_error']['mean']:.3f} sd; the analytic NLL is reached by sampled networks: "
-        + ", ".join(CaughtUp(**found).said(settings["samples"]) for found in metrics["catch_up"])
+        + ", ".join(found.said(settings["samples"]) for found in metrics["catch_up"])
     )
     print(f"{settings['seeds']} seeds from {settings['seed']}; KL weight {settings['kl_weight']:g}; "
           f"{metrics['seconds']['total']:.0f} s in all; figures and metrics.json in {out}")  # fmt: skip

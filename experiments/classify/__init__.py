@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
         for name in methods
     }
     metrics = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "ece_bins": scores.BINS,
         "methods": records,
         "seconds": time.perf_counter() - start,
@@ -141,14 +141,14 @@ def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
 
 def _catch_up(
     method: Compared, task: Task, analytic: np.ndarray, seconds: float
-) -> list[dict[str, float | None]]:
+) -> list[CaughtUp]:
     """For each seed, how many networks drawn from the same beliefs are as good on the test images."""
     if method.each is None:
         return []
     each, of_all = _timed(method.each, task.test.images)
     of_one = of_all / each.shape[2] / seconds
     parts = zip(each.swapaxes(1, 2), task.test.labels, analytic, strict=True)
-    return [predictions.catch_up(*part, of_one)._asdict() for part in parts]
+    return [predictions.catch_up(*part, of_one) for part in parts]
 
 
 def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
@@ -202,7 +202,7 @@ def _draw(out: Path, task: Task, records: dict[str, Any], said: dict[str, Said])
     save(figures.rejection(risks), out / "rejection.png")
     entropies = {
         name: {
-            which: scores.entropy(p).ravel()
+            which: predictions.entropy(p).ravel()
             for which, p in {"test": one.test, **one.others}.items()
         }
         for name, one in said.items()
@@ -243,7 +243,7 @@ def _print(records: dict[str, Any]) -> None:
         print(aligned([[title, *rows[0]], *rows[1:]]), end="\n\n")
     for name, record in records.items():
         if record["catch_up"]:
-            counts = ", ".join(CaughtUp(**found).said(CATCH_UP) for found in record["catch_up"])
+            counts = ", ".join(found.said(CATCH_UP) for found in record["catch_up"])
             print(f"{name}: drawn networks with its NLL on the test images, seed by seed: {counts}")
 
 

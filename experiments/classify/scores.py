@@ -9,12 +9,9 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from sklearn.metrics import average_precision_score, roc_auc_score
 
+from experiments.predictions import entropy
+
 BINS = 15  # of confidence, equally wide, as `mj.objectives.expected_calibration_error` has them
-
-
-def entropy(probabilities: np.ndarray) -> np.ndarray:
-    """Of each prediction (..., C), in nats: how much doubt there is."""
-    return -np.sum(probabilities * np.log(np.maximum(probabilities, 1e-30)), axis=-1)
 
 
 def detection(known: np.ndarray, other: np.ndarray) -> dict[str, float]:
