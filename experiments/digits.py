@@ -28,7 +28,7 @@ from experiments.command_line import Parser
 from experiments.data import Digits
 from experiments.digits_training import Training, trained
 from experiments.outputs import write_json
-from experiments.predictions import Prediction
+from experiments.predictions import CaughtUp, Prediction
 from experiments.training import Compiled
 
 __all__ = ["add_arguments", "run", "trained"]
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
             _draw(out, digits, turned, label, results)
     caught = [record.pop("catch_up") for record in records]
     metrics = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "angles": TEST_ANGLES.tolist(),
         **over_seeds(records),
         "catch_up": caught,
@@ -192,15 +192,12 @@ def _rotation(digits: Digits, sweeps: dict[str, Prediction]) -> dict[str, dict[s
     return curves
 
 
-def _catch_up(
-    digits: Digits, results: dict[str, Prediction], each: np.ndarray
-) -> dict[str, float | None]:
-    """How many drawn networks are as good as the analytic pass, and what they cost beside it."""
+def _catch_up(digits: Digits, results: dict[str, Prediction], each: np.ndarray) -> CaughtUp:
+    """How many drawn networks are as good as the analytic pass on the test images."""
     _, analytic, samples = (result.at(_parts(digits)[0]) for result in results.values())
-    target = predictions.scores(analytic.probabilities, digits.test.labels)["nll"]
-    count = predictions.catch_up(each[:, : len(digits.test.labels)], digits.test.labels, target)
     of_one = samples.seconds_per_image / len(each) / analytic.seconds_per_image
-    return {"samples": count, "time_ratio": None if count is None else count * of_one}
+    labels = digits.test.labels
+    return predictions.catch_up(each[:, : len(labels)], labels, analytic.probabilities, of_one)
 
 
 def _compare(digits: Digits, results: dict[str, Prediction]) -> dict[str, Any]:
@@ -260,13 +257,7 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
         f"analytic against sampled: logit sd ratio {report.with_error(logits['sd_ratio'], '.3f')}, "
         f"correlation {logits['sd_correlation']['mean']:.3f}, mean error "
         f"{logits['mean_error']['mean']:.3f} sd; the analytic NLL is reached by sampled networks: "
-        + ", ".join(_caught_up(found, settings["samples"]) for found in metrics["catch_up"])
+        + ", ".join(found.said(settings["samples"]) for found in metrics["catch_up"])
     )
     print(f"{settings['seeds']} seeds from {settings['seed']}; KL weight {settings['kl_weight']:g}; "
           f"{metrics['seconds']['total']:.0f} s in all; figures and metrics.json in {out}")  # fmt: skip
-
-
-def _caught_up(found: dict[str, Any], most: int) -> str:
-    if found["samples"] is None:
-        return f"over {most:,}"
-    return f"{found['samples']:,} ({found['time_ratio']:.2g} times the time)"

@@ -85,7 +85,7 @@ def plain_networks(task: Task, seeds: int, steps: int) -> list[nnx.Module]:
     network = Network.of(task, num_blocks=1)
     keys = jax.random.split(jax.random.key(0), seeds)
     budget = Budget(plain_steps=steps, weight_decay=WEIGHT_DECAY)
-    copies = Trainer(network, stacked(task.train, seeds), budget, keys).plain()
+    copies = Trainer(network, stacked(task.train, seeds), budget, keys).plain().params
     modules = [
         network.module(jax.tree.map(lambda leaf, i=i: leaf[i], copies)) for i in range(seeds)
     ]

@@ -108,12 +108,35 @@ def sampled(
     return Prediction(each.mean(axis=0), *moments, seconds), each
 
 
-def catch_up(each: np.ndarray, labels: np.ndarray, target: float) -> int | None:
-    """The least number of drawn networks whose averaged probabilities have an NLL of at most `target`.
+class CaughtUp(NamedTuple):
+    """How many drawn networks are as good as one analytic pass, and their time over its.
 
-    Of the counts 1, 2, 3, 5, 10, 20, 30, 50, ...; each count's NLL is the mean over all groups of so
-    many that `each` (samples, N, C) holds. None if no count reaches it.
+    Both are None where none of the counts is.
     """
+
+    samples: int | None
+    time_ratio: float | None
+
+    def said(self, most: int) -> str:
+        """In words; `most` were drawn."""
+        if self.samples is None:
+            return f"over {most:,}"
+        return f"{self.samples:,} ({self.time_ratio:.2g} times the time)"
+
+
+def catch_up(
+    each: np.ndarray, labels: np.ndarray, analytic: np.ndarray, time_of_one: float
+) -> CaughtUp:
+    """The least number of drawn networks whose averaged probabilities have no larger NLL.
+
+    Args:
+      each: class probabilities of drawn networks, (samples, N, C). The NLL of a count, of 1, 2, 3, 5,
+        10, 20, 30, 50, ..., is the mean over all groups of so many.
+      labels: (N,).
+      analytic: class probabilities (N, C) of the analytic pass.
+      time_of_one: of a drawn network, over that of the analytic pass.
+    """
+    target = scores(analytic, labels)["nll"]
     right = each[:, np.arange(len(labels)), labels]
     for count in (k * 10**power for power in range(6) for k in (1, 2, 3, 5)):
         groups = len(right) // count
@@ -121,8 +144,8 @@ def catch_up(each: np.ndarray, labels: np.ndarray, target: float) -> int | None:
             break
         mixed = right[: groups * count].reshape(groups, count, -1).mean(axis=1)
         if -np.log(np.maximum(mixed, np.finfo(np.float32).tiny)).mean() <= target:
-            return count
-    return None
+            return CaughtUp(count, count * time_of_one)
+    return CaughtUp(None, None)
 
 
 def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:

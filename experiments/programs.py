@@ -75,11 +75,16 @@ def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
     lowered = jax.jit(function).lower(*arguments)
     program = lowered.compile()
     seconds = time.perf_counter() - start
-    memory: Any = program.memory_analysis()
-    needed = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     costs: Any = program.cost_analysis() or {}
     accessed = float(costs.get("bytes accessed", float("nan")))
-    return Program(program, seconds, int(needed), accessed, lowered)
+    return Program(program, seconds, needed_bytes(program), accessed, lowered)
+
+
+def needed_bytes(program: jax.stages.Compiled) -> int:
+    """The arguments and results of a compiled function, and what it needs beside them."""
+    memory: Any = program.memory_analysis()
+    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+    return int(sum(sizes))
 
 
 def warm_up() -> None:

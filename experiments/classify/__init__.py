@@ -22,13 +22,14 @@ import numpy as np
 
 from experiments import predictions
 from experiments.classify import figures, images, scores
-from experiments.classify.compared import Compared, train_all
+from experiments.classify.compared import CATCH_UP, Answer, Compared, train_all
 from experiments.classify.images import Task
-from experiments.classify.methods import Budget, Trainer
+from experiments.classify.methods import Answers, Budget, Trainer
 from experiments.classify.networks import Network
 from experiments.command_line import Parser
 from experiments.figures import save
 from experiments.outputs import writable_folder, write_json
+from experiments.predictions import CaughtUp
 from experiments.report import aligned, duration, with_error
 
 __all__ = ["add_arguments", "run"]
@@ -38,7 +39,12 @@ SHIFTED = 250  # images of each shift and of each kind of other images
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    parser.choice("--data", images.SETS, "digits", "images")
+    parser.choice("--data", [*images.SETS, *images.IN_FOLDERS], "digits", "images")
+    parser.place(
+        "--data-dir",
+        None,
+        "folder of Fashion-MNIST's train-images-idx3-ubyte and train-labels-idx1-ubyte, or of their .gz",
+    )
     parser.place(
         "--out",
         None,
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     """Train all methods, compare them, write what came out."""
     start = time.perf_counter()
     seeds = range(args.seed, args.seed + args.seeds)
-    task = images.load(args.data, seeds)
+    task = images.load(args.data, seeds, args.data_dir)
     out = writable_folder(args.out or Path("runs/classify") / args.data, "--out")
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)
     keys = jnp.stack([jax.random.split(jax.random.key(seed), args.members) for seed in seeds])
@@ -70,14 +76,16 @@ def run(args: argparse.Namespace) -> None:
     methods = train_all(trainer, args.seeds, task.validation, args.samples)
     said, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():
-        raw, seconds = _say(method, task)
+        raw, costs = _say(method, task)
         temperature = scores.best_temperature(raw.validation, task.validation.labels)
         said[name] = jax.tree.map(partial(scores.tempered, temperature=temperature), raw)
         before[name], after[name] = _scored(raw, task), _scored(said[name], task)
         rest[name] = {
+            **costs,
             "seconds_of_training": method.seconds / args.seeds,
-            "seconds_per_image": seconds,
+            "bytes_of_training": method.bytes,
             "chosen": {**method.chosen, "temperature": temperature},
+            "catch_up": _catch_up(method, task, raw.test, costs["seconds_per_image"]),
         }
     records = {
         name: {
@@ -88,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
         for name in methods
     }
     metrics = {
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "settings": vars(args),
         "ece_bins": scores.BINS,
         "methods": records,
         "seconds": time.perf_counter() - start,
@@ -108,20 +116,39 @@ class Said(NamedTuple):
     others: dict[str, np.ndarray]
 
 
-def _say(method: Compared, task: Task) -> tuple[Said, float]:
-    """What a method says of all images, and its seconds for one."""
+def _say(method: Compared, task: Task) -> tuple[Said, dict[str, float]]:
+    """What a method says of all images, its seconds for one, and the bytes that a chunk needs."""
     some, test = task.test.images[:, :SHIFTED], task.test.images
-    method.predict(some[:, :50])  # compiled before it is timed
-    start = time.perf_counter()
-    said = method.predict(test)
-    seconds = (time.perf_counter() - start) / (test.shape[0] * test.shape[1])
+    said, seconds = _timed(method.predict, test)
+    assert isinstance(method.predict, Answers)
+    costs = {"seconds_per_image": seconds, "bytes_of_prediction": method.predict.bytes(test)}
     shifts: dict[str, Any] = {
         "angle": {a: images.turned(some, a, task.background) for a in images.ANGLES},
         "blur": {strength: images.blurred(some, strength) for strength in images.BLURS},
     }
     more = task.validation.images, shifts, images.others(task, SHIFTED)
     validation, shifted, others = jax.tree.map(method.predict, more)
-    return Said(validation, said, shifted, others), seconds
+    return Said(validation, said, shifted, others), costs
+
+
+def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
+    """What is said of images (L, N, H, W), and the seconds for one."""
+    predict(given[:, :1])  # compiled before it is timed
+    start = time.perf_counter()
+    said = predict(given)
+    return said, (time.perf_counter() - start) / (given.shape[0] * given.shape[1])
+
+
+def _catch_up(
+    method: Compared, task: Task, analytic: np.ndarray, seconds: float
+) -> list[CaughtUp]:
+    """For each seed, how many networks drawn from the same beliefs are as good on the test images."""
+    if method.each is None:
+        return []
+    each, of_all = _timed(method.each, task.test.images)
+    of_one = of_all / each.shape[2] / seconds
+    parts = zip(each.swapaxes(1, 2), task.test.labels, analytic, strict=True)
+    return [predictions.catch_up(*part, of_one) for part in parts]
 
 
 def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
@@ -142,6 +169,7 @@ def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
             "shifts": jax.tree.map(score, said.shifts),
             "others": found,
             "auroc": float(np.mean([one["auroc"] for one in found.values()])),
+            "calibrated_ece": scores.calibrated_ece(said.test[seed]),
             "area_under_risk": float(scores.risk_by_coverage(said.test[seed], labels).mean()),
         }
 
@@ -174,7 +202,7 @@ def _draw(out: Path, task: Task, records: dict[str, Any], said: dict[str, Said])
     save(figures.rejection(risks), out / "rejection.png")
     entropies = {
         name: {
-            which: scores.entropy(p).ravel()
+            which: predictions.entropy(p).ravel()
             for which, p in {"test": one.test, **one.others}.items()
         }
         for name, one in said.items()
@@ -194,7 +222,7 @@ def _print(records: dict[str, Any]) -> None:
         "AUROC",
     ]
     tables = {
-        "": [[*heads, "temperature", "training", "an image"]],
+        "": [[*heads, "ECE's floor", "temperature", "training", "an image", "MiB"]],
         "minus plain": [heads],
         "without temperature": [heads],
         "the same, minus plain": [heads],
@@ -205,12 +233,18 @@ def _print(records: dict[str, Any]) -> None:
         for rows, one in zip(tables.values(), shown, strict=True):
             rows.append([name, *_cells(one)])
         tables[""][-1] += [
+            with_error(record["calibrated_ece"], ".3f"),
             f"{record['chosen']['temperature']:.2f}",
             duration(record["seconds_of_training"]),
             duration(record["seconds_per_image"]),
+            f"{record['bytes_of_training'] / 2**20:.0f}, {record['bytes_of_prediction'] / 2**20:.1f}",
         ]
     for title, rows in tables.items():
         print(aligned([[title, *rows[0]], *rows[1:]]), end="\n\n")
+    for name, record in records.items():
+        if record["catch_up"]:
+            counts = ", ".join(found.said(CATCH_UP) for found in record["catch_up"])
+            print(f"{name}: drawn networks with its NLL on the test images, seed by seed: {counts}")
 
 
 def _cells(record: dict[str, Any]) -> list[str]:

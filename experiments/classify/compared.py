@@ -12,17 +12,18 @@ import numpy as np
 
 import moment_jax as mj
 from experiments import draws
-from experiments.bayesian_network import Params
 from experiments.classify.methods import (
+    Answers,
+    Predict,
+    Trained,
     Trainer,
-    answers,
     by_average,
     by_average_logits,
     by_average_moments,
     by_draws,
+    by_each_draw,
     by_means,
     by_moments,
-    in_chunks,
     relative,
 )
 from experiments.classify.scores import best_temperature, tempered
@@ -33,19 +34,33 @@ Array = jax.Array
 LAPLACE = {"last_layer": "last-layer Laplace", "kfac": "linearised Laplace"}
 Part = tuple[np.ndarray, np.ndarray]
 """Inputs (L, N, ...) and labels (L, N)."""
+Answer = Callable[[np.ndarray], np.ndarray]
+"""Inputs (L, N, ...) -> class probabilities (L, N, C)."""
 
 RATES = (0.01, 0.03, 0.1)  # of MC dropout
 KL_WEIGHT = 0.03
 SPREAD = 0.1  # of a weight, over its magnitude
 BAYESIAN_MEMBERS = 3
+CATCH_UP = 300  # drawn networks among which those are sought that are as good as one analytic pass
 
 
 class Compared(NamedTuple):
-    """A trained method: inputs -> probabilities (L, N, C), seconds of training, what was chosen."""
+    """A trained method.
 
-    predict: Callable[[np.ndarray], np.ndarray]
+    Args:
+      predict: inputs -> class probabilities.
+      seconds: of training, all seeds.
+      chosen: on validation data.
+      bytes: that an update of its training needs; 0 where that was not measured.
+      each: inputs -> the class probabilities (L, N, S, C) of networks drawn from the same beliefs, where
+        `predict` is by moments.
+    """
+
+    predict: Answer
     seconds: float
     chosen: dict[str, Any]
+    bytes: int = 0
+    each: Answer | None = None
 
 
 def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> dict[str, Compared]:
@@ -55,53 +70,46 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     second ones, and so on.
     """
     network, first = trainer.network, trainer.first(seeds)
-    keys, count = first.keys, len(trainer.keys) // seeds
-    copies, seconds = timed(partial(trainer.plain, "plain networks"))
-    seconds /= count
-    plain = jax.tree.map(lambda leaf: leaf[:seeds], copies)
-    mean = by_means(network)
-    members = members_of(copies, seeds)
-    together = answers(by_average(mean), members, keys)
-    averaged = answers(by_average_logits(network), members, keys)
+    count = len(trainer.keys) // seeds
+    every = trainer.plain("plain networks")
+    plain = every.first(seeds)
+    mean, members = by_means(network), every.members(seeds)
     result = {
-        "plain": Compared(answers(mean, plain, keys), seconds, {}),
-        f"{count} plain": Compared(together, count * seconds, {}),
-        f"{count} plain, averaged logits": Compared(averaged, count * seconds, {}),
+        "plain": compared(mean, plain, first.keys),
+        f"{count} plain": compared(by_average(mean), members, first.keys),
+        f"{count} plain, averaged logits": compared(
+            by_average_logits(network), members, first.keys
+        ),
         "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
-    result |= {
-        name: _laplace(first, plain, validation, kind, seconds) for kind, name in LAPLACE.items()
-    }
-    learned, took = timed(partial(first.elbo, KL_WEIGHT, plain, "ELBO"))
-    took += seconds
-    drawn = answers(by_draws(network, draws.weights, samples), learned, keys)
-    result["ELBO, drawn"] = Compared(drawn, took, {})
-    analytic = answers(by_moments(network), learned, keys)
-    result["ELBO, analytic"] = Compared(analytic, took, {})
+    for kind, name in LAPLACE.items():
+        result[name] = _laplace(first, plain, validation, kind)
+    learned = first.elbo(KL_WEIGHT, plain.params, "ELBO")
+    learned = learned._replace(seconds=learned.seconds + plain.seconds)
+    by_samples = by_draws(network, draws.weights, samples)
+    result["ELBO, drawn"] = compared(by_samples, learned, first.keys)
+    result["ELBO, analytic"] = _analytic(first, learned)
     count = min(BAYESIAN_MEMBERS, count)
-    kind = partial(draws.relative, spread=SPREAD)
-    some = trainer.first(count * seeds)
-    copies, took = timed(partial(some.noisy, kind, "Bayesian networks", groups=1))
-    copies = relative(copies, SPREAD)
-    one = jax.tree.map(lambda leaf: leaf[:seeds], copies)
-    alone = answers(by_moments(network), one, keys)
-    result["Bayesian, analytic"] = Compared(alone, took / count, {})
-    together = answers(by_average_moments(network), members_of(copies, seeds), keys)
-    result[f"{count} Bayesian, analytic"] = Compared(together, took, {})
+    noise = partial(draws.relative, spread=SPREAD)
+    every = trainer.first(count * seeds).noisy(noise, "Bayesian networks", groups=1)
+    every = every._replace(params=relative(every.params, SPREAD))
+    average = by_average_moments(network)
+    result["Bayesian, analytic"] = _analytic(first, every.first(seeds))
+    result[f"{count} Bayesian, analytic"] = compared(average, every.members(seeds), first.keys)
     return result
 
 
-def members_of(copies: Params, seeds: int) -> Params:
-    """Copies (members * seeds, ...) as (seeds, members, ...)."""
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(-1, seeds, *leaf.shape[1:]).swapaxes(0, 1), copies
-    )
+def compared(predict: Predict, trained: Trained, keys: Array, **chosen: Any) -> Compared:
+    """A method whose training and prediction are these."""
+    answers = Answers.of(predict, trained.params, keys)
+    return Compared(answers, trained.seconds, chosen, trained.bytes)
 
 
-def timed(work: Callable[[], Params]) -> tuple[Params, float]:
-    """What the work gives, and its seconds."""
-    start = time.perf_counter()
-    return work(), time.perf_counter() - start
+def _analytic(trainer: Trainer, trained: Trained) -> Compared:
+    """Predicted by moments, with networks drawn from the same beliefs to compare with."""
+    network, keys = trainer.network, trainer.keys
+    each = Answers.of(by_each_draw(network, draws.weights, CATCH_UP), trained.params, keys)
+    return compared(by_moments(network), trained, keys)._replace(each=each)
 
 
 def mc_dropout(
@@ -111,15 +119,14 @@ def mc_dropout(
     found = {}
     for rate in RATES:
         kind = partial(draws.dropout, rate=rate)
-        params, seconds = timed(partial(trainer.noisy, kind, f"MC dropout {rate:g}"))
-        predict = answers(by_draws(trainer.network, kind, samples), params, trainer.keys)
-        found[score(predict, validation)] = Compared(predict, seconds, {"rate": rate})
+        trained = trainer.noisy(kind, f"MC dropout {rate:g}")
+        predict = by_draws(trainer.network, kind, samples)
+        method = compared(predict, trained, trainer.keys, rate=rate)
+        found[score(method.predict, validation)] = method
     return found[min(found)]
 
 
-def _laplace(
-    trainer: Trainer, plain: Params, validation: Part, kind: str, seconds: float
-) -> Compared:
+def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> Compared:
     """A Laplace approximation at the plain networks' weights, linearised.
 
     Each network's prior precision is that of the best validation NLL.
@@ -127,7 +134,7 @@ def _laplace(
     start = time.perf_counter()
     networks, beliefs, precisions = [], [], []
     for seed in range(len(trainer.keys)):
-        module = trainer.network.module(jax.tree.map(lambda leaf, i=seed: leaf[i], plain))
+        module = trainer.network.module(jax.tree.map(lambda leaf, i=seed: leaf[i], plain.params))
         network = module.network(draws.means(module.params))
         network.eval()
         given, held_out = (tuple(p[seed] for p in part) for part in (trainer.given, validation))
@@ -144,18 +151,18 @@ def _laplace(
         dense = jax.vmap(lambda c: c.to_dense())(cov).reshape(*mean.shape, mean.shape[-1])
         return jax.vmap(mj.objectives.class_probabilities)(mean, dense)
 
-    took = seconds + (time.perf_counter() - start)
-    said = in_chunks(predict, [(belief,) for belief in beliefs])
+    took = plain.seconds + (time.perf_counter() - start)
+    said = Answers(predict, [(belief,) for belief in beliefs])
     return Compared(said, took, {"prior_precision": precisions})
 
 
-def nll(predict: Callable[[np.ndarray], np.ndarray], part: Part) -> float:
+def nll(predict: Answer, part: Part) -> float:
     """Mean over the copies."""
     pairs = zip(predict(part[0]), part[1], strict=True)
     return float(np.mean([scores(*pair)["nll"] for pair in pairs]))
 
 
-def tempered_nll(predict: Callable[[np.ndarray], np.ndarray], part: Part) -> float:
+def tempered_nll(predict: Answer, part: Part) -> float:
     """The same at the best temperature."""
     given = predict(part[0])
     after = tempered(given, best_temperature(given, part[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,11 +14,13 @@ from scipy import ndimage
 from sklearn.datasets import load_digits, load_sample_images
 from sklearn.model_selection import train_test_split
 
+from experiments.classify import idx
 from experiments.command_line import InputError
 from experiments.data import Images
 
 ANGLES = (0, 15, 30, 45, 60, 75, 90)
 BLURS = (0.0, 0.5, 1.0, 1.5, 2.0)  # standard deviation in eighths of the image's side
+FASHION = 5000  # the first training images of Fashion-MNIST: as many as mnist5k has
 LETTERS = "ABCEFGHJKLMNPRTUVWXY"  # none that is also a digit's shape
 
 
@@ -31,13 +34,18 @@ class Task(NamedTuple):
     patch_size: int
 
 
-def load(name: str, divisions: Iterable[int]) -> Task:
+def load(name: str, divisions: Iterable[int], folder: Path | None = None) -> Task:
     """The images of a data set, divided with each of these random seeds.
 
     Raises:
-      InputError: if the package that ships it is not there.
+      InputError: if the package that ships it is not there, or the folder does not hold it.
     """
-    pixels, labels, patch_size = SETS[name]()
+    if (name in IN_FOLDERS) != (folder is not None):
+        raise InputError(
+            f"--data-dir names the folder of {', '.join(IN_FOLDERS)}, and of no other set; "
+            f"got --data {name} {'without' if folder is None else 'with'} it"
+        )
+    pixels, labels, patch_size = SETS[name]() if folder is None else IN_FOLDERS[name](folder)
     divided = [_divided(pixels, labels.astype(np.int32), seed) for seed in divisions]
     stack: tuple[Images, Images, Images, np.ndarray] = jax.tree.map(
         lambda *leaves: np.stack(leaves), *divided
@@ -79,6 +87,14 @@ SETS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray, int]]] = {
     "digits": _digits,
     "mnist5k": _mnist5k,
 }
+
+
+def _fashion(folder: Path) -> tuple[np.ndarray, np.ndarray, int]:
+    pixels, labels = idx.read(folder, "train")
+    return pixels[:FASHION] / 255, labels[:FASHION], 7
+
+
+IN_FOLDERS: dict[str, Callable[[Path], tuple[np.ndarray, np.ndarray, int]]] = {"fashion": _fashion}
 
 
 def turned(images: np.ndarray, angle: float, background: np.ndarray) -> np.ndarray:

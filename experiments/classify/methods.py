@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +16,7 @@ import optax
 import moment_jax as mj
 from experiments import draws
 from experiments.bayesian_network import BayesianNetwork, Params
+from experiments.programs import needed_bytes
 from experiments.side_by_side import SideBySide
 
 Array = jax.Array
@@ -34,6 +37,27 @@ class Budget(NamedTuple):
     rate: float = 3e-3
     batch_size: int = 32
     weight_decay: float = 0.3
+
+
+class Trained(NamedTuple):
+    """Parameters of every copy, the seconds of all, and the bytes that one's updates need."""
+
+    params: Params
+    seconds: float
+    bytes: int
+
+    def first(self, count: int) -> Trained:
+        """The first copies alone, and their share of the time."""
+        share = count / len(jax.tree.leaves(self.params)[0])
+        params = jax.tree.map(lambda leaf: leaf[:count], self.params)
+        return Trained(params, share * self.seconds, self.bytes)
+
+    def members(self, seeds: int) -> Trained:
+        """Copies (members * seeds, ...) as (seeds, members, ...)."""
+        params = jax.tree.map(
+            lambda leaf: leaf.reshape(-1, seeds, *leaf.shape[1:]).swapaxes(0, 1), self.params
+        )
+        return self._replace(params=params)
 
 
 def stacked(part: tuple[np.ndarray, np.ndarray], copies: int) -> tuple[np.ndarray, np.ndarray]:
@@ -72,13 +96,13 @@ class Trainer:
         """Untrained copies."""
         return jax.vmap(self.network.start)(self.keys)
 
-    def plain(self, label: str = "plain networks") -> Params:
+    def plain(self, label: str = "plain networks") -> Trained:
         """Cross-entropy at the means, with weight decay."""
         return self._means(
             lambda params, key, inputs: self.network.mean_logits(params, inputs), label
         )
 
-    def noisy(self, kind: Callable[[Any], draws.Draw], label: str, groups: int = GROUPS) -> Params:
+    def noisy(self, kind: Callable[[Any], draws.Draw], label: str, groups: int = GROUPS) -> Trained:
         """Cross-entropy of networks that `kind` draws around the means, with weight decay."""
 
         def logits(params: Params, key: Array, inputs: Array) -> Array:
@@ -87,7 +111,7 @@ class Trainer:
 
         return self._means(logits, label)
 
-    def elbo(self, kl_weight: float, plain: Params, label: str) -> Params:
+    def elbo(self, kl_weight: float, plain: Params, label: str) -> Trained:
         """The ELBO of drawn networks, from the plain ones' weights; a prior learned for each array."""
         network, steps = self.network, self.budget.steps
 
@@ -100,11 +124,12 @@ class Trainer:
             weight = mj.objectives.kl_warmup(step, steps // 3, kl_weight)
             return weight * draws.learned_prior_kl(beliefs) / given[1].size + losses.mean()
 
-        trainer = SideBySide(loss, steps, self.budget.rate, in_turn=True)
+        training = SideBySide(loss, steps, self.budget.rate, in_turn=True)
         start = _faster(plain._replace(spreads=self.start().spreads), 1 / SPEED)
-        return _faster(trainer.fit(start, self.given, self.keys, label), SPEED)
+        trained = self._fit(training, start, self.given, label)
+        return trained._replace(params=_faster(trained.params, SPEED))
 
-    def _means(self, logits: Callable[[Params, Array, Array], Array], label: str) -> Params:
+    def _means(self, logits: Callable[[Params, Array, Array], Array], label: str) -> Trained:
         start = self.start()
         budget = self.budget
 
@@ -123,8 +148,13 @@ class Trainer:
             loss, budget.plain_steps, budget.plain_rate, budget.weight_decay, in_turn=True,
             validate=None if self.validation is None else validate,
         )  # fmt: skip
-        given = self.given, start.spreads
-        return start._replace(means=training.fit(start.means, given, self.keys, label))
+        trained = self._fit(training, start.means, (self.given, start.spreads), label)
+        return trained._replace(params=start._replace(means=trained.params))
+
+    def _fit(self, training: SideBySide, start: Any, given: Any, label: str) -> Trained:
+        begin = time.perf_counter()
+        params = training.fit(start, given, self.keys, label)
+        return Trained(params, time.perf_counter() - begin, training.bytes)
 
     def _batch(self, given: Any, key: Array) -> tuple[Array, Array, Array]:
         key, order_key, own_key = jax.random.split(key, 3)
@@ -197,40 +227,63 @@ def by_average_moments(network: BayesianNetwork) -> Predict:
     return predict
 
 
-def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
-    """The average softmax of so many drawn networks."""
+def by_each_draw(
+    network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int
+) -> Predict:
+    """The softmax of each of so many drawn networks, (N, count, C)."""
 
     def predict(params: Params, key: Array, inputs: Array) -> Array:
         draw = kind(network.module(params).params)
         logits = network.many_logits(draw, params, key, inputs, count)
-        return jax.nn.softmax(logits).mean(axis=0)
+        return jax.nn.softmax(logits).swapaxes(0, 1)
 
     return predict
 
 
-def answers(predict: Predict, params: Params, keys: Array) -> Callable[[np.ndarray], np.ndarray]:
-    """Inputs (L, N, ...) -> class probabilities (L, N, C) of every copy for its own."""
-    copies = [jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)) for i in range(len(keys))]
-    return in_chunks(predict, copies)
+def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
+    """The average softmax of so many drawn networks."""
+    each = by_each_draw(network, kind, count)
+    return lambda params, key, inputs: each(params, key, inputs).mean(axis=1)
 
 
-def in_chunks(
-    predict: Callable[..., Array], copies: list[Any]
-) -> Callable[[np.ndarray], np.ndarray]:
-    """The same of copies (arguments of `predict` before the inputs) that are no stack of arrays."""
-    compiled = jax.jit(predict)
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Inputs (L, N, ...) -> class probabilities (L, N, C), of every copy for its own.
 
-    def answer(inputs: np.ndarray) -> np.ndarray:
-        filled = np.concatenate(
-            [inputs, np.repeat(inputs[:, -1:], -inputs.shape[1] % CHUNK, axis=1)], axis=1
+    Args:
+      predict: of one copy; its last argument are inputs.
+      copies: for each copy its other arguments, alike in shape.
+    """
+
+    predict: Callable[..., Array]
+    copies: list[Any]
+
+    @classmethod
+    def of(cls, predict: Predict, params: Params, keys: Array) -> Answers:
+        """Of parameters and keys that are stacks."""
+        stack = params, keys
+        return cls(
+            predict, [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(len(keys))]
         )
+
+    def __call__(self, inputs: np.ndarray) -> np.ndarray:
+        """The probabilities, chunk by chunk."""
+        more = -inputs.shape[1] % CHUNK
+        filled = np.concatenate([inputs, np.repeat(inputs[:, -1:], more, axis=1)], axis=1)
         parts = [
             np.stack([
-                np.asarray(compiled(*copy, jnp.asarray(own[first : first + CHUNK])))
-                for copy, own in zip(copies, filled, strict=True)
+                np.asarray(self._compiled(*copy, jnp.asarray(own[first : first + CHUNK])))
+                for copy, own in zip(self.copies, filled, strict=True)
             ])
             for first in range(0, filled.shape[1], CHUNK)
         ]  # fmt: skip
         return np.concatenate(parts, axis=1)[:, : inputs.shape[1]]
 
-    return answer
+    def bytes(self, inputs: np.ndarray) -> int:
+        """What the program for a chunk of these inputs needs."""
+        chunk = jnp.asarray(inputs[0, :CHUNK])
+        return needed_bytes(self._compiled.lower(*self.copies[0], chunk).compile())
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self.predict)

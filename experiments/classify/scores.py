@@ -9,12 +9,9 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from sklearn.metrics import average_precision_score, roc_auc_score
 
+from experiments.predictions import entropy
+
 BINS = 15  # of confidence, equally wide, as `mj.objectives.expected_calibration_error` has them
-
-
-def entropy(probabilities: np.ndarray) -> np.ndarray:
-    """Of each prediction (..., C), in nats: how much doubt there is."""
-    return -np.sum(probabilities * np.log(np.maximum(probabilities, 1e-30)), axis=-1)
 
 
 def detection(known: np.ndarray, other: np.ndarray) -> dict[str, float]:
@@ -25,6 +22,18 @@ def detection(known: np.ndarray, other: np.ndarray) -> dict[str, float]:
         "auroc": float(roc_auc_score(is_other, score)),
         "aupr": float(average_precision_score(is_other, score)),
     }
+
+
+def calibrated_ece(probabilities: np.ndarray, draws: int = 200) -> float:
+    """The mean ECE of predictions (N, C) whose labels are drawn from themselves: the score's floor.
+
+    So many examples do not bring the ECE of a perfectly calibrated method to zero.
+    """
+    confidence = probabilities.max(axis=1)
+    bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    hits = np.random.default_rng(0).random((draws, len(bins))) < confidence
+    gaps = (hits - confidence) @ np.eye(BINS)[bins]
+    return float(np.abs(gaps).sum(axis=1).mean() / len(bins))
 
 
 def tempered(probabilities: np.ndarray, temperature: float) -> np.ndarray:

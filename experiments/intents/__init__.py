@@ -122,15 +122,15 @@ def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[s
         for known, other in zip(test, outside, strict=True)
     ]
     record = {
-        "validation_nll": scores.summary([one["nll"] for one in validation]),
-        **{key: scores.summary([one[key] for one in found]) for key in COLUMNS},
+        "validation_nll": scores.over_seeds(validation)["nll"],
+        **scores.over_seeds(found),
         "seconds_of_training": method.seconds / len(test),
         "seconds_per_text": seconds,
         "chosen": ", ".join(f"{key} {value:g}" for key, value in method.chosen.items()),
     }
     return record, {
-        "in scope": scores.entropy(test).ravel(),
-        "out of scope": scores.entropy(outside).ravel(),
+        "in scope": predictions.entropy(test).ravel(),
+        "out of scope": predictions.entropy(outside).ravel(),
     }
 
 

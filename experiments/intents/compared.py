@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import jax
 import numpy as np
@@ -12,9 +11,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 
-from experiments.bayesian_network import Params
-from experiments.classify.compared import Compared, mc_dropout, nll, timed
-from experiments.classify.methods import Trainer, answers, by_means, by_moments, stacked
+from experiments.classify.compared import Compared, compared, mc_dropout, nll
+from experiments.classify.methods import Trained, Trainer, by_means, by_moments, stacked
 from experiments.intents.files import IntentSet, Part
 
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression
@@ -45,11 +43,11 @@ def transformers(
 ) -> Iterator[tuple[str, Compared]]:
     """The Transformers, one method after the other; what one leaves open has the best validation NLL."""
     held_out = stacked(validation, len(trainer.keys))
-    plain, seconds = timed(partial(trainer.plain, "plain Transformers"))
-    predict = answers(by_means(trainer.network), plain, trainer.keys)
-    yield "plain Transformer", _alike(Compared(predict, seconds, {}), len(trainer.keys))
+    plain = trainer.plain("plain Transformers")
+    method = compared(by_means(trainer.network), plain, trainer.keys)
+    yield "plain Transformer", _alike(method, len(trainer.keys))
     yield "MC dropout", _alike(mc_dropout(trainer, held_out, samples, nll), len(trainer.keys))
-    bayesian = _bayesian(trainer, held_out, kl_weights, plain, seconds)
+    bayesian = _bayesian(trainer, held_out, kl_weights, plain)
     yield "Bayesian Transformer, analytic", _alike(bayesian, len(trainer.keys))
 
 
@@ -63,13 +61,13 @@ def _alike(method: Compared, copies: int) -> Compared:
 
 
 def _bayesian(
-    trainer: Trainer, validation: Part, kl_weights: list[float], plain: Params, seconds: float
+    trainer: Trainer, validation: Part, kl_weights: list[float], plain: Trained
 ) -> Compared:
     """From the plain networks by the ELBO of drawn networks, predicted by moments."""
     predict, found = jax.jit(by_moments(trainer.network)), {}
     for weight in dict.fromkeys(kl_weights):
-        work = partial(trainer.elbo, weight, plain, f"Bayesian, KL weight {weight:g}")
-        params, took = timed(work)
-        answer = answers(predict, params, trainer.keys)
-        found[nll(answer, validation)] = Compared(answer, seconds + took, {"kl_weight": weight})
+        trained = trainer.elbo(weight, plain.params, f"Bayesian, KL weight {weight:g}")
+        trained = trained._replace(seconds=plain.seconds + trained.seconds)
+        method = compared(predict, trained, trainer.keys, kl_weight=weight)
+        found[nll(method.predict, validation)] = method
     return found[min(found)]

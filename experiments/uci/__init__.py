@@ -22,7 +22,7 @@ from experiments.report import aligned
 from experiments.uci import published, splits
 from experiments.uci.files import RegressionSet, read_sets
 from experiments.uci.methods import METHODS
-from experiments.uci.networks import perceptron
+from experiments.uci.networks import NETWORKS
 from experiments.uci.training import Budget, Trained, choose_and_fit
 
 __all__ = ["add_arguments", "run"]
@@ -39,6 +39,12 @@ def add_arguments(parser: Parser) -> None:
         nargs="+",
         metavar="NAME",
         help="sets, by their files' names without .npz (default: all in the folder)",
+    )
+    parser.choice(
+        "--network",
+        NETWORKS,
+        "perceptron",
+        "the protocol's, or a Transformer with a token a feature",
     )
     parser.choice("--methods", METHODS, None, "methods, compared with the first")
     parser.out("runs/uci", "metrics.json")
@@ -69,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict[str, Any]:
     """Every method's scores on every split."""
     budget = Budget(args.steps, args.batch_size, args.learning_rate)
-    network = perceptron(given.x.shape[1], NOISES[noise])
+    network = NETWORKS[args.network](given.x.shape[1], NOISES[noise])
     parts = splits.held_out(given, args.seed), splits.whole(given)
     results = {}
     for kind in dict.fromkeys(args.methods):

@@ -1,7 +1,8 @@
-"""The network of the protocol: moments of its outputs, and its outputs at given weights."""
+"""The networks of the regression: moments of their outputs, and their outputs at given weights."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -18,57 +19,108 @@ Params = dict[str, Any]
 """`beliefs`, the state of the Bayesian module, and `log_noise`, of the noise variance."""
 
 HIDDEN = 50
+TOKEN_FEATURES, TOKEN_HEADS, TOKEN_HIDDEN = 16, 4, 32
 RELATIVE_SCALE = 0.03  # spreads begin small, or units are pruned before they have learned anything
 START_LOG_NOISE = -1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Network:
+class Network(abc.ABC):
     """A module without its parameters, and what may be asked of it.
 
     Args:
-      graph: of the Flax module.
-      num_outputs: 1, the mean, or 2, the mean and the logarithm of the noise variance.
-      state: random streams -> the first state of the module.
-      moments: (module, x (N, D)) -> mean (N, O) and covariance (N, O, O) of the outputs.
+      num_features: D.
+      num_outputs: O: 1, the mean, or 2, the mean and the logarithm of the noise variance.
     """
 
-    graph: Any
+    num_features: int
     num_outputs: int
-    state: Callable[[Array], Any]
-    moments: Callable[[Any, Array], tuple[Array, Array]]
+
+    @abc.abstractmethod
+    def build(self, key: Array) -> Any:
+        """A new module."""
+
+    @abc.abstractmethod
+    def moments(self, module: Any, x: Array) -> tuple[Array, Array]:
+        """Rows (N, D) -> mean (N, O) and covariance (N, O, O) of the outputs."""
+
+    @abc.abstractmethod
+    def outputs(self, module: Any) -> Callable[[Arrays, Array], Array]:
+        """(weights, x (N, D)) -> outputs (N, O)."""
 
     def start(self, key: Array) -> Params:
         """The parameters before the first update."""
-        return {"beliefs": self.state(key), "log_noise": jnp.asarray(START_LOG_NOISE)}
+        beliefs = nnx.split(self.build(key))[1]
+        return {"beliefs": beliefs, "log_noise": jnp.asarray(START_LOG_NOISE)}
 
     def module(self, params: Params) -> Any:
         """The Bayesian module with these parameters."""
-        return nnx.merge(self.graph, params["beliefs"])
-
-    def outputs(self, module: Any) -> Callable[[Arrays, Array], Array]:
-        """(weights, x (N, D)) -> outputs (N, O)."""
-        return lambda arrays, x: module.network(arrays)(x)
+        graph = nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))))[0]
+        return nnx.merge(graph, params["beliefs"])
 
 
-def perceptron(num_features: int, num_outputs: int) -> Network:
-    """One hidden layer of 50 ReLU units."""
+class Perceptron(Network):
+    """One hidden layer of 50 ReLU units: the protocol's."""
 
-    def build(key: Array) -> mj.nn.MLP:
-        sizes = [num_features, HIDDEN, num_outputs]
+    def build(self, key: Array) -> mj.nn.MLP:
+        """A new module."""
+        sizes = [self.num_features, HIDDEN, self.num_outputs]
         return mj.nn.MLP(
             sizes, structure=mj.Diagonal, relative_scale=RELATIVE_SCALE, rngs=nnx.Rngs(key)
         )
 
-    graph, _ = nnx.split(build(jax.random.key(0)))
-    return Network(graph, num_outputs, lambda key: nnx.split(build(key))[1], _perceptron_moments)
+    def moments(self, module: mj.nn.MLP, x: Array) -> tuple[Array, Array]:
+        """Hidden units are independent where the input is certain, so this drops nothing."""
+        first, last = module.params
+        hidden, cov = mj.relu(
+            *mj.dense(x, mj.Diagonal.zeros((x.shape[0], x.shape[1]), x.dtype), first)
+        )
+        mean, own = mj.dense(hidden, cov, last)
+        shared = jnp.einsum("nh,ho,hp->nop", cov.variance(), last.kernel.mean, last.kernel.mean)
+        same = jnp.eye(mean.shape[1], dtype=bool)
+        return mean, jnp.where(same, own.variance()[:, :, None], shared)
+
+    def outputs(self, module: mj.nn.MLP) -> Callable[[Arrays, Array], Array]:
+        """(weights, x (N, D)) -> outputs (N, O)."""
+        return lambda arrays, x: jnp.asarray(module.network(arrays)(x))
 
 
-def _perceptron_moments(module: mj.nn.MLP, x: Array) -> tuple[Array, Array]:
-    """Hidden units are independent where the input is certain, so this drops nothing."""
-    first, last = module.params
-    hidden, cov = mj.relu(*mj.dense(x, mj.Diagonal.zeros((x.shape[0], x.shape[1]), x.dtype), first))
-    mean, own = mj.dense(hidden, cov, last)
-    shared = jnp.einsum("nh,ho,hp->nop", cov.variance(), last.kernel.mean, last.kernel.mean)
-    same = jnp.eye(mean.shape[1], dtype=bool)
-    return mean, jnp.where(same, own.variance()[:, :, None], shared)
+class FeatureTransformer(Network):
+    """Every feature is a token, its value times a vector plus another (Gorishniy et al., 2021).
+
+    One block, and the mean over the tokens of a linear head, in `Separable`.
+    """
+
+    def build(self, key: Array) -> mj.nn.TokenTransformer:
+        """A new module."""
+        return mj.nn.TokenTransformer(
+            self.num_features,
+            self.num_features,
+            self.num_outputs,
+            num_features=TOKEN_FEATURES,
+            num_heads=TOKEN_HEADS,
+            hidden_features=TOKEN_HIDDEN,
+            structure=mj.Separable,
+            relative_scale=RELATIVE_SCALE,
+            rngs=nnx.Rngs(key),
+        )
+
+    def moments(self, module: mj.nn.TokenTransformer, x: Array) -> tuple[Array, Array]:
+        """Rows (N, D) -> mean (N, O) and covariance (N, O, O) of the outputs."""
+        mean, cov = jax.vmap(mj.mean_pool)(*module(self._tokens(x)))
+        return mean[:, 0], jax.vmap(lambda c: c.token_blocks()[0])(cov)
+
+    def outputs(self, module: mj.nn.TokenTransformer) -> Callable[[Arrays, Array], Array]:
+        """(weights, x (N, D)) -> outputs (N, O)."""
+        return lambda arrays, x: module.network(arrays)(self._tokens(x)).mean(axis=1)
+
+    def _tokens(self, x: Array) -> Array:
+        """(N, D) -> (N, D, D): token d is x_d times the d-th unit vector."""
+        return x[:, :, None] * jnp.eye(self.num_features, dtype=x.dtype)
+
+
+NETWORKS: dict[str, Callable[[int, int], Network]] = {
+    "perceptron": Perceptron,
+    "transformer": FeatureTransformer,
+}
+"""By the names that the command line takes."""

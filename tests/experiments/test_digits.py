@@ -189,9 +189,15 @@ def test_the_split_is_fixed_and_stratified():
 def test_how_many_samples_catch_up():
     each = np.array([[[0.9, 0.1]], [[0.1, 0.9]]], np.float32)  # two networks, one image
     labels = np.zeros(1, np.int32)
-    assert predictions.catch_up(each, labels, np.inf) == 1
-    assert predictions.catch_up(each, labels, -np.log(0.49)) == 2
-    assert predictions.catch_up(each, labels, 0.0) is None
+
+    def caught(right):
+        analytic = np.stack([right, 1 - right], axis=-1)[None]
+        return predictions.catch_up(each, labels, analytic, 0.25)
+
+    assert caught(np.float32(0.0)) == (1, 0.25)
+    assert caught(np.float32(0.49)) == (2, 0.5)
+    assert caught(np.float32(1.0)) == (None, None)
+    assert caught(np.float32(0.49)).said(4) == "2 (0.5 times the time)"
 
 
 def test_an_epoch_sees_every_image_once():

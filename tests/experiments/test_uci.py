@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("tqdm")
 
-from experiments import draws
+from experiments import draws, uci
 from experiments.__main__ import main
 from experiments.uci import methods, networks, predictive, splits
 from experiments.uci.files import read_sets
-from experiments.uci.networks import perceptron
+from experiments.uci.networks import Perceptron
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
@@ -40,8 +40,9 @@ def test_parts_are_standardised_by_the_training_rows_and_constants_vanish(tmp_pa
     assert validation.train.x.shape == parts.train.x.shape
 
 
-def test_moments_are_those_of_drawn_networks():
-    network = perceptron(3, 2)
+@pytest.mark.parametrize("kind", networks.NETWORKS.values())
+def test_moments_are_those_of_drawn_networks(kind):
+    network = kind(3, 2)
     module = network.module(network.start(jax.random.key(0)))
     x = jax.random.normal(jax.random.key(1), (4, 3))
     mean, cov = network.moments(module, x)
@@ -70,7 +71,7 @@ def test_a_random_noise_variance_is_integrated_over():
 
 
 def test_dropout_keeps_the_mean_and_drops_inputs_whole():
-    module = perceptron(3, 1).module(perceptron(3, 1).start(jax.random.key(0)))
+    module = Perceptron(3, 1).module(Perceptron(3, 1).start(jax.random.key(0)))
     params = module.params
     keys = jax.random.split(jax.random.key(1), 2000)
     kernels = jax.vmap(lambda key: draws.dropout(params, 0.2)(key)[1].kernel)(keys)
@@ -80,7 +81,7 @@ def test_dropout_keeps_the_mean_and_drops_inputs_whole():
 
 
 def test_a_learned_prior_is_the_best_of_its_kind():
-    network = perceptron(3, 1)
+    network = Perceptron(3, 1)
     module = network.module(network.start(jax.random.key(0)))
     learned = methods.Analytic(network).penalty(module, {"prior_sd": jnp.zeros(())}, 1.0)
     fixed = [
@@ -128,14 +129,23 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 
 
 @pytest.mark.whole_run
-def test_the_regression(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("network", "kinds", "noises"),
+    [
+        ("perceptron", list(methods.METHODS), ["homoscedastic", "heteroscedastic"]),
+        ("transformer", ["analytic"], ["heteroscedastic"]),  # the others have nothing of its own
+    ],
+)
+def test_the_regression(network, kinds, noises, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(networks, "HIDDEN", 4)
     monkeypatch.setattr(methods, "NUM_DRAWS", 8)
+    monkeypatch.setattr(uci, "NOISES", {noise: uci.NOISES[noise] for noise in noises})
     np.savez(tmp_path / "a.npz", **arrays())
     command = ["uci", "--data-dir", str(tmp_path), "--splits", "2", "--out", str(tmp_path / "out")]
-    assert main([*command, "--steps", "3", "--batch-size", "16"]) == 0
-    assert "heteroscedastic: MC dropout" in capsys.readouterr().out
+    sizes = ["--network", network, "--steps", "3", "--batch-size", "16"]
+    assert main([*command, *sizes, "--methods", *kinds]) == 0
+    assert f"heteroscedastic: {methods.METHODS[kinds[-1]].name}" in capsys.readouterr().out
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    for noise in ("homoscedastic", "heteroscedastic"):
+    for noise in noises:
         for record in metrics["sets"]["a"][noise].values():
             assert np.isfinite(record["nll_of_splits"] + record["rmse_of_splits"]).all()
