@@ -1,6 +1,6 @@
 """Networks drawn at random, as the methods without moments have them: dropout and sampled weights.
 
-Every method here is a draw: key -> arrays in the place of the beliefs of a parameter group. Training and
+Every method here is a draw: key -> arrays in place of the beliefs of a parameter group. Training and
 prediction are then the same for all of them.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import moment_jax as mj
 
 Array = jax.Array
-Arrays = Any  # a parameter group with arrays in the place of its beliefs
+Arrays = Any  # a parameter group with arrays in place of its beliefs
 Draw = Callable[[Array], Arrays]
 
 

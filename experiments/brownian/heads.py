@@ -152,7 +152,7 @@ def head_importance(
 ) -> HeadImportance:
     """Importance of every head from the posterior.
 
-    The change of the ELBO is exact in the sense that both bounds are computed anew by the analytic pass,
+    The change of the ELBO is exact in the sense that both bounds are recomputed by the analytic pass,
     and the divergences in closed form: no gradient stands in for the change.
 
     Args:

@@ -19,8 +19,8 @@ class ScoreParts(NamedTuple):
       cyclic: what is left: flow around cycles of tokens. The chain softmax(s) is reversible exactly
         where it is zero.
       symmetric_share: between 0 and 1; the three shares sum to one.
-      gradient_share: so too.
-      cyclic_share: so too; gradient_share + cyclic_share is the antisymmetric part's.
+      gradient_share: likewise.
+      cyclic_share: likewise; gradient_share + cyclic_share is the antisymmetric part's.
     """
 
     symmetric: Array

@@ -75,7 +75,7 @@ class _Recorder:
 
 
 def _recording(network: Any, stream: list[Array]) -> Any:
-    """A shallow copy of the network with recorders in the place of its blocks."""
+    """A shallow copy of the network with recorders in place of its blocks."""
     owner = blocks_of(network)
     watched = copy.copy(owner)
     # Modules check what is assigned to them; recorders are no modules, and need not be.

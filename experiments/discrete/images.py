@@ -15,8 +15,8 @@ from experiments.command_line import InputError
 class ImageSet(NamedTuple):
     """Images (N, size, size) of numbers in [0, 1].
 
-    patch_size and dense_patch_size are the sides of the squares that one code stands for, in
-    Transformers and in dense networks, where nobody says otherwise.
+    patch_size and dense_patch_size are the default sides of the squares that one code stands for, in
+    Transformers and in dense networks.
     """
 
     train: np.ndarray

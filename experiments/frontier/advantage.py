@@ -18,7 +18,7 @@ class Accuracy(NamedTuple):
       rms_sd_error: root mean square of sd / true sd - 1, less what the truth's own noise adds to it;
         never below that noise.
       resolution: that noise, root mean square of the truth's relative standard errors.
-      at_resolution: whether the error is not to be told from none.
+      at_resolution: whether the error is within the truth's noise.
     """
 
     agreement: mj.reference.Agreement

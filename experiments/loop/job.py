@@ -52,7 +52,7 @@ class Job:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run and the checkpoints that it goes on from must have in common."""
+        """Settings that a run shares with the checkpoints it resumes from."""
         return {
             "job": self.name,
             "seed": self.seed,

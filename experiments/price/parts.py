@@ -40,7 +40,7 @@ class Part(NamedTuple):
     Args:
       params: its beliefs, of a block's.
       moments: (mean, cov, beliefs, heads) of one sequence -> (mean, cov).
-      plain: (arrays in the place of the beliefs, heads) -> a Flax module, of a batch.
+      plain: (arrays in place of the beliefs, heads) -> a Flax module, of a batch.
     """
 
     params: Callable[[Any], Any]

@@ -24,7 +24,7 @@ LEAVE_FOR_LAST = 0.85  # no kill is planned beyond this share of the updates
 
 @dataclasses.dataclass
 class Kill:
-    """One kill: whom, in which phase, and what came of it.
+    """One kill: its victim, its phase, and its consequences.
 
     Args:
       victim: one of `VICTIMS`.

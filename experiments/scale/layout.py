@@ -75,7 +75,7 @@ class Layout:
         return over(copies, over(split, block))  # the gradient passes `split` last, and lies so
 
     def in_chunks(self, fn: Callable[..., Any], weights: Any, batch: Any, count: int) -> Any:
-        """`fn(weights, part)` of `count` parts of a batch in turn, computed anew in the backward pass.
+        """`fn(weights, part)` of `count` parts of a batch in turn, recomputed in the backward pass.
 
         Args:
           fn: of one row's weights and of its examples of one part.

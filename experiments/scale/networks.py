@@ -2,7 +2,7 @@
 
 Tokens of images or words, a pre-norm encoder, the mean over the tokens, a linear head. The blocks are
 kept as they are used: one module whose arrays have a leading axis of blocks, over which the pass scans.
-So one block is compiled, and the optimiser updates one array in the place of one for each block.
+So one block is compiled, and the optimiser updates one array in place of one for each block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Size:
       per_row: examples of a batch for each row of devices (the axis `data`).
       chunks: parts of the batch that go through a block one after another, so that what a block keeps
         for its backward pass is of one part; the block's parameters are gathered once for all.
-      remat: compute every block anew in the backward pass.
+      remat: recompute every block in the backward pass.
       patch: height and width of a patch of an image of three channels; 0 for sequences of words.
       vocabulary: number of words; 0 for images.
     """

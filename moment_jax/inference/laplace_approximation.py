@@ -85,7 +85,7 @@ def laplace(
       receipt: return a `LaplaceReceipt` too: log evidence, prior precisions, noise variance.
 
     Returns:
-      A tree as `nnx.to_pure_dict(nnx.state(model, nnx.Param))`, with a belief in the place of each
+      A tree as `nnx.to_pure_dict(nnx.state(model, nnx.Param))`, with a belief in place of each
       array. K-FAC kernels are `MatrixNormal`: the product of variances in the factors' eigenbases that
       is closest to the exact ones (least KL divergence from them).
 

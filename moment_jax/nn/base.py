@@ -35,7 +35,7 @@ class BayesianModule(nnx.Module):
     """A module that owns beliefs about its weights.
 
     Subclasses give `params`, the parameter group of the layer they call, and `network(params)`, the
-    plain Flax network with arrays in the place of the beliefs.
+    plain Flax network with arrays in place of the beliefs.
     """
 
     settings: Settings

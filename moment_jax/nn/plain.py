@@ -16,7 +16,7 @@ from flax import nnx
 
 Array = jax.Array
 ScalarFunction = Callable[[Array], Array]
-# A parameter group with arrays in the place of its beliefs.
+# A parameter group with arrays in place of its beliefs.
 Arrays = Any
 
 

@@ -14,7 +14,7 @@ Array = jax.Array
 
 
 def sample_params(params: Any, key: Array) -> Any:
-    """One draw of the weights: the same pytree, with an array in the place of every belief.
+    """One draw of the weights: the same pytree, with an array in place of every belief.
 
     Beliefs are drawn independently of each other. Other leaves, and None, are kept as they are.
 

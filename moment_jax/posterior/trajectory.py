@@ -23,7 +23,7 @@ def swag(iterates: Iterable[Any]) -> Any:
       iterates: trees of parameters of one structure, two or more; they are read one by one.
 
     Returns:
-      The same tree with a `Factorized` belief in the place of each array.
+      The same tree with a `Factorized` belief in place of each array.
 
     Raises:
       ValueError: if there are fewer than two.
@@ -76,7 +76,7 @@ def from_second_moments(
       decay: `b2` of Adam.
 
     Returns:
-      The tree of `params` with a `Factorized` belief in the place of each array.
+      The tree of `params` with a `Factorized` belief in place of each array.
 
     Raises:
       ValueError: if the state has no second moments, or they are of another tree.

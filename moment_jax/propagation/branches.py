@@ -77,7 +77,7 @@ class Branch:
       entered: covariance of what entered the paths, x itself or x normalised.
       norm: the normalisation, if there is one.
       paths: their sum; none where nothing follows the normalisation.
-      attention: attention in the place of paths.
+      attention: attention in place of paths.
     """
 
     mean: Array

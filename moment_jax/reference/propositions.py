@@ -150,7 +150,7 @@ def proposition4_as_printed(
 ) -> Array:
     """Prop. 4 as printed; arguments as in `proposition4`.
 
-    It divides by the variance over the features, in the place of the standard deviation, and takes
+    It divides by the variance over the features, in place of the standard deviation, and takes
     the token's mean and deviation as constants.
     """
     centred = mean - jnp.mean(mean, axis=1, keepdims=True)

@@ -51,7 +51,7 @@ def monte_carlo(
     moment (and to first order from that of the variance), not from the Gaussian formula.
 
     Args:
-      fn: a function of one draw of the parameters (arrays in the place of beliefs) that returns one
+      fn: a function of one draw of the parameters (arrays in place of beliefs) that returns one
         array of any shape; it is vmapped.
       params: any pytree that holds `Posterior` leaves.
       key: a JAX random key.
