@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moment_jax.optim.factors import Factors
 from moment_jax.optim.groups import Matrices
-from moment_jax.optim.operators import apply_curvature
+from moment_jax.optim.operators import quadratic_form
 
 Array = jax.Array
 
@@ -51,7 +51,7 @@ class Moved(NamedTuple):
         length = inner(step, step)
 
         def measured() -> Array:
-            return inner(step, {key: apply_curvature(curvature[key], s) for key, s in step.items()})
+            return sum_of(quadratic_form(curvature[key], each) for key, each in step.items())
 
         curved = jax.lax.cond(exact, measured, lambda: ratio * length)
         ratio = jnp.where(length > 0, curved / jnp.where(length > 0, length, 1), ratio)

@@ -39,6 +39,17 @@ def apply_curvature(factor: Factor, matrix: Array) -> Array:
     return jnp.einsum("ln,lnta,lnto->lao", inner, factor.inputs, factor.outputs)
 
 
+def quadratic_form(factor: Factor, matrix: Array) -> Array:
+    """<V, F V> of all layers of a stack together.
+
+    Of a Kronecker product it is <A V, V G>: XLA for CPU would take the last product of A V G into the
+    sum, where a stack of matrices is six times as slow.
+    """
+    if isinstance(factor, KroneckerFactor):
+        return jnp.sum(jnp.matmul(factor.inputs, matrix) * jnp.matmul(matrix, factor.outputs))
+    return jnp.sum(matrix * apply_curvature(factor, matrix))
+
+
 def curvature_diagonal(factor: Factor) -> Array:
     """The diagonal of F as matrices (L, rows, columns)."""
     if isinstance(factor, DiagonalFactor):
