@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from moment_jax.covariance import Covariance, Separable
+from moment_jax.covariance import Covariance
 from moment_jax.posterior import Posterior
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
@@ -21,7 +21,7 @@ def bayesian(
     model: nnx.Module,
     posterior: Any,
     *,
-    structure: type[Covariance] = Separable,
+    structure: type[Covariance] | None = None,
     batch_axes: int = 1,
     batched: tuple[str, ...] = (),
     linearised: bool = False,
@@ -36,7 +36,7 @@ def bayesian(
       model: a Flax NNX module that returns one array.
       posterior: beliefs in the places of parameters, a tree as `nnx.to_pure_dict(nnx.state(model,
         nnx.Param))` gives one; parameters that it leaves out are certain.
-      structure: in which covariances are kept.
+      structure: in which covariances are kept; None as in `propagate`: by the sizes of the arrays.
       batch_axes: how many leading axes of the inputs are a batch.
       batched: names of keyword arguments with these axes, such as ("mask",); others are for all alike.
       linearised: of the network linearised in its weights, right for a Laplace approximation, see

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 
 class Agreement(NamedTuple):
-    """Agreement of means and standard deviations with the truth's, over all elements.
+    """Agreement of means and standard deviations with the truth's, over all elements that vary.
 
     mean_error is the root mean square of (mean - true mean) / true sd; sd_ratio the mean of sd / true
     sd; sd_error the mean of |sd / true sd - 1|; sd_correlation that of the two sds, 0 where either is
@@ -25,10 +25,14 @@ class Agreement(NamedTuple):
     def of(
         cls, mean: ArrayLike, sd: ArrayLike, true_mean: ArrayLike, true_sd: ArrayLike
     ) -> Agreement:
-        """The figures of arrays of one shape; true_sd is positive."""
+        """The figures of arrays of one shape; what has a true sd of zero (a dead ReLU) is left out."""
         means, sds, true_means, true_sds = (
             np.asarray(part, np.float64) for part in (mean, sd, true_mean, true_sd)
         )
+        if (varies := true_sds > 0).any():
+            means, sds, true_means, true_sds = (
+                part[varies] for part in (means, sds, true_means, true_sds)
+            )
         ratio = sds / true_sds
         centred, true_centred = sds - sds.mean(), true_sds - true_sds.mean()
         spread = np.sqrt(np.sum(centred**2) * np.sum(true_centred**2))

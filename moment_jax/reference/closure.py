@@ -46,8 +46,8 @@ def closure_report(
     time: n T D numbers for each structure (and for `Full` a matrix of (T D)^2).
 
     Args:
-      module: a Bayesian module (anything with `sequence(x)` and `stages`, each with `name`,
-        `moments` and `draw`).
+      module: a Bayesian module, or the receipt of `mj.propagate(fn, receipt=True)` at x (anything with
+        `sequence(x)` and `stages`, each with `name`, `moments` and `draw`).
       x: one input, certain: (T, D), or one image for a `VisionTransformer`.
       structures: covariance structures to compare.
       key: a JAX random key.
