@@ -87,7 +87,7 @@ def closure_report(
             )
             rows.append(ClosureRow(stage.name, structure.__name__, *agreements))
             noise = gaussian_draws(kept_covariance(structure, drawn), noise_key, num_samples)
-            closed[structure] = jnp.mean(drawn, axis=0) + noise
+            closed[structure] = jnp.mean(drawn, axis=0, keepdims=True) + noise
     return rows
 
 
