@@ -1,12 +1,14 @@
 """Gaussian integrals on plain arrays: moments of nonlinear functions of Gaussian variables.
 
 Elementwise functions return `ElementwiseMoments` (mean, variance, gain, second):
-`rectified` and `gelu` in closed form, `elementwise` for any smooth function by quadrature.
+`rectified`, `gelu` and `piecewise_linear` in closed form, `elementwise` for any smooth function by
+quadrature.
 Softmax functions take one row of scores; batch them with `jax.vmap`.
 """
 
 from moment_jax.expectations.gelu import gelu
 from moment_jax.expectations.moments import ElementwiseMoments
+from moment_jax.expectations.piecewise import piecewise_linear
 from moment_jax.expectations.quadrature import elementwise
 from moment_jax.expectations.rectified import rectified
 from moment_jax.expectations.softmax import (
@@ -29,6 +31,7 @@ __all__ = [
     "gelu",
     "logsumexp_mean",
     "masked_softmax",
+    "piecewise_linear",
     "rectified",
     "softmax_expansion",
     "softmax_jacobian",

@@ -36,7 +36,7 @@ def bayesian(
       model: a Flax NNX module that returns one array.
       posterior: beliefs in the places of parameters, a tree as `nnx.to_pure_dict(nnx.state(model,
         nnx.Param))` gives one; parameters that it leaves out are certain.
-      structure: in which covariances are kept.
+      structure: in which covariances are kept, as in `propagate`.
       batch_axes: how many leading axes of the inputs are a batch.
       batched: names of keyword arguments with these axes, such as ("mask",); others are for all alike.
       linearised: of the network linearised in its weights, right for a Laplace approximation, see

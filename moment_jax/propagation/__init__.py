@@ -14,6 +14,7 @@ from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
 )
 from moment_jax.propagation.errors import PropagationError
 from moment_jax.propagation.linearisation import linearised
-from moment_jax.propagation.propagator import Step, propagate, propagation_rule
+from moment_jax.propagation.propagator import propagate, propagation_rule
+from moment_jax.propagation.receipt import Receipt, Step
 
-__all__ = ["PropagationError", "Step", "linearised", "propagate", "propagation_rule"]
+__all__ = ["PropagationError", "Receipt", "Step", "linearised", "propagate", "propagation_rule"]

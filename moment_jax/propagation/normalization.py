@@ -43,6 +43,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
                 return np.asarray(compute(node, {source: value}), float)
 
         kind = recognised_rows(fn, source.shape, source.dtype, axes)
+        if kind is None and found is None:
+            continue  # such as the exponentials in a softmax
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
             break
         found = source, axes, kind

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.errors import explain, refuse, where
 from moment_jax.propagation.graph import Node, Recorder, Value, is_random
 from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
+from moment_jax.propagation.receipt import Receipt, Step, costs, scope
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
@@ -22,29 +24,29 @@ Array = jax.Array
 Rule = Callable[[Any, Node], Moments | None]
 
 
-class Step(NamedTuple):
-    """One operation of a receipt."""
-
-    operation: str  # of the function
-    rule: str  # by which its moments were computed
-    assumes: str
-    where: str  # in the user's program
-    shape: tuple[int, ...]
-
-
 class Propagator:
     """Moments of the nodes of one graph, in one structure."""
 
     def __init__(self, structure: type[Covariance]) -> None:
         self.structure = structure
+        self.tied = False  # whether weights are used more than once
+        self.output: Value = None  # of the function
         self.begin(None)
 
     def begin(self, pool: Array | None) -> None:
         """Forget everything, and sum over these tokens in sequences of as many: see `Pooled`."""
         self.pool = pool
-        self.tied = False  # whether weights are used more than once
         self.steps: list[Step] = []
+        self.noted: list[Node] = []  # of the steps
         self._certain: dict[tuple[int, Axes], tuple[Any, Moments]] = {}
+
+    def run(self, one_pass: Callable[[], Moments]) -> Moments:
+        """Moments by one pass, or by a second one that sums over the tokens that a mask has shown."""
+        try:
+            return one_pass()
+        except Pooled as found:
+            self.begin(found.pool)
+            return one_pass()
 
     def moments(self, value: Value) -> Moments:
         """Of a node, a weight, or an array that is certain."""
@@ -65,10 +67,10 @@ class Propagator:
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
             cov = self.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
-            self._certain[key] = (array, self._pooled(fresh(mean, cov, x.shape, tokens, features)))
+            self._certain[key] = (array, self.pooled(fresh(mean, cov, x.shape, tokens, features)))
         return self._certain[key][1]
 
-    def _pooled(self, found: Moments) -> Moments:
+    def pooled(self, found: Moments) -> Moments:
         """The same, if as long as the sequence that a mask was for: summed over what the mask shows."""
         cov: Any = found.cov
         if self.pool is None or cov.shape[:1] != self.pool.shape or cov.pool is not None:
@@ -78,13 +80,15 @@ class Propagator:
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Enter an operation into the receipt."""
         self.steps.append(Step(node.op, rule, assumes, where(node.source), tuple(node.shape)))
+        self.noted.append(node)
 
     def _resolved(self, node: Node) -> Moments:
         known = (RULES.get(node.op, ()), LAST.get(node.op, ()))
         for rule in (*_REGISTERED.get(node.op, ()), *PATTERNS, *known[0], *known[1]):
-            found = rule(self, node)
+            with jax.named_scope(scope(node)):
+                found = rule(self, node)
             if found is not None:
-                return self._pooled(found)
+                return self.pooled(found)
         shapes = ", ".join(str(tuple(np.shape(x))) for x in node.operands)
         raise refuse(
             f"`{node.op}` of {shapes}, random",
@@ -189,14 +193,16 @@ def propagate(
 
     Args:
       fn: `fn(params, *inputs)`, returning one array.
-      structure: in which covariances are kept, such as `mj.Separable` or `mj.Full`.
-      receipt: return the list of the operations too, each with its rule and what that assumes.
+      structure: in which covariances are kept. `mj.Full` is the most exact, for small arrays: a
+        covariance has the square of an array's entries.
+      receipt: return the list of the operations too, each with its rule, what that assumes and what it
+        costs; outside of jax.jit. `mj.reference.closure_report` takes the list.
 
     Returns:
       A function of `params`, a pytree with a `Posterior` for every random array and arrays elsewhere,
       and of the inputs, certain. It returns mean and covariance of the output as a sequence (T, D): its
       last axis are the features, all others the tokens; an output (D,) is one token. With `receipt`
-      also a list of `Step`.
+      also a `Receipt`, a list of `Step`.
 
     Raises:
       PropagationError: for an operation that has no rule, with the line where it is.
@@ -222,9 +228,28 @@ def propagate(
     def propagated(params: Any, *inputs: Any) -> Any:
         propagator = Propagator(structure)
         mean, cov = materialized_inputs(_output)(propagator, fn, params, inputs)
-        return (mean, cov, propagator.steps) if receipt else (mean, cov)
+        if not receipt:
+            return mean, cov
+        counted = Propagator(structure)
+        traced = jax.make_jaxpr(lambda: _output(counted, fn, params, inputs))()
+        return mean, cov, _receipt(propagator, counted, costs(traced.jaxpr))
 
     return propagated
+
+
+def _receipt(propagator: Propagator, counted: Propagator, cost: Counter[int]) -> Receipt:
+    """The steps of a pass, with what the same steps have cost in another."""
+
+    def run(structure: type[Covariance], one_pass: Callable[[Propagator], Moments]) -> Moments:
+        other = Propagator(structure)
+        other.tied = propagator.tied
+        return other.run(lambda: one_pass(other))
+
+    steps = [
+        step._replace(cost=cost.pop(node.index, 0))
+        for step, node in zip(propagator.steps, counted.noted, strict=True)
+    ]
+    return Receipt(steps, propagator.noted, propagator.output, run)
 
 
 def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Array, Any]:
@@ -245,17 +270,13 @@ def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[
             f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
         )
 
-    def run() -> Moments:
+    def one_pass() -> Moments:
         recorder = Recorder()
-        (output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
+        (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
         propagator.tied = max(recorder.uses.values(), default=0) > 1
-        return propagator.moments(output)
+        return propagator.moments(propagator.output)
 
-    try:
-        m = run()
-    except Pooled as found:
-        propagator.begin(found.pool)
-        m = run()
+    m = propagator.run(one_pass)
     last = len(m.shape) - 1
     tokens = tuple(range(max(last, 0)))
     return m.sequence(tokens, (last,) if last >= 0 else ())
@@ -265,4 +286,8 @@ def as_weight(value: Value) -> Weight | None:
     """A weight, or a certain array as one; None for a node."""
     if isinstance(value, Node):
         return None
-    return value if isinstance(value, Weight) else Weight.of(Point(jnp.asarray(value)))
+    if isinstance(value, Weight):
+        return value
+    array = jnp.asarray(value)
+    floating = jnp.issubdtype(array.dtype, jnp.floating)
+    return Weight.of(Point(array if floating else array.astype(float)))

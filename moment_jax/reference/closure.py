@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 class Agreement(NamedTuple):
-    """Agreement of means and standard deviations with the truth's, over all elements.
+    """Agreement of means and standard deviations with the truth's, over all elements that vary.
 
     mean_error is the root mean square of (mean - true mean) / true sd; sd_ratio the mean of sd / true
     sd; sd_error the mean of |sd / true sd - 1|; sd_correlation that of the two sds, 0 where either is
@@ -34,9 +34,10 @@ class Agreement(NamedTuple):
     def of(
         cls, mean: ArrayLike, sd: ArrayLike, true_mean: ArrayLike, true_sd: ArrayLike
     ) -> Agreement:
-        """The figures of arrays of one shape; true_sd is positive."""
+        """The figures of arrays of one shape; what has a true sd of zero (a dead ReLU) is left out."""
+        varies = np.asarray(true_sd) > 0
         means, sds, true_means, true_sds = (
-            np.asarray(part, np.float64) for part in (mean, sd, true_mean, true_sd)
+            np.asarray(part, np.float64)[varies] for part in (mean, sd, true_mean, true_sd)
         )
         ratio = sds / true_sds
         centred, true_centred = sds - sds.mean(), true_sds - true_sds.mean()
@@ -81,8 +82,8 @@ def closure_report(
     time: n T D numbers for each structure (and for `Full` a matrix of (T D)^2).
 
     Args:
-      module: a Bayesian module (anything with `sequence(x)` and `stages`, each with `name`,
-        `moments` and `draw`).
+      module: a Bayesian module, or the receipt of `mj.propagate(fn, receipt=True)` at x (anything with
+        `sequence(x)` and `stages`, each with `name`, `moments` and `draw`).
       x: one input, certain: (T, D), or one image for a `VisionTransformer`.
       structures: covariance structures to compare.
       key: a JAX random key.
@@ -122,7 +123,7 @@ def closure_report(
             )
             rows.append(ClosureRow(stage.name, structure.__name__, *agreements))
             noise = gaussian_draws(kept_covariance(structure, drawn), noise_key, num_samples)
-            closed[structure] = jnp.mean(drawn, axis=0) + noise
+            closed[structure] = jnp.mean(drawn, axis=0, keepdims=True) + noise
     return rows
 
 

@@ -127,19 +127,24 @@ def assert_sampled(model, x, structure, bounds):
     assert bounds[0] <= ratio <= bounds[1], ratio
 
 
+IMAGE = jax.random.normal(jax.random.key(1), (1, 8, 8, 1))
 CASES = {
-    "perceptron": (MyMLP, (2, 3), mj.Separable, (0.95, 1.05)),
-    "convolutions": (MyCNN, (1, 8, 8, 1), mj.Full, (0.95, 1.05)),
+    "perceptron": (MyMLP, jax.random.normal(jax.random.key(1), (2, 3)), mj.Separable),
+    "convolutions": (MyCNN, IMAGE, mj.Full),
+    "vision": (MyViT, IMAGE, mj.Full),
+    "language": (MyLanguageModel, jnp.array([[1, 4, 2, 7, 1, 3]]), mj.Full),
 }
+LONG = ("vision", "language")  # half a minute of compilation each
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.whole_run] * (n in LONG)) for n in CASES]
+)
 def test_unmodified_models_against_sampled_networks(name):
-    make, shape, structure, bounds = CASES[name]
+    make, x, structure = CASES[name]
     model = make(nnx.Rngs(0))
     model.eval()
-    x = jax.random.normal(jax.random.key(1), shape)
-    assert_sampled(model, x, structure, bounds)
+    assert_sampled(model, x, structure, (0.95, 1.05))
 
 
 def test_transformers_that_users_write_keep_their_mean():
@@ -181,6 +186,41 @@ def test_residual_sums_know_their_branch_wherever_it_began():
     assert steps[-1].rule == "residual"
     ratio = jnp.sqrt(cov.variance()) / truth.standard_deviation
     assert jnp.all(jnp.abs(ratio - 1) < 0.03)
+
+
+def perceptrons(p, x):
+    x = x @ p["w"]
+    x = x + jnp.tanh(x @ p["up"]) @ p["down"]
+    return jax.nn.relu(x) @ p["head"]
+
+
+PERCEPTRONS = {
+    "w": belief(0, 3, 4), "up": belief(1, 4, 5), "down": belief(2, 5, 4), "head": belief(3, 4, 2)
+}  # fmt: skip
+
+
+def test_a_closure_report_takes_a_receipt():
+    """From cut to cut: the residual sum is one stage, for its input goes around its branch."""
+    x = jax.random.normal(jax.random.key(0), (3, 3))
+    *_, steps = mj.propagate(perceptrons, receipt=True)(PERCEPTRONS, x)
+    rows = mj.reference.closure_report(steps, x, [mj.Full], jax.random.key(1), 1000)
+    assert [row.stage.split()[0] for row in rows] == ["dense", "residual", "relu", "dense"]
+    assert all("test_propagate.py" in row.stage for row in rows)
+    for row in rows:
+        for agreement in (row.closure, row.library, row.layer):
+            assert abs(agreement.sd_ratio - 1) < 0.06
+            assert agreement.mean_error < 0.15
+
+
+def test_a_receipt_tells_what_each_operation_costs():
+    weights, x = {"w": belief(0, 3, 8), "v": belief(1, 8, 5)}, jnp.ones((4, 3))
+    structure = mj.Diagonal
+    *_, steps = mj.propagate(
+        lambda p, x: jax.nn.gelu(x @ p["w"]) @ p["v"], structure=structure, receipt=True
+    )(weights, x)
+    assert [step.rule for step in steps] == ["dense", "quadrature", "dense"]
+    assert steps[2].cost >= 2 * 4 * 8 * 5  # mean and variance
+    assert steps[1].cost < steps[0].cost < steps[2].cost
 
 
 def test_a_receipt_tells_rule_assumption_and_line():
@@ -265,3 +305,80 @@ def test_a_model_called_with_other_batch_axes_is_told_so(linearised):
         of(jnp.ones(4, jnp.float32))
     with pytest.raises(ValueError, match=r"one axis less.*\(2, 3, 4\)\. Give batch_axes=2"):
         of(jnp.ones((2, 3, 4), jnp.float32))
+
+
+LARGE = jnp.array([-30.0, -7.0, 0.3, 7.0, 30.0])
+WRITTEN = {  # what is like another function between -6 and 6, or not finite at zero, or has kinks
+    "relu6": jax.nn.relu6,
+    "clip": lambda x: jnp.clip(x, -10, 10),
+    "leaky": lambda x: jax.nn.leaky_relu(x, 0.1),
+    "max": lambda x: jnp.maximum(x, 0.1),
+    "log": lambda x: jnp.log(jnp.abs(x)),
+    "softplus": jax.nn.softplus,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_elementwise_functions_are_not_taken_for_others(name):
+    """Far from zero too: at next to no noise the mean is the function's value, the sd its slope's."""
+    fn = WRITTEN[name]
+    belief = mj.posterior.Factorized(LARGE, jnp.full(5, 1e-6))
+    mean, cov = mj.propagate(lambda w, x: fn(w * x))(belief, jnp.ones(5))
+    assert jnp.allclose(mean[0], fn(LARGE), atol=1e-4)
+    slope = jax.vmap(jax.grad(fn))(LARGE)
+    assert jnp.allclose(jnp.sqrt(cov.variance()[0]), 1e-3 * jnp.abs(slope), rtol=1e-2, atol=1e-5)
+
+
+def test_clipped_and_leaky_activations_are_exact():
+    z = jax.random.normal(jax.random.key(0), (200_000, 1))
+    mean, variance = jnp.array([[-1.0, 0.2, 2.0]]), jnp.array([[0.3, 1.0, 4.0]])
+    belief = mj.posterior.Factorized(mean, variance)
+    for fn in (lambda x: jnp.clip(x, -1, 0.5), WRITTEN["leaky"], lambda x: jnp.minimum(x, 0.3)):
+        found, cov, steps = mj.propagate(lambda w, x, fn=fn: fn(x @ w), receipt=True)(
+            belief, jnp.ones((1, 1))
+        )
+        assert steps[-1].rule == "piecewise linear"
+        drawn = fn(mean + jnp.sqrt(variance) * z)
+        assert jnp.all(jnp.abs(found[0] - drawn.mean(0)) < 5 * drawn.std(0) / 200_000**0.5)
+        assert jnp.allclose(cov.variance()[0], drawn.var(0), rtol=0.03)
+
+
+def test_a_softmax_is_the_library_s_and_a_logsumexp_is_no_relu():
+    x = jax.random.normal(jax.random.key(3), (3, 4))
+    kernel = belief(0, 4, 4, scale=0.5)
+    moments = mj.dense(x, mj.Full.zeros(x.shape), mj.DenseParams(kernel))
+    found = mj.propagate(lambda w, x: jax.nn.softmax(x @ w), structure=mj.Full)(kernel, x)
+    assert_same(found, mj.softmax(*moments))
+    fn = lambda w: jax.nn.logsumexp(x @ w, axis=-1)  # noqa: E731
+    kernel = belief(0, 4, 4)
+    _, cov = mj.propagate(lambda w, _: fn(w), structure=mj.Full)(kernel, x)
+    truth = mj.monte_carlo(fn, kernel, jax.random.key(4), 4000)
+    assert jnp.allclose(jnp.sqrt(cov.variance()[0]), truth.standard_deviation, rtol=0.1)
+
+
+def test_loops_branches_and_recomputation_are_entered():
+    layers = [belief(i, 3, 3) for i in range(3)]
+    stack = jax.tree.map(lambda *a: jnp.stack(a), *layers)
+    x = jax.random.normal(jax.random.key(3), (2, 3))
+
+    def loop(layers, x):
+        for w in layers:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def scanned(stack, x):
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, stack)[0]
+
+    def branching(layers, x):
+        return jax.lax.cond(x.shape[0] == 2, lambda: loop(layers, x), lambda: x)
+
+    expected = mj.propagate(loop)(layers, x)
+    assert_same(mj.propagate(scanned)(stack, x), expected)
+    for fn in (jax.jit(loop), jax.checkpoint(loop), branching):
+        assert_same(mj.propagate(fn)(layers, x), expected)
+
+
+def test_integers_are_inputs_like_others():
+    w = belief(0, 4, 2)
+    fn = mj.propagate(lambda w, x: x @ w)
+    assert_same(fn(w, jnp.arange(8).reshape(2, 4)), fn(w, jnp.arange(8.0).reshape(2, 4)))

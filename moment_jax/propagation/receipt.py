@@ -1,0 +1,162 @@
+"""What one pass did: its operations, what they cost, and its stages for `closure_report`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
+from moment_jax.propagation.origins import between, weights_of
+from moment_jax.propagation.primitives import is_view
+from moment_jax.propagation.regions import compute
+from moment_jax.propagation.weights import Weight
+
+Array = jax.Array
+
+
+class Step(NamedTuple):
+    """One operation of a receipt."""
+
+    operation: str  # of the function
+    rule: str  # by which its moments were computed
+    assumes: str
+    where: str  # in the user's program
+    shape: tuple[int, ...]
+    cost: int = (
+        0  # multiply-adds of its matrix products; elementwise functions and copies not counted
+    )
+
+
+class Receipt(list[Step]):
+    """The operations of one pass, in the order in which their moments were computed.
+
+    `mj.reference.closure_report(receipt, x, structures, key)` takes it, with the x of the pass: its
+    stages lead from one array that all later ones are made of to the next, with weights of their own.
+    """
+
+    def __init__(
+        self, steps: list[Step], nodes: list[Node], output: Node, run: Callable[..., Any]
+    ) -> None:
+        super().__init__(steps)
+        self._nodes, self._output, self._run = nodes, output, run
+
+    def sequence(self, x: Any) -> Array:
+        """The input as rows of features, for the first stage, which knows it already."""
+        return jnp.reshape(x, (-1, jnp.shape(x)[-1])).astype(float)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """From cut to cut, the function's output last."""
+        steps = dict(zip(self._nodes, self, strict=True))
+        cuts = [*_cuts(self._nodes, self._output), self._output]
+        return [
+            Stage(f"{steps[end].rule} {steps[end].where}" if end in steps else end.op,
+                  start, end, self._run)
+            for start, end in zip([None, *cuts], cuts, strict=False)
+        ]  # fmt: skip
+
+
+def _cuts(nodes: list[Node], output: Node) -> list[Node]:
+    """Arrays through which all passes that was there before, and weights with it."""
+    found: list[Node] = []
+    for node in sorted(set(nodes), key=lambda n: n.index):
+        if node is output or is_view(node) or not jnp.issubdtype(node.dtype, jnp.floating):
+            continue
+        before, after = between(node, None), between(output, node)
+        apart = not weights_of(node, None).keys() & weights_of(output, node).keys()
+        if apart and not before & after and (not found or found[-1] in before):
+            found.append(node)
+    return found
+
+
+@dataclasses.dataclass
+class Stage:
+    """A part of a function, from one random array (None: the input) to another."""
+
+    name: str
+    start: Node | None
+    end: Node
+    run: Callable[[Any, Callable[[Any], Moments]], Moments]  # of a structure and a pass
+
+    def __post_init__(self) -> None:
+        self.inner = between(self.end, self.start)
+        self.axes = {n: _axes(n) for n in (self.start, self.end) if n is not None}
+
+    def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
+        """Of the end, given those of the start as a sequence."""
+
+        def one_pass(propagator: Any) -> Moments:
+            for node in self.inner:
+                node.moments = node.line = None
+            if self.start is not None:
+                given = fresh(mean, cov, self.start.shape, *self.axes[self.start])
+                self.start.moments = propagator.pooled(given)
+            return propagator.moments(self.end)
+
+        kept = [(node, node.moments, node.line) for node in between(self.end, None)]
+        try:
+            return self.run(type(cov), one_pass).sequence(*self.axes[self.end])
+        finally:
+            for node, moments, line in kept:
+                node.moments, node.line = moments, line
+
+    def draw(self, key: Array, x: Array) -> Array:
+        """The end of one drawn network, given the start as a sequence."""
+        weights = weights_of(self.end, self.start)
+        keys = jax.random.split(key, max(len(weights), 1))
+        drawn = {i: w.sample(k) for (i, w), k in zip(weights.items(), keys, strict=False)}
+
+        def array(operand: Any) -> Any:
+            if not isinstance(operand, Weight):
+                return operand
+            value = drawn.get(id(operand.posterior), operand.posterior.mean)
+            return value.reshape(-1)[operand.places]
+
+        known = {n: array(n.operands[0]) for n in self.inner if n.op == "belief"}
+        if self.start is not None:
+            shown = fresh(x, None, self.start.shape, *self.axes[self.start])  # type: ignore[arg-type]
+            known[self.start] = shown.array().astype(self.start.dtype)
+        return as_rows(compute(self.end, known, array), *self.axes[self.end])
+
+
+def _axes(node: Node) -> tuple[Axes, Axes]:
+    """The axes of tokens and of features, as the pass had them."""
+    if node.moments is not None:
+        return node.moments.natural()
+    last = node.ndim - 1
+    return tuple(range(max(last, 0))), (last,) if node.ndim else ()
+
+
+def scope(node: Node) -> str:
+    """Name of the operations that compute its moments."""
+    return f"moments_{node.index}"
+
+
+def costs(jaxpr: Any, outer: int = -1, times: int = 1) -> Counter[int]:
+    """Multiply-adds of the matrix products in each `scope`, the innermost one where they are nested."""
+    total: Counter[int] = Counter()
+    for eqn in jaxpr.eqns:
+        scopes = re.findall(r"moments_(\d+)", str(eqn.source_info.name_stack))
+        owner = int(scopes[-1]) if scopes else outer
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            inner = (eqn.invars[0].aval.shape[i] for i in contracted)
+            total[owner] += times * math.prod(inner) * int(np.prod(eqn.outvars[0].aval.shape))
+        repeated = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        for inside in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inside):
+                total += costs(getattr(inside, "jaxpr", inside), owner, repeated)
+    return total
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
