@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from moment_jax.posterior import Factorized, Point, Posterior
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.primitives import evaluate, is_known, is_view, moved, uniform
@@ -79,14 +80,22 @@ _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
 
 class Recorder:
-    """Walks through a jaxpr."""
+    """Walks through a jaxpr.
 
-    def __init__(self) -> None:
+    Args:
+      whole: ids of beliefs whose weights are not scaled or shifted on the way, since they are used in
+        other forms as well: two beliefs about them would pass for independent.
+    """
+
+    def __init__(self, whole: frozenset[int] = frozenset()) -> None:
+        self.whole = whole
         self.drawn: dict[
             int, Any
         ] = {}  # arrays of random numbers, kept so that their ids stay theirs
         self.beliefs: dict[int, Node] = {}
         self.uses: Counter[int] = Counter()  # of posteriors by their id
+        self.forms: dict[int, dict[int, Any]] = {}  # of every belief: what was made of it, by ids
+        self.rows: dict[tuple[int, int], tuple[Posterior, Weight]] = {}  # of stacks, and these
         self.calls: tuple[Any, ...] = ()  # source of the calls that we are in, the innermost first
 
     def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
@@ -127,7 +136,8 @@ class Recorder:
             seen = self._weight(eqn, operands)
             if seen is not None:
                 return seen
-        if name in _AFFINE and any(isinstance(x, Weight) for x in operands):
+        weights = [x for x in operands if isinstance(x, Weight)]
+        if name in _AFFINE and weights and not any(id(x.origin) in self.whole for x in weights):
             changed = _affine(name, operands)
             if changed is not None:
                 return [changed]
@@ -159,7 +169,7 @@ class Recorder:
             weight.ndim == 2 or any((p < 0).any() for p in places)
         ):
             return None  # rows of a table
-        return [Weight(weight.posterior, p) for p in places]
+        return [dataclasses.replace(weight, places=p) for p in places]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
         source = self.source(eqn)
@@ -168,14 +178,26 @@ class Recorder:
         if not beside and name not in _PRODUCTS:
             operands = [self._belief(x, source) if isinstance(x, Weight) else x for x in operands]
         operands = _split_gains(eqn, operands, source)
-        self.uses.update(id(x.posterior) for x in operands if isinstance(x, Weight))
+        for x in operands:
+            if isinstance(x, Weight):
+                self._use(x)
         return [
             Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, source, i)
             for i, v in enumerate(eqn.outvars)
         ]
 
+    def _use(self, weight: Weight) -> None:
+        self.uses[id(weight.posterior)] += 1
+        if not isinstance(weight.posterior, Point):
+            self.forms.setdefault(id(weight.origin), {})[id(weight.posterior)] = weight.posterior
+
+    def repeated(self) -> frozenset[int]:
+        """Beliefs that were used in several forms, such as w and 2 w."""
+        return frozenset(i for i, forms in self.forms.items() if len(forms) > 1)
+
     def _belief(self, weight: Weight, source: Any) -> Node:
         """A weight as any other random array."""
+        self._use(weight)
         if id(weight) not in self.beliefs:
             one = Node(_Belief, {}, (weight,), weight.shape, weight.dtype, source)
             self.beliefs[id(weight)] = one
@@ -205,26 +227,30 @@ class Recorder:
         steps = range(p["length"])
         stacked: dict[int, list[Value]] = {}
         for i in reversed(steps) if p["reverse"] else steps:
-            xs = [_row(x, i) for x in operands[fixed + carry :]]
+            xs = [self._row(x, i) for x in operands[fixed + carry :]]
             out = self._entered(eqn, *_opened(body), [*consts, *state, *xs])
             state, stacked[i] = out[:carry], out[carry:]
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
         return [*state, *(_stacked(rows, eqn) for rows in ys)]
 
+    def _row(self, x: Value, i: int) -> Value:
+        if not isinstance(x, Weight):
+            return x[i]
+        whole = x.places.shape == x.posterior.shape
+        whole = whole and np.array_equal(x.places.ravel(), np.arange(x.places.size))
+        if not whole or isinstance(x.posterior, Point | Factorized):
+            return dataclasses.replace(x, places=x.places[i])
+        # A stack of beliefs: one for every row, however often it is scanned over.
+        key = id(x.posterior), i
+        if key not in self.rows:
+            row = Weight.of(jax.tree.map(lambda a: a[i], x.posterior))
+            self.rows[key] = (x.posterior, row)
+        return self.rows[key][1]
+
 
 def _opened(jaxpr: Any) -> tuple[Any, Any]:
     """A jaxpr and its constants, closed or not."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-
-
-def _row(x: Value, i: int) -> Value:
-    if not isinstance(x, Weight):
-        return x[i]
-    if x.places.shape == x.posterior.shape and np.array_equal(
-        x.places.ravel(), np.arange(x.places.size)
-    ):
-        return Weight.of(jax.tree.map(lambda a: a[i], x.posterior))
-    return Weight(x.posterior, x.places[i])
 
 
 def _stacked(rows: list[Value], eqn: Any) -> Value:

@@ -31,7 +31,7 @@ def _linearised(propagator: Propagator, node: Node) -> Moments | None:
     """
     if not node.nodes or not jnp.issubdtype(node.dtype, jnp.floating):
         return None
-    source = dominator(node.nodes, propagator.tied)
+    source = _source(node, propagator.tied)
     weights = weights_of(node, source)
     for inner in between(node, source):
         if inner.op != "belief" and (inner.op == "argmax" or inner.op not in {**RULES, **LAST}):
@@ -53,6 +53,14 @@ def _linearised(propagator: Propagator, node: Node) -> Moments | None:
     mean = as_rows(mean, tokens, features)
     propagator.note(node, "linearised", "weights independent of what they are applied to")
     return fresh(mean, propagator.structure.project(dense), node.shape, tokens, features)
+
+
+def _source(node: Node, tied: bool) -> Node | None:
+    """The nearest array that all of a node is made of, and that knows none of the weights between."""
+    source = dominator(list(node.nodes), tied)
+    while source is not None and weights_of(node, source).keys() & weights_of(source, None).keys():
+        source = dominator(list(source.nodes), tied)
+    return source
 
 
 def _tied(propagator: Propagator, node: Node) -> Moments | None:

@@ -31,16 +31,23 @@ class Weight:
     Args:
       posterior: the belief.
       places: for each entry that is seen, the flat index of the weight.
+      root: what the belief was scaled or shifted from, if it was.
     """
 
     posterior: Posterior
     places: np.ndarray
+    root: Posterior | None = None
 
     @classmethod
     def of(cls, posterior: Posterior) -> Weight:
         """The array itself."""
         places = np.arange(posterior.mean.size).reshape(posterior.shape)
         return cls(posterior.belief if isinstance(posterior, Reshaped) else posterior, places)
+
+    @property
+    def origin(self) -> Posterior:
+        """The belief that the weights were given by."""
+        return self.posterior if self.root is None else self.root
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,7 +81,7 @@ class Weight:
         if number and np.ndim(shift) == 0 and not isinstance(shift, jax.core.Tracer) and shift == 0:
             if scale == 1:
                 return self
-            return Weight(rescaled(self.posterior, scale), self.places)
+            return Weight(rescaled(self.posterior, scale), self.places, self.origin)
         posterior = select(self.posterior, self.places)
         if not isinstance(posterior, Point | Factorized):
             return None
@@ -84,7 +91,8 @@ class Weight:
         if isinstance(posterior, Point):
             return Weight.of(Point(mean))
         variance = jnp.broadcast_to(posterior.variance * jnp.square(scale), mean.shape)
-        return Weight.of(Factorized(mean, variance))
+        changed = Weight.of(Factorized(mean, variance))
+        return dataclasses.replace(changed, root=self.origin)
 
     def moments(self, structure: type[Covariance]) -> Moments:
         """As a random array: its last axis that is long enough as features."""

@@ -382,3 +382,31 @@ def test_integers_are_inputs_like_others():
     w = belief(0, 4, 2)
     fn = mj.propagate(lambda w, x: x @ w)
     assert_same(fn(w, jnp.arange(8).reshape(2, 4)), fn(w, jnp.arange(8.0).reshape(2, 4)))
+
+
+def twice(w, x):
+    for _ in range(2):
+        x, _ = jax.lax.scan(lambda carry, row: (carry + row, None), x, w)
+    return x
+
+
+REPEATED = {  # weights that are used in several forms, or applied to what they have made
+    "sum of multiples": lambda w, x: x @ (w + 2 * w),
+    "multiple beside it": lambda w, x: x @ w + x @ (2 * w),
+    "shifted beside it": lambda w, x: x @ w - x @ (w - 1.0),
+    "a row beside all": lambda w, x: x @ w + w[:1],
+    "tied": lambda w, x: jnp.tanh(x @ w) @ w.T,
+    "gate of itself": lambda w, x: jnp.tanh(x @ w) * w[1:2],
+    "leaky": lambda w, x: x @ jax.nn.leaky_relu(w, 0.1),
+    "scanned over twice": lambda w, x: twice(w, x[0])[None],
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_weight_is_one_weight_however_it_is_used(name):
+    fn = REPEATED[name]
+    w = mj.posterior.Factorized(jnp.eye(3) + 0.3, jnp.full((3, 3), 1e-4))
+    x = jax.random.normal(jax.random.key(0), (2, 3))
+    _, cov = mj.propagate(fn, structure=mj.Full)(w, x)
+    truth = mj.monte_carlo(lambda w: fn(w, x), w, jax.random.key(1), 20_000)
+    assert jnp.allclose(jnp.sqrt(cov.variance()), truth.standard_deviation, rtol=0.03, atol=1e-6)
