@@ -139,9 +139,7 @@ def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
     return said, (time.perf_counter() - start) / (given.shape[0] * given.shape[1])
 
 
-def _catch_up(
-    method: Compared, task: Task, analytic: np.ndarray, seconds: float
-) -> list[CaughtUp]:
+def _catch_up(method: Compared, task: Task, analytic: np.ndarray, seconds: float) -> list[CaughtUp]:
     """For each seed, how many networks drawn from the same beliefs are as good on the test images."""
     if method.each is None:
         return []
