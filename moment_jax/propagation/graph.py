@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from moment_jax.posterior import Factorized, Point, Posterior
+from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.primitives import evaluate, is_known, is_view, moved, uniform
-from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.weights import Weight, affine
 
 Array = jax.Array
 Value = Any  # an array, a `Weight`, or a `Node`
@@ -83,19 +83,22 @@ class Recorder:
     """Walks through a jaxpr.
 
     Args:
-      whole: ids of beliefs whose weights are not scaled or shifted on the way, since they are used in
-        other forms as well: two beliefs about them would pass for independent.
+      before: an earlier walk. Beliefs that it has found in several forms, such as w and 2 w, are not
+        scaled or shifted on the way: two beliefs about one weight would pass for independent.
     """
 
-    def __init__(self, whole: frozenset[int] = frozenset()) -> None:
-        self.whole = whole
+    def __init__(self, before: Recorder | None = None) -> None:
+        self.whole = frozenset() if before is None else before.repeated()
         self.drawn: dict[
             int, Any
         ] = {}  # arrays of random numbers, kept so that their ids stay theirs
         self.beliefs: dict[int, Node] = {}
         self.uses: Counter[int] = Counter()  # of posteriors by their id
         self.forms: dict[int, dict[int, Any]] = {}  # of every belief: what was made of it, by ids
-        self.rows: dict[tuple[int, int], tuple[Posterior, Weight]] = {}  # of stacks, and these
+        # Each stack with one of its rows, for both walks: the ids of beliefs are theirs.
+        self.rows: dict[tuple[int, int], tuple[Posterior, Weight]] = (
+            {} if before is None else before.rows
+        )
         self.calls: tuple[Any, ...] = ()  # source of the calls that we are in, the innermost first
 
     def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
@@ -137,8 +140,9 @@ class Recorder:
             if seen is not None:
                 return seen
         weights = [x for x in operands if isinstance(x, Weight)]
-        if name in _AFFINE and weights and not any(id(x.origin) in self.whole for x in weights):
-            changed = _affine(name, operands)
+        alone = len(weights) == 1 == sum(map(is_random, operands))
+        if alone and id(weights[0].origin) not in self.whole:
+            changed = affine(name, operands)
             if changed is not None:
                 return [changed]
         return self._nodes(eqn, operands)
@@ -192,7 +196,7 @@ class Recorder:
             self.forms.setdefault(id(weight.origin), {})[id(weight.posterior)] = weight.posterior
 
     def repeated(self) -> frozenset[int]:
-        """Beliefs that were used in several forms, such as w and 2 w."""
+        """Ids of the beliefs that were used in several forms."""
         return frozenset(i for i, forms in self.forms.items() if len(forms) > 1)
 
     def _belief(self, weight: Weight, source: Any) -> Node:
@@ -238,9 +242,9 @@ class Recorder:
             return x[i]
         whole = x.places.shape == x.posterior.shape
         whole = whole and np.array_equal(x.places.ravel(), np.arange(x.places.size))
-        if not whole or isinstance(x.posterior, Point | Factorized):
+        if not whole:
             return dataclasses.replace(x, places=x.places[i])
-        # A stack of beliefs: one for every row, however often it is scanned over.
+        # Rows are independent: one belief for each, however often the stack is scanned over.
         key = id(x.posterior), i
         if key not in self.rows:
             row = Weight.of(jax.tree.map(lambda a: a[i], x.posterior))
@@ -261,39 +265,6 @@ def _stacked(rows: list[Value], eqn: Any) -> Value:
             "Return what is random in the carry, or write the loop in Python.",
         )
     return jnp.stack(rows)
-
-
-_AFFINE = {"mul", "add", "sub", "div", "neg"}
-
-
-def _affine(name: str, operands: list[Value]) -> Weight | None:
-    """A weight times a certain array, or plus one; None if that is no belief that we know."""
-    if name == "neg":
-        return operands[0].affine(-1.0)
-    a, b = operands
-    if is_random(a) and is_random(b):
-        return None
-    if isinstance(a, Weight):
-        b = _number(b)
-        return {
-            "mul": lambda: a.affine(b),
-            "div": lambda: a.affine(1 / b),
-            "add": lambda: a.affine(1.0, b),
-            "sub": lambda: a.affine(1.0, -b),
-        }[name]()
-    a = _number(a)
-    return {
-        "mul": lambda: b.affine(a),
-        "div": lambda: None,
-        "add": lambda: b.affine(1.0, a),
-        "sub": lambda: b.affine(-1.0, a),
-    }[name]()
-
-
-def _number(array: Any) -> Any:
-    """A constant array as a number."""
-    value = uniform(array)
-    return array if value is None else value
 
 
 def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:

@@ -273,8 +273,8 @@ def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[
     def one_pass() -> Moments:
         recorder = Recorder()
         (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
-        if whole := recorder.repeated():
-            recorder = Recorder(whole)
+        if recorder.repeated():
+            recorder = Recorder(recorder)
             (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
         propagator.tied = max(recorder.uses.values(), default=0) > 1
         return propagator.moments(propagator.output)

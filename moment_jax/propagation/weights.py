@@ -20,6 +20,7 @@ from moment_jax.posterior import (
     Reshaped,
 )
 from moment_jax.propagation.moments import Axes, Moments, as_rows
+from moment_jax.propagation.primitives import uniform
 
 Array = jax.Array
 
@@ -110,6 +111,25 @@ class Weight:
         else:
             cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
         return Moments(mean, cov, self.places)
+
+
+def affine(name: str, operands: list[Any]) -> Weight | None:
+    """A weight times a certain array, plus one, or the like; None if that is no belief that we know."""
+    if name == "neg":
+        return operands[0].affine(-1.0)
+    if name not in ("mul", "add", "sub", "div"):
+        return None
+    first = isinstance(operands[0], Weight)
+    weight, other = operands if first else operands[::-1]
+    constant = uniform(other)
+    other = other if constant is None else constant
+    if name == "add":
+        return weight.affine(1.0, other)
+    if name == "mul":
+        return weight.affine(other)
+    if name == "sub":
+        return weight.affine(1.0, -other) if first else weight.affine(-1.0, other)
+    return weight.affine(1 / other) if first else None
 
 
 def rescaled(posterior: Posterior, factor: Any) -> Posterior:
