@@ -2,7 +2,7 @@
 
 from moment_jax.xla.diagonal import diagonal_matrix, diagonal_of, on_diagonal
 from moment_jax.xla.inputs import materialized_inputs
-from moment_jax.xla.kernels import inside_a_kernel, kernel_path, kernels, on_chip
+from moment_jax.xla.kernel_choice import inside_a_kernel, kernel_path, kernels, on_chip
 from moment_jax.xla.materialize import materialized
 from moment_jax.xla.tokens import (
     SEQUENCE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from moment_jax.xla.kernels import kernel_path
+from moment_jax.xla.kernel_choice import kernel_path
 
 Array = jax.Array
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from moment_jax.xla.kernels import on_chip
+from moment_jax.xla.kernel_choice import on_chip
 
 Array = jax.Array
 T = TypeVar("T")
