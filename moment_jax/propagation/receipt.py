@@ -123,7 +123,8 @@ class Stage:
 
         known = {n: array(n.operands[0]) for n in self.inner if n.op == "belief"}
         if self.start is not None:
-            shown = fresh(x, None, self.start.shape, *self.axes[self.start])  # type: ignore[arg-type]
+            no_cov: Any = None  # of one draw
+            shown = fresh(x, no_cov, self.start.shape, *self.axes[self.start])
             known[self.start] = shown.array().astype(self.start.dtype)
         return as_rows(compute(self.end, known, array), *self.axes[self.end])
 
