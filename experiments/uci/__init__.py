@@ -1,8 +1,9 @@
 """Regression on UCI sets by the published protocol: one hidden layer of 50 ReLU units, 20 splits.
 
-Trains with the analytic ELBO at KL weight 1, and the same network by sampled variational inference and
-MC dropout, with one noise variance and with one that depends on the input. What a method leaves open
-(priors, dropout rates, a factor on the noise variance) is chosen for each split on a fifth of its own
+Trains a Bayesian network by moments, with noise that is a share of each weight, and the same network by
+the ELBO at KL weight 1, from moments and from draws, and by MC dropout, with one noise variance and with
+one that depends on the input. What a method leaves open (shares, priors, dropout rates, a factor on the
+noise variance) is chosen for each split on a fifth of its own
 training rows. Prints errors and negative log-likelihoods, paired differences, and the published results;
 writes metrics.json.
 """

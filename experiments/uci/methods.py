@@ -1,15 +1,17 @@
-"""The analytic ELBO, sampled variational inference and MC dropout, for the same network."""
+"""Noise of each weight's size, the ELBO, by moments and by draws, and MC dropout, for one network."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import moment_jax as mj
 from experiments import draws
@@ -25,6 +27,11 @@ GROUPS = 16  # networks that share a mini-batch
 NUM_DRAWS = 200  # networks that predict
 DECAY = 1e-4  # squared length scale of MC dropout's prior, as published
 PRIORS = (0.0, 0.5, 1.0)  # standard deviations; 0 for one that is learned in each array
+SPREADS = (0.01, 0.03, 0.06, 0.1, 0.2, 0.3)  # of a weight, over its magnitude
+DECAYS = (1e-4, 1.0)  # of the means: hardly any, and a prior of standard deviation 1
+LEAST = (
+    1e-6  # magnitude of a weight whose noise still follows it; of biases, which have next to none
+)
 RATES = (0.005, 0.01, 0.05, 0.1)  # of MC dropout, those of the published search
 
 
@@ -48,9 +55,9 @@ class Method(abc.ABC):
     def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
         """What all weights cost."""
 
-    @abc.abstractmethod
     def draw(self, module: Any, setting: Setting) -> draws.Draw:
-        """How networks are drawn."""
+        """How networks are drawn: here from the beliefs."""
+        return draws.weights(module.params)
 
     def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
         """The mean log-likelihood of a mini-batch, each part of it by a network of its own."""
@@ -76,7 +83,7 @@ class Method(abc.ABC):
 class Sampled(Method):
     """An ELBO of factorised Gaussian beliefs, and the prediction, by sampled networks."""
 
-    name = "sampled VI"
+    name = "ELBO, drawn"
     candidates: ClassVar = [{"prior_sd": sd} for sd in PRIORS]
 
     def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
@@ -86,19 +93,17 @@ class Sampled(Method):
         fixed = sum((b.kl(prior) for b in draws.beliefs(module.params)), jnp.zeros(()))
         return share * jnp.where(sd == 0, draws.learned_prior_kl(module.params), fixed)
 
-    def draw(self, module: Any, setting: Setting) -> draws.Draw:
-        """From the beliefs."""
-        return draws.weights(module.params)
 
+class ByMoments(Method):
+    """Training and prediction by one pass of moments."""
 
-class Analytic(Sampled):
-    """The same ELBO and the prediction from moments."""
-
-    name = "Bayesian, analytic"
+    def beliefs(self, params: Params, setting: Setting) -> Any:
+        """The module whose moments are taken."""
+        return self.network.module(params)
 
     def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
         """The mean expected log-likelihood, by one pass of moments."""
-        mean, cov = self.network.moments(self.network.module(params), batch[0])
+        mean, cov = self.network.moments(self.beliefs(params, setting), batch[0])
         likelihood: mj.objectives.Likelihood = mj.objectives.HeteroscedasticGaussian()
         if self.network.num_outputs == 1:
             likelihood = mj.objectives.Gaussian(jnp.exp(params["log_noise"]))
@@ -109,8 +114,41 @@ class Analytic(Sampled):
         self, params: Params, setting: Setting, key: Array, x: Array, factor: Array
     ) -> Mixture:
         """From one pass of moments."""
-        mean, cov = self.network.moments(self.network.module(params), x)
+        mean, cov = self.network.moments(self.beliefs(params, setting), x)
         return predictive.of_moments(mean, cov, self.noise(params, factor))
+
+
+class Analytic(ByMoments, Sampled):
+    """The same ELBO and the prediction from moments."""
+
+    name = "ELBO, analytic"
+
+
+class Bayesian(ByMoments):
+    """Beliefs about kernels with a standard deviation that is a share of each weight's magnitude.
+
+    Variational dropout (Kingma et al., 2015): under a log-uniform prior the KL depends on the share
+    alone, which validation rows choose; and the decay of the means, a Gaussian prior of theirs.
+    """
+
+    name = "Bayesian, analytic"
+    candidates: ClassVar = [
+        {"spread": spread, "decay": decay} for spread, decay in itertools.product(SPREADS, DECAYS)
+    ]
+
+    def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
+        """Weight decay of the means, from the first update on."""
+        return setting["decay"] * _squares(module) / 2
+
+    def beliefs(self, params: Params, setting: Setting) -> Any:
+        """With spreads by the means."""
+        module = self.network.module(params)
+        for _, node in nnx.iter_graph(module):
+            if isinstance(node, mj.nn.Belief):
+                mean = node.mean[...]
+                size = jnp.maximum(jnp.abs(mean) if mean.ndim == 2 else 0 * mean, LEAST)
+                node.raw["scale"].set_value(jnp.log(jnp.expm1(setting["spread"] * size)))
+        return module
 
 
 class Dropout(Method):
@@ -121,15 +159,19 @@ class Dropout(Method):
 
     def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
         """Weight decay, from the first update on."""
-        squares = sum(jnp.sum(belief.mean**2) for belief in draws.beliefs(module.params))
-        return DECAY * (1 - setting["rate"]) * squares / 2
+        return DECAY * (1 - setting["rate"]) * _squares(module) / 2
 
     def draw(self, module: Any, setting: Setting) -> draws.Draw:
         """Without a share of the inputs."""
         return draws.dropout(module.params, setting["rate"])
 
 
+def _squares(module: Any) -> Array:
+    return sum((jnp.sum(b.mean**2) for b in draws.beliefs(module.params)), jnp.zeros(()))
+
+
 METHODS: dict[str, Callable[[Network], Method]] = {
+    "bayesian": Bayesian,
     "analytic": Analytic,
     "sampled": Sampled,
     "dropout": Dropout,

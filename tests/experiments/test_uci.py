@@ -70,6 +70,21 @@ def test_a_random_noise_variance_is_integrated_over():
     np.testing.assert_allclose(analytic.centre(), 0.3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", networks.NETWORKS.values())
+def test_spreads_are_a_share_of_the_kernels_and_none_of_the_biases(kind):
+    method = methods.Bayesian(kind(3, 2))
+    params = method.network.start(jax.random.key(0))
+    found = draws.beliefs(method.beliefs(params, {"spread": jnp.asarray(0.2)}).params)
+    for belief in found:
+        sd = jnp.sqrt(belief.variance)
+        share = 0.2 if sd.ndim == 2 else 0.0
+        assert jnp.allclose(sd, share * jnp.abs(belief.mean), rtol=1e-4, atol=1e-6)
+    gradient = jax.grad(
+        lambda p: method.fit(p, {"spread": 0.2}, None, (jnp.ones((4, 3)), jnp.ones(4)))
+    )
+    assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradient(params)))
+
+
 def test_dropout_keeps_the_mean_and_drops_inputs_whole():
     module = Perceptron(3, 1).module(Perceptron(3, 1).start(jax.random.key(0)))
     params = module.params
@@ -133,7 +148,7 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
     ("network", "kinds", "noises"),
     [
         ("perceptron", list(methods.METHODS), ["homoscedastic", "heteroscedastic"]),
-        ("transformer", ["analytic"], ["heteroscedastic"]),  # the others have nothing of its own
+        ("transformer", ["bayesian"], ["heteroscedastic"]),  # the others have nothing of its own
     ],
 )
 def test_the_regression(network, kinds, noises, tmp_path, capsys, monkeypatch):
