@@ -175,7 +175,9 @@ class ScaleBySecondOrder:
 
         result = unstack(groups, {key: scaled(x) for key, x in solved.x.items()})
         if isinstance(self.damping, AdaptiveDamping) and moved is not None:
-            slope = jnp.where(ready, moved.slope_in_damping(solved, damping), 0)
+            # Where the bound is held up, slopes are noise: more damping would but shorten the steps.
+            heard = ready & (bound > least)
+            slope = jnp.where(heard, moved.slope_in_damping(solved, damping), 0)
             damping = self.damping.adapted(damping, slope, jnp.asarray(taken_back))
         step = state.step + ready
         every = jnp.asarray(self.curvature_every, jnp.int32)

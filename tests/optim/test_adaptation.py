@@ -109,7 +109,7 @@ def test_gradients_that_always_point_back_do_not_end_the_training(make):
     """As those of batches without replacement do once noise prevails: the bound falls as 1 / steps."""
     params, (_, factor) = {"kernel": jnp.ones((4, 3), jnp.float64)}, quadratic()
     tx = make(momentum=0.0)
-    update, state, grads, bounds = jax.jit(tx.update), tx.init(params), params, []
+    update, state, grads, bounds, dampings = jax.jit(tx.update), tx.init(params), params, [], []
     for _ in range(60):
         updates, state = update(grads, state, params, factors={"model": factor})
         params, grads = (
@@ -117,9 +117,11 @@ def test_gradients_that_always_point_back_do_not_end_the_training(make):
             {"kernel": jnp.sign(updates["kernel"])},
         )
         bounds.append(float(inside(state).bound))
+        dampings.append(float(inside(state).damping))
     assert bounds[10] < bounds[0] / 10  # an early bound is of no account
     late = np.arange(20, 60)
     np.testing.assert_allclose(np.asarray(bounds)[late] * (late + 1), bounds[20] * 21, rtol=1e-5)
+    assert dampings[20] == dampings[-1]  # nor are steps shortened by damping
 
 
 @MAKERS
