@@ -12,6 +12,8 @@ import jax.numpy as jnp
 Array = jax.Array
 Schedule = Callable[[Array], Any]
 
+SLACK = 3.0  # how far below its largest values, falling as 1 / steps, a `TrustRegion` may be
+
 
 @dataclasses.dataclass(frozen=True)
 class LevenbergMarquardt:
@@ -126,7 +128,10 @@ class TrustRegion(Followed):
     norms of both in F + damping, from -1 (the step could have been far longer) by 0 (it has ended at a
     minimum) to 1 (far too long). With d = c - aim, the bound is multiplied by exp(-rate d), or by
     exp(-2 rate d) where d > 0. The gradient is that of another batch, so the noise that a step has
-    followed does not speak for it.
+    followed does not speak for it. It speaks against it: of n batches drawn without replacement every
+    two are anticorrelated by 1 / (n - 1), so that near the end each gradient points back along the last
+    steps however short they are. Hence the bound falls no faster than 1 / (number of steps), give or
+    take a factor of three: lengths of steps whose sum has no end.
 
     Args:
       initial: where it starts, nats per example. Small: averages of few batches are bad curvature.
@@ -145,10 +150,15 @@ class TrustRegion(Followed):
     largest: float = 1.0
     aim: float = 0.02
 
-    def adapted(self, bound: Array, slope: Array, taken_back: Array) -> Array:
-        """The bound for this step: a quarter where the last one has been taken back."""
+    def adapted(
+        self, bound: Array, least: Array, slope: Array, taken_back: Array, step: Array
+    ) -> tuple[Array, Array]:
+        """The bound for this step, a quarter where the last one has been taken back, and its least."""
         past = slope - self.aim
-        return self.moved(bound, -jnp.where(past > 0, 2, 1) * self.rate * past, taken_back, 0.25)
+        moved = self.moved(bound, -jnp.where(past > 0, 2, 1) * self.rate * past, taken_back, 0.25)
+        least = jnp.where(taken_back, 0.25, 1) * least * step / (step + 1)
+        moved = jnp.maximum(moved, least)
+        return moved, jnp.maximum(least, moved / SLACK)
 
 
 def check_order(name: str, rule: Any) -> None:

@@ -67,6 +67,7 @@ class SecondOrderState(NamedTuple):
     due: Array  # whether the next step wants new curvature
     damping: Array  # of the last step with a number or a schedule, else of the next
     bound: Array  # on 1/2 x^T (F + damping) x of the last direction
+    least: Array  # what no slope takes the bound below
     clip: Array  # what the bound has scaled the last direction by, 1 for nothing
     quadratic: Array  # x^T (F + damping) x of the last direction, before it was scaled
     ratio: Array  # s^T F s / <s, s> of the last step s whose product with F was taken
@@ -114,6 +115,7 @@ class ScaleBySecondOrder:
             due=jnp.ones((), bool),
             damping=initial_value(self.damping),
             bound=initial_value(self.kl_bound),
+            least=jnp.zeros((), jnp.float32),
             clip=jnp.ones((), jnp.float32),
             quadratic=jnp.zeros((), jnp.float32),
             ratio=jnp.zeros((), jnp.float32),
@@ -163,7 +165,7 @@ class ScaleBySecondOrder:
             if isinstance(self.damping, LevenbergMarquardt) and change is not None:
                 damping = self.damping.adapted(damping, jnp.asarray(change), moved.predicted)
         solved = self.solver.solve(curvature, grads, damping, state.solver, fresh, ready)
-        bound = self._bound(state, moved, solved, ready, jnp.asarray(taken_back))
+        bound, least = self._bound(state, moved, solved, ready, jnp.asarray(taken_back))
         size = solved.quadratic / 2
         clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), 1)
 
@@ -173,7 +175,9 @@ class ScaleBySecondOrder:
 
         result = unstack(groups, {key: scaled(x) for key, x in solved.x.items()})
         if isinstance(self.damping, AdaptiveDamping) and moved is not None:
-            slope = jnp.where(ready, moved.slope_in_damping(solved, damping), 0)
+            # Where the bound is held up, slopes are noise: more damping would but shorten the steps.
+            heard = ready & (bound > least)
+            slope = jnp.where(heard, moved.slope_in_damping(solved, damping), 0)
             damping = self.damping.adapted(damping, slope, jnp.asarray(taken_back))
         step = state.step + ready
         every = jnp.asarray(self.curvature_every, jnp.int32)
@@ -183,6 +187,7 @@ class ScaleBySecondOrder:
             due=(step < every) | (step % every == 0) | ~known,
             damping=damping,
             bound=bound,
+            least=least,
             clip=clip,
             quadratic=solved.quadratic,
             ratio=state.ratio if moved is None else moved.ratio,
@@ -205,14 +210,16 @@ class ScaleBySecondOrder:
         solved: Directions,
         ready: Array,
         taken_back: Array,
-    ) -> Array:
+    ) -> tuple[Array, Array]:
+        """The bound, and what it may not fall below."""
         if not isinstance(self.kl_bound, TrustRegion):
-            return state.bound if self.kl_bound is None else current(self.kl_bound, state.step)
+            fixed = state.bound if self.kl_bound is None else current(self.kl_bound, state.step)
+            return fixed, state.least
         assert moved is not None
         slope = jnp.where(ready, moved.slope_along(solved), self.kl_bound.aim)
         # A bound that was not in force has not been found too small.
         slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, self.kl_bound.aim))
-        return self.kl_bound.adapted(state.bound, slope, taken_back)
+        return self.kl_bound.adapted(state.bound, state.least, slope, taken_back, state.step)
 
     def _curvature(
         self, groups: Groups, factors: Factors | None, state: SecondOrderState

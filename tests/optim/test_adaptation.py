@@ -105,6 +105,26 @@ def test_the_bound_follows_the_slope_after_the_step(make, rate, grows):
 
 
 @MAKERS
+def test_gradients_that_always_point_back_do_not_end_the_training(make):
+    """As those of batches without replacement do once noise prevails: the bound falls as 1 / steps."""
+    params, (_, factor) = {"kernel": jnp.ones((4, 3), jnp.float64)}, quadratic()
+    tx = make(momentum=0.0)
+    update, state, grads, bounds, dampings = jax.jit(tx.update), tx.init(params), params, [], []
+    for _ in range(60):
+        updates, state = update(grads, state, params, factors={"model": factor})
+        params, grads = (
+            optax.apply_updates(params, updates),
+            {"kernel": jnp.sign(updates["kernel"])},
+        )
+        bounds.append(float(inside(state).bound))
+        dampings.append(float(inside(state).damping))
+    assert bounds[10] < bounds[0] / 10  # an early bound is of no account
+    late = np.arange(20, 60)
+    np.testing.assert_allclose(np.asarray(bounds)[late] * (late + 1), bounds[20] * 21, rtol=1e-5)
+    assert dampings[20] == dampings[-1]  # nor are steps shortened by damping
+
+
+@MAKERS
 @pytest.mark.parametrize("bad", [1e3, jnp.inf, jnp.nan])
 def test_a_step_that_raises_the_loss_is_taken_back(make, bad):
     params = {"kernel": jnp.ones((4, 3), jnp.float64)}
