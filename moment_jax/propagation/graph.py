@@ -83,8 +83,8 @@ class Recorder:
     """Walks through a jaxpr.
 
     Args:
-      before: an earlier walk. Beliefs that it has found in several forms, such as w and 2 w, are not
-        scaled or shifted on the way: two beliefs about one weight would pass for independent.
+      before: an earlier walk. Beliefs that it has found in several forms, such as w and 2 w, or a stack
+        and its rows, stay one belief: two about one weight would pass for independent.
     """
 
     def __init__(self, before: Recorder | None = None) -> None:
@@ -99,6 +99,7 @@ class Recorder:
         self.rows: dict[tuple[int, int], tuple[Posterior, Weight]] = (
             {} if before is None else before.rows
         )
+        self.scanned: set[int] = set()  # ids of the stacks of which rows were made
         self.calls: tuple[Any, ...] = ()  # source of the calls that we are in, the innermost first
 
     def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
@@ -176,6 +177,8 @@ class Recorder:
         return [dataclasses.replace(weight, places=p) for p in places]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        if all(v.aval.size == 0 for v in eqn.outvars):  # nothing that could be random
+            return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
         source = self.source(eqn)
         name = eqn.primitive.name
         beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
@@ -196,8 +199,9 @@ class Recorder:
             self.forms.setdefault(id(weight.origin), {})[id(weight.posterior)] = weight.posterior
 
     def repeated(self) -> frozenset[int]:
-        """Ids of the beliefs that were used in several forms."""
-        return frozenset(i for i, forms in self.forms.items() if len(forms) > 1)
+        """Ids of the beliefs that were used in several forms, or both row by row and as one array."""
+        several = (i for i, forms in self.forms.items() if len(forms) > 1)
+        return frozenset([*several, *(self.scanned & self.uses.keys())])
 
     def _belief(self, weight: Weight, source: Any) -> Node:
         """A weight as any other random array."""
@@ -235,14 +239,36 @@ class Recorder:
             out = self._entered(eqn, *_opened(body), [*consts, *state, *xs])
             state, stacked[i] = out[:carry], out[carry:]
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
-        return [*state, *(_stacked(rows, eqn) for rows in ys)]
+        return [*state, *(self._stacked(rows, eqn) for rows in ys)]
+
+    def _stacked(self, rows: list[Value], eqn: Any) -> Value:
+        """Outputs of the steps of a loop, one after another."""
+        source = self.source(eqn)
+        if not any(map(is_random, rows)):
+            return jnp.stack(rows)
+        rows = [self._belief(x, source) if isinstance(x, Weight) else x for x in rows]
+        shape, dtype = tuple(rows[0].shape), rows[0].dtype
+
+        def node(primitive: Any, operands: Any, first: int, **params: Any) -> Node:
+            return Node(primitive, params, tuple(operands), (first, *shape), dtype, source)
+
+        axes = tuple(range(1, len(shape) + 1))
+        lifted = [
+            node(jax.lax.broadcast_in_dim_p, [x], 1, shape=(1, *shape), broadcast_dimensions=axes,
+                 sharding=None)
+            if isinstance(x, Node)
+            else x[None]
+            for x in rows
+        ]  # fmt: skip
+        return node(jax.lax.concatenate_p, lifted, len(rows), dimension=0)
 
     def _row(self, x: Value, i: int) -> Value:
         if not isinstance(x, Weight):
             return x[i]
         whole = x.places.shape == x.posterior.shape
         whole = whole and np.array_equal(x.places.ravel(), np.arange(x.places.size))
-        if not whole:
+        self.scanned.add(id(x.posterior))
+        if not whole or id(x.posterior) in self.whole:
             return dataclasses.replace(x, places=x.places[i])
         # Rows are independent: one belief for each, however often the stack is scanned over.
         key = id(x.posterior), i
@@ -255,16 +281,6 @@ class Recorder:
 def _opened(jaxpr: Any) -> tuple[Any, Any]:
     """A jaxpr and its constants, closed or not."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-
-
-def _stacked(rows: list[Value], eqn: Any) -> Value:
-    if any(map(is_random, rows)):
-        raise refuse(
-            "the stacked outputs of a `scan`",
-            eqn.source_info,
-            "Return what is random in the carry, or write the loop in Python.",
-        )
-    return jnp.stack(rows)
 
 
 def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:

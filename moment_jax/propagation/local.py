@@ -15,6 +15,7 @@ from moment_jax.propagation.origins import (
     dominator,
     joint,
     knows_its_weights,
+    share_a_weight,
     values,
     weights_of,
 )
@@ -23,7 +24,7 @@ from moment_jax.propagation.propagator import LAST, PATTERNS, RULES, Propagator,
 from moment_jax.propagation.regions import BY_ROW
 
 
-@rule("dot_general", *sorted(BY_ROW - VIEWS), last=True)
+@rule("dot_general", "cumsum", "scatter", "scatter-add", *sorted(BY_ROW - VIEWS), last=True)
 def _linearised(propagator: Propagator, node: Node) -> Moments | None:
     """Such as attention of normalised queries, or with biases of the scores.
 
@@ -64,8 +65,8 @@ def _source(node: Node, tied: bool) -> Node | None:
 
 
 def _tied(propagator: Propagator, node: Node) -> Moments | None:
-    """A weight that is applied to what it has made: a tied embedding, a layer that is repeated."""
-    if not propagator.tied or not knows_its_weights(node):
+    """A weight that meets what it has made: tied embeddings or projections, a layer repeated."""
+    if not propagator.tied or not (knows_its_weights(node) or share_a_weight(node)):
         return None
     try:
         return _linearised(propagator, node)

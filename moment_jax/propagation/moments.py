@@ -120,7 +120,7 @@ def taken(array: Array, places: np.ndarray) -> Array:
 
 
 def _changes(values: np.ndarray, axis: int) -> bool:
-    return bool((np.take(values, [0], axis) != values).any())
+    return bool((values.take(range(min(1, values.shape[axis])), axis) != values).any())
 
 
 def gather(cov: Any, places: np.ndarray) -> Any:

@@ -113,6 +113,8 @@ def recognised_rows(
     weights = np.exp(x) / np.exp(x).sum(axes, keepdims=True)
     if np.allclose(y, weights, atol=close):
         return "softmax"
+    if not np.isfinite(y).all():
+        return None
     if np.allclose(fn(2 * x), 2 * y, atol=close * np.abs(y).max()):
         return _matrix(fn, x, y, axes, close)
     for centres in (True, False):
@@ -120,7 +122,11 @@ def recognised_rows(
         z = z / np.sqrt((z**2).mean(axes, keepdims=True))
         wide, small = fn(1e3 * z), 1e-3
         factor = float((wide * z).mean())
-        if factor == 0 or not np.allclose(wide, factor * z, atol=close * abs(factor)):
+        if (
+            factor == 0
+            or not np.isfinite(factor)
+            or not np.allclose(wide, factor * z, atol=close * abs(factor))
+        ):
             continue
         if not np.allclose(fn(1e4 * z), wide, atol=close * abs(factor)):
             continue

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance import Diagonal, Separable, TokenBlock, TokenCorrelated
-from moment_jax.covariance.numerics import weighted
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.linearisation import carried
@@ -50,6 +50,15 @@ def knows_its_weights(node: Node) -> bool:
     """Whether an operand is made of a weight that is an operand too, such as a tied embedding."""
     own = {id(x.posterior) for x in node.operands if isinstance(x, Weight)}
     return bool(own) and any(own & weights_of(x, None).keys() for x in node.nodes)
+
+
+def share_a_weight(node: Node) -> bool:
+    """Whether a product's two factors are made, from one array, by the same weight: tied projections."""
+    if node.op != "dot_general" or len(node.nodes) != 2:
+        return False
+    source = dominator(node.nodes, True)
+    left, right = (weights_of(x, source) for x in node.nodes)
+    return bool(left.keys() & right.keys())
 
 
 def _floating(node: Node) -> bool:
@@ -208,19 +217,37 @@ def as_sequence(
 @singledispatch
 def with_cross(cov: Any, cross: Array) -> Any:
     """The covariance plus this (T, D, T, D) array and its transpose, of variances never negative."""
+    share = _share(cov, cross)
+    cross = share[:, :, None, None] * cross * share[None, None]
     return type(cov).project(cov.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1)))
 
 
 @with_cross.register
 def _block(cov: TokenBlock, cross: Array) -> TokenBlock:
-    own = jnp.einsum("tdte->tde", cross)
+    share = _share(cov, cross)
+    own = share[:, :, None] * jnp.einsum("tdte->tde", cross) * share[:, None, :]
     return TokenBlock(cov.blocks + own + jnp.swapaxes(own, 1, 2))
 
 
-def _variance(cov: Any, cross: Array) -> Array:
+def _share(cov: Any, cross: Array) -> Array:
+    """What is taken of each entry, (T, D): less than 1 where cancelling would leave less than nothing.
+
+    Addends to second order and their covariance to first need not fit each other.
+    """
+    owed = -2 * _own(cov, cross)
+    left = safe_divide(cov.variance(), jnp.maximum(owed, 0))
+    below = 1 - 8 * jnp.finfo(left.dtype).eps  # nor less than nothing by rounding
+    return jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
+
+
+def _own(cov: Any, cross: Array) -> Array:
+    """Every entry's with itself, (T, D)."""
     t, d = cov.shape
-    own = diagonal_of(cross.reshape(t * d, t * d)).reshape(t, d)
-    return jnp.maximum(cov.variance() + 2 * own, 0)
+    return diagonal_of(cross.reshape(t * d, t * d)).reshape(t, d)
+
+
+def _variance(cov: Any, cross: Array) -> Array:
+    return jnp.maximum(cov.variance() + 2 * _own(cov, cross), 0)
 
 
 @with_cross.register

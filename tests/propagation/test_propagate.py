@@ -234,8 +234,8 @@ def test_a_receipt_tells_rule_assumption_and_line():
 
 def test_unknown_primitives_are_named_with_their_line_and_can_be_registered():
     weights = {"w": belief(0, 3, 8)}
-    fn = mj.propagate(lambda p, x: jnp.cumsum(x @ p["w"], axis=-1))
-    with pytest.raises(mj.PropagationError, match=r"cumsum.*test_propagate.py.*propagation_rule"):
+    fn = mj.propagate(lambda p, x: jnp.sort(x @ p["w"], axis=-1))
+    with pytest.raises(mj.PropagationError, match=r"sort.*test_propagate.py.*propagation_rule"):
         fn(weights, jnp.ones((2, 3)))
 
 
@@ -399,6 +399,8 @@ REPEATED = {  # weights that are used in several forms, or applied to what they 
     "gate of itself": lambda w, x: jnp.tanh(x @ w) * w[1:2],
     "leaky": lambda w, x: x @ jax.nn.leaky_relu(w, 0.1),
     "scanned over twice": lambda w, x: twice(w, x[0])[None],
+    "scanned over and whole": lambda w, x: twice(w, x[0])[None] + w.sum(0)[None] + x @ w,
+    "tied projections": lambda w, x: jax.nn.softmax((x @ w) @ (x @ w).T) @ (x @ w),
 }
 
 
@@ -410,3 +412,46 @@ def test_a_weight_is_one_weight_however_it_is_used(name):
     _, cov = mj.propagate(fn, structure=mj.Full)(w, x)
     truth = mj.monte_carlo(lambda w: fn(w, x), w, jax.random.key(1), 20_000)
     assert jnp.allclose(jnp.sqrt(cov.variance()), truth.standard_deviation, rtol=0.03, atol=1e-6)
+
+
+def recurrent(w, x):
+    def step(carry, row):
+        new = jnp.tanh(carry @ w + row)
+        return new, new
+
+    return jax.lax.scan(step, jnp.zeros(3), x)[1]
+
+
+MOVING = {  # sums along an axis, scattered entries, and what loops return of every step
+    "cumulative over tokens": lambda w, x: jnp.cumsum(x @ w, axis=0),
+    "cumulative over features": lambda w, x: jnp.cumsum(x @ w, axis=1),
+    "in parallel": lambda w, x: jax.lax.associative_scan(jnp.add, x @ w),
+    "segments": lambda w, x: jax.ops.segment_sum(x @ w, jnp.array([1, 1, 0, 2]), 3),
+    "one set": lambda w, x: (x @ w).at[1].set(2.0),
+    "map": lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x),
+    "recurrent": recurrent,
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_sums_scattered_entries_and_outputs_of_loops(name):
+    fn, w, x = (
+        MOVING[name],
+        belief(0, 3, 3, scale=0.05),
+        jax.random.normal(jax.random.key(0), (4, 3)),
+    )
+    mean, cov = mj.propagate(fn, structure=mj.Full)(w, x)
+    truth = mj.monte_carlo(lambda w: fn(w, x), w, jax.random.key(1), 20_000)
+    assert jnp.all(jnp.abs(mean - truth.mean) <= 5 * truth.mean_error + 0.01)
+    assert jnp.allclose(jnp.sqrt(cov.variance()), truth.standard_deviation, rtol=0.03, atol=1e-6)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_variances_are_not_negative_where_addends_cancel(structure):
+    def highway(w, x):
+        gate = jax.nn.sigmoid(2 * (x @ w))
+        return gate * jax.nn.relu(x @ w) + (1 - gate) * 3 * x
+
+    w, x = belief(0, 4, 4), jax.random.normal(jax.random.key(9), (5, 4))
+    _, cov = mj.propagate(highway, structure=structure)(w, x)
+    assert jnp.min(cov.variance()) >= 0
