@@ -182,7 +182,8 @@ class Recorder:
         source = self.source(eqn)
         name = eqn.primitive.name
         beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
-        if not beside and name not in _PRODUCTS:
+        both = name == "dot_general" and all(isinstance(x, Weight) for x in operands)
+        if both or (not beside and name not in _PRODUCTS):
             operands = [self._belief(x, source) if isinstance(x, Weight) else x for x in operands]
         operands = _split_gains(eqn, operands, source)
         for x in operands:

@@ -10,9 +10,11 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import optimizer_methods, optimizer_tasks, optimizers
+from experiments import optimizers
 from experiments.__main__ import main
-from experiments.optimizer_runs import LAST_UPDATES, Course, Training
+from experiments.optimizers import methods as optimizer_methods
+from experiments.optimizers import tasks as optimizer_tasks
+from experiments.optimizers.runs import LAST_UPDATES, Course, Training
 
 
 @pytest.fixture(autouse=True)

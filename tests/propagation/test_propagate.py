@@ -400,6 +400,7 @@ REPEATED = {  # weights that are used in several forms, or applied to what they 
     "leaky": lambda w, x: x @ jax.nn.leaky_relu(w, 0.1),
     "scanned over twice": lambda w, x: twice(w, x[0])[None],
     "scanned over and whole": lambda w, x: twice(w, x[0])[None] + w.sum(0)[None] + x @ w,
+    "a product of weights": lambda w, x: jnp.tanh(x) @ (w + w[:, :1] @ w[1:2]),
     "tied projections": lambda w, x: jax.nn.softmax((x @ w) @ (x @ w).T) @ (x @ w),
 }
 

@@ -20,11 +20,11 @@ import numpy as np
 
 from experiments import report
 from experiments.command_line import InputError, Parser, number, one_of, path
-from experiments.optimizer_figures import draw
-from experiments.optimizer_methods import methods, untuned
-from experiments.optimizer_runs import Course, Method, Settings, Spent, Training, timings
-from experiments.optimizer_tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
-from experiments.optimizer_widths import cost_of_update
+from experiments.optimizers.figures import draw
+from experiments.optimizers.methods import methods, untuned
+from experiments.optimizers.runs import Course, Method, Settings, Spent, Training, timings
+from experiments.optimizers.tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
+from experiments.optimizers.widths import cost_of_update
 from experiments.outputs import writable_file, writable_folder, write_json
 
 DEFAULT_TASKS = ("autoencoder", "transformer", "bayesian")

@@ -238,7 +238,7 @@ def test_products_in_a_kernel_are_float32_unless_told_otherwise():
 @pytest.mark.parametrize(("tokens", "batch", "count"), [(196, 16, 2), (1024, 1, 2), (4096, 1, 1)])
 def test_it_compiles_for_a_tpu_that_is_not_here(tokens: int, batch: int, count: int):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.layers.kernel_for_tpu", str(tokens), str(batch)],
+        [sys.executable, "-m", "tests.laws.kernel_for_tpu", str(tokens), str(batch)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """The kernel of `Diagonal`'s attention compiled for a TPU that is not here, in a process of its own.
 
-`python -m tests.layers.kernel_for_tpu T BATCH` compiles it and its gradient for heads of ViT-B.
+`python -m tests.laws.kernel_for_tpu T BATCH` compiles it and its gradient for heads of ViT-B.
 """
 
 from __future__ import annotations

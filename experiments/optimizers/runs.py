@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
-from experiments.optimizer_tasks import OptimizerTask
+from experiments.optimizers.tasks import OptimizerTask
 
 Array = jax.Array
 

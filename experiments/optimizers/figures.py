@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.figures import STYLE, save
-from experiments.optimizer_runs import Course
+from experiments.optimizers.runs import Course
 
 COLOURS = {
     "adam": "#7a828a",

@@ -12,8 +12,8 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
-from experiments.optimizer_runs import Method
-from experiments.optimizer_tasks import KL_WEIGHT, NUM_TRAIN, OptimizerTask
+from experiments.optimizers.runs import Method
+from experiments.optimizers.tasks import KL_WEIGHT, NUM_TRAIN, OptimizerTask
 
 Array = jax.Array
 

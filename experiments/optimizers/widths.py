@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.optimizer_runs import Method, Settings, Spent, make_update
-from experiments.optimizer_tasks import transformer
+from experiments.optimizers.runs import Method, Settings, Spent, make_update
+from experiments.optimizers.tasks import transformer
 
 CURVATURE_EVERY, REFRESH_EVERY = 5, 10  # the defaults, which all methods here have
 ROUNDS = 3
