@@ -21,7 +21,7 @@ import numpy as np
 from experiments import report
 from experiments.command_line import InputError, Parser, number, one_of, path
 from experiments.optimizers.figures import draw
-from experiments.optimizers.methods import methods, untuned
+from experiments.optimizers.methods import tuned, untuned
 from experiments.optimizers.runs import Course, Method, Settings, Spent, Training, timings
 from experiments.optimizers.tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
 from experiments.optimizers.widths import cost_of_update
@@ -46,10 +46,10 @@ def add_arguments(parser: Parser) -> None:
     )
     add(
         "--method",
-        type=one_of(methods() | untuned(), "method"),
+        type=one_of(tuned() | untuned(), "method"),
         nargs="+",
         metavar="NAME",
-        help=f"methods: {', '.join(methods() | untuned())} (default: all; adam always runs)",
+        help=f"methods: {', '.join(tuned() | untuned())} (default: all; adam always runs)",
     )
     add(
         "--untuned",
@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> None:
         return
     default = DEFAULT_TASKS + (MORE_TASKS if args.untuned else ())
     tasks = [TASKS[name]() for name in dict.fromkeys(args.task or default)]
-    tuned: dict[str, dict[str, Settings]] = {}
+    chosen: dict[str, dict[str, Settings]] = {}
     records = []
     for task in tasks:
-        record, courses = _compare(task, args, tuned)
+        record, courses = _compare(task, args, chosen)
         records.append(record)
         if args.out is not None:
             draw(args.out / f"{task.name}.png", task.name, record, courses)
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _known(args: argparse.Namespace) -> dict[str, Method]:
-    return untuned() if args.untuned else methods()
+    return untuned() if args.untuned else tuned()
 
 
 def _names(args: argparse.Namespace, known: dict[str, Method]) -> list[str]:
@@ -139,7 +139,7 @@ def _widths(args: argparse.Namespace) -> None:
 
 
 def _compare(
-    task: OptimizerTask, args: argparse.Namespace, tuned: dict[str, dict[str, Settings]]
+    task: OptimizerTask, args: argparse.Namespace, chosen: dict[str, dict[str, Settings]]
 ) -> tuple[dict[str, Any], dict[str, list[Course]]]:
     """All methods on one task; Adam first, for its last loss may be the target."""
     known = _known(args)
@@ -152,13 +152,13 @@ def _compare(
         first_order = known[name].curvature is None
         steps = args.steps or (task.num_steps if first_order else task.num_second_order_steps)
         # A task of new data takes the settings of the one it is meant to check.
-        source = tuned.get(TUNED_ON.get(task.name, ""), {}).get(name)
+        source = chosen.get(TUNED_ON.get(task.name, ""), {}).get(name)
         trainings[name] = training = Training(task, known[name], steps)
         settings[name] = source or _best(training, target)
         courses[name] = training.courses(settings[name], seeds, task.evaluate_every)
         if target is None:
             target = float(np.median([course.last_loss for course in courses[name]]))
-    tuned[task.name] = settings
+    chosen[task.name] = settings
     assert target is not None
     runs = {name: (trainings[name], settings[name]) for name in names}
     update = timings(runs, dict.fromkeys(names, TIMED_STEPS), anew=False)

@@ -114,7 +114,7 @@ def untuned() -> dict[str, Method]:
     return first | {name: Method(partial(_untuned, each), {}, {}) for name, each in ours.items()}
 
 
-def methods() -> dict[str, Method]:
+def tuned() -> dict[str, Method]:
     """Every method by name."""
     curvature: dict[str, Any] = {"fisher": mj.optim.SampledFisher()}
     kfac = partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)

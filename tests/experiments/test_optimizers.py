@@ -78,7 +78,7 @@ def test_the_last_loss_is_no_single_update():
 
 
 def test_how_often_the_loss_is_evaluated_changes_nothing():
-    training = Training(optimizer_tasks.autoencoder(), optimizer_methods.methods()["adam"], 5)
+    training = Training(optimizer_tasks.autoencoder(), optimizer_methods.tuned()["adam"], 5)
     settings = {"learning_rate": 1e-3}
     (each,) = training.courses(settings, [0])
     (some,) = training.courses(settings, [0], evaluate_every=2)
