@@ -115,7 +115,7 @@ def untuned() -> dict[str, Method]:
 
 
 def tuned() -> dict[str, Method]:
-    """Every method by name."""
+    """The methods whose settings are tuned on a grid, by name."""
     curvature: dict[str, Any] = {"fisher": mj.optim.SampledFisher()}
     kfac = partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)
     # Exact damping: what factored damping adds on top costs the autoencoder a quarter more steps.

@@ -1,4 +1,4 @@
-"""Noise of each weight's size, the ELBO, by moments and by draws, and MC dropout, for one network."""
+"""One network trained and predicted by relative weight noise, by the ELBO, and by MC dropout."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ DECAY = 1e-4  # squared length scale of MC dropout's prior, as published
 PRIORS = (0.0, 0.5, 1.0)  # standard deviations; 0 for one that is learned in each array
 SPREADS = (0.01, 0.03, 0.06, 0.1, 0.2, 0.3)  # of a weight, over its magnitude
 DECAYS = (1e-4, 1.0)  # of the means: hardly any, and a prior of standard deviation 1
-LEAST = (
-    1e-6  # magnitude of a weight whose noise still follows it; of biases, which have next to none
-)
+LEAST = 1e-6  # magnitude that every weight counts as having, and biases have: next to no noise
 RATES = (0.005, 0.01, 0.05, 0.1)  # of MC dropout, those of the published search
 
 
