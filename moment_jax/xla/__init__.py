@@ -1,12 +1,19 @@
 """What has to be said to the compiler; no maths."""
 
-from moment_jax.xla.diagonal import diagonal_matrix, diagonal_of, on_diagonal
-from moment_jax.xla.inputs import materialized_inputs
-from moment_jax.xla.kernel_choice import inside_a_kernel, kernel_path, kernels, on_chip
-from moment_jax.xla.materialize import materialized
-from moment_jax.xla.tokens import (
+from moment_jax.xla.lowering import (
+    inside_a_kernel,
+    kernel_path,
+    kernels,
+    materialized,
+    materialized_inputs,
+    on_chip,
+)
+from moment_jax.xla.matrices import (
     SEQUENCE,
     by_tokens,
+    diagonal_matrix,
+    diagonal_of,
+    on_diagonal,
     product_of_transposed,
     product_with_transposed,
     rows_diagonal,
