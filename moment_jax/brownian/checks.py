@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance.checks import check_array
+from moment_jax.covariance.fields import check_array
 
 Array = jax.Array
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.brownian.checks import check_positive
-from moment_jax.covariance.checks import check_array
+from moment_jax.covariance.fields import check_array
 
 Array = jax.Array
 Coefficient = Callable[[Array, Array], Array]

@@ -16,9 +16,9 @@ from moment_jax.covariance.base import Covariance
 from moment_jax.covariance.batch_separable import BATCH_AXIS, BatchSeparable
 from moment_jax.covariance.by_projection import ByProjection
 from moment_jax.covariance.diagonal import Diagonal
+from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.frozen_separable import FrozenSeparable
 from moment_jax.covariance.full import Full
-from moment_jax.covariance.pytree import register_fields
 from moment_jax.covariance.separable import Separable
 from moment_jax.covariance.statistics import with_feature_statistics
 from moment_jax.covariance.token_block import TokenBlock

@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.numerics import pooled, safe_divide, weighted
-from moment_jax.covariance.pytree import register_fields
 from moment_jax.covariance.separable import Separable
 
 Array = jax.Array

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel
-from moment_jax.covariance.checks import sequence_shape
+from moment_jax.covariance.fields import sequence_shape
 from moment_jax.covariance.full import Full
 
 Array = jax.Array

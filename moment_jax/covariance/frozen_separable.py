@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from moment_jax.covariance.batch_separable import BatchSeparable
-from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.statistics import exchange
 
 Array = jax.Array

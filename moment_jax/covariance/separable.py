@@ -12,10 +12,9 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import separable_maps, separable_noise
 from moment_jax.covariance.base import ElementwiseGain, RandomKernel
-from moment_jax.covariance.checks import check_correlations, sequence_shape
 from moment_jax.covariance.feature_gram import FeatureGram
+from moment_jax.covariance.fields import check_correlations, register_fields, sequence_shape
 from moment_jax.covariance.numerics import gram, paired, safe_divide, safe_sqrt, weighted
-from moment_jax.covariance.pytree import register_fields
 from moment_jax.covariance.separable_grams import Grams, MadeOfGrams
 from moment_jax.xla import by_tokens
 

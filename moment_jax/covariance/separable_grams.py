@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, check_dense
 from moment_jax.covariance.feature_gram import FeatureGram
+from moment_jax.covariance.fields import FormedLater
 from moment_jax.covariance.numerics import correlation_of, definite, safe_sqrt, vector_variance
-from moment_jax.covariance.pytree import FormedLater
 from moment_jax.xla import (
     by_tokens,
     diagonal_matrix,

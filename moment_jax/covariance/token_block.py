@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
-from moment_jax.covariance.checks import check_fields, check_variances, sequence_shape
+from moment_jax.covariance.fields import (
+    check_fields,
+    check_variances,
+    register_fields,
+    sequence_shape,
+)
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, vector_cov
-from moment_jax.covariance.pytree import register_fields
 from moment_jax.xla import by_tokens, diagonal_matrix
 
 Array = jax.Array

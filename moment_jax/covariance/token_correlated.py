@@ -10,10 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
-from moment_jax.covariance.checks import check_correlations, sequence_shape
+from moment_jax.covariance.fields import (
+    FormedLater,
+    check_correlations,
+    register_fields,
+    sequence_shape,
+)
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
-from moment_jax.covariance.pytree import FormedLater, register_fields
 from moment_jax.xla import (
     by_tokens,
     diagonal_matrix,

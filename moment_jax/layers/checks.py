@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance import STRUCTURES, Covariance
-from moment_jax.covariance.checks import check_array
+from moment_jax.covariance.fields import check_array
 from moment_jax.posterior import Posterior
 
 Array = jax.Array

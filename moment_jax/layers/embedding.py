@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance
-from moment_jax.covariance.checks import known_values
+from moment_jax.covariance.fields import known_values
 from moment_jax.posterior import Point, Posterior
 from moment_jax.xla import materialized, materialized_inputs
 

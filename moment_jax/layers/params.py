@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.fields import register_fields
 from moment_jax.posterior import Posterior
 
 Array = jax.Array

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import BATCH_AXIS, Covariance
-from moment_jax.covariance.checks import check_array
+from moment_jax.covariance.fields import check_array
 from moment_jax.layers.checks import described, is_boolean
 
 Array = jax.Array

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax.covariance import BATCH_AXIS, Covariance, TokenBlock
-from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.fields import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
 from moment_jax.nn.base import BayesianModule, Stage, set_mean

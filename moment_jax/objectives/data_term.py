@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.checks import check_array, known_values
+from moment_jax.covariance.fields import check_array, known_values
 from moment_jax.expectations.softmax import logsumexp_mean
 from moment_jax.objectives.bernoulli import expected_softplus
 from moment_jax.objectives.cubature import count_points, expected_logsumexp

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.checks import check_variances
+from moment_jax.covariance.fields import check_variances
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array

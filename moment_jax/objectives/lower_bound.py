@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moment_jax.covariance.checks import check_array, known_values
+from moment_jax.covariance.fields import check_array, known_values
 
 Array = jax.Array
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.checks import check_array, check_variances, known_values
+from moment_jax.covariance.fields import check_array, check_variances, known_values
 
 Array = jax.Array
 

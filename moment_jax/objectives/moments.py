@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.checks import check_array, check_floating, known_values
+from moment_jax.covariance.fields import check_array, check_floating, known_values
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Array = jax.Array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.checks import check_array
+from moment_jax.covariance.fields import check_array
 from moment_jax.objectives.cubature import count_points, log_expected_softmax
 from moment_jax.objectives.data_term import bounded_exp
 from moment_jax.objectives.likelihoods import (

@@ -7,8 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.checks import check_fields, check_variances
-from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.fields import check_fields, check_variances, register_fields
 from moment_jax.posterior import checks
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt

@@ -7,8 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.checks import check_floating
-from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.fields import check_floating, register_fields
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.checks import check_inputs, check_kernel, check_moment, check_vector
 from moment_jax.posterior.prior import GaussianPrior, log_density

@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.pytree import register_fields
+from moment_jax.covariance.fields import register_fields
 
 Array = jax.Array
 
