@@ -1,4 +1,4 @@
-"""Square roots and quotients that stay finite, with finite gradients, at zero variance."""
+"""Square roots and quotients that stay finite, with finite gradients, at zero variance; weighted sums."""
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,12 @@ def pooled(rows: Array, pool: Array | None) -> Array:
 def paired(a: Array, b: Array, pairs: Array) -> Array:
     """sum_ts pairs_ts a_td b_sd of (T, D) arrays, (D,)."""
     return jnp.sum(a * (pairs @ b), axis=0)
+
+
+def fit_rows(pattern: Array, rows: Array) -> Array:
+    """A nonnegative (T, D) array of this pattern, every row scaled to its sum in `rows`, (T,)."""
+    factor = safe_divide(jnp.maximum(rows, 0), jnp.sum(pattern, axis=1))
+    return pattern * factor[:, None]
 
 
 def correlation_of(cov: Array, variance: Array | None = None) -> Array:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance import separable_maps, separable_noise
+from moment_jax.covariance import separable_noise
 from moment_jax.covariance.base import ElementwiseGain, RandomKernel
-from moment_jax.covariance.feature_gram import FeatureGram
 from moment_jax.covariance.fields import check_correlations, register_fields, sequence_shape
+from moment_jax.covariance.low_rank import low_rank_moments
 from moment_jax.covariance.numerics import gram, paired, safe_divide, safe_sqrt, weighted
-from moment_jax.covariance.separable_grams import Grams, MadeOfGrams
-from moment_jax.xla import by_tokens
+from moment_jax.covariance.separable_grams import FeatureGram, Grams, MadeOfGrams
+from moment_jax.xla import by_tokens, rows_diagonal
 
 Array = jax.Array
 DEFAULTS = ("pool", "sum_variance")  # fields that may be None
@@ -191,10 +191,59 @@ class Separable(MadeOfGrams):
         variance = self.variance()
         return variance * ((variance * vectors) @ self.feature_correlation**2)
 
-    rescale = separable_maps.rescale
-    map_features = separable_maps.map_features
-    map_tokens = separable_maps.map_tokens
-    map_low_rank = separable_maps.map_low_rank
+    def rescale(self, factor: Array) -> Self:
+        """X * factor: exact, but for the covariance of the sum where the factor differs by token."""
+        scale = self.scale * factor
+        if factor.shape[0] > 1:
+            return dataclasses.replace(self, scale=scale, sum_variance=None)
+        token_gram = self.token_correlation * (scale @ scale.T)
+        grams = Grams(scale**2, token_gram, self.features().rescaled(factor[0]))
+        variance = self.summed_variance() * factor[0] ** 2
+        return self.with_grams(grams, scale=scale, sum_variance=variance)
+
+    def map_features(self, kernel: Array) -> Self:
+        """X @ kernel: the covariance of the sum is exact, all of it for a scale of rank one."""
+        before, variance, squared = self.features(), self.variance(), kernel**2
+        features = before.map(kernel)
+        factor = safe_divide(jnp.maximum(features.diag(), 0), before.diag() @ squared)
+        # With a scale of rank one the tokens' correlation passes as it is. The variances' sums over the
+        # features without the variances, for which queries and keys have no use.
+        token_gram = self.token_gram()
+        ratio = safe_divide(variance @ (squared @ factor), rows_diagonal(token_gram))
+        root = safe_sqrt(ratio)
+        return self.from_moments(
+            (variance @ squared) * factor[None, :],
+            root[:, None] * token_gram * root[None, :],
+            features,
+            self.pool,
+        )
+
+    def map_tokens(self, weights: Array) -> Self:
+        """Weights @ x: variances and token Gram matrix are exact."""
+        scaled = weights[:, :, None] * self.scale[None]
+        partial = jnp.einsum("utd,ts->usd", scaled, self.token_correlation)
+        variance = jnp.maximum(jnp.sum(partial * scaled, axis=1), 0)
+        token_gram = weights @ self.token_gram() @ weights.T
+        features = self.features()
+        if weights.shape[0] == 1:
+            known = self.summed_variance()
+            variance = separable_noise.sum_variance(self, weights[0], known)[None, :]
+            ratio = safe_divide(variance[0], known)
+        else:
+            total = jnp.sum(weights, axis=0)
+            ratio = safe_divide(self.pooled_variance(total), self.pooled_variance())
+        features = features.rescaled(self.share(safe_sqrt(ratio)))
+        return self.from_moments(variance, token_gram, features)
+
+    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
+        pairs = self.token_correlation
+        if self.pool is not None:
+            pairs = self.pool[:, None] * pairs * self.pool[None, :]
+        variance, pattern, feature_gram = low_rank_moments(
+            self.scale, self.feature_correlation, gain, left, right, pairs
+        )
+        token_gram = self.token_correlation * pattern
+        return self.from_moments(variance, token_gram, feature_gram, self.pool)
 
     def add(self, *others: Self) -> Self:
         every: tuple[Self, ...] = (self, *others)

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.base import ElementwiseGain, RandomKernel
-from moment_jax.covariance.feature_gram import FeatureGram, column_noise
-from moment_jax.covariance.marginals import fit_rows
 from moment_jax.covariance.numerics import (
+    fit_rows,
     gram,
     pooled,
     safe_divide,
@@ -18,6 +17,7 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted,
 )
+from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.xla import (
     diagonal_matrix,
     diagonal_of,
@@ -52,6 +52,17 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
     variance = weights.noise_variance(mean, none) + fit_rows(pattern, rows_diagonal(of_noise))
     by_mean = weights.noise_block(cov.share(total[:, None] * total[None, :]))
     return variance, token_gram, FeatureGram(by_mean + by_noise)
+
+
+def column_noise(kernel: RandomKernel, moment: Array) -> FeatureGram:
+    """Feature Gram matrix of the noise of a kernel with uncorrelated entries.
+
+    Args:
+      kernel: of shape (D, O).
+      moment: of the sum of the inputs over the tokens, E[(sum_t p_t x_td)^2], (D,).
+    """
+    moment = moment[None, :]
+    return FeatureGram(diagonal=kernel.noise_variance(jnp.zeros_like(moment), moment)[0])
 
 
 def gain(cov: Separable, mean: Array, gain_cov: Array) -> Moments:

@@ -9,8 +9,13 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
 from moment_jax.covariance.numerics import safe_sqrt
-from moment_jax.posterior import checks
-from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.base import (
+    Posterior,
+    check_inputs,
+    check_kernel,
+    check_moment,
+    check_vector,
+)
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
@@ -67,30 +72,30 @@ class Factorized(Posterior):
 
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         """sum_i (variance + mean^2)_i v_io: one matmul, (..., out)."""
-        checks.check_inputs("Factorized", self.shape, mean.shape, variance.shape)
+        check_inputs("Factorized", self.shape, mean.shape, variance.shape)
         return (variance + mean**2) @ self.variance
 
     def noise_block(self, moment: Array) -> Array:
         """diag_o(sum_i moment_ii v_io), (..., out, out)."""
-        checks.check_moment("Factorized", self.shape, moment.shape)
+        check_moment("Factorized", self.shape, moment.shape)
         return diagonal_matrix(diagonal_of(moment) @ self.variance)
 
     def input_metric(self) -> Array:
         """sum_o v_io, (in,)."""
-        checks.check_kernel("Factorized.input_metric", self.shape)
+        check_kernel("Factorized.input_metric", self.shape)
         return jnp.sum(self.variance, axis=1)
 
     def rows(self, indices: Array) -> Factorized:
         """These rows, (N, out)."""
-        checks.check_kernel("Factorized.rows", self.shape)
+        check_kernel("Factorized.rows", self.shape)
         return Factorized(self.mean[indices], self.variance[indices])
 
     def transpose(self) -> Factorized:
         """The same weights, (out, in)."""
-        checks.check_kernel("Factorized.transpose", self.shape)
+        check_kernel("Factorized.transpose", self.shape)
         return Factorized(self.mean.T, self.variance.T)
 
     def vector_cov(self) -> Array:
         """The variances themselves, (D,)."""
-        checks.check_vector("Factorized.vector_cov", self.shape)
+        check_vector("Factorized.vector_cov", self.shape)
         return jnp.asarray(self.variance)

@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
-from moment_jax.posterior import checks
-from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.base import (
+    Posterior,
+    check_inputs,
+    check_kernel,
+    check_moment,
+    check_vector,
+)
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
@@ -76,7 +81,7 @@ class FullNormal(Posterior):
 
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         """sum_ij (diag(variance) + mean mean^T)_ij Cov[w_io, w_jo], (..., out)."""
-        checks.check_inputs("FullNormal", self.shape, mean.shape, variance.shape)
+        check_inputs("FullNormal", self.shape, mean.shape, variance.shape)
         same_output = jnp.einsum("iojo->oij", self.cov)
         half = jnp.einsum("...i,oij->...oj", mean, same_output)
         of_mean = jnp.einsum("...oj,...j->...o", half, mean)
@@ -84,27 +89,27 @@ class FullNormal(Posterior):
 
     def noise_block(self, moment: Array) -> Array:
         """sum_ij moment_ij Cov[w_io, w_jp], (..., out, out)."""
-        checks.check_moment("FullNormal", self.shape, moment.shape)
+        check_moment("FullNormal", self.shape, moment.shape)
         return jnp.einsum("...ij,iojp->...op", moment, self.cov)
 
     def input_metric(self) -> Array:
         """sum_o Cov[w_io, w_jo], (in, in)."""
-        checks.check_kernel("FullNormal.input_metric", self.shape)
+        check_kernel("FullNormal.input_metric", self.shape)
         return jnp.einsum("iojo->ij", self.cov)
 
     def rows(self, indices: Array) -> FullNormal:
         """These rows, (N, out)."""
-        checks.check_kernel("FullNormal.rows", self.shape)
+        check_kernel("FullNormal.rows", self.shape)
         return FullNormal(self.mean[indices], self.cov[indices][:, :, indices])
 
     def transpose(self) -> FullNormal:
         """The same weights, (out, in)."""
-        checks.check_kernel("FullNormal.transpose", self.shape)
+        check_kernel("FullNormal.transpose", self.shape)
         return FullNormal(self.mean.T, self.cov.transpose(1, 0, 3, 2))
 
     def vector_cov(self) -> Array:
         """The covariance itself, (D, D)."""
-        checks.check_vector("FullNormal.vector_cov", self.shape)
+        check_vector("FullNormal.vector_cov", self.shape)
         return jnp.asarray(self.cov)
 
     def _matrix(self, method: str) -> Array:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
-from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.checks import check_inputs, check_kernel, check_moment
+from moment_jax.posterior.base import Posterior, check_inputs, check_kernel, check_moment
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of

@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.fields import check_floating, register_fields
-from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.checks import check_inputs, check_kernel, check_moment, check_vector
+from moment_jax.posterior.base import (
+    Posterior,
+    check_inputs,
+    check_kernel,
+    check_moment,
+    check_vector,
+)
 from moment_jax.posterior.prior import GaussianPrior, log_density
 
 Array = jax.Array

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.feature_gram import FeatureGram
 from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov, weighted
+from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.layers.attention.inputs import DenseInput
 from moment_jax.posterior import Point
 from moment_jax.xla import diagonal_of, rows_diagonal

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.feature_gram import FeatureGram, column_noise
-from moment_jax.covariance.marginals import fit_rows
-from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov
+from moment_jax.covariance.numerics import fit_rows, pooled, safe_divide, vector_cov
+from moment_jax.covariance.separable_grams import FeatureGram
+from moment_jax.covariance.separable_noise import column_noise
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import TokenCorrelated
-from moment_jax.covariance.marginals import fit_rows
+from moment_jax.covariance.numerics import fit_rows
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import (
     Centres,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.covariance.feature_gram import FeatureGram
+from moment_jax.covariance.separable_grams import FeatureGram
 from tests.builders import assert_close, random_psd
 
 KEYS = jax.random.split(jax.random.key(5), 6)
