@@ -1,4 +1,4 @@
-"""Square roots and quotients that stay finite, with finite gradients, at zero variance; weighted sums."""
+"""Roots and quotients that stay finite, with finite gradients, at zero variance; weighted sums."""
 
 import jax
 import jax.numpy as jnp

@@ -1,11 +1,10 @@
 """Moment transforms of layers: (mean, cov, params) -> (mean, cov) for one (T, D) sequence."""
 
-from moment_jax.layers.activation import activation, gelu, relu
 from moment_jax.layers.attention import attention, cross_attention
 from moment_jax.layers.blocks import decoder_block, encoder_block
 from moment_jax.layers.dense import dense, matmul
 from moment_jax.layers.embedding import embedding, sinusoidal_positions
-from moment_jax.layers.feed_forward import feed_forward
+from moment_jax.layers.feed_forward import activation, feed_forward, gelu, relu
 from moment_jax.layers.norm import layer_norm, rms_norm
 from moment_jax.layers.params import (
     AttentionParams,

@@ -1,27 +1,39 @@
-"""The encoder and decoder blocks, normalised after each sublayer (the derivation's) or before it."""
+"""The encoder and decoder blocks and their sublayers, normalised after (the derivation's) or before."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers.activation import relu
-from moment_jax.layers.attention.multi_head import Memory
+from moment_jax.layers.attention.cache import KeyValueCache, attention_step
+from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
 from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation
-from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams
-from moment_jax.layers.seen import pool_as, pool_seen
-from moment_jax.layers.sublayers import (
-    Normalization,
-    attention_sublayer,
-    feed_forward_sublayer,
+from moment_jax.layers.feed_forward import Activation, feed_forward_and_tangent, relu
+from moment_jax.layers.norm import layer_norm, layer_norm_and_tangent
+from moment_jax.layers.params import (
+    AttentionParams,
+    DecoderBlockParams,
+    EncoderBlockParams,
+    FeedForwardParams,
+    NormParams,
 )
+from moment_jax.layers.residual import Tangent, residual
+from moment_jax.layers.seen import pool_as, pool_seen
 from moment_jax.xla import materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
+
+
+class Normalization(NamedTuple):
+    """Where a sublayer normalises, and how; see `encoder_block`."""
+
+    first: bool
+    epsilon: float
+    order: int = 2
 
 
 @materialized_inputs
@@ -144,3 +156,82 @@ def decoder_block(
         mean, cov, params.feed_forward, params.norm3, norm, activation=activation
     )
     return mean, pool_as(cov, before)
+
+
+def attention_sublayer(
+    mean: Array,
+    cov: S,
+    params: AttentionParams,
+    norm_params: NormParams,
+    norm: Normalization,
+    *,
+    num_heads: int,
+    mask: Array | None = None,
+    memory: Memory | None = None,
+) -> tuple[Array, S]:
+    """Attention, to a memory where there is one, with its residual and its normalisation."""
+
+    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return attention_and_tangent(
+            mean, cov, params, num_heads=num_heads, mask=mask, order=norm.order, memory=memory
+        )
+
+    return sublayer(mean, cov, branch, norm_params, norm)
+
+
+def feed_forward_sublayer(
+    mean: Array,
+    cov: S,
+    params: FeedForwardParams,
+    norm_params: NormParams,
+    norm: Normalization,
+    *,
+    activation: Activation,
+) -> tuple[Array, S]:
+    """The feed-forward layer with its residual and its normalisation."""
+
+    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return feed_forward_and_tangent(mean, cov, params, activation)
+
+    return sublayer(mean, cov, branch, norm_params, norm)
+
+
+def attention_step_sublayer(
+    mean: Array,
+    cov: S,
+    cache: KeyValueCache,
+    params: AttentionParams,
+    norm_params: NormParams,
+    norm: Normalization,
+    *,
+    num_heads: int,
+) -> tuple[Array, S, KeyValueCache]:
+    """Causal self-attention of the newest tokens to cached ones, and what is cached then."""
+    caches = [cache]
+
+    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        mean, cov, tangent, cache = attention_step(
+            mean, cov, caches[0], params, num_heads=num_heads, order=norm.order
+        )
+        caches.append(cache)
+        return mean, cov, tangent
+
+    mean, cov = sublayer(mean, cov, branch, norm_params, norm)
+    return mean, cov, caches[-1]
+
+
+def sublayer(
+    mean: Array,
+    cov: S,
+    branch: Callable[[Array, S], tuple[Array, S, Tangent]],
+    params: NormParams,
+    norm: Normalization,
+) -> tuple[Array, S]:
+    """X + branch(norm(x)), or norm(x + branch(x))."""
+    if norm.first:
+        inner, inner_cov, carried = layer_norm_and_tangent(
+            mean, cov, params, norm.epsilon, norm.order
+        )
+        return residual(mean, cov, *branch(inner, inner_cov), carried)
+    mean, cov = residual(mean, cov, *branch(mean, cov))
+    return layer_norm(mean, cov, params, epsilon=norm.epsilon, order=norm.order)

@@ -7,21 +7,20 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers.activation import relu
 from moment_jax.layers.attention.attend import View, attend
 from moment_jax.layers.attention.cache import KeyValueCache
 from moment_jax.layers.attention.inputs import Source
-from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation
-from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams
-from moment_jax.layers.residual import Tangent
-from moment_jax.layers.seen import look_at_valid
-from moment_jax.layers.sublayers import (
+from moment_jax.layers.blocks import (
     Normalization,
     attention_step_sublayer,
     feed_forward_sublayer,
     sublayer,
 )
+from moment_jax.layers.checks import check_moments
+from moment_jax.layers.feed_forward import Activation, relu
+from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams
+from moment_jax.layers.residual import Tangent
+from moment_jax.layers.seen import look_at_valid
 from moment_jax.xla import materialized_inputs
 
 Array = jax.Array

@@ -10,9 +10,9 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.layers import EncoderBlockParams, FeedForwardParams, encoder_block
 from moment_jax.layers.attention.cache import KeyValueCache, empty_cache
+from moment_jax.layers.blocks import Normalization, attention_sublayer, feed_forward_sublayer
 from moment_jax.layers.cached_blocks import encoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.layers.sublayers import Normalization, attention_sublayer, feed_forward_sublayer
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import Stage
