@@ -53,15 +53,11 @@ class FeatureGram(NamedTuple):
         if self.inner is None:
             assert self.diagonal is not None
             return self.diagonal
-        own = self._within_basis()
-        return own if self.diagonal is None else own + self.diagonal
-
-    def _within_basis(self) -> Array:
-        """The diagonal of basis^T inner basis, (D,)."""
-        assert self.inner is not None
         if self.basis is None:
-            return diagonal_of(self.inner)
-        return jnp.sum((self.inner @ self.basis) * self.basis, axis=0)
+            own = diagonal_of(self.inner)
+        else:
+            own = jnp.sum((self.inner @ self.basis) * self.basis, axis=0)
+        return own if self.diagonal is None else own + self.diagonal
 
     def blocks(self, num_blocks: int) -> Array:
         """Its blocks on the diagonal, (H, D / H, D / H)."""
@@ -105,9 +101,7 @@ class FeatureGram(NamedTuple):
 
     def times(self, factor: Array) -> FeatureGram:
         """The matrix times a number, ()."""
-        parts = (self.inner, self.diagonal, self.variance)
-        inner, diagonal, variance = (None if part is None else factor * part for part in parts)
-        return FeatureGram(inner, self.basis, diagonal, variance)
+        return self.shared(lambda part: factor * part)
 
     def raised(self, diagonal: Array) -> FeatureGram:
         """The matrix plus a diagonal one, (D,)."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import erfc
 
-from moment_jax.expectations.moments import ElementwiseMoments, checked, in_single
+from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 
 # Beyond this many standard deviations the density is zero in float64 too, and powers cannot overflow.
 _FAR = 40.0
@@ -44,7 +44,7 @@ def gelu(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
 
     Source: Transformer derivation, section 4.6, with another activation; Owen (1956).
     """
-    return in_single(_gelu, *checked("gelu", mean, variance))
+    return evaluated("gelu", _gelu, mean, variance)
 
 
 @jax.custom_jvp

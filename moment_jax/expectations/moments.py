@@ -30,23 +30,17 @@ class ElementwiseMoments(NamedTuple):
     second: jax.Array
 
 
-def in_single(
+def evaluated(
+    name: str,
     function: Callable[[jax.Array, jax.Array], ElementwiseMoments],
     mean: jax.Array,
     variance: jax.Array,
 ) -> ElementwiseMoments:
-    """The moments of `checked` arrays, those of half precision by way of float32."""
-    if jnp.finfo(mean.dtype).bits >= 32:
-        return function(mean, variance)
-    moments = function(mean.astype(jnp.float32), variance.astype(jnp.float32))
-    return ElementwiseMoments(*(moment.astype(mean.dtype) for moment in moments))
-
-
-def checked(name: str, mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return both arrays in their common floating dtype.
+    """The moments of two arrays in their common dtype; those of half precision by way of float32.
 
     Args:
         name: the function that the caller called, for the message.
+        function: mean and variance -> moments.
         mean: means, any shape.
         variance: variances, the same shape.
 
@@ -66,7 +60,11 @@ def checked(name: str, mean: jax.Array, variance: jax.Array) -> tuple[jax.Array,
             f"`{name}(mean, variance)` needs real floating-point arrays. Got {mean.dtype} and "
             f"{variance.dtype}. Use mean.astype(float)."
         )
-    return materialized(mean.astype(dtype)), materialized(variance.astype(dtype))
+    mean, variance = materialized(mean.astype(dtype)), materialized(variance.astype(dtype))
+    if jnp.finfo(dtype).bits >= 32:
+        return function(mean, variance)
+    moments = function(mean.astype(jnp.float32), variance.astype(jnp.float32))
+    return ElementwiseMoments(*(moment.astype(dtype) for moment in moments))
 
 
 def checked_row(

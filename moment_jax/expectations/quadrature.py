@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.expectations.moments import ElementwiseMoments, checked, in_single
+from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 
 ScalarFunction = Callable[[jax.Array], jax.Array]
 # Functions of a point x and of a constant, with any pytree of scalars as their value.
@@ -54,16 +54,19 @@ def elementwise(
         >>> print(moments.mean.round(3), moments.variance.round(3))
         [1.5] [2.5]
     """
-    mean, variance = checked("elementwise", mean, variance)
     if num_nodes < 8:
         raise ValueError(f"`elementwise` needs num_nodes >= 8. Got {num_nodes}.")
-    out = jax.eval_shape(fn, jax.ShapeDtypeStruct((), mean.dtype))
-    if getattr(out, "shape", None) != () or out.dtype != mean.dtype:
-        raise ValueError(
-            f"`elementwise(fn, mean, variance)` needs fn to map a {mean.dtype} scalar to one. "
-            f"Got {out}. Give the function of one element; it is mapped over the array."
-        )
-    return in_single(partial(_moments, fn, num_nodes), mean, variance)
+
+    def moments(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
+        out = jax.eval_shape(fn, jax.ShapeDtypeStruct((), mean.dtype))
+        if getattr(out, "shape", None) != () or out.dtype != mean.dtype:
+            raise ValueError(
+                f"`elementwise(fn, mean, variance)` needs fn to map a {mean.dtype} scalar to one. "
+                f"Got {out}. Give the function of one element; it is mapped over the array."
+            )
+        return _moments(fn, num_nodes, mean, variance)
+
+    return evaluated("elementwise", moments, mean, variance)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import erfc
 
-from moment_jax.expectations.moments import ElementwiseMoments, checked, in_single
+from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 
 # Beyond this many standard deviations the density is zero in float64 too, and t^2 cannot overflow.
 _FAR = 40.0
@@ -39,7 +39,7 @@ def rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
 
     Source: replaces the Taylor step of Transformer derivation, section 4.6.
     """
-    return in_single(_rectified, *checked("rectified", mean, variance))
+    return evaluated("rectified", _rectified, mean, variance)
 
 
 @jax.custom_jvp

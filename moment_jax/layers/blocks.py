@@ -8,16 +8,13 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers.attention.cache import KeyValueCache, attention_step
 from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
 from moment_jax.layers.checks import check_moments
 from moment_jax.layers.feed_forward import Activation, feed_forward_and_tangent, relu
 from moment_jax.layers.norm import layer_norm, layer_norm_and_tangent
 from moment_jax.layers.params import (
-    AttentionParams,
     DecoderBlockParams,
     EncoderBlockParams,
-    FeedForwardParams,
     NormParams,
 )
 from moment_jax.layers.residual import Tangent, residual
@@ -79,12 +76,17 @@ def encoder_block(
     check_moments("encoder_block", mean, cov)
     before, cov = cov, pool_seen(cov, mask)
     norm = Normalization(norm_first, epsilon, order)
-    mean, cov = attention_sublayer(
-        mean, cov, params.attention, params.norm1, norm, num_heads=num_heads, mask=mask
-    )
-    mean, cov = feed_forward_sublayer(
-        mean, cov, params.feed_forward, params.norm2, norm, activation=activation
-    )
+
+    def attend(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return attention_and_tangent(
+            mean, cov, params.attention, num_heads=num_heads, mask=mask, order=order
+        )
+
+    def transform(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
+
+    mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
+    mean, cov = sublayer(mean, cov, transform, params.norm2, norm)
     return mean, pool_as(cov, before)
 
 
@@ -139,85 +141,26 @@ def decoder_block(
     before, cov = cov, pool_seen(cov, mask)
     memory_cov = pool_seen(memory_cov, memory_mask, memory=True)
     norm = Normalization(norm_first, epsilon, order)
-    mean, cov = attention_sublayer(
-        mean, cov, params.self_attention, params.norm1, norm, num_heads=num_heads, mask=mask
-    )
-    mean, cov = attention_sublayer(
-        mean,
-        cov,
-        params.cross_attention,
-        params.norm2,
-        norm,
-        num_heads=num_heads,
-        mask=memory_mask,
-        memory=Memory(memory_mean, memory_cov),
-    )
-    mean, cov = feed_forward_sublayer(
-        mean, cov, params.feed_forward, params.norm3, norm, activation=activation
-    )
-    return mean, pool_as(cov, before)
+    memory = Memory(memory_mean, memory_cov)
 
-
-def attention_sublayer(
-    mean: Array,
-    cov: S,
-    params: AttentionParams,
-    norm_params: NormParams,
-    norm: Normalization,
-    *,
-    num_heads: int,
-    mask: Array | None = None,
-    memory: Memory | None = None,
-) -> tuple[Array, S]:
-    """Attention, to a memory where there is one, with its residual and its normalisation."""
-
-    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+    def attend(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
         return attention_and_tangent(
-            mean, cov, params, num_heads=num_heads, mask=mask, order=norm.order, memory=memory
+            mean, cov, params.self_attention, num_heads=num_heads, mask=mask, order=order
         )
 
-    return sublayer(mean, cov, branch, norm_params, norm)
-
-
-def feed_forward_sublayer(
-    mean: Array,
-    cov: S,
-    params: FeedForwardParams,
-    norm_params: NormParams,
-    norm: Normalization,
-    *,
-    activation: Activation,
-) -> tuple[Array, S]:
-    """The feed-forward layer with its residual and its normalisation."""
-
-    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        return feed_forward_and_tangent(mean, cov, params, activation)
-
-    return sublayer(mean, cov, branch, norm_params, norm)
-
-
-def attention_step_sublayer(
-    mean: Array,
-    cov: S,
-    cache: KeyValueCache,
-    params: AttentionParams,
-    norm_params: NormParams,
-    norm: Normalization,
-    *,
-    num_heads: int,
-) -> tuple[Array, S, KeyValueCache]:
-    """Causal self-attention of the newest tokens to cached ones, and what is cached then."""
-    caches = [cache]
-
-    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        mean, cov, tangent, cache = attention_step(
-            mean, cov, caches[0], params, num_heads=num_heads, order=norm.order
+    def look(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        cross = params.cross_attention
+        return attention_and_tangent(
+            mean, cov, cross, num_heads=num_heads, mask=memory_mask, order=order, memory=memory
         )
-        caches.append(cache)
-        return mean, cov, tangent
 
-    mean, cov = sublayer(mean, cov, branch, norm_params, norm)
-    return mean, cov, caches[-1]
+    def transform(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
+
+    mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
+    mean, cov = sublayer(mean, cov, look, params.norm2, norm)
+    mean, cov = sublayer(mean, cov, transform, params.norm3, norm)
+    return mean, pool_as(cov, before)
 
 
 def sublayer(

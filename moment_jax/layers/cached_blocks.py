@@ -8,17 +8,17 @@ import jax
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.attention.attend import View, attend
-from moment_jax.layers.attention.cache import KeyValueCache
+from moment_jax.layers.attention.cache import KeyValueCache, attention_step
 from moment_jax.layers.attention.inputs import Source
-from moment_jax.layers.blocks import (
-    Normalization,
-    attention_step_sublayer,
-    feed_forward_sublayer,
-    sublayer,
-)
+from moment_jax.layers.blocks import Normalization, sublayer
 from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation, relu
-from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams
+from moment_jax.layers.feed_forward import Activation, feed_forward_and_tangent, relu
+from moment_jax.layers.params import (
+    AttentionParams,
+    DecoderBlockParams,
+    EncoderBlockParams,
+    NormParams,
+)
 from moment_jax.layers.residual import Tangent
 from moment_jax.layers.seen import look_at_valid
 from moment_jax.xla import materialized_inputs
@@ -66,12 +66,14 @@ def encoder_block_step(
     """
     check_moments("encoder_block_step", mean, cov)
     norm = Normalization(norm_first, epsilon, order)
-    mean, cov, cache = attention_step_sublayer(
+    mean, cov, cache = _attention_step_sublayer(
         mean, cov, cache, params.attention, params.norm1, norm, num_heads=num_heads
     )
-    mean, cov = feed_forward_sublayer(
-        mean, cov, params.feed_forward, params.norm2, norm, activation=activation
-    )
+
+    def transform(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
+
+    mean, cov = sublayer(mean, cov, transform, params.norm2, norm)
     return mean, cov, cache
 
 
@@ -91,7 +93,7 @@ def decoder_block_step(
     """`decoder_block` with a causal mask for the newest tokens (N, D): see `encoder_block_step`."""
     check_moments("decoder_block_step", mean, cov)
     norm = Normalization(norm_first, epsilon, order)
-    mean, cov, tokens = attention_step_sublayer(
+    mean, cov, tokens = _attention_step_sublayer(
         mean, cov, cache.tokens, params.self_attention, params.norm1, norm, num_heads=num_heads
     )
     mask = look_at_valid(None, cache.memory_valid, mean.shape[0])
@@ -100,8 +102,33 @@ def decoder_block_step(
     def look(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
         return attend(mean, cov, cache.memory, params.cross_attention, view)
 
+    def transform(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
+
     mean, cov = sublayer(mean, cov, look, params.norm2, norm)
-    mean, cov = feed_forward_sublayer(
-        mean, cov, params.feed_forward, params.norm3, norm, activation=activation
-    )
+    mean, cov = sublayer(mean, cov, transform, params.norm3, norm)
     return mean, cov, cache._replace(tokens=tokens)
+
+
+def _attention_step_sublayer(
+    mean: Array,
+    cov: S,
+    cache: KeyValueCache,
+    params: AttentionParams,
+    norm_params: NormParams,
+    norm: Normalization,
+    *,
+    num_heads: int,
+) -> tuple[Array, S, KeyValueCache]:
+    """Causal self-attention of the newest tokens to cached ones, and what is cached then."""
+    caches = [cache]
+
+    def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
+        mean, cov, tangent, cache = attention_step(
+            mean, cov, caches[0], params, num_heads=num_heads, order=norm.order
+        )
+        caches.append(cache)
+        return mean, cov, tangent
+
+    mean, cov = sublayer(mean, cov, branch, norm_params, norm)
+    return mean, cov, caches[-1]

@@ -190,7 +190,7 @@ class NormTangent(NamedTuple):
         """Cov[sum_t x_td, sum_s y_se] of input and output, (D, D), for a scale of rank one."""
         blocks = ScaledBlocks.of(cov)
         shares = weighted(pooled(cov.token_gram(), cov.pool)[:, None] * self.inverse, cov.pool)
-        lost = (shares * blocks.pull(self.normal)).T @ self.normal
+        lost = (shares * (self.normal @ blocks.features)).T @ self.normal
         kept = jnp.sum(shares) * self.centred(blocks.features)
         return cov.share(kept - lost / self.normal.shape[1]) * self.scale
 
@@ -235,13 +235,9 @@ class ScaledBlocks(NamedTuple):
         """Cov 1, (T, D)."""
         return self.energy * jnp.sum(self.features, axis=0)[None, :]
 
-    def pull(self, vectors: Array) -> Array:
-        """(F / tr F) v, (T, D)."""
-        return vectors @ self.features
-
     def matvec(self, vectors: Array) -> Array:
         """Cov v, (T, D)."""
-        return self.energy * self.pull(vectors)
+        return self.energy * (vectors @ self.features)
 
     def square_trace(self) -> Array:
         """tr(Cov^2), (T, 1)."""
@@ -276,7 +272,7 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     blocks, normal = ScaledBlocks.of(cov), tangent.normal
     d = normal.shape[1]
     features = tangent.centred(tangent.centred(blocks.features).T)
-    pulled = tangent.centred(blocks.pull(normal)) / d
+    pulled = tangent.centred(normal @ blocks.features) / d
     along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
     # The features' variances over their energy, before and after the direction `normal` is lost.
     before = diagonal_of(blocks.features)[None, :]

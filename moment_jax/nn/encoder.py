@@ -10,8 +10,11 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.layers import EncoderBlockParams, FeedForwardParams, encoder_block
 from moment_jax.layers.attention.cache import KeyValueCache, empty_cache
-from moment_jax.layers.blocks import Normalization, attention_sublayer, feed_forward_sublayer
+from moment_jax.layers.attention.multi_head import attention_and_tangent
+from moment_jax.layers.blocks import Normalization, sublayer
 from moment_jax.layers.cached_blocks import encoder_block_step
+from moment_jax.layers.feed_forward import feed_forward_and_tangent
+from moment_jax.layers.residual import Tangent
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.attention import MultiHeadAttention
@@ -65,15 +68,20 @@ class EncoderBlock(Block):
         params, norm = self.params, Normalization(self.norm_first, self.epsilon)
         activation = find_activation(self.activation).moments
 
-        def attend(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
-            return attention_sublayer(
-                mean, cov, params.attention, params.norm1, norm, num_heads=self.num_heads
+        def look(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
+            heads, order = self.num_heads, norm.order
+            return attention_and_tangent(
+                mean, cov, params.attention, num_heads=heads, mask=None, order=order
             )
 
+        def feed(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
+            return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
+
+        def attend(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            return sublayer(mean, cov, look, params.norm1, norm)
+
         def transform(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
-            return feed_forward_sublayer(
-                mean, cov, params.feed_forward, params.norm2, norm, activation=activation
-            )
+            return sublayer(mean, cov, feed, params.norm2, norm)
 
         return [
             Stage("attention", attend, lambda key, x: self._drawn(key).attend(x)),
