@@ -1,5 +1,9 @@
 """Settings of every test: float64 is available, and ranks are never promoted silently."""
 
+import os
+import shutil
+import tempfile
+
 import hypothesis
 import jax
 import pytest
@@ -7,6 +11,26 @@ import pytest
 jax.config.update("jax_enable_x64", True)
 # The programs here are many and tiny: compiling them is what costs.
 jax.config.update("jax_disable_most_optimizations", True)
+
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def pytest_configure(config):
+    """One folder of compiled programs for all processes of a run, and gone with it.
+
+    Modules, workers and subprocesses compile much that is alike. A folder that the caller names stays.
+    """
+    if _CACHE not in os.environ:
+        folder = os.environ[_CACHE] = tempfile.mkdtemp(prefix="moment_jax_programs_")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop(_CACHE, None))
+    # Of the smallest programs too: what they cost is to be compiled at all.
+    settings = {"cache_min_compile_time_secs": 0, "cache_min_entry_size_bytes": -1}
+    for name, value in settings.items():
+        os.environ[f"JAX_PERSISTENT_{name}".upper()] = str(value)
+        jax.config.update(f"jax_persistent_{name}", value)
+    jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
+
 
 # The same examples in every run. `--hypothesis-profile=long` draws more.
 drawn = {"derandomize": True, "deadline": None, "database": None}
