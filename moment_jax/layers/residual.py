@@ -27,7 +27,7 @@ from moment_jax.covariance.numerics import paired, pooled, safe_divide, safe_sqr
 from moment_jax.layers.attention.inputs import merge_heads, split_heads
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
-from moment_jax.layers.norm import NormTangent
+from moment_jax.layers.norm_tangent import NormTangent
 from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
 
 Array = jax.Array

@@ -13,7 +13,7 @@ from moment_jax.covariance import Covariance, Separable
 from moment_jax.covariance.separable_noise import average_gain
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent, average_kernel
-from moment_jax.layers.norm import NormTangent
+from moment_jax.layers.norm_tangent import NormTangent
 
 Array = jax.Array
 

@@ -1,0 +1,188 @@
+"""A normalisation linearised, and how a covariance passes it."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance import Covariance, Diagonal, Separable, TokenCorrelated
+from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.xla import diagonal_of, product_with_transposed
+
+Array = jax.Array
+
+
+class NormTangent(NamedTuple):
+    """A normalisation linearised: dx -> scale * inverse * (dx - avg(dx) - normal <normal, dx> / D).
+
+    Without the average where it does not centre (the root mean square's).
+    """
+
+    inverse: Array  # 1 / deviation, (T, 1)
+    normal: Array  # the normalised mean, (T, D), every row of average 0
+    scale: Array  # the mean of the random gain that follows, (1, D)
+    centres: bool = True
+
+    @property
+    def gain(self) -> Array:
+        """What a feature gets of itself but for the directions that are lost, (T, D)."""
+        return self.inverse * self.scale
+
+    @property
+    def diagonal(self) -> Array:
+        """What a feature gets of itself, (T, D)."""
+        return self.gain * (1 - (self.centres + self.normal**2) / self.normal.shape[1])
+
+    def __call__(self, change: Array) -> Array:
+        """The change of the output, (T, D), with a change of the input, (T, D)."""
+        inner = jnp.sum(self.normal * change, axis=1, keepdims=True) / change.shape[1]
+        return self.gain * (self.centred(change) - self.normal * inner)
+
+    def centred(self, array: Array) -> Array:
+        """Every row less its average, if the normalisation takes it away."""
+        return centred_rows(array) if self.centres else array
+
+    def jacobian(self) -> Array:
+        """Every token's Jacobian, input features first, (T, D, D)."""
+        d = self.normal.shape[1]
+        centre = self.centred(jnp.eye(d, dtype=self.normal.dtype))
+        lost = self.normal[:, :, None] * self.normal[:, None, :] / d
+        return (centre[None] - lost) * self.gain[:, None, :]
+
+    def low_rank(self) -> tuple[Array, Array, Array]:
+        """The arguments of `Covariance.map_low_rank`: gain (T, D), left and right (T, D, 2 or 1)."""
+        d = self.normal.shape[1]
+        lost = [jnp.ones_like(self.normal), self.normal] if self.centres else [self.normal]
+        right = jnp.stack(lost, axis=-1) / d**0.5
+        return self.gain, -right * self.gain[:, :, None], right
+
+    def feature_cross(self, cov: Separable) -> Array:
+        """Cov[sum_t x_td, sum_s y_se] of input and output, (D, D), for a scale of rank one."""
+        blocks = ScaledBlocks.of(cov)
+        shares = weighted(pooled(cov.token_gram(), cov.pool)[:, None] * self.inverse, cov.pool)
+        lost = (shares * (self.normal @ blocks.features)).T @ self.normal
+        kept = jnp.sum(shares) * self.centred(blocks.features)
+        return cov.share(kept - lost / self.normal.shape[1]) * self.scale
+
+
+class TokenBlocks(NamedTuple):
+    """Every token's own feature covariance."""
+
+    cov: Covariance
+
+    def row_sums(self) -> Array:
+        """Cov 1, (T, D)."""
+        return self.matvec(jnp.ones(self.cov.shape, self.cov.dtype))
+
+    def matvec(self, vectors: Array) -> Array:
+        """Cov v, (T, D)."""
+        return self.cov.token_matvec(vectors)
+
+    def square_trace(self) -> Array:
+        """tr(Cov^2), (T, 1)."""
+        ones = jnp.ones(self.cov.shape, self.cov.dtype)
+        return jnp.sum(self.cov.token_square_matvec(ones), axis=1, keepdims=True)
+
+
+class ScaledBlocks(NamedTuple):
+    """Every token's own feature covariance as its energy times one matrix for all, F / tr F.
+
+    So it is where the scale of a `Separable` is of rank one; the variances stay the token's own. It
+    takes a third of the products that a scale of full rank would.
+    """
+
+    energy: Array  # (T, 1)
+    features: Array  # F / tr F, (D, D)
+
+    @classmethod
+    def of(cls, cov: Separable) -> ScaledBlocks:
+        """Those of a covariance."""
+        features = cov.feature_gram()
+        total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
+        return cls(jnp.sum(cov.variance(), axis=1, keepdims=True), safe_divide(features, total))
+
+    def row_sums(self) -> Array:
+        """Cov 1, (T, D)."""
+        return self.energy * jnp.sum(self.features, axis=0)[None, :]
+
+    def matvec(self, vectors: Array) -> Array:
+        """Cov v, (T, D)."""
+        return self.energy * (vectors @ self.features)
+
+    def square_trace(self) -> Array:
+        """tr(Cov^2), (T, 1)."""
+        return self.energy**2 * jnp.sum(self.features**2)
+
+
+@singledispatch
+def carry(cov: Any, tangent: NormTangent) -> Any:
+    """The covariance of the normalised array."""
+    return cov.map_low_rank(*tangent.low_rank())
+
+
+@carry.register
+def _carry_diagonal(cov: Diagonal, tangent: NormTangent) -> Diagonal:
+    return Diagonal(_carried_variance(cov.variances, tangent))
+
+
+@carry.register
+def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> TokenCorrelated:
+    """Exact variances; the token correlation passes as it is.
+
+    Tokens lose different directions n_t, two of D, which one correlation for all features cannot hold.
+    """
+    variance = _carried_variance(cov.variance(), tangent)
+    sign = jnp.where(cov.scale < 0, -1, 1).astype(cov.dtype)
+    return TokenCorrelated(sign * safe_sqrt(variance), cov.correlation)
+
+
+@carry.register
+def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
+    """Exact where the scale is of rank one; the token correlation passes as it is."""
+    blocks, normal = ScaledBlocks.of(cov), tangent.normal
+    d = normal.shape[1]
+    features = tangent.centred(tangent.centred(blocks.features).T)
+    pulled = tangent.centred(normal @ blocks.features) / d
+    along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
+    # The features' variances over their energy, before and after the direction `normal` is lost.
+    before = diagonal_of(blocks.features)[None, :]
+    after = diagonal_of(features)[None, :] - 2 * normal * pulled + along * normal**2
+    # Scaled where a feature loses variance, which keeps it positive; added where it gains from others.
+    kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
+    variance = tangent.inverse**2 * (kept + blocks.energy * jnp.maximum(after - before, 0))
+    # Pairs of tokens in the sum over them, and what is left of their covariance.
+    inverse = weighted(tangent.inverse, cov.pool)
+    pairs = inverse * cov.token_gram() * inverse.T
+    twice = (pairs * product_with_transposed(normal / d, pulled)) @ normal
+    bent = normal.T @ (0.5 * twice - jnp.sum(pairs, axis=1, keepdims=True) * pulled)
+    root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1, keepdims=True), blocks.energy))
+    return cov.from_moments(
+        variance,
+        root * cov.token_gram() * root.T,
+        jnp.sum(pairs) * features + bent + bent.T,
+        cov.pool,
+    )
+
+
+def _carried_variance(variance: Array, tangent: NormTangent) -> Array:
+    """The diagonal of J diag(variance) J^T, (T, D): features are uncorrelated."""
+    normal = tangent.normal
+    d = normal.shape[1]
+
+    def total(array: Array) -> Array:
+        return jnp.sum(array, axis=1, keepdims=True) / d
+
+    kept = (1 - 2 * (tangent.centres + normal**2) / d) * variance
+    gained = normal**2 * total(normal**2 * variance)
+    if tangent.centres:
+        gained = gained + total(variance) + 2 * normal * total(normal * variance)
+    # A sum of squares in exact arithmetic; rounding can leave a hair below zero.
+    return tangent.inverse**2 * jnp.maximum(kept + gained / d, 0)
+
+
+def centred_rows(array: Array) -> Array:
+    """Every row less its average."""
+    return array - jnp.mean(array, axis=1, keepdims=True)
