@@ -49,7 +49,7 @@ class SideBySide:
         self.in_turn = in_turn
         steps = self._steps if in_turn else jax.vmap(self._steps, in_axes=(0, None, 0, 0))
         self._chunk = jax.jit(steps)
-        self._init = self._start if in_turn else jax.vmap(self._start)
+        self._init = jax.jit(self._start if in_turn else jax.vmap(self._start))
 
     def fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
         """The parameters of every copy after training.
@@ -82,6 +82,8 @@ class SideBySide:
 
     def _start(self, params: Any) -> Any:
         """Parameters, state of the optimiser, and the best parameters so far with their score."""
+        # Of weak types, as of Python's numbers, every update but the first would be compiled once more.
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), params)
         best = None if self.validate is None else (params, jnp.full((), jnp.inf, jnp.float32))
         return params, self.optimizer.init(params), best
 
