@@ -18,6 +18,7 @@ from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov, weighted
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.layers.attention.inputs import DenseInput
+from moment_jax.layers.attention.landmarks import TokenGram
 from moment_jax.posterior import Point
 from moment_jax.xla import diagonal_of, rows_diagonal
 
@@ -38,7 +39,7 @@ class HeadNoise(NamedTuple):
     features: Array  # of what heads have in common, over the pattern P, (K, K)
     own: OwnNoise | None  # None where `features` holds all
 
-    def own_gram(self, metric: Array, mean: Array, pattern: Array) -> Array:
+    def own_gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
         """sum_ij metric_ij Cov[y_ti, y_sj] by the head's own noise, (T, T).
 
         Args:
@@ -48,14 +49,17 @@ class HeadNoise(NamedTuple):
         """
         assert self.own is not None
         diagonal = diagonal_of(metric)
-        size = self.own.kernel @ diagonal
-        rest = jnp.sum(self.own.shared * diagonal) * pattern + jnp.sum(self.own.bias * diagonal)
-        return (mean * size[None, :]) @ mean.T + rest
+        by_mean = mean * (self.own.kernel @ diagonal)[None, :]
+        size, constant = jnp.sum(self.own.shared * diagonal), jnp.sum(self.own.bias * diagonal)
+        return TokenGram(by_mean, mean, size, pattern, constant)
 
-    def gram(self, metric: Array, mean: Array, pattern: Array) -> Array:
+    def gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
         """The same by all noise, (T, T)."""
-        shared = jnp.sum(self.features * metric) * pattern
-        return shared if self.own is None else shared + self.own_gram(metric, mean, pattern)
+        shared = jnp.sum(self.features * metric)
+        if self.own is None:
+            return TokenGram(None, None, shared, pattern)
+        own = self.own_gram(metric, mean, pattern)
+        return own._replace(size=own.size + shared)
 
 
 class Projected(NamedTuple):

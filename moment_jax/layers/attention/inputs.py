@@ -97,6 +97,7 @@ class Mixing(NamedTuple):
         None  # what the softmax keeps of its Jacobian at them, (H, T); None for all
     )
     own: Array | None = None  # the weight of each query's own token, (H, T), where it is known
+    landmarks: Array | None = None  # places of queries that stand for all, (M,); None where all do
 
     def num_heads(self) -> int:
         """H."""

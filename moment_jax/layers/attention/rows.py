@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt
 from moment_jax.expectations import expected_softmax
 from moment_jax.xla import (
     product_of_transposed,
@@ -42,6 +42,14 @@ class Term(NamedTuple):
         """The queries' side of the covariance of a row with itself, (T, 1)."""
         return rows_diagonal(self.queries)[:, None]
 
+    def quadratic(self, weights: Array, products: Products) -> Array:
+        """sum_cf contrasts_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), multiplied out, (T, T)."""
+        pulled = rows_product(weights, self.contrasts)
+        half = rows_product(weights, self.contrasts * products.values)
+        half = product_with_transposed(half - 2 * products.crossed * pulled, weights)
+        far = products.averages * product_with_transposed(pulled, weights)
+        return 0.5 * (half + half.T) + far
+
 
 class RowCovariance(NamedTuple):
     """Cov[S_ac, S_bf], a sum of Kronecker products."""
@@ -72,6 +80,19 @@ class RowCovariance(NamedTuple):
     def variance(self) -> Array:
         """Var[S_ac], (T, S)."""
         return _total(term.own() * term.variance[None, :] for term in self.terms)
+
+
+class ScoreTerm(Protocol):
+    """A Kronecker product of the scores' covariance."""
+
+    @property
+    def queries(self) -> Array:
+        """The queries' side, (T, T)."""
+        ...
+
+    def quadratic(self, weights: Array, products: Any) -> Array:
+        """What the keys' side makes of the values, (T, T): see `Term.quadratic`."""
+        ...
 
 
 class _Contrasts(NamedTuple):
@@ -118,15 +139,26 @@ class Products(NamedTuple):
     crossed: Array  # E <A_a, v_c>, (T, S)
     averages: Array  # E <A_a, A_b>, (T, T)
 
+    def sizes(self) -> Sizes:
+        """Those of single values and averages."""
+        return Sizes(rows_diagonal(self.values), self.crossed, rows_diagonal(self.averages))
+
+
+class Sizes(NamedTuple):
+    """E of inner products as in `Products`, of values and averages with themselves."""
+
+    values: Array  # E |v_c|^2, (S,)
+    crossed: Array  # E <A_a, v_c>, (T, S)
+    averages: Array  # E |A_a|^2, (T,)
+
     def spread(self) -> Array:
         """E |v_c - A_a|^2, (T, S)."""
-        own = rows_diagonal(self.averages)[:, None]
-        return rows_diagonal(self.values)[None, :] - 2 * self.crossed + own
+        return self.values[None, :] - 2 * self.crossed + self.averages[:, None]
 
     def within(self, weights: Array) -> Array:
         """The variance of the values under the weights W, (T,)."""
-        second = jnp.sum(weights * rows_diagonal(self.values)[None, :], axis=1)
-        return left_within(second, rows_diagonal(self.averages))
+        second = jnp.sum(weights * self.values[None, :], axis=1)
+        return left_within(second, self.averages)
 
 
 class ScoreNoise(NamedTuple):
@@ -136,24 +168,24 @@ class ScoreNoise(NamedTuple):
     gain: Array  # see `saturation`, (T,)
 
 
-def score_noise(rows: RowCovariance, weights: Array, products: Products, order: int) -> ScoreNoise:
+def score_noise(
+    terms: Iterable[ScoreTerm], weights: Array, products: Any, order: int
+) -> ScoreNoise:
     """The token Gram matrix sum_cf Cov[W_ac, W_bf] E <v_c, v_f>, for scores independent of the values.
 
     The scores' noise passes the softmax's Jacobian times `saturation`, which with order 1 is 1.
 
     Args:
-      rows: covariance of the scores.
+      terms: of the covariance of the scores.
       weights: E[W], (T, S).
-      products: of the values.
+      products: of the values, as the terms take them.
       order: 1 or 2.
     """
-    token_gram = _total(
-        term.queries * _quadratic(term.contrasts, weights, products) for term in rows.terms
-    )
+    token_gram = _total(term.queries * term.quadratic(weights, products) for term in terms)
     own = rows_diagonal(token_gram)
     gain = jnp.ones_like(own)
     if order == 2:
-        within = products.within(weights)
+        within = products.sizes().within(weights)
         gain = saturation(own, within)
         # Where a row gives all its weight to one key, only rounding is left. XLA may compute it twice,
         # and round it differently: then the gain does not bound it.
@@ -164,14 +196,6 @@ def score_noise(rows: RowCovariance, weights: Array, products: Products, order: 
     return ScoreNoise(jnp.clip(token_gram, -bound, bound), gain)
 
 
-def _quadratic(contrasts: Array, weights: Array, products: Products) -> Array:
-    """sum_cf contrasts_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), multiplied out, (T, T)."""
-    pulled = rows_product(weights, contrasts)
-    half = rows_product(weights, contrasts * products.values) - 2 * products.crossed * pulled
-    half = product_with_transposed(half, weights)
-    return 0.5 * (half + half.T) + products.averages * product_with_transposed(pulled, weights)
-
-
 class SumNoise(NamedTuple):
     """What the scores' noise gives the sum over the rows, sum_a p_a A_a with A = W v."""
 
@@ -180,9 +204,8 @@ class SumNoise(NamedTuple):
 
 
 def sum_noise(
-    rows: RowCovariance,
+    terms: Iterable[Summed],
     weights: Array,
-    gain: Array,
     values: Array,
     mean: Array,
     noise: Products,
@@ -190,13 +213,9 @@ def sum_noise(
 ) -> SumNoise:
     """sum_ab p_a p_b sum_cf Cov[W_ac, W_bf] v_c v_f^T, and the same with a pattern n_cf for v_c v_f^T.
 
-    With rows that are saturated rounding is all that is left, so both stay within Cauchy and Schwarz,
-    by Cov[W_a] <= diag(E[W_a]) - E[W_a] E[W_a]^T.
-
     Args:
-      rows: covariance of the scores.
+      terms: of the covariance of the scores.
       weights: E[W], (T, S).
-      gain: of the softmax, (T,).
       values: v, (S, K).
       mean: W v, (T, K).
       noise: the pattern n, and its products with the weights, W n and W n W^T.
@@ -206,23 +225,45 @@ def sum_noise(
     count = pooled(jnp.ones_like(mean[:, :1]), pool)
     centre = safe_divide(pooled(mean, pool), count)[None, :]
     values, mean = values - centre, mean - centre
-    size = weighted(gain[:, None], pool)
 
-    def parts(term: Term) -> tuple[Array, Array, Array]:
-        pairs = size * term.queries * size.T
-        pulled, paired = rows_product(weights, term.contrasts), rows_product(pairs, weights)
-        outer = term.contrasts * product_of_transposed(weights, paired)
+    def parts(term: Summed) -> tuple[Array, Array, Array]:
+        pairs, contrasts, pulled = term
+        paired = rows_product(pairs, weights)
+        outer = contrasts * product_of_transposed(weights, paired)
         return outer, paired * pulled, pairs * product_with_transposed(pulled, weights)
 
-    outer, near, far = (_total(same) for same in zip(*map(parts, rows.terms), strict=True))
+    outer, near, far = (_total(same) for same in zip(*map(parts, terms), strict=True))
     bent = values.T @ (0.5 * (outer @ values) - near.T @ mean)
     features = bent + bent.T + mean.T @ (far @ mean)
     pattern = jnp.sum(outer * noise.values) + jnp.sum(far * noise.averages)
-    pattern = pattern - 2 * jnp.sum(near * noise.crossed)
+    return SumNoise(features, pattern - 2 * jnp.sum(near * noise.crossed))
+
+
+class Summed(NamedTuple):
+    """A Kronecker product of the scores' covariance in the sum over the rows."""
+
+    pairs: Array  # p_a p_b times the gains of the softmax and the queries' side, (T, T)
+    contrasts: Array  # see `Term`, (S, S)
+    pulled: Array  # W times them, (T, S)
+
+
+def bounded_sum(
+    summed: SumNoise,
+    weights: Array,
+    values: Array,
+    mean: Array,
+    noise: Sizes,
+    pool: Array | None = None,
+) -> SumNoise:
+    """Within Cauchy and Schwarz, by Cov[W_a] <= diag(E[W_a]) - E[W_a] E[W_a]^T.
+
+    For rows that are saturated: there rounding is all that is left. Arguments are those of `sum_noise`,
+    `noise` the sizes of its `noise`.
+    """
     root = pooled(safe_sqrt(left_within(weights @ values**2, mean**2)), pool)
     most = pooled(safe_sqrt(noise.within(weights)), pool) ** 2
     bound = root[:, None] * root[None, :]
-    return SumNoise(jnp.clip(features, -bound, bound), jnp.clip(pattern, 0, most))
+    return SumNoise(jnp.clip(summed.features, -bound, bound), jnp.clip(summed.pattern, 0, most))
 
 
 def independent_variance(

@@ -17,6 +17,8 @@ from moment_jax.covariance.separable_noise import column_noise
 from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
+from moment_jax.layers.attention.landmark_head import LandmarkHead
+from moment_jax.layers.attention.landmarks import choose_landmarks
 from moment_jax.layers.attention.mix import mix
 from moment_jax.layers.attention.separable_head import Head, HeadOutput, SeparableHead, Tokens
 from moment_jax.layers.attention.shared_input import Links, make_links
@@ -24,7 +26,7 @@ from moment_jax.layers.attention.values import ValueNoise
 from moment_jax.layers.params import DenseParams
 from moment_jax.layers.seen import pool_scores
 from moment_jax.posterior import Point
-from moment_jax.xla import diagonal_matrix, diagonal_of, rows_diagonal
+from moment_jax.xla import diagonal_matrix, diagonal_of, rows_diagonal, split_by_tokens
 
 Array = jax.Array
 
@@ -47,18 +49,31 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
         )
     )
     heads, tokens = _heads(inputs, query, key, value, metric)
+    few, count = by_landmarks(inputs), inputs.shared.cov.landmarks
+    kind = LandmarkHead if few else SeparableHead
     links = make_links(inputs.shared, pattern, h)
 
     def mix_one(
         one: tuple[Head, tuple[Array | None, ...], Array | None],
     ) -> tuple[Array, HeadOutput, Mixing]:
         head, own, mask = one
-        return mix(SeparableHead(head, tokens, Links._make((pattern, *own))), mask, inputs.order)
+        return mix(kind(head, tokens, Links._make((pattern, *own))), mask, inputs.order)
 
     means, mixed, mixing = each_head(mix_one, (heads, links[1:], inputs.mask), inputs.num_scores())
     like = inputs.query.cov
     pool = like.pool
-    values = ValueNoise(value.whole, mixing.weights, mixed.reach, pool, like.share)
+    values = ValueNoise(
+        value.whole,
+        mixing.weights,
+        mixed.reach,
+        pool,
+        like.share,
+        value.pattern if few else None,
+        count,
+    )
+    if few:
+        every = jnp.ones_like(mixing.weights[0, :, 0])
+        mixing = mixing._replace(landmarks=choose_landmarks(every, count))
     own = value.of_sums(mixing.weights, pool)
     mean = merge_heads(means)
     cov = _output_cov(output, values, own, mixed, mean, noise_metric, like)
@@ -111,6 +126,17 @@ def _output_cov(
     return cov.add(like.shared(mean.shape[0], output.bias.vector_cov()))
 
 
+def by_landmarks(inputs: Inputs[Separable]) -> bool:
+    """Whether some queries stand for all.
+
+    With a mask they do not: with a causal one a token would learn of later ones. Nor where tokens lie on
+    several devices, whose products go round in a ring.
+    """
+    count = inputs.shared.cov.landmarks
+    fewest = min(inputs.query.mean.shape[0], inputs.key.mean.shape[0])
+    return fewest >= 8 * count > 8 and inputs.mask is None and not split_by_tokens()
+
+
 def _outer(rows: Array, columns: Array) -> Array:
     """Rows times columns, over the columns' sum."""
     total = jnp.broadcast_to(jnp.sum(columns), columns.shape)
@@ -147,6 +173,7 @@ def _heads(
         value.pattern,
         inputs.query.cov.pool,
         query_pool,
+        inputs.shared.cov.landmarks,
     )
     return heads, tokens
 

@@ -12,7 +12,7 @@ their average. The T^4 covariance is never formed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,20 @@ import jax.numpy as jnp
 from moment_jax.covariance.numerics import safe_divide, weighted
 from moment_jax.layers.attention.head_noise import HeadNoise
 from moment_jax.layers.attention.inputs import Centres, root_width
+from moment_jax.layers.attention.landmarks import TokenGram
 from moment_jax.layers.attention.mix import Output
 from moment_jax.layers.attention.rows import (
     Products,
     RowCovariance,
+    Sizes,
+    Summed,
+    SumNoise,
     Term,
+    bounded_sum,
     score_noise,
     sum_noise,
 )
-from moment_jax.layers.attention.shared_input import Links, score_value, shared_mean
+from moment_jax.layers.attention.shared_input import Links, Reach, score_value, shared_mean
 from moment_jax.xla import (
     diagonal_of,
     product_with_transposed,
@@ -53,6 +58,10 @@ class Head(NamedTuple):
     metric: Array  # under which the token Gram matrix is wanted, (K, K)
     kernel: Array  # of the output, (K, D)
 
+    def value_size(self) -> Array:
+        """Of the values' noise under the metric, (1, 1)."""
+        return jnp.broadcast_to(jnp.sum(self.value_features * self.metric), (1, 1))
+
 
 class Tokens(NamedTuple):
     """What all heads have in common."""
@@ -64,6 +73,7 @@ class Tokens(NamedTuple):
     value: Array  # of the values', (S, S)
     pool: Array | None  # weights of the queries in sums over them, (T,)
     score_pool: Array | None  # in averages that serve the scores alone, (T,)
+    landmarks: int  # how many stand for the keys of a long sequence
 
 
 class HeadOutput(NamedTuple):
@@ -75,6 +85,34 @@ class HeadOutput(NamedTuple):
     own_value: Array | None  # variance by this head's own values, under the metric, (T,)
     energy: Array  # variance by the scores, summed over the features, (T,)
     variance: Array  # variance of the projected output by the scores, (T, D)
+
+
+class KeyNoise(NamedTuple):
+    """A Kronecker product of the scores' covariance, the keys' side not formed yet."""
+
+    queries: Array  # (T, T)
+    keys: TokenGram  # (S, S)
+
+
+class ExactReach(NamedTuple):
+    """Weights W times a token pattern P, see `Reach`."""
+
+    array: Array  # W P, (T, S)
+
+    def met(self, left: Array) -> Array:
+        """U P W^T for other weights U, (T, T)."""
+        return product_with_transposed(left, self.array)
+
+
+class Seen(NamedTuple):
+    """What a head's weights make of keys and values."""
+
+    terms: tuple[Any, ...]  # of the scores' covariance, each a `ScoreTerm`
+    products: Any  # of the values, as the terms take them
+    noise: Any  # of the values' noise alone: its `sizes()` and `averages`
+    own_value: Array | None  # variance by this head's own values, under the metric, (T,)
+    reach: Reach  # by the values' common token pattern
+    linked: Reach  # by that of the input that keys and values share
 
 
 class SeparableHead(NamedTuple):
@@ -95,8 +133,15 @@ class SeparableHead(NamedTuple):
             return None
         return self.links.tokens * jnp.sum(diagonal_of(self.links.query_key))
 
-    def rows(self) -> RowCovariance:
-        """By the noise of the keys, and by that of the queries.
+    def rows(self) -> Any:
+        """By the noise of the keys, and by that of the queries."""
+        terms, sizes = self.score_terms()
+        return RowCovariance.merged(
+            tuple(Term.of(queries, keys.dense()) for queries, keys in terms), sizes
+        )
+
+    def score_terms(self) -> tuple[tuple[KeyNoise, ...], tuple[Array, ...]]:
+        """Kronecker products of the scores' covariance, by keys and by queries, and their sizes.
 
         The keys' side is the average that the queries have over the tokens; the queries' side keeps,
         for every pair of tokens, the total variance of contrasts of keys. One product in the place of
@@ -104,7 +149,7 @@ class SeparableHead(NamedTuple):
         tokens.
         """
         head, tokens, _ = self
-        means, width = self.centres.query, self.centres.query.shape[1]
+        (means, key, _), width = self.centres, self.centres.query.shape[1]
         used = weighted(jnp.ones_like(means[:, 0]), tokens.score_pool)
         total = jnp.broadcast_to(jnp.sum(used), (1, 1))
         by_query = safe_divide(head.query_features, total)  # of an average token
@@ -112,54 +157,81 @@ class SeparableHead(NamedTuple):
         moment = safe_divide(query, total) + by_query  # E[q q^T]
         spread = head.key_spread.T @ head.key_spread
 
-        def term(near: Array, keys: Array, size: Array) -> Term:
-            return Term.of(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys)
+        def term(near: Array, keys: TokenGram, size: Array) -> KeyNoise:
+            return KeyNoise(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys)
 
-        by_keys = head.query_noise.gram(head.contrasts, tokens.queries, tokens.query)
+        by_keys = head.query_noise.gram(head.contrasts, tokens.queries, tokens.query).dense()
         by_keys = by_keys + (means @ head.contrasts) @ means.T
-        by_queries = head.query_noise.gram(spread, tokens.queries, tokens.query)
+        by_queries = head.query_noise.gram(spread, tokens.queries, tokens.query).dense()
         keys = head.key_noise.gram(moment, tokens.source, tokens.key)
         sizes = jnp.sum(head.contrasts * moment), jnp.sum(spread * by_query)
         terms = (
             term(by_keys, keys, sizes[0]),
-            term(by_queries, (self.centres.key @ by_query) @ self.centres.key.T, sizes[1]),
+            term(by_queries, TokenGram(key @ by_query, key), sizes[1]),
         )
-        return RowCovariance.merged(terms, sizes)
+        return terms, sizes
 
-    def output(self, rows: RowCovariance, weights: Array, mean: Array, order: int) -> Output:
+    def output(self, rows: Any, weights: Array, mean: Array, order: int) -> Output:
         """Gram matrices and variances of the head's part of the projected output."""
         head, tokens, links = self
-        reach = rows_product(weights, tokens.value)
-        of_noise, own_value = self._noise_products(weights, reach)
-        products = _products(head, mean, of_noise)
-        noise = score_noise(rows, weights, products, order)
-        size = jnp.broadcast_to(jnp.sum(head.value_features * head.metric), (1, 1))
-        pattern = Products(*(safe_divide(part, size) for part in of_noise))
-        summed = sum_noise(
-            rows, weights, noise.gain, self.centres.value, mean, pattern, tokens.pool
-        )
+        seen = self.seen(rows, weights, mean)
+        noise = score_noise(seen.terms, weights, seen.products, order)
         noisy = weights**2 * rows.variance()
-        size = _over_independent(rows_diagonal(noise.token_gram), noisy, products)
-        energy, variance = _by_independent_keys(
-            head, pattern.values, noisy, weights, mean, pattern.crossed
-        )
+        summed = self.sum_noise(seen, weights, mean, noise.gain)
+        size = _over_independent(rows_diagonal(noise.token_gram), noisy, seen.products.sizes())
+        spread = safe_divide(seen.noise.sizes().spread(), head.value_size())
+        energy, variance = _by_independent_keys(head, spread, noisy, mean)
         gain = noise.gain / root_width(mean)
-        linked = reach
-        if links.tokens is not tokens.value:
-            linked = rows_product(weights, links.tokens)
         crossed_tokens, crossed_features = score_value(
-            self.centres, links, weights, mean, gain, linked, head.metric, tokens.pool
+            self.centres, links, weights, mean, gain, seen.linked, head.metric, tokens.pool
         )
         feature_gram = summed.features + summed.pattern * head.value_features
         result = HeadOutput(
-            reach,
-            noise.token_gram + of_noise.averages + crossed_tokens + crossed_tokens.T,
+            seen.reach.array,
+            noise.token_gram + seen.noise.averages + crossed_tokens + crossed_tokens.T,
             feature_gram + crossed_features + crossed_features.T,
-            own_value,
+            seen.own_value,
             size * energy,
             size[:, None] * variance,
         )
-        return Output(result, noise.gain, shared_mean(self.centres, links, weights, gain, linked))
+        shared = shared_mean(self.centres, links, weights, gain, seen.linked.array)
+        return Output(result, noise.gain, shared)
+
+    def seen(self, rows: Any, weights: Array, mean: Array) -> Seen:
+        """What the weights make of keys and values."""
+        head, tokens, links = self
+        value, average = self.centres.value @ head.metric, mean @ head.metric
+        reach = linked = rows_product(weights, tokens.value)
+        if links.tokens is not tokens.value:
+            linked = rows_product(weights, links.tokens)
+        noise, own_value = self._noise_products(weights, reach)
+        products = Products(
+            self.centres.value @ value.T + noise.values,
+            mean @ value.T + noise.crossed,
+            mean @ average.T + noise.averages,
+        )
+        return Seen(
+            rows.terms,
+            products,
+            noise,
+            own_value,
+            ExactReach(reach),
+            ExactReach(linked),
+        )
+
+    def sum_noise(self, seen: Seen, weights: Array, mean: Array, gain: Array) -> SumNoise:
+        """What the scores' noise gives the sum over the tokens."""
+        head, pool = self.moments, self.tokens.pool
+        values, size = self.centres.value, weighted(gain[:, None], pool)
+        noise = Products(*(safe_divide(part, head.value_size()) for part in seen.noise))
+        terms = (
+            Summed(
+                size * term.queries * size.T, term.contrasts, rows_product(weights, term.contrasts)
+            )
+            for term in seen.terms
+        )
+        summed = sum_noise(terms, weights, values, mean, noise, pool)
+        return bounded_sum(summed, weights, values, mean, noise.sizes(), pool)
 
     def _noise_products(self, weights: Array, reach: Array) -> tuple[Products, Array | None]:
         """Products of the values' noise under the metric; and the variance by the head's own, (T,)."""
@@ -167,47 +239,33 @@ class SeparableHead(NamedTuple):
         shared = jnp.sum(head.value_noise.features * head.metric)
         noise, crossed, own_value = shared * tokens.value, shared * reach, None
         if head.value_noise.own is not None:
-            own = head.value_noise.own_gram(head.metric, tokens.source, tokens.value)
+            own = head.value_noise.own_gram(head.metric, tokens.source, tokens.value).dense()
             own_reach = rows_product(weights, own)
             noise, crossed = noise + own, crossed + own_reach
             own_value = jnp.sum(own_reach * weights, axis=1)
         return Products(noise, crossed, product_with_transposed(crossed, weights)), own_value
 
 
-def _over_independent(total: Array, noisy: Array, products: Products) -> Array:
+def _over_independent(total: Array, noisy: Array, sizes: Sizes) -> Array:
     """The variance by the scores (T,), over what it would be with independent keys."""
-    independent = jnp.sum(noisy * products.spread(), axis=1)
+    independent = jnp.sum(noisy * sizes.spread(), axis=1)
     # Where a row has one key left, the sum is rounding of either sign.
-    second = rows_diagonal(products.values)[None, :] + rows_diagonal(products.averages)[:, None]
+    second = sizes.values[None, :] + sizes.averages[:, None]
     least = 2 * jnp.finfo(noisy.dtype).eps * jnp.sum(noisy * second, axis=1)
     return safe_divide(jnp.maximum(total, 0), jnp.maximum(independent, least))
 
 
-def _products(head: Head, mean: Array, noise: Products) -> Products:
-    """Inner products of the values and of their averages under the head's metric, with their noise."""
-    value, average = head.centres.value @ head.metric, mean @ head.metric
-    return Products(
-        head.centres.value @ value.T + noise.values,
-        mean @ value.T + noise.crossed,
-        mean @ average.T + noise.averages,
-    )
-
-
 def _by_independent_keys(
-    head: Head, pattern: Array, noisy: Array, weights: Array, mean: Array, reach: Array
+    head: Head, spread: Array, noisy: Array, mean: Array
 ) -> tuple[Array, Array]:
     """Variance by scores whose keys are independent: over the head's features, (T,), and (T, D).
 
     Args:
       head: one head.
-      pattern: of the tokens in the noise of the values, (S, S).
+      spread: E |v_c - A_a|^2 by the noise of the values, over its size, (T, S).
       noisy: Var[S_ac] times the squared weights, (T, S).
-      weights: W, (T, S).
       mean: W v, (T, K).
-      reach: W times that pattern, (T, S).
     """
-    overlap = jnp.sum(reach * weights, axis=1, keepdims=True)
-    spread = rows_diagonal(pattern)[None, :] - 2 * reach + overlap
     by_noise = jnp.sum(noisy * spread, axis=1, keepdims=True)
     total = jnp.sum(noisy, axis=1, keepdims=True)
 

@@ -7,7 +7,7 @@ values are correlated: it moves the mean of weights @ values, and adds to its co
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,22 @@ import jax.numpy as jnp
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import pooled, weighted
 from moment_jax.layers.attention.inputs import Centres, SharedInput, split_heads
-from moment_jax.xla import product_with_transposed, rows_diagonal
+from moment_jax.xla import rows_diagonal
 
 Array = jax.Array
+
+
+class Reach(Protocol):
+    """Weights W times a token pattern P."""
+
+    @property
+    def array(self) -> Array:
+        """W P, (T, S)."""
+        ...
+
+    def met(self, left: Array) -> Array:
+        """U P W^T for other weights U, (T, T)."""
+        ...
 
 
 class Links(NamedTuple):
@@ -75,7 +88,7 @@ def score_value(
     weights: Array,
     mean: Array,
     gain: Array,
-    reach: Array,
+    reach: Reach,
     metric: Array,
     pool: Array | None = None,
 ) -> tuple[Array, Array]:
@@ -89,8 +102,8 @@ def score_value(
     valued, averaged = centres.value @ metric, mean @ metric
     by_key = centres.query @ links.key_value  # (T, K)
     lean = by_key @ valued.T - jnp.sum(by_key * averaged, axis=1, keepdims=True)
-    token_gram = product_with_transposed(weights * lean, reach)
-    total = pooled(reach, pool)
+    token_gram = reach.met(weights * lean)
+    total = pooled(reach.array, pool)
     near = weighted(gain, pool)[:, None] * weights * total[None, :]
     centred = near @ centres.value - jnp.sum(near, axis=1, keepdims=True) * mean
     feature_gram = centred.T @ by_key
@@ -99,7 +112,7 @@ def score_value(
     by_query = centres.key @ links.query_value  # (S, K)
     turn = weights @ jnp.sum(valued * by_query, axis=1)
     turn = turn - jnp.sum(averaged * (weights @ by_query), axis=1)
-    token_gram = token_gram + turn[:, None] * reach.T
+    token_gram = token_gram + turn[:, None] * reach.array.T
     own = weighted(gain, pool) * total
     far = (centres.value.T * (own @ weights)[None, :]) @ by_query
     far = far - (own[:, None] * mean).T @ (weights @ by_query)

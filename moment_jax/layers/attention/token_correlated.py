@@ -127,7 +127,7 @@ class _Head(NamedTuple):
             mean @ value.T + reach,
             mean @ mean.T + by_values,
         )
-        by_scores = score_noise(rows, weights, products, order)
+        by_scores = score_noise(rows.terms, weights, products, order)
         gram = by_values + by_scores.token_gram
         pattern = independent_variance(rows, weights, mean, value, self.value.scale**2)
         variance = fit_rows(pattern, rows_diagonal(gram))

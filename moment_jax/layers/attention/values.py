@@ -7,7 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import pooled
+from moment_jax.covariance.numerics import pooled, safe_sqrt
+from moment_jax.layers.attention.landmarks import Sketch, choose_landmarks
 from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed
 
 Array = jax.Array
@@ -26,6 +27,8 @@ class ValueNoise:
       reach: the weights times the token pattern V, (H, T, S).
       pool: weights of the averages in the sum over them, (T,); None for one each.
       share: `Separable.share`, of what belongs to the features.
+      pattern: V itself, (S, S), where landmarks stand for it; None where `reach` does.
+      count: of landmarks.
     """
 
     def __init__(
@@ -35,8 +38,10 @@ class ValueNoise:
         reach: Array,
         pool: Array | None,
         share: Callable[[Array], Array],
+        pattern: Array | None = None,
+        count: int = 0,
     ) -> None:
-        self.features = features
+        self.features, self.pattern, self.count = features, pattern, count
         h = weights.shape[0]
         self.blocks = (h, self.features.shape[0] // h)
         self.weights, self.reach = weights, reach
@@ -49,9 +54,26 @@ class ValueNoise:
         h, t, s = self.weights.shape
         shares = jnp.sum((self.features * metric).reshape(*self.blocks, *self.blocks), axis=(1, 3))
         shares = jnp.where(on_diagonal(shares.shape), 0, shares)
+        if self.pattern is not None:
+            return self._by_landmarks(self.pattern, shares)
         others = (shares @ self.weights.reshape(h, t * s)).reshape(h, t, s)
         left, right = (x.swapaxes(0, 1).reshape(t, h * s) for x in (self.reach, others))
         return product_with_transposed(left, right)
+
+    def _by_landmarks(self, pattern: Array, shares: Array) -> Array:
+        """sum_hg shares_hg W^h V W^g^T by some rows of the weights of all heads, (T, T)."""
+        h, t, s = self.weights.shape
+        rows = self.weights.reshape(h * t, s)
+        sizes = safe_sqrt(jnp.einsum("ahh->ha", self.overlaps)).ravel()
+        sketch = Sketch.of(pattern, rows[choose_landmarks(sizes, self.count)])
+        left = (shares @ sketch.left(rows).reshape(h, -1)).reshape(h, t, -1)
+        left, right = (
+            side.reshape(h, t, -1).swapaxes(0, 1).reshape(t, -1)
+            for side in (left, sketch.right(rows))
+        )
+        own = jnp.einsum("ahg,hg->a", self.overlaps, shares)
+        result = left @ right.T
+        return jnp.where(on_diagonal(result.shape), own[:, None], result)
 
     def variance(self) -> Array:
         """Var of the heads' averages, (T, H K)."""

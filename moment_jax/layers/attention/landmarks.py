@@ -1,0 +1,176 @@
+"""Gram matrices of many rows by a few of them: Nystroem's approximation.
+
+Attention weights average the keys, so what the queries get is much alike. Its Gram matrix is read by
+regression on a few queries, the landmarks: exact on them, positive semidefinite and nowhere more than
+the truth. What landmarks have in common is taken out before, and is exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance.numerics import safe_divide
+from moment_jax.xla import diagonal_matrix, rows_diagonal
+
+Array = jax.Array
+
+_RIDGE = 1e-2
+"""Added to each landmark's variance, in shares of it: what others are read by is of this precision."""
+
+
+class TokenGram(NamedTuple):
+    """sum_i left_ci right_fi + size pattern_cf + constant, (S, S), symmetric."""
+
+    left: Array | None  # (S, R)
+    right: Array | None  # (S, R)
+    size: Array | float = 1.0  # ()
+    pattern: Array | None = None  # (S, S)
+    constant: Array | None = None  # ()
+
+    def dense(self) -> Array:
+        """All of it, (S, S)."""
+        left = None if self.left is None or self.right is None else self.left @ self.right.T
+        return self._sum(left, self.pattern)
+
+    def diagonal(self) -> Array:
+        """The variances of the tokens, (S,)."""
+        own = None
+        if self.left is not None and self.right is not None:
+            own = jnp.sum(self.left * self.right, axis=1)
+        return self._sum(own, None if self.pattern is None else rows_diagonal(self.pattern))
+
+    def averaged(self, weights: Array, reach: Array) -> Array:
+        """W K, (T, S), for rows of weights W of sum one, given `reach`, W times the pattern."""
+        left = None
+        if self.left is not None and self.right is not None:
+            left = (weights @ self.left) @ self.right.T
+        return self._sum(left, None if self.pattern is None else reach)
+
+    def _sum(self, product: Array | None, pattern: Array | None) -> Array:
+        scaled = None if pattern is None else self.size * pattern
+        parts = [part for part in (product, scaled, self.constant) if part is not None]
+        return functools.reduce(operator.add, parts)
+
+
+def choose_landmarks(importance: Array, count: int) -> Array:
+    """Places (M,) drawn along the sequence, systematically: half by importance (T,), half evenly."""
+    importance = jax.lax.stop_gradient(jnp.maximum(importance, 0))
+    total = jnp.broadcast_to(jnp.sum(importance), importance.shape)
+    share = 0.5 * safe_divide(importance, total) + 0.5 / importance.shape[0]
+    marks = (jnp.arange(count, dtype=share.dtype) + 0.5) / count * jnp.sum(share)
+    places = jnp.sum(jnp.cumsum(share)[None, :] < marks[:, None], axis=1)
+    return jnp.minimum(places, importance.shape[0] - 1)
+
+
+class Regression(NamedTuple):
+    """Regression of things with inner products on M landmarks."""
+
+    inverse: Array  # of the landmarks' Gram matrix, centred, (M, M)
+    mean: Array  # inner products of landmarks with their mean, (M,)
+
+    @classmethod
+    def on(cls, gram: Array) -> Regression:
+        """On landmarks with this Gram matrix (M, M)."""
+        mean = jnp.mean(gram, axis=0)
+        centred = gram - mean[:, None] - mean[None, :] + jnp.mean(mean)
+        return cls(ridge_inverse(centred), mean)
+
+    def weights(self, left: Array, total: Array) -> Array:
+        """Of the landmarks in the place of sums with weights of this total, (T, M); see `left`."""
+        centred = self._centred(left, total) @ self.inverse
+        rest = total - jnp.sum(centred, axis=1)
+        return centred + rest[:, None] / left.shape[1]
+
+    def between(self, left: Array, right: Array) -> Array:
+        """Inner products of averages with averages, (T, U), from those with the landmarks."""
+        one = jnp.ones_like(left[:, 0])
+        return self.left(left, one) @ self.right(right).T
+
+    def left(self, left: Array, total: Array) -> Array:
+        """Features of sums, whose products with those of averages are inner products, (T, M + 2).
+
+        Args:
+          left: inner products with the landmarks, (T, M).
+          total: of the weights in the sums, (T,).
+        """
+        mean = jnp.mean(left, axis=1)[:, None]
+        centred = self._centred(left, total) @ self.inverse
+        return jnp.concatenate((centred, mean, total[:, None]), axis=1)
+
+    def right(self, right: Array) -> Array:
+        """Features of averages, (U, M + 2), from their inner products with the landmarks, (U, M)."""
+        one = jnp.ones_like(right[:, :1])
+        mean = jnp.mean(right, axis=1)[:, None] - jnp.mean(self.mean)
+        return jnp.concatenate((self._centred(right, one[:, 0]), one, mean), axis=1)
+
+    def _centred(self, products: Array, total: Array) -> Array:
+        """Inner products, less the mean landmark on both sides."""
+        mean = jnp.mean(products, axis=1)[:, None]
+        return products - mean - total[:, None] * (self.mean - jnp.mean(self.mean))[None, :]
+
+
+class Sketch(NamedTuple):
+    """A positive semidefinite matrix K of tokens (S, S), by what a few rows of weights see of it."""
+
+    columns: Array  # K times these rows, (S, M)
+    regression: Regression
+
+    @classmethod
+    def of(cls, gram: Array, rows: Array) -> Sketch:
+        """Of a Gram matrix, by rows of weights (M, S) of sum one."""
+        columns = gram @ rows.T
+        return cls(columns, Regression.on(rows @ columns))
+
+    def product(self, weights: Array) -> Array:
+        """W K for rows of weights (T, S), (T, S)."""
+        return self.left(weights) @ self.regression.right(self.columns).T
+
+    def between(self, left: Array, right: Array) -> Array:
+        """U K W^T for rows of weights U (T, S), and W of sum one, (T, T)."""
+        return self.left(left) @ self.right(right).T
+
+    def left(self, weights: Array) -> Array:
+        """Features of sums with rows of weights (T, S), see `Regression.left`."""
+        return self.regression.left(weights @ self.columns, jnp.sum(weights, axis=1))
+
+    def right(self, weights: Array) -> Array:
+        """Features of averages with rows of weights (T, S) of sum one, see `Regression.right`."""
+        return self.regression.right(weights @ self.columns)
+
+
+@jax.custom_jvp
+def ridge_inverse(gram: Array) -> Array:
+    """The inverse (M, M) of a positive semidefinite matrix with `_RIDGE`, by one sweep for each row.
+
+    Rows that rounding leaves below the ridge have no part, and zeros.
+    """
+    size = gram.shape[0]
+    rows, own = jnp.arange(size), rows_diagonal(gram)
+    ridge = _RIDGE * jnp.maximum(own, 1e-3 * jnp.max(own))
+
+    def sweep(m: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        swept, kept = state
+        row, here = swept[m], rows == m
+        keep = row[m] > 0.5 * ridge[m]
+        pivot = jnp.where(keep, row[m], 1)
+        other = jnp.where(here[:, None], row[None, :], row[:, None]) / pivot
+        other = jnp.where(here[:, None] & here[None, :], -1 / pivot, other)
+        after = swept - row[:, None] * (row[None, :] / pivot)
+        after = jnp.where(here[:, None] | here[None, :], other, after)
+        return jnp.where(keep, after, swept), kept | (here & keep)
+
+    start = 0.5 * (gram + gram.T) + diagonal_matrix(ridge), jnp.zeros(size, bool)
+    swept, kept = jax.lax.fori_loop(0, size, sweep, start)
+    return jnp.where(kept[:, None] & kept[None, :], -swept, 0)
+
+
+@ridge_inverse.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse, change = ridge_inverse(*primals), tangents[0]
+    change = change + diagonal_matrix(_RIDGE * rows_diagonal(change))
+    return inverse, -inverse @ change @ inverse

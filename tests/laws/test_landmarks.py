@@ -1,0 +1,144 @@
+"""Attention over long sequences, by landmarks: `Separable` itself where every query is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moment_jax as mj
+from moment_jax.covariance.fields import register_fields
+from moment_jax.layers.attention.landmarks import Regression
+from moment_jax.xla import diagonal_of
+from tests.builders import random_block, random_psd
+
+KEYS = jax.random.split(jax.random.key(1), 8)
+ATTENTION = "moment_jax.layers.attention."
+TOKENS = 64
+
+
+@register_fields
+@dataclasses.dataclass(frozen=True)
+class FewLandmarks(mj.Separable):
+    """So few landmarks that 64 tokens are read by them."""
+
+    landmarks = 8
+
+
+def smooth(num_tokens, num_features):
+    """A sequence of tokens that change slowly."""
+    coarse = jax.random.normal(KEYS[1], (8, num_features))
+    return jax.image.resize(coarse, (num_tokens, num_features), "cubic")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def block(structure, params, x, mask=None):
+    """Mean, variance, token Gram matrix and variance of the sum, of a block's output for random x."""
+    cov = structure.independent(jnp.full_like(x, 0.01)).add(
+        structure.shared(len(x), jnp.full_like(x[0], 0.02))
+    )
+    cov = cov.add(cov.map_features(params.attention.output.kernel.mean))
+    mean, cov = mj.encoder_block(x, cov, params, num_heads=2, activation=mj.gelu, mask=mask)
+    return mean, cov.variance(), cov.token_gram(), diagonal_of(cov.feature_gram())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def crossed(structure, params, x):
+    """The same of attention to a random memory."""
+    cov, memory = structure.zeros(x.shape, x.dtype), x[1:]
+    memory_cov = structure.independent(jnp.full_like(memory, 0.01))
+    mean, cov = mj.cross_attention(x, cov, memory, memory_cov, params.attention, num_heads=2)
+    return mean, cov.variance(), cov.token_gram(), diagonal_of(cov.feature_gram())
+
+
+@pytest.fixture
+def every_query(monkeypatch):
+    """Every query is a landmark, and the ridge next to nothing."""
+    for name in ("landmark_head", "values", "separable"):
+        module = sys.modules[ATTENTION + name]
+        monkeypatch.setattr(module, "choose_landmarks", lambda size, count: jnp.arange(size.size))
+    monkeypatch.setattr(sys.modules[f"{ATTENTION}landmarks"], "_RIDGE", 1e-9)
+    monkeypatch.setattr(sys.modules[f"{ATTENTION}separable"], "by_landmarks", lambda inputs: True)
+
+
+@pytest.mark.parametrize("layer", [block, crossed])
+@pytest.mark.parametrize("family", [mj.posterior.Factorized, mj.posterior.MatrixNormal])
+def test_with_every_query_a_landmark_it_is_separable(family, layer, request):
+    params = random_block(KEYS[0], 16, 32, family=family, scale=0.3)
+    x = jax.random.normal(KEYS[1], (6, 16))
+    expected = layer(mj.Separable, params, x)
+    request.getfixturevalue("every_query")
+    jax.clear_caches()
+    for actual, exact in zip(layer(mj.Separable, params, x), expected, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exact_and_few():
+    """Of smooth tokens by all of them, and by eight landmarks."""
+    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
+    return [block(s, params, x) for s in (mj.Separable, FewLandmarks)]
+
+
+def test_few_landmarks_do_for_many_tokens(exact_and_few):
+    (mean, variance, gram, sum_variance), few = exact_and_few
+    assert jnp.max((few[0] - mean) ** 2 / variance) < 0.05**2
+    np.testing.assert_allclose(few[1], variance, rtol=0.05)
+    np.testing.assert_allclose(few[3], sum_variance, rtol=0.05)
+    assert jnp.linalg.norm(few[2] - gram) < 0.03 * jnp.linalg.norm(gram)
+
+
+def test_no_more_correlated_than_one(exact_and_few):
+    gram = exact_and_few[1][2]
+    root = jnp.sqrt(jnp.diagonal(gram))
+    assert jnp.linalg.eigvalsh(gram)[0] > -1e-6 * jnp.trace(gram)
+    assert jnp.max(jnp.abs(gram) - root[:, None] * root[None, :]) < 1e-12
+
+
+def test_with_a_mask_every_token_counts():
+    """Landmarks would tell a token of later ones."""
+    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
+    causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+    few, exact = (block(s, params, x, causal) for s in (FewLandmarks, mj.Separable))
+    for actual, expected in zip(few, exact, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_batch_is_its_sequences(exact_and_few):
+    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
+    batch = jax.vmap(lambda x: block(FewLandmarks, params, x))(jnp.stack((x, x[::-1])))
+    for alone, together in zip(exact_and_few[1], batch, strict=True):
+        np.testing.assert_allclose(together[0], alone, rtol=1e-8, atol=1e-10)
+
+
+@jax.jit
+def _slopes(params, x):
+    def loss(params, x):
+        mean, variance, gram, _ = block(FewLandmarks, params, x)
+        return jnp.mean(mean) + jnp.mean(variance) + jnp.mean(gram)
+
+    return jax.value_and_grad(loss, (0, 1))(params, x)
+
+
+def test_float32_stays_finite():
+    """With certain weights, and with scores so large that rows have one key left; derivatives too."""
+    with jax.enable_x64(False):
+        for scale, size in ((0.0, 1.0), (0.1, 1.0), (1.0, 10.0)):
+            params = random_block(KEYS[0], 16, 32, scale=scale)
+            params = jax.tree.map(lambda leaf, s=size: s * leaf.astype(jnp.float32), params)
+            result = _slopes(params, smooth(TOKENS, 16).astype(jnp.float32))
+            assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(result)), scale
+
+
+def test_regression_is_exact_on_landmarks_and_on_what_they_share():
+    gram = random_psd(KEYS[3], 12, rank=4) + 3.0
+    landmarks = gram[:, :6]
+    regression = Regression.on(landmarks[:6])
+    np.testing.assert_allclose(regression.between(landmarks, landmarks), gram, rtol=0.05)
+    common = jnp.full((5, 3), 2.0)
+    np.testing.assert_allclose(Regression.on(common[:3]).between(common, common), 2.0)
