@@ -25,7 +25,7 @@ from moment_jax.covariance import (
 )
 from moment_jax.covariance.numerics import paired, pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.layers.attention.inputs import merge_heads, split_heads
-from moment_jax.layers.attention.landmarks import Regression
+from moment_jax.layers.attention.landmarks import mixed_by_landmarks
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm_tangent import NormTangent
@@ -257,25 +257,9 @@ def _through_mixing(
         gram = product_with_transposed(tokens, mixed)
     else:
         entered = cov.token_correlation * (entering @ entering.T)
-        gram = _mixed_by_landmarks(tokens, entered, mixed, tangent.mixing.landmarks)
+        gram = mixed_by_landmarks(tokens, entered, mixed, tangent.mixing.landmarks)
     gram = gram + cov.token_correlation * (scale @ by_scores.T)
     return variance, gram, feature_gram
-
-
-def _mixed_by_landmarks(tokens: Array, entering: Array, mixed: Array, at: Array) -> Array:
-    """Tokens mixed^T, (T, T), by regression of the averages that `mixed` takes on some of them.
-
-    Args:
-      tokens: covariance of tokens of x with those that enter the branch, (T, T).
-      entering: of these with each other, (T, T).
-      mixed: weights of the averages, (T, T), whose rows have one sum.
-      at: places of the landmarks, (M,).
-    """
-    few = mixed[at]
-    columns = entering @ few.T
-    regression = Regression.on(few @ columns)
-    shares = regression.weights(mixed @ columns, jnp.ones_like(mixed[:, 0]))
-    return (tokens @ few.T) @ shares.T
 
 
 def _query_jacobian(tangent: AttentionTangent, own: Array, v: Array) -> Array:

@@ -12,7 +12,7 @@ from flax import nnx
 import moment_jax as mj
 from tests.builders import assert_close, random_block, random_cov, tiny_vision
 
-each_head = importlib.import_module("moment_jax.layers.attention.each_head")
+mix = importlib.import_module("moment_jax.layers.attention.mix")
 KEYS = jax.random.split(jax.random.key(8), 3)
 SHAPE = (5, 6)
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
@@ -36,7 +36,7 @@ def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure, mas
         return jnp.sum(out**2) + jnp.sum(out_cov.to_dense() ** 2), (out, out_cov.to_dense())
 
     (_, together), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(MEAN)
-    monkeypatch.setattr(each_head, "_MANY_SCORES", 0)
+    monkeypatch.setattr(mix, "_MANY_SCORES", 0)
     assert "scan" in str(jax.make_jaxpr(lambda mean: total(mean)[0])(MEAN))
     (_, alone), gradient_alone = jax.jit(jax.value_and_grad(total, has_aux=True))(MEAN)
     assert_close(alone[0], together[0])

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.layers.attention.diagonal_rows import Own, Part, Rows, Shared, shared_mean
-from moment_jax.layers.attention.each_head import each_head
-from moment_jax.layers.attention.mix import mix
+from moment_jax.layers.attention.mix import each_head, mix
 from moment_jax.layers.attention.places import at_own, own_entries, own_tokens
 
 Array = jax.Array

@@ -21,7 +21,7 @@ from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.attention.inputs import Centres, root_width
 from moment_jax.layers.attention.mix import Output
-from moment_jax.layers.attention.rows import left_within, saturation
+from moment_jax.layers.attention.score_noise import left_within, saturation
 from moment_jax.layers.attention.squared_products import of_each, squared_products
 from moment_jax.xla import on_chip
 

@@ -17,7 +17,8 @@ from moment_jax.layers.attention.inputs import (
     root_width,
 )
 from moment_jax.layers.attention.mix import Output, mix
-from moment_jax.layers.attention.rows import centred, left_within, saturation
+from moment_jax.layers.attention.rows import centred
+from moment_jax.layers.attention.score_noise import left_within, saturation
 
 Array = jax.Array
 

@@ -9,6 +9,8 @@ all heads is wrong by a tenth.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -18,11 +20,44 @@ from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov, weighted
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.layers.attention.inputs import DenseInput
-from moment_jax.layers.attention.landmarks import TokenGram
 from moment_jax.posterior import Point
 from moment_jax.xla import diagonal_of, rows_diagonal
 
 Array = jax.Array
+
+
+class TokenGram(NamedTuple):
+    """sum_i left_ci right_fi + size pattern_cf + constant, (S, S), symmetric."""
+
+    left: Array | None  # (S, R)
+    right: Array | None  # (S, R)
+    size: Array | float = 1.0  # ()
+    pattern: Array | None = None  # (S, S)
+    constant: Array | None = None  # ()
+
+    def dense(self) -> Array:
+        """All of it, (S, S)."""
+        left = None if self.left is None or self.right is None else self.left @ self.right.T
+        return self._sum(left, self.pattern)
+
+    def diagonal(self) -> Array:
+        """The variances of the tokens, (S,)."""
+        own = None
+        if self.left is not None and self.right is not None:
+            own = jnp.sum(self.left * self.right, axis=1)
+        return self._sum(own, None if self.pattern is None else rows_diagonal(self.pattern))
+
+    def averaged(self, weights: Array, reach: Array) -> Array:
+        """W K, (T, S), for rows of weights W of sum one, given `reach`, W times the pattern."""
+        left = None
+        if self.left is not None and self.right is not None:
+            left = (weights @ self.left) @ self.right.T
+        return self._sum(left, None if self.pattern is None else reach)
+
+    def _sum(self, product: Array | None, pattern: Array | None) -> Array:
+        scaled = None if pattern is None else self.size * pattern
+        parts = [part for part in (product, scaled, self.constant) if part is not None]
+        return functools.reduce(operator.add, parts)
 
 
 class OwnNoise(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.landmarks import Regression, Sketch, choose_landmarks
-from moment_jax.layers.attention.rows import (
+from moment_jax.layers.attention.score_noise import (
     Products,
     Sizes,
     Summed,

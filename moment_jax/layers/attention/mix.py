@@ -6,7 +6,8 @@ and values makes of the average (`output`). Arrays are one head's, or have a lea
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,11 @@ from moment_jax.layers.attention.inputs import Centres, Mixing, root_width
 from moment_jax.xla import materialized
 
 Array = jax.Array
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+_MANY_SCORES = 2**21
+"""Scores of all heads beyond which heads are mixed one after another."""
 
 
 class Rows(Protocol):
@@ -77,3 +83,20 @@ def mix(head: HeadMoments, mask: Array | None, order: int) -> tuple[Array, Any, 
     if order == 2 and output.shared is not None:
         mean = mean + output.shared
     return mean, output.noise, Mixing(weights, output.gain)
+
+
+def each_head(mix_one: Callable[[In], Out], heads: In, num_scores: int) -> Out:
+    """`mix_one` of every head, leading axis H.
+
+    Where the heads' (T, S) arrays are many and large they are mixed one after another, which keeps those
+    of a single head alive, in the backward pass as well.
+
+    Args:
+      mix_one: one head's moments -> one head's result.
+      heads: all heads' moments, leading axis H on every array.
+      num_scores: H T S.
+    """
+    if num_scores <= _MANY_SCORES:
+        return jax.vmap(mix_one)(heads)
+    result: Out = jax.lax.map(jax.checkpoint(mix_one), heads)
+    return result

@@ -1,23 +1,16 @@
-"""Covariance of one head's scores in Kronecker products, and how it passes the softmax."""
+"""Covariance of one head's scores, in Kronecker products."""
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt
+from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations import expected_softmax
-from moment_jax.xla import (
-    product_of_transposed,
-    product_with_transposed,
-    rows_diagonal,
-    rows_product,
-)
+from moment_jax.layers.attention.score_noise import Products, total_of
+from moment_jax.xla import product_with_transposed, rows_diagonal, rows_product
 
 Array = jax.Array
 
@@ -67,10 +60,10 @@ class RowCovariance(NamedTuple):
           terms: whose queries have been divided by these sizes.
           sizes: of the contrasts of their keys.
         """
-        whole = jnp.broadcast_to(_total(sizes), (1, 1))
+        whole = jnp.broadcast_to(total_of(sizes), (1, 1))
         pairs = zip(sizes, terms, strict=True)
-        queries = safe_divide(_total(size * term.queries for size, term in pairs), whole)
-        keys = (_total(part) for part in zip(*(term[1:] for term in terms), strict=True))
+        queries = safe_divide(total_of(size * term.queries for size, term in pairs), whole)
+        keys = (total_of(part) for part in zip(*(term[1:] for term in terms), strict=True))
         return cls(terms, (Term(queries, *keys),))
 
     def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
@@ -79,20 +72,7 @@ class RowCovariance(NamedTuple):
 
     def variance(self) -> Array:
         """Var[S_ac], (T, S)."""
-        return _total(term.own() * term.variance[None, :] for term in self.terms)
-
-
-class ScoreTerm(Protocol):
-    """A Kronecker product of the scores' covariance."""
-
-    @property
-    def queries(self) -> Array:
-        """The queries' side, (T, T)."""
-        ...
-
-    def quadratic(self, weights: Array, products: Any) -> Array:
-        """What the keys' side makes of the values, (T, T): see `Term.quadratic`."""
-        ...
+        return total_of(term.own() * term.variance[None, :] for term in self.terms)
 
 
 class _Contrasts(NamedTuple):
@@ -104,10 +84,10 @@ class _Contrasts(NamedTuple):
         return jnp.zeros((), self.terms[0].contrasts.dtype)
 
     def matvec(self, vectors: Array) -> Array:
-        return _total(term.own() * rows_product(vectors, term.contrasts) for term in self.terms)
+        return total_of(term.own() * rows_product(vectors, term.contrasts) for term in self.terms)
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        return _total(
+        return total_of(
             (1 if i == j else 2)
             * (a.own() / unit)
             * (b.own() / unit)
@@ -118,198 +98,7 @@ class _Contrasts(NamedTuple):
         )
 
 
-def _total(arrays: Iterable[Any]) -> Array:
-    total: Array = functools.reduce(operator.add, arrays)
-    return total
-
-
 def centred(keys: Array) -> Array:
     """Minus half the variance of every difference of two of them, (S, S) from their covariance."""
     own = 0.5 * rows_diagonal(keys)
     return keys - own[:, None] - own[None, :]
-
-
-class Products(NamedTuple):
-    """E of inner products of the values v_c and their averages A_a, the noise of the values included.
-
-    Inner products over one head's features, plain or under a metric.
-    """
-
-    values: Array  # E <v_c, v_f>, (S, S)
-    crossed: Array  # E <A_a, v_c>, (T, S)
-    averages: Array  # E <A_a, A_b>, (T, T)
-
-    def sizes(self) -> Sizes:
-        """Those of single values and averages."""
-        return Sizes(rows_diagonal(self.values), self.crossed, rows_diagonal(self.averages))
-
-
-class Sizes(NamedTuple):
-    """E of inner products as in `Products`, of values and averages with themselves."""
-
-    values: Array  # E |v_c|^2, (S,)
-    crossed: Array  # E <A_a, v_c>, (T, S)
-    averages: Array  # E |A_a|^2, (T,)
-
-    def spread(self) -> Array:
-        """E |v_c - A_a|^2, (T, S)."""
-        return self.values[None, :] - 2 * self.crossed + self.averages[:, None]
-
-    def within(self, weights: Array) -> Array:
-        """The variance of the values under the weights W, (T,)."""
-        second = jnp.sum(weights * self.values[None, :], axis=1)
-        return left_within(second, self.averages)
-
-
-class ScoreNoise(NamedTuple):
-    """What the scores' noise gives weights @ values."""
-
-    token_gram: Array  # (T, T)
-    gain: Array  # see `saturation`, (T,)
-
-
-def score_noise(
-    terms: Iterable[ScoreTerm], weights: Array, products: Any, order: int
-) -> ScoreNoise:
-    """The token Gram matrix sum_cf Cov[W_ac, W_bf] E <v_c, v_f>, for scores independent of the values.
-
-    The scores' noise passes the softmax's Jacobian times `saturation`, which with order 1 is 1.
-
-    Args:
-      terms: of the covariance of the scores.
-      weights: E[W], (T, S).
-      products: of the values, as the terms take them.
-      order: 1 or 2.
-    """
-    token_gram = _total(term.queries * term.quadratic(weights, products) for term in terms)
-    own = rows_diagonal(token_gram)
-    gain = jnp.ones_like(own)
-    if order == 2:
-        within = products.sizes().within(weights)
-        gain = saturation(own, within)
-        # Where a row gives all its weight to one key, only rounding is left. XLA may compute it twice,
-        # and round it differently: then the gain does not bound it.
-        own = jnp.minimum(gain**2 * own, within)
-    token_gram = gain[:, None] * token_gram * gain[None, :]
-    root = safe_sqrt(own)
-    bound = root[:, None] * root[None, :]
-    return ScoreNoise(jnp.clip(token_gram, -bound, bound), gain)
-
-
-class SumNoise(NamedTuple):
-    """What the scores' noise gives the sum over the rows, sum_a p_a A_a with A = W v."""
-
-    features: Array  # by the mean values, (K, K)
-    pattern: Array  # by a token pattern of the values' noise, ()
-
-
-def sum_noise(
-    terms: Iterable[Summed],
-    weights: Array,
-    values: Array,
-    mean: Array,
-    noise: Products,
-    pool: Array | None = None,
-) -> SumNoise:
-    """sum_ab p_a p_b sum_cf Cov[W_ac, W_bf] v_c v_f^T, and the same with a pattern n_cf for v_c v_f^T.
-
-    Args:
-      terms: of the covariance of the scores.
-      weights: E[W], (T, S).
-      values: v, (S, K).
-      mean: W v, (T, K).
-      noise: the pattern n, and its products with the weights, W n and W n W^T.
-      pool: p, (T,); None for one each.
-    """
-    # The same for all keys moves nothing, but rounding; keys that no row of the sum sees have no part.
-    count = pooled(jnp.ones_like(mean[:, :1]), pool)
-    centre = safe_divide(pooled(mean, pool), count)[None, :]
-    values, mean = values - centre, mean - centre
-
-    def parts(term: Summed) -> tuple[Array, Array, Array]:
-        pairs, contrasts, pulled = term
-        paired = rows_product(pairs, weights)
-        outer = contrasts * product_of_transposed(weights, paired)
-        return outer, paired * pulled, pairs * product_with_transposed(pulled, weights)
-
-    outer, near, far = (_total(same) for same in zip(*map(parts, terms), strict=True))
-    bent = values.T @ (0.5 * (outer @ values) - near.T @ mean)
-    features = bent + bent.T + mean.T @ (far @ mean)
-    pattern = jnp.sum(outer * noise.values) + jnp.sum(far * noise.averages)
-    return SumNoise(features, pattern - 2 * jnp.sum(near * noise.crossed))
-
-
-class Summed(NamedTuple):
-    """A Kronecker product of the scores' covariance in the sum over the rows."""
-
-    pairs: Array  # p_a p_b times the gains of the softmax and the queries' side, (T, T)
-    contrasts: Array  # see `Term`, (S, S)
-    pulled: Array  # W times them, (T, S)
-
-
-def bounded_sum(
-    summed: SumNoise,
-    weights: Array,
-    values: Array,
-    mean: Array,
-    noise: Sizes,
-    pool: Array | None = None,
-) -> SumNoise:
-    """Within Cauchy and Schwarz, by Cov[W_a] <= diag(E[W_a]) - E[W_a] E[W_a]^T.
-
-    For rows that are saturated: there rounding is all that is left. Arguments are those of `sum_noise`,
-    `noise` the sizes of its `noise`.
-    """
-    root = pooled(safe_sqrt(left_within(weights @ values**2, mean**2)), pool)
-    most = pooled(safe_sqrt(noise.within(weights)), pool) ** 2
-    bound = root[:, None] * root[None, :]
-    return SumNoise(jnp.clip(summed.features, -bound, bound), jnp.clip(summed.pattern, 0, most))
-
-
-def independent_variance(
-    rows: RowCovariance, weights: Array, mean: Array, values: Array, variance: Array
-) -> Array:
-    """Var[sum_c W_ac v_cd] if keys were independent of each other, (T, K): a pattern for the true one.
-
-    Args:
-      rows: covariance of the scores.
-      weights: E[W], (T, S).
-      mean: weights @ values, (T, K).
-      values: E[v], (S, K).
-      variance: Var[v], (S, K).
-    """
-    squared = weights**2
-    noisy = squared * rows.variance()
-    result = (
-        squared @ variance
-        + noisy @ (values**2 + variance)
-        - 2 * mean * (noisy @ values)
-        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
-    )
-    return jnp.maximum(result, 0)
-
-
-def saturation(from_scores: Array, within: Array) -> Array:
-    """How much of its Jacobian the softmax keeps on average, in (0, 1].
-
-    By Price's theorem noise passes the expected Jacobian, diag(E[w]) - E[w w^T]. That is smaller than
-    J = diag(w) - w w^T at the mean weights w, because E[w w^T] holds Cov[w]: it is taken as gain J with
-    one gain for each row, for which the variance from the scores and what is left of the variance of
-    the values under the weights add up, as the law of total variance demands:
-
-        gain^2 V + gain W = W.
-
-    Where a row gives all its weight to one key, both are 0 but for rounding, and so is the gain.
-
-    Args:
-      from_scores: V, the variance that the scores' noise gives weights @ values through J.
-      within: W, the variance of the values under the mean weights, see `left_within`.
-    """
-    ratio = safe_divide(jnp.maximum(from_scores, 0), within)
-    return jnp.where(within > 0, 2 / (1 + jnp.sqrt(1 + 4 * ratio)), 0)
-
-
-def left_within(second: Array, averaged: Array) -> Array:
-    """The variance of the values under the weights: of E[v^2] less E[A^2], 0 where it is rounding."""
-    within = second - averaged
-    return jnp.where(within > 16 * jnp.finfo(within.dtype).eps * second, within, 0)

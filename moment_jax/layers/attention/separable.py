@@ -14,12 +14,11 @@ from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import fit_rows, pooled, safe_divide, vector_cov
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.covariance.separable_noise import column_noise
-from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
 from moment_jax.layers.attention.landmark_head import LandmarkHead
 from moment_jax.layers.attention.landmarks import choose_landmarks
-from moment_jax.layers.attention.mix import mix
+from moment_jax.layers.attention.mix import each_head, mix
 from moment_jax.layers.attention.separable_head import Head, HeadOutput, SeparableHead, Tokens
 from moment_jax.layers.attention.shared_input import Links, make_links
 from moment_jax.layers.attention.values import ValueNoise

@@ -18,17 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import safe_divide, weighted
-from moment_jax.layers.attention.head_noise import HeadNoise
+from moment_jax.layers.attention.head_noise import HeadNoise, TokenGram
 from moment_jax.layers.attention.inputs import Centres, root_width
-from moment_jax.layers.attention.landmarks import TokenGram
 from moment_jax.layers.attention.mix import Output
-from moment_jax.layers.attention.rows import (
+from moment_jax.layers.attention.rows import RowCovariance, Term
+from moment_jax.layers.attention.score_noise import (
     Products,
-    RowCovariance,
     Sizes,
     Summed,
     SumNoise,
-    Term,
     bounded_sum,
     score_noise,
     sum_noise,

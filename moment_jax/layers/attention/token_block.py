@@ -20,7 +20,7 @@ from moment_jax.layers.attention.inputs import (
 )
 from moment_jax.layers.attention.mix import Output, mix
 from moment_jax.layers.attention.places import at_own, own_tokens
-from moment_jax.layers.attention.rows import left_within, saturation
+from moment_jax.layers.attention.score_noise import left_within, saturation
 from moment_jax.xla import product_with_transposed, rows_product
 
 Array = jax.Array

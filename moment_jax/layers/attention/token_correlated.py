@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import TokenCorrelated
 from moment_jax.covariance.numerics import fit_rows
-from moment_jax.layers.attention.each_head import each_head
 from moment_jax.layers.attention.inputs import (
     Centres,
     Inputs,
@@ -26,14 +25,9 @@ from moment_jax.layers.attention.inputs import (
     root_width,
     split_heads,
 )
-from moment_jax.layers.attention.mix import Output, mix
-from moment_jax.layers.attention.rows import (
-    Products,
-    RowCovariance,
-    Term,
-    independent_variance,
-    score_noise,
-)
+from moment_jax.layers.attention.mix import Output, each_head, mix
+from moment_jax.layers.attention.rows import RowCovariance, Term
+from moment_jax.layers.attention.score_noise import Products, score_noise
 from moment_jax.xla import product_with_transposed, rows_diagonal, rows_product
 
 Array = jax.Array
@@ -129,7 +123,7 @@ class _Head(NamedTuple):
         )
         by_scores = score_noise(rows.terms, weights, products, order)
         gram = by_values + by_scores.token_gram
-        pattern = independent_variance(rows, weights, mean, value, self.value.scale**2)
+        pattern = _independent_variance(rows, weights, mean, value, self.value.scale**2)
         variance = fit_rows(pattern, rows_diagonal(gram))
         shared = by_scores.gain[:, None] * self._shared_mean(weights)
         return Output(_Averages(variance, gram), shared=shared)
@@ -156,3 +150,26 @@ class _Head(NamedTuple):
                 linked @ (scale * by_key) - (weights @ by_key) * (linked @ scale)
             )
         return change @ value_kernel / root_width(query)
+
+
+def _independent_variance(
+    rows: RowCovariance, weights: Array, mean: Array, values: Array, variance: Array
+) -> Array:
+    """Var[sum_c W_ac v_cd] if keys were independent of each other, (T, K): a pattern for the true one.
+
+    Args:
+      rows: covariance of the scores.
+      weights: E[W], (T, S).
+      mean: weights @ values, (T, K).
+      values: E[v], (S, K).
+      variance: Var[v], (S, K).
+    """
+    squared = weights**2
+    noisy = squared * rows.variance()
+    result = (
+        squared @ variance
+        + noisy @ (values**2 + variance)
+        - 2 * mean * (noisy @ values)
+        + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
+    )
+    return jnp.maximum(result, 0)
