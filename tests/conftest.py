@@ -11,12 +11,6 @@ import pytest
 jax.config.update("jax_enable_x64", True)
 # The programs here are many and tiny: compiling them is what costs.
 jax.config.update("jax_disable_most_optimizations", True)
-# jax 0.10, the last for Python 3.11, has two emitters of fused loops. The newer one compiles for twice
-# as long as the older one, which jax 0.12 lacks. Subprocesses inherit what is said here.
-if jax.__version_info__[:2] == (0, 10):
-    os.environ["XLA_FLAGS"] = " ".join(
-        ["--xla_cpu_use_fusion_emitters=false", *os.environ.get("XLA_FLAGS", "").split()]
-    )
 
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 

@@ -109,6 +109,22 @@ def test_with_a_mask_every_token_counts():
         np.testing.assert_array_equal(actual, expected)
 
 
+def test_with_products_in_bfloat16_every_token_counts():
+    """What comes in is too coarse for a regression."""
+    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
+    traced = [
+        str(jax.make_jaxpr(lambda x, s=s: block.__wrapped__(s, params, x))(x))
+        for s in (FewLandmarks, mj.Separable)
+    ]
+    assert traced[0] != traced[1]
+    with jax.default_matmul_precision("bfloat16"):
+        few, exact = (
+            str(jax.make_jaxpr(lambda x, s=s: block.__wrapped__(s, params, x))(x))
+            for s in (FewLandmarks, mj.Separable)
+        )
+    assert few == exact
+
+
 def test_a_batch_is_its_sequences(exact_and_few):
     params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
     batch = jax.vmap(lambda x: block(FewLandmarks, params, x))(jnp.stack((x, x[::-1])))

@@ -1,6 +1,7 @@
 """Products of matrices in bfloat16, moments in float32: `jax.default_matmul_precision("bfloat16")`.
 
-XLA for CPU ignores that setting, so the products' operands are rounded here as accelerators round them.
+XLA for CPU ignores that setting, so operands are rounded here as accelerators round them, of all products
+that do not ask for more.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ def _evaluate(closed: ClosedJaxpr, arguments):
     for equation in closed.jaxpr.eqns:
         inputs = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if equation.primitive.name == "scan":  # no products within
+            inner = None
         if inner is not None:
             results = _evaluate(inner, inputs)
         else:
-            if equation.primitive.name == "dot_general":
+            if equation.primitive.name == "dot_general" and equation.params["precision"] is None:
                 inputs = [x.astype(jnp.bfloat16).astype(x.dtype) for x in inputs]
             results = equation.primitive.bind(*inputs, **equation.params)
             results = results if equation.primitive.multiple_results else [results]

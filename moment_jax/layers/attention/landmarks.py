@@ -7,19 +7,33 @@ the truth. What landmarks have in common is taken out before, and is exact.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import safe_divide
-from moment_jax.xla import diagonal_matrix, rows_diagonal
+from moment_jax.xla import diagonal_matrix, kernel_path, rows_diagonal
 
 Array = jax.Array
 
 _RIDGE = 1e-2
 """Added to each landmark's variance, in shares of it. With a tenth of this sd are .001 nearer to those
 by all queries, and one of five images was nothing but rounding in float32."""
+
+
+def in_float32() -> AbstractContextManager[None]:
+    """Products are float32's, whatever the default precision: a regression takes differences."""
+    return jax.default_matmul_precision("float32")
+
+
+def coarse_products() -> bool:
+    """Whether products of matrices are in bfloat16 by default, as on a TPU that is not told otherwise."""
+    precision = jax.config.jax_default_matmul_precision
+    if precision in (None, "default"):
+        return "tpu" in (jax.default_backend(), kernel_path())
+    return precision in ("fastest", "bfloat16", "BF16_BF16_F32", "F16_F16_F32", "F16_F16_F16")
 
 
 def choose_landmarks(importance: Array, count: int) -> Array:
@@ -117,11 +131,12 @@ def mixed_by_landmarks(tokens: Array, entering: Array, mixed: Array, at: Array) 
       mixed: weights of the averages, (T, T), whose rows have one sum.
       at: places of the landmarks, (M,).
     """
-    few = mixed[at]
-    columns = entering @ few.T
-    regression = Regression.on(few @ columns)
-    shares = regression.weights(mixed @ columns, jnp.ones_like(mixed[:, 0]))
-    return (tokens @ few.T) @ shares.T
+    with in_float32():
+        few = mixed[at]
+        columns = entering @ few.T
+        regression = Regression.on(few @ columns)
+        shares = regression.weights(mixed @ columns, jnp.ones_like(mixed[:, 0]))
+        return (tokens @ few.T) @ shares.T
 
 
 @jax.custom_jvp

@@ -7,6 +7,8 @@ of the projected output, from the values times the output kernel.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 
@@ -17,7 +19,7 @@ from moment_jax.covariance.separable_noise import column_noise
 from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
 from moment_jax.layers.attention.landmark_head import LandmarkHead
-from moment_jax.layers.attention.landmarks import choose_landmarks
+from moment_jax.layers.attention.landmarks import choose_landmarks, coarse_products, in_float32
 from moment_jax.layers.attention.mix import each_head, mix
 from moment_jax.layers.attention.separable_head import Head, HeadOutput, SeparableHead, Tokens
 from moment_jax.layers.attention.shared_input import Links, make_links
@@ -58,7 +60,9 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
         head, own, mask = one
         return mix(kind(head, tokens, Links._make((pattern, *own))), mask, inputs.order)
 
-    means, mixed, mixing = each_head(mix_one, (heads, links[1:], inputs.mask), inputs.num_scores())
+    with in_float32() if few else nullcontext():
+        given = (heads, links[1:], inputs.mask)
+        means, mixed, mixing = each_head(mix_one, given, inputs.num_scores())
     like = inputs.query.cov
     pool = like.pool
     values = ValueNoise(
@@ -129,11 +133,13 @@ def by_landmarks(inputs: Inputs[Separable]) -> bool:
     """Whether some queries stand for all.
 
     With a mask they do not: with a causal one a token would learn of later ones. Nor where tokens lie on
-    several devices, whose products go round in a ring.
+    several devices, whose products go round in a ring. Nor with products in bfloat16: the Gram matrices
+    that come in are then too coarse to take differences (those of TF32 are not).
     """
     count = inputs.shared.cov.landmarks
     fewest = min(inputs.query.mean.shape[0], inputs.key.mean.shape[0])
-    return fewest >= 8 * count > 8 and inputs.mask is None and not split_by_tokens()
+    many = fewest >= 8 * count > 8
+    return many and inputs.mask is None and not split_by_tokens() and not coarse_products()
 
 
 def _outer(rows: Array, columns: Array) -> Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import pooled, safe_sqrt
-from moment_jax.layers.attention.landmarks import Sketch, choose_landmarks
+from moment_jax.layers.attention.landmarks import Sketch, choose_landmarks, in_float32
 from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed
 
 Array = jax.Array
@@ -55,7 +55,8 @@ class ValueNoise:
         shares = jnp.sum((self.features * metric).reshape(*self.blocks, *self.blocks), axis=(1, 3))
         shares = jnp.where(on_diagonal(shares.shape), 0, shares)
         if self.pattern is not None:
-            return self._by_landmarks(self.pattern, shares)
+            with in_float32():
+                return self._by_landmarks(self.pattern, shares)
         others = (shares @ self.weights.reshape(h, t * s)).reshape(h, t, s)
         left, right = (x.swapaxes(0, 1).reshape(t, h * s) for x in (self.reach, others))
         return product_with_transposed(left, right)
