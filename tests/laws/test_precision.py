@@ -1,7 +1,7 @@
 """Products of matrices in bfloat16, moments in float32: `jax.default_matmul_precision("bfloat16")`.
 
-XLA for CPU ignores that setting, so operands are rounded here as accelerators round them, of all products
-that do not ask for more.
+XLA for CPU ignores that setting, so operands are rounded here as accelerators round them, of all
+products that do not ask for more.
 """
 
 from __future__ import annotations

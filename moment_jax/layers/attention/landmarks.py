@@ -8,7 +8,7 @@ the truth. What landmarks have in common is taken out before, and is exact.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ def in_float32() -> AbstractContextManager[None]:
 
 
 def coarse_products() -> bool:
-    """Whether products of matrices are in bfloat16 by default, as on a TPU that is not told otherwise."""
-    precision = jax.config.jax_default_matmul_precision
+    """Whether products of matrices are in bfloat16, as on a TPU that is not told otherwise."""
+    config: Any = jax.config
+    precision = config.jax_default_matmul_precision
     if precision in (None, "default"):
         return "tpu" in (jax.default_backend(), kernel_path())
     return precision in ("fastest", "bfloat16", "BF16_BF16_F32", "F16_F16_F32", "F16_F16_F16")
