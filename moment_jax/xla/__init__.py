@@ -1,6 +1,7 @@
 """What has to be said to the compiler; no maths."""
 
 from moment_jax.xla.lowering import (
+    default_precision,
     inside_a_kernel,
     kernel_path,
     kernels,
@@ -24,6 +25,7 @@ from moment_jax.xla.matrices import (
 __all__ = [
     "SEQUENCE",
     "by_tokens",
+    "default_precision",
     "diagonal_matrix",
     "diagonal_of",
     "inside_a_kernel",

@@ -152,6 +152,13 @@ def kernel_path() -> Path:
     return "tpu" if jax.default_backend() == "tpu" and jax.device_count() == 1 else "xla"
 
 
+def default_precision() -> str | None:
+    """What `jax.default_matmul_precision` was told; None for nothing."""
+    config: Any = jax.config  # whose stubs lack this setting
+    asked: str | None = config.jax_default_matmul_precision
+    return asked
+
+
 @contextlib.contextmanager
 def inside_a_kernel() -> Iterator[None]:
     """While the body of a kernel is traced: its arrays are on the chip, and its products in float32.
@@ -159,8 +166,7 @@ def inside_a_kernel() -> Iterator[None]:
     A setting of `jax_default_matmul_precision` is kept: one pass of bfloat16, or float32.
     """
     # Mosaic knows no precision between them.
-    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    low = asked in ("bfloat16", "default", "fastest")
+    low = default_precision() in ("bfloat16", "default", "fastest")
     before, _now.in_kernel = on_chip(), True
     try:
         with jax.default_matmul_precision("default" if low else "highest"):

@@ -8,13 +8,13 @@ the truth. What landmarks have in common is taken out before, and is exact.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import safe_divide
-from moment_jax.xla import diagonal_matrix, kernel_path, rows_diagonal
+from moment_jax.xla import default_precision, diagonal_matrix, kernel_path, rows_diagonal
 
 Array = jax.Array
 
@@ -30,8 +30,7 @@ def in_float32() -> AbstractContextManager[None]:
 
 def coarse_products() -> bool:
     """Whether products of matrices are in bfloat16, as on a TPU that is not told otherwise."""
-    config: Any = jax.config
-    precision = config.jax_default_matmul_precision
+    precision = default_precision()
     if precision in (None, "default"):
         return "tpu" in (jax.default_backend(), kernel_path())
     return precision in ("fastest", "bfloat16", "BF16_BF16_F32", "F16_F16_F32", "F16_F16_F16")
@@ -124,7 +123,7 @@ class Sketch(NamedTuple):
 
 
 def mixed_by_landmarks(tokens: Array, entering: Array, mixed: Array, at: Array) -> Array:
-    """Tokens mixed^T, (T, T), by regression of the averages that `mixed` takes on some of them.
+    """The product tokens mixed^T, (T, T), by regression of the averages in `mixed` on some of them.
 
     Args:
       tokens: covariance of tokens of x with those that enter the branch, (T, T).
