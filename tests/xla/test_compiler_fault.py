@@ -33,7 +33,7 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")[:3]))
 
 
-# The first jaxlib that compiles `plain` wrongly, and the first after it that does not ("999": not known).
+# The first jaxlib that compiles `plain` wrongly, and the first after it that does not (999: not known).
 BROKEN, MENDED = "0.10.2", "999"
 HAS_THE_FAULT = _numbers(BROKEN) <= _numbers(version("jaxlib")) < _numbers(MENDED)
 
