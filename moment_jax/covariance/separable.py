@@ -44,9 +44,10 @@ class Separable(MadeOfGrams):
     posteriors are within about a tenth of rank one.) Elementwise functions of a wide layer take one gain
     for each feature in the covariance of the sum.
 
-    Attention without a mask over 512 tokens (8 times `landmarks`) and more reads what queries have in
-    common by regression on 64 of them: T^2 operations in the place of T^3. Budget: sd of tokens and
-    logits .003 to .005 below those by all queries (a trained network of 256 and 1,024 tokens, five
+    Attention over 512 tokens (8 times `landmarks`) and more reads what queries have in common by
+    regression on 64 of them: T^2 operations in the place of T^3. All queries have to look at the same
+    keys: no mask, or one of shape (1, S), which `valid` of the modules makes. Budget: sd of tokens and
+    logits .003 to .005 below those by all queries (two trained networks of 256 and 1,024 tokens, nine
     images), where the structure itself is 1 to 6 % off. Products in bfloat16 are too coarse for it, and
     tokens on several devices do without. The class attribute is read while tracing; with
     `mj.Separable.landmarks = 0` all queries count, whatever the length.

@@ -61,7 +61,7 @@ def encoder_block(
       num_heads: number of attention heads.
       norm_first: False for post-norm, True for pre-norm.
       activation: an elementwise transform such as `mj.relu` or `mj.gelu`.
-      mask: (T, T) or (H, T, T) boolean, True where a query may look at a key.
+      mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query may look at a key.
       epsilon: added to the variance in the normalisations.
       order: 1 (Taylor at the mean, as derived) or 2.
 
@@ -123,8 +123,9 @@ def decoder_block(
       num_heads: number of attention heads.
       norm_first: False for post-norm, True for pre-norm.
       activation: an elementwise transform such as `mj.relu` or `mj.gelu`.
-      mask: of self-attention, (T, T) or (H, T, T) boolean, True where a query may look at a key.
-      memory_mask: of attention to the memory, (T, S) or (H, T, S).
+      mask: of self-attention, (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a
+        query may look at a key.
+      memory_mask: of attention to the memory, (T, S), (1, S) or (H, T, S).
       epsilon: added to the variance in the normalisations.
       order: 1 (Taylor at the mean, as derived) or 2.
 

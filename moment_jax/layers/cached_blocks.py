@@ -96,7 +96,7 @@ def decoder_block_step(
     mean, cov, tokens = _attention_step_sublayer(
         mean, cov, cache.tokens, params.self_attention, params.norm1, norm, num_heads=num_heads
     )
-    mask = look_at_valid(None, cache.memory_valid, mean.shape[0])
+    mask = look_at_valid(None, cache.memory_valid)
     view = View(num_heads, mask, order, own=False)
 
     def look(mean: Array, cov: S) -> tuple[Array, S, Tangent]:

@@ -102,14 +102,15 @@ def check_heads(name: str, num_heads: int, *widths: int) -> int:
 
 
 def check_mask(name: str, mask: Array | None, num_heads: int, queries: int, keys: int) -> None:
-    """Raise unless `mask` is boolean and of shape (T, S) or (H, T, S)."""
+    """Raise unless `mask` is boolean and of shape (T, S), (1, S) or (H, T, S)."""
     if mask is None:
         return
-    allowed = ((queries, keys), (num_heads, queries, keys))
+    allowed = ((queries, keys), (1, keys), (num_heads, queries, keys))
     if not is_boolean(mask, *allowed):
         raise ValueError(
-            f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]} or (heads, "
-            f"queries, keys) == {allowed[1]}, True where a query may look. Got {described(mask)}."
+            f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]}, {allowed[1]} for "
+            f"all queries, or (heads, queries, keys) == {allowed[2]}, True where a query may look. Got "
+            f"{described(mask)}."
         )
 
 

@@ -23,7 +23,7 @@ def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:
 
     Args:
       cov: covariance of the keys' tokens, (S, D). A `pool` of its own stays.
-      mask: (T, S) or (H, T, S) boolean, True where a query may look; None for everywhere.
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None for everywhere.
       memory: whether the keys are not the queries' own sequence. Then any query's tokens are pooled.
     """
     if not isinstance(cov, Separable) or mask is None or cov.pool is not None:
@@ -82,16 +82,15 @@ def pool_as(cov: S, before: Covariance) -> S:
     return dataclasses.replace(cov, sum_variance=known)
 
 
-def look_at_valid(mask: Array | None, valid: Array | None, num_queries: int) -> Array | None:
-    """A mask that also leaves out the tokens that are not valid.
+def look_at_valid(mask: Array | None, valid: Array | None) -> Array | None:
+    """A mask that also leaves out the tokens that are not valid; one row for all queries where it can.
 
     Args:
       mask: (T, S) or (H, T, S), or None.
       valid: (S,) boolean, True for tokens that exist and False for padding; None for all.
-      num_queries: T.
     """
     if valid is None:
         return mask
     if mask is None:
-        return jnp.broadcast_to(valid[None, :], (num_queries, valid.shape[0]))
+        return valid[None, :]
     return mask & valid.reshape(*(1,) * (mask.ndim - 1), -1)

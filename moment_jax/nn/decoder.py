@@ -47,8 +47,8 @@ class WithMemory(BayesianModule):
     ) -> Moments:
         """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
         masks = (
-            look_at_valid(mask, valid, mean.shape[0]),
-            look_at_valid(memory_mask, memory_valid, mean.shape[0]),
+            look_at_valid(mask, valid),
+            look_at_valid(memory_mask, memory_valid),
         )
         return self.masked_moments((mean, cov), (memory_mean, memory_cov), params, masks)
 

@@ -143,7 +143,7 @@ class Encoder(Stack):
         valid: Array | None = None,
     ) -> tuple[Array, Covariance]:
         """Moments of one sequence (T, D) with these beliefs."""
-        mask = look_at_valid(mask, valid, mean.shape[0])
+        mask = look_at_valid(mask, valid)
 
         def step(block: EncoderBlock, mean: Array, cov: Covariance, beliefs: Any) -> Any:
             return block.moments(mean, cov, beliefs, mask)

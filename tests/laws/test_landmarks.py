@@ -62,12 +62,20 @@ def every_query(monkeypatch):
     """Every query is a landmark, and the ridge next to nothing."""
     for name in ("landmark_head", "values", "separable"):
         module = sys.modules[ATTENTION + name]
-        monkeypatch.setattr(module, "choose_landmarks", lambda size, count: jnp.arange(size.size))
+        monkeypatch.setattr(
+            module, "choose_landmarks", lambda size, count, pool: jnp.arange(size.size)
+        )
     monkeypatch.setattr(sys.modules[f"{ATTENTION}landmarks"], "_RIDGE", 1e-9)
     monkeypatch.setattr(sys.modules[f"{ATTENTION}separable"], "by_landmarks", lambda inputs: True)
 
 
-@pytest.mark.parametrize("layer", [block, crossed])
+def padded(structure, params, x):
+    """`block` where the last token is padding."""
+    mean, variance, gram, _ = block(structure, params, x, jnp.arange(len(x))[None, :] < len(x) - 1)
+    return mean[:-1], variance[:-1], gram[:-1, :-1]
+
+
+@pytest.mark.parametrize("layer", [block, padded, crossed])
 @pytest.mark.parametrize("family", [mj.posterior.Factorized, mj.posterior.MatrixNormal])
 def test_with_every_query_a_landmark_it_is_separable(family, layer, request):
     params = random_block(KEYS[0], 16, 32, family=family, scale=0.3)
@@ -128,7 +136,18 @@ def test_no_more_correlated_than_one(exact_and_few):
     assert jnp.max(jnp.abs(gram) - root[:, None] * root[None, :]) < 1e-12
 
 
-def test_with_a_mask_every_token_counts():
+def test_padding_is_not_seen(exact_and_few):
+    """Whatever stands there."""
+    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
+    longer = jnp.concatenate((x, 3 * jax.random.normal(KEYS[6], (9, 16))))
+    mask = jnp.arange(len(longer))[None, :] < TOKENS
+    mean, variance, gram, _ = block(FewLandmarks, params, longer, mask)
+    found = mean[:TOKENS], variance[:TOKENS], gram[:TOKENS, :TOKENS]
+    for alone, beside in zip(exact_and_few[1][:3], found, strict=True):
+        np.testing.assert_allclose(beside, alone, rtol=1e-6, atol=1e-8)
+
+
+def test_under_a_causal_mask_every_token_counts():
     """Landmarks would tell a token of later ones."""
     params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
     causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))

@@ -87,7 +87,7 @@ class View(NamedTuple):
     """How queries look at a source."""
 
     num_heads: int
-    mask: Array | None  # (T, S) or (H, T, S)
+    mask: Array | None  # (T, S), (1, S) for all queries, or (H, T, S)
     order: int
     own: bool  # whether the queries are made of tokens of the source
     places: Array | None = None  # and of which ones, (T,); None for token a of query a
@@ -99,6 +99,7 @@ def attend(
 ) -> tuple[Array, S, AttentionTangent]:
     """Attention of a random sequence (T, D) to keys and values that are there already."""
     mask, h = view.mask, view.num_heads
+    keys_alike = mask is None or mask.shape[-2] == 1
     if mask is not None:
         mask = jnp.broadcast_to(mask, (h, mean.shape[0], source.mean.shape[0]))
     kernels = (params.query.kernel.mean, params.key.kernel.mean, params.value.kernel.mean)
@@ -114,6 +115,7 @@ def attend(
         ),
         params.output,
         mask,
+        keys_alike,
         h,
         view.order,
     )

@@ -68,6 +68,7 @@ class Inputs(NamedTuple, Generic[S]):
     shared: SharedInput[S]
     output: DenseParams  # the output projection, (H K, D)
     mask: Array | None  # (H, T, S) boolean, True where a query may look
+    keys_alike: bool  # whether all queries look at the same keys, as far as shapes tell
     num_heads: int
     order: int
 

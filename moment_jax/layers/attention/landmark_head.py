@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.landmarks import Regression, Sketch, choose_landmarks
 from moment_jax.layers.attention.score_noise import (
@@ -38,14 +38,14 @@ class LandmarkHead(SeparableHead):
         terms, sizes = self.score_terms()
         own = [size * rows_diagonal(term.queries) for size, term in zip(sizes, terms, strict=True)]
         merged = safe_divide(own[0] + own[1], jnp.broadcast_to(sizes[0] + sizes[1], own[0].shape))
-        return LandmarkRows(terms, merged[:, None], self.tokens.landmarks)
+        return LandmarkRows(terms, merged[:, None], self.tokens.landmarks, self.tokens.pool)
 
     def seen(self, rows: LandmarkRows, weights: Array, mean: Array) -> Seen:
         """What the weights make of keys and values."""
         head, tokens, links = self
         # What all values share moves nothing, but rounding.
-        centre = jnp.mean(mean, axis=0, keepdims=True)
-        value, average = self.centres.value - centre, mean - centre
+        centre = pooled(mean, tokens.pool) / pooled(jnp.ones_like(mean), tokens.pool)
+        value, average = self.centres.value - centre[None, :], mean - centre[None, :]
         under_value, under_average = value @ head.metric, average @ head.metric
         by_mean = Sizes(
             jnp.sum(under_value * value, axis=1),
@@ -54,7 +54,8 @@ class LandmarkHead(SeparableHead):
         )
         # By the variance that independent keys would give.
         importance = jnp.sum(weights**2 * rows.variance() * by_mean.spread(), axis=1)
-        at = choose_landmarks(safe_sqrt(jnp.maximum(importance, 0)), tokens.landmarks)
+        size = safe_sqrt(jnp.maximum(importance, 0))
+        at = choose_landmarks(size, tokens.landmarks, tokens.pool)
 
         def reach(pattern: Array) -> LandmarkReach:
             return LandmarkReach.of(pattern, weights, at)
@@ -102,13 +103,15 @@ class LandmarkRows(NamedTuple):
     terms: tuple[KeyNoise, ...]
     own: Array  # the queries' side of a row with itself, one for all terms, (T, 1)
     num_landmarks: int
+    pool: Array | None  # weights of the queries' tokens, (T,)
 
     def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
         """E[softmax] of scores of these means, (T, S)."""
         weights = masked_softmax(scores, mask)
         keys = self.terms[0].keys.dense() + self.terms[1].keys.dense()
         spread = jnp.sum(weights**2 * rows_diagonal(keys)[None, :], axis=1)
-        few = weights[choose_landmarks(safe_sqrt(self.own[:, 0] * spread), self.num_landmarks // 2)]
+        size, count = safe_sqrt(self.own[:, 0] * spread), self.num_landmarks // 2
+        few = weights[choose_landmarks(size, count, self.pool)]
         shift = keys @ jnp.mean(few, axis=0)
         shift = shift - 0.5 * jnp.mean(few @ shift)
         keys = keys - shift[:, None] - shift[None, :]

@@ -51,8 +51,8 @@ def attention(
       cov: covariance of x, a structure of shape (T, D).
       params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
       num_heads: H.
-      mask: (T, T) or (H, T, T) boolean, True where a query (row) may look at a key (column). Masked
-        keys get a weight of exactly zero; a query with no key left gets a zero output.
+      mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
+        key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
       order: 1 (Taylor at the mean, as derived) or 2.
 
     Returns:
@@ -97,7 +97,7 @@ def cross_attention(
       params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D) of the
         output.
       num_heads: H.
-      mask: (T, S) or (H, T, S) boolean, True where a query may look at a key, as for `attention`.
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look, as for `attention`.
       order: 1 or 2, as for `attention`.
 
     Returns:

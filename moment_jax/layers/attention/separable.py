@@ -76,7 +76,7 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     )
     if few:
         every = jnp.ones_like(mixing.weights[0, :, 0])
-        mixing = mixing._replace(landmarks=choose_landmarks(every, count))
+        mixing = mixing._replace(landmarks=choose_landmarks(every, count, pool))
     own = value.of_sums(mixing.weights, pool)
     mean = merge_heads(means)
     cov = _output_cov(output, values, own, mixed, mean, noise_metric, like)
@@ -132,14 +132,14 @@ def _output_cov(
 def by_landmarks(inputs: Inputs[Separable]) -> bool:
     """Whether some queries stand for all.
 
-    With a mask they do not: with a causal one a token would learn of later ones. Nor where tokens lie on
-    several devices, whose products go round in a ring. Nor with products in bfloat16: the Gram matrices
-    that come in are then too coarse to take differences (those of TF32 are not).
+    Where each has keys of its own they do not: under a causal mask a token would learn of later ones.
+    Nor where tokens lie on several devices, whose products go round in a ring. Nor with products in
+    bfloat16: the Gram matrices that come in are then too coarse to take differences (TF32's are not).
     """
     count = inputs.shared.cov.landmarks
     fewest = min(inputs.query.mean.shape[0], inputs.key.mean.shape[0])
     many = fewest >= 8 * count > 8
-    return many and inputs.mask is None and not split_by_tokens() and not coarse_products()
+    return many and inputs.keys_alike and not split_by_tokens() and not coarse_products()
 
 
 def _outer(rows: Array, columns: Array) -> Array:

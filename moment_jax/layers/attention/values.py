@@ -42,6 +42,7 @@ class ValueNoise:
         count: int = 0,
     ) -> None:
         self.features, self.pattern, self.count = features, pattern, count
+        self.pool = pool
         h = weights.shape[0]
         self.blocks = (h, self.features.shape[0] // h)
         self.weights, self.reach = weights, reach
@@ -66,7 +67,8 @@ class ValueNoise:
         h, t, s = self.weights.shape
         rows = self.weights.reshape(h * t, s)
         sizes = safe_sqrt(jnp.einsum("ahh->ha", self.overlaps)).ravel()
-        sketch = Sketch.of(pattern, rows[choose_landmarks(sizes, self.count)])
+        pool = None if self.pool is None else jnp.tile(self.pool, h)
+        sketch = Sketch.of(pattern, rows[choose_landmarks(sizes, self.count, pool)])
         left = (shares @ sketch.left(rows).reshape(h, -1)).reshape(h, t, -1)
         left, right = (
             side.reshape(h, t, -1).swapaxes(0, 1).reshape(t, -1)
