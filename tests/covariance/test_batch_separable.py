@@ -13,6 +13,8 @@ from flax import nnx
 import moment_jax as mj
 from tests.builders import assert_close, random_block
 
+pytestmark = pytest.mark.slow
+
 BATCH, TOKENS, FEATURES, HEADS = 3, 5, 16, 2  # more features than `NARROW`
 KEY = jax.random.key(0)
 

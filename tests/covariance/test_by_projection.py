@@ -14,6 +14,8 @@ from flax import nnx
 import moment_jax as mj
 from tests.builders import assert_close, random_block, random_cov, random_dense
 
+pytestmark = pytest.mark.slow
+
 KEYS = jax.random.split(jax.random.key(8), 4)
 BLOCK = random_block(KEYS[0], 4, 6, 0.3)
 X = jax.random.normal(KEYS[1], (4, 4))

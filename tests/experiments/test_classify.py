@@ -133,7 +133,7 @@ def test_the_floor_of_the_calibration_error_is_what_labels_from_the_predictions_
     assert scores.calibrated_ece(np.eye(4)) == 0
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     whole = images.load("digits", (0, 1))
     few = [Images(part.images[:, :60], part.labels[:, :60]) for part in whole[:3]]

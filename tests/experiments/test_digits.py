@@ -207,7 +207,7 @@ def test_an_epoch_sees_every_image_once():
         assert sorted(np.concatenate(epoch)) == list(range(12))
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_the_main_job(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(classifiers, "NUM_BLOCKS", 1)  # half the compilation
     counts = {"--steps": 3, "--plain-steps": 4, "--batch-size": 4, "--samples": 3}

@@ -29,7 +29,7 @@ TINY = {
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_the_experiment(tmp_path, capsys):
     arguments = [str(word) for option in TINY.items() for word in option]
     assert main(["discrete", *arguments, "--out", str(tmp_path)]) == 0

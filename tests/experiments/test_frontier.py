@@ -71,7 +71,7 @@ def test_the_list_computes_nothing(capsys, tmp_path):
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_a_tiny_run_has_all_figures(capsys, tmp_path):
     arguments = ["--networks", TINY, "--structure", "Diagonal", "Full", "--samples", "400"]
     arguments += ["--repeats", "1", "--out", str(tmp_path), "--json", str(tmp_path / "a.json")]

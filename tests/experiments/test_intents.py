@@ -140,7 +140,7 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
         assert word in line
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(text_network, "NUM_FEATURES", 8)
     monkeypatch.setattr(text_network, "HIDDEN_FEATURES", 8)

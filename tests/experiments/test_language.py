@@ -93,7 +93,7 @@ def test_auroc_and_the_cutting_of_scores():
     assert second.epistemic.tolist() == [17, 18, 19]
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_experiment(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(language, "NUM_VALIDATION", 4)

@@ -35,7 +35,7 @@ def test_differences_are_paired_and_seeds_of_a_division_count_once(capsys):
     assert "0.3000 ± 0.1000 (+0.1000 ± 0.0000)" in capsys.readouterr().out
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     whole = images.load("digits", [0])
 

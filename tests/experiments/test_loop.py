@@ -244,7 +244,7 @@ class Supervised:
         return self.process.wait(timeout=120)
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_a_killed_worker_and_a_preemption_change_nothing(tmp_path):
     whole, broken = Supervised(tmp_path / "whole", 200), Supervised(tmp_path / "broken", 200)
     whole.start()

@@ -23,7 +23,7 @@ def settings_of_a_user():
         yield
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(optimizer_methods, "FIRST_ORDER", {"learning_rate": (1e-3, 3e-3)})
     monkeypatch.setattr(
@@ -43,7 +43,7 @@ def test_the_comparison(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "autoencoder.png").stat().st_size > 10_000
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_defaults_against_the_best_of_the_others(tmp_path, monkeypatch):
     """Second order has no grid: one setting, the empty one."""
     monkeypatch.setattr(optimizer_methods, "FIRST_ORDER", {"learning_rate": (3e-3,)})

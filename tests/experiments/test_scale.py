@@ -263,7 +263,7 @@ def test_options(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_weak_scaling_of_a_tiny_network(capsys):
     records = weak.run(["Diagonal"], counts=(1, 2))
     assert [record["devices"] for record in records] == [1, 2]

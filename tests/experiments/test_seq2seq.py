@@ -211,7 +211,7 @@ class Shallow(mj.nn.Dense):
         return super().__call__(target, target_cov)
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_the_whole_with_a_shallow_network(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mj.nn, "Transformer", Shallow)
     monkeypatch.setattr(seq2seq, "load", year)

@@ -147,7 +147,7 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
         assert word in line
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "kinds", "noises"),
     [

@@ -13,7 +13,7 @@ from sklearn.utils.estimator_checks import check_estimator
 import moment_jax as mj
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [mj.MomentRegressor, mj.MomentClassifier])
 def test_scikit_learn_accepts_it(estimator):
     with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():

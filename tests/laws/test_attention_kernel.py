@@ -230,7 +230,7 @@ def test_products_in_a_kernel_are_float32_unless_told_otherwise():
         assert "HIGHEST" not in product()
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed; pip install 'moment_jax[tpu]' compiles the kernel here",

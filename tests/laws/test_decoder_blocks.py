@@ -11,6 +11,8 @@ import moment_jax as mj
 from moment_jax.covariance import Covariance
 from tests.builders import ALL_STRUCTURES, assert_close, random_block, random_cov, random_psd
 
+pytestmark = pytest.mark.slow
+
 KEYS = jax.random.split(jax.random.key(12), 6)
 TOKENS, SOURCES, FEATURES, HEADS = 3, 4, 4, 2
 MEAN = jax.random.normal(KEYS[0], (TOKENS, FEATURES))

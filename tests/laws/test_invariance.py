@@ -19,6 +19,8 @@ from tests.builders import (
     rank_one,
 )
 
+pytestmark = pytest.mark.slow
+
 KEYS = jax.random.split(jax.random.key(2), 8)
 SHAPE, HEADS = (4, 6), 2
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)

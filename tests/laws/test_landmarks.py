@@ -18,6 +18,8 @@ from moment_jax.layers.attention.landmarks import Regression
 from moment_jax.xla import diagonal_of
 from tests.builders import random_block, random_psd
 
+pytestmark = pytest.mark.slow
+
 KEYS = jax.random.split(jax.random.key(1), 8)
 ATTENTION = "moment_jax.layers.attention."
 TOKENS = 64

@@ -12,6 +12,8 @@ from flax import nnx
 import moment_jax as mj
 from tests.builders import assert_close, random_block, random_cov, tiny_vision
 
+pytestmark = pytest.mark.slow
+
 mix = importlib.import_module("moment_jax.layers.attention.mix")
 KEYS = jax.random.split(jax.random.key(8), 3)
 SHAPE = (5, 6)

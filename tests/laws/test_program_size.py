@@ -15,6 +15,8 @@ import moment_jax as mj
 from experiments.programs import Size, size_of
 from tests.builders import random_block
 
+pytestmark = pytest.mark.slow
+
 BUDGET = {
     (mj.Diagonal, 16): (Size(1490, 44, 13), Size(3830, 121, 32)),
     (mj.TokenBlock, 16): (Size(1750, 78, 35), Size(4380, 218, 79)),

@@ -25,6 +25,8 @@ from tests.builders import (
     random_dense_params,
 )
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, HEADS = 3, 2
 TOLERANCE = {jnp.dtype("float32"): 2e-4, jnp.dtype("float64"): 1e-9}
 

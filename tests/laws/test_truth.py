@@ -10,6 +10,8 @@ from flax import nnx
 import moment_jax as mj
 from moment_jax.covariance import Covariance
 
+pytestmark = pytest.mark.slow
+
 TOKENS, FEATURES, HEADS, SAMPLES = 16, 16, 2, 4000
 # Bands of the mean ratio of sd to sampled sd, on random weights. Weight noise is shared by tokens, so
 # what takes tokens as independent (Diagonal, TokenBlock) has no band here.

@@ -31,7 +31,7 @@ def autoencoder(**options):
     )
 
 
-pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ranks_of_a_user")]
 
 
 def test_certain_weights_make_the_plain_network():

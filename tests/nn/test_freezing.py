@@ -8,6 +8,8 @@ from flax import nnx
 
 import moment_jax as mj
 
+pytestmark = pytest.mark.slow
+
 T, D, B = 5, 16, 3
 
 

@@ -86,6 +86,7 @@ def test_from_deterministic_starts_at_the_network(name: str):
     ]
     + [("attention", mj.DEFAULT_STRUCTURE, mj.posterior.MatrixNormal)],
 )
+@pytest.mark.slow
 def test_every_family_with_every_structure(name, structure, family):
     """One step of gradients through moments and KL is finite, of the parameters' type, and moves."""
     module = MODULES[name](structure=structure, posterior=family, learn_prior=True)

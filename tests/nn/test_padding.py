@@ -10,6 +10,8 @@ from flax import nnx
 import moment_jax as mj
 from tests.builders import assert_close
 
+pytestmark = pytest.mark.slow
+
 FEATURES, HEADS, VOCABULARY = 4, 2, 7
 SOURCE_LENGTHS, TARGET_LENGTHS = (5, 3), (4, 2)
 IDS = jax.random.randint(jax.random.key(0), (2, 2, 5), 0, VOCABULARY)

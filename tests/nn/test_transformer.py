@@ -10,6 +10,8 @@ from flax import nnx
 import moment_jax as mj
 from tests.builders import assert_close
 
+pytestmark = pytest.mark.slow
+
 FEATURES, HEADS, TOKENS, SAMPLES = 16, 2, 8, 3000
 CAUSAL = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
 KEYS = jax.random.split(jax.random.key(5), 4)

@@ -15,6 +15,8 @@ import pytest
 import moment_jax as mj
 from tests.builders import ALL_STRUCTURES
 
+pytestmark = pytest.mark.slow
+
 SPLIT = [structure for structure in ALL_STRUCTURES if structure is not mj.Full]
 
 

@@ -12,6 +12,8 @@ import moment_jax as mj
 from experiments.scale import devices
 from tests.builders import ALL_STRUCTURES
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"data": 2, "model": 4}
 
 

@@ -138,7 +138,7 @@ LONG = ("vision", "language")  # half a minute of compilation each
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.whole_run] * (n in LONG)) for n in CASES]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in CASES]
 )
 def test_unmodified_models_against_sampled_networks(name):
     make, x, structure = CASES[name]

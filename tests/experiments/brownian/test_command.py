@@ -18,7 +18,7 @@ FIGURES = ("attention.png", "diffusion.png", "heads.png", "increments.png")
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
-@pytest.mark.whole_run
+@pytest.mark.slow
 def test_figures_and_metrics(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(classifiers, "NUM_BLOCKS", 1)  # half the compilation
     counts = {"--steps": 2, "--plain-steps": 4, "--batch-size": 4, "--samples": 2}

@@ -20,6 +20,8 @@ pytest.importorskip("orbax.checkpoint")
 from experiments.brownian.heads import head_curve, head_importance, head_predictions, head_signal
 from experiments.brownian.pruning import mask_heads, prune_heads
 
+pytestmark = pytest.mark.slow
+
 IMAGES = jax.random.normal(jax.random.key(1), (3, 4, 4))
 LABELS = jnp.array([0, 2, 1])
 KEPT = [np.array([True, False]), np.array([False, True])]
