@@ -65,7 +65,7 @@ def every_query(monkeypatch):
     for name in ("landmark_head", "values", "separable"):
         module = sys.modules[ATTENTION + name]
         monkeypatch.setattr(
-            module, "choose_landmarks", lambda size, count, pool: jnp.arange(size.size)
+            module, "choose_landmarks", lambda size, count, exists: jnp.arange(size.size)
         )
     monkeypatch.setattr(sys.modules[f"{ATTENTION}landmarks"], "_RIDGE", 1e-9)
     monkeypatch.setattr(sys.modules[f"{ATTENTION}separable"], "by_landmarks", lambda inputs: True)
@@ -168,6 +168,35 @@ def test_under_a_causal_mask_every_token_counts():
     """Landmarks would tell a token of later ones."""
     few, exact = (program(s, jnp.tril(jnp.ones((TOKENS, TOKENS), bool))) for s in BOTH)
     assert few == exact
+
+
+def test_queries_that_pool_some_tokens_all_count_before_a_memory():
+    """A causal decoder pools its first token; landmarks would be that one, or later ones."""
+    params, x = random_block(KEYS[0], 16, 32).attention, smooth(TOKENS, 16)
+
+    def looked(structure):
+        cov, memory = structure.zeros(x.shape, x.dtype), structure.zeros(x.shape, x.dtype)
+        cov = cov.pooled(jnp.arange(TOKENS) == 0)
+        return str(
+            jax.make_jaxpr(lambda x: mj.cross_attention(x, cov, x, memory, params, num_heads=2)[0])(
+                x
+            )
+        )
+
+    assert looked(FewLandmarks) == looked(mj.Separable)
+
+
+def test_landmarks_are_of_all_tokens_whatever_is_pooled():
+    """Without a mask a pool of one token leaves the others' variances as they are."""
+    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def variance(structure):
+        cov = structure.independent(jnp.full_like(x, 0.01)).pooled(jnp.arange(TOKENS) == 0)
+        return mj.attention(x, cov, params.attention, num_heads=2)[1].variance()
+
+    few, exact = map(variance, (FewLandmarks, mj.Separable))
+    np.testing.assert_allclose(few, exact, rtol=0.1)
 
 
 def test_with_products_in_bfloat16_every_token_counts():

@@ -38,7 +38,7 @@ class LandmarkHead(SeparableHead):
         terms, sizes = self.score_terms()
         own = [size * rows_diagonal(term.queries) for size, term in zip(sizes, terms, strict=True)]
         merged = safe_divide(own[0] + own[1], jnp.broadcast_to(sizes[0] + sizes[1], own[0].shape))
-        return LandmarkRows(terms, merged[:, None], self.tokens.landmarks, self.tokens.pool)
+        return LandmarkRows(terms, merged[:, None], self.tokens.landmarks, self.tokens.exists)
 
     def seen(self, rows: LandmarkRows, weights: Array, mean: Array) -> Seen:
         """What the weights make of keys and values."""
@@ -55,7 +55,7 @@ class LandmarkHead(SeparableHead):
         # By the variance that independent keys would give.
         importance = jnp.sum(weights**2 * rows.variance() * by_mean.spread(), axis=1)
         size = safe_sqrt(jnp.maximum(importance, 0))
-        at = choose_landmarks(size, tokens.landmarks, tokens.pool)
+        at = choose_landmarks(size, tokens.landmarks, tokens.exists)
 
         def reach(pattern: Array) -> LandmarkReach:
             return LandmarkReach.of(pattern, weights, at)
@@ -103,7 +103,7 @@ class LandmarkRows(NamedTuple):
     terms: tuple[KeyNoise, ...]
     own: Array  # the queries' side of a row with itself, one for all terms, (T, 1)
     num_landmarks: int
-    pool: Array | None  # weights of the queries' tokens, (T,)
+    exists: Array | None  # which queries may be landmarks, (T,)
 
     def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
         """E[softmax] of scores of these means, (T, S)."""
@@ -111,7 +111,7 @@ class LandmarkRows(NamedTuple):
         keys = self.terms[0].keys.dense() + self.terms[1].keys.dense()
         spread = jnp.sum(weights**2 * rows_diagonal(keys)[None, :], axis=1)
         size, count = safe_sqrt(self.own[:, 0] * spread), self.num_landmarks // 2
-        few = weights[choose_landmarks(size, count, self.pool)]
+        few = weights[choose_landmarks(size, count, self.exists)]
         shift = keys @ jnp.mean(few, axis=0)
         shift = shift - 0.5 * jnp.mean(few @ shift)
         keys = keys - shift[:, None] - shift[None, :]

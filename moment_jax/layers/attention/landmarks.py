@@ -36,14 +36,14 @@ def coarse_products() -> bool:
     return precision in ("fastest", "bfloat16", "BF16_BF16_F32", "F16_F16_F32", "F16_F16_F16")
 
 
-def choose_landmarks(importance: Array, count: int, pool: Array | None) -> Array:
+def choose_landmarks(importance: Array, count: int, exists: Array | None) -> Array:
     """Places (M,) drawn along the sequence, systematically: half by importance (T,), half evenly.
 
-    Tokens of weight zero in the pool (T,) are none.
+    Only among the tokens that exist, (T,) boolean; None for all.
     """
-    exists = jnp.ones_like(importance) if pool is None else (pool > 0).astype(importance.dtype)
-    importance = jax.lax.stop_gradient(jnp.maximum(importance, 0) * exists)
-    share = 0.5 * _shares(importance) + 0.5 * _shares(exists)
+    even = jnp.ones_like(importance) if exists is None else exists.astype(importance.dtype)
+    importance = jax.lax.stop_gradient(jnp.maximum(importance, 0) * even)
+    share = 0.5 * _shares(importance) + 0.5 * _shares(even)
     marks = (jnp.arange(count, dtype=share.dtype) + 0.5) / count * jnp.sum(share)
     places = jnp.sum(jnp.cumsum(share)[None, :] < marks[:, None], axis=1)
     return jnp.minimum(places, importance.shape[0] - 1)

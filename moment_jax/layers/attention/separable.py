@@ -73,10 +73,11 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
         like.share,
         value.pattern if few else None,
         count,
+        tokens.exists,
     )
     if few:
         every = jnp.ones_like(mixing.weights[0, :, 0])
-        mixing = mixing._replace(landmarks=choose_landmarks(every, count, pool))
+        mixing = mixing._replace(landmarks=choose_landmarks(every, count, tokens.exists))
     own = value.of_sums(mixing.weights, pool)
     mean = merge_heads(means)
     cov = _output_cov(output, values, own, mixed, mean, noise_metric, like)
@@ -132,14 +133,20 @@ def _output_cov(
 def by_landmarks(inputs: Inputs[Separable]) -> bool:
     """Whether some queries stand for all.
 
-    Where each has keys of its own they do not: under a causal mask a token would learn of later ones.
-    Nor where tokens lie on several devices, whose products go round in a ring. Nor with products in
-    bfloat16: the Gram matrices that come in are then too coarse to take differences (TF32's are not).
+    Where each has keys of its own they do not, nor where they pool some tokens and look at a memory, as
+    under a causal mask: a token would learn of later ones. Nor where tokens lie on several devices, whose
+    products go round in a ring. Nor with products in bfloat16: the Gram matrices that come in are then
+    too coarse to take differences (TF32's are not).
     """
     count = inputs.shared.cov.landmarks
     fewest = min(inputs.query.mean.shape[0], inputs.key.mean.shape[0])
     many = fewest >= 8 * count > 8
-    return many and inputs.keys_alike and not split_by_tokens() and not coarse_products()
+    return many and _alike(inputs) and not split_by_tokens() and not coarse_products()
+
+
+def _alike(inputs: Inputs[Separable]) -> bool:
+    own = inputs.shared.query_kernel is not None
+    return inputs.keys_alike and (own or inputs.query_input.cov.pool is None)
 
 
 def _outer(rows: Array, columns: Array) -> Array:
@@ -179,6 +186,7 @@ def _heads(
         inputs.query.cov.pool,
         query_pool,
         inputs.shared.cov.landmarks,
+        None if inputs.mask is None or inputs.shared.query_kernel is None else inputs.mask[0, 0],
     )
     return heads, tokens
 

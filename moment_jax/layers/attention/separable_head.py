@@ -71,7 +71,8 @@ class Tokens(NamedTuple):
     value: Array  # of the values', (S, S)
     pool: Array | None  # weights of the queries in sums over them, (T,)
     score_pool: Array | None  # in averages that serve the scores alone, (T,)
-    landmarks: int  # how many stand for the keys of a long sequence
+    landmarks: int  # how many queries stand for all of a long sequence
+    exists: Array | None  # which of them may, (T,); None for all
 
 
 class HeadOutput(NamedTuple):

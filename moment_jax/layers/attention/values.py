@@ -29,6 +29,7 @@ class ValueNoise:
       share: `Separable.share`, of what belongs to the features.
       pattern: V itself, (S, S), where landmarks stand for it; None where `reach` does.
       count: of landmarks.
+      exists: which queries may be landmarks, (T,); None for all.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class ValueNoise:
         share: Callable[[Array], Array],
         pattern: Array | None = None,
         count: int = 0,
+        exists: Array | None = None,
     ) -> None:
         self.features, self.pattern, self.count = features, pattern, count
-        self.pool = pool
+        self.exists = exists
         h = weights.shape[0]
         self.blocks = (h, self.features.shape[0] // h)
         self.weights, self.reach = weights, reach
@@ -67,8 +69,8 @@ class ValueNoise:
         h, t, s = self.weights.shape
         rows = self.weights.reshape(h * t, s)
         sizes = safe_sqrt(jnp.einsum("ahh->ha", self.overlaps)).ravel()
-        pool = None if self.pool is None else jnp.tile(self.pool, h)
-        sketch = Sketch.of(pattern, rows[choose_landmarks(sizes, self.count, pool)])
+        exists = None if self.exists is None else jnp.tile(self.exists, h)
+        sketch = Sketch.of(pattern, rows[choose_landmarks(sizes, self.count, exists)])
         left = (shares @ sketch.left(rows).reshape(h, -1)).reshape(h, t, -1)
         left, right = (
             side.reshape(h, t, -1).swapaxes(0, 1).reshape(t, -1)
