@@ -12,7 +12,8 @@ jax.config.update("jax_enable_x64", True)
 # The programs here are many and tiny: compiling them is what costs.
 jax.config.update("jax_disable_most_optimizations", True)
 # jax 0.10, the last for Python 3.11, has two emitters of fused loops; the older one compiles in half the
-# time. Newer releases, as in the second run of `.ci/run`, have the newer one alone.
+# time, without which all of `.ci/run` is longer than the time there is. Newer releases, as in its second
+# run, have the newer one alone, which is the one that users have.
 OLDER_EMITTER = jax.__version_info__[:2] == (0, 10)
 if OLDER_EMITTER:
     os.environ["XLA_FLAGS"] = (

@@ -48,7 +48,7 @@ class Separable(MadeOfGrams):
     regression on 64 of them: T^2 operations in the place of T^3. All queries have to look at the same
     keys: no mask, or one of shape (1, S), which `valid` of the modules makes. Budget: sd of tokens and
     logits .003 to .005 below those by all queries (two trained networks of 256 and 1,024 tokens, nine
-    images), where the structure itself is 1 to 6 % off. Products in bfloat16 are too coarse for it, and
+    images), where the structure itself is 1 to 11 % off. Products in bfloat16 are too coarse for it, and
     tokens on several devices do without. The class attribute is read while tracing; with
     `mj.Separable.landmarks = 0` all queries count, whatever the length.
 

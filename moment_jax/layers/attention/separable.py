@@ -133,10 +133,10 @@ def _output_cov(
 def by_landmarks(inputs: Inputs[Separable]) -> bool:
     """Whether some queries stand for all.
 
-    Where each has keys of its own they do not, nor where they pool some tokens and look at a memory, as
-    under a causal mask: a token would learn of later ones. Nor where tokens lie on several devices, whose
-    products go round in a ring. Nor with products in bfloat16: the Gram matrices that come in are then
-    too coarse to take differences (TF32's are not).
+    Where each has keys of its own they do not, nor where they pool some tokens and look at a memory,
+    as under a causal mask: a token would learn of later ones. Nor where tokens lie on several devices,
+    whose products go round in a ring. Nor with products in bfloat16: the Gram matrices that come in are
+    then too coarse to take differences (TF32's are not).
     """
     count = inputs.shared.cov.landmarks
     fewest = min(inputs.query.mean.shape[0], inputs.key.mean.shape[0])
