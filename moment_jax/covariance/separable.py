@@ -108,6 +108,12 @@ class Separable(MadeOfGrams):
         variance = None if self.sum_variance is None else self.sum_variance * ratio
         return self.with_grams(known, pool=pool, sum_variance=variance)
 
+    def with_own_grams(self) -> Self:
+        """The same, with the Gram matrices of its fields formed once for all that reads them."""
+        if self.known("grams") is not None:
+            return self
+        return self.with_grams(Grams(self.variance(), self.token_gram(), self.features()))
+
     def with_grams(self, grams: Grams | None, **fields: Any) -> Self:
         """With other fields, and Gram matrices that are theirs, where they are known."""
         if grams is None:

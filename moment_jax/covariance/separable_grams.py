@@ -24,6 +24,17 @@ Array = jax.Array
 NARROW = 12  # features, below which averages over them are checked: see `from_crossed`
 
 
+class Basis(NamedTuple):
+    """What maps an inner matrix (R, R) to D features, and its product with that, formed once."""
+
+    rows: Array  # (R, D)
+    pulled: Array  # inner rows, (R, D)
+
+    def scaled(self, gain: Array) -> Basis:
+        """Every feature times its gain, (D,)."""
+        return Basis(self.rows * gain[None, :], self.pulled * gain[None, :])
+
+
 class FeatureGram(NamedTuple):
     """Cov[sum_t p_t x_t] = basis^T inner basis + diag(diagonal), (D, D).
 
@@ -32,9 +43,15 @@ class FeatureGram(NamedTuple):
     """
 
     inner: Array | None = None  # (R, R); None: the matrix is diagonal
-    basis: Array | None = None  # (R, D); None: the identity
+    basis: Basis | None = None  # (R, D); None: the identity
     diagonal: Array | None = None  # (D,); None: zero
     variance: Array | None = None  # (D,), the diagonal of it all, where it is known
+    reached: Array | None = None  # the basis (R, D) that an inner matrix of before was mapped to
+
+    @classmethod
+    def through(cls, inner: Array, basis: Array) -> FeatureGram:
+        """That of x @ basis, for a matrix (R, R) of x."""
+        return cls(inner, Basis(basis, inner @ basis))
 
     def dense(self) -> Array:
         """The matrix itself, (D, D)."""
@@ -43,7 +60,7 @@ class FeatureGram(NamedTuple):
             return diagonal_matrix(self.diagonal)
         whole = self.inner
         if self.basis is not None:
-            whole = self.basis.T @ (self.inner @ self.basis)
+            whole = self.basis.rows.T @ self.basis.pulled
         return whole if self.diagonal is None else whole + diagonal_matrix(self.diagonal)
 
     def diag(self) -> Array:
@@ -56,19 +73,18 @@ class FeatureGram(NamedTuple):
         if self.basis is None:
             own = diagonal_of(self.inner)
         else:
-            own = jnp.sum((self.inner @ self.basis) * self.basis, axis=0)
+            own = jnp.sum(self.basis.pulled * self.basis.rows, axis=0)
         return own if self.diagonal is None else own + self.diagonal
 
     def blocks(self, num_blocks: int) -> Array:
         """Its blocks on the diagonal, (H, D / H, D / H)."""
-        if self.inner is None or self.basis is None:
+        if self.basis is None:
             whole = self.dense()
             width = whole.shape[0] // num_blocks
             return jnp.einsum("hdhe->hde", whole.reshape(num_blocks, width, num_blocks, width))
-        rank, d = self.basis.shape
-        split = (rank, num_blocks, d // num_blocks)
-        pulled = (self.inner @ self.basis).reshape(split)
-        whole = jnp.einsum("rhd,rhe->hde", self.basis.reshape(split), pulled)
+        rank, d = self.basis.rows.shape
+        rows, pulled = (part.reshape(rank, num_blocks, d // num_blocks) for part in self.basis)
+        whole = jnp.einsum("rhd,rhe->hde", rows, pulled)
         if self.diagonal is None:
             return whole
         return whole + diagonal_matrix(self.diagonal.reshape(num_blocks, -1))
@@ -76,12 +92,12 @@ class FeatureGram(NamedTuple):
     def map(self, kernel: Array) -> FeatureGram:
         """That of x @ kernel."""
         if self.inner is None or self.basis is None:
-            return FeatureGram(self.dense(), kernel)
-        basis = self.basis @ kernel
+            return FeatureGram.through(self.dense(), kernel)
+        basis = self.basis.rows @ kernel
         whole = basis.T @ (self.inner @ basis)
         if self.diagonal is not None:
             whole = whole + kernel.T @ (self.diagonal[:, None] * kernel)
-        return FeatureGram(whole)
+        return FeatureGram(whole, reached=basis)
 
     def rescaled(self, gain: Array) -> FeatureGram:
         """That of x * gain, gain (D,)."""
@@ -89,7 +105,7 @@ class FeatureGram(NamedTuple):
             None if part is None else gain**2 * part for part in (self.diagonal, self.variance)
         )
         if self.inner is None or self.basis is not None:
-            basis = None if self.basis is None else self.basis * gain[None, :]
+            basis = None if self.basis is None else self.basis.scaled(gain)
             return FeatureGram(self.inner, basis, diagonal, variance)
         return FeatureGram(gain[:, None] * self.inner * gain[None, :], None, diagonal, variance)
 
@@ -97,16 +113,27 @@ class FeatureGram(NamedTuple):
         """The matrix of which sequences share everything but the basis, which they have in common."""
         parts = (self.inner, self.diagonal, self.variance)
         inner, diagonal, variance = (None if part is None else share(part) for part in parts)
-        return FeatureGram(inner, self.basis, diagonal, variance)
+        basis = self.basis
+        if basis is not None and inner is not None and inner is not self.inner:
+            basis = Basis(basis.rows, inner @ basis.rows)
+        return FeatureGram(inner, basis, diagonal, variance, self.reached)
+
+    def without_noise(self) -> FeatureGram:
+        """The matrix without what is added to its diagonal."""
+        return self._replace(diagonal=None, variance=None)
 
     def times(self, factor: Array) -> FeatureGram:
         """The matrix times a number, ()."""
-        return self.shared(lambda part: factor * part)
+        basis, parts = self.basis, (self.inner, self.diagonal, self.variance)
+        inner, diagonal, variance = (None if part is None else factor * part for part in parts)
+        if basis is not None:
+            basis = basis._replace(pulled=factor * basis.pulled)
+        return FeatureGram(inner, basis, diagonal, variance)
 
     def raised(self, diagonal: Array) -> FeatureGram:
         """The matrix plus a diagonal one, (D,)."""
         total = diagonal if self.diagonal is None else self.diagonal + diagonal
-        return FeatureGram(self.inner, self.basis, total, self.diag() + diagonal)
+        return self._replace(diagonal=total, variance=self.diag() + diagonal)
 
     def plus(self, other: FeatureGram) -> FeatureGram:
         """The sum; formed whole unless one of the two is diagonal."""

@@ -107,10 +107,11 @@ class FeedForwardTangent(NamedTuple):
     hidden_kernel: Array  # (D, F)
     gain: Array  # E[f'] at every hidden unit, (T, F)
     output_kernel: Array  # (F, D)
-    average_kernel: (
-        Array | None
-    )  # hidden kernel times every unit's average gain, (D, F); `Separable`'s
     input_cov: Covariance  # of the layer's input
+    average_jacobian: Array | None = (
+        None  # by gains averaged over the tokens, (D, D); `Separable`'s
+    )
+    pulled: Array | None = None  # the input's feature Gram matrix times `hidden_kernel`, if known
 
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""
@@ -119,11 +120,6 @@ class FeedForwardTangent(NamedTuple):
     def diagonal(self) -> Array:
         """How much of itself each feature gets back: the Jacobian's diagonal, (T, D)."""
         return self.gain @ (self.hidden_kernel.T * self.output_kernel)
-
-    def average_jacobian(self) -> Array:
-        """The Jacobian with every hidden unit's gain averaged over the tokens, (D, D)."""
-        assert self.average_kernel is not None
-        return self.average_kernel @ self.output_kernel
 
     def jacobian(self) -> Array:
         """Every token's Jacobian, input features first, (T, D, D)."""
@@ -164,13 +160,16 @@ def feed_forward_and_tangent(
     hidden, hidden_cov = dense(mean, cov, params.hidden)
     (active, active_cov), gain = _with_gain(hidden, hidden_cov, activation)
     out_mean, out_cov = dense(active, active_cov, params.output)
-    tangent = FeedForwardTangent(
-        params.hidden.kernel.mean,
-        gain,
-        params.output.kernel.mean,
-        average_kernel(params.hidden.kernel.mean, gain, hidden_cov, active_cov),
-        cov,
-    )
+    kernels = params.hidden.kernel.mean, params.output.kernel.mean
+    tangent = FeedForwardTangent(kernels[0], gain, kernels[1], cov)
+    average = average_kernel(kernels[0], gain, hidden_cov, active_cov)
+    if average is not None and isinstance(hidden_cov, Separable) and isinstance(out_cov, Separable):
+        # The products of the two dense layers, and not again.
+        jacobian = out_cov.features().reached
+        jacobian = average @ kernels[1] if jacobian is None else jacobian
+        basis = hidden_cov.features().basis
+        pulled = None if basis is None else basis.pulled
+        tangent = tangent._replace(average_jacobian=jacobian, pulled=pulled)
     return out_mean, out_cov, tangent
 
 
@@ -181,8 +180,8 @@ def average_kernel(
     if not (isinstance(before, Separable) and isinstance(after, Separable)):
         return None
     basis = after.features().basis
-    if basis is not None:  # the same; as the next layer has it, so that they share its products
-        return basis
+    if basis is not None:  # the same
+        return basis.rows
     return kernel * average_gain(before, gain)[None, :]
 
 

@@ -110,7 +110,8 @@ def _normalize(
     d = mean.shape[1]
     centred = centred_rows(mean) if centres else mean
     spread = jnp.sum(centred**2, axis=1, keepdims=True) / d + epsilon
-    blocks = ScaledBlocks.of(cov) if isinstance(cov, Separable) else TokenBlocks(cov)
+    scaled = ScaledBlocks.of(cov) if isinstance(cov, Separable) else None
+    blocks = TokenBlocks(cov) if scaled is None else scaled
     if order == 2:
         along = blocks.row_sums()  # Cov 1, token by token
         along = along if centres else jnp.zeros_like(along)
@@ -119,13 +120,15 @@ def _normalize(
         spread = spread + jnp.maximum(trace, 0) / d
     deviation = jnp.sqrt(spread)
     normal = centred / deviation
-    tangent = NormTangent(1 / deviation, normal, jnp.ones((1, d), mean.dtype), centres)
+    seen = None if scaled is None else (scaled, normal @ scaled.features)
+    unit = jnp.ones((1, d), mean.dtype)
+    tangent = NormTangent(1 / deviation, normal, unit, centres, seen)
     if order == 2:
         # tr((P Cov)^2), token by token
         lost = 2 * jnp.sum(along**2, axis=1, keepdims=True) / d
         squares = blocks.square_trace() - lost + common**2
-        pulled = tangent.centred(blocks.matvec(normal))
-        normal = _corrected(normal, pulled, squares, spread)
+        pulled = cov.token_matvec(normal) if seen is None else seen[0].energy * seen[1]
+        normal = _corrected(normal, tangent.centred(pulled), squares, spread)
     return normal, tangent
 
 

@@ -25,6 +25,8 @@ class NormTangent(NamedTuple):
     normal: Array  # the normalised mean, (T, D), every row of average 0
     scale: Array  # the mean of the random gain that follows, (1, D)
     centres: bool = True
+    seen: tuple[ScaledBlocks, Array] | None = None
+    """The input's blocks and `normal` times their features, (T, D), where it is a `Separable`."""
 
     @property
     def gain(self) -> Array:
@@ -61,9 +63,10 @@ class NormTangent(NamedTuple):
 
     def feature_cross(self, cov: Separable) -> Array:
         """Cov[sum_t x_td, sum_s y_se] of input and output, (D, D), for a scale of rank one."""
-        blocks = ScaledBlocks.of(cov)
+        assert self.seen is not None
+        blocks, pulled = self.seen
         shares = weighted(pooled(cov.token_gram(), cov.pool)[:, None] * self.inverse, cov.pool)
-        lost = (shares * (self.normal @ blocks.features)).T @ self.normal
+        lost = (shares * pulled).T @ self.normal
         kept = jnp.sum(shares) * self.centred(blocks.features)
         return cov.share(kept - lost / self.normal.shape[1]) * self.scale
 
@@ -75,11 +78,7 @@ class TokenBlocks(NamedTuple):
 
     def row_sums(self) -> Array:
         """Cov 1, (T, D)."""
-        return self.matvec(jnp.ones(self.cov.shape, self.cov.dtype))
-
-    def matvec(self, vectors: Array) -> Array:
-        """Cov v, (T, D)."""
-        return self.cov.token_matvec(vectors)
+        return self.cov.token_matvec(jnp.ones(self.cov.shape, self.cov.dtype))
 
     def square_trace(self) -> Array:
         """tr(Cov^2), (T, 1)."""
@@ -107,10 +106,6 @@ class ScaledBlocks(NamedTuple):
     def row_sums(self) -> Array:
         """Cov 1, (T, D)."""
         return self.energy * jnp.sum(self.features, axis=0)[None, :]
-
-    def matvec(self, vectors: Array) -> Array:
-        """Cov v, (T, D)."""
-        return self.energy * (vectors @ self.features)
 
     def square_trace(self) -> Array:
         """tr(Cov^2), (T, 1)."""
@@ -142,10 +137,11 @@ def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> Token
 @carry.register
 def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     """Exact where the scale is of rank one; the token correlation passes as it is."""
-    blocks, normal = ScaledBlocks.of(cov), tangent.normal
+    assert tangent.seen is not None
+    (blocks, pulled), normal = tangent.seen, tangent.normal
     d = normal.shape[1]
     features = tangent.centred(tangent.centred(blocks.features).T)
-    pulled = tangent.centred(normal @ blocks.features) / d
+    pulled = tangent.centred(pulled) / d
     along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
     # The features' variances over their energy, before and after the direction `normal` is lost.
     before = diagonal_of(blocks.features)[None, :]
@@ -154,14 +150,14 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
     variance = tangent.inverse**2 * (kept + blocks.energy * jnp.maximum(after - before, 0))
     # Pairs of tokens in the sum over them, and what is left of their covariance.
-    inverse = weighted(tangent.inverse, cov.pool)
-    pairs = inverse * cov.token_gram() * inverse.T
+    inverse, token_gram = weighted(tangent.inverse, cov.pool), cov.token_gram()
+    pairs = inverse * token_gram * inverse.T
     twice = (pairs * product_with_transposed(normal / d, pulled)) @ normal
     bent = normal.T @ (0.5 * twice - jnp.sum(pairs, axis=1, keepdims=True) * pulled)
     root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1, keepdims=True), blocks.energy))
     return cov.from_moments(
         variance,
-        root * cov.token_gram() * root.T,
+        root * token_gram * root.T,
         jnp.sum(pairs) * features + bent + bent.T,
         cov.pool,
     )

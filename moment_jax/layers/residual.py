@@ -23,7 +23,7 @@ from moment_jax.covariance import (
     TokenBlock,
     TokenCorrelated,
 )
-from moment_jax.covariance.numerics import paired, pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.layers.attention.inputs import merge_heads, split_heads
 from moment_jax.layers.attention.landmarks import mixed_by_landmarks
 from moment_jax.layers.attention.tangent import AttentionTangent
@@ -176,28 +176,33 @@ def _through_feed_forward(
     cov: Separable, entering: Array, features: Array, tangent: FeedForwardTangent
 ) -> Cross:
     assert isinstance(tangent.input_cov, Separable)
-    feature_gram = features @ tangent.average_jacobian()
+    assert tangent.average_jacobian is not None
+    feature_gram = features @ tangent.average_jacobian
     # What a feature gets of itself: token by token with the features of the branch's input, which
     # are nearly those of x, and then moved to the right sum over the tokens.
     inner = tangent.input_cov.feature_gram()
-    paths = (inner @ tangent.hidden_kernel) * tangent.output_kernel.T
+    pulled = inner @ tangent.hidden_kernel if tangent.pulled is None else tangent.pulled
+    paths = pulled * tangent.output_kernel.T
     own = safe_divide(tangent.gain @ paths.T, diagonal_of(inner)[None, :] + 0 * entering)
-    missing = diagonal_of(feature_gram) - _sums(cov, entering * own)
-    returned = entering * (own + _per_feature(missing, cov, entering)[None])
+    with_sum = entering * _with_sum(cov)
+    missing = diagonal_of(feature_gram) - jnp.sum(with_sum * own, axis=0)
+    missing = _over(cov.share(missing), cov.share(jnp.sum(with_sum, axis=0)))
+    returned = entering * (own + missing[None])
     token_gram = cov.token_correlation * (cov.scale @ returned.T)
     return cov.scale * returned, token_gram, feature_gram
 
 
-def _per_feature(total: Array, cov: Separable, entering: Array) -> Array:
-    """Covariances of sums over the tokens, (..., D), over that of x with what enters the branch."""
-    sums = cov.share(_sums(cov, entering))
-    return safe_divide(cov.share(total), jnp.broadcast_to(sums, total.shape))
+def _over(total: Array, sums: Array) -> Array:
+    """Covariances of sums over the tokens, (..., D), over those of x with what enters the branch."""
+    return safe_divide(total, jnp.broadcast_to(sums, total.shape))
 
 
-def _sums(cov: Separable, entering: Array) -> Array:
-    """Cov[sum_t x_td, sum_s x'_sd], where x' has the scale `entering`, (D,)."""
-    rows = weighted(cov.scale, cov.pool)
-    return paired(weighted(entering, cov.pool), rows, cov.token_correlation)
+def _with_sum(cov: Separable) -> Array:
+    """Cov[p_t x_td, sum_s p_s x_sd] over the scale of x_td, (T, D): with the weights p of the pool.
+
+    Times the scale of x', and summed over t, it is the covariance of the sums of x' and of x.
+    """
+    return weighted(cov.token_correlation @ weighted(cov.scale, cov.pool), cov.pool)
 
 
 def _through_queries(
@@ -210,9 +215,10 @@ def _through_queries(
     own = weighted(own, cov.pool)
     own = safe_divide(own, jnp.broadcast_to(jnp.sum(own), own.shape))
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
-    jacobian = cov.share(_query_jacobian(tangent, own, v))
+    jacobian = cov.share(tangent.query_jacobian(own, v, tangent.mixing.weights @ v))
     bent = split_heads(features @ tangent.query_kernel, h) @ jacobian
-    by_scores = entering * _per_feature(jnp.einsum("hdk,hkd->d", bent, output), cov, entering)[None]
+    sums = cov.share(jnp.sum(entering * _with_sum(cov), axis=0))
+    by_scores = entering * _over(cov.share(jnp.einsum("hdk,hkd->d", bent, output)), sums)[None]
     token_gram = cov.token_correlation * (cov.scale @ by_scores.T)
     return cov.scale * by_scores, token_gram, jnp.einsum("hik,hko->io", bent, output)
 
@@ -235,22 +241,25 @@ def _through_mixing(
     v = split_heads(tangent.value, h)
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     linked = tangent.mixing.weights * normal[None]  # (H, T, S)
-    by_query = cov.share(_query_jacobian(tangent, rows_diagonal(normal), v))
+    mean = tangent.mixing.weights @ v
+    by_query = cov.share(tangent.query_jacobian(rows_diagonal(normal), v, mean))
     by_query = split_heads(tangent.query_kernel, h) @ by_query
-    by_key = split_heads(key_kernel, h) @ cov.share(_key_jacobian(tangent, linked, v))
+    by_key = split_heads(key_kernel, h) @ cov.share(tangent.key_jacobian(linked, v, mean))
     by_value = split_heads(features @ value_kernel, h)
     bent = split_heads(features @ merge_heads(by_query + by_key), h)  # (H, D, K)
     straight = by_value * cov.share(jnp.sum(linked, axis=(1, 2)))[:, None, None]
     feature_gram = jnp.einsum("hik,hko->io", straight + bent, output)
 
     # What a feature gets of itself: through the values of every head, and through all scores.
-    paths = _per_feature(jnp.einsum("hdk,hkd->hd", by_value, output), cov, entering)
-    by_scores = entering * _per_feature(jnp.einsum("hdk,hkd->d", bent, output), cov, entering)[None]
+    sums = jnp.sum(entering * _with_sum(cov), axis=0)
+    typical = cov.share(sums)
+    paths = _over(cov.share(jnp.einsum("hdk,hkd->hd", by_value, output)), typical)
+    by_scores = entering * _over(cov.share(jnp.einsum("hdk,hkd->d", bent, output)), typical)[None]
     size = safe_sqrt(jnp.sum(entering**2, axis=1))
     carried = (tangent.mixing.weights * cov.token_correlation[None]) @ size
     carried = safe_divide(carried, jnp.broadcast_to(size, carried.shape))
     variance = scale * (entering * (carried.T @ paths) + by_scores)
-    shares = paths @ _sums(cov, entering)
+    shares = paths @ sums
     shares = safe_divide(shares, jnp.broadcast_to(energy, shares.shape))
     mixed = jnp.einsum("h,htc->tc", shares, tangent.mixing.weights)
     if tangent.mixing.landmarks is None:
@@ -260,40 +269,3 @@ def _through_mixing(
         gram = mixed_by_landmarks(tokens, entered, mixed, tangent.mixing.landmarks)
     gram = gram + cov.token_correlation * (scale @ by_scores.T)
     return variance, gram, feature_gram
-
-
-def _query_jacobian(tangent: AttentionTangent, own: Array, v: Array) -> Array:
-    """The average Jacobian of a head's output with respect to its queries, (H, K, K).
-
-    d A_a / d q_a = sum_c W_ac k_c (v_c - A_a)^T / sqrt(K), averaged with the variance of the tokens.
-
-    Args:
-      tangent: of the attention.
-      own: shares of the tokens, (T,).
-      v: mean values, (H, S, K).
-    """
-    weights = tangent.mixing.weights
-    h, _, width = v.shape
-    k, mean, shares = split_heads(tangent.key, h), weights @ v, own[None]
-    if tangent.mixing.gain is not None:
-        shares = shares * tangent.mixing.gain
-    else:
-        shares = jnp.broadcast_to(shares, weights.shape[:2])
-    seen = jnp.einsum("ht,htc->hc", shares, weights)
-    result = jnp.einsum("hcd,hc,hce->hde", k, seen, v)
-    result = result - jnp.einsum("htd,ht,hte->hde", weights @ k, shares, mean)
-    return result / jnp.sqrt(jnp.asarray(width, v.dtype))
-
-
-def _key_jacobian(tangent: AttentionTangent, linked: Array, v: Array) -> Array:
-    """The same with respect to its keys, averaged with the tokens' covariance times W, (H, T, S).
-
-    d A_a / d k_c = W_ac q_a (v_c - A_a)^T / sqrt(K).
-    """
-    h, _, width = v.shape
-    if tangent.mixing.gain is not None:
-        linked = linked * tangent.mixing.gain[:, :, None]
-    mean = tangent.mixing.weights @ v
-    left = linked @ v - jnp.sum(linked, axis=2)[..., None] * mean
-    result = jnp.einsum("htd,hte->hde", split_heads(tangent.query, h), left)
-    return result / jnp.sqrt(jnp.asarray(width, v.dtype))

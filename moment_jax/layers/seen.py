@@ -12,6 +12,7 @@ from moment_jax.covariance import Covariance, Separable
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
+P = TypeVar("P", bound=Separable)
 
 
 def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:
@@ -21,12 +22,20 @@ def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:
     has a part in what is kept of an earlier one. Where the first token is certain and others are not,
     its covariance says nothing about theirs, and all that any query looks at are pooled.
 
+    A `Separable` has its Gram matrices then, formed once for all that reads them.
+
     Args:
       cov: covariance of the keys' tokens, (S, D). A `pool` of its own stays.
       mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None for everywhere.
       memory: whether the keys are not the queries' own sequence. Then any query's tokens are pooled.
     """
-    if not isinstance(cov, Separable) or mask is None or cov.pool is not None:
+    if not isinstance(cov, Separable):
+        return cov
+    return _pooled(cov, mask, memory).with_own_grams()
+
+
+def _pooled(cov: P, mask: Array | None, memory: bool) -> P:
+    if mask is None or cov.pool is not None:
         return cov
     if not hasattr(mask, "shape") or mask.shape[-1] != cov.shape[0]:
         return cov  # an error that the layer explains

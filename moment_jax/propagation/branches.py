@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -99,12 +101,15 @@ class Branch:
         def gain(path: Path) -> Array:
             return jnp.broadcast_to(path.gain, (num_tokens, path.hidden.shape[1]))
 
+        collapsed = None
+        if isinstance(self.entered, Separable):
+            collapsed = functools.reduce(operator.add, (path.collapsed() for path in self.paths))
         return FeedForwardTangent(
             _joined([path.hidden for path in self.paths], 1),
             _joined([gain(path) for path in self.paths], 1),
             _joined([output(path) for path in self.paths], 0),
-            _joined([path.average for path in self.paths], 1),
             self.entered,
+            collapsed,
         )
 
 

@@ -15,8 +15,8 @@ DIAGONAL = jax.random.uniform(KEYS[2], (WIDE,))
 FORMS = {
     "whole": FeatureGram(random_psd(KEYS[3], WIDE)),
     "whole and diagonal": FeatureGram(random_psd(KEYS[3], WIDE), None, DIAGONAL),
-    "basis": FeatureGram(INNER, BASIS),
-    "basis and diagonal": FeatureGram(INNER, BASIS, DIAGONAL),
+    "basis": FeatureGram.through(INNER, BASIS),
+    "basis and diagonal": FeatureGram.through(INNER, BASIS)._replace(diagonal=DIAGONAL),
     "diagonal": FeatureGram(diagonal=DIAGONAL),
 }
 

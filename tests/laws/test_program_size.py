@@ -21,8 +21,8 @@ BUDGET = {
     (mj.Diagonal, 16): (Size(1490, 44, 13), Size(3830, 121, 32)),
     (mj.TokenBlock, 16): (Size(1750, 78, 35), Size(4380, 218, 79)),
     (mj.TokenCorrelated, 16): (Size(2360, 73, 10), Size(6500, 195, 21)),
-    (mj.Separable, 16): (Size(4060, 201, 49), Size(10720, 543, 113)),
-    (mj.Separable, 512): (Size(7190, 255, 73), Size(16480, 714, 180)),
+    (mj.Separable, 16): (Size(3920, 168, 47), Size(10560, 467, 107)),
+    (mj.Separable, 512): (Size(7120, 226, 71), Size(16370, 650, 174)),
     (mj.Full, 16): (Size(1970, 80, 31), Size(4720, 221, 80)),
 }
 """What was measured; of operations a fiftieth more, since versions of jax count them otherwise."""

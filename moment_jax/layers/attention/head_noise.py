@@ -21,7 +21,7 @@ from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov, weig
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.layers.attention.inputs import DenseInput
 from moment_jax.posterior import Point
-from moment_jax.xla import diagonal_of, rows_diagonal
+from moment_jax.xla import diagonal_of, materialized, rows_diagonal
 
 Array = jax.Array
 
@@ -37,7 +37,9 @@ class TokenGram(NamedTuple):
 
     def dense(self) -> Array:
         """All of it, (S, S)."""
-        left = None if self.left is None or self.right is None else self.left @ self.right.T
+        left = None
+        if self.left is not None and self.right is not None:
+            left = materialized(self.left @ self.right.T)
         return self._sum(left, self.pattern)
 
     def diagonal(self) -> Array:
@@ -102,6 +104,7 @@ class Projected(NamedTuple):
 
     source: DenseInput[Separable]
     whole: Array  # features of what heads have in common, (H K, H K)
+    pulled: Array  # Cov[sum_t x_t] times the kernel, (D, H K)
     pattern: Array  # P, (T, T)
     heads: HeadNoise  # leading axis H
 
@@ -113,15 +116,16 @@ class Projected(NamedTuple):
 
         Args:
           source: x and the dense layer.
-          cov: covariance of y, of shape (T, H K), for kernels with correlated entries.
-          pattern: of x, see `over_sum`, for the others.
+          cov: covariance of y, of shape (T, H K).
+          pattern: of x, see `over_sum`, for kernels with uncorrelated entries.
           num_heads: H.
         """
-        if not source.params.kernel.uncorrelated:
+        _, x, params = source
+        if not params.kernel.uncorrelated:
             whole = cov.features()
             heads = HeadNoise(whole.blocks(num_heads), None)
-            return cls(source, whole.dense(), over_sum(cov), heads)
-        _, x, params = source
+            pulled = x.feature_gram() @ params.kernel.mean
+            return cls(source, whole.dense(), pulled, over_sum(cov), heads)
         variance = params.kernel.marginal_variance()
         width = variance.shape[1] // num_heads
         bias = jnp.zeros_like(variance[0])
@@ -133,9 +137,12 @@ class Projected(NamedTuple):
             (features.diag() @ variance).reshape(num_heads, width),
             bias.reshape(num_heads, width),
         )
-        mapped = features.map(params.kernel.mean)
+        mapped = cov.features().without_noise()  # by the kernel, as the dense layer left it
+        if mapped.basis is None:  # what was stored holds the sum alone
+            mapped = FeatureGram.through(features.dense(), params.kernel.mean)
+        assert mapped.basis is not None
         heads = HeadNoise(mapped.blocks(num_heads), own)
-        return cls(source, mapped.dense(), pattern, heads)
+        return cls(source, mapped.dense(), mapped.basis.pulled, pattern, heads)
 
     def contrasts(self, pool: Array | None) -> Array:
         """Feature Gram matrices of y less its average over the tokens, (H, K, K).

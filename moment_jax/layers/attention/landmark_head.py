@@ -84,14 +84,15 @@ class LandmarkHead(SeparableHead):
         terms = tuple(
             LandmarkTerm.of(term, weights, by_keys.array, products) for term in rows.terms
         )
-        return Seen(terms, products, noise, own_value, common, linked)
+        under = under_value, under_average
+        return Seen(terms, products, under, noise, own_value, common, linked)
 
     def sum_noise(self, seen: Seen, weights: Array, mean: Array, gain: Array) -> SumNoise:
         """What the scores' noise gives the sum over the tokens, as sums over the landmarks."""
         head, pool = self.moments, self.tokens.pool
         values, size, at = self.centres.value, weighted(gain[:, None], pool), seen.products.at
         noise = seen.noise.over(head.value_size())
-        terms = (term.summed(size, at) for term in seen.terms)
+        terms = (term.summed(size, weights, at) for term in seen.terms)
         few = Products(noise.values, noise.crossed[at], noise.meeting[at])
         summed = sum_noise(terms, weights[at], values, mean[at], few)
         return bounded_sum(summed, weights, values, mean, noise.sizes(), pool)
@@ -229,7 +230,8 @@ class LandmarkTerm(NamedTuple):
         """The same with all queries, (T, T)."""
         return self.regression.between(self.meeting, self.meeting)
 
-    def summed(self, size: Array, at: Array) -> Summed:
+    def summed(self, size: Array, weights: Array, at: Array) -> Summed:
         """In a sum over the rows with weights `size` (T, 1), as one over the landmarks."""
         shares = size * self.regression.weights(self.meeting, jnp.ones_like(size[:, 0]))
-        return Summed(shares.T @ (self.queries @ shares), self.contrasts, self.pulled[at])
+        few = self.pulled[at]
+        return Summed(shares.T @ (self.queries @ shares), self.contrasts, few, few @ weights[at].T)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations import expected_softmax
 from moment_jax.layers.attention.score_noise import Products, total_of
-from moment_jax.xla import product_with_transposed, rows_diagonal, rows_product
+from moment_jax.xla import materialized, product_with_transposed, rows_diagonal, rows_product
 
 Array = jax.Array
 
@@ -35,13 +35,27 @@ class Term(NamedTuple):
         """The queries' side of the covariance of a row with itself, (T, 1)."""
         return rows_diagonal(self.queries)[:, None]
 
+    def seen(self, weights: Array) -> SeenTerm:
+        """With what weights W (T, S) make of the contrasts."""
+        pulled = materialized(rows_product(weights, self.contrasts))
+        met = materialized(product_with_transposed(pulled, weights))
+        return SeenTerm(self.queries, self.contrasts, pulled, met)
+
+
+class SeenTerm(NamedTuple):
+    """A `Term`, and what the weights W make of it: a `ScoreTerm`."""
+
+    queries: Array  # (T, T)
+    contrasts: Array  # (S, S)
+    pulled: Array  # W times the contrasts, (T, S)
+    met: Array  # and that times W^T, (T, T)
+
     def quadratic(self, weights: Array, products: Products) -> Array:
         """sum_cf contrasts_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), multiplied out, (T, T)."""
-        pulled = rows_product(weights, self.contrasts)
-        half = rows_product(weights, self.contrasts * products.values)
-        half = product_with_transposed(half - 2 * products.crossed * pulled, weights)
-        far = products.averages * product_with_transposed(pulled, weights)
-        return 0.5 * (half + half.T) + far
+        half = rows_product(weights, materialized(self.contrasts * products.values))
+        half = materialized(half - 2 * products.crossed * self.pulled)
+        half = product_with_transposed(half, weights)
+        return 0.5 * (half + half.T) + products.averages * self.met
 
 
 class RowCovariance(NamedTuple):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt
 from moment_jax.xla import (
+    materialized,
     product_of_transposed,
-    product_with_transposed,
     rows_diagonal,
     rows_product,
 )
@@ -138,10 +138,10 @@ def sum_noise(
     values, mean = values - centre, mean - centre
 
     def parts(term: Summed) -> tuple[Array, Array, Array]:
-        pairs, contrasts, pulled = term
-        paired = rows_product(pairs, weights)
+        pairs, contrasts, pulled, met = term
+        paired = materialized(rows_product(materialized(pairs), weights))
         outer = contrasts * product_of_transposed(weights, paired)
-        return outer, paired * pulled, pairs * product_with_transposed(pulled, weights)
+        return outer, paired * pulled, pairs * met
 
     outer, near, far = (total_of(same) for same in zip(*map(parts, terms), strict=True))
     bent = values.T @ (0.5 * (outer @ values) - near.T @ mean)
@@ -156,6 +156,7 @@ class Summed(NamedTuple):
     pairs: Array  # p_a p_b times the gains of the softmax and the queries' side, (T, T)
     contrasts: Array  # see `Term`, (S, S)
     pulled: Array  # W times them, (T, S)
+    met: Array  # and that times W^T, (T, T)
 
 
 def bounded_sum(

@@ -52,7 +52,7 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     heads, tokens = _heads(inputs, query, key, value, metric)
     few, count = by_landmarks(inputs), inputs.shared.cov.landmarks
     kind = LandmarkHead if few else SeparableHead
-    links = make_links(inputs.shared, pattern, h)
+    links = make_links(inputs.shared, pattern, key.pulled, value.pulled, h)
 
     def mix_one(
         one: tuple[Head, tuple[Array | None, ...], Array | None],
@@ -80,7 +80,7 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
         mixing = mixing._replace(landmarks=choose_landmarks(every, count, tokens.exists))
     own = value.of_sums(mixing.weights, pool)
     mean = merge_heads(means)
-    cov = _output_cov(output, values, own, mixed, mean, noise_metric, like)
+    cov = _output_cov(output, values, own, mixed, mean, (metric, noise_metric), like)
     return output.mean_output(mean), cov, mixing
 
 
@@ -90,39 +90,38 @@ def _output_cov(
     own: Array | None,
     mixed: HeadOutput,
     mean: Array,
-    noise_metric: Array,
+    metrics: tuple[Array, Array],
     like: Separable,
 ) -> Separable:
-    """Covariance of the projected output, its random kernel and bias included."""
+    """Covariance of the projected output, its random kernel and bias included.
+
+    `metrics` are that of the random kernel, its mean included, and that of its noise alone.
+    """
     kernel, pool = output.kernel.mean, like.pool
-    metric = kernel @ kernel.T + noise_metric
-    split = kernel.reshape(*mixed.feature_gram.shape[:2], -1)
-    variance, feature_gram = values.map_features(kernel)
-    variance = variance + jnp.sum(mixed.variance, axis=0)
+    metric, noise_metric = metrics
+    variance = values.mapped_variance(kernel) + jnp.sum(mixed.variance, axis=0)
     by_head = jax.vmap(_outer)(mixed.energy, diagonal_of(mixed.feature_gram))
     if own is not None and mixed.own_value is not None:
         size = jnp.sum(diagonal_of(metric).reshape(own.shape) * own, axis=1, keepdims=True)
         energy = safe_divide(mixed.own_value, jnp.broadcast_to(size, mixed.own_value.shape))
+        split = kernel.reshape(*own.shape, -1)
         variance = variance + energy.T @ jnp.einsum("hko,hk->ho", split**2, own)
         by_head = by_head + energy[:, :, None] * own[:, None, :]
         mixed = mixed._replace(feature_gram=mixed.feature_gram + diagonal_matrix(own))
-    mixed = mixed._replace(feature_gram=like.share(mixed.feature_gram))
-    feature_gram = feature_gram + jnp.einsum("hko,hkp->op", split, mixed.feature_gram @ split)
+    averages = values.feature_gram() + _block_diagonal(like.share(mixed.feature_gram))
+    features = FeatureGram(kernel.T @ (averages @ kernel))
     token_gram = values.token_gram(metric) + jnp.sum(mixed.token_gram, axis=0)
-    features = FeatureGram(feature_gram)
     if not isinstance(output.kernel, Point):
         mixed_variance = values.variance() + merge_heads(by_head)
         variance = variance + output.kernel.noise_variance(mean, mixed_variance)
         token_gram = token_gram + (mean @ noise_metric) @ mean.T
         if output.kernel.uncorrelated:
-            by_score = diagonal_of(mixed.feature_gram).ravel()
-            moment = values.sum_variance() + by_score + pooled(mean, pool) ** 2
+            moment = diagonal_of(averages) + pooled(mean, pool) ** 2
             features = features.plus(column_noise(output.kernel, moment))
         else:
-            moment = values.feature_gram() + _block_diagonal(mixed.feature_gram)
             total = pooled(mean, pool)
-            moment = moment + like.share(total[:, None] * total[None, :])
-            features = FeatureGram(feature_gram + output.kernel.noise_block(moment))
+            moment = averages + like.share(total[:, None] * total[None, :])
+            features = features.plus(FeatureGram(output.kernel.noise_block(moment)))
     variance = fit_rows(variance, rows_diagonal(token_gram))
     cov = like.from_crossed(variance, token_gram, features, pool)
     if output.bias is None or isinstance(output.bias, Point):

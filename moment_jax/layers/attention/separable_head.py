@@ -31,9 +31,16 @@ from moment_jax.layers.attention.score_noise import (
     score_noise,
     sum_noise,
 )
-from moment_jax.layers.attention.shared_input import Links, Reach, score_value, shared_mean
+from moment_jax.layers.attention.shared_input import (
+    Linked,
+    Links,
+    Reach,
+    score_value,
+    shared_mean,
+)
 from moment_jax.xla import (
     diagonal_of,
+    materialized,
     product_with_transposed,
     rows_diagonal,
     rows_product,
@@ -108,6 +115,7 @@ class Seen(NamedTuple):
 
     terms: tuple[Any, ...]  # of the scores' covariance, each a `ScoreTerm`
     products: Any  # of the values, as the terms take them
+    under: tuple[Array, Array]  # mean values and averages times the metric, (S, K) and (T, K)
     noise: Any  # of the values' noise alone: its `sizes()` and `averages`
     own_value: Array | None  # variance by this head's own values, under the metric, (T,)
     reach: Reach  # by the values' common token pattern
@@ -181,8 +189,9 @@ class SeparableHead(NamedTuple):
         spread = safe_divide(seen.noise.sizes().spread(), head.value_size())
         energy, variance = _by_independent_keys(head, spread, noisy, mean)
         gain = noise.gain / root_width(mean)
+        linked = Linked.of(self.centres, links, weights)
         crossed_tokens, crossed_features = score_value(
-            self.centres, links, weights, mean, gain, seen.linked, head.metric, tokens.pool
+            linked, weights, head.centres.value, mean, gain, seen.linked, seen.under, tokens.pool
         )
         feature_gram = summed.features + summed.pattern * head.value_features
         result = HeadOutput(
@@ -193,14 +202,14 @@ class SeparableHead(NamedTuple):
             size * energy,
             size[:, None] * variance,
         )
-        shared = shared_mean(self.centres, links, weights, gain, seen.linked.array)
+        shared = shared_mean(linked, weights, gain, seen.linked.array)
         return Output(result, noise.gain, shared)
 
     def seen(self, rows: Any, weights: Array, mean: Array) -> Seen:
         """What the weights make of keys and values."""
         head, tokens, links = self
         value, average = self.centres.value @ head.metric, mean @ head.metric
-        reach = linked = rows_product(weights, tokens.value)
+        reach = linked = materialized(rows_product(weights, tokens.value))
         if links.tokens is not tokens.value:
             linked = rows_product(weights, links.tokens)
         noise, own_value = self._noise_products(weights, reach)
@@ -209,14 +218,9 @@ class SeparableHead(NamedTuple):
             mean @ value.T + noise.crossed,
             mean @ average.T + noise.averages,
         )
-        return Seen(
-            rows.terms,
-            products,
-            noise,
-            own_value,
-            ExactReach(reach),
-            ExactReach(linked),
-        )
+        terms = tuple(term.seen(weights) for term in rows.terms)
+        under = value, average
+        return Seen(terms, products, under, noise, own_value, ExactReach(reach), ExactReach(linked))
 
     def sum_noise(self, seen: Seen, weights: Array, mean: Array, gain: Array) -> SumNoise:
         """What the scores' noise gives the sum over the tokens."""
@@ -224,9 +228,7 @@ class SeparableHead(NamedTuple):
         values, size = self.centres.value, weighted(gain[:, None], pool)
         noise = Products(*(safe_divide(part, head.value_size()) for part in seen.noise))
         terms = (
-            Summed(
-                size * term.queries * size.T, term.contrasts, rows_product(weights, term.contrasts)
-            )
+            Summed(size * term.queries * size.T, term.contrasts, term.pulled, term.met)
             for term in seen.terms
         )
         summed = sum_noise(terms, weights, values, mean, noise, pool)
@@ -239,7 +241,7 @@ class SeparableHead(NamedTuple):
         noise, crossed, own_value = shared * tokens.value, shared * reach, None
         if head.value_noise.own is not None:
             own = head.value_noise.own_gram(head.metric, tokens.source, tokens.value).dense()
-            own_reach = rows_product(weights, own)
+            own_reach = materialized(rows_product(weights, own))
             noise, crossed = noise + own, crossed + own_reach
             own_value = jnp.sum(own_reach * weights, axis=1)
         return Products(noise, crossed, product_with_transposed(crossed, weights)), own_value

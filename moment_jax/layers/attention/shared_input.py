@@ -42,54 +42,78 @@ class Links(NamedTuple):
     query_value: Array | None  # (K, K)
 
 
-def make_links(shared: SharedInput[Separable], pattern: Array, num_heads: int) -> Links:
-    """The links of every head, leading axis H but for `tokens`, which is the `pattern`."""
-    feature_gram = shared.cov.feature_gram()
-
-    def pair(left: Array, right: Array) -> Array:
-        left, right = split_heads(left, num_heads), split_heads(feature_gram @ right, num_heads)
-        return jnp.swapaxes(left, 1, 2) @ right
-
-    query, key, value = shared.query_kernel, shared.key_kernel, shared.value_kernel
-    key_value = pair(key, value)
-    if query is None:
-        return Links(pattern, key_value, None, None)
-    return Links(pattern, key_value, pair(query, key), pair(query, value))
-
-
-def shared_mean(centres: Centres, links: Links, weights: Array, gain: Array, reach: Array) -> Array:
-    """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
-
-    By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with
-    Cov[S_af, v_cd] = (P_fc (q_a Ckv)_d + P_ac (k_f Cqv)_d) / sqrt(K).
+def make_links(
+    shared: SharedInput[Separable], pattern: Array, key: Array, value: Array, num_heads: int
+) -> Links:
+    """The links of every head, leading axis H but for `tokens`, which is the `pattern`.
 
     Args:
-      centres: means of queries, keys and values.
-      links: what they share.
+      shared: the input and the kernels.
+      pattern: of the input's tokens, (S, S).
+      key: the kernel of the keys, which the input's covariance F multiplies, (D, H K).
+      value: that of the values.
+      num_heads: H.
+    """
+    key, value = split_heads(key, num_heads), split_heads(value, num_heads)
+
+    def pair(left: Array, right: Array) -> Array:
+        return jnp.swapaxes(split_heads(left, num_heads), 1, 2) @ right
+
+    key_value = pair(shared.key_kernel, value)
+    if shared.query_kernel is None:
+        return Links(pattern, key_value, None, None)
+    return Links(
+        pattern, key_value, pair(shared.query_kernel, key), pair(shared.query_kernel, value)
+    )
+
+
+class Linked(NamedTuple):
+    """Cov[S_af, v_cd] = (P_fc by_key_ad + P_ac by_query_fd) / sqrt(K), of scores and values."""
+
+    tokens: Array  # P, (S, S)
+    by_key: Array  # q Ckv, (T, K)
+    by_query: Array | None  # k Cqv, (S, K); None where queries are made of another sequence
+    seen: Array | None  # W times that, (T, K)
+
+    @classmethod
+    def of(cls, centres: Centres, links: Links, weights: Array) -> Linked:
+        """By what means, mean weights W (T, S) and links make of it."""
+        by_key = centres.query @ links.key_value
+        if links.query_value is None:
+            return cls(links.tokens, by_key, None, None)
+        by_query = centres.key @ links.query_value
+        return cls(links.tokens, by_key, by_query, weights @ by_query)
+
+
+def shared_mean(linked: Linked, weights: Array, gain: Array, reach: Array) -> Array:
+    """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
+
+    By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd].
+
+    Args:
+      linked: covariance of scores and values.
       weights: mean attention weights W, (T, S).
       gain: saturation of the softmax over sqrt(K), (T,).
       reach: W P, (T, S).
     """
-    tokens = links.tokens
+    tokens, by_key, by_query, seen = linked
     spread = weights @ rows_diagonal(tokens) - jnp.sum(weights * reach, axis=1)
-    by_key = spread[:, None] * (centres.query @ links.key_value)
-    if links.query_value is None:
+    by_key = spread[:, None] * by_key
+    if by_query is None or seen is None:
         return gain[:, None] * by_key
-    linked = weights * tokens
-    by_query = linked @ centres.key - jnp.sum(linked, axis=1, keepdims=True) * (
-        weights @ centres.key
-    )
-    return gain[:, None] * (by_key + by_query @ links.query_value)
+    own = weights * tokens
+    by_query = own @ by_query - jnp.sum(own, axis=1, keepdims=True) * seen
+    return gain[:, None] * (by_key + by_query)
 
 
 def score_value(
-    centres: Centres,
-    links: Links,
+    linked: Linked,
     weights: Array,
+    value: Array,
     mean: Array,
     gain: Array,
     reach: Reach,
-    metric: Array,
+    under: tuple[Array, Array],
     pool: Array | None = None,
 ) -> tuple[Array, Array]:
     """Covariance of the scores' part of the output with the values' part: Gram matrices (T, T), (K, K).
@@ -97,23 +121,22 @@ def score_value(
     The first is sum_de Cov[sum_f u_af^d S_af, sum_c W_bc v_ce] metric_de, with the scores' part of the
     weights, u_af^d = gain_a W_af (v_fd - A_ad); the second, without a metric, is that of both sums over
     the tokens, with weights `pool` (T,) where there are some. The arguments are those of `shared_mean`,
-    the mean A = W v, (T, K), and the metric, (K, K).
+    the mean values v (S, K) and averages A = W v (T, K), and both under the metric, less the same for
+    all of them or not.
     """
-    valued, averaged = centres.value @ metric, mean @ metric
-    by_key = centres.query @ links.key_value  # (T, K)
+    (valued, averaged), by_key = under, linked.by_key
     lean = by_key @ valued.T - jnp.sum(by_key * averaged, axis=1, keepdims=True)
     token_gram = reach.met(weights * lean)
     total = pooled(reach.array, pool)
     near = weighted(gain, pool)[:, None] * weights * total[None, :]
-    centred = near @ centres.value - jnp.sum(near, axis=1, keepdims=True) * mean
+    centred = near @ value - jnp.sum(near, axis=1, keepdims=True) * mean
     feature_gram = centred.T @ by_key
-    if links.query_value is None:
+    if linked.by_query is None or linked.seen is None:
         return gain[:, None] * token_gram, feature_gram
-    by_query = centres.key @ links.query_value  # (S, K)
-    turn = weights @ jnp.sum(valued * by_query, axis=1)
-    turn = turn - jnp.sum(averaged * (weights @ by_query), axis=1)
+    turn = weights @ jnp.sum(valued * linked.by_query, axis=1)
+    turn = turn - jnp.sum(averaged * linked.seen, axis=1)
     token_gram = token_gram + turn[:, None] * reach.array.T
     own = weighted(gain, pool) * total
-    far = (centres.value.T * (own @ weights)[None, :]) @ by_query
-    far = far - (own[:, None] * mean).T @ (weights @ by_query)
+    far = (value.T * (own @ weights)[None, :]) @ linked.by_query
+    far = far - (own[:, None] * mean).T @ linked.seen
     return gain[:, None] * token_gram, feature_gram + far

@@ -7,7 +7,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.layers.attention.inputs import Mixing, Turns, merge_heads, split_heads, turned
+from moment_jax.layers.attention.inputs import (
+    Mixing,
+    Turns,
+    merge_heads,
+    root_width,
+    split_heads,
+    turned,
+)
 from moment_jax.layers.attention.places import own_entries
 
 Array = jax.Array
@@ -49,6 +56,38 @@ class AttentionTangent(NamedTuple):
         if self.mixing.gain is not None:
             by_scores = self.mixing.gain[:, :, None] * by_scores
         return merge_heads(straight + by_scores) @ self.output_kernel
+
+    def query_jacobian(self, own: Array, v: Array, mean: Array) -> Array:
+        """The average Jacobian of a head's output with respect to its queries, (H, K, K).
+
+        d A_a / d q_a = sum_c W_ac k_c (v_c - A_a)^T / sqrt(K), averaged with the variance of the tokens.
+
+        Args:
+          own: shares of the tokens, (T,).
+          v: mean values, (H, S, K).
+          mean: A = W v, (H, T, K).
+        """
+        weights = self.mixing.weights
+        k, shares = split_heads(self.key, v.shape[0]), own[None]
+        if self.mixing.gain is not None:
+            shares = shares * self.mixing.gain
+        else:
+            shares = jnp.broadcast_to(shares, weights.shape[:2])
+        seen = jnp.einsum("ht,htc->hc", shares, weights)
+        result = jnp.einsum("hcd,hc,hce->hde", k, seen, v)
+        result = result - jnp.einsum("htd,ht,hte->hde", weights @ k, shares, mean)
+        return result / root_width(v)
+
+    def key_jacobian(self, linked: Array, v: Array, mean: Array) -> Array:
+        """The same with respect to its keys, averaged with the tokens' covariance times W, (H, T, S).
+
+        d A_a / d k_c = W_ac q_a (v_c - A_a)^T / sqrt(K).
+        """
+        if self.mixing.gain is not None:
+            linked = linked * self.mixing.gain[:, :, None]
+        left = linked @ v - jnp.sum(linked, axis=2)[..., None] * mean
+        result = jnp.einsum("htd,hte->hde", split_heads(self.query, v.shape[0]), left)
+        return result / root_width(v)
 
     def value_paths(self) -> Array | None:
         """For each head the diagonal of value_kernel @ output_kernel, (H, D); None with a memory."""

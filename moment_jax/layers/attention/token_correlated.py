@@ -121,7 +121,8 @@ class _Head(NamedTuple):
             mean @ value.T + reach,
             mean @ mean.T + by_values,
         )
-        by_scores = score_noise(rows.terms, weights, products, order)
+        terms = [term.seen(weights) for term in rows.terms]
+        by_scores = score_noise(terms, weights, products, order)
         gram = by_values + by_scores.token_gram
         pattern = _independent_variance(rows, weights, mean, value, self.value.scale**2)
         variance = fit_rows(pattern, rows_diagonal(gram))

@@ -86,25 +86,19 @@ class ValueNoise:
         diagonal = diagonal_of(self.features).reshape(self.blocks)
         return (own[:, :, None] * diagonal[None]).reshape(own.shape[0], -1)
 
-    def sum_variance(self) -> Array:
-        """The diagonal of `feature_gram()`, (H K,)."""
-        own = diagonal_of(self.features).reshape(self.blocks)
-        return (diagonal_of(self.shares)[:, None] * own).ravel()
-
     def feature_gram(self) -> Array:
         """(H K, H K)."""
         whole = self.features.reshape(*self.blocks, *self.blocks) * self.shares[:, None, :, None]
         return whole.reshape(self.features.shape)
 
-    def map_features(self, kernel: Array) -> tuple[Array, Array]:
-        """Of the averages times a kernel (H K, D): variance (T, D) and feature Gram matrix (D, D)."""
+    def mapped_variance(self, kernel: Array) -> Array:
+        """Var of the averages times a kernel (H K, D), (T, D)."""
         h, width = self.blocks
         split = kernel.reshape(h, width, -1)
-        # One product for each head of the right side, all heads of the left: (G, H K, D).
-        pulled = jnp.einsum("ige,geo->gio", self.features.reshape(-1, h, width), split)
-        pulled = pulled.reshape(h, h, width, -1)
-        pairs = jnp.einsum("hdo,ghdo->hgo", split, pulled)
+        # Of every pair of heads; sliced before the products, which are larger than the slices.
+        blocks = self.features.reshape(h, width, h, width).swapaxes(1, 2)
+        pulled = blocks @ split[None]  # (H, G, K, D)
+        pairs = jnp.sum(split[:, None] * pulled, axis=2)
         t = self.overlaps.shape[0]
         variance = self.overlaps.reshape(t, h * h) @ pairs.reshape(h * h, -1)
-        shared = jnp.einsum("hg,ghdo->hdo", self.shares, pulled)
-        return jnp.maximum(variance, 0), kernel.T @ shared.reshape(kernel.shape)
+        return jnp.maximum(variance, 0)
