@@ -1,4 +1,4 @@
-"""What has to be said to the compiler; no maths."""
+"""Workarounds and hints for the XLA compiler; no mathematics."""
 
 from moment_jax.xla.lowering import (
     default_precision,

@@ -1,4 +1,4 @@
-"""What is done one way on one platform: arrays stored on CPU, kernels of Pallas on TPU."""
+"""Platform-specific lowering: stored arrays on CPU, Pallas kernels on TPU."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ R = TypeVar("R")
 T = TypeVar("T")
 Path = Literal["xla", "tpu", "interpret"]
 
-_now = threading.local()  # path: of `kernels`; in_kernel, in_transform: what is being traced
+_now = threading.local()  # `path` (see `kernels`); while tracing, `in_kernel` and `in_transform`
 _store = Primitive("materialize")
 
 
 def materialized(tree: T) -> T:
-    """The tree itself; compiled for CPU, its arrays and cotangents are stored before they are read.
+    """Identity; on CPU it also stops XLA from fusing across it, forward and backward.
 
-    XLA for CPU fuses a long elementwise formula into each of its readers and so computes it as often as
-    it is read, in the backward pass most of all: there a reader that wants it transposed walks through
-    it one number after another, without vector instructions (40 ms in the place of 3 for the gradient
-    of GELU's moments). `lax.optimization_barrier` does not help, since it is gone before XLA fuses. A
-    conditional stays, and it stops fusion; its predicate is hidden from the simplifier by that very
-    barrier, and so is that its branches are the same. Either gives its operand, so nothing is copied.
-    Other compilers get the identity, as does whatever is not compiled. In the body of a kernel it is
-    nothing at all.
+    XLA for CPU fuses a long elementwise formula into each of its readers, and so recomputes it once per
+    reader. A reader that wants the transpose then runs without vector instructions: the gradient of
+    GELU's moments takes 40 ms instead of 3. `lax.optimization_barrier` does not help because XLA
+    removes it before fusing. A conditional survives and blocks fusion. Barriers on its predicate and on
+    one branch keep the simplifier from removing it. Both branches return their operand, so nothing is
+    copied. The identity elsewhere: on other platforms, outside jit, and in a kernel's body.
 
-    A primitive of its own, since the same made of JAX's operations is traced four times over by every
-    transformation. Linear, so that it passes `jvp`, `vmap`, `grad`, `checkpoint` and `scan`.
+    It is a primitive because the same thing built from JAX operations is traced four times by every
+    transformation. It is linear, and works under `jvp`, `vmap`, `grad`, `checkpoint` and `scan`.
 
     Args:
-      tree: an array, or a pytree of which the floating-point arrays are meant. Constants are stored too.
-        All are computed where one is used.
+      tree: an array or a pytree. Only floating-point arrays are stored, constants included; using one
+        computes all of them.
     """
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if _is_float(leaf)]
@@ -73,7 +71,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
 
 
 def _store_nonzero(tangents: Sequence[Any]) -> list[Any]:
-    """An array without a tangent stays without."""
+    """Store the tangents; symbolic zeros stay symbolic."""
     known = [tangent for tangent in tangents if not isinstance(tangent, ad.Zero)]
     stored = iter(_store.bind(*known) if known else ())
     return [tangent if isinstance(tangent, ad.Zero) else next(stored) for tangent in tangents]
@@ -90,23 +88,23 @@ mlir.register_lowering(_store, mlir.lower_fun(_on_cpu, multiple_results=True), p
 
 
 def materialized_inputs(transform: Callable[P, R]) -> Callable[P, R]:
-    """The transform with its floating-point inputs `materialized`; every public one is made so.
+    """Decorate a transform so that its floating-point inputs are `materialized`.
 
-    jaxlib 0.10.2 to 0.12.0 compile `jnp.sum(x @ jnp.full((64, 64), 0.01), axis=0)` for CPU wrongly:
-    where a product is fused with a reduction and its right operand is ONE number broadcast, what is read
-    is not the operand (`tests/xla/test_compiler_fault.py`). Such arrays come from outside, as constants
-    or made inside `jit` by full, ones or zeros: variances of a fresh network, kernels, a covariance of
-    zeros. Stored, they are arrays like any other, and so is all that is computed from them, derivatives
-    included. What a transform makes itself and multiplies from the right has to be materialized there.
+    All public transforms have it. jaxlib 0.10.2 to 0.12.0 miscompile `jnp.sum(x @ jnp.full((64, 64),
+    0.01), axis=0)` for CPU: where a product whose right operand is ONE broadcast number is fused with a
+    reduction, it reads something else (`tests/xla/test_compiler_fault.py`). Such operands come from
+    outside, or from full, ones or zeros inside `jit`: variances of a fresh network, kernels, a zero
+    covariance. Storing them avoids the fault, in derivatives too. If a transform makes such an array
+    itself and multiplies by it from the right, it must materialize it there.
 
-    The outermost transform stores; those that it calls get what is stored already.
+    Only the outermost transform stores; nested ones receive stored arrays.
     """
 
     @functools.wraps(transform)
     def stored(*args: P.args, **kwargs: P.kwargs) -> R:
         if getattr(_now, "in_transform", False):
             return transform(*args, **kwargs)
-        # What forms its fields later is made of stored arrays already.
+        # Objects with lazy fields are made of stored arrays already.
         nodes, structure = jax.tree.flatten((args, kwargs), is_leaf=_forms_later)
         plain = iter(materialized([node for node in nodes if not _forms_later(node)]))
         nodes = [node if _forms_later(node) else next(plain) for node in nodes]
@@ -126,13 +124,13 @@ def _forms_later(node: Any) -> bool:
 
 @contextlib.contextmanager
 def kernels(path: Path | None) -> Iterator[None]:
-    """What is traced inside takes this path; a function that `jit` has traced before stays as it is.
+    """Choose the attention path for everything traced inside; functions already compiled do not change.
 
     Args:
-      path: "xla" for the compiler's program, which has derivatives of every order and mode (a kernel has
-        reverse mode alone, once); "tpu" for the kernel, where one process compiles for another's TPU or
-        every device runs the program alone; "interpret" for the kernel run by XLA, for tests; None for
-        the choice of `kernel_path`.
+      path: "xla" for the compiler's program, which has derivatives of every order and mode (a kernel
+        has first-order reverse mode only); "tpu" for the kernel, when compiling for another machine's
+        TPU or when every device runs the whole program; "interpret" for the kernel run by XLA, for
+        tests; None for the default of `kernel_path`.
     """
     before, _now.path = getattr(_now, "path", None), path
     try:
@@ -142,9 +140,9 @@ def kernels(path: Path | None) -> Iterator[None]:
 
 
 def kernel_path() -> Path:
-    """The path that `kernels` names, or else the kernel where the only device is a TPU.
+    """The path set by `kernels`; by default "tpu" if the only device is a TPU, else "xla".
 
-    With several devices the compiler may have to partition the program, and it leaves kernels whole.
+    With several devices the compiler may partition the program, and it cannot split a kernel.
     """
     path: Path | None = getattr(_now, "path", None)
     if path is not None:
@@ -153,19 +151,19 @@ def kernel_path() -> Path:
 
 
 def default_precision() -> str | None:
-    """What `jax.default_matmul_precision` was told; None for nothing."""
-    config: Any = jax.config  # whose stubs lack this setting
+    """The value of `jax.default_matmul_precision`, or None if unset."""
+    config: Any = jax.config  # its type stubs lack this setting
     asked: str | None = config.jax_default_matmul_precision
     return asked
 
 
 @contextlib.contextmanager
 def inside_a_kernel() -> Iterator[None]:
-    """While the body of a kernel is traced: its arrays are on the chip, and its products in float32.
+    """Context for tracing a kernel's body: `on_chip` is true and products are in float32.
 
-    A setting of `jax_default_matmul_precision` is kept: one pass of bfloat16, or float32.
+    `jax_default_matmul_precision` is honoured: one bfloat16 pass, or float32.
     """
-    # Mosaic knows no precision between them.
+    # Mosaic supports nothing in between.
     low = default_precision() in ("bfloat16", "default", "fastest")
     before, _now.in_kernel = on_chip(), True
     try:
@@ -176,5 +174,5 @@ def inside_a_kernel() -> Iterator[None]:
 
 
 def on_chip() -> bool:
-    """Whether the body of a kernel is being traced."""
+    """Whether a kernel's body is being traced."""
     return getattr(_now, "in_kernel", False)

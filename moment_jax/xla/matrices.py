@@ -1,9 +1,9 @@
-"""Diagonals, and products of arrays with a row for each token, which may lie on several devices.
+"""Diagonals, and matrix products of arrays with one row per token, possibly spread over devices.
 
-Under a mesh with an axis `sequence` (`jax.set_mesh`, or `mj.parallel.by_sequence`) the compiler is told
-that tokens lie along it, and products of arrays of which both have tokens in rows and columns go round
-the devices in a ring. Left to itself the compiler would gather one of the two: an array of all tokens by
-all tokens on every device. Without such an axis all of this is the plain product and the array itself.
+Under a mesh with an axis `sequence` (`jax.set_mesh`, or `mj.parallel.by_sequence`), tokens are sharded
+along it, and products of two token-by-token arrays pass blocks around a ring of devices. Otherwise the
+compiler would gather a whole T x T array on every device. Without such an axis these are plain
+products.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ROWS = PartitionSpec(SEQUENCE)
 
 
 def diagonal_of(matrix: Array) -> Array:
-    """The diagonals (..., D) of square matrices (..., D, D), in few of StableHLO's operations.
+    """The diagonals (..., D) of square matrices (..., D, D), in few StableHLO operations.
 
-    `jnp.diagonal` takes 32. On a TPU the reshape would move every entry to another tile, so there a
-    masked sum takes its place: the attention of a block of ViT-B moves 18 GB in the place of 26.
+    `jnp.diagonal` takes 32. On a TPU the reshape would move every entry to another tile, so a masked
+    sum is used: the attention of a ViT-B block then moves 18 GB instead of 26.
     """
     *rest, _, size = matrix.shape
     if "tpu" in (jax.default_backend(), kernel_path()):
@@ -39,20 +39,20 @@ def diagonal_of(matrix: Array) -> Array:
 
 
 def diagonal_matrix(entries: Array) -> Array:
-    """The matrices (..., D, D) with the diagonals (..., D), and zero elsewhere."""
+    """Diagonal matrices (..., D, D) with these diagonals (..., D)."""
     shape = (*entries.shape, entries.shape[-1])
-    # A selection, not a product with the identity, in which inf * 0 would be NaN.
+    # A selection: in a product with the identity, inf * 0 would be NaN.
     return jnp.where(on_diagonal(shape), entries[..., None, :], jnp.zeros((), entries.dtype))
 
 
 def on_diagonal(shape: tuple[int, ...]) -> Array:
-    """Whether an entry lies on the diagonal of its matrix, boolean (..., D, D)."""
+    """A boolean mask of the diagonal, (..., D, D)."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - back) for back in (2, 1))
     return row == column
 
 
 def by_tokens(array: Array) -> Array:
-    """The array itself, its leading axis over the devices along `sequence` if they divide it."""
+    """The array, its leading axis sharded along `sequence` if the device count divides it."""
     mesh = _mesh()
     if mesh is None or array.ndim == 0 or array.shape[0] % mesh.shape[SEQUENCE]:
         return array
@@ -61,30 +61,30 @@ def by_tokens(array: Array) -> Array:
 
 
 def split_by_tokens() -> bool:
-    """Whether tokens lie on several devices."""
+    """Whether tokens are spread over several devices."""
     return _mesh() is not None
 
 
 def rows_product(a: Array, b: Array) -> Array:
-    """The product a b of (T, S) and (S, U), both by rows; so is the result."""
+    """The product a b of (T, S) and (S, U); operands and result are sharded by rows."""
     mesh = _mesh_dividing(a.shape[0], b.shape[0])
     return a @ b if mesh is None else _straight(mesh, a, b)
 
 
 def product_with_transposed(a: Array, b: Array) -> Array:
-    """The product a b^T of (T, S) and (U, S), both by rows; so is the result (T, U)."""
+    """The product a b^T of (T, S) and (U, S); operands and result (T, U) are sharded by rows."""
     mesh = _mesh_dividing(a.shape[0], b.shape[0])
     return a @ b.T if mesh is None else _outer(mesh, a, b)
 
 
 def product_of_transposed(a: Array, b: Array) -> Array:
-    """The product a^T b of (T, S) and (T, U), both by rows; so is the result (S, U)."""
+    """The product a^T b of (T, S) and (T, U); operands and result (S, U) are sharded by rows."""
     mesh = _mesh_dividing(a.shape[0], a.shape[1])
     return a.T @ b if mesh is None else _inner(mesh, a, b)
 
 
 def rows_diagonal(matrix: Array) -> Array:
-    """The diagonal (T,) of a matrix (T, T) by rows."""
+    """The diagonal (T,) of a (T, T) matrix that is sharded by rows."""
     mesh = _mesh_dividing(*matrix.shape)
     if mesh is None or matrix.shape[0] != matrix.shape[1]:
         return diagonal_of(matrix)
@@ -96,7 +96,7 @@ def rows_diagonal(matrix: Array) -> Array:
 
 
 def _mesh() -> AbstractMesh | None:
-    """The mesh around us, if it has more than one device along an axis `sequence` of the compiler's."""
+    """The current mesh, if it has an automatic axis `sequence` of more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if types.get(SEQUENCE) is not AxisType.Auto or mesh.shape[SEQUENCE] == 1:
@@ -111,8 +111,8 @@ def _mesh_dividing(*sizes: int) -> AbstractMesh | None:
     return mesh
 
 
-# The three are each other's derivatives. Told so, because the derivative of a loop would keep what came
-# by in every round: all of b.
+# The three products are each other's derivatives. Differentiating the loops would keep all of b on every
+# device, one block per round.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _straight(mesh: AbstractMesh, a: Array, b: Array) -> Array:
     return _ring(mesh, _straight_part, a, b)
@@ -138,14 +138,14 @@ _inner.defvjp(_keep(_inner), lambda m, ab, g: (_outer(m, ab[1], g), _straight(m,
 
 
 def _ring(mesh: AbstractMesh, part: Callable[..., Array], a: Array, b: Array) -> Array:
-    """The parts of a product."""
+    """Run `part` on every device's rows."""
     return _by_rows(mesh, partial(part, mesh.shape[SEQUENCE]))(a, b)
 
 
 def _by_rows(mesh: AbstractMesh, part: Callable[..., Array]) -> Callable[..., Array]:
-    """What every device does with its place and its rows; other axes stay the compiler's.
+    """Map `part(device index, *rows)` over the devices; other mesh axes stay automatic.
 
-    The place comes as an array, since not every compiler knows `axis_index` beside such axes.
+    The index is passed as an array because not every compiler supports `axis_index` beside such axes.
     """
     mapped = jax.shard_map(
         lambda places, *rows: part(places[0], *rows),
@@ -158,7 +158,7 @@ def _by_rows(mesh: AbstractMesh, part: Callable[..., Array]) -> Callable[..., Ar
 
 
 def _straight_part(count: int, own: Array, a: Array, b: Array) -> Array:
-    """Rows of a b: sum over the devices of the columns of a that meet their rows of b."""
+    """Rows of a b: sum over the devices of own columns of a times their rows of b."""
     width = b.shape[0]
 
     def meet(turn: Array, total: Array, b: Array) -> Array:
@@ -168,7 +168,7 @@ def _straight_part(count: int, own: Array, a: Array, b: Array) -> Array:
 
 
 def _outer_part(count: int, own: Array, a: Array, b: Array) -> Array:
-    """Rows of a b^T: every device's rows of b make its columns."""
+    """Rows of a b^T: each device's rows of b give a block of columns."""
     width = b.shape[0]
 
     def meet(turn: Array, total: Array, b: Array) -> Array:
@@ -179,7 +179,7 @@ def _outer_part(count: int, own: Array, a: Array, b: Array) -> Array:
 
 
 def _inner_part(count: int, own: Array, a: Array, b: Array) -> Array:
-    """Rows of a^T b: the sum goes round, and ends where its rows belong."""
+    """Rows of a^T b: the partial sum travels the ring and ends where its rows belong."""
     width = a.shape[1] // count
 
     def turn_round(turn: Array, total: Array) -> Array:
@@ -193,7 +193,7 @@ def _inner_part(count: int, own: Array, a: Array, b: Array) -> Array:
 def _pass_round(
     count: int, meet: Callable[[Array, Array, Array], Array], total: Array, b: Array
 ) -> Array:
-    """Every device's b meets every device: the own first, then one neighbour's after another's."""
+    """Combine each device's b with every device in turn: its own first, then the neighbours'."""
 
     def turn_round(turn: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         total, b = carry
@@ -205,7 +205,7 @@ def _pass_round(
 
 
 def _shifted(array: Array, count: int, by: int) -> Array:
-    """What the device `by` places before this one has."""
+    """The array of the device `by` places earlier in the ring."""
     return jax.lax.ppermute(array, SEQUENCE, [(i, (i + by) % count) for i in range(count)])
 
 
@@ -214,6 +214,6 @@ def _columns(a: Array, block: Array, width: int) -> Array:
 
 
 def _zeros(shape: tuple[int, int], a: Array, b: Array) -> Array:
-    """A sum to begin with, different on every device as it will be."""
+    """An initial sum, typed as varying over the devices."""
     zeros = jnp.zeros(shape, jnp.result_type(a, b))
     return jax.lax.pcast(zeros, (SEQUENCE,), to="varying")
