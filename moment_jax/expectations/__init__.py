@@ -1,9 +1,8 @@
-"""Gaussian integrals on plain arrays: moments of nonlinear functions of Gaussian variables.
+"""Gaussian expectations of plain arrays: moments of nonlinear functions of Gaussian variables.
 
-Elementwise functions return `ElementwiseMoments` (mean, variance, gain, second):
-`rectified`, `gelu` and `piecewise_linear` in closed form, `elementwise` for any smooth function by
-quadrature.
-Softmax functions take one row of scores; batch them with `jax.vmap`.
+Elementwise functions return `ElementwiseMoments` (mean, variance, gain, second): `rectified`, `gelu`
+and `piecewise_linear` in closed form, `elementwise` for any smooth function by quadrature. Softmax
+functions take one row of scores; use `jax.vmap` for a batch.
 """
 
 from moment_jax.expectations.gelu import gelu

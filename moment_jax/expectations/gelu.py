@@ -1,4 +1,4 @@
-"""Moments of the exact GELU of a Gaussian, x Phi(x) for x ~ N(m, v), in closed form."""
+"""Moments of the exact GELU, x Phi(x), of a Gaussian x ~ N(m, v), in closed form."""
 
 from typing import NamedTuple
 
@@ -9,38 +9,38 @@ from jax.scipy.special import erfc
 
 from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 
-# Beyond this many standard deviations the density is zero in float64 too, and powers cannot overflow.
+# Standardised means are clipped here: the density is zero in float64 too, and powers cannot overflow.
 _FAR = 40.0
-# Below this variance the closed form loses digits to cancellation and the Hermite series is used.
+# Below this variance the closed form cancels, and a Hermite series replaces it.
 _SMALL = 1.0 / 16.0
 
 
 def gelu(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
-    """Moments of f(x) = x Phi(x), the exact GELU, for x ~ N(mean, variance), elementwise.
+    """Moments of the exact GELU, f(x) = x Phi(x), for x ~ N(mean, variance), elementwise.
 
-    With t = m / sqrt(1 + v): E[f] = m Phi(t) + v phi(t) / sqrt(1 + v), and every derivative's mean
-    follows from f'' = phi - phi''. The variance needs E[Phi(x)^2] = Phi(t) - 2 T(t, 1/sqrt(1 + 2v)),
-    T Owen's function, here an integral of a smooth positive function by Gauss and Legendre's rule;
-    all else is elementary (integration by parts, i.e. Stein's identity). Where v < 1/16 the closed
-    form cancels and Var = sum_k v^k E[f^(k)]^2 / k! takes its place; for m > 0 the identity
-    f(x) = x + f(-x) leaves nothing large to cancel.
+    With t = m / sqrt(1 + v): E[f] = m Phi(t) + v phi(t) / sqrt(1 + v). The means of all derivatives
+    follow from f'' = phi - phi''. The variance needs E[Phi(x)^2] = Phi(t) - 2 T(t, 1/sqrt(1 + 2v)) with
+    Owen's function T, computed here as a Gauss-Legendre integral of a smooth positive function; the
+    rest is elementary (Stein's identity). Where v < 1/16 the closed form cancels and Var = sum_k v^k
+    E[f^(k)]^2 / k! replaces it. For m > 0 the identity f(x) = x + f(-x) avoids cancellation of large
+    terms.
 
-    Budget: in float32 the standard deviation is right to 1e-3 of itself, or to 1e-5 sqrt(v) where it is
-    below a hundredth of that of x (4e-4, against adaptive quadrature for |m| <= 6 and v <= 100). No
-    structure around it is within five times that. In float64, which serves as the reference, it is
-    right to 1e-11 of itself. Derivatives follow Price's theorem (dE[g]/dm = E[g'],
-    dE[g]/dv = E[g''] / 2) and hold at v = 0 also.
+    Error budget: in float32 the relative error of the standard deviation is at most 1e-3, or its
+    absolute error 1e-5 sqrt(v) where it is below a hundredth of the sd of x (4e-4, against adaptive
+    quadrature for |m| <= 6 and v <= 100). Covariance structures lose at least five times as much. In
+    float64, the reference, the relative error is 1e-11. Derivatives follow Price's theorem (dE[g]/dm =
+    E[g'], dE[g]/dv = E[g''] / 2), at v = 0 too.
 
     Args:
-        mean: means m, any shape.
-        variance: variances v >= 0, the same shape. Negative values (rounding) count as 0.
+      mean: means m, any shape.
+      variance: variances v >= 0, same shape. Negative values (rounding) count as 0.
 
     Returns:
-        Mean, variance, gain and second, each of the shape of mean.
+      Mean, variance, gain and second, each of the shape of mean.
 
     Raises:
-        ValueError: the shapes differ.
-        TypeError: the arrays are not real floating-point ones.
+      ValueError: if the shapes differ.
+      TypeError: if the arrays are not real floating-point ones.
 
     Source: Transformer derivation, section 4.6, with another activation; Owen (1956).
     """
@@ -73,7 +73,7 @@ def _gelu_jvp(
 
 
 class _Products(NamedTuple):
-    """What the variance and its derivatives are made of."""
+    """Second moments from which the variance and its derivatives are computed."""
 
     value_value: jax.Array  # Var[f]
     value_slope: jax.Array  # Cov[f, f']
@@ -82,10 +82,10 @@ class _Products(NamedTuple):
 
 
 def _integrals(mean: jax.Array, variance: jax.Array) -> tuple[list[jax.Array], _Products]:
-    """Return E[f^(k)] for k = 0 .. 4 and the second moments."""
+    """E[f^(k)] for k = 0 .. 4, and the second moments."""
     double = jnp.finfo(mean.dtype).eps < 1e-10
     terms, nodes = (12, 12) if double else (4, 4)
-    # Work at t = -|m| / sqrt(1 + v) and reflect: there everything decays and nothing large cancels.
+    # Compute at t = -|m| / sqrt(1 + v), where all terms decay and nothing large cancels, then reflect.
     root = jax.lax.rsqrt(1.0 + variance)
     t = jnp.maximum(-jnp.abs(mean) * root, -_FAR)
     tail = 0.5 * erfc(-(0.5**0.5) * t)
@@ -144,10 +144,7 @@ def _closed_form(
     f: list[jax.Array],
     nodes: int,
 ) -> _Products:
-    """The same from E[Phi^2], E[Phi phi] and E[phi^2], for t <= 0.
-
-    Stein's identity E[(x - m) g] = v E[g'] gives E[x^n Phi phi] and the rest from those three.
-    """
+    """The same from E[Phi^2], E[Phi phi] and E[phi^2], for t <= 0, by Stein's identity."""
     v, shrink = variance, root * root
     mean = t * ((1.0 + v) * root)
     a = jax.lax.rsqrt(1.0 + 2.0 * v)
@@ -160,7 +157,7 @@ def _closed_form(
     cross_3 = shrink * (mean * cross_2 + 2.0 * v * cross_1 + v * peak_2)
     value_square = (t * t + v * shrink) * square * (1.0 + v) + 2.0 * v * (mean * cross + cross_1)
     variance_of_f = value_square - f[0] * f[0]
-    bound = v * (f[1] * f[1] + 0.5 * v * f[2] * f[2])  # Parseval: rounding may not break it
+    bound = v * (f[1] * f[1] + 0.5 * v * f[2] * f[2])  # Parseval's bound, despite rounding
     return _Products(
         jnp.maximum(variance_of_f, bound),
         mean * square + 2.0 * v * cross + cross_2 - f[0] * f[1],
@@ -174,8 +171,8 @@ def _bivariate(
 ) -> tuple[jax.Array, jax.Array]:
     """E[Phi(x)^2] = Phi(t)^2 + 2 (T(t, 1) - T(t, a)) and Phi(a t), a = 1 / sqrt(1 + 2v), t <= 0.
 
-    Both are integrals over (a, 1), of phi(t) phi(t u) / (1 + u^2) and of |t| phi(t u), positive and
-    smooth, so that one set of nodes serves both and no digits cancel.
+    Both are integrals over (a, 1), of phi(t) phi(t u) / (1 + u^2) and of |t| phi(t u). The integrands
+    are positive and smooth, so one set of nodes serves both and no digits cancel.
     """
     width = 2.0 * variance * a * a / (1.0 + a)  # 1 - a
     points, weights = np.polynomial.legendre.leggauss(nodes)
@@ -189,5 +186,5 @@ def _bivariate(
 
 
 def _density(t: jax.Array) -> jax.Array:
-    """Standard normal density."""
+    """The standard normal density."""
     return (0.5 / np.pi) ** 0.5 * jnp.exp(-0.5 * t * t)

@@ -1,4 +1,4 @@
-"""The moments that a nonlinear function of a Gaussian variable has, and the check of what goes in."""
+"""The moments of a nonlinear function of a Gaussian, and checks of the arguments."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,16 +12,15 @@ from moment_jax.xla import materialized
 class ElementwiseMoments(NamedTuple):
     """Moments of f(x) for x ~ N(m, v), elementwise: four arrays of the shape of m.
 
-    `gain` and `second` are the first two coefficients of f in the Hermite basis of x: for jointly
-    Gaussian x and y of equal kind, Cov[f(x), f(y)] = gain_x gain_y Cov[x, y]
-    + second_x second_y corr[x, y]^2 + terms of third and higher order in the correlation. Hence
-    (Parseval) gain^2 v + second^2 <= variance.
+    `gain` and `second` are the first two coefficients of f in the Hermite basis of x. For jointly
+    Gaussian x and y, Cov[f(x), f(y)] = gain_x gain_y Cov[x, y] + second_x second_y corr[x, y]^2 + terms
+    of third and higher order in the correlation. Hence (Parseval) gain^2 v + second^2 <= variance.
 
     Attributes:
-        mean: E[f(x)].
-        variance: Var[f(x)], never negative.
-        gain: E[f'(x)], which is Cov[f(x), x] / v (Stein) and also d mean / d m.
-        second: v E[f''(x)] / sqrt(2), which is sqrt(2) v d mean / d v (Price).
+      mean: E[f(x)].
+      variance: Var[f(x)], never negative.
+      gain: E[f'(x)], which is Cov[f(x), x] / v (Stein) and d mean / d m.
+      second: v E[f''(x)] / sqrt(2), which is sqrt(2) v d mean / d v (Price).
     """
 
     mean: jax.Array
@@ -36,17 +35,17 @@ def evaluated(
     mean: jax.Array,
     variance: jax.Array,
 ) -> ElementwiseMoments:
-    """The moments of two arrays in their common dtype; those of half precision by way of float32.
+    """Call `function` with checked arguments in their common dtype; half precision goes through float32.
 
     Args:
-        name: the function that the caller called, for the message.
-        function: mean and variance -> moments.
-        mean: means, any shape.
-        variance: variances, the same shape.
+      name: the public function, for error messages.
+      function: mean and variance -> moments.
+      mean: means, any shape.
+      variance: variances, same shape.
 
     Raises:
-        ValueError: the shapes differ.
-        TypeError: the dtype is not a real floating one.
+      ValueError: if the shapes differ.
+      TypeError: if the dtype is not real and floating.
     """
     mean, variance = jnp.asarray(mean), jnp.asarray(variance)
     if mean.shape != variance.shape:
@@ -70,12 +69,12 @@ def evaluated(
 def checked_row(
     name: str, mean: jax.Array, cov: jax.Array, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Check one row of scores for `name`; return mean, cov and the mask of what is kept.
+    """Check one row of scores for `name`; return mean, cov and the mask of unmasked entries.
 
-    The mean is -inf and the covariance 0 where an entry is masked, by mask or by a mean of -inf.
+    Where an entry is masked, by `mask` or by a mean of -inf, the mean is -inf and the covariance 0.
 
     Raises:
-        ValueError: the shapes do not fit, or the mask is not boolean.
+      ValueError: if the shapes do not fit, or the mask is not boolean.
     """
     mean, cov = jnp.asarray(mean), jnp.asarray(cov)
     if mean.ndim != 1 or cov.shape not in (mean.shape, mean.shape * 2):
@@ -83,7 +82,7 @@ def checked_row(
             f"`{name}` takes one row: shape (C,) and cov (C, C) or (C,). "
             f"Got {mean.shape} and {cov.shape}. For a batch, use jax.vmap({name})."
         )
-    keep = mean != -jnp.inf  # NaN is kept, and stays NaN
+    keep = mean != -jnp.inf  # NaN passes through
     if mask is not None:
         if mask.shape != mean.shape or mask.dtype != bool:
             raise ValueError(

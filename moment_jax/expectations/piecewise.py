@@ -1,4 +1,4 @@
-"""Exact moments of continuous piecewise linear functions of a Gaussian: maxima, clips, leaky ReLU."""
+"""Exact moments of continuous piecewise linear functions of a Gaussian: maximum, clip, leaky ReLU."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def piecewise_linear(
 ) -> ElementwiseMoments:
     """Exact moments of a continuous, piecewise linear function of x ~ N(mean, variance), elementwise.
 
-    The function is a line and a sum of c_k relu(x - t_k), or of c_k relu(t_k - x), whichever line is
-    flatter, so that little cancels. For s < t, E[relu(x - s) relu(x - t)] = E[relu(x - t)^2] +
-    (t - s) E[relu(x - t)].
+    The function is written as a line plus a sum of c_k relu(x - t_k), or of c_k relu(t_k - x), starting
+    from the flatter end to limit cancellation. For s < t, E[relu(x - s) relu(x - t)] = E[relu(x - t)^2]
+    + (t - s) E[relu(x - t)].
 
     Args:
       mean: means m, any shape.
-      variance: variances v >= 0, the same shape.
-      kinks: where the slope changes, rising.
+      variance: variances v >= 0, same shape.
+      kinks: points where the slope changes, ascending.
       slopes: left of the first kink, between kinks, and right of the last.
-      value: of the function at the first kink.
+      value: the function's value at the first kink.
 
     >>> moments = piecewise_linear(jnp.zeros(1), jnp.ones(1), [0.0], [-1.0, 1.0], 0.0)  # |x|
-    >>> print(moments.mean.round(3), moments.variance.round(3))
-    [0.798] [0.363]
+    >>> print(f"{moments.mean[0]:.3f} {moments.variance[0]:.3f}")
+    0.798 0.363
     """
-    if abs(slopes[0]) > abs(slopes[-1]):  # f(x) = g(-x), where g begins with the flatter line
+    if abs(slopes[0]) > abs(slopes[-1]):  # mirror: f(x) = g(-x), g starts with the flatter line
         last = value + sum(
             s * (b - a) for s, (a, b) in zip(slopes[1:], pairwise(kinks), strict=False)
         )

@@ -1,4 +1,4 @@
-"""Moments of any smooth scalar function of a Gaussian, by Gauss and Hermite's quadrature."""
+"""Moments of any smooth scalar function of a Gaussian, by Gauss-Hermite quadrature."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +11,11 @@ import numpy as np
 from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 
 ScalarFunction = Callable[[jax.Array], jax.Array]
-# Functions of a point x and of a constant, with any pytree of scalars as their value.
+# (point x, constant) -> any pytree of scalars.
 _Integrand = Callable[[jax.Array, jax.Array], Any]
 
-# Up to this variance E[g^(k)] is the quadrature of g^(k); beyond it that of g times a Hermite
-# polynomial, which is far more accurate for wide Gaussians but divides rounding errors by s^k.
+# Up to this variance E[g^(k)] is the quadrature of g^(k). Beyond it, of g times a Hermite polynomial,
+# which is far more accurate for wide Gaussians but divides rounding errors by s^k.
 _NARROW = 1.0 / 16.0
 
 
@@ -24,35 +24,34 @@ def elementwise(
 ) -> ElementwiseMoments:
     """Moments of fn(x) for x ~ N(mean, variance), elementwise, by quadrature.
 
-    Exact (to rounding) for polynomials of degree below num_nodes. Otherwise the error is that of
-    Gauss and Hermite's rule with nodes about sqrt(10 v / num_nodes) apart: with 16 nodes the
-    standard deviation of tanh is right to 1e-10, 4e-4, 2e-2 and 1e-1 at v = 0.1, 1, 4 and 25, with
-    32 nodes to 3e-6, 2e-3 and 4e-2 at v = 1, 4 and 25. `rectified` and `gelu` are exact instead.
+    Exact (to rounding) for polynomials of degree below num_nodes. Otherwise the error is that of the
+    Gauss-Hermite rule with nodes about sqrt(10 v / num_nodes) apart. The error of the standard
+    deviation of tanh is 1e-10, 4e-4, 2e-2 and 1e-1 at v = 0.1, 1, 4 and 25 with 16 nodes, and 3e-6,
+    2e-3 and 4e-2 at v = 1, 4 and 25 with 32. `rectified` and `gelu` are exact instead.
 
-    The variance is gain^2 v + second^2 + E[what the first two Hermite terms leave of fn, squared]:
-    never below the first two terms, and without cancellation when sqrt(v) is small beside m.
-    Derivatives follow Price's theorem (dE[g]/dm = E[g'], dE[g]/dv = E[g''] / 2), to any order, and
-    so are finite and right at v = 0.
+    The variance is gain^2 v + second^2 + E[(remainder of fn after two Hermite terms)^2]. It is never
+    below the first two terms, and does not cancel when sqrt(v) is small beside m. Derivatives follow
+    Price's theorem (dE[g]/dm = E[g'], dE[g]/dv = E[g''] / 2) to any order, so they are finite and right
+    at v = 0.
 
     Args:
-        fn: a function of a scalar, traceable by JAX and four times differentiable.
-        mean: means m, any shape.
-        variance: variances v >= 0, the same shape. Negative values (rounding) count as 0.
-        num_nodes: how many points fn is evaluated at for each element, at least 8.
+      fn: a function of a scalar, traceable by JAX and four times differentiable.
+      mean: means m, any shape.
+      variance: variances v >= 0, same shape. Negative values (rounding) count as 0.
+      num_nodes: evaluations of fn per element, at least 8.
 
     Returns:
-        Mean, variance, gain and second, each of the shape of mean.
+      Mean, variance, gain and second, each of the shape of mean.
 
     Raises:
-        ValueError: the shapes differ, num_nodes < 8, or fn does not return a scalar of x's dtype.
-        TypeError: the arrays are not real floating-point ones.
+      ValueError: if the shapes differ, num_nodes < 8, or fn does not return a scalar of x's dtype.
+      TypeError: if the arrays are not real floating-point ones.
 
     Source: replaces the Taylor step of Transformer derivation, section 4.6; Price (1958).
 
-    Example:
-        >>> moments = elementwise(jnp.square, jnp.array([1.0]), jnp.array([0.5]))
-        >>> print(moments.mean.round(3), moments.variance.round(3))
-        [1.5] [2.5]
+    >>> moments = elementwise(jnp.square, jnp.array([1.0]), jnp.array([0.5]))
+    >>> print(f"{moments.mean[0]:.3f} {moments.variance[0]:.3f}")
+    1.500 2.500
     """
     if num_nodes < 8:
         raise ValueError(f"`elementwise` needs num_nodes >= 8. Got {num_nodes}.")
@@ -85,7 +84,7 @@ def _moments(
         return (_over_array(fn, x.ndim)(x) - pivot - offset - hermite) ** 2
 
     rest = _weighted_sum(rest_squared, num_nodes, mean, variance)
-    rest = jnp.where(variance > 0.0, rest, 0.0)  # not even rounding, when nothing is random
+    rest = jnp.where(variance > 0.0, rest, 0.0)  # exactly 0 at zero variance
     return ElementwiseMoments(pivot + offset, first**2 + second**2 + rest, gain, second)
 
 
@@ -103,7 +102,7 @@ def _moments_jvp(
     def integrand(x: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
         return fn(x) - c, (fn(x) - c) ** 2
 
-    # Var[f] = E[(f - c)^2] - E[f - c]^2 for any constant c; one near E[f] spares us cancellation.
+    # Var[f] = E[(f - c)^2] - E[f - c]^2 for any constant c; one near E[f] avoids cancellation.
     pivot = jax.lax.stop_gradient(_over_array(fn, mean.ndim)(mean))
     derivatives = _mean_derivatives(integrand, 4, num_nodes, mean, variance, pivot)
     (f0, f1, f2, f3, f4), (_, q1, q2, _, _) = zip(*derivatives, strict=True)
@@ -173,7 +172,7 @@ def _weighted_sum(
     mean: jax.Array,
     variance: jax.Array,
 ) -> Any:
-    """Sum of weight * terms(z, m + s z) over the nodes z, one node at a time to spare memory."""
+    """The sum of weight * terms(z, m + s z) over the nodes z, one node at a time to save memory."""
     scale = jnp.sqrt(jnp.maximum(variance, 0.0))
     points, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
     weights = weights / weights.sum()
@@ -202,7 +201,7 @@ def _derivatives(fn: Callable[[jax.Array], Any], highest: int) -> list[Callable[
 
 
 def _over_array(fn: Callable, ndim: int) -> Callable:
-    """Map a function of scalars over arrays with ndim axes, so that it cannot mix elements."""
+    """Map a function of scalars over arrays with ndim axes."""
     for _ in range(ndim):
         fn = jax.vmap(fn)
     return fn

@@ -7,35 +7,35 @@ from jax.scipy.special import erfc
 
 from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 
-# Beyond this many standard deviations the density is zero in float64 too, and t^2 cannot overflow.
+# Standardised means are clipped here: the density is zero in float64 too, and t^2 cannot overflow.
 _FAR = 40.0
 
 
 def rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
     """Exact moments of relu(x) = max(x, 0) for x ~ N(mean, variance), elementwise.
 
-    With s = sqrt(v), t = m / s, Phi and phi the normal distribution and density:
-    E = m Phi(t) + s phi(t), gain = Phi(t), second = s phi(t) / sqrt(2), and for t <= 0
-    Var = v ((t^2 + 1) Phi + t phi) - E^2; for t > 0 the identity relu(x) = x + relu(-x) gives
-    Var(t) = v (1 - 2 Phi(-t)) + Var(-t), in which nothing large cancels.
+    With s = sqrt(v), t = m / s, and the normal distribution Phi and density phi: E = m Phi(t) + s
+    phi(t), gain = Phi(t), second = s phi(t) / sqrt(2). For t <= 0, Var = v ((t^2 + 1) Phi + t phi) -
+    E^2; for t > 0, relu(x) = x + relu(-x) gives Var(t) = v (1 - 2 Phi(-t)) + Var(-t), in which nothing
+    large cancels.
 
-    At variance 0 the result is that of the function itself: mean relu(m), variance 0,
-    gain 1[m > 0] (1/2 at m = 0), second 0. Derivatives follow Price's theorem,
-    dE/dm = E[relu'] and dE/dv = E[relu''] / 2, where E[relu''] is the density of x at 0, taken as 0
-    when v = 0. They are finite everywhere.
+    At variance 0: mean relu(m), variance 0, gain 1[m > 0] (1/2 at m = 0), second 0. Derivatives follow
+    Price's theorem, dE/dm = E[relu'] and dE/dv = E[relu''] / 2, where E[relu''] is the density of x at
+    0, taken as 0 when v = 0. They are finite everywhere.
 
-    In float32 the sd is right to 1e-6 for m > -2 s, 2e-5 at -3 s and 1e-3 at -6.5 s, where it is
-    below 1e-5 s; further out its relative accuracy is lost, but it stays positive or 0.
+    The relative error of the sd in float32 is 1e-6 for m > -2 s, 2e-5 at -3 s and 1e-3 at -6.5 s, where
+    the sd is below 1e-5 s. Further out relative accuracy is lost, but the sd stays nonnegative.
 
     Args:
-        mean: means m, any shape.
-        variance: variances v >= 0, the same shape; negative values (rounding) count as 0.
+      mean: means m, any shape.
+      variance: variances v >= 0, same shape. Negative values (rounding) count as 0.
 
     Returns:
-        `ElementwiseMoments`, each of the shape of mean.
+      `ElementwiseMoments`, each of the shape of mean.
 
     Raises:
-        ValueError: if the shapes differ. TypeError: if the arrays are not real floating-point ones.
+      ValueError: if the shapes differ.
+      TypeError: if the arrays are not real floating-point ones.
 
     Source: replaces the Taylor step of Transformer derivation, section 4.6.
     """
@@ -60,7 +60,7 @@ def _rectified_jvp(
     curvature = unit * inverse  # E[relu''], the density of x at 0
     third = -standard * curvature * inverse
     below = jnp.where(standard > 0.0, tail, 1.0 - tail)  # P[x < 0]
-    # E[relu] E[relu''] without the scale, so that it has its limit 1 / (2 pi) at m = 0, v -> 0.
+    # E[relu] E[relu''] with the scale cancelled, so that m = 0, v -> 0 gives the limit 1 / (2 pi).
     overlap = unit * (jnp.maximum(standard, 0.0) + unit - depth * tail)
     half_second = 0.5**1.5 * curvature * (1.0 + standard * standard)
     return out, ElementwiseMoments(
@@ -77,10 +77,10 @@ def _moments(
     variance = jnp.maximum(variance, 0.0)
     scale, depth = variance * inverse, jnp.abs(standard)
     density, tail = _density(depth), _tail(depth)
-    # Moments of relu(-|x|) in units of s: the part that lies beyond zero.
+    # Moments of relu(-|x|) in units of s: the tail beyond zero.
     excess = jnp.maximum(density - depth * tail, 0.0)
     spread = (depth * depth + 1.0) * tail - depth * density - excess * excess
-    # Parseval's inequality holds exactly, and rounding may not break it.
+    # Enforce Parseval's inequality despite rounding.
     spread = jnp.maximum(spread, tail * tail + 0.5 * density * density)
     positive = standard > 0.0
     return ElementwiseMoments(
@@ -92,8 +92,8 @@ def _moments(
 
 
 def _standardise(mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return 1 / s and m / s, or 0 and +-40 where |m| > 40 s (0 where m = v = 0): x is as good as m."""
-    # Below this (5e-26 in float32) v^(-3/2), which second derivatives need, would overflow.
+    """1 / s and m / s; 0 and +-40 where |m| > 40 s (0 where m = v = 0), so that x counts as constant."""
+    # Below this (5e-26 in float32) the v^(-3/2) in second derivatives would overflow.
     usable = variance > float(jnp.finfo(variance.dtype).tiny) ** (2 / 3)
     inverse = jax.lax.rsqrt(jnp.where(usable, variance, 1.0))
     near = usable & (jnp.abs(mean) * inverse < _FAR)
@@ -102,7 +102,7 @@ def _standardise(mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _density(t: jax.Array) -> jax.Array:
-    """Standard normal density."""
+    """The standard normal density."""
     return (0.5 / np.pi) ** 0.5 * jnp.exp(-0.5 * t * t)
 
 

@@ -1,4 +1,4 @@
-"""Ito's drift: half the second derivative of any function along the directions of its noise."""
+"""Ito's drift: half the second derivative of a function along the directions of its noise."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ Array = jax.Array
 def directional_derivatives(
     function: Callable[[Array], Any], x: Array, direction: Array
 ) -> tuple[Any, Any, Any]:
-    """f(x), Df(x)[b] and D^2 f(x)[b, b] for one direction b of the shape of x, by nested jvp.
-
-    The function may return any pytree of arrays.
-    """
+    """f(x), Df(x)[b] and D^2 f(x)[b, b] for one direction b, by nested jvp; f may return any pytree."""
 
     def first(point: Array) -> tuple[Any, Any]:
         return jax.jvp(function, (point,), (direction,))
@@ -27,10 +24,10 @@ def directional_derivatives(
 
 
 def second_order_term(function: Callable[[Array], Any], mean: Array, factor: Array) -> Any:
-    """1/2 sum_k D^2 f(mean)[b_k, b_k]: what noise of the covariance sum_k b_k b_k^T adds to E[f].
+    """1/2 sum_k D^2 f(mean)[b_k, b_k]: what noise of covariance sum_k b_k b_k^T adds to E[f].
 
-    It is the second-order Taylor correction of a mean, and Ito's drift for a diffusion with the
-    coefficients b. No Hessian is formed: the cost is that of two nested jvp for each direction.
+    The second-order Taylor correction of a mean, and Ito's drift of a diffusion with coefficients b. No
+    Hessian is formed; the cost is two nested jvp per direction.
 
     Args:
       function: any JAX function of one array.
@@ -48,7 +45,7 @@ def second_order_term(function: Callable[[Array], Any], mean: Array, factor: Arr
     if factor.shape[1:] != mean.shape:
         raise ValueError(
             f"`second_order_term` needs directions of shape (K, {', '.join(map(str, mean.shape))}). "
-            f"Got {tuple(factor.shape)}."
+            f"Got {tuple(factor.shape)}. For one direction, use factor[None]."
         )
     curvature = jax.vmap(lambda b: directional_derivatives(function, mean, b)[2])(factor)
     return jax.tree.map(lambda c: 0.5 * jnp.sum(c, axis=0), curvature)

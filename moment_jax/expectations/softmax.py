@@ -21,26 +21,25 @@ def softmax_mean(
 ) -> jax.Array:
     """E[softmax(s)] for one row of scores s ~ N(mean, cov).
 
-    order=1 is softmax(mean). order=2 is `expected_softmax` with two iterations: to first order in
-    cov it is the second-order Taylor mean (Ito's correction), and it stays a distribution at any
-    noise. Relative error against samples for 16 scores, means of sd 1.5: 0.001, 0.003, 0.03, 0.08 and
-    0.18 for score sd 0.5, 1, 2, 3 and 5.
+    order=1 is softmax(mean). order=2 is `expected_softmax` with two iterations: to first order in cov
+    the second-order Taylor mean (Ito's correction), and a distribution at any noise. Relative error
+    against samples for 16 scores, means of sd 1.5: 0.001, 0.003, 0.03, 0.08 and 0.18 at score sd 0.5,
+    1, 2, 3 and 5.
 
     Args:
-        mean: E[s], shape (C,). Entries of -inf count as masked.
-        cov: Cov[s], shape (C, C), or (C,) when the scores are independent. Symmetric, positive
-            semi-definite.
-        order: 1 or 2.
-        mask: boolean (C,), False where an entry takes no part; its probability is exactly 0.
+      mean: E[s], (C,). Entries of -inf count as masked.
+      cov: Cov[s], (C, C), symmetric positive semidefinite, or (C,) for independent scores.
+      order: 1 or 2.
+      mask: boolean (C,), False for excluded entries, whose probability is exactly 0.
 
     Returns:
-        Probabilities, shape (C,), that sum to 1 (all 0 if no entry takes part).
+      Probabilities (C,), which sum to 1 (all 0 if every entry is masked).
 
     Raises:
-        ValueError: shapes do not fit, or order is neither 1 nor 2.
+      ValueError: if shapes do not fit, or order is neither 1 nor 2.
 
-    Source: Transformer derivation, Prop. 3 (order 1); Brownian motion in the Transformer, Eq. 7
-    (the term that order 1 drops).
+    Source: Transformer derivation, Prop. 3 (order 1); Brownian motion in the Transformer, Eq. 7 (the
+    term that order 1 drops).
     """
     mean, cov, keep = checked_row("softmax_mean", mean, cov, mask)
     return _mean(mean, cov, keep, order)
@@ -52,26 +51,27 @@ def softmax_moments(
     """Mean and covariance of softmax(s) for one row of scores s ~ N(mean, cov).
 
     order=1 gives w = softmax(mean) and J cov J with J = diag(w) - w w^T. order=2 gives the mean q of
-    `softmax_mean` and the first two terms of the Hermite expansion of the covariance: X cov X with the
-    expected Jacobian X = diag(q) - q q^T - X cov X (`expected_softmax_jacobian`), and half the product
-    of the expected Hessians, shrunk. Relative error of the covariance against 200,000 samples, 16
-    scores: 0.004, 0.03, 0.09, 0.13 and 0.22 for score sd 0.3, 1, 2, 3 and 5 (the first term alone: 0.02,
-    0.11, 0.22, 0.33 and 0.40; order=1: 0.05, 0.5, 2 and 4 up to 3). These are Frobenius norms over that
-    of the sampled covariance, averaged over cases. The sd of single entries, over the sampled one, goes
-    from 0.78 to 1.06 at score sd 1, 0.40 to 1.15 at 2 and 0.36 to 1.24 at 3; beyond, at sd 10, the total
-    variance is up to 1.3 times the sampled one.
+    `softmax_mean` and the first two Hermite terms of the covariance: X cov X with the expected Jacobian
+    X = diag(q) - q q^T - X cov X (`expected_softmax_jacobian`), and half the product of the expected
+    Hessians, shrunk.
+
+    Relative error of the covariance (mean over cases of Frobenius norms) against 200,000 samples, 16
+    scores: 0.004, 0.03, 0.09, 0.13 and 0.22 at score sd 0.3, 1, 2, 3 and 5; the first term alone 0.02,
+    0.11, 0.22, 0.33 and 0.40; order=1 0.05, 0.5, 2 and 4 up to sd 3. The sd of single entries is 0.78
+    to 1.06 of the sampled one at score sd 1, 0.40 to 1.15 at 2 and 0.36 to 1.24 at 3. Beyond, at sd 10,
+    the total variance is up to 1.3 times the sampled one.
 
     Args:
-        mean: E[s], shape (C,). Entries of -inf count as masked.
-        cov: Cov[s], shape (C, C), or (C,) when the scores are independent.
-        order: 1 or 2.
-        mask: boolean (C,), False where an entry takes no part: mean and covariance 0 there.
+      mean: E[s], (C,). Entries of -inf count as masked.
+      cov: Cov[s], (C, C), or (C,) for independent scores.
+      order: 1 or 2.
+      mask: boolean (C,), False for excluded entries, whose mean and covariance are 0.
 
     Returns:
-        mean (C,) and covariance (C, C), positive semi-definite, rows summing to 0.
+      Mean (C,) and covariance (C, C), positive semidefinite, with rows that sum to 0.
 
     Raises:
-        ValueError: shapes do not fit, or order is neither 1 nor 2.
+      ValueError: if shapes do not fit, or order is neither 1 nor 2.
 
     Source: Transformer derivation, Prop. 3.
     """
@@ -86,7 +86,7 @@ def softmax_moments(
 
 
 class SoftmaxExpansion(NamedTuple):
-    """The first terms of the softmax of one row of Gaussian scores in Hermite polynomials."""
+    """The first Hermite terms of the softmax of one row of Gaussian scores."""
 
     mean: jax.Array  # E[softmax], (C,)
     jacobian: jax.Array  # X, its expected Jacobian, (C, C): Cov[softmax] = X cov X + rest
@@ -96,7 +96,7 @@ class SoftmaxExpansion(NamedTuple):
 def softmax_expansion(
     mean: jax.Array, cov: jax.Array, mask: jax.Array | None = None
 ) -> SoftmaxExpansion:
-    """What `softmax_moments` of order 2 is made of: the Jacobian passes other rows' covariances too.
+    """The terms of `softmax_moments` of order 2, for carrying other rows' covariances too.
 
     Arguments and errors are those of `softmax_moments`.
     """
@@ -108,8 +108,8 @@ def _expansion(mean: jax.Array, cov: jax.Array, keep: jax.Array) -> SoftmaxExpan
     at_mean = softmax_jacobian(q)
     jacobian = expected_softmax_jacobian(q, cov)
     second = _hessian_term(q, cov, at_mean)
-    # The expected Hessian is smaller than that at q, as the Jacobian is: about its gain squared, and
-    # less than half of the first term's variance in all. Both chosen by the error against samples.
+    # The expected Hessian is smaller than the one at q, by about the squared gain of the Jacobian, and
+    # adds less than half of the first term's variance. Both were chosen by the error against samples.
     gain = _quotient(_trace(jacobian), _trace(at_mean)) ** 4
     trace = _trace(sandwich(jacobian, cov))
     return SoftmaxExpansion(
@@ -125,21 +125,21 @@ def logsumexp_mean(mean: jax.Array, cov: jax.Array, *, mask: jax.Array | None = 
     """An upper bound on E[logsumexp(s)] for one row of scores s ~ N(mean, cov).
 
     E[logsumexp(s)] <= logsumexp(mean + diag(cov) / 2 - cov a) + a^T cov a / 2 for every distribution a.
-    The best a solves a = softmax(mean + diag(cov) / 2 - cov a); one damped step towards it from
-    E[softmax] is taken here. (A lower bound is logsumexp(mean), by Jensen.) The bound lies above the
-    samples by 0.0004, 0.04 and 0.5 at score sd 0.3, 1 and 2 (16 scores); the best a would take less than
-    a fiftieth off that, and up to a tenth where all noise is of rank one and its sd 2 and more.
+    The best a solves a = softmax(mean + diag(cov) / 2 - cov a); this takes one damped step towards it
+    from E[softmax]. (A lower bound is logsumexp(mean), by Jensen.) The bound exceeds the samples by
+    0.0004, 0.04 and 0.5 at score sd 0.3, 1 and 2 (16 scores). The best a would reduce that by less than
+    a fiftieth, and by up to a tenth for rank-one noise of sd 2 or more.
 
     Args:
-        mean: E[s], shape (C,). Entries of -inf count as masked.
-        cov: Cov[s], shape (C, C), or (C,) when the scores are independent.
-        mask: boolean (C,), False where an entry takes no part.
+      mean: E[s], (C,). Entries of -inf count as masked.
+      cov: Cov[s], (C, C), or (C,) for independent scores.
+      mask: boolean (C,), False for excluded entries.
 
     Returns:
-        The bound, a scalar (-inf if no entry takes part).
+      The bound, a scalar (-inf if every entry is masked).
 
     Raises:
-        ValueError: shapes do not fit.
+      ValueError: if shapes do not fit.
 
     Source: Knowles and Minka (2011), "Non-conjugate variational message passing", section 5.
     """
@@ -156,7 +156,7 @@ def logsumexp_mean(mean: jax.Array, cov: jax.Array, *, mask: jax.Array | None = 
 def _hessian_term(q: jax.Array, cov: jax.Array, at_mean: jax.Array) -> jax.Array:
     """Half of tr(H_i cov H_k cov), H_i = q_i ((e_i - q)(e_i - q)^T - J) the Hessian of softmax_i at q.
 
-    A Gram matrix, so positive semi-definite, with rows that sum to 0.
+    Positive semidefinite (a Gram matrix), with rows that sum to 0.
     """
     cov = diagonal_matrix(cov) if cov.ndim == 1 else cov
     contrasts = between_contrasts(cov, q)
@@ -167,13 +167,13 @@ def _hessian_term(q: jax.Array, cov: jax.Array, at_mean: jax.Array) -> jax.Array
 
 
 def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
-    """X / y, and 1 where y is not positive, or so small that 1 / y^2 in its derivative overflows."""
+    """X / y, and 1 where y is not positive or so small that the derivative's 1 / y^2 overflows."""
     positive = y > 2 * jnp.finfo(y.dtype).tiny ** 0.5
     return jnp.where(positive, x / jnp.where(positive, y, 1.0), 1.0)
 
 
 class _Dense(NamedTuple):
-    """One row's covariance as an array: a `ScoreCovariance`."""
+    """A `ScoreCovariance` of one row, stored as an array."""
 
     cov: jax.Array
 

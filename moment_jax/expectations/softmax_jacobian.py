@@ -1,4 +1,4 @@
-"""The Jacobian of the softmax, at a point and in expectation under Gaussian scores."""
+"""The Jacobian of the softmax, at a point and in expectation over Gaussian scores."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ _MAX_STEPS = 24
 
 
 def softmax_jacobian(probabilities: jax.Array) -> jax.Array:
-    """Return diag(w) - w w^T, the Jacobian of the softmax where its value is w, shape (C, C).
+    """diag(w) - w w^T, the Jacobian of the softmax where its value is w, (C, C).
 
     Source: Transformer derivation, Prop. 3.
     """
@@ -22,24 +22,24 @@ def softmax_jacobian(probabilities: jax.Array) -> jax.Array:
 
 
 def expected_softmax_jacobian(probabilities: jax.Array, cov: jax.Array) -> jax.Array:
-    """E[diag(w) - w w^T] for a softmax w of mean q, when Cov[w] = X cov X with X this expectation.
+    """E[diag(w) - w w^T] for a softmax w of mean q, taking Cov[w] = X cov X with X this expectation.
 
-    E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T.
-    In the commuting case X = 2 J / (1 + sqrt(1 + 4 J cov)): it falls from J at no noise as the scores
-    saturate the softmax. The positive semi-definite solution is found by heavy-ball steps from
-    below, tuned to a bound on the largest eigenvalue of J cov, two (C, C) products each, until
-    X is right to 2e-5 (float32) or 4e-11 (float64), for at most 24 steps; these leave a residual
+    E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T. In
+    the commuting case X = 2 J / (1 + sqrt(1 + 4 J cov)): it equals J without noise and shrinks as the
+    scores saturate the softmax. The positive semidefinite solution is approached from below by
+    heavy-ball steps tuned to a bound on the largest eigenvalue of J cov, two (C, C) products each. They
+    stop at an error of 2e-5 (float32) or 4e-11 (float64), or after 24 steps, which leave a residual
     below 1e-3 for 16 or 64 scores of sd up to 5. The derivative is that of the exact solution.
 
     Args:
-        probabilities: q = E[w], shape (C,), as from `softmax_mean`.
-        cov: covariance of the scores, shape (C, C) or, of independent scores, (C,).
+      probabilities: q = E[w], (C,), as from `softmax_mean`.
+      cov: covariance of the scores, (C, C), or (C,) for independent scores.
 
     Returns:
-        X, shape (C, C): symmetric, rows sum to 0, and 0 wherever q is 0.
+      X, (C, C): symmetric, rows sum to 0, and 0 wherever q is 0.
 
     Raises:
-        ValueError: shapes do not fit.
+      ValueError: if shapes do not fit.
     """
     q, cov, _ = checked_row("expected_softmax_jacobian", probabilities, cov, None)
     return _expected(q, cov)
@@ -62,7 +62,7 @@ def _expected_jvp(
     (q, cov), (dq, dcov) = primals, tangents
     x = _expected(q, cov)
     slope = x * cov[None, :] if cov.ndim == 1 else x @ cov
-    dcov = materialized(dcov)  # zeros of a constant would be one number, from the right
+    dcov = materialized(dcov)  # a constant's zeros would be a broadcast right operand
     outer = dq[:, None] * q[None, :]
     right = diagonal_matrix(dq) - outer - outer.T - sandwich(x, dcov)
     stiffness = jax.lax.stop_gradient(_stiffness(q, cov))
@@ -77,7 +77,7 @@ def _expected_jvp(
 
 
 def sandwich(x: jax.Array, cov: jax.Array) -> jax.Array:
-    """Return x cov x for a symmetric x and a cov of shape (C, C) or (C,)."""
+    """The product x cov x for a symmetric x and a cov of shape (C, C) or (C,)."""
     return (x * cov[None, :]) @ x if cov.ndim == 1 else (x @ cov) @ x
 
 
@@ -94,7 +94,7 @@ def _heavy_ball(
     stiffness: jax.Array,
     size: jax.Array,
 ) -> jax.Array:
-    """Find the root of a function whose slopes are -1 .. -stiffness, to a fraction of `size`."""
+    """Solve residual(x) = 0, for slopes in -1 .. -stiffness, to a fraction of `size`."""
     root = jnp.sqrt(stiffness)
     length, momentum = (2.0 / (1.0 + root)) ** 2, ((root - 1.0) / (root + 1.0)) ** 2
     tolerance = float(jnp.finfo(start.dtype).eps) ** (4 / 3) * jnp.sum(size * size)

@@ -1,4 +1,4 @@
-"""E[softmax(s)] for rows of Gaussian scores, by the variances of shrunken contrasts."""
+"""E[softmax(s)] for rows of Gaussian scores, from variances of shrunken contrasts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = jax.Array
 
 
 class RowCovariance(Protocol):
-    """Covariance R of rows of scores (..., C), one for each row, up to b 1^T + 1 b^T for any b."""
+    """Covariance R of each row of scores (..., C), up to b 1^T + 1 b^T for any b."""
 
     def variance(self) -> Array:
         """diag(R), (..., C)."""
@@ -25,12 +25,12 @@ class RowCovariance(Protocol):
 
 
 class ScoreCovariance(RowCovariance, Protocol):
-    """One whose squares are known too."""
+    """A `RowCovariance` with entrywise squares."""
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        """(R * R) a / unit^2, R squared entry by entry, (..., C), (..., 1) -> (..., C).
+        """(R * R) a / unit^2 with entrywise squares, (..., C), (..., 1) -> (..., C).
 
-        Divided before it is squared: the square of a large variance is no number in float32.
+        Divide before squaring: the square of a large variance overflows float32.
         """
         ...
 
@@ -38,38 +38,39 @@ class ScoreCovariance(RowCovariance, Protocol):
 def expected_softmax(
     mean: Array, cov: ScoreCovariance, mask: Array | None = None, num_iterations: int = 1
 ) -> Array:
-    """E[softmax(s)] for rows s ~ N(mean, cov), by the variances of shrunken contrasts.
+    """E[softmax(s)] for rows s ~ N(mean, cov), from variances of shrunken contrasts.
 
-    The result a is a fixed point (in a few damped steps) of
+    The result a is a fixed point, approached in a few damped steps, of
 
         a = softmax(mean + h / 2),    h_i = v_i^2 / (v_i + gain u_i),
 
-    where v_i = (e_i - a)^T R (e_i - a) is the variance of the contrast s_i - a^T s and, with
-    J = diag(a) - a a^T, u_i = (e_i - a)^T R J R (e_i - a).
+    where v_i = (e_i - a)^T R (e_i - a) is the variance of the contrast s_i - a^T s and, with J =
+    diag(a) - a a^T, u_i = (e_i - a)^T R J R (e_i - a).
 
-    Why: E[softmax_i] = E[exp(s_i - lse(s))], lse the logsumexp. The best quadratic in place of lse, in
-    the mean square under the Gaussian, has by Stein's lemma the gradient a = E[softmax] and the Hessian
-    X = E[diag(w) - w w^T]. Then the integral is Gaussian, h_i = (e_i - a)^T (R^-1 + X)^-1 (e_i - a);
-    one step of conjugate gradients in the place of the inverse gives the h above, with X taken as
-    gain J, gain = 2 / (1 + sqrt(1 + 4 tr(J R J) / tr J)). Without the Hessian (h = v) it would be the
-    optimum of the tilted bound of Knowles and Minka (2011). To first order in R it is Ito's correction.
+    Derivation: E[softmax_i] = E[exp(s_i - lse(s))], lse the logsumexp. By Stein's lemma, the quadratic
+    closest to lse in mean square under the Gaussian has the gradient a = E[softmax] and the Hessian X =
+    E[diag(w) - w w^T]. The integral is then Gaussian, h_i = (e_i - a)^T (R^-1 + X)^-1 (e_i - a). One
+    step of conjugate gradients in place of the inverse gives the h above, with X taken as gain J, gain
+    = 2 / (1 + sqrt(1 + 4 tr(J R J) / tr J)). Without the Hessian (h = v) it is the optimum of the
+    tilted bound of Knowles and Minka (2011). To first order in R it is Ito's correction.
 
-    Relative error against samples for 16 scores, means of sd 1.5, half of the covariances diagonal
-    and half of rank 6: 0.001, 0.004, 0.05, 0.11, 0.20 and 0.28 at score sd 0.5, 1, 2, 3, 5 and 10
-    (tilted: 0.002, 0.03, 0.17, 0.35 and 0.48 up to 5); with two iterations 0.001, 0.003, 0.03, 0.08,
-    0.18 and 0.27. Budget: attention keeps 1 to 6 % of the variance wrong by its structure alone, and
-    two iterations changed no figure on trained posteriors.
+    Relative error against samples for 16 scores, means of sd 1.5, half of the covariances diagonal and
+    half of rank 6: 0.001, 0.004, 0.05, 0.11, 0.20 and 0.28 at score sd 0.5, 1, 2, 3, 5 and 10 (tilted:
+    0.002, 0.03, 0.17, 0.35 and 0.48 up to 5); with two iterations 0.001, 0.003, 0.03, 0.08, 0.18 and
+    0.27. Budget: the structure alone puts attention's variance off by 1 to 6 %, and two iterations
+    changed no figure on trained posteriors.
 
     Args:
       mean: E[s], (..., C).
       cov: covariance of each row.
-      mask: boolean (..., C), False where an entry takes no part; None for all. Its mean and covariance
-        must be finite there.
+      mask: boolean (..., C), False for excluded entries, where mean and covariance must be finite; None
+        for no mask.
       num_iterations: unrolled damped steps, at least one. Each takes two products with R and one with R
-        squared entry by entry; a last step, which takes one product with R, follows.
+        squared entrywise. A last step with one product follows.
 
     Returns:
-      Probabilities (..., C): rows sum to 1, exactly 0 where masked (everywhere, if no entry is left).
+      Probabilities (..., C): rows sum to 1, exactly 0 where masked (everywhere, if all entries are
+      masked).
     """
     start = _start(mean, cov, mask)
     weights, step = start.flattened, start.step
@@ -86,14 +87,14 @@ def expected_softmax(
 
 
 def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None = None) -> Array:
-    """`expected_softmax` by contrasts of the mean's softmax, for two products with R in all.
+    """`expected_softmax` from contrasts of softmax(mean), with only two products with R.
 
-    And u_i / v_i is one number in every row, sum_j a_j^2 v_j^2 / sum_j a_j v_j: that of independent
-    scores on average. For structures that are wrong by more elsewhere.
+    u_i / v_i is replaced by one number per row, sum_j a_j^2 v_j^2 / sum_j a_j v_j, its average for
+    independent scores. For structures whose other errors are larger.
 
-    Relative error (norm of the difference from 100,000 samples over that of E[softmax]; 16 scores, means
-    of sd 1.5, half of the covariances diagonal and half of rank 6): 0.002, 0.02, 0.12, 0.24, 0.46 and
-    0.57 at score sd 0.5, 1, 2, 3, 5 and 10; `expected_softmax` 0.001, 0.008, 0.09, 0.23, 0.43 and 0.56.
+    Relative error (norms, against 100,000 samples; 16 scores, means of sd 1.5, half of the covariances
+    diagonal and half of rank 6): 0.002, 0.02, 0.12, 0.24, 0.46 and 0.57 at score sd 0.5, 1, 2, 3, 5 and
+    10; `expected_softmax` 0.001, 0.008, 0.09, 0.23, 0.43 and 0.56.
     """
     start = _start(mean, cov, mask)
     weights, contrast = start.weights, start.contrast
@@ -111,12 +112,12 @@ class _Start(NamedTuple):
     variance: Array  # diag(R)
     weights: Array  # softmax of the mean
     contrast: Array  # their v
-    flattened: Array  # by MacKay's flattened scores
-    step: Array  # shorter where there is more noise, (..., 1)
+    flattened: Array  # softmax of MacKay's flattened scores
+    step: Array  # step size, smaller with more noise, (..., 1)
     log_total: Array  # logsumexp of the mean, (..., 1)
 
     def shorter_step(self, raised: Array, mask: Array | None) -> Array:
-        """Where noise would lift a weight above one, the quadratic has left its range."""
+        """Shorten the step where noise would lift a weight above one, outside the quadratic's range."""
         return self.step / (1 + _nonnegative(_highest(raised, mask) - self.log_total))
 
 
@@ -139,14 +140,14 @@ def _last_step(
     step: Array,
     shrink: Array,
 ) -> Array:
-    """Contrasts of the new weights, shrunken as much as those before: a step for one product."""
+    """A step with the new weights' contrasts and the previous shrinkage, for one product with R."""
     weights = materialized(weights)
     raised = mean + 0.5 * shrink * _contrast(weights, variance, cov.matvec(weights))
     return (1 - step) * weights + step * masked_softmax(raised, mask)
 
 
 def masked_softmax(scores: Array, mask: Array | None) -> Array:
-    """Softmax over the last axis; exactly zero where masked, and all zero where nothing is left."""
+    """Softmax over the last axis; exactly zero where masked, and all zero where everything is masked."""
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
     lowest = jnp.finfo(scores.dtype).min
@@ -172,12 +173,12 @@ def _nonzero(x: Array) -> Array:
 
 
 def _nonnegative(x: Array) -> Array:
-    """Zero in the place of rounding below zero, with the full derivative at zero."""
+    """Clip rounding below zero, keeping the full derivative at zero."""
     return jnp.where(x < 0, 0, x)
 
 
 def _quotient(x: Array, y: Array) -> Array:
-    """X / y, and 0 where y is not positive, or so small that 1 / y^2 in its derivative overflows."""
+    """X / y, and 0 where y is not positive or so small that the derivative's 1 / y^2 overflows."""
     positive = y > 2 * jnp.finfo(y.dtype).tiny ** 0.5
     return jnp.where(positive, x / jnp.where(positive, y, 1), 0)
 
@@ -191,8 +192,7 @@ def _shrunken(
     weights: Array, contrast: Array, pulled: Array, cov: ScoreCovariance, mask: Array | None
 ) -> Array:
     """The h of `expected_softmax`, given v (`contrast`) and R a (`pulled`)."""
-    # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2, less the square of the same sum without the
-    # square.
+    # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2 minus (sum_j a_j (R_ij - (R a)_j))^2.
     unit = jnp.maximum(1, _highest(contrast, mask))
     scaled = pulled / unit
     second = (
@@ -202,12 +202,12 @@ def _shrunken(
         - (scaled - _total(weights * scaled)) ** 2
     )
     gain = _gain(weights, contrast)
-    # In units again, lest the square of a variance enter the derivatives.
+    # In units again, so that derivatives contain no squared variance.
     shrink = _quotient(_nonnegative(second), contrast / unit)
     return contrast / (1 + gain * unit * shrink)
 
 
 def _gain(weights: Array, contrast: Array) -> Array:
-    """How much of the Jacobian at the weights is left on average, (..., 1)."""
+    """The average fraction of the Jacobian at the weights that survives, (..., 1)."""
     ratio = _quotient(_total(weights**2 * contrast), _total(weights * (1 - weights)))
     return 2 / (1 + jnp.sqrt(1 + 4 * ratio))
