@@ -1,4 +1,4 @@
-"""Structured covariances of (T, D) arrays: one type a file, algebra only.
+"""Structured covariances of (T, D) arrays; algebra only.
 
 | type | keeps | numbers kept |
 |---|---|---|
@@ -6,10 +6,10 @@
 | `TokenBlock` | each token's feature covariance | T D^2 |
 | `TokenCorrelated` | signed scale, one token correlation | T D + T^2 |
 | `Separable` | signed scale, a token and a feature correlation | T D + T^2 + D^2 |
-| `BatchSeparable` | the same, the feature correlation of a whole batch | T D + T^2 |
-| `FrozenSeparable` | the same, the feature correlation averaged beforehand | T D + T^2 |
+| `BatchSeparable` | the same, with one feature correlation per batch | T D + T^2 |
+| `FrozenSeparable` | the same, with a feature correlation averaged beforehand | T D + T^2 |
 | `Full` | everything | T^2 D^2 |
-| `ByProjection` | what a subclass of yours says | |
+| `ByProjection` | whatever a subclass of yours keeps | |
 """
 
 from moment_jax.covariance.base import Covariance
@@ -28,9 +28,7 @@ STRUCTURES: dict[str, type[Covariance]] = {
     structure.__name__: structure
     for structure in (Diagonal, TokenBlock, TokenCorrelated, Separable, BatchSeparable, Full)
 }
-"""Every structure by its name: what command lines accept and what the tests run over.
-
-`FrozenSeparable` is not among them: it needs a module's statistics."""
+"""Structures by name, for command lines and tests; `FrozenSeparable` needs a module's statistics."""
 
 __all__ = [
     "BATCH_AXIS",

@@ -1,12 +1,11 @@
-"""What every covariance structure can do.
+"""The interface of all covariance structures.
 
-A structure is a linear subspace (or a manifold) of covariances of a (T, D) array, and a type. Its
-`project` sends any covariance to the structure. The law that defines and tests all methods is
+A structure is a type that holds part of the covariance of a (T, D) array; `project` maps any covariance
+to it. One law defines and tests every linear operation `op`:
 
     op(S) == project(op(Full(S.to_dense())))
 
-for every linear operation `op`: a method computes what the textbook formula on the dense
-(T, D, T, D) array would give, and keeps of it what the structure can hold, without forming it.
+A method computes the projection of the textbook result without forming the (T, D, T, D) array.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Array = jax.Array
 
 
 class RandomKernel(Protocol):
-    """Second moments of a random (D, O) kernel, as `Covariance.weight_noise` asks for them."""
+    """Second moments of a random (D, O) kernel, for `Covariance.weight_noise`."""
 
     @property
     def uncorrelated(self) -> bool:
@@ -43,7 +42,7 @@ class RandomKernel(Protocol):
 
 
 class ElementwiseGain(Protocol):
-    """Moments of an elementwise function of a Gaussian, as `Covariance.elementwise` asks for them."""
+    """Moments of an elementwise function of a Gaussian, for `Covariance.elementwise`."""
 
     @property
     def variance(self) -> Array:
@@ -57,26 +56,25 @@ class ElementwiseGain(Protocol):
 
     @property
     def second(self) -> Array:
-        """Var[x] E[f''(x)] / sqrt(2), the coefficient of the second Hermite polynomial, (T, D)."""
+        """Var[x] E[f''(x)] / sqrt(2), the second Hermite coefficient, (T, D)."""
         ...
 
 
 class Covariance(abc.ABC):
     """Covariance of a (T, D) array: T tokens in rows, D features in columns.
 
-    All subclasses are frozen pytree dataclasses: they pass through `jit`, `vmap`, `grad` and `scan`.
-    Constructors check shapes, while tracing too, and that known variances are not negative. No other
+    Subclasses are frozen pytree dataclasses and work under `jit`, `vmap`, `grad` and `scan`.
+    Constructors check shapes (also while tracing) and that known variances are not negative. No other
     method checks values.
     """
 
     num_axes: ClassVar[int] = 2  # of the first field, for one sequence
     independent_tokens: ClassVar[bool] = False  # whether different tokens are never correlated
-    # Of every field the axis that belongs to features, and which fields have tokens first; on a mesh of
-    # devices other axes stay whole.
+    # For sharding: each field's feature axis, and the fields whose first axis is tokens.
     feature_axes: ClassVar[Mapping[str, int]] = {}
     token_fields: ClassVar[frozenset[str]] = frozenset()
 
-    # -- making ---------------------------------------------------------------------------------
+    # -- constructors ---------------------------------------------------------------------------
 
     @classmethod
     @abc.abstractmethod
@@ -86,16 +84,16 @@ class Covariance(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def project(cls, dense: Array) -> Self:
-        """What this structure keeps of a dense (T, D, T, D) covariance."""
+        """The part of a dense (T, D, T, D) covariance that this structure keeps."""
 
     @classmethod
     @abc.abstractmethod
     def shared(cls, num_tokens: int, cov: Array) -> Self:
-        """Covariance of one random vector repeated at every token (a random bias).
+        """Covariance of one random vector repeated at every token, such as a random bias.
 
         Args:
           num_tokens: T.
-          cov: the vector's covariance (D, D), or its variances (D,) where entries are independent.
+          cov: the vector's covariance (D, D), or variances (D,) for independent entries.
         """
 
     @classmethod
@@ -103,7 +101,7 @@ class Covariance(abc.ABC):
     def independent(cls, variance: Array) -> Self:
         """Covariance of independent entries with these (T, D) variances."""
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -113,7 +111,7 @@ class Covariance(abc.ABC):
     @property
     @abc.abstractmethod
     def dtype(self) -> jnp.dtype:
-        """The floating-point type of the moments."""
+        """Floating-point type of the moments."""
 
     @abc.abstractmethod
     def variance(self) -> Array:
@@ -121,7 +119,7 @@ class Covariance(abc.ABC):
 
     @abc.abstractmethod
     def to_dense(self) -> Array:
-        """Cov[x_td, x_se] as a (T, D, T, D) array: for tests and small problems."""
+        """Cov[x_td, x_se] as a (T, D, T, D) array, for tests and small problems."""
 
     @abc.abstractmethod
     def token_blocks(self) -> Array:
@@ -132,7 +130,7 @@ class Covariance(abc.ABC):
         """sum_ij Cov[x_ti, x_sj] metric_ij, (T, T).
 
         Args:
-          metric: (D, D), not necessarily symmetric; (D,) for a diagonal one; None for the identity.
+          metric: (D, D), not necessarily symmetric; (D,) for a diagonal; None for the identity.
         """
 
     @abc.abstractmethod
@@ -141,13 +139,13 @@ class Covariance(abc.ABC):
 
     @abc.abstractmethod
     def token_square_matvec(self, vectors: Array) -> Array:
-        """Each token's squared feature covariances times a vector, sum_j Cov[x_ti, x_tj]^2 v_tj."""
+        """Each token's squared feature covariances times a vector: sum_j Cov[x_ti, x_tj]^2 v_tj."""
 
     # -- linear maps ----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def rescale(self, factor: Array) -> Self:
-        """Covariance of `x * factor`, factor (T, D), or (1, D) where all tokens have the same."""
+        """Covariance of `x * factor`, factor (T, D), or (1, D) if the same for all tokens."""
 
     @abc.abstractmethod
     def map_features(self, kernel: Array) -> Self:
@@ -159,7 +157,7 @@ class Covariance(abc.ABC):
 
     @abc.abstractmethod
     def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
-        """Covariance after the token-wise maps x_t -> gain_t * x_t + left_t (right_t^T x_t).
+        """Covariance after the per-token maps x_t -> gain_t * x_t + left_t (right_t^T x_t).
 
         Args:
           gain: (T, D).
@@ -171,19 +169,19 @@ class Covariance(abc.ABC):
     def add(self, *others: Self) -> Self:
         """Covariance of the sum of independent arrays."""
 
-    # -- noise of random parameters, and nonlinearities -------------------------------------------
+    # -- random parameters and nonlinearities -----------------------------------------------------
 
     @abc.abstractmethod
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
-        """What the randomness of an independent kernel W adds to Cov[x @ W].
+        """The contribution of an independent random kernel W to Cov[x @ W].
 
-        That is sum_ij (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_io, W_jp] (Prop. 2 of the Transformer
-        derivation, its first two terms).
+        That is sum_ij (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_io, W_jp] (Transformer derivation,
+        Prop. 2, first two terms).
         """
 
     @abc.abstractmethod
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
-        """What a random gain g, shared by the tokens, adds to Cov[g * x].
+        """The contribution to Cov[g * x] of a random gain g that all tokens share.
 
         That is (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[g_i, g_j]; gain_cov is (D, D) or (D,).
         """
@@ -192,8 +190,8 @@ class Covariance(abc.ABC):
     def elementwise(self, moments: ElementwiseGain) -> Self:
         """Covariance of f(x), f elementwise, for Gaussian x.
 
-        By the Hermite (Mehler) expansion Cov[f(x), f(y)] = gain gain' c + second second' corr^2 + ...
-        The first two terms are kept between different entries, the exact variance on the diagonal.
+        Between different entries, the first two terms of the Hermite (Mehler) expansion Cov[f(x), f(y)]
+        = gain gain' c + second second' corr^2 + ...; on the diagonal, the exact variance.
         """
 
 

@@ -1,4 +1,4 @@
-"""`BatchSeparable`: `Separable`, whose correlation of the features is the batch's."""
+"""`BatchSeparable`: `Separable` with one feature correlation per batch."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ BATCH_AXIS = "batch"
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class BatchSeparable(Separable):
-    """`Separable` for training: the covariance of the sum over the tokens is averaged over the batch.
+    """`Separable` for training: the covariance of the sum over tokens is averaged over the batch.
 
-    Under `jax.vmap(..., axis_name="batch")`, as the modules of `mj.nn` map, every product of (D, D)
-    matrices is formed once a batch and not once a sequence. Each sequence keeps its variances, its
-    token correlation and the size of its sum. Without such an axis it is `Separable`.
+    Under `jax.vmap(..., axis_name="batch")`, as in the modules of `mj.nn`, each product of (D, D)
+    matrices is computed once per batch. Each sequence keeps its variances, its token correlation and
+    the size of its sum. Without such an axis it equals `Separable`.
 
-    Assumes that the sequences of a batch differ in the size of their noise and not in how it lies over
-    the features. A result depends on the whole batch: predict with `Separable`, which takes the same
+    Assumes that the sequences of a batch differ in the size of their noise but not in its pattern over
+    features. A result depends on the whole batch, so predict with `Separable`, which takes the same
     parameters (`mj.nn.with_structure`).
     """
 
     @staticmethod
     def share(statistic: Array) -> Array:
-        """Its mean over the batch, where there is one."""
+        """The mean over the batch axis, if there is one."""
         try:
             mean: Array = jax.lax.pmean(statistic, BATCH_AXIS)
-        except NameError:  # what JAX raises where no axis has this name
+        except NameError:  # no axis has this name
             return statistic
         return mean
 
     @classmethod
     def own_variance(cls, variance: Array, token_gram: Array, pool: Array | None) -> Array:
-        """Scaled as this sequence's token Gram matrix is to the mean one."""
+        """The variance scaled by this sequence's token Gram matrix relative to the batch mean."""
         own = jnp.sum(weighted(pooled(token_gram, pool), pool))
         typical = cls.share(own)
         return variance if typical is own else variance * safe_divide(own, typical)
 
     def own(self) -> Separable:
-        """The same covariance, whose features are from now on each sequence's own.
+        """The same covariance as a `Separable`, with features per sequence from now on.
 
-        Before the last block it keeps most of the logits' sd over the images: see experiments/README.md.
+        Before the last block it keeps most of the logits' sd over the images: see
+        experiments/README.md.
         """
         return Separable(*(getattr(self, field.name) for field in dataclasses.fields(self)))

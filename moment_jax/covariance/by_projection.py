@@ -1,4 +1,4 @@
-"""`ByProjection`: a structure of your own, by what it keeps alone."""
+"""`ByProjection`: base class for a structure of your own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Array = jax.Array
 
 
 class ByProjection(Covariance):
-    """A structure whose operations are those of `Full`, projected: the law of all structures itself.
+    """A structure whose operations are those of `Full`, projected, as the law of all structures says.
 
-    A subclass says what it keeps: `project`, from a dense covariance, and `to_dense`, back. All else
-    works then, attention, norms and residual sums included, at the price of `Full`. Override what has to
-    be quicker; the law says what it has to give.
+    A subclass defines what it keeps: `project`, from a dense covariance, and `to_dense`, back.
+    Everything else then works, including attention, norms and residual sums, at the cost of `Full`.
+    Override what has to be faster; the law says what each method must return.
 
     Assumes that projections of covariances are positive semidefinite.
 
@@ -28,7 +28,7 @@ class ByProjection(Covariance):
     >>> @mj.register_fields
     ... @dataclasses.dataclass(frozen=True)
     ... class Pairs(mj.ByProjection):
-    ...     cov: jax.Array  # (T, D, T, D): tokens 2i and 2i + 1 know each other, and no other token
+    ...     cov: jax.Array  # (T, D, T, D): tokens 2i and 2i + 1 are correlated, and no others
     ...     num_axes = 4
     ...     @classmethod
     ...     def project(cls, dense):
@@ -67,7 +67,7 @@ class ByProjection(Covariance):
         return cls.project(Full.independent(variance).cov)
 
     def full(self) -> Full:
-        """The same covariance, of which nothing more will be lost."""
+        """The same covariance as `Full`."""
         return Full(self.to_dense())
 
     def variance(self) -> Array:

@@ -1,4 +1,4 @@
-"""`Diagonal`: every entry independent of every other. Keeps T D numbers."""
+"""`Diagonal`: variances only, T D numbers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Array = jax.Array
 class Diagonal(Covariance):
     """Variance only: Cov[x_td, x_se] = [t = s][d = e] v_td.
 
-    Assumes that all entries are independent. Weight noise is shared by the tokens, so on a
-    Transformer this loses much of the predictive variance; it is here as the cheapest structure.
+    Assumes that all entries are independent. Tokens share weight noise, so on a Transformer this loses
+    much of the predictive variance. It is the cheapest structure.
 
     Args:
       variances: v, (T, D).
@@ -48,7 +48,7 @@ class Diagonal(Covariance):
 
     def __post_init__(self) -> None:
         call = "Diagonal(variances)"
-        check_fields(call, "For one token, give vector[None, :].", _no_others, self.variances)
+        check_fields(call, "For one token, pass vector[None, :].", _other_shapes, self.variances)
         check_variances(call, self.variances)
 
     @classmethod
@@ -123,7 +123,7 @@ class Diagonal(Covariance):
         return type(self)(moments.variance)
 
 
-def _no_others(variances: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _other_shapes(variances: tuple[int, ...]) -> list[tuple[int, ...]]:
     if len(variances) < 2:
         raise ValueError("needs variances of shape (T, D).")
     return []

@@ -1,4 +1,4 @@
-"""Dataclasses of arrays: pytrees, checked when made by hand alone, fields formed when first read."""
+"""Pytree dataclasses of arrays, with checked constructors and lazy fields."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Shape = tuple[int, ...]
 
 
 def register_fields(cls: type[T]) -> type[T]:
-    """Register a frozen dataclass, all fields arrays, as a pytree that is rebuilt without checks.
+    """Register a frozen dataclass whose fields are arrays as a pytree that is rebuilt without checks.
 
-    `jax.tree_util.register_dataclass` would rebuild by the constructor, whose check of shapes stops
-    transformations that have every right to other leaves: `jacfwd` and `hessian` put axes last,
-    `vmap(out_axes=1)` in the middle, and factored optimisers summarise each array.
+    `jax.tree_util.register_dataclass` would call the constructor, whose shape checks fail in legitimate
+    transformations: `jacfwd` and `hessian` append axes, `vmap(out_axes=1)` inserts one, and factored
+    optimisers summarise each array.
 
-    Functions that take or give it can be saved with `jax.export`, if it is the library's own: a class of
-    a user's may be defined anew under its name, as in a notebook.
+    The library's own classes can appear in functions saved with `jax.export`. A user's class cannot: it
+    may be defined again under the same name, as in a notebook.
     """
     names = tuple(field.name for field in dataclasses.fields(cls))
 
@@ -55,15 +55,15 @@ def register_fields(cls: type[T]) -> type[T]:
 
 
 class FormedLater:
-    """A dataclass of arrays, made of other arrays, whose fields are formed when they are first read.
+    """A dataclass of arrays whose fields are computed from other arrays on first access.
 
-    Gram matrices pass from one operation to the next as they are; a correlation is seldom read, and
-    what nobody reads is not in the program. A boundary of a transformation reads all fields.
+    Gram matrices pass from one operation to the next directly. Correlations are seldom read, and an
+    unread field costs nothing. Transformation boundaries read all fields.
     """
 
     @classmethod
     def formed(cls, later: Mapping[str, Callable[[], Any]], **known: Any) -> Self:
-        """An instance of fields and other attributes that are known, and fields that `later` forms."""
+        """An instance with known fields and attributes, and fields computed by `later`."""
         result = object.__new__(cls)
         result.__dict__.update(known, _later=later, _trace=_trace())
         return result
@@ -73,9 +73,7 @@ class FormedLater:
         if name not in later:
             raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`.")
         value = later[name]()
-        if (
-            self.__dict__["_trace"] == _trace()
-        ):  # what an inner trace forms is not for the outer one
+        if self.__dict__["_trace"] == _trace():  # never cache a value of an inner trace
             self.__dict__[name] = value
         return value
 
@@ -85,11 +83,11 @@ class FormedLater:
 
     @property
     def forms_later(self) -> bool:
-        """Whether it is of this kind, and not made of its fields."""
+        """Whether this instance was made by `formed`."""
         return "_later" in self.__dict__
 
     def known(self, name: str) -> Any:
-        """An attribute that `formed` was given, or None."""
+        """An attribute passed to `formed`, or None."""
         return self.__dict__.get(name)
 
 
@@ -98,17 +96,17 @@ def _trace() -> object:
 
 
 def check_fields(
-    call: str, mend: str, shape_of: Callable[[Shape], list[Shape]], *leaves: object
+    call: str, fix: str, other_shapes: Callable[[Shape], list[Shape]], *leaves: object
 ) -> None:
-    """Raise unless the fields of a dataclass are arrays of real numbers that fit the first of them.
+    """Raise unless the fields of a dataclass are real arrays whose shapes fit the first field.
 
-    Something else in the place of arrays (None, axis numbers for `vmap`, shapes) is let pass, and so
-    are leading axes that all fields share: that is a stack.
+    Anything else in place of arrays (None, axis numbers for `vmap`, shapes) passes, and so do leading
+    axes that all fields share, as in a stack.
 
     Args:
-      call: how the dataclass is made, as `Family(mean, ...)`.
-      mend: what to do instead.
-      shape_of: from the first field's shape, those of the others; ValueError if there are none.
+      call: the constructor call, such as `Family(mean, ...)`.
+      fix: the advice in the message.
+      other_shapes: maps the first field's shape to the others'; raises ValueError if it is invalid.
       *leaves: the fields.
     """
     for leaf in leaves:
@@ -119,18 +117,18 @@ def check_fields(
         return
     first, *others = known
     try:
-        expected = shape_of(first)
+        expected = other_shapes(first)
     except ValueError as error:
-        raise ValueError(f"`{call}` {error} Got {_listed(known)}. {mend}") from None
+        raise ValueError(f"`{call}` {error} Got {_listed(known)}. {fix}") from None
     if others != expected:
         raise ValueError(
-            f"`{call}` needs fields of shapes {_listed([first, *expected])}, by the first of them. "
-            f"Got {_listed(known)}. {mend}"
+            f"`{call}` needs fields of shapes {_listed([first, *expected])}, by the first field. "
+            f"Got {_listed(known)}. {fix}"
         )
 
 
 def check_array(call: str, array: object) -> None:
-    """Raise unless this is an array of floating-point numbers."""
+    """Raise unless this is a floating-point array."""
     if not hasattr(array, "ndim"):
         raise TypeError(
             f"`{call}` needs arrays. Got {type(array).__name__}. Use jnp.asarray(values)."
@@ -139,7 +137,7 @@ def check_array(call: str, array: object) -> None:
 
 
 def check_floating(call: str, array: object) -> None:
-    """Raise for a list and for an array of integers or booleans; let anything else pass."""
+    """Raise for lists and for arrays of integers or booleans."""
     if isinstance(array, list):
         raise TypeError(f"`{call}` needs arrays. Got list. Use jnp.asarray(values).")
     if isinstance(array, (jax.Array, np.ndarray)) and not jnp.issubdtype(array.dtype, jnp.floating):
@@ -149,32 +147,32 @@ def check_floating(call: str, array: object) -> None:
 
 
 def check_variances(call: str, array: Any, axes: str = "") -> None:
-    """Raise where variances are known by now and negative by more than rounding.
+    """Raise if variances are known and negative beyond rounding.
 
     Args:
-      call: how the dataclass is made.
+      call: the constructor call.
       array: variances of any shape, or covariances.
-      axes: those whose diagonal holds the variances, such as "ij" for (..., n, n) matrices.
+      axes: axes whose diagonal holds the variances, such as "ij" for (..., n, n) matrices.
     """
     if not _is_known(array) or np.ndim(array) < 2 * len(axes) or np.size(array) == 0:
         return
     values: Any = array
     here = not isinstance(array, jax.Array) or {d.platform for d in array.devices()} == {"cpu"}
-    numpy: Any = np if here else jnp  # what lies on accelerators is reduced there
+    numpy: Any = np if here else jnp  # reduce on the accelerator that holds the array
     if axes:
         values = numpy.einsum(f"...{axes}{axes}->...{axes}", values)
     least, dtype = float(numpy.min(values)), numpy.asarray(values).dtype
-    # Numbers that are no arrays (axes for `vmap`, say) have nothing to round.
+    # Plain integers, such as axes for `vmap`, have no rounding error.
     eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
     if least < 0 and least < -(eps**0.5) * float(numpy.max(numpy.abs(values))):
         raise ValueError(
-            f"`{call}` needs variances that are not negative. Got {least:.4g}. Of standard "
-            "deviations, give the squares."
+            f"`{call}` needs variances that are not negative. Got {least:.4g}. For standard "
+            "deviations, pass their squares."
         )
 
 
 def known_values(array: object) -> np.ndarray | None:
-    """The numbers of an array that is on this host by now; None while tracing, and for other things."""
+    """The array as NumPy; None while tracing, for arrays on other hosts and for other types."""
     return np.asarray(array) if _is_known(array) else None
 
 
@@ -182,16 +180,16 @@ def _is_known(array: object) -> bool:
     kinds = (jax.Array, np.ndarray, np.generic, int, float)
     if isinstance(array, jax.core.Tracer) or not isinstance(array, kinds):
         return False
-    return not isinstance(array, jax.Array) or array.is_fully_addressable  # else on several hosts
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
 def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:
-    """`shape`, once it is that of one sequence, (T, D)."""
+    """Return `shape` if it is that of one sequence, (T, D); raise otherwise."""
     if len(shape) != 2:
         name = structure.__name__
         raise ValueError(
             f"`{name}.zeros(shape)` needs the shape (T, D) of one sequence. Got {tuple(shape)}. For a "
-            f"batch, use jax.vmap, within which every x has a {name}.zeros(x.shape) of its own."
+            f"batch, use jax.vmap, and {name}.zeros(x.shape) inside the mapped function."
         )
     return shape[0], shape[1]
 
@@ -218,7 +216,7 @@ def check_correlations(
     fields = [field for field in others if field is not None]
     check_fields(
         call,
-        "For independent tokens, or features, give jnp.eye(T), or jnp.eye(D).",
+        "For independent tokens or features, pass jnp.eye(T) or jnp.eye(D).",
         shapes,
         scale,
         *fields,

@@ -1,4 +1,4 @@
-"""`FrozenSeparable`: `Separable`, whose correlation of the features was averaged beforehand."""
+"""`FrozenSeparable`: `Separable` with a feature correlation averaged beforehand."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Array = jax.Array
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class FrozenSeparable(BatchSeparable):
-    """`BatchSeparable` for prediction: what a batch shares is stored in the module, and read.
+    """`BatchSeparable` for prediction: the batch statistics are read from the module.
 
-    `mj.nn.freeze_features` makes such modules. No product of (D, D) matrices is left for a sequence, and
-    a result depends on no other sequence and, of what is stored, on no other token. Each sequence keeps
-    its variances, its token correlation and the size of its sum.
+    `mj.nn.freeze_features` makes such modules. No products of (D, D) matrices remain per sequence. A
+    result depends on no other sequence, and the stored statistics on no other token. Each sequence
+    keeps its variances, its token correlation and the size of its sum.
 
-    Assumes that sequences differ in the size of their noise and not in how it lies over the features.
-    Outside of such a module an operation that needs the statistics raises a `ValueError`.
+    Assumes that sequences differ in the size of their noise but not in its pattern over features.
+    Outside such a module, operations that need the statistics raise a `ValueError`.
     """
 
     @staticmethod
     def share(statistic: Array) -> Array:
-        """What is stored in the place of it; its mean over the batch while `freeze_features` stores."""
+        """The stored statistic; while `freeze_features` runs, the batch mean, which it stores."""
         return exchange(statistic, BatchSeparable.share)

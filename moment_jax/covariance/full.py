@@ -1,4 +1,4 @@
-"""`Full`: everything. Keeps T^2 D^2 numbers; the reference of all other structures."""
+"""`Full`: the complete covariance, T^2 D^2 numbers; the reference for all other structures."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Full(Covariance):
     feature_axes: ClassVar[Mapping[str, int]] = {"cov": 1}
 
     def __post_init__(self) -> None:
-        call, mend = (
+        call, fix = (
             "Full(cov)",
             "For variances, use Diagonal; for a matrix, cov.reshape(T, D, T, D).",
         )
-        check_fields(call, mend, _no_others, self.cov)
+        check_fields(call, fix, _other_shapes, self.cov)
         check_variances(call, self.cov, "td")
 
     @classmethod
@@ -128,19 +128,19 @@ class Full(Covariance):
         t, d = self.shape
         variance = self.variance()
         root = safe_sqrt(variance)
-        # Not the quotient of squares, which overflow first.
+        # Square the quotient: a quotient of squares overflows earlier.
         squared_corr = safe_divide(self.cov, root[:, :, None, None] * root[None, None]) ** 2
         gain, second = moments.gain, moments.second
         kept = (
             gain[:, :, None, None] * self.cov * gain[None, None]
             + second[:, :, None, None] * squared_corr * second[None, None]
         )
-        # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
+        # The rest of the exact variance (higher Hermite terms), nonnegative by Parseval.
         rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
         return type(self)(kept + diagonal_matrix(rest.ravel()).reshape(t, d, t, d))
 
 
-def _no_others(cov: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _other_shapes(cov: tuple[int, ...]) -> list[tuple[int, ...]]:
     if len(cov) < 4 or cov[-4:-2] != cov[-2:]:
         raise ValueError("needs a covariance of shape (T, D, T, D).")
     return []

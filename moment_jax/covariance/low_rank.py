@@ -1,4 +1,4 @@
-"""Second moments after token-wise maps x_t -> gain_t * x_t + left_t (right_t^T x_t) of low rank k."""
+"""Second moments after the per-token maps x_t -> gain_t * x_t + left_t (right_t^T x_t) of rank k."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ Array = jax.Array
 
 
 def low_rank_variance(variance: Array, gain: Array, left: Array, right: Array) -> Array:
-    """Variances after x_t -> gain_t x_t + left_t (right_t^T x_t), features of a token independent.
+    """Variances of the mapped x, for independent features within a token.
 
     Args:
       variance: (T, D).
@@ -17,7 +17,7 @@ def low_rank_variance(variance: Array, gain: Array, left: Array, right: Array) -
     """
     own = gain**2 + 2 * gain * jnp.sum(left * right, axis=-1)
     inner = jnp.einsum("tjk,tj,tjl->tkl", right, variance, right)
-    # A sum of squares in exact arithmetic; rounding can leave a hair below zero.
+    # A sum of squares, up to rounding.
     return jnp.maximum(own * variance + jnp.einsum("tik,tkl,til->ti", left, inner, left), 0)
 
 
@@ -29,7 +29,7 @@ def low_rank_moments(
     right: Array,
     pairs: Array,
 ) -> tuple[Array, Array, Array]:
-    """Variances and Gram matrices, features correlated alike in all tokens.
+    """Variances and Gram matrices of the mapped x, for one feature correlation in all tokens.
 
     With B_t = diag(own_t) + sum_k left_tk reach_tk^T, own = gain scale and reach = right scale, the
     covariance of tokens t and s is B_t R B_s^T times their correlation.
@@ -60,7 +60,7 @@ def low_rank_moments(
     feature_cross = jnp.einsum("ktd,kte->de", summed[None] * pulled, left)
     near = jnp.einsum("ktd,klts,lse->de", left, pairs[None, None] * reaches, left)
     return (
-        jnp.maximum(variance, 0),  # a sum of squares, but for rounding
+        jnp.maximum(variance, 0),  # a sum of squares, up to rounding
         own @ own.T + token_cross + token_cross.T + far,
         correlation * (own.T @ summed) + feature_cross + feature_cross.T + near,
     )

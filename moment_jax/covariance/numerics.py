@@ -1,4 +1,4 @@
-"""Roots and quotients that stay finite, with finite gradients, at zero variance; weighted sums."""
+"""Roots and quotients that are finite, with finite gradients, at zero variance; weighted sums."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ Array = jax.Array
 def safe_sqrt(x: Array) -> Array:
     """sqrt(max(x, 0)), with gradient 0 where x <= 0; NaN stays NaN.
 
-    At a variance of exactly zero the true derivative is infinite; the variance itself does not pass
-    through this root, so nothing is lost but that infinity.
+    The true derivative at 0 is infinite. Variances themselves do not pass through this root, so no
+    gradient is lost.
     """
     return jnp.sqrt(jnp.maximum(x, jnp.zeros((), x.dtype)))
 
@@ -25,20 +25,17 @@ def _safe_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array
 
 
 def safe_divide(x: Array, y: Array) -> Array:
-    """Quotient x / y, and 0 where y is zero, or so small that 1 / y^2 would overflow.
-
-    That is in the derivative, which would be NaN at x = 0. NaN stays NaN.
-    """
+    """X / y, and 0 where |y| is so small that the derivative's 1 / y^2 overflows; NaN stays NaN."""
     return x / _infinite_where(jnp.abs(y) <= 2 * jnp.finfo(y.dtype).tiny ** 0.5, y)
 
 
 def _infinite_where(void: Array, divisor: Array) -> Array:
-    """A divisor by which what is divided becomes 0, and so do its derivatives, where it is void."""
+    """The divisor, replaced by infinity where `void`, so that the quotient and its derivatives are 0."""
     return jnp.where(void, jnp.full((), jnp.inf, divisor.dtype), divisor)
 
 
 def gram(a: Array, b: Array, metric: Array | None = None) -> Array:
-    """The product a A b^T of (T, D) and (S, D) arrays: A None (identity), (D,) diagonal or (D, D)."""
+    """The product a A b^T of (T, D) and (S, D) arrays; A is (D, D), (D,) for a diagonal, or None."""
     if metric is None:
         return a @ b.T
     if metric.ndim == 1:
@@ -47,22 +44,22 @@ def gram(a: Array, b: Array, metric: Array | None = None) -> Array:
 
 
 def vector_variance(cov: Array) -> Array:
-    """The variances (D,) of a vector whose covariance is given as (D,) variances or as (D, D)."""
+    """Variances (D,) of a vector, from its covariance (D, D) or variances (D,)."""
     return cov if cov.ndim == 1 else diagonal_of(cov)
 
 
 def vector_cov(cov: Array) -> Array:
-    """The covariance (D, D) of a vector whose covariance is given as (D,) variances or as (D, D)."""
+    """Covariance (D, D) of a vector, from its covariance (D, D) or variances (D,)."""
     return diagonal_matrix(cov) if cov.ndim == 1 else cov
 
 
 def weighted(rows: Array, pool: Array | None) -> Array:
-    """Rows (T, ...) times weights (T,); None for weights of one."""
+    """Rows (T, ...) times weights (T,); None for ones."""
     return rows if pool is None else pool.reshape(-1, *(1,) * (rows.ndim - 1)) * rows
 
 
 def pooled(rows: Array, pool: Array | None) -> Array:
-    """The sum of rows (T, ...) with weights (T,), or of one each."""
+    """The weighted sum of rows (T, ...), with weights (T,); None for ones."""
     return jnp.sum(weighted(rows, pool), axis=0)
 
 
@@ -72,34 +69,34 @@ def paired(a: Array, b: Array, pairs: Array) -> Array:
 
 
 def fit_rows(pattern: Array, rows: Array) -> Array:
-    """A nonnegative (T, D) array of this pattern, every row scaled to its sum in `rows`, (T,)."""
+    """The nonnegative (T, D) array `pattern`, each row rescaled to sum to `rows`, (T,)."""
     factor = safe_divide(jnp.maximum(rows, 0), jnp.sum(pattern, axis=1))
     return pattern * factor[:, None]
 
 
 def correlation_of(cov: Array, variance: Array | None = None) -> Array:
-    """The correlation matrix of a positive semidefinite matrix: so is it, with a unit diagonal.
+    """The correlation matrix of a positive semidefinite matrix, with a unit diagonal.
 
     Args:
       cov: the matrix.
-      variance: its diagonal, where that is known.
+      variance: its diagonal, if known.
     """
     inverse = safe_divide(
         jnp.ones((), cov.dtype), safe_sqrt(diagonal_of(cov) if variance is None else variance)
     )
     correlation = inverse[:, None] * cov * inverse[None, :]
     one = jnp.ones((), cov.dtype)
-    # Not by `clip`, whose gradient at the bounds is a half.
+    # Not `clip`: its gradient at the bounds is a half.
     correlation = jnp.where(correlation > one, one, correlation)
     correlation = jnp.where(correlation < -one, -one, correlation)
     return jnp.where(on_diagonal(cov.shape), one, correlation)
 
 
 def definite(gram: Array) -> Array:
-    """The positive semidefinite matrix nearby with the same diagonal; one that is such stays as it is.
+    """A nearby positive semidefinite matrix with the same diagonal; definite matrices are unchanged.
 
-    By a Cholesky factorization whose rows may not grow beyond the diagonal. No row depends on those
-    below it. Derivatives take the difference as a constant.
+    A Cholesky factorization whose rows cannot exceed the diagonal; no row depends on later ones.
+    Derivatives treat the correction as constant.
     """
     root, correlation = safe_sqrt(diagonal_of(gram)), correlation_of(gram)
     missing = jax.lax.stop_gradient(_bounded_cholesky(correlation) - correlation)
@@ -108,12 +105,12 @@ def definite(gram: Array) -> Array:
 
 
 def _bounded_cholesky(correlation: Array) -> Array:
-    """L L^T, where every L_ij is as large as the rest of row i allows at most, (T, T)."""
+    """L L^T, each |L_ij| bounded by what is left of row i, (T, T)."""
     given = correlation.astype(jnp.promote_types(correlation.dtype, jnp.float32))
     places = jnp.arange(given.shape[0])
 
     def step(factor: Array, j: Array) -> tuple[Array, None]:
-        left = safe_sqrt(1 - jnp.sum(factor**2, axis=1))  # of every row, for the columns from j on
+        left = safe_sqrt(1 - jnp.sum(factor**2, axis=1))  # left of each row for columns j and later
         column = given[:, j] - jnp.sum(factor * factor[j][None], axis=1)
         column = jnp.clip(safe_divide(column, jnp.broadcast_to(left[j], left.shape)), -left, left)
         column = jnp.where(places == j, left, jnp.where(places > j, column, 0))

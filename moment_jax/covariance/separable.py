@@ -1,4 +1,4 @@
-"""`Separable`: a scale for each entry, a correlation of the tokens and one of the features."""
+"""`Separable`: a scale per entry, a token correlation and a feature correlation."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ class Separable(MadeOfGrams):
 
     The projection keeps the variances, s_td = sqrt(Var[x_td]), the correlation r of the token Gram
     matrix sum_d Cov[x_td, x_sd], and the correlation R and the variances of the sum over the tokens,
-    sum_t x_t. So the result is always positive semidefinite, and it is the covariance itself where that
-    has this form with a scale of rank one, s_td = a_t b_d. The scale is signed.
+    sum_t x_t. The result is always positive semidefinite, and exact if the covariance has this form
+    with a scale of rank one, s_td = a_t b_d. The scale is signed.
 
-    Why the sum: an average over the tokens sees what they have in common, and a correlation of equal
-    tokens alone, sum_t Cov[x_td, x_te], misses it. Single tokens lose little by it on trained
-    posteriors; with independent tokens it loses some of the pattern of the sd over features. The
-    covariance of the sum passes linear maps of the features, sums and averages over the tokens exactly,
-    whatever the covariance.
+    R comes from the sum because an average over tokens sees what they have in common, which the
+    within-token covariance sum_t Cov[x_td, x_te] misses. On trained posteriors single tokens lose
+    little by it; with independent tokens the pattern of the sd over features suffers. Linear maps of
+    the features, and sums and averages over tokens, carry the covariance of the sum exactly, for any
+    covariance.
 
-    `map_features`, and `weight_noise` with correlated inputs, are exact where the scale is of rank one;
-    else the covariance of the sum is exact and the variances have the pattern that uncorrelated features
-    would give. (Exactness would cost T D^2 O operations in the place of D^2 O; the scales of trained
-    posteriors are within about a tenth of rank one.) Elementwise functions of a wide layer take one gain
-    for each feature in the covariance of the sum.
+    `map_features`, and `weight_noise` with correlated inputs, are exact for a scale of rank one.
+    Otherwise the covariance of the sum is exact, and the variances get the pattern that uncorrelated
+    features would give. (Exact variances would cost T D^2 O operations instead of D^2 O; the scales of
+    trained posteriors are within about a tenth of rank one.) In a wide layer, elementwise functions
+    apply one gain per feature to the covariance of the sum.
 
-    Attention over 512 tokens (8 times `landmarks`) and more reads what queries have in common by
-    regression on 64 of them: T^2 operations in the place of T^3. All queries have to look at the same
-    keys: no mask, or one of shape (1, S), which `valid` of the modules makes. Budget: sd of tokens and
-    logits .003 to .005 below those by all queries (two trained networks of 256 and 1,024 tokens, nine
-    images), where the structure itself is 1 to 11 % off. Products in bfloat16 are too coarse for it, and
-    tokens on several devices do without. The class attribute is read while tracing; with
-    `mj.Separable.landmarks = 0` all queries count, whatever the length.
+    With 512 tokens (8 times `landmarks`) or more, attention computes Gram matrices between queries by
+    regression on 64 of them: T^2 operations instead of T^3. All queries must see the same keys: no
+    mask, or one of shape (1, S), as the modules make from `valid`. Budget: sd of tokens and logits .003
+    to .005 below those with all queries (two trained networks of 256 and 1,024 tokens, nine images),
+    where the structure itself is 1 to 11 % off. bfloat16 products are too coarse for it, and it is off
+    when tokens are spread over devices. The class attribute is read while tracing;
+    `mj.Separable.landmarks = 0` uses all queries at any length.
 
-    Assumes that the pattern of correlation between tokens is the same for all pairs of features.
+    Assumes that all pairs of features have the same token correlation.
 
     Args:
       scale: s, (T, D), signed.
       token_correlation: r, (T, T), unit diagonal.
       feature_correlation: R, (D, D), unit diagonal.
-      pool: weights p (T,) of the tokens in the sum, sum_t p_t x_t; None for one each. See `pooled`.
-      sum_variance: variances of that sum, (D,); None for those that scale and correlations give.
+      pool: weights p (T,) of the tokens in the sum, sum_t p_t x_t; None for ones. See `pooled`.
+      sum_variance: variances of that sum, (D,); None for those implied by scale and correlations.
     """
 
     scale: Array
@@ -81,13 +81,13 @@ class Separable(MadeOfGrams):
         check_correlations(call, *(getattr(self, f.name) for f in dataclasses.fields(self)))
 
     def pooled(self, pool: Array | None) -> Self:
-        """The same covariance, whose feature correlation is from now on that of some tokens alone.
+        """The same covariance, with a feature correlation taken from now on from some tokens only.
 
-        Whatever is averaged over the tokens is averaged with these weights. So tokens of weight zero, of
-        padding or yet to come, have no influence on what is kept of the others.
+        All averages over tokens use these weights. Tokens of weight zero (padding, or later ones) then
+        have no influence on the others.
 
         Args:
-          pool: (T,), boolean or not negative; None for all tokens alike.
+          pool: (T,), boolean or nonnegative; None to weigh all tokens equally.
 
         Raises:
           ValueError: if there is not one weight for each token.
@@ -96,7 +96,7 @@ class Separable(MadeOfGrams):
             if pool.shape != self.scale.shape[:1]:
                 raise ValueError(
                     f"`Separable.pooled` needs one weight for each of {self.scale.shape[0]} tokens. "
-                    f"Got an array of shape {tuple(pool.shape)}."
+                    f"Got an array of shape {tuple(pool.shape)}. For equal weights, pass None."
                 )
             pool = pool.astype(self.dtype)
         weights = jnp.ones_like(self.scale[:, 0]) if pool is None else pool
@@ -109,13 +109,13 @@ class Separable(MadeOfGrams):
         return self.with_grams(known, pool=pool, sum_variance=variance)
 
     def with_own_grams(self) -> Self:
-        """The same, with the Gram matrices of its fields formed once for all that reads them."""
+        """The same covariance, with its Gram matrices computed once for all later uses."""
         if self.known("grams") is not None:
             return self
         return self.with_grams(Grams(self.variance(), self.token_gram(), self.features()))
 
     def with_grams(self, grams: Grams | None, **fields: Any) -> Self:
-        """With other fields, and Gram matrices that are theirs, where they are known."""
+        """The same with some fields replaced, and the matching Gram matrices where known."""
         if grams is None:
             return dataclasses.replace(self, **fields)
         names = {field.name for field in dataclasses.fields(self)} - {*fields}
@@ -124,7 +124,7 @@ class Separable(MadeOfGrams):
         return self.formed(later, grams=grams, **kept, **fields)
 
     def pooled_variance(self, weights: Array | None = None) -> Array:
-        """Variances of a sum over the tokens, (D,), by scale and token correlation.
+        """Variances of the sum over tokens, (D,), implied by scale and token correlation.
 
         Args:
           weights: of the tokens, (T,); None for `pool`.
@@ -143,7 +143,7 @@ class Separable(MadeOfGrams):
     def shape(self) -> tuple[int, int]:
         known: Grams | None = self.known("grams")
         shape = (self.scale if known is None else known.variance).shape
-        return shape[0], shape[1]  # by hand, scales may be a batch
+        return shape[0], shape[1]  # fields made by hand may have batch axes
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -182,7 +182,7 @@ class Separable(MadeOfGrams):
         return self.features().dense()
 
     def features(self) -> FeatureGram:
-        """`feature_gram()`, formed as far as it is by now."""
+        """The feature Gram matrix in factored form."""
         known: Grams | None = self.known("grams")
         if known is not None:
             return known.features
@@ -196,7 +196,7 @@ class Separable(MadeOfGrams):
         return FeatureGram(whole, variance=self.sum_variance).shared(self.share)
 
     def summed_variance(self) -> Array:
-        """Variances of the sum over the tokens, (D,)."""
+        """Variances of the sum over tokens, (D,)."""
         return self.pooled_variance() if self.sum_variance is None else self.sum_variance
 
     def token_matvec(self, vectors: Array) -> Array:
@@ -207,7 +207,7 @@ class Separable(MadeOfGrams):
         return variance * ((variance * vectors) @ self.feature_correlation**2)
 
     def rescale(self, factor: Array) -> Self:
-        """X * factor: exact, but for the covariance of the sum where the factor differs by token."""
+        """X * factor: exact, except the covariance of the sum if the factor differs between tokens."""
         scale = self.scale * factor
         if factor.shape[0] > 1:
             return dataclasses.replace(self, scale=scale, sum_variance=None)
@@ -217,12 +217,12 @@ class Separable(MadeOfGrams):
         return self.with_grams(grams, scale=scale, sum_variance=variance)
 
     def map_features(self, kernel: Array) -> Self:
-        """X @ kernel: the covariance of the sum is exact, all of it for a scale of rank one."""
+        """X @ kernel: the covariance of the sum is exact, and everything is for a scale of rank one."""
         before, variance, squared = self.features(), self.variance(), kernel**2
         features = before.map(kernel)
         factor = safe_divide(jnp.maximum(features.diag(), 0), before.diag() @ squared)
-        # With a scale of rank one the tokens' correlation passes as it is. The variances' sums over the
-        # features without the variances, for which queries and keys have no use.
+        # A scale of rank one leaves the token correlation unchanged. The new diagonal is computed
+        # without the variances, which queries and keys do not need.
         token_gram = self.token_gram()
         ratio = safe_divide(variance @ (squared @ factor), rows_diagonal(token_gram))
         root = safe_sqrt(ratio)

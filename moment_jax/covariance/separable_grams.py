@@ -1,4 +1,4 @@
-"""The Gram matrices that a `Separable` is made of, and knows for the next operation."""
+"""The Gram matrices from which `Separable` is built, and which it passes on."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from moment_jax.xla import (
 )
 
 Array = jax.Array
-NARROW = 12  # features, below which averages over them are checked: see `from_crossed`
+NARROW = 12  # up to this many features `from_crossed` restores positive semidefiniteness
 
 
 class Basis(NamedTuple):
-    """What maps an inner matrix (R, R) to D features, and its product with that, formed once."""
+    """A map from an inner matrix (R, R) to D features, with its cached product."""
 
     rows: Array  # (R, D)
     pulled: Array  # inner rows, (R, D)
 
     def scaled(self, gain: Array) -> Basis:
-        """Every feature times its gain, (D,)."""
+        """Multiply each feature by its gain, (D,)."""
         return Basis(self.rows * gain[None, :], self.pulled * gain[None, :])
 
 
 class FeatureGram(NamedTuple):
     """Cov[sum_t p_t x_t] = basis^T inner basis + diag(diagonal), (D, D).
 
-    Dense layers map the basis; elementwise functions scale it and add to the diagonal. So the wide
-    hidden layer of a Transformer never forms its (4 D, 4 D) matrix.
+    Dense layers map the basis; elementwise functions scale it and add to the diagonal. So the (4 D, 4
+    D) matrix of a Transformer's hidden layer is never formed.
     """
 
     inner: Array | None = None  # (R, R); None: the matrix is diagonal
     basis: Basis | None = None  # (R, D); None: the identity
     diagonal: Array | None = None  # (D,); None: zero
-    variance: Array | None = None  # (D,), the diagonal of it all, where it is known
-    reached: Array | None = None  # the basis (R, D) that an inner matrix of before was mapped to
+    variance: Array | None = None  # (D,), the diagonal of the whole matrix, if known
+    reached: Array | None = None  # the basis (R, D) that `map` last multiplied out
 
     @classmethod
     def through(cls, inner: Array, basis: Array) -> FeatureGram:
-        """That of x @ basis, for a matrix (R, R) of x."""
+        """The Gram matrix of x @ basis, from that of x, (R, R)."""
         return cls(inner, Basis(basis, inner @ basis))
 
     def dense(self) -> Array:
@@ -77,7 +77,7 @@ class FeatureGram(NamedTuple):
         return own if self.diagonal is None else own + self.diagonal
 
     def blocks(self, num_blocks: int) -> Array:
-        """Its blocks on the diagonal, (H, D / H, D / H)."""
+        """Diagonal blocks, (H, D / H, D / H)."""
         if self.basis is None:
             whole = self.dense()
             width = whole.shape[0] // num_blocks
@@ -90,7 +90,7 @@ class FeatureGram(NamedTuple):
         return whole + diagonal_matrix(self.diagonal.reshape(num_blocks, -1))
 
     def map(self, kernel: Array) -> FeatureGram:
-        """That of x @ kernel."""
+        """The Gram matrix of x @ kernel."""
         if self.inner is None or self.basis is None:
             return FeatureGram.through(self.dense(), kernel)
         basis = self.basis.rows @ kernel
@@ -100,7 +100,7 @@ class FeatureGram(NamedTuple):
         return FeatureGram(whole, reached=basis)
 
     def rescaled(self, gain: Array) -> FeatureGram:
-        """That of x * gain, gain (D,)."""
+        """The Gram matrix of x * gain, gain (D,)."""
         diagonal, variance = (
             None if part is None else gain**2 * part for part in (self.diagonal, self.variance)
         )
@@ -110,7 +110,7 @@ class FeatureGram(NamedTuple):
         return FeatureGram(gain[:, None] * self.inner * gain[None, :], None, diagonal, variance)
 
     def shared(self, share: Callable[[Array], Array]) -> FeatureGram:
-        """The matrix of which sequences share everything but the basis, which they have in common."""
+        """Apply `share` to every part but the basis, which sequences have in common."""
         parts = (self.inner, self.diagonal, self.variance)
         inner, diagonal, variance = (None if part is None else share(part) for part in parts)
         basis = self.basis
@@ -119,11 +119,11 @@ class FeatureGram(NamedTuple):
         return FeatureGram(inner, basis, diagonal, variance, self.reached)
 
     def without_noise(self) -> FeatureGram:
-        """The matrix without what is added to its diagonal."""
+        """The matrix without the added diagonal."""
         return self._replace(diagonal=None, variance=None)
 
     def times(self, factor: Array) -> FeatureGram:
-        """The matrix times a number, ()."""
+        """The matrix times a scalar."""
         basis, parts = self.basis, (self.inner, self.diagonal, self.variance)
         inner, diagonal, variance = (None if part is None else factor * part for part in parts)
         if basis is not None:
@@ -131,12 +131,12 @@ class FeatureGram(NamedTuple):
         return FeatureGram(inner, basis, diagonal, variance)
 
     def raised(self, diagonal: Array) -> FeatureGram:
-        """The matrix plus a diagonal one, (D,)."""
+        """The matrix plus diag(diagonal), (D,)."""
         total = diagonal if self.diagonal is None else self.diagonal + diagonal
         return self._replace(diagonal=total, variance=self.diag() + diagonal)
 
     def plus(self, other: FeatureGram) -> FeatureGram:
-        """The sum; formed whole unless one of the two is diagonal."""
+        """The sum; dense unless one of the two is diagonal."""
         if other.inner is None or self.inner is None:
             diagonals = [g.diagonal for g in (self, other) if g.diagonal is not None]
             whole = self if other.inner is None else other
@@ -146,7 +146,7 @@ class FeatureGram(NamedTuple):
 
 
 class Grams(NamedTuple):
-    """What a `Separable` was made of, for the next operation; boundaries of transformations drop it."""
+    """Known Gram matrices of a `Separable`; dropped at transformation boundaries."""
 
     variance: Array  # (T, D)
     tokens: Array  # (T, T)
@@ -158,12 +158,12 @@ class MadeOfGrams(FormedLater, Covariance):
 
     @staticmethod
     def share(statistic: Array) -> Array:
-        """What stands for a statistic of the features: here every sequence's own."""
+        """A statistic of the features as this structure keeps it; here the sequence's own."""
         return statistic
 
     @classmethod
     def own_variance(cls, variance: Array, token_gram: Array, pool: Array | None) -> Array:
-        """Variances of this sequence's sum, (D,), from what stands for them."""
+        """Variances of this sequence's sum, (D,), from the shared ones."""
         return variance
 
     @classmethod
@@ -184,7 +184,7 @@ class MadeOfGrams(FormedLater, Covariance):
         feature_gram: Array | FeatureGram,
         pool: Array | None = None,
     ) -> Self:
-        """Made of variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
+        """Build from variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
         variance = materialized(jnp.maximum(variance, 0))
         token_gram = materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
@@ -208,11 +208,11 @@ class MadeOfGrams(FormedLater, Covariance):
         feature_gram: Array | FeatureGram,
         pool: Array | None = None,
     ) -> Self:
-        """`from_moments` of sums with cross terms that were averaged over tokens or features.
+        """`from_moments` for sums whose cross terms were averaged over tokens or features.
 
-        Averages can leave Gram matrices indefinite where they are over few features: their
-        off-diagonals are shrunk there. With more than `NARROW` features none was seen in 1,000 random
-        attentions and blocks, and the eigenvalues are not computed.
+        With few features such averages can leave Gram matrices indefinite; their off-diagonals are then
+        shrunk. With more than `NARROW` features none was indefinite in 1,000 random attentions and
+        blocks, and there is no check.
         """
         if variance.shape[1] <= NARROW:
             if isinstance(feature_gram, FeatureGram):

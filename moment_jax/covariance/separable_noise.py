@@ -1,4 +1,4 @@
-"""What random parameters and elementwise functions give `Separable`: variances and Gram matrices."""
+"""Noise of random parameters, and elementwise functions, in `Separable`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ if TYPE_CHECKING:
     from moment_jax.covariance.separable import Separable
 
 Array = jax.Array
-Moments = tuple[
-    Array, Array, FeatureGram
-]  # variance (T, D), token Gram matrix, covariance of the sum
+# Variance (T, D), token Gram matrix (T, T), covariance of the sum over tokens (D, D).
+Moments = tuple[Array, Array, FeatureGram]
 
 
 def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
-    """What the randomness of a kernel adds to x @ kernel: see `Covariance.weight_noise`."""
+    """The contribution of a random kernel to the covariance: see `Covariance.weight_noise`."""
     metric, features, total = weights.input_metric(), cov.features(), pooled(mean, cov.pool)
     of_noise = cov.token_gram(metric)
     token_gram = of_noise + gram(mean, mean, metric)
-    if weights.uncorrelated:  # no feature correlation enters the variances, and none comes out
+    if weights.uncorrelated:  # feature correlations are neither needed nor produced
         variance = weights.noise_variance(mean, cov.variance())
         return variance, token_gram, column_noise(weights, features.diag() + total**2)
-    none = materialized(jnp.zeros_like(mean))  # a right operand, where the kernel is `matmul`'s
-    # The variances by the noise of x have the pattern that uncorrelated features would give.
+    none = materialized(jnp.zeros_like(mean))  # `matmul`'s kernel multiplies by it from the right
+    # The variances due to noise in x get the pattern that uncorrelated features would give.
     by_noise = weights.noise_block(features.dense())
     expected = weights.noise_variance(none[:1], features.diag()[None, :])[0]
     pattern = weights.noise_variance(none, cov.variance())
@@ -55,18 +54,18 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
 
 
 def column_noise(kernel: RandomKernel, moment: Array) -> FeatureGram:
-    """Feature Gram matrix of the noise of a kernel with uncorrelated entries.
+    """Feature Gram matrix of the noise of a (D, O) kernel with uncorrelated entries.
 
     Args:
-      kernel: of shape (D, O).
-      moment: of the sum of the inputs over the tokens, E[(sum_t p_t x_td)^2], (D,).
+      kernel: the belief.
+      moment: E[(sum_t p_t x_td)^2], (D,).
     """
     moment = moment[None, :]
     return FeatureGram(diagonal=kernel.noise_variance(jnp.zeros_like(moment), moment)[0])
 
 
 def gain(cov: Separable, mean: Array, gain_cov: Array) -> Moments:
-    """What a random gain, shared by the tokens, adds to gain * x: see `Covariance.gain_noise`."""
+    """The contribution of a random gain that all tokens share: see `Covariance.gain_noise`."""
     metric, features, total = vector_variance(gain_cov), cov.features(), pooled(mean, cov.pool)
     variance = (cov.variance() + mean**2) * metric[None, :]
     token_gram = cov.token_gram(metric) + gram(mean, mean, metric)
@@ -95,13 +94,13 @@ def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, Featur
             + correlation**2 * (second.T @ (r**2 @ second))
             + diagonal_matrix(rest)
         )
-    # A wide layer: one gain for every feature, and the rest of the variance by itself.
+    # A wide layer: one gain per feature; the remaining variance goes to the diagonal.
     features = features.rescaled(average_gain(cov, moments.gain))
     return token_gram, features.raised(_coherent(second, r**2) + rest)
 
 
 def average_gain(cov: Separable, gain: Array) -> Array:
-    """Each feature's gain (T, D) in the sum over the tokens, (D,): exact for a scale of rank one."""
+    """Average of a gain (T, D) over tokens, per feature, (D,); exact for a scale of rank one."""
     rows = weighted(cov.scale, cov.pool)
     size = safe_sqrt(jnp.sum(rows**2, axis=1))
     shares = rows * (cov.token_correlation @ size)[:, None]
@@ -109,18 +108,18 @@ def average_gain(cov: Separable, gain: Array) -> Array:
 
 
 def sum_variance(cov: Separable, weights: Array, known: Array) -> Array:
-    """Variances of a weighted sum over the tokens, (D,): exact for multiples of the pool.
+    """Variances of a weighted sum over tokens, (D,); exact for multiples of the pool.
 
     Args:
       cov: covariance of the tokens.
       weights: of the tokens, (T,).
-      known: variances of the sum that the pool weighs, (D,).
+      known: variances of the pooled sum, (D,).
     """
 
     def alone(weights: Array | None) -> Array:  # as if tokens were independent
         return jnp.sum(weighted(cov.scale, weights) ** 2, axis=0)
 
-    # What a feature's tokens have in common passes as the tokens' correlation says.
+    # Scale the part that tokens share by what the token correlation predicts.
     own, before = alone(weights), alone(cov.pool)
     common = cov.pooled_variance(weights) - own
     share = safe_divide(common, cov.pooled_variance() - before)

@@ -1,4 +1,4 @@
-"""Statistics that one pass writes and later passes read, in the order in which they are asked for."""
+"""Feature statistics that one pass writes and later passes read, in call order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jax.extend.core import get_opaque_trace_state
 
 Array = jax.Array
 Written = tuple[Any, ...]
-"""Arrays, and for every scan or checkpoint a tuple of its own, in the order of the calls."""
+"""Arrays, and a nested tuple for each scan or checkpoint, in call order."""
 
 _NO_TAPE = (
-    "`FrozenSeparable` needs the feature statistics of a module of `mj.nn`, and is used outside of one. "
-    "Use `Separable`, or call a module that `mj.nn.freeze_features` has made."
+    "`FrozenSeparable` needs the feature statistics of a module of `mj.nn`. Got a call outside of one. "
+    "Use `Separable`, or call a module made by `mj.nn.freeze_features`."
 )
 
 
 class Tape:
-    """What is read, or written, while one function is traced."""
+    """The statistics read or written while one function is traced."""
 
     def __init__(self, given: Written | None) -> None:
         self.given = given  # None to write
@@ -29,11 +29,11 @@ class Tape:
         self._trace = _trace()
 
     def exchange(self, statistic: Array, average: Callable[[Array], Array]) -> Array:
-        """The stored array in the place of a statistic; when writing, its average, which is stored."""
+        """Reading: the stored statistic. Writing: store and return the average of this one."""
         if self._trace != _trace():
             raise ValueError(
-                "`FrozenSeparable` reads its statistics in `mj.nn`'s modules, through their scans over "
-                "blocks and `remat`. Got another transformation inside of one. Use `Separable`."
+                "`FrozenSeparable` supports only the scans over blocks and `remat` inside `mj.nn`'s "
+                "modules. Got another transformation inside of one. Use `Separable`."
             )
         if self.given is None:
             value = average(statistic)
@@ -44,26 +44,26 @@ class Tape:
             if got != statistic.shape:
                 raise ValueError(
                     "`FrozenSeparable` needs the statistics of this very model. A statistic of shape "
-                    f"{statistic.shape} is stored as {got}. Call `mj.nn.freeze_features` anew."
+                    f"{statistic.shape} is stored as {got}. Call `mj.nn.freeze_features` again."
                 )
             value = value.astype(statistic.dtype)
         return value
 
     def take(self) -> Any:
-        """The next of those given; None when writing."""
+        """The next given statistic; None when writing."""
         if self.given is None:
             return None
         if len(self.values) == len(self.given):
             raise ValueError(
-                "`FrozenSeparable` needs the statistics of this very model, and has fewer than it asks "
-                f"for, {len(self.given)}. Call `mj.nn.freeze_features` anew."
+                "`FrozenSeparable` needs the statistics of this very model. Got only "
+                f"{len(self.given)}, fewer than it reads. Call `mj.nn.freeze_features` again."
             )
         value = self.given[len(self.values)]
         self.values.append(value)
         return value
 
     def put(self, written: Written) -> None:
-        """Add what an inner function has written."""
+        """Append what an inner function wrote."""
         if self.given is None:
             self.values.append(written)
 
@@ -72,10 +72,10 @@ _open: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
 def exchange(statistic: Array, average: Callable[[Array], Array]) -> Array:
-    """`Tape.exchange` with the tape that is open.
+    """`Tape.exchange` on the open tape.
 
     Raises:
-      ValueError: if none is.
+      ValueError: if no tape is open.
     """
     tape = _open.get()
     if tape is None:
@@ -84,20 +84,21 @@ def exchange(statistic: Array, average: Callable[[Array], Array]) -> Array:
 
 
 def with_feature_statistics(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Written]]:
-    """Make the feature statistics that `FrozenSeparable` reads an argument and a result of `fn`.
+    """Make the feature statistics of `FrozenSeparable` an argument and a result of `fn`.
 
-    `jax.vmap(lambda x: with_feature_statistics(fn)(None, x)[1], axis_name="batch")(inputs)` writes them,
-    the same for every input; their means over that axis are what later passes take.
+    `jax.vmap(lambda x: with_feature_statistics(fn)(None, x)[1], axis_name="batch")(inputs)` writes
+    them, the same for every input. Later passes take their means over that axis.
 
     Args:
-      fn: uses `FrozenSeparable`, outside of other transformations than a batch's `vmap`.
+      fn: uses `FrozenSeparable`, under no transformation except a batch's `vmap`.
 
     Returns:
-      A function (statistics, *args) -> (the result of `fn`, what was written). Statistics of None: they
-      are written, by averaging over the axis "batch" where there is one; else read, and () is written.
+      A function (statistics, *args) -> (result of `fn`, statistics written). With statistics None, they
+      are averaged over the axis "batch", if there is one, and written; otherwise they are read and ()
+      is written.
 
     Raises:
-      ValueError: on a call, if fewer or more statistics are given than `fn` reads, or of other shapes.
+      ValueError: on a call, if `fn` reads another number of statistics than given, or other shapes.
     """
 
     def run(given: Written | None, *args: Any) -> tuple[Any, Written]:
@@ -112,7 +113,7 @@ def with_feature_statistics(fn: Callable[..., Any]) -> Callable[..., tuple[Any, 
         if len(tape.values) != len(given):
             raise ValueError(
                 f"`FrozenSeparable` needs the statistics of this very model. It reads "
-                f"{len(tape.values)} of the {len(given)} given. Call `mj.nn.freeze_features` anew."
+                f"{len(tape.values)} of the {len(given)} given. Call `mj.nn.freeze_features` again."
             )
         return result, ()
 
@@ -120,7 +121,7 @@ def with_feature_statistics(fn: Callable[..., Any]) -> Callable[..., tuple[Any, 
 
 
 def scan(body: Callable[[Any, Any], tuple[Any, Any]], start: Any, xs: Any) -> tuple[Any, Any]:
-    """`jax.lax.scan`, every step with its own statistics."""
+    """`jax.lax.scan` in which every step has its own statistics."""
     tape = _open.get()
     if tape is None:
         return jax.lax.scan(body, start, xs)
@@ -136,7 +137,7 @@ def scan(body: Callable[[Any, Any], tuple[Any, Any]], start: Any, xs: Any) -> tu
 
 
 def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.checkpoint`, statistics going in and out as arrays."""
+    """`jax.checkpoint` that passes statistics in and out as arrays."""
 
     def run(*args: Any) -> Any:
         tape = _open.get()

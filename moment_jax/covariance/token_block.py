@@ -1,4 +1,4 @@
-"""`TokenBlock`: each token's full feature covariance, tokens independent. Keeps T D^2 numbers."""
+"""`TokenBlock`: each token's feature covariance, tokens independent; T D^2 numbers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Array = jax.Array
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class TokenBlock(Covariance):
-    """One (D, D) covariance a token: Cov[x_td, x_se] = [t = s] B_tde.
+    """One (D, D) covariance per token: Cov[x_td, x_se] = [t = s] B_tde.
 
-    Assumes independent tokens: right for networks that see one token or one row at a time (an MLP),
-    wrong by up to five times in the standard deviation where tokens share random weights.
+    Assumes independent tokens. Right for networks that see one token or row at a time (an MLP); off by
+    up to five times in the standard deviation where tokens share random weights.
 
     Args:
       blocks: B, (T, D, D), symmetric positive semidefinite.
@@ -43,7 +43,7 @@ class TokenBlock(Covariance):
 
     def __post_init__(self) -> None:
         call = "TokenBlock(blocks)"
-        check_fields(call, "For variances (T, D), use Diagonal.", _no_others, self.blocks)
+        check_fields(call, "For variances (T, D), use Diagonal.", _other_shapes, self.blocks)
         check_variances(call, self.blocks, "d")
 
     @classmethod
@@ -126,19 +126,19 @@ class TokenBlock(Covariance):
     def elementwise(self, moments: ElementwiseGain) -> Self:
         variance = self.variance()
         root = safe_sqrt(variance)
-        # Not the quotient of squares, which overflow first.
+        # Square the quotient: a quotient of squares overflows earlier.
         squared_corr = safe_divide(self.blocks, root[:, :, None] * root[:, None, :]) ** 2
         gain, second = moments.gain, moments.second
         kept = (
             gain[:, :, None] * self.blocks * gain[:, None, :]
             + second[:, :, None] * squared_corr * second[:, None, :]
         )
-        # The rest of the exact variance: higher Hermite terms, nonnegative by Parseval.
+        # The rest of the exact variance (higher Hermite terms), nonnegative by Parseval.
         rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
         return type(self)(kept + diagonal_matrix(rest))
 
 
-def _no_others(blocks: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _other_shapes(blocks: tuple[int, ...]) -> list[tuple[int, ...]]:
     if len(blocks) < 3 or blocks[-1] != blocks[-2]:
         raise ValueError("needs blocks of shape (T, D, D).")
     return []

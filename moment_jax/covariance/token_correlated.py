@@ -1,4 +1,4 @@
-"""`TokenCorrelated`: a scale for each entry, one correlation between tokens. Keeps T D + T^2."""
+"""`TokenCorrelated`: a scale per entry and one token correlation; T D + T^2 numbers."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ Array = jax.Array
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class TokenCorrelated(FormedLater, Covariance):
-    """Features independent, one token correlation for all: Cov[x_td, x_se] = [d = e] s_td s_sd r_ts.
+    """Independent features with one token correlation: Cov[x_td, x_se] = [d = e] s_td s_sd r_ts.
 
-    The projection keeps the variances, s_td = sqrt(Var[x_td]), and the correlation r of the token Gram
-    matrix g_ts = sum_d Cov[x_td, x_sd]: r_ts = g_ts / sqrt(g_tt g_ss). So the result is always positive
-    semidefinite, and has that Gram matrix itself where the scale is of rank one, s_td = a_t b_d. The
-    scale is signed, so that factors of either sign (`rescale`) stay exact.
+    The projection keeps the variances, s_td = sqrt(Var[x_td]), and the correlation r_ts = g_ts /
+    sqrt(g_tt g_ss) of the token Gram matrix g_ts = sum_d Cov[x_td, x_sd]. The result is always positive
+    semidefinite, and has exactly that Gram matrix if the scale has rank one, s_td = a_t b_d. The scale
+    is signed, so that factors of either sign (`rescale`) stay exact.
 
-    Assumes that different features are uncorrelated, and that the pattern of correlation between
-    tokens is the same for all features: what noise of shared weights makes, to a good approximation.
+    Assumes that different features are uncorrelated, and that all features have the same token
+    correlation; shared weight noise approximately gives such a covariance.
 
     Args:
       scale: s, (T, D), signed.
@@ -68,7 +68,7 @@ class TokenCorrelated(FormedLater, Covariance):
 
     @classmethod
     def from_moments(cls, variance: Array, token_gram: Array) -> Self:
-        """The structure of these variances (T, D) and this token Gram matrix (T, T)."""
+        """The structure with these variances (T, D) and this token Gram matrix (T, T)."""
         variance = materialized(jnp.maximum(variance, 0))
         token_gram = materialized(by_tokens(token_gram))
         later = {
@@ -93,7 +93,7 @@ class TokenCorrelated(FormedLater, Covariance):
     def shape(self) -> tuple[int, int]:
         known = self.known("own_variance")
         shape = (self.scale if known is None else known).shape
-        return shape[0], shape[1]  # by hand, scales may be a batch
+        return shape[0], shape[1]  # fields made by hand may have batch axes
 
     @property
     def dtype(self) -> jnp.dtype:
