@@ -1,4 +1,4 @@
-"""The encoder and decoder blocks and their sublayers, normalised after (the derivation's) or before."""
+"""Encoder and decoder blocks and their sublayers, post-norm (as derived) or pre-norm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Covariance)
 
 
 class Normalization(NamedTuple):
-    """Where a sublayer normalises, and how; see `encoder_block`."""
+    """Settings of a sublayer's normalisation; see `encoder_block`."""
 
     first: bool
     epsilon: float
@@ -48,11 +48,11 @@ def encoder_block(
 ) -> tuple[Array, S]:
     """Moments of one Transformer encoder block.
 
-    With `norm_first=False` z = norm1(x + attention(x)), y = norm2(z + feed_forward(z)), as in the
-    derivation; with `norm_first=True` z = x + attention(norm1(x)), y = z + feed_forward(norm2(z)).
-    The covariance between a residual stream and its branch is kept as far as the structure can.
+    With `norm_first=False`, as derived, z = norm1(x + attention(x)), y = norm2(z + feed_forward(z)).
+    With `norm_first=True`, z = x + attention(norm1(x)), y = z + feed_forward(norm2(z)). The covariance
+    between a residual stream and its branch is kept as far as the structure can.
 
-    Assumes that x and the parameters of all sublayers are independent of each other.
+    Assumes that x and the parameters of all sublayers are mutually independent.
 
     Args:
       mean: E[x], (T, D).
@@ -106,13 +106,13 @@ def decoder_block(
     epsilon: float = 1e-6,
     order: int = 2,
 ) -> tuple[Array, S]:
-    """Moments of one Transformer decoder block: self-attention, attention to a memory, feed-forward.
+    """Moments of one Transformer decoder block: self-attention, cross-attention, feed-forward.
 
-    Each sublayer has its residual and its normalisation, after it or before it as in `encoder_block`. A
-    decoder that must not see later tokens needs a mask, `jnp.tril(jnp.ones((T, T), bool))`.
+    Each sublayer has its residual and its normalisation, as in `encoder_block`. For a causal decoder
+    pass the mask `jnp.tril(jnp.ones((T, T), bool))`.
 
-    Assumes that x, the memory and the parameters of all sublayers are independent of each other. From
-    the second block on x has looked at the memory; what they share then is left out.
+    Assumes that x, the memory and the parameters of all sublayers are mutually independent. From the
+    second block on x depends on the memory; that dependence is ignored.
 
     Args:
       mean: E[x], (T, D).
@@ -123,9 +123,9 @@ def decoder_block(
       num_heads: number of attention heads.
       norm_first: False for post-norm, True for pre-norm.
       activation: an elementwise transform such as `mj.relu` or `mj.gelu`.
-      mask: of self-attention, (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a
-        query may look at a key.
-      memory_mask: of attention to the memory, (T, S), (1, S) or (H, T, S).
+      mask: for self-attention, (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query
+        may look at a key.
+      memory_mask: for cross-attention, (T, S), (1, S) or (H, T, S).
       epsilon: added to the variance in the normalisations.
       order: 1 (Taylor at the mean, as derived) or 2.
 
@@ -133,8 +133,8 @@ def decoder_block(
       Mean (T, D) and covariance of the output, in the structure of `cov`.
 
     Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width. TypeError: if the two
-        covariances are of different structures.
+      ValueError: if shapes do not fit or the heads do not divide the width.
+      TypeError: if the two covariances have different structures.
 
     Source: Transformer derivation, section 1.1.
     """

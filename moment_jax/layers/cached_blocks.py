@@ -1,4 +1,4 @@
-"""One step of a block: the newest tokens of a causal sequence, with what is cached of those before."""
+"""One decoding step of a block: the newest tokens of a causal sequence, with earlier ones cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ S = TypeVar("S", bound=Covariance)
 
 
 class DecoderBlockCache(NamedTuple):
-    """What a decoder block keeps: its own tokens so far, and the memory's keys and values."""
+    """A decoder block's cache: its own tokens so far, and the memory's keys and values."""
 
     tokens: KeyValueCache
     memory: Source[Any]
@@ -48,21 +48,11 @@ def encoder_block_step(
     epsilon: float = 1e-6,
     order: int = 2,
 ) -> tuple[Array, S, KeyValueCache]:
-    """`encoder_block` with a causal mask, for the newest tokens (N, D) alone.
+    """`encoder_block` with a causal mask, for the newest tokens (N, D) only.
 
-    Args:
-      mean: E[x] of the newest tokens, (N, D).
-      cov: their covariance, a structure whose tokens are independent.
-      cache: of the tokens before them.
-      params: beliefs about the parameters.
-      num_heads: number of attention heads.
-      norm_first: False for post-norm, True for pre-norm.
-      activation: an elementwise transform such as `mj.relu`.
-      epsilon: added to the variance in the normalisations.
-      order: 1 or 2, as for `encoder_block`.
-
-    Returns:
-      Mean (N, D) and covariance of the output, and the cache with the new tokens in it.
+    `cov` must be a structure with independent tokens; `cache` holds the tokens before these. The other
+    arguments are those of `encoder_block`. Returns mean (N, D) and covariance of the output, and the
+    extended cache.
     """
     check_moments("encoder_block_step", mean, cov)
     norm = Normalization(norm_first, epsilon, order)
@@ -120,7 +110,7 @@ def _attention_step_sublayer(
     *,
     num_heads: int,
 ) -> tuple[Array, S, KeyValueCache]:
-    """Causal self-attention of the newest tokens to cached ones, and what is cached then."""
+    """Causal self-attention of the newest tokens to cached ones, and the extended cache."""
     caches = [cache]
 
     def branch(mean: Array, cov: S) -> tuple[Array, S, Tangent]:

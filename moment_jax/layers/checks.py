@@ -1,4 +1,4 @@
-"""Checks of static facts, made while tracing: the invariant, what came, and the mend."""
+"""Argument checks, made while tracing; errors state the rule, the value and the fix."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def check_moments(name: str, mean: Array, cov: Covariance) -> None:
         )
     check_array(f"{name}(mean, cov)", mean)
     fields = [jnp.shape(leaf) for leaf in jax.tree.leaves(cov)]
-    if len(fields[0]) != cov.num_axes:  # `vmap` took an axis, or has not taken one
+    if len(fields[0]) != cov.num_axes:  # `vmap` removed an axis too many, or too few
         raise ValueError(
             f"`{name}(mean, cov)` needs the covariance of one sequence. Got "
             f"{type(cov).__name__} of fields {', '.join(map(str, fields))}. For a batch, use "
-            f"jax.vmap({name}), with in_axes=None for a covariance that all share."
+            f"jax.vmap({name}), with in_axes=None for a shared covariance."
         )
     if mean.ndim != 2 or cov.shape != mean.shape:
         raise ValueError(
@@ -40,7 +40,7 @@ def check_moments(name: str, mean: Array, cov: Covariance) -> None:
     if 0 in mean.shape:
         raise ValueError(
             f"`{name}(mean, cov)` needs at least one token and one feature. Got {tuple(mean.shape)}. "
-            "Leave empty sequences out."
+            "Drop empty sequences."
         )
 
 
@@ -55,8 +55,8 @@ def check_kernel(name: str, num_features: int, kernel: object) -> None:
     if len(shape) != 2 or shape[0] != num_features:
         raise ValueError(
             f"`{name}` needs a kernel of shape (in, out) with in == {num_features}, the number of "
-            f"features of its input. Got {shape}. Kernels are (in, out), as Flax's are; transpose "
-            "one that comes from PyTorch."
+            f"features of its input. Got {shape}. Kernels are (in, out), as in Flax; transpose "
+            "kernels from PyTorch."
         )
 
 
@@ -70,7 +70,7 @@ def check_vector(name: str, what: str, size: int, vector: object) -> None:
     if tuple(vector.shape) != (size,):
         raise ValueError(
             f"`{name}` needs a {what} of shape ({size},), one number for each feature. Got "
-            f"{tuple(vector.shape)}."
+            f"{tuple(vector.shape)}. Use a belief of that shape."
         )
 
 
@@ -78,13 +78,13 @@ def check_order(name: str, order: int) -> None:
     """Raise unless `order` is 1 or 2."""
     if order not in (1, 2):
         raise ValueError(
-            f"`{name}` needs order=1 (Taylor's first order, as derived) or order=2 (with the "
-            f"second-order correction of the mean). Got order={order!r}."
+            f"`{name}` needs order=1 (first-order Taylor, as derived) or order=2 (with the "
+            f"second-order correction of the mean). Got order={order!r}. Use order=2."
         )
 
 
 def check_heads(name: str, num_heads: int, *widths: int) -> int:
-    """Raise unless `num_heads` divides every width; return the first width over it."""
+    """Raise unless `num_heads` divides every width; return the width of a head."""
     try:
         operator.index(num_heads)
     except TypeError:
@@ -95,7 +95,7 @@ def check_heads(name: str, num_heads: int, *widths: int) -> int:
         if num_heads < 1 or width % num_heads:
             raise ValueError(
                 f"`{name}` needs num_heads to divide the width of query, key and value. Got "
-                f"num_heads={num_heads} and width {width}. Choose a divisor of {width}, or kernels "
+                f"num_heads={num_heads} and width {width}. Use a divisor of {width}, or kernels "
                 "of another width."
             )
     return widths[0] // num_heads
@@ -110,48 +110,48 @@ def check_mask(name: str, mask: Array | None, num_heads: int, queries: int, keys
         raise ValueError(
             f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]}, {allowed[1]} for "
             f"all queries, or (heads, queries, keys) == {allowed[2]}, True where a query may look. Got "
-            f"{described(mask)}."
+            f"{described(mask)}. Use jnp.asarray(mask, bool) in one of these shapes."
         )
 
 
 def check_epsilon(name: str, epsilon: Array | float) -> None:
-    """Raise where `epsilon` is known by now and negative."""
+    """Raise if `epsilon` is known and negative."""
     if not isinstance(epsilon, jax.core.Tracer) and epsilon < 0:
         raise ValueError(
-            f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax has 1e-6."
+            f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
         )
 
 
 def check_row_mask(name: str, mask: Array, shape: tuple[int, ...]) -> None:
-    """Raise unless `mask` is boolean and of this shape."""
+    """Raise unless `mask` is boolean and has this shape."""
     if not is_boolean(mask, shape):
         raise ValueError(
-            f"`{name}` needs a boolean mask of shape {tuple(shape)}, True for what counts. Got "
-            f"{described(mask)}."
+            f"`{name}` needs a boolean mask of shape {tuple(shape)}, True for entries to use. Got "
+            f"{described(mask)}. Use jnp.asarray(mask, bool) in that shape."
         )
 
 
 def is_boolean(mask: Any, *shapes: tuple[int, ...]) -> bool:
-    """Whether `mask` is an array of booleans, of one of these shapes."""
+    """Whether `mask` is a boolean array of one of these shapes."""
     if not isinstance(mask, (jax.Array, np.ndarray)):
         return False
     return jnp.issubdtype(mask.dtype, jnp.bool_) and tuple(mask.shape) in shapes
 
 
 def described(mask: Any) -> str:
-    """What came in the place of a mask."""
+    """The type and shape of a bad mask, for a message."""
     known = isinstance(mask, (jax.Array, np.ndarray))
     return f"{tuple(mask.shape)} of {mask.dtype}" if known else type(mask).__name__
 
 
 def takes(fn: object, num_arguments: int) -> bool:
-    """Whether `fn` can be called with that many arguments, as far as its signature tells."""
+    """Whether `fn` accepts that many arguments, as far as its signature tells."""
     if not callable(fn):
         return False
     try:
         inspect.signature(fn).bind(*range(num_arguments))
     except TypeError:
         return False
-    except ValueError:  # there is none
+    except ValueError:  # no signature
         return True
     return True

@@ -1,4 +1,4 @@
-"""Dense layers, and products of independent random matrices (Prop. 1 and 2)."""
+"""Dense layers and products of independent random matrices (Prop. 1 and 2)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ S = TypeVar("S", bound=Covariance)
 def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     """Moments of `x @ kernel + bias` for a random sequence, a random kernel and a random bias.
 
-    Exact for `Full`; every other structure keeps its projection of the exact covariance. Weight noise
-    is shared by all tokens, and so is the noise of the bias.
+    Exact for `Full`; other structures keep the projection of the exact covariance. All tokens share the
+    noise of kernel and bias.
 
-    Assumes that x, the kernel and the bias are independent of each other.
+    Assumes that x, the kernel and the bias are mutually independent.
 
     Args:
       mean: E[x], (T, D).
       cov: covariance of x, a structure of shape (T, D).
-      params: beliefs about the kernel (D, O) and, unless it is None, the bias (O,).
+      params: beliefs about the kernel (D, O) and the bias (O,), or None for no bias.
 
     Returns:
       Mean (T, O) and covariance of the output, in the structure of `cov`.
 
     Raises:
-      ValueError: if shapes do not fit. TypeError: if `cov` or a parameter is of another kind.
+      ValueError: if shapes do not fit.
+      TypeError: if `cov` or a parameter has the wrong type.
 
     Source: Transformer derivation, Prop. 1, Prop. 2 (its trace transposed) and section 4.2.
 
@@ -63,9 +64,8 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
 def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[Array, S]:
     """Moments of `a @ b` for independent random matrices.
 
-    Exact for `Full` operands, cross-covariances between rows and columns of any kind included. In
-    other structures the result is the projection of the exact covariance of operands that have the
-    structures given.
+    Exact for `Full`, including all cross-covariances of rows and columns. Other structures keep the
+    projection of the exact covariance, for operands that have the given structures.
 
     Assumes that a and b are independent.
 
@@ -73,7 +73,7 @@ def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[A
       mean_a: E[a], (T, P).
       cov_a: covariance of a, a structure of shape (T, P).
       mean_b: E[b], (P, Q).
-      cov_b: covariance of b, a structure of shape (P, Q), not necessarily the same as `cov_a`'s.
+      cov_b: covariance of b, a structure of shape (P, Q); it may differ from `cov_a`'s.
 
     Returns:
       Mean (T, Q) and covariance of the product, in the structure of `cov_a`.
@@ -81,14 +81,14 @@ def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[A
     Raises:
       ValueError: if shapes do not fit.
 
-    Source: Transformer derivation, Prop. 1 and 2, with tr(A^T B) in the place of tr(A B).
+    Source: Transformer derivation, Prop. 1 and 2, with tr(A^T B) instead of tr(A B).
     """
     check_moments("matmul", mean_a, cov_a)
     check_moments("matmul", mean_b, cov_b)
     if mean_a.shape[1] != mean_b.shape[0]:
         raise ValueError(
             "`matmul(mean_a, cov_a, mean_b, cov_b)` needs as many columns in a as rows in b. Got "
-            f"{tuple(mean_a.shape)} and {tuple(mean_b.shape)}."
+            f"{tuple(mean_a.shape)} and {tuple(mean_b.shape)}. Use shapes (T, P) and (P, Q)."
         )
     mapped = cov_a.map_features(mean_b)
     return mean_a @ mean_b, mapped.add(cov_a.weight_noise(mean_a, _RandomMatrix(cov_b)))
@@ -96,7 +96,7 @@ def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[A
 
 @dataclasses.dataclass(frozen=True)
 class _RandomMatrix:
-    """A random (P, Q) matrix with a structured covariance, seen as a random kernel."""
+    """A random (P, Q) matrix with a structured covariance, as a random kernel."""
 
     cov: Covariance
     uncorrelated: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Token ids to random rows of a table, and positions that are known."""
+"""Random embeddings of token ids, and fixed positions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ S = TypeVar("S", bound=Covariance)
 
 @materialized_inputs
 def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, S]:
-    """Moments of the rows of a random table that a sequence of token ids asks for.
+    """Moments of the rows of a random table that are looked up by token ids.
 
-    Tokens with the same id get the same row, so their noise is the same: Cov[x_td, x_se] is that of rows
-    ids[t] and ids[s]. Exact for `Full`; every other structure keeps its projection of it.
+    Equal ids share a row and its noise: Cov[x_td, x_se] is that of rows ids[t] and ids[s]. Exact for
+    `Full`; other structures keep its projection.
 
     Args:
-      ids: (T,) integers in [0, V). Ids that are known while tracing are checked; tokens of others that
-        are out of range are NaN. So pad with an id of the table.
+      ids: (T,) integers in [0, V). Known ids are checked; while tracing, ids out of range give NaN. Pad
+        with an id of the table.
       table: belief about the (V, D) table.
       structure: the structure of the covariance, such as `mj.Separable`.
 
@@ -33,8 +33,8 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
       Mean (T, D) and covariance.
 
     Raises:
-      ValueError: if `ids` are not one sequence of integers, none, or known and out of range. TypeError:
-        if `table` is not a belief about a matrix, or `structure` no structure.
+      ValueError: if `ids` is not one nonempty sequence of integers, or is known and out of range.
+      TypeError: if `table` is not a belief about a matrix, or `structure` is not a structure.
 
     >>> import jax.numpy as jnp
     >>> import moment_jax as mj
@@ -47,7 +47,7 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
     check_ids("embedding", ids, table.shape[0])
     if not (isinstance(structure, type) and issubclass(structure, Covariance)):
         raise TypeError(
-            f"`embedding` needs a covariance structure such as mj.Separable. Got {structure!r}."
+            f"`embedding` needs a covariance structure. Got {structure!r}. Use mj.Separable."
         )
     asked, ids = ids, jnp.clip(jnp.asarray(ids), 0, table.shape[0] - 1)
     mean = table.mean[ids]
@@ -55,7 +55,7 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
         mean = jnp.where((asked == ids)[:, None], mean, jnp.nan)
     if isinstance(table, Point):
         return mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
-    # Every token chooses the first token with its id: so no row is counted as two independent ones.
+    # Each token selects the first token with its id, so that equal ids share one row.
     first = jnp.argmax(ids[:, None] == ids[None, :], axis=1)
     choice = jax.nn.one_hot(first, ids.shape[0], dtype=mean.dtype)
     if known_values(asked) is None:
@@ -71,9 +71,9 @@ def sinusoidal_positions(
     longest: float = 10_000.0,
     dtype: jnp.dtype | type = float,
 ) -> Array:
-    """Known positions: sines and cosines of geometrically spaced wavelengths, (T, D).
+    """Fixed positions: sines and cosines of geometrically spaced wavelengths, (T, D).
 
-    Feature 2 k of token t is sin(t / longest^(2 k / D)), feature 2 k + 1 the cosine of the same.
+    Feature 2 k of token t is sin(t / longest^(2 k / D)), feature 2 k + 1 its cosine.
 
     Args:
       num_tokens: T.
@@ -93,7 +93,7 @@ def sinusoidal_positions(
     if num_tokens < 1 or num_features < 1 or num_features % 2:
         raise ValueError(
             "`sinusoidal_positions` needs at least one token and an even number of features. Got "
-            f"{num_tokens} and {num_features}."
+            f"{num_tokens} and {num_features}. Use num_tokens >= 1 and an even num_features."
         )
     wavelength = longest ** (jnp.arange(0, num_features, 2) / num_features)
     angle = jnp.arange(num_tokens)[:, None] / wavelength[None, :]
@@ -106,7 +106,7 @@ def check_table(name: str, table: object) -> None:
     if not isinstance(table, Posterior) or len(table.shape) != 2:
         came = tuple(table.shape) if isinstance(table, Posterior) else type(table).__name__
         raise TypeError(
-            f"`{name}` needs a belief about a (V, D) table of rows (a Posterior). Got {came}. For a "
+            f"`{name}` needs a belief about a (V, D) table (a Posterior). Got {came}. For a "
             "certain table, use mj.posterior.Point(table)."
         )
 
@@ -121,17 +121,17 @@ def check_ids(name: str, ids: Array, num_rows: int) -> None:
             f"For a batch, use jax.vmap, or the module mj.nn.Embedding."
         )
     if ids.shape[0] == 0:
-        raise ValueError(f"`{name}` needs at least one token. Got none.")
+        raise ValueError(f"`{name}` needs at least one token. Got none. Drop empty sequences.")
     check_known_ids(name, ids, num_rows)
 
 
 def check_known_ids(name: str, ids: Array, num_rows: int) -> None:
-    """Raise where ids, of any shape, are known by now and out of range."""
+    """Raise if ids, of any shape, are known and out of range."""
     known = known_values(ids)
     if known is None or known.size == 0:
         return
     if known.min() < 0 or known.max() >= num_rows:
         raise ValueError(
             f"`{name}` needs token ids from 0 to {num_rows - 1}, one for each row of its table. Got "
-            f"{known.min()} to {known.max()}. Encode the text with the vocabulary of the table."
+            f"{known.min()} to {known.max()}. Encode the text with the table's vocabulary."
         )

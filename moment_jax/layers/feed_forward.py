@@ -1,4 +1,4 @@
-"""Elementwise nonlinearities of a random sequence, and the feed-forward layer with one inside."""
+"""Elementwise nonlinearities of a random sequence, and the feed-forward layer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Activation = Callable[[Array, S], tuple[Array, S]]
 
 @materialized_inputs
 def relu(mean: Array, cov: S) -> tuple[Array, S]:
-    """Moments of max(x, 0): means and variances in closed form.
+    """Moments of max(x, 0): exact means and variances in closed form.
 
-    Between different entries the first two terms of the Hermite expansion are kept, by Price's theorem
-    E[relu'] E[relu'] Cov + ..., in the place of the derivation's first-order Taylor at the mean.
+    Covariances keep the first two terms of the Hermite expansion, by Price's theorem E[relu'] E[relu']
+    Cov + ..., instead of the derivation's first-order Taylor at the mean.
 
     Assumes that x is Gaussian.
 
@@ -63,20 +63,21 @@ def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array
     Args:
       mean: E[x], (T, D).
       cov: covariance of x, a structure of shape (T, D).
-      fn: a smooth JAX function of a scalar, such as `jnp.tanh` (static: it must be hashable). For ReLU
-        and GELU use `relu` and `gelu`, which are exact.
+      fn: a smooth JAX function of a scalar, such as `jnp.tanh` (static, so hashable). `relu` and `gelu`
+        are exact.
 
     Returns:
       Mean (T, D) and covariance of fn(x), in the structure of `cov`.
 
     Raises:
-      ValueError: if shapes do not fit. TypeError: if `fn` is no function of a scalar.
+      ValueError: if shapes do not fit.
+      TypeError: if `fn` is not a function of a scalar.
     """
     check_moments("activation", mean, cov)
     if not takes(fn, 1):
         raise TypeError(
-            f"`activation(mean, cov, fn)` needs a function of a scalar. Got {fn!r}. Use jnp.tanh for "
-            "example; mj.relu(mean, cov) and mj.gelu(mean, cov) transform moments by themselves."
+            f"`activation(mean, cov, fn)` needs a function of a scalar. Got {fn!r}. Use one such as "
+            "jnp.tanh; mj.relu(mean, cov) and mj.gelu(mean, cov) transform moments themselves."
         )
     moments = expectations.elementwise(fn, mean, cov.variance())
     return moments.mean, cov.elementwise(moments)
@@ -85,10 +86,9 @@ def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array
 def moments_of(
     transform: Callable[..., Any],
 ) -> Callable[[Array, Array], expectations.ElementwiseMoments] | None:
-    """What `relu`, `gelu` or `functools.partial(activation, fn=fn)` is made of; None for others.
+    """The function (mean, variance) -> moments behind an activation transform.
 
-    Returns:
-      The function (mean, variance) -> moments, the expected gain among them.
+    Known for `relu`, `gelu` and `functools.partial(activation, fn=fn)`; None otherwise.
     """
     if transform is relu:
         return expectations.rectified
@@ -102,27 +102,25 @@ def moments_of(
 
 
 class FeedForwardTangent(NamedTuple):
-    """The feed-forward layer linearised, with the expected gain of its activation."""
+    """The linearised feed-forward layer, with the expected gain of its activation."""
 
     hidden_kernel: Array  # (D, F)
     gain: Array  # E[f'] at every hidden unit, (T, F)
     output_kernel: Array  # (F, D)
     input_cov: Covariance  # of the layer's input
-    average_jacobian: Array | None = (
-        None  # by gains averaged over the tokens, (D, D); `Separable`'s
-    )
+    average_jacobian: Array | None = None  # with token-averaged gains, (D, D); for `Separable`
     pulled: Array | None = None  # the input's feature Gram matrix times `hidden_kernel`, if known
 
     def __call__(self, change: Array) -> Array:
-        """The change of the output, (T, D), with a change of the input, (T, D)."""
+        """The change (T, D) of the output for a change (T, D) of the input."""
         return ((change @ self.hidden_kernel) * self.gain) @ self.output_kernel
 
     def diagonal(self) -> Array:
-        """How much of itself each feature gets back: the Jacobian's diagonal, (T, D)."""
+        """The Jacobian's diagonal, (T, D)."""
         return self.gain @ (self.hidden_kernel.T * self.output_kernel)
 
     def jacobian(self) -> Array:
-        """Every token's Jacobian, input features first, (T, D, D)."""
+        """Each token's Jacobian, input features first, (T, D, D)."""
         return jnp.einsum("if,tf,fo->tio", self.hidden_kernel, self.gain, self.output_kernel)
 
 
@@ -132,7 +130,7 @@ def feed_forward(
 ) -> tuple[Array, S]:
     """Moments of `activation(x @ hidden) @ output`, each dense layer with its bias.
 
-    Assumes that x and the four parameters are independent.
+    Assumes that x and the four parameters are mutually independent.
 
     Args:
       mean: E[x], (T, D).
@@ -144,7 +142,8 @@ def feed_forward(
       Mean (T, D) and covariance of the output, in the structure of `cov`.
 
     Raises:
-      ValueError: if shapes do not fit. TypeError: if `activation` does not transform moments.
+      ValueError: if shapes do not fit.
+      TypeError: if `activation` does not transform moments.
 
     Source: Transformer derivation, section 4.6.
     """
@@ -156,7 +155,7 @@ def feed_forward(
 def feed_forward_and_tangent(
     mean: Array, cov: S, params: FeedForwardParams, activation: Activation
 ) -> tuple[Array, S, FeedForwardTangent]:
-    """`feed_forward`, and the linear map by which its covariance carries the covariance of x."""
+    """`feed_forward`, with its linearisation."""
     hidden, hidden_cov = dense(mean, cov, params.hidden)
     (active, active_cov), gain = _with_gain(hidden, hidden_cov, activation)
     out_mean, out_cov = dense(active, active_cov, params.output)
@@ -164,7 +163,7 @@ def feed_forward_and_tangent(
     tangent = FeedForwardTangent(kernels[0], gain, kernels[1], cov)
     average = average_kernel(kernels[0], gain, hidden_cov, active_cov)
     if average is not None and isinstance(hidden_cov, Separable) and isinstance(out_cov, Separable):
-        # The products of the two dense layers, and not again.
+        # Reuse the products of the two dense layers.
         jacobian = out_cov.features().reached
         jacobian = average @ kernels[1] if jacobian is None else jacobian
         basis = hidden_cov.features().basis
@@ -176,17 +175,17 @@ def feed_forward_and_tangent(
 def average_kernel(
     kernel: Array, gain: Array, before: Covariance, after: Covariance
 ) -> Array | None:
-    """A kernel times each unit's gain averaged over the tokens, (D, F), where `Separable` needs it."""
+    """A kernel times each unit's token-averaged gain, (D, F), for `Separable`; None for others."""
     if not (isinstance(before, Separable) and isinstance(after, Separable)):
         return None
     basis = after.features().basis
-    if basis is not None:  # the same
+    if basis is not None:  # the basis holds this product
         return basis.rows
     return kernel * average_gain(before, gain)[None, :]
 
 
 def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:
-    """The activation's moments, and its expected derivative at every entry, (T, F)."""
+    """The activation's moments, and its expected derivative at each entry, (T, F)."""
     elementwise = moments_of(activation)
     if elementwise is not None:
         moments = elementwise(mean, cov.variance())
@@ -195,16 +194,15 @@ def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array
     if not (isinstance(active, tuple) and len(active) == 2 and isinstance(active[1], Covariance)):
         raise TypeError(
             "`feed_forward` needs an activation of moments, (mean, cov) -> (mean, cov). Got "
-            f"{getattr(activation, '__name__', repr(activation))}. Use mj.gelu or mj.relu; of a plain "
+            f"{getattr(activation, '__name__', repr(activation))}. Use mj.gelu or mj.relu; for a plain "
             "function, functools.partial(mj.activation, fn=jnp.tanh)."
         )
-    # Of a function of the user's own: by Price's theorem E[f'] is the derivative of E[f], which asks for
-    # the variances alone.
+    # A user's transform: by Price's theorem E[f'] is the derivative of E[f], which needs variances only.
     variances = Diagonal(cov.variance())
     _, gain = jax.jvp(lambda m: activation(m, variances)[0], (mean,), (jnp.ones_like(mean),))
     return active, gain
 
 
 def _is_plain(activation: Activation) -> bool:
-    """Whether this is a function of JAX, which would take a covariance for an option."""
+    """Whether this is a JAX function, which would mistake a covariance for an option."""
     return str(getattr(activation, "__module__", "")).split(".")[0] == "jax"

@@ -1,4 +1,4 @@
-"""Layer normalisation of a random sequence, with a random gain and a random bias (Prop. 4)."""
+"""Layer normalisation of a random sequence, with a random gain and bias (Prop. 4)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def layer_norm(
 ) -> tuple[Array, S]:
     """Moments of gain * (x - avg(x)) / sqrt(var(x) + epsilon) + bias, token by token.
 
-    The covariance passes the full Jacobian (I - 11^T/D - n n^T/D) / sqrt(q), n the normalised mean: the
-    token's own average and deviation depend on x. With order 2 the deviation is taken at the expected
-    sample variance q = Var_d(E[x]) + tr(P Cov P)/D + epsilon, P = I - 11^T/D, and the mean has its
-    second-order correction; with order 1 both are Taylor's first order at the mean.
+    The covariance passes through the full Jacobian (I - 11^T/D - n n^T/D) / sqrt(q), n the normalised
+    mean, because a token's average and deviation depend on x. With order 2 the deviation is taken at
+    the expected sample variance q = Var_d(E[x]) + tr(P Cov P)/D + epsilon, P = I - 11^T/D, and the mean
+    has its second-order correction. With order 1 both are first-order Taylor at the mean.
 
-    Assumes that x, the gain and the bias are independent of each other, and x Gaussian (order 2);
-    with `TokenCorrelated` and `Separable`, that normalising leaves the correlation between tokens as it
-    is, and with `Separable` that the scale is of rank one (its variances are scaled to fit otherwise).
+    Assumes that x, the gain and the bias are mutually independent, and x Gaussian (order 2).
+    `TokenCorrelated` and `Separable` also assume that normalising keeps the correlation between tokens,
+    and `Separable` a scale of rank one (otherwise its variances are rescaled to fit).
 
     Args:
       mean: E[x], (T, D).
@@ -52,8 +52,8 @@ def layer_norm(
     Raises:
       ValueError: if shapes do not fit, or order is neither 1 nor 2.
 
-    Source: Transformer derivation, section 4.5 and Prop. 4, with the standard deviation in the place
-    of the variance, the full Jacobian and the expected sample variance.
+    Source: Transformer derivation, section 4.5 and Prop. 4, with the standard deviation instead of the
+    variance, the full Jacobian and the expected sample variance.
     """
     out_mean, out_cov, _ = layer_norm_and_tangent(mean, cov, params, epsilon, order)
     return out_mean, out_cov
@@ -80,7 +80,7 @@ def rms_norm(
 def layer_norm_and_tangent(
     mean: Array, cov: S, params: NormParams, epsilon: float, order: int, *, centres: bool = True
 ) -> tuple[Array, S, NormTangent]:
-    """`layer_norm` or `rms_norm`, and the map by which its covariance carries the covariance of x."""
+    """`layer_norm` or `rms_norm`, with its linearisation."""
     name = "layer_norm" if centres else "rms_norm"
     check_moments(name, mean, cov)
     check_order(name, order)
@@ -106,7 +106,7 @@ def layer_norm_and_tangent(
 def _normalize(
     mean: Array, cov: Covariance, epsilon: float, order: int, centres: bool
 ) -> tuple[Array, NormTangent]:
-    """Mean of (x - avg(x)) / sqrt(var(x) + epsilon), and its Jacobian."""
+    """Mean of (x - avg(x)) / sqrt(var(x) + epsilon), and its linearisation."""
     d = mean.shape[1]
     centred = centred_rows(mean) if centres else mean
     spread = jnp.sum(centred**2, axis=1, keepdims=True) / d + epsilon
@@ -135,12 +135,12 @@ def _normalize(
 def _corrected(normal: Array, pulled: Array, squares: Array, spread: Array) -> Array:
     """Second-order mean of c / sqrt(Q), Q = |c|^2/D + epsilon, expanded about q = E[Q].
 
-    E[c (1 - (Q - q)/(2 q) + 3 (Q - q)^2/(8 q^2))] / sqrt(q), with the Gaussian moments
-    Cov[c, Q] = 2 P Cov mean / D and Var[Q] = (2 tr((P Cov)^2) + 4 mean^T Cov mean) / D^2.
+    E[c (1 - (Q - q)/(2 q) + 3 (Q - q)^2/(8 q^2))] / sqrt(q), with the Gaussian moments Cov[c, Q] = 2 P
+    Cov mean / D and Var[Q] = (2 tr((P Cov)^2) + 4 mean^T Cov mean) / D^2.
 
     Args:
       normal: centred mean over sqrt(q), (T, D).
-      pulled: Cov normal, centred where the normalisation centres, (T, D).
+      pulled: Cov normal, centred if the normalisation centres, (T, D).
       squares: tr((P Cov)^2), (T, 1).
       spread: q, (T, 1).
     """

@@ -1,4 +1,4 @@
-"""A normalisation linearised, and how a covariance passes it."""
+"""Linearised normalisation, and the covariance it gives."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ Array = jax.Array
 
 
 class NormTangent(NamedTuple):
-    """A normalisation linearised: dx -> scale * inverse * (dx - avg(dx) - normal <normal, dx> / D).
+    """A linearised normalisation: dx -> scale * inverse * (dx - avg(dx) - normal <normal, dx> / D).
 
-    Without the average where it does not centre (the root mean square's).
+    Without the average if it does not centre (RMS norm).
     """
 
     inverse: Array  # 1 / deviation, (T, 1)
-    normal: Array  # the normalised mean, (T, D), every row of average 0
-    scale: Array  # the mean of the random gain that follows, (1, D)
+    normal: Array  # the normalised mean, (T, D)
+    scale: Array  # mean of the random gain, (1, D)
     centres: bool = True
     seen: tuple[ScaledBlocks, Array] | None = None
-    """The input's blocks and `normal` times their features, (T, D), where it is a `Separable`."""
+    """For a `Separable` input: its blocks, and `normal` times their features, (T, D)."""
 
     @property
     def gain(self) -> Array:
-        """What a feature gets of itself but for the directions that are lost, (T, D)."""
+        """The Jacobian's diagonal part without its low-rank correction, (T, D)."""
         return self.inverse * self.scale
 
     @property
     def diagonal(self) -> Array:
-        """What a feature gets of itself, (T, D)."""
+        """The Jacobian's diagonal, (T, D)."""
         return self.gain * (1 - (self.centres + self.normal**2) / self.normal.shape[1])
 
     def __call__(self, change: Array) -> Array:
-        """The change of the output, (T, D), with a change of the input, (T, D)."""
+        """The change (T, D) of the output for a change (T, D) of the input."""
         inner = jnp.sum(self.normal * change, axis=1, keepdims=True) / change.shape[1]
         return self.gain * (self.centred(change) - self.normal * inner)
 
     def centred(self, array: Array) -> Array:
-        """Every row less its average, if the normalisation takes it away."""
+        """Subtract every row's average, if the normalisation centres."""
         return centred_rows(array) if self.centres else array
 
     def jacobian(self) -> Array:
-        """Every token's Jacobian, input features first, (T, D, D)."""
+        """Each token's Jacobian, input features first, (T, D, D)."""
         d = self.normal.shape[1]
         centre = self.centred(jnp.eye(d, dtype=self.normal.dtype))
         lost = self.normal[:, :, None] * self.normal[:, None, :] / d
         return (centre[None] - lost) * self.gain[:, None, :]
 
     def low_rank(self) -> tuple[Array, Array, Array]:
-        """The arguments of `Covariance.map_low_rank`: gain (T, D), left and right (T, D, 2 or 1)."""
+        """Arguments of `Covariance.map_low_rank`: gain (T, D), left and right (T, D, 2 or 1)."""
         d = self.normal.shape[1]
         lost = [jnp.ones_like(self.normal), self.normal] if self.centres else [self.normal]
         right = jnp.stack(lost, axis=-1) / d**0.5
@@ -72,7 +72,7 @@ class NormTangent(NamedTuple):
 
 
 class TokenBlocks(NamedTuple):
-    """Every token's own feature covariance."""
+    """Each token's feature covariance."""
 
     cov: Covariance
 
@@ -87,10 +87,10 @@ class TokenBlocks(NamedTuple):
 
 
 class ScaledBlocks(NamedTuple):
-    """Every token's own feature covariance as its energy times one matrix for all, F / tr F.
+    """Each token's feature covariance as its energy times one shared matrix, F / tr F.
 
-    So it is where the scale of a `Separable` is of rank one; the variances stay the token's own. It
-    takes a third of the products that a scale of full rank would.
+    Exact for a `Separable` whose scale has rank one; variances stay the token's own. It takes a third
+    of the products that a scale of full rank would.
     """
 
     energy: Array  # (T, 1)
@@ -98,7 +98,7 @@ class ScaledBlocks(NamedTuple):
 
     @classmethod
     def of(cls, cov: Separable) -> ScaledBlocks:
-        """Those of a covariance."""
+        """The scaled blocks of a covariance."""
         features = cov.feature_gram()
         total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
         return cls(jnp.sum(cov.variance(), axis=1, keepdims=True), safe_divide(features, total))
@@ -114,7 +114,7 @@ class ScaledBlocks(NamedTuple):
 
 @singledispatch
 def carry(cov: Any, tangent: NormTangent) -> Any:
-    """The covariance of the normalised array."""
+    """Covariance of the normalised array."""
     return cov.map_low_rank(*tangent.low_rank())
 
 
@@ -125,7 +125,7 @@ def _carry_diagonal(cov: Diagonal, tangent: NormTangent) -> Diagonal:
 
 @carry.register
 def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> TokenCorrelated:
-    """Exact variances; the token correlation passes as it is.
+    """Exact variances; the token correlation is unchanged.
 
     Tokens lose different directions n_t, two of D, which one correlation for all features cannot hold.
     """
@@ -136,20 +136,20 @@ def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> Token
 
 @carry.register
 def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
-    """Exact where the scale is of rank one; the token correlation passes as it is."""
+    """Exact for a scale of rank one; the token correlation is unchanged."""
     assert tangent.seen is not None
     (blocks, pulled), normal = tangent.seen, tangent.normal
     d = normal.shape[1]
     features = tangent.centred(tangent.centred(blocks.features).T)
     pulled = tangent.centred(pulled) / d
     along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
-    # The features' variances over their energy, before and after the direction `normal` is lost.
+    # The features' variances over their energy, before and after removing the direction `normal`.
     before = diagonal_of(blocks.features)[None, :]
     after = diagonal_of(features)[None, :] - 2 * normal * pulled + along * normal**2
-    # Scaled where a feature loses variance, which keeps it positive; added where it gains from others.
+    # Lost variance is a factor, which keeps the result positive; gained variance is added.
     kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
     variance = tangent.inverse**2 * (kept + blocks.energy * jnp.maximum(after - before, 0))
-    # Pairs of tokens in the sum over them, and what is left of their covariance.
+    # Covariance of the sum: over pairs of tokens, each without its lost direction.
     inverse, token_gram = weighted(tangent.inverse, cov.pool), cov.token_gram()
     pairs = inverse * token_gram * inverse.T
     twice = (pairs * product_with_transposed(normal / d, pulled)) @ normal
@@ -164,7 +164,7 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
 
 
 def _carried_variance(variance: Array, tangent: NormTangent) -> Array:
-    """The diagonal of J diag(variance) J^T, (T, D): features are uncorrelated."""
+    """The diagonal of J diag(variance) J^T, (T, D), for uncorrelated features."""
     normal = tangent.normal
     d = normal.shape[1]
 
@@ -175,10 +175,10 @@ def _carried_variance(variance: Array, tangent: NormTangent) -> Array:
     gained = normal**2 * total(normal**2 * variance)
     if tangent.centres:
         gained = gained + total(variance) + 2 * normal * total(normal * variance)
-    # A sum of squares in exact arithmetic; rounding can leave a hair below zero.
+    # A sum of squares, up to rounding.
     return tangent.inverse**2 * jnp.maximum(kept + gained / d, 0)
 
 
 def centred_rows(array: Array) -> Array:
-    """Every row less its average."""
+    """Subtract every row's average."""
     return array - jnp.mean(array, axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The parameters of layers: beliefs about weights, grouped as the functions take them."""
+"""Parameters of layers: beliefs about weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DenseParams:
     bias: Posterior | None = None
 
     def mean_output(self, mean: Array) -> Array:
-        """E[x] @ E[kernel] + E[bias], (T, out): all means pass here, so that they can be observed."""
+        """E[x] @ E[kernel] + E[bias], (T, out). Dense layers call it: subclasses may record inputs."""
         output = mean @ self.kernel.mean
         return output if self.bias is None else output + self.bias.mean[None, :]
 
@@ -34,7 +34,7 @@ class DenseParams:
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class NormParams:
-    """Belief about the gain and the bias of a layer normalisation.
+    """Belief about the gain and bias of a layer normalisation.
 
     Args:
       scale: belief about the (D,) gain; None for a gain of one.
@@ -45,7 +45,7 @@ class NormParams:
     bias: Posterior | None = None
 
     def mean_output(self, normal: Array) -> Array:
-        """E[gain] * normal + E[bias], (T, D): all means pass here, so that they can be observed."""
+        """E[gain] * normal + E[bias], (T, D). Norms call it: subclasses may record inputs."""
         output = normal if self.scale is None else normal * self.scale.mean[None, :]
         return output if self.bias is None else output + self.bias.mean[None, :]
 
@@ -53,7 +53,7 @@ class NormParams:
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class AttentionParams:
-    """Belief about multi-head attention; the four matrices are independent of each other.
+    """Belief about multi-head attention; the four matrices are mutually independent.
 
     Args:
       query: kernel (D, H K), heads outermost.

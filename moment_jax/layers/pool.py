@@ -19,12 +19,12 @@ S = TypeVar("S", bound=Covariance)
 def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]:
     """Moments of the mean over the tokens of a sequence.
 
-    Exact: the tokens' covariance enters with all that the structure holds of it.
+    Exact, given what the structure holds of the tokens' covariance.
 
     Args:
       mean: E[x], (T, D).
       cov: covariance of x, a structure of shape (T, D).
-      mask: (T,) boolean, True for the tokens that count; None for all.
+      mask: (T,) boolean, True for the tokens to average; None for all.
 
     Returns:
       Mean (1, D) and covariance of shape (1, D): a sequence of one token.

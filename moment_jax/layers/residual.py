@@ -1,11 +1,10 @@
 """Residual connections: x + f(x), with the covariance between x and its own branch.
 
-Cov[x, f(x)] = Cov[x] J^T, J the expected Jacobian of the branch. Each structure keeps of it what it can
-hold: `Full` all; `TokenBlock` each token's own block; `TokenCorrelated` and `Diagonal` what a feature
-gets back of itself, through the feed-forward layer and through the values of attention (what passes
-through queries and keys links different features only, and they hold none of it, nor anything of a
-branch that attends to a memory); `Separable` the two Gram matrices of it, with gains and attention
-averaged over the tokens.
+Cov[x, f(x)] = Cov[x] J^T, J the expected Jacobian of the branch. `Full` keeps all of it, and
+`TokenBlock` each token's block. `TokenCorrelated` and `Diagonal` keep the part between a feature and
+itself, through the feed-forward layer and through the values of attention. What passes through queries
+and keys links only different features, so they drop it, and also everything of a branch that attends to
+a memory. `Separable` keeps its two Gram matrices, with gains and attention averaged over the tokens.
 """
 
 from __future__ import annotations
@@ -55,19 +54,19 @@ def residual(
       branch_mean: E[f(x)], (T, D).
       branch_cov: covariance of f(x), in the structure of `cov`.
       tangent: the branch, linearised as its covariance was.
-      norm: a normalisation that the branch begins with, linearised; None where there is none.
+      norm: the linearised normalisation that the branch starts with; None for none.
 
     Returns:
       Mean (T, D) and covariance of the sum, in the structure of `cov`.
 
-    Source: Transformer derivation, sections 4.5 and 4.6, without the independence that it assumes.
+    Source: Transformer derivation, sections 4.5 and 4.6, without assuming independence.
     """
     return mean + branch_mean, _add(cov, branch_cov, tangent, norm)
 
 
 @singledispatch
 def _add(cov: Any, branch: Any, tangent: Tangent, norm: NormTangent | None) -> Any:
-    """By the dense covariances; what structures do in their own way follows."""
+    """The generic case, through dense covariances."""
 
     def carried(change: Array) -> Array:
         return tangent(change if norm is None else norm(change))
@@ -167,7 +166,7 @@ def _add_separable(
 
 
 def _bounded(cross: Array, cov: Covariance, branch: Covariance) -> Array:
-    """A covariance between x and its branch within Cauchy and Schwarz, entry by entry."""
+    """Clip a covariance between x and its branch to the Cauchy-Schwarz bound, entry by entry."""
     bound = safe_sqrt(cov.variance()) * safe_sqrt(branch.variance())
     return jnp.clip(cross, -bound, bound)
 
@@ -178,8 +177,8 @@ def _through_feed_forward(
     assert isinstance(tangent.input_cov, Separable)
     assert tangent.average_jacobian is not None
     feature_gram = features @ tangent.average_jacobian
-    # What a feature gets of itself: token by token with the features of the branch's input, which
-    # are nearly those of x, and then moved to the right sum over the tokens.
+    # The part between a feature and itself: token by token with the feature covariance of the branch's
+    # input, which is close to that of x, then shifted to the right sum over the tokens.
     inner = tangent.input_cov.feature_gram()
     pulled = inner @ tangent.hidden_kernel if tangent.pulled is None else tangent.pulled
     paths = pulled * tangent.output_kernel.T
@@ -193,14 +192,14 @@ def _through_feed_forward(
 
 
 def _over(total: Array, sums: Array) -> Array:
-    """Covariances of sums over the tokens, (..., D), over those of x with what enters the branch."""
+    """Divide covariances of sums over tokens, (..., D), by those of x with the branch's input."""
     return safe_divide(total, jnp.broadcast_to(sums, total.shape))
 
 
 def _with_sum(cov: Separable) -> Array:
-    """Cov[p_t x_td, sum_s p_s x_sd] over the scale of x_td, (T, D): with the weights p of the pool.
+    """Cov[p_t x_td, sum_s p_s x_sd] over the scale of x_td, (T, D), with the pool's weights p.
 
-    Times the scale of x', and summed over t, it is the covariance of the sums of x' and of x.
+    Times the scale of x', summed over t, it is the covariance of the sums of x' and x.
     """
     return weighted(cov.token_correlation @ weighted(cov.scale, cov.pool), cov.pool)
 
@@ -208,7 +207,7 @@ def _with_sum(cov: Separable) -> Array:
 def _through_queries(
     cov: Separable, entering: Array, features: Array, tangent: AttentionTangent
 ) -> Cross:
-    """With a memory, the branch knows x by its queries alone."""
+    """A branch that attends to a memory depends on x through its queries only."""
     h = tangent.mixing.weights.shape[0]
     v = split_heads(tangent.value, h)
     own = pooled(cov.token_correlation * (cov.scale @ entering.T), cov.pool)
@@ -233,7 +232,7 @@ def _through_mixing(
 ) -> Cross:
     scale, h = cov.scale, tangent.mixing.weights.shape[0]
     tokens = cov.token_correlation * (scale @ entering.T)
-    # Columns of the input's covariance with its sum over the tokens; rows are the output's tokens.
+    # Normalised covariances of each input token with the sum over tokens; rows are output tokens.
     columns = pooled(tokens, cov.pool)
     energy = jnp.sum(weighted(columns, cov.pool))
     columns = safe_divide(columns, jnp.broadcast_to(energy, columns.shape))
@@ -250,7 +249,7 @@ def _through_mixing(
     straight = by_value * cov.share(jnp.sum(linked, axis=(1, 2)))[:, None, None]
     feature_gram = jnp.einsum("hik,hko->io", straight + bent, output)
 
-    # What a feature gets of itself: through the values of every head, and through all scores.
+    # The part between a feature and itself: through the values of every head, and through the scores.
     sums = jnp.sum(entering * _with_sum(cov), axis=0)
     typical = cov.share(sums)
     paths = _over(cov.share(jnp.einsum("hdk,hkd->hd", by_value, output)), typical)

@@ -1,4 +1,4 @@
-"""Which tokens a sum over the tokens may hold: none that a mask hides from a token that uses the sum."""
+"""Which tokens a sum over tokens may include, so that masked tokens never influence others."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ P = TypeVar("P", bound=Separable)
 
 
 def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:
-    """A `Separable` pooled over the tokens that no query is denied; other structures as they are.
+    """Pool a `Separable` over the tokens that no query is denied; other structures are unchanged.
 
-    With padding those are the tokens that exist, and with a causal mask the first one: so no later token
-    has a part in what is kept of an earlier one. Where the first token is certain and others are not,
-    its covariance says nothing about theirs, and all that any query looks at are pooled.
-
-    A `Separable` has its Gram matrices then, formed once for all that reads them.
+    With padding those are the existing tokens. With a causal mask it is the first token, so no later
+    token influences an earlier one. If the first token is certain and others are not, its covariance
+    says nothing about theirs, and all tokens that some query sees are pooled. The Gram matrices are
+    computed once for all later uses.
 
     Args:
-      cov: covariance of the keys' tokens, (S, D). A `pool` of its own stays.
-      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None for everywhere.
-      memory: whether the keys are not the queries' own sequence. Then any query's tokens are pooled.
+      cov: covariance of the keys' tokens, (S, D). An existing `pool` is kept.
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None for no mask.
+      memory: whether the keys come from another sequence; if so, pool the tokens that any query sees.
     """
     if not isinstance(cov, Separable):
         return cov
@@ -38,9 +37,9 @@ def _pooled(cov: P, mask: Array | None, memory: bool) -> P:
     if mask is None or cov.pool is not None:
         return cov
     if not hasattr(mask, "shape") or mask.shape[-1] != cov.shape[0]:
-        return cov  # an error that the layer explains
+        return cov  # the layer raises an error for it
     seen = jnp.any(mask, axis=tuple(range(mask.ndim - 1)))
-    seen = seen | ~jnp.any(seen)  # where nobody looks at anything, all count alike
+    seen = seen | ~jnp.any(seen)  # if everything is masked, weigh all equally
     if memory or mask.shape[-2] != cov.shape[0]:
         return cov.pooled(seen)
     shown = seen & _shown(mask, seen)
@@ -50,10 +49,10 @@ def _pooled(cov: P, mask: Array | None, memory: bool) -> P:
 
 
 def pool_scores(pool: Array | None, mask: Array | None) -> Array | None:
-    """Weights (T,) of a sequence's tokens in averages that serve its scores alone; None for one each.
+    """Weights (T,) of tokens in averages used only for the scores; None for ones.
 
-    Softmax sees differences of keys, and one token has none. Where the pool holds one, the average is
-    over the tokens that no query with a choice of keys is denied: two with a causal mask.
+    Softmax needs differences of keys, which one token does not have. If the pool holds one token,
+    average over the tokens that no query with a choice of keys is denied: two with a causal mask.
 
     Args:
       pool: of the sequence, (T,).
@@ -70,29 +69,28 @@ def pool_scores(pool: Array | None, mask: Array | None) -> Array | None:
 
 
 def _shown(mask: Array, queries: Array) -> Array:
-    """The tokens (T,) that none of those before them which are `queries` (T,) is denied."""
+    """The tokens (T,) that are visible to each earlier token among `queries` (T,)."""
     looks = jnp.any(mask, axis=tuple(range(mask.ndim - 2)))
     later = jnp.tril(jnp.ones(looks.shape, bool))
     return jnp.all(looks | later | ~queries[:, None], axis=0)
 
 
 def pool_as(cov: S, before: Covariance) -> S:
-    """A `Separable` with the pool that it came with, and its fields alone.
+    """A `Separable` with the pool of `before`, and without cached Gram matrices.
 
-    Within a layer one operation may tell the next more than the fields hold, which `jit` and `scan`
-    would drop; dropped here, a stack of layers gives the same result in a loop and in a scan.
+    `jit` and `scan` drop cached values. Dropping them here too gives a stack of layers the same result
+    in a loop and in a scan.
     """
     if not isinstance(cov, Separable) or not isinstance(before, Separable):
         return cov
     cov = cov if cov.pool is before.pool else cov.pooled(before.pool)
-    known = (
-        None if before.sum_variance is None else cov.sum_variance
-    )  # a loop's carry keeps its form
+    # The carry of a loop must keep its structure.
+    known = None if before.sum_variance is None else cov.sum_variance
     return dataclasses.replace(cov, sum_variance=known)
 
 
 def look_at_valid(mask: Array | None, valid: Array | None) -> Array | None:
-    """A mask that also leaves out the tokens that are not valid; one row for all queries where it can.
+    """Add padding to a mask; the result has one row for all queries if `mask` is None.
 
     Args:
       mask: (T, S) or (H, T, S), or None.

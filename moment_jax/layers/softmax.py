@@ -1,4 +1,4 @@
-"""Softmax over the features of every token of a random sequence (Prop. 3)."""
+"""Softmax over the features of each token of a random sequence (Prop. 3)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ S = TypeVar("S", bound=Covariance)
 def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -> tuple[Array, S]:
     """Moments of the softmax over the last axis, row by row.
 
-    With order 1 the mean is w = softmax(E[x]), and covariances, also those between different rows, pass
-    the Jacobians diag(w_t) - w_t w_t^T. With order 2 mean and variances are those of
-    `expectations.softmax_moments`, and covariances pass the expected Jacobians, which are smaller. The
-    errors are stated there; 8 independent logits have 0.99, 1.02, 1.08 and 1.27 times the sampled total
-    variance at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C) matrices for each token.
+    With order 1 the mean is w = softmax(E[x]), and covariances, including those between rows, pass
+    through the Jacobians diag(w_t) - w_t w_t^T. With order 2 mean and variances are those of
+    `expectations.softmax_moments`, and covariances pass through the smaller expected Jacobians. The
+    errors are stated there; for 8 independent logits the total variance is 0.99, 1.02, 1.08 and 1.27 of
+    the sampled one at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C) matrices per token.
 
     Assumes that x is Gaussian (order 2).
 
@@ -32,8 +32,8 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
       mean: E[x], (T, C).
       cov: covariance of x, a structure of shape (T, C).
       order: 1 or 2.
-      mask: (T, C) boolean, True where a weight may be positive; None for everywhere. Masked weights
-        are exactly zero, and so is a row that is masked everywhere.
+      mask: (T, C) boolean, True where a weight may be positive; None for no mask. Masked weights are
+        exactly zero, and so is a fully masked row.
 
     Returns:
       Mean (T, C), nonnegative rows that sum to one, and covariance in the structure of `cov`.
