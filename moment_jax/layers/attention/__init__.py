@@ -1,4 +1,4 @@
-"""Multi-head attention: one file a structure, one public function."""
+"""Multi-head attention; one file per structure."""
 
 from moment_jax.layers.attention.multi_head import attention, cross_attention
 

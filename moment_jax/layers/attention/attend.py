@@ -1,4 +1,4 @@
-"""Attention to keys and values that are there already, by every structure in its own way."""
+"""Attention to given keys and values, dispatched on the structure."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ S = TypeVar("S", bound=Covariance)
 
 @singledispatch
 def mixed(cov: Any, inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
-    """Attention of all heads, before the output projection, by the dense covariances.
+    """All heads before the output projection; the default goes through dense covariances.
 
     Args:
-      cov: covariance of the sequence, whose structure says what is kept.
+      cov: covariance of the sequence; its type selects the implementation.
       inputs: moments of queries, keys and values.
 
     Returns:
-      Mean (T, H K), its covariance in the structure, and how the tokens were mixed.
+      Mean (T, H K), its covariance in the structure, and the mixing of the tokens.
     """
 
     def dense(node: Any) -> Any:
@@ -60,7 +60,7 @@ def mixed(cov: Any, inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
     return mean, type(cov).project(full.cov), mixing
 
 
-# What structures do in their own way; each in a file of its own.
+# Faster versions, one file per structure.
 mixed.register(Full, lambda _, inputs: mix_full(inputs))
 mixed.register(Diagonal, lambda _, inputs: mix_diagonal(inputs))
 mixed.register(TokenBlock, lambda _, inputs: mix_token_block(inputs))
@@ -69,7 +69,7 @@ mixed.register(TokenCorrelated, lambda _, inputs: mix_token_correlated(inputs))
 
 @singledispatch
 def attended(cov: Any, inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
-    """`mixed` and the output projection: mean (T, D), covariance, and how the tokens were mixed."""
+    """`mixed` and the output projection: mean (T, D), covariance, and the mixing of the tokens."""
     mean, cov, mixing = mixed(cov, inputs)
     return *dense(mean, cov, inputs.output), mixing
 
@@ -84,20 +84,20 @@ def make_source(mean: Array, cov: Covariance, params: AttentionParams) -> Source
 
 
 class View(NamedTuple):
-    """How queries look at a source."""
+    """How queries attend to a source."""
 
     num_heads: int
     mask: Array | None  # (T, S), (1, S) for all queries, or (H, T, S)
     order: int
-    own: bool  # whether the queries are made of tokens of the source
-    places: Array | None = None  # and of which ones, (T,); None for token a of query a
+    own: bool  # whether the queries come from tokens of the source
+    places: Array | None = None  # positions of these tokens, (T,); None for token a of query a
     turns: Turns = (None, None)  # of queries and keys
 
 
 def attend(
     mean: Array, cov: S, source: Source[Any], params: AttentionParams, view: View
 ) -> tuple[Array, S, AttentionTangent]:
-    """Attention of a random sequence (T, D) to keys and values that are there already."""
+    """Attention of a random sequence (T, D) to given keys and values, with its linearisation."""
     mask, h = view.mask, view.num_heads
     keys_alike = mask is None or mask.shape[-2] == 1
     if mask is not None:

@@ -1,9 +1,8 @@
-"""Attention of the newest tokens to cached keys and values: one step costs as much as it has keys.
+"""Attention of the newest tokens to cached keys and values, at a cost linear in the keys.
 
-For structures whose tokens are independent, `Diagonal` and `TokenBlock`: the moments of an earlier
-token's key and value, once computed, stay what they are. Where tokens are correlated, a step would need
-the covariance of the newest token with all earlier ones, which takes all pairs of them: run the whole
-pass.
+For structures with independent tokens, `Diagonal` and `TokenBlock`: the moments of earlier keys and
+values do not change. With correlated tokens a step would need the newest token's covariance with all
+earlier ones, so run the whole pass.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ S = TypeVar("S", bound=Covariance)
 
 
 class KeyValueCache(NamedTuple):
-    """Moments of the tokens so far, and of their keys and values, in buffers of a fixed length S."""
+    """Moments of the tokens so far, their keys and values, in buffers of a fixed length S."""
 
     source: Source[Any]
-    length: Array  # how many of the S tokens are there
+    length: Array  # number of tokens written
 
 
 def empty_cache(
@@ -36,11 +35,14 @@ def empty_cache(
     """Buffers for `length` tokens.
 
     Raises:
-      ValueError: if there is no room for a token. TypeError: if tokens are correlated in the structure.
+      ValueError: if there is no room for a token.
+      TypeError: if the structure has correlated tokens.
     """
     check_cached("A cache", structure)
     if length < 1:
-        raise ValueError(f"A cache needs room for at least one token. Got length={length}.")
+        raise ValueError(
+            f"A cache needs room for at least one token. Got length={length}. Use length >= 1."
+        )
 
     def zeros(width: int) -> Projection[Any]:
         return Projection(
@@ -67,9 +69,10 @@ def attention_step(
     num_heads: int,
     order: int = 2,
 ) -> tuple[Array, S, AttentionTangent, KeyValueCache]:
-    """Causal self-attention of the newest tokens (N, D) to those before them and to themselves.
+    """Causal self-attention of the newest tokens (N, D) to earlier ones and themselves.
 
-    Tokens beyond the end of the buffers overwrite the last ones; lengths are no static facts.
+    Tokens beyond the end of the buffers overwrite the last ones, since the length is not known while
+    tracing.
     """
     new = make_source(mean, cov, params)
 
@@ -94,5 +97,5 @@ def check_cached(name: str, structure: type[Covariance]) -> None:
         raise TypeError(
             f"{name} needs a structure in which tokens are independent, {names}. Got "
             f"{structure.__name__}, whose tokens are correlated: a step would cost as much as all "
-            "pairs of tokens. Run the whole pass over the tokens so far."
+            "pairs of tokens. Run the whole pass on all tokens so far."
         )

@@ -1,4 +1,4 @@
-"""Attention for `Diagonal`: by the compiler's own program or by a kernel."""
+"""Attention for `Diagonal`: plain JAX or a Pallas kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention for `Diagonal`, of all heads, by the compiler's own program; see `diagonal_rows`."""
+"""Attention for `Diagonal`, all heads, as plain JAX; see `diagonal_rows`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,22 @@ Array = jax.Array
 
 
 class Heads(NamedTuple):
-    """What every head has, H heads of width K."""
+    """Moments of H heads of width K."""
 
     query: Part  # (H, T, K)
     key: Part  # (H, S, K)
     value: Part  # (H, S, K)
     shared: Shared  # variance (S, D) and kernels (H, D, K)
-    query_kernel: Array | None  # (H, D, K); None where queries are made of another sequence
+    query_kernel: Array | None  # (H, D, K); None if queries come from another sequence
     mask: Array | None  # (H, T, S)
 
 
 def mix_by_compiler(
     heads: Heads, places: Array | None, order: int
 ) -> tuple[Array, Array, Array | None]:
-    """Mean and variance (H, T, K), own weights (H, T) or None.
+    """Mean and variance (H, T, K), and own weights (H, T) or None.
 
-    Args:
-      heads: their moments.
-      places: of the queries' own tokens among the keys; None for token a of query a.
-      order: 1 or 2.
+    `places` are the positions of the queries' own tokens among the keys; None if they coincide.
     """
     variance = heads.shared.variance
 

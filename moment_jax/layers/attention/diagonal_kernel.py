@@ -1,12 +1,12 @@
-"""The same attention as a kernel of Pallas: what has a row and a column for two tokens stays on chip.
+"""Attention for `Diagonal` as a Pallas kernel that keeps all token-by-token arrays on chip.
 
-A program has a block of one head's queries and all of the head's keys and values. It does what
-`diagonal_rows` says for these rows; the backward kernel does it again, and takes its derivatives by
-`jax.vjp` right there. Programs run one after another, so that what all rows have a part in (derivatives
-by keys and values, by the input's variance) adds up on chip.
+A program handles a block of one head's queries with all of the head's keys and values. It runs
+`diagonal_rows` on these rows; the backward kernel recomputes that and applies `jax.vjp` on chip.
+Programs run one after another, so derivatives to which all rows contribute (by keys and values, by the
+input's variance) accumulate on chip.
 
-For TPUs. A GPU has no room on chip for a head's keys beside the rows' arrays, and its programs run side
-by side (nor does Pallas lower this body for one, jax 0.10.2): there the compiler's program stays.
+For TPUs only. A GPU has too little on-chip memory for a head's keys beside the rows' arrays, and runs
+its programs in parallel (nor can Pallas lower this body for one, jax 0.10.2).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from moment_jax.xla import kernel_path, split_by_tokens
 Array = jax.Array
 
 _BLOCKS = (256, 128, 64, 32)
-"""Rows of a program, as many as may be: every program forms the products of keys with keys anew."""
+"""Rows per program, largest first: every program recomputes the products of keys with keys."""
 _NUMBERS = 2**17
-"""Of its rows by all keys, at the most: Mosaic writes every operation out, register by register."""
+"""Most entries of rows by keys: Mosaic unrolls every operation, register by register."""
 
 
 class Plan(NamedTuple):
-    """What a kernel is compiled for."""
+    """Static settings of a kernel."""
 
     order: int
-    own: bool  # whether query a is made of token a of the source
-    num_keys: int  # those beyond are masked
+    own: bool  # whether query a comes from token a of the source
+    num_keys: int  # later keys are padding, and masked
     grid: Grid
-    backward: bool = True  # whether derivatives are a kernel too; else they are the compiler's
+    backward: bool = True  # whether derivatives use a kernel too, else plain JAX
 
 
 class _Whole(NamedTuple):
-    """What every program of a head has."""
+    """A head's data, given to each of its programs."""
 
     key: Part
     value: Part
@@ -58,7 +58,7 @@ class _Out(NamedTuple):
 
 
 def find_plan(heads: Heads, order: int) -> Plan | None:
-    """How the kernel takes these heads; None where the compiler's program does."""
+    """The kernel's settings for these heads; None to use plain JAX."""
     path, array = kernel_path(), heads.query.mean
     if path == "xla" or split_by_tokens() or (path == "tpu" and array.dtype != jnp.float32):
         return None
@@ -75,7 +75,7 @@ def find_plan(heads: Heads, order: int) -> Plan | None:
 
 
 def _bytes_on_chip(heads: Heads, rows: int, passes: int) -> int:
-    """What a program holds, forward (one pass) or backward (two), as Mosaic was seen to reserve it."""
+    """On-chip bytes of a program, forward (1 pass) or backward (2), fitted to what Mosaic reserves."""
     (num_keys, width), features = heads.key.mean.shape[1:], heads.shared.variance.shape[1]
     numbers = (
         50 * padded_size(rows, num_keys)
@@ -87,9 +87,9 @@ def _bytes_on_chip(heads: Heads, rows: int, passes: int) -> int:
 
 
 def mix_by_kernel(plan: Plan, heads: Heads) -> tuple[Array, Array, Array | None]:
-    """Mean and variance (H, T, K), own weights (H, T) or None, by a kernel.
+    """Mean and variance (H, T, K), and own weights (H, T) or None, by a kernel.
 
-    Derivatives are those of reverse mode, and of first order: `kernels("xla")` has the others.
+    Only first-order reverse-mode derivatives; `kernels("xla")` has the others.
     """
     if plan.backward:
         return _padded(plan, heads)
@@ -112,14 +112,14 @@ _forward_alone.defvjp(lambda plan, heads: (_padded(plan, heads), heads), _by_com
 
 
 def _padded(plan: Plan, heads: Heads) -> tuple[Array, Array, Array | None]:
-    """All blocks whole: with rows of zeros, which are cut off, and with keys that are masked."""
+    """Run whole blocks: pad with zero rows, which are cut off, and with masked keys."""
     num_queries = heads.query.mean.shape[1]
     missing = plan.grid.blocks * plan.grid.rows - num_queries
     query = lengthened(heads.query, missing, 1)
     mask = None if heads.mask is None else heads.mask.astype(jnp.int8)
     mask = lengthened(mask, missing, 1)
     key, value, shared = heads.key, heads.value, heads.shared
-    if plan.own:  # of which keys are read by blocks too
+    if plan.own:  # keys are read by blocks too
         mask = lengthened(mask, missing, 2)
         key, value = lengthened((key, value), missing, 1)
         shared = shared._replace(variance=lengthened(shared.variance, missing, 0))
@@ -193,7 +193,7 @@ def _variance_of(whole: _Whole) -> Any:
 
 
 def _own_tokens(plan: Plan, whole: _Whole) -> tuple[Array, Array] | None:
-    """Keys' mean (R, K) and the input's variance (R, D) of the program's own tokens."""
+    """Keys' mean (R, K) and input variance (R, D) of the program's own tokens."""
     if whole.query_kernel is None:
         return None
     rows = plan.grid.own_rows()
@@ -203,7 +203,7 @@ def _own_tokens(plan: Plan, whole: _Whole) -> tuple[Array, Array] | None:
 def _moments(
     plan: Plan, mask: Any, own: tuple[Array, Array] | None, query: Part, whole: _Whole
 ) -> _Out:
-    """One program's rows, of arrays: what is differentiated."""
+    """One program's rows; the function to differentiate."""
     shape = query.mean.shape[0], whole.key.mean.shape[0]
     key = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     row = plan.grid.first_row() + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -234,7 +234,7 @@ def _read(tree: Any) -> Any:
 
 
 def _flops(plan: Plan, query: Part, whole: _Whole) -> int:
-    """Of the matrix products of all programs, forward."""
+    """Forward operations of all programs' matrix products."""
     (h, t, k), s = query.mean.shape, whole.key.mean.shape[1]
     features = 0 if whole.shared is None else whole.shared.variance.shape[1]
     numbers = 16 * k + features + products_of_row(plan.grid.rows, s, k)

@@ -1,13 +1,12 @@
-"""Attention for `Diagonal`, of any rows of one head: every query, key and value entry independent.
+"""Attention for `Diagonal`, any rows of one head; entries of queries, keys and values independent.
 
 The scores S_ac = q_a . k_c / sqrt(K) of one row share the query, so that
 
     Cov[S_ac, S_af] = own_ac [c = f] + sum_d Var[q_ad] k_cd k_fd / K
 
-with own_ac = sum_d (q_ad^2 + Var[q_ad]) Var[k_cd] / K; rows are independent of each other. In the second
-term all entries of a query are taken as equally noisy, so that it has one matrix k k^T for all rows.
-
-No row knows of another, so the rows may be all of a head's or a block of them in a kernel.
+with own_ac = sum_d (q_ad^2 + Var[q_ad]) Var[k_cd] / K. Rows are independent of each other, so a block
+of them can run in a kernel. In the second term all entries of a query are taken as equally noisy, so
+that one matrix k k^T serves all rows.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What the tokens that the queries are made of have beside their queries."""
+    """Data of the queries' own tokens."""
 
     key: Array  # mean, (T, K)
     variance: Array  # of the input, (T, D)
@@ -44,7 +43,7 @@ class Own(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The variance of the input that keys and values have in common, and one head's kernels."""
+    """Variance of the shared input of keys and values, and one head's kernels."""
 
     variance: Array  # (S, D)
     key_kernel: Array  # (D, K)
@@ -71,9 +70,9 @@ class _Rows(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some queries and all keys and values of one head, see `HeadMoments`.
+    """Some queries, and all keys and values, of one head; see `HeadMoments`.
 
-    The mean is without what weights and values share: `shared_mean`.
+    The mean excludes the covariance of weights with values: see `shared_mean`.
     """
 
     query: Part
@@ -87,11 +86,11 @@ class Rows(NamedTuple):
         return Centres(self.query.mean, self.key.mean, self.value.mean)
 
     def shared_scores(self) -> Array | None:
-        """Through the input that queries and keys share."""
+        """Through the shared input of queries and keys."""
         return self.shared_noise
 
     def rows(self) -> _Rows:
-        """By the noise of the keys, and by that of the queries."""
+        """From the noise of the keys, and of the queries."""
         q, k, width = self.query, self.key, self.query.mean.shape[1]
         own = (q.mean**2 + q.variance) @ k.variance.T / width
         return _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)
@@ -104,14 +103,14 @@ class Rows(NamedTuple):
 def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> tuple[Array, Array]:
     """Variance of weights @ values, (T, K), and the softmax's gain, (T, 1).
 
-    The sum over the features of what the queries' noise gives is taken whole, and shared out as that
-    of independent keys is: by itself it would take T^2 K^2 products.
+    The contribution of the queries' noise is computed as a sum over features, and spread over them as
+    for independent keys. Per feature it would take T^2 K^2 products.
     """
     noise, key_size = of_each(v.variance), of_each(rows.key**2)
     values, ones = of_each(v.mean**2) + noise, jnp.ones_like(noise)  # E |v_c|^2, (1, S)
     second = v.mean**2 + v.variance
     squared, pulled = weights**2, weights * ((weights @ rows.key) @ rows.key.T)
-    # Sums over the keys, with weights W^2 own, W^2 |k|^2 and W (W k) k^T.
+    # Sums over keys, with weights W^2 own, W^2 |k|^2 and W (W k) k^T.
     own_second, own_mean, own_one, own_values = _sums(
         squared * rows.own, (second, v.mean), (ones, values)
     )
@@ -128,7 +127,7 @@ def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> 
     pattern = jnp.maximum(pattern, 0)
 
     def crossed(values: Array, weighing: Array) -> Array:
-        """Sums of E <A_a, v_c> over the keys: of v_c, and of W_ac times its noise, (T, 1)."""
+        """Weighted sums of E <A_a, v_c> over keys, (T, 1)."""
         return _sum(mean * values) + _sums(weighing * weights, (), (noise,))[0]
 
     by_keys = own_values - 2 * crossed(own_mean, squared * rows.own) + size * own_one
@@ -142,8 +141,8 @@ def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> 
     if order == 2:
         within = left_within(_sums(weights, (), (values,))[0], size)
         gain = saturation(total, within)
-        # Where a row gives all its weight to one key, the total is only rounding error. XLA may compute
-        # it twice, and round it differently: then the gain does not bound it.
+        # A row with all its weight on one key is pure rounding. XLA may compute it twice with different
+        # rounding, so the gain alone does not bound it.
         total = jnp.minimum(gain**2 * total, within)
     share = safe_divide(pattern, _sum(pattern))
     return by_values + share * total, gain
@@ -154,16 +153,16 @@ def shared_mean(
 ) -> Array:
     """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
 
-    By Stein's lemma Cov[W_ac, v_cd] = sum_f W_ac (1[c=f] - W_af) Cov[S_af, v_cd]; the key k_c shares its
-    token with v_c, the query q_a with v_a.
+    By Stein's lemma Cov[W_ac, v_cd] = sum_f W_ac (1[c=f] - W_af) Cov[S_af, v_cd]; the key k_c shares
+    its token with v_c, the query q_a with v_a.
 
     Args:
       q: the queries of these rows.
       k: all keys.
-      shared: what keys and values share.
+      shared: the shared input of keys and values.
       weights: E[W], (T, S).
-      own: the queries' own tokens; None where queries are made of another sequence.
-      own_weights: what every query gives to its own token, (T, 1).
+      own: the queries' own tokens; None if queries come from another sequence.
+      own_weights: each query's weight on its own token, (T, 1).
     """
     shift = (q.mean @ shared.key_kernel.T) * ((weights - weights**2) @ shared.variance)
     if own is not None and own_weights is not None:
@@ -184,16 +183,16 @@ def _sums(
     scale: Array | None = None,
     unscaled: tuple[Array, ...] = (),
 ) -> list[Array]:
-    """sum_c weights_ac scale_c x_c, of the keys' numbers x: (S, n) in `columns`, (1, S) in `rows`.
+    """sum_c weights_ac scale_c x_c over keys.
 
-    One wide product for the compiler. On chip a column of numbers takes as much room as 128.
+    One wide product for the compiler; one by one on chip, where a single column takes the room of 128.
 
     Args:
       weights: (T, S).
-      columns: arrays (S, n).
-      rows: arrays (1, S).
-      scale: (1, S); None for one.
-      unscaled: arrays (S, n) to be summed without it.
+      columns: arrays x of shape (S, n).
+      rows: arrays x of shape (1, S).
+      scale: (1, S); None for ones.
+      unscaled: arrays (S, n) summed without `scale`.
 
     Returns:
       The sums, (T, n), of columns, rows and unscaled columns.

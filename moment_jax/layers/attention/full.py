@@ -1,4 +1,4 @@
-"""Attention for `Full`: all heads, tokens and features jointly, by Gaussian products (Isserlis)."""
+"""Attention for `Full`: exact moments of products of jointly Gaussian arrays (Isserlis)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Array = jax.Array
 
 
 def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:
-    """Moments of the concatenated heads: mean (T, H K), full covariance, and weights (H, T, S).
+    """Moments of the concatenated heads: mean (T, H K), covariance, and weights (H, T, S).
 
-    Scores and values are products of jointly Gaussian arrays, whose moments are exact; the softmax
-    passes its Jacobian. Memory: H^2 T^2 S^2 numbers for the scores.
+    Products of jointly Gaussian scores and values are exact; the softmax is linearised by its Jacobian.
+    Memory: H^2 T^2 S^2 numbers for the scores.
     """
     mean, cov, mixing = mix(_Joint.of(inputs), inputs.mask, inputs.order)
     t, width = inputs.query.mean.shape
@@ -38,7 +38,7 @@ def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:
 class _Joint(NamedTuple):
     """All heads, see `HeadMoments`: covariances (H, T, K, H, T, K) of queries, keys and values.
 
-    Those of the queries with the rest are None where the queries are made of another sequence.
+    `qk` and `qv` are None if queries come from another sequence.
     """
 
     centres: Centres
@@ -51,7 +51,7 @@ class _Joint(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs[Full]) -> _Joint:
-        """Those of the projections, and of what they share through their input."""
+        """From the projections and their shared input."""
         h, shared, (turn_q, turn_k) = inputs.num_heads, inputs.shared, inputs.shared.turns
         qq, kk, vv = (_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value))
 
@@ -128,7 +128,7 @@ class _Rows(NamedTuple):
 
 
 class _Contrasts(NamedTuple):
-    """Covariance of every row's contrasts."""
+    """Covariance of each row's contrasts."""
 
     cov: Array  # (H, T, S, S)
 
@@ -143,7 +143,7 @@ class _Contrasts(NamedTuple):
 
 
 def _turned(cov: Array | None, turn: Array | None, axis: int) -> Array | None:
-    """Queries or keys, whose axes (H, T, K) begin at `axis`, multiplied by each token's (K, K)."""
+    """Multiply queries or keys, whose axes (H, T, K) begin at `axis`, by each token's (K, K)."""
     if cov is None or turn is None:
         return cov
     return jnp.einsum("htjgse,tjk->htkgse" if axis == 0 else "htdgsj,sjk->htdgsk", cov, turn)
@@ -157,12 +157,12 @@ def _split_both(cov: Array, num_heads: int) -> Array:
 
 
 def _swap(cov: Array) -> Array:
-    """The transposed cross-covariance: the first three axes and the last three change places."""
+    """Transpose a cross-covariance: exchange its first three axes with its last three."""
     return jnp.transpose(cov, (3, 4, 5, 0, 1, 2))
 
 
 def _through_softmax(weights: Array, cov: Array) -> Array:
-    """The softmax's Jacobian W_hac (1[c=f] - W_haf) applied to the first three axes of cov."""
+    """Apply the softmax's Jacobian W_hac (1[c=f] - W_haf) to the first three axes."""
     weights = weights[..., None, None, None]
     centred = cov - jnp.sum(weights * cov, axis=2, keepdims=True)
     return weights * centred

@@ -1,10 +1,10 @@
-"""Noise of the queries, keys and values of `Separable`'s attention, head by head.
+"""Noise of queries, keys and values in `Separable`'s attention, head by head.
 
-All are dense layers y = x @ kernel + bias of a random sequence x. The noise of x is read as
-Cov[x_ti, x_sj] = P_ts F_ij, with its token Gram matrix over the sum of its entries and the covariance of
-its sum over the tokens. The noise of a kernel is kept feature by feature. The variances of a trained
-posterior differ by orders of magnitude, so each head sees other features of x, and one token pattern for
-all heads is wrong by a tenth.
+All are dense layers y = x @ kernel + bias of a random sequence x. The noise of x is taken as Cov[x_ti,
+x_sj] = P_ts F_ij, with its token Gram matrix over the sum of its entries and the covariance of its sum
+over tokens. The noise of a kernel is kept per feature: variances of a trained posterior differ by
+orders of magnitude, so heads see different features of x, and one token pattern for all heads is off by
+a tenth.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class TokenGram(NamedTuple):
     constant: Array | None = None  # ()
 
     def dense(self) -> Array:
-        """All of it, (S, S)."""
+        """The matrix, (S, S)."""
         left = None
         if self.left is not None and self.right is not None:
             left = materialized(self.left @ self.right.T)
         return self._sum(left, self.pattern)
 
     def diagonal(self) -> Array:
-        """The variances of the tokens, (S,)."""
+        """Variances of the tokens, (S,)."""
         own = None
         if self.left is not None and self.right is not None:
             own = jnp.sum(self.left * self.right, axis=1)
         return self._sum(own, None if self.pattern is None else rows_diagonal(self.pattern))
 
     def averaged(self, weights: Array, reach: Array) -> Array:
-        """W K, (T, S), for rows of weights W of sum one, given `reach`, W times the pattern."""
+        """W K, (T, S), for weights W with rows summing to one; `reach` is W times the pattern."""
         left = None
         if self.left is not None and self.right is not None:
             left = (weights @ self.left) @ self.right.T
@@ -63,26 +63,23 @@ class TokenGram(NamedTuple):
 
 
 class OwnNoise(NamedTuple):
-    """Noise that each head has to itself: that of a kernel and a bias with uncorrelated entries."""
+    """Noise that heads do not share: that of a kernel and bias with uncorrelated entries."""
 
     kernel: Array  # variances, (D, K)
-    shared: Array  # of y by the noise of the kernel and that of x, over the pattern P, (K,)
+    shared: Array  # variance of y from kernel noise times noise in x, over the pattern P, (K,)
     bias: Array  # variances, (K,)
 
 
 class HeadNoise(NamedTuple):
     """Noise of one head's queries, keys or values y."""
 
-    features: Array  # of what heads have in common, over the pattern P, (K, K)
-    own: OwnNoise | None  # None where `features` holds all
+    features: Array  # noise that heads share, over the pattern P, (K, K)
+    own: OwnNoise | None  # None if `features` holds all noise
 
     def own_gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
-        """sum_ij metric_ij Cov[y_ti, y_sj] by the head's own noise, (T, T).
+        """sum_ij metric_ij Cov[y_ti, y_sj] from the head's own noise, (T, T).
 
-        Args:
-          metric: (K, K).
-          mean: of x, (T, D).
-          pattern: P, (T, T).
+        Takes the metric (K, K), the mean of x (T, D) and the pattern P (T, T).
         """
         assert self.own is not None
         diagonal = diagonal_of(metric)
@@ -91,7 +88,7 @@ class HeadNoise(NamedTuple):
         return TokenGram(by_mean, mean, size, pattern, constant)
 
     def gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
-        """The same by all noise, (T, T)."""
+        """The same from all noise, (T, T)."""
         shared = jnp.sum(self.features * metric)
         if self.own is None:
             return TokenGram(None, None, shared, pattern)
@@ -103,7 +100,7 @@ class Projected(NamedTuple):
     """All heads' queries, keys or values."""
 
     source: DenseInput[Separable]
-    whole: Array  # features of what heads have in common, (H K, H K)
+    whole: Array  # features of the noise that heads share, (H K, H K)
     pulled: Array  # Cov[sum_t x_t] times the kernel, (D, H K)
     pattern: Array  # P, (T, T)
     heads: HeadNoise  # leading axis H
@@ -117,7 +114,7 @@ class Projected(NamedTuple):
         Args:
           source: x and the dense layer.
           cov: covariance of y, of shape (T, H K).
-          pattern: of x, see `over_sum`, for kernels with uncorrelated entries.
+          pattern: of x, see `over_sum`; used for kernels with uncorrelated entries.
           num_heads: H.
         """
         _, x, params = source
@@ -137,20 +134,17 @@ class Projected(NamedTuple):
             (features.diag() @ variance).reshape(num_heads, width),
             bias.reshape(num_heads, width),
         )
-        mapped = cov.features().without_noise()  # by the kernel, as the dense layer left it
-        if mapped.basis is None:  # what was stored holds the sum alone
+        mapped = cov.features().without_noise()  # as the dense layer mapped it
+        if mapped.basis is None:  # the factors are no longer known
             mapped = FeatureGram.through(features.dense(), params.kernel.mean)
         assert mapped.basis is not None
         heads = HeadNoise(mapped.blocks(num_heads), own)
         return cls(source, mapped.dense(), mapped.basis.pulled, pattern, heads)
 
     def contrasts(self, pool: Array | None) -> Array:
-        """Feature Gram matrices of y less its average over the tokens, (H, K, K).
+        """Feature Gram matrices of y minus its weighted average over tokens, (H, K, K).
 
-        The common part of all keys is the largest of their noise, and softmax does not see it.
-
-        Args:
-          pool: weights of the tokens, (T,); None for one each.
+        The common part of all keys is most of their noise, and softmax ignores it.
         """
         mean, cov, _ = self.source
         rows, share = centred_rows(mean, pool)
@@ -158,18 +152,16 @@ class Projected(NamedTuple):
         return self._under(energy, rows, None)
 
     def by_token(self, pool: Array | None) -> Array:
-        """sum_t p_t Cov[y_td, y_te] with these weights p (T,), or one each, (H, K, K)."""
+        """sum_t p_t Cov[y_td, y_te] with weights p (T,), or ones, (H, K, K)."""
         mean, cov, _ = self.source
         count = jnp.sum(weighted(jnp.ones_like(mean[:, 0]), pool))
         rows = weighted(mean, None if pool is None else jnp.sqrt(pool))
         return self._under(_trace(cov, pool), rows, count)
 
     def of_sums(self, weights: Array, pool: Array | None) -> Array | None:
-        """Variances of sum_a p_a sum_c W_ac y_c by every head's own noise, (H, K); None for none.
+        """Variances of sum_a p_a sum_c W_ac y_c from each head's own noise, (H, K), or None.
 
-        Args:
-          weights: W, (H, T, S).
-          pool: p, (T,); None for one each.
+        Takes the weights W (H, T, S) and p (T,), None for ones.
         """
         own, mean = self.heads.own, self.source.mean
         if own is None:
@@ -186,7 +178,7 @@ class Projected(NamedTuple):
         Args:
           energy: sum_ts g_ts G_ts, with the token Gram matrix G of x, ().
           rows: a root of g times the mean of x, (R, D).
-          count: sum_ts g_ts, or None where it is zero, ().
+          count: sum_ts g_ts, or None if it is zero, ().
         """
         _, cov, params = self.source
         kernel, h = params.kernel, self.heads.features.shape[0]
@@ -205,23 +197,23 @@ class Projected(NamedTuple):
 
 
 def centred_rows(rows: Array, pool: Array | None) -> tuple[Array, Array]:
-    """Rows (T, D) less their average, times the roots of their weights; and their shares, (T,)."""
+    """Rows (T, D) minus their average, times the roots of their weights; and their shares, (T,)."""
     used = jnp.ones(rows.shape[0], rows.dtype) if pool is None else pool
     share = used / jnp.maximum(jnp.sum(used), 1)
     return jnp.sqrt(used)[:, None] * (rows - (share @ rows)[None, :]), share
 
 
 def over_sum(cov: Separable) -> Array:
-    """The token Gram matrix over the sum of its entries, which the pool weighs; zero if that is zero."""
+    """The token Gram matrix over the pooled sum of its entries; zero if that is zero."""
     total = jnp.broadcast_to(cov.share(_sum(cov)), (1, 1))
     return safe_divide(cov.token_gram(), total)
 
 
 def _sum(cov: Separable) -> Array:
-    """The sum of the token Gram matrix, with the weights of the tokens, ()."""
+    """The pooled sum of the token Gram matrix, ()."""
     return jnp.sum(weighted(pooled(cov.token_gram(), cov.pool), cov.pool))
 
 
 def _trace(cov: Separable, pool: Array | None) -> Array:
-    """The trace of the token Gram matrix, with these weights of the tokens, ()."""
+    """The weighted trace of the token Gram matrix, ()."""
     return jnp.sum(weighted(rows_diagonal(cov.token_gram()), pool))

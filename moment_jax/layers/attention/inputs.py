@@ -1,4 +1,4 @@
-"""What the attention of every structure starts from: moments of queries, keys and values."""
+"""Moments of queries, keys and values, which every structure's attention takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 
-# Matrices (T, K, K) by which every head's queries and keys are multiplied, token by token.
+# Per-token matrices (T, K, K) that multiply every head's queries and keys.
 Turns = tuple[Array | None, Array | None]
 
 
@@ -26,7 +26,7 @@ class Projection(NamedTuple, Generic[S]):
 
 
 class Source(NamedTuple, Generic[S]):
-    """A random sequence that is looked at, and the keys and values that are made of it."""
+    """A random sequence to attend to, with its keys and values."""
 
     mean: Array  # (S, D)
     cov: S
@@ -35,13 +35,13 @@ class Source(NamedTuple, Generic[S]):
 
 
 class SharedInput(NamedTuple, Generic[S]):
-    """The random sequence that keys and values have in common, and queries too in self-attention.
+    """The random input of keys and values, and in self-attention of queries too.
 
     Their weights are independent, so Cov[q, k] = query_kernel^T Cov[x] key_kernel, and so on.
     """
 
     cov: S
-    query_kernel: Array | None  # (D, H K), mean; None where queries are made of another sequence
+    query_kernel: Array | None  # (D, H K), mean; None if queries come from another sequence
     key_kernel: Array  # (D, H K)
     value_kernel: Array  # (D, H K)
     places: Array | None = None  # of the queries' own tokens among the keys', see `places`
@@ -49,7 +49,7 @@ class SharedInput(NamedTuple, Generic[S]):
 
 
 class DenseInput(NamedTuple, Generic[S]):
-    """The random sequence that queries, keys or values are made of, and their dense layer."""
+    """A random sequence and the dense layer that makes queries, keys or values from it."""
 
     mean: Array  # (T, D)
     cov: S
@@ -57,7 +57,7 @@ class DenseInput(NamedTuple, Generic[S]):
 
 
 class Inputs(NamedTuple, Generic[S]):
-    """All that the attention of one structure needs."""
+    """Everything that a structure's attention needs."""
 
     query: Projection[S]
     key: Projection[S]
@@ -68,7 +68,7 @@ class Inputs(NamedTuple, Generic[S]):
     shared: SharedInput[S]
     output: DenseParams  # the output projection, (H K, D)
     mask: Array | None  # (H, T, S) boolean, True where a query may look
-    keys_alike: bool  # whether all queries look at the same keys, as far as shapes tell
+    keys_alike: bool  # whether the mask's shape shows that all queries see the same keys
     num_heads: int
     order: int
 
@@ -91,14 +91,12 @@ class Centres(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """How the heads have mixed the tokens."""
+    """How the heads mixed the tokens."""
 
-    weights: Any  # mean attention weights, (H, T, S); None in `Diagonal`, which keeps `own` alone
-    gain: Array | None = (
-        None  # what the softmax keeps of its Jacobian at them, (H, T); None for all
-    )
-    own: Array | None = None  # the weight of each query's own token, (H, T), where it is known
-    landmarks: Array | None = None  # places of queries that stand for all, (M,); None where all do
+    weights: Any  # mean attention weights, (H, T, S); None in `Diagonal`, which keeps only `own`
+    gain: Array | None = None  # fraction of the softmax's Jacobian kept, (H, T); None for 1
+    own: Array | None = None  # each query's weight on its own token, (H, T), if known
+    landmarks: Array | None = None  # positions of landmark queries, (M,); None if unused
 
     def num_heads(self) -> int:
         """H."""
@@ -113,7 +111,7 @@ def split_heads(array: Array, num_heads: int) -> Array:
 
 
 def turned(array: Array, turn: Array | None) -> Array:
-    """All heads' queries or keys, (T, H K), each token multiplied by its matrix, (T, K, K)."""
+    """All heads' queries or keys, (T, H K), each token multiplied by its (K, K) matrix."""
     if turn is None:
         return array
     heads = array.reshape(array.shape[0], -1, turn.shape[1])
@@ -123,7 +121,7 @@ def turned(array: Array, turn: Array | None) -> Array:
 def turned_projection(
     projection: Projection[S], turn: Array | None, num_heads: int
 ) -> Projection[S]:
-    """Moments of the same; in `Separable` noise stays as it is, which is right for alike pairs."""
+    """The turned moments; `Separable` keeps its noise, which is right if paired entries are alike."""
     if turn is None or isinstance(projection.cov, Separable):
         return projection._replace(mean=turned(projection.mean, turn))
     t, k, _ = turn.shape

@@ -1,9 +1,9 @@
 """One head of `Separable`'s attention over a long sequence, by landmarks.
 
-`SeparableHead` multiplies arrays of tokens by tokens, T S S operations each. Here a few queries are the
-landmarks: the same formulas between all queries and these take T S M, and the Gram matrices between all
-queries follow by regression. Gram matrices of keys and values are of finite rank but for a token
-pattern in common, so their products with the weights cost T S D.
+`SeparableHead` multiplies token-by-token arrays, T S S operations each. Here a few queries are
+landmarks. The same formulas between all queries and the landmarks take T S M, and regression gives the
+Gram matrices between all queries. Gram matrices of keys and values have finite rank except for a shared
+token pattern, so their products with the weights cost T S D.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class LandmarkHead(SeparableHead):
     """`SeparableHead` by landmarks."""
 
     def rows(self) -> LandmarkRows:
-        """By the noise of the keys, and by that of the queries."""
+        """From the noise of the keys, and of the queries."""
         terms, sizes = self.score_terms()
         own = [size * rows_diagonal(term.queries) for size, term in zip(sizes, terms, strict=True)]
         merged = safe_divide(own[0] + own[1], jnp.broadcast_to(sizes[0] + sizes[1], own[0].shape))
         return LandmarkRows(terms, merged[:, None], self.tokens.landmarks, self.tokens.exists)
 
     def seen(self, rows: LandmarkRows, weights: Array, mean: Array) -> Seen:
-        """What the weights make of keys and values."""
+        """Keys and values weighted by attention."""
         head, tokens, links = self
-        # What all values share moves nothing, but rounding.
+        # A shift common to all values only adds rounding.
         centre = pooled(mean, tokens.pool) / pooled(jnp.ones_like(mean), tokens.pool)
         value, average = self.centres.value - centre[None, :], mean - centre[None, :]
         under_value, under_average = value @ head.metric, average @ head.metric
@@ -52,7 +52,7 @@ class LandmarkHead(SeparableHead):
             under_average @ value.T,
             jnp.sum(under_average * average, axis=1),
         )
-        # By the variance that independent keys would give.
+        # Importance: the variance that independent keys would give.
         importance = jnp.sum(weights**2 * rows.variance() * by_mean.spread(), axis=1)
         size = safe_sqrt(jnp.maximum(importance, 0))
         at = choose_landmarks(size, tokens.landmarks, tokens.exists)
@@ -88,7 +88,7 @@ class LandmarkHead(SeparableHead):
         return Seen(terms, products, under, noise, own_value, common, linked)
 
     def sum_noise(self, seen: Seen, weights: Array, mean: Array, gain: Array) -> SumNoise:
-        """What the scores' noise gives the sum over the tokens, as sums over the landmarks."""
+        """The contribution of score noise to the sum over tokens, as sums over the landmarks."""
         head, pool = self.moments, self.tokens.pool
         values, size, at = self.centres.value, weighted(gain[:, None], pool), seen.products.at
         noise = seen.noise.over(head.value_size())
@@ -99,15 +99,15 @@ class LandmarkHead(SeparableHead):
 
 
 class LandmarkRows(NamedTuple):
-    """Cov[S_ac, S_bf], a sum of Kronecker products whose keys' sides are not formed."""
+    """Cov[S_ac, S_bf], a sum of Kronecker products with the keys' sides in factored form."""
 
     terms: tuple[KeyNoise, ...]
-    own: Array  # the queries' side of a row with itself, one for all terms, (T, 1)
+    own: Array  # diagonal of the queries' side, merged over the terms, (T, 1)
     num_landmarks: int
     exists: Array | None  # which queries may be landmarks, (T,)
 
     def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
-        """E[softmax] of scores of these means, (T, S)."""
+        """E[softmax] of scores with these means, (T, S)."""
         weights = masked_softmax(scores, mask)
         keys = self.terms[0].keys.dense() + self.terms[1].keys.dense()
         spread = jnp.sum(weights**2 * rows_diagonal(keys)[None, :], axis=1)
@@ -157,7 +157,7 @@ class LandmarkReach(NamedTuple):
 
     @classmethod
     def of(cls, pattern: Array, weights: Array, at: Array) -> LandmarkReach:
-        """By what some rows (M,) of the weights (T, S) see of it."""
+        """From the products of some rows (M,) of the weights (T, S) with the pattern."""
         sketch = Sketch.of(pattern, weights[at])
         array = sketch.product(weights).at[at].set(sketch.columns.T)
         return cls(array, weights, sketch)
@@ -168,7 +168,7 @@ class LandmarkReach(NamedTuple):
 
 
 class LandmarkProducts(NamedTuple):
-    """E of inner products of values and averages, see `Products`; of averages with the landmarks'."""
+    """Expected inner products as in `Products`, but of averages with the landmarks' averages only."""
 
     values: Array  # (S, S)
     crossed: Array  # (T, S)
@@ -178,20 +178,20 @@ class LandmarkProducts(NamedTuple):
 
     @classmethod
     def of(cls, values: Array, crossed: Array, weights: Array, at: Array) -> LandmarkProducts:
-        """From the values' and those with the averages."""
+        """From the values' products and those with the averages."""
         own = jnp.sum(crossed * weights, axis=1)
         return cls(values, crossed, own, crossed @ weights[at].T, at)
 
     @property
     def averages(self) -> Array:
-        """Of averages with averages, (T, T)."""
+        """Averages with averages, (T, T), by regression."""
         result = Regression.on(self.meeting[self.at]).between(self.meeting, self.meeting)
         root = safe_sqrt(jnp.maximum(self.own, 0))
         bound = root[:, None] * root[None, :]
         return jnp.where(on_diagonal(result.shape), bound, jnp.clip(result, -bound, bound))
 
     def sizes(self) -> Sizes:
-        """Those of single values and averages."""
+        """The diagonals."""
         return Sizes(rows_diagonal(self.values), self.crossed, self.own)
 
     def over(self, size: Array) -> LandmarkProducts:
@@ -216,7 +216,7 @@ class LandmarkTerm(NamedTuple):
     def of(
         cls, term: KeyNoise, weights: Array, reach: Array, products: LandmarkProducts
     ) -> LandmarkTerm:
-        """For weights W (T, S), which reach W P."""
+        """From the weights W (T, S) and their `reach`, W P."""
         at, few = products.at, weights[products.at]
         own = 0.5 * term.keys.diagonal()
         contrasts = term.keys.dense() - own[:, None] - own[None, :]
@@ -227,11 +227,11 @@ class LandmarkTerm(NamedTuple):
         return cls(term.queries, contrasts, pulled, meeting, Regression.on(meeting[at]))
 
     def quadratic(self, weights: Array, products: LandmarkProducts) -> Array:
-        """The same with all queries, (T, T)."""
+        """The same between all queries, (T, T)."""
         return self.regression.between(self.meeting, self.meeting)
 
     def summed(self, size: Array, weights: Array, at: Array) -> Summed:
-        """In a sum over the rows with weights `size` (T, 1), as one over the landmarks."""
+        """The term in a sum over rows with weights `size` (T, 1), as a sum over landmarks."""
         shares = size * self.regression.weights(self.meeting, jnp.ones_like(size[:, 0]))
         few = self.pulled[at]
         return Summed(shares.T @ (self.queries @ shares), self.contrasts, few, few @ weights[at].T)

@@ -1,8 +1,8 @@
-"""Gram matrices of many rows by a few of them: Nystroem's approximation.
+"""Gram matrices of many rows from a few of them: the Nystroem approximation.
 
-Attention weights average the keys, so what the queries get is much alike. Its Gram matrix is read by
-regression on a few queries, the landmarks: exact on them, positive semidefinite and nowhere more than
-the truth. What landmarks have in common is taken out before, and is exact.
+Attention weights average the keys, so queries' results are much alike. Their Gram matrix is computed by
+regression on a few queries, the landmarks. The result is exact on the landmarks, positive semidefinite
+and never above the true matrix. The landmarks' common part is removed first and kept exactly.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from moment_jax.xla import default_precision, diagonal_matrix, kernel_path, rows
 Array = jax.Array
 
 _RIDGE = 1e-2
-"""Added to each landmark's variance, in shares of it. With a tenth of this sd are .001 nearer to those
-by all queries, and one of five images was nothing but rounding in float32."""
+"""Ridge relative to each landmark's variance. A tenth of it brings sds .001 closer to those with all
+queries, but one of five images was pure rounding in float32."""
 
 
 def in_float32() -> AbstractContextManager[None]:
-    """Products are float32's, whatever the default precision: a regression takes differences."""
+    """Context for float32 products, whatever the default precision: regression takes differences."""
     return jax.default_matmul_precision("float32")
 
 
 def coarse_products() -> bool:
-    """Whether products of matrices are in bfloat16, as on a TPU that is not told otherwise."""
+    """Whether matrix products are in bfloat16, the default on a TPU."""
     precision = default_precision()
     if precision in (None, "default"):
         return "tpu" in (jax.default_backend(), kernel_path())
@@ -37,9 +37,9 @@ def coarse_products() -> bool:
 
 
 def choose_landmarks(importance: Array, count: int, exists: Array | None) -> Array:
-    """Places (M,) drawn along the sequence, systematically: half by importance (T,), half evenly.
+    """Positions (M,) of landmarks by systematic sampling: half by importance (T,), half evenly.
 
-    Only among the tokens that exist, (T,) boolean; None for all.
+    Only among tokens that exist, (T,) boolean; None for all.
     """
     even = jnp.ones_like(importance) if exists is None else exists.astype(importance.dtype)
     importance = jax.lax.stop_gradient(jnp.maximum(importance, 0) * even)
@@ -54,20 +54,20 @@ def _shares(parts: Array) -> Array:
 
 
 class Regression(NamedTuple):
-    """Regression of things with inner products on M landmarks."""
+    """Regression on M landmarks, given inner products."""
 
-    inverse: Array  # of the landmarks' Gram matrix, centred, (M, M)
-    mean: Array  # inner products of landmarks with their mean, (M,)
+    inverse: Array  # of the centred Gram matrix of the landmarks, (M, M)
+    mean: Array  # inner products of the landmarks with their mean, (M,)
 
     @classmethod
     def on(cls, gram: Array) -> Regression:
-        """On landmarks with this Gram matrix (M, M)."""
+        """From the landmarks' Gram matrix, (M, M)."""
         mean = jnp.mean(gram, axis=0)
         centred = gram - mean[:, None] - mean[None, :] + jnp.mean(mean)
         return cls(ridge_inverse(centred), mean)
 
     def weights(self, left: Array, total: Array) -> Array:
-        """Of the landmarks in the place of sums with weights of this total, (T, M); see `left`."""
+        """Weights of the landmarks that replace sums with weights of this total, (T, M); see `left`."""
         centred = self._centred(left, total) @ self.inverse
         rest = total - jnp.sum(centred, axis=1)
         return centred + rest[:, None] / left.shape[1]
@@ -78,11 +78,9 @@ class Regression(NamedTuple):
         return self.left(left, one) @ self.right(right).T
 
     def left(self, left: Array, total: Array) -> Array:
-        """Features of sums, whose products with those of averages are inner products, (T, M + 2).
+        """Features of sums, (T, M + 2); their products with `right` are inner products with averages.
 
-        Args:
-          left: inner products with the landmarks, (T, M).
-          total: of the weights in the sums, (T,).
+        Takes inner products with the landmarks, (T, M), and the total of each sum's weights, (T,).
         """
         mean = jnp.mean(left, axis=1)[:, None]
         centred = self._centred(left, total) @ self.inverse
@@ -95,20 +93,20 @@ class Regression(NamedTuple):
         return jnp.concatenate((self._centred(right, one[:, 0]), one, mean), axis=1)
 
     def _centred(self, products: Array, total: Array) -> Array:
-        """Inner products, less the mean landmark on both sides."""
+        """Inner products with the mean landmark removed on both sides."""
         mean = jnp.mean(products, axis=1)[:, None]
         return products - mean - total[:, None] * (self.mean - jnp.mean(self.mean))[None, :]
 
 
 class Sketch(NamedTuple):
-    """A positive semidefinite matrix K of tokens (S, S), by what a few rows of weights see of it."""
+    """A positive semidefinite (S, S) matrix K, known by its products with a few rows of weights."""
 
     columns: Array  # K times these rows, (S, M)
     regression: Regression
 
     @classmethod
     def of(cls, gram: Array, rows: Array) -> Sketch:
-        """Of a Gram matrix, by rows of weights (M, S) of sum one."""
+        """From a Gram matrix, by rows of weights (M, S) with sum one."""
         columns = gram @ rows.T
         return cls(columns, Regression.on(rows @ columns))
 
@@ -121,11 +119,11 @@ class Sketch(NamedTuple):
         return self.left(left) @ self.right(right).T
 
     def left(self, weights: Array) -> Array:
-        """Features of sums with rows of weights (T, S), see `Regression.left`."""
+        """Features of sums with weights (T, S), see `Regression.left`."""
         return self.regression.left(weights @ self.columns, jnp.sum(weights, axis=1))
 
     def right(self, weights: Array) -> Array:
-        """Features of averages with rows of weights (T, S) of sum one, see `Regression.right`."""
+        """Features of averages with weights (T, S) of sum one, see `Regression.right`."""
         return self.regression.right(weights @ self.columns)
 
 
@@ -134,9 +132,9 @@ def mixed_by_landmarks(tokens: Array, entering: Array, mixed: Array, at: Array) 
 
     Args:
       tokens: covariance of tokens of x with those that enter the branch, (T, T).
-      entering: of these with each other, (T, T).
-      mixed: weights of the averages, (T, T), whose rows have one sum.
-      at: places of the landmarks, (M,).
+      entering: covariance of the entering tokens, (T, T).
+      mixed: weights of the averages, (T, T), whose rows have equal sums.
+      at: positions of the landmarks, (M,).
     """
     with in_float32():
         few = mixed[at]
@@ -148,9 +146,9 @@ def mixed_by_landmarks(tokens: Array, entering: Array, mixed: Array, at: Array) 
 
 @jax.custom_jvp
 def ridge_inverse(gram: Array) -> Array:
-    """The inverse (M, M) of a positive semidefinite matrix with `_RIDGE`, by one sweep for each row.
+    """Inverse (M, M) of a positive semidefinite matrix with a ridge `_RIDGE`, one sweep per row.
 
-    Rows that rounding leaves below the ridge have no part, and zeros.
+    Rows below the ridge are rounding, and give zeros.
     """
     size = gram.shape[0]
     rows, own = jnp.arange(size), rows_diagonal(gram)

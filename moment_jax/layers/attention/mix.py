@@ -1,7 +1,7 @@
-"""The steps of attention that all structures share, from mean scores to the averaged values.
+"""The steps of attention common to all structures, from mean scores to averaged values.
 
-A structure supplies what differs: the covariance of the scores (`rows`), and what the noise of scores
-and values makes of the average (`output`). Arrays are one head's, or have a leading axis of all heads.
+A structure supplies the covariance of the scores (`rows`), and the effect of noisy scores and values on
+the average (`output`). Arrays are one head's, or have a leading axis of all heads.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 _MANY_SCORES = 2**21
-"""Scores of all heads beyond which heads are mixed one after another."""
+"""Heads with more scores than this in total are processed one at a time."""
 
 
 class Rows(Protocol):
-    """Covariance of the scores, as one structure holds it."""
+    """Covariance of the scores, as a structure holds it."""
 
     def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
-        """E[softmax] of scores of these means, (T, S)."""
+        """E[softmax] of scores with these means, (T, S)."""
         ...
 
 
 class Output(NamedTuple):
-    """What noise makes of weights @ values."""
+    """The effect of noise on weights @ values."""
 
-    noise: Any  # the covariance, in whatever arrays the structure goes on with
-    gain: Array | None = None  # what the softmax keeps of its Jacobian, (T,); None for all
-    shared: Array | None = None  # sum_c Cov[W_ac, v_cd], through an input in common, (T, K)
+    noise: Any  # the covariance, in the structure's own form
+    gain: Array | None = None  # fraction of its Jacobian that the softmax keeps, (T,); None for 1
+    shared: Array | None = None  # sum_c Cov[W_ac, v_cd], through a shared input, (T, K)
 
 
 class HeadMoments(Protocol):
@@ -49,7 +49,7 @@ class HeadMoments(Protocol):
         ...
 
     def shared_scores(self) -> Array | None:
-        """sum_d Cov[q_ad, k_cd], through an input in common, (T, S); None where there is none."""
+        """sum_d Cov[q_ad, k_cd], through a shared input, (T, S); None if there is none."""
         ...
 
     def rows(self) -> Rows:
@@ -57,17 +57,14 @@ class HeadMoments(Protocol):
         ...
 
     def output(self, rows: Any, weights: Array, mean: Array, order: int) -> Output:
-        """What noise makes of `mean`, weights @ values, given E[softmax], (T, S)."""
+        """The effect of noise on `mean`, weights @ values, given E[softmax], (T, S)."""
         ...
 
 
 def mix(head: HeadMoments, mask: Array | None, order: int) -> tuple[Array, Any, Mixing]:
-    """Mean (T, K) of weights @ values, its noise as the structure goes on with it, and the weights.
+    """Mean (T, K) of weights @ values, its noise in the structure's form, and the weights.
 
-    Args:
-      head: moments of queries, keys and values.
-      mask: boolean (T, S), True where a query may look; None for all.
-      order: 1 (Taylor at the mean) or 2.
+    `mask` is (T, S), True where a query may look, or None; `order` is 1 (Taylor at the mean) or 2.
     """
     query, key, value = head.centres
     scores = query @ jnp.swapaxes(key, -1, -2)
@@ -86,15 +83,10 @@ def mix(head: HeadMoments, mask: Array | None, order: int) -> tuple[Array, Any, 
 
 
 def each_head(mix_one: Callable[[In], Out], heads: In, num_scores: int) -> Out:
-    """`mix_one` of every head, leading axis H.
+    """`mix_one` applied to each head, along the leading axis H of every array.
 
-    Where the heads' (T, S) arrays are many and large they are mixed one after another, which keeps those
-    of a single head alive, in the backward pass as well.
-
-    Args:
-      mix_one: one head's moments -> one head's result.
-      heads: all heads' moments, leading axis H on every array.
-      num_scores: H T S.
+    If the heads' (T, S) arrays, `num_scores` numbers in all, are large, heads run one at a time with
+    checkpointing, so that only one head's arrays are alive, also in the backward pass.
     """
     if num_scores <= _MANY_SCORES:
         return jax.vmap(mix_one)(heads)

@@ -1,4 +1,4 @@
-"""Multi-head attention: projections, the mixing of the tokens, and the output projection."""
+"""Multi-head attention: the public functions, their checks, and cross-attention's memory."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def attention(
     mask: Array | None = None,
     order: int = 2,
 ) -> tuple[Array, S]:
-    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
+    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v, and the output projection.
 
-    Scores are correlated across queries as well as keys, because weight noise is shared by all tokens;
-    that is kept, as far as the structure can. So is what comes from queries, keys and values sharing
-    the random input x: in `Full` everywhere; in the others the structure's part of E[scores], in
-    `Separable`, `TokenCorrelated` and `Diagonal` of E[weights v] too, and in `Separable` of the
-    covariance of weights with values; otherwise their covariances take q, k and v as independent. With
-    order 1 the means leave all of it out. Heads' score noise is independent but in `Full`.
+    Scores are correlated across queries and keys because all tokens share weight noise; each structure
+    keeps what it can hold of that. Queries, keys and values also share the random input x. `Full` keeps
+    that dependence everywhere. The others keep their part of it in E[scores]; `Separable`,
+    `TokenCorrelated` and `Diagonal` also in E[weights v]; `Separable` also in the covariance of weights
+    with values. All other covariances take q, k and v as independent, and order 1 leaves it out of all
+    means. The heads' score noise is independent, except in `Full`.
 
-    Assumes that x and the four weight matrices are independent of each other.
+    Assumes that x and the four weight matrices are mutually independent.
 
     Args:
       mean: E[x], (T, D).
@@ -52,7 +52,7 @@ def attention(
       params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
       num_heads: H.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
-        key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
+        key (column). Masked keys get a weight of exactly zero; a query without keys gets a zero output.
       order: 1 (Taylor at the mean, as derived) or 2.
 
     Returns:
@@ -83,11 +83,11 @@ def cross_attention(
 ) -> tuple[Array, S]:
     """Moments of multi-head attention of a random sequence x to a random memory.
 
-    Queries are made of x, keys and values of the memory. What keys and values share through the memory
+    Queries come from x, keys and values from the memory. What keys and values share through the memory
     is kept as in `attention`.
 
-    Assumes that x, the memory and the four weight matrices are independent of each other. In a decoder
-    that holds for the first block; later ones have looked at the memory already.
+    Assumes that x, the memory and the four weight matrices are mutually independent. In a decoder this
+    holds for the first block only; in later ones x depends on the memory.
 
     Args:
       mean: E[x], (T, D).
@@ -104,8 +104,8 @@ def cross_attention(
       Mean (T, D) and covariance of the output, in the structure of `cov`.
 
     Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width. TypeError: if the two
-        covariances are of different structures.
+      ValueError: if shapes do not fit or the heads do not divide the width.
+      TypeError: if the two covariances have different structures.
 
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """
@@ -117,7 +117,7 @@ def cross_attention(
 
 
 class Memory(NamedTuple):
-    """The random sequence that a decoder looks at."""
+    """The random sequence that a decoder attends to."""
 
     mean: Array  # (S, E)
     cov: Covariance
@@ -134,9 +134,9 @@ def attention_and_tangent(
     memory: Memory | None = None,
     turns: Turns = (None, None),
 ) -> tuple[Array, S, AttentionTangent]:
-    """`attention`, or `cross_attention` with a memory, and the map by which it carries Cov[x].
+    """`attention`, or `cross_attention` with a memory, and its linearisation.
 
-    Heads' queries and keys may be turned, every token by its own matrix (T, K, K): rotary positions.
+    `turns` multiplies each token's queries and keys by a matrix (T, K, K): rotary positions.
     """
     name = "attention" if memory is None else "cross_attention"
     check_moments(name, mean, cov)
@@ -157,7 +157,7 @@ def _check(
     num_heads: int,
     mask: Array | None,
 ) -> None:
-    """Raise unless sequences, kernels, heads and mask fit."""
+    """Raise unless sequences, kernels, heads and mask fit together."""
     if name == "cross_attention":
         check_moments("cross_attention's memory", source.mean, source.cov)
         if type(source.cov) is not type(cov):
@@ -173,6 +173,7 @@ def _check(
     check_heads(name, num_heads, *widths)
     if len(set(widths)) > 1:
         raise ValueError(
-            f"`{name}` needs query, key and value kernels of one width (D, H K). Got widths {widths}."
+            f"`{name}` needs query, key and value kernels of one width (D, H K). Got widths {widths}. "
+            "Use the same H K for all three."
         )
     check_mask(name, mask, num_heads, mean.shape[0], source.mean.shape[0])

@@ -1,7 +1,7 @@
-"""Where the queries' own tokens stand among the keys: in their order, or at places that are given.
+"""Positions of the queries' own tokens among the keys.
 
-In self-attention of a whole sequence query a is made of token a. With cached keys the queries are made
-of the newest tokens alone, and `places` (T,) says which keys are theirs; None for token a.
+In self-attention query a comes from token a. With cached keys, queries come from the newest tokens
+only, and `places` (T,) gives their positions; None means token a.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Array = jax.Array
 
 
 def own_tokens(array: Array, places: Array | None) -> Array:
-    """The rows (T, ...) of an array (S, ...) of all tokens that belong to the queries."""
+    """The rows (T, ...) of an array (S, ...) that belong to the queries' tokens."""
     return array if places is None else array[places]
 
 
 def own_entries(matrix: Array, places: Array | None) -> Array:
-    """Every query's entry at its own token, (..., T) of (..., T, S)."""
+    """Each query's entry at its own token, (..., T) of (..., T, S)."""
     if places is None:
         own = rows_diagonal
         for _ in range(matrix.ndim - 2):
@@ -31,7 +31,7 @@ def own_entries(matrix: Array, places: Array | None) -> Array:
 
 
 def at_own(values: Array, places: Array | None, num_keys: int) -> Array:
-    """A matrix (T, S) with `values` (T,) where queries meet their own tokens, zero elsewhere."""
+    """A matrix (T, S) with `values` (T,) at each query's own token, zero elsewhere."""
     if places is None:
         return diagonal_matrix(values)
     return values[:, None] * jax.nn.one_hot(places, num_keys, dtype=values.dtype)

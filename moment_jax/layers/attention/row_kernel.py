@@ -1,4 +1,4 @@
-"""Kernels of Pallas with a program for every head and every block of rows, on trees of arrays."""
+"""Pallas kernels with one program per head and block of rows, on trees of arrays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moment_jax.xla import inside_a_kernel
 Array = jax.Array
 
 MEMORY = 110 * 2**20
-"""Bytes of a TPU's vector memory, of 128 MiB, that a kernel may be planned to take."""
+"""Bytes of a TPU's vector memory (128 MiB) that a kernel may use by plan."""
 _LIMIT = 120 * 2**20
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The programs of a kernel; they run one after another, a head's blocks of rows in turn."""
+    """The programs of a kernel, which run one after another: each head's blocks of rows in turn."""
 
     heads: int
     blocks: int
@@ -30,7 +30,7 @@ class Grid:
     interpret: bool = False  # by XLA, for tests
 
     def by_rows(self, tree: Any) -> Any:
-        """A program gets its own rows of arrays (H, T, ...)."""
+        """Block specs that give a program its own rows of arrays (H, T, ...)."""
 
         def block(array: Any) -> pl.BlockSpec:
             return pl.BlockSpec((None, self.rows, array.shape[2]), lambda h, i: (h, i, 0))
@@ -38,10 +38,10 @@ class Grid:
         return jax.tree.map(block, tree)
 
     def by_heads(self, tree: Any) -> Any:
-        """A program gets all of its head's part of arrays (H, ...), and all of an array (S, D)."""
+        """Block specs that give a program its head's part of (H, ...) arrays, or a whole (S, D) one."""
 
         def block(array: Any) -> pl.BlockSpec:
-            # Large, and seldom exchanged: no second buffer to load the next head's into.
+            # Large and seldom replaced, so no second buffer.
             once = pl.Buffered(1)
             if array.ndim == 2:
                 return pl.BlockSpec(array.shape, lambda h, i: (0, 0), pipeline_mode=once)
@@ -52,17 +52,17 @@ class Grid:
         return jax.tree.map(block, tree)
 
     def own_rows(self) -> Any:
-        """Where the program's rows stand in an array (T, ...) of which it has all."""
+        """The slice of the program's rows in an array (T, ...)."""
         if self.blocks == 1:
             return slice(None)
         return pl.ds(pl.multiple_of(self.first_row(), self.rows), self.rows)
 
     def first_row(self) -> Any:
-        """The place of the first of them."""
+        """Index of the program's first row."""
         return pl.program_id(1) * self.rows
 
     def add(self, ref: Any, part: Array, of_all_heads: bool = False) -> None:
-        """To what the head's programs before this one have left there, or those of all heads."""
+        """Accumulate over the programs of a head, or of all heads."""
         first = pl.program_id(1) == 0
         if of_all_heads:
             first &= pl.program_id(0) == 0
@@ -85,11 +85,11 @@ class Grid:
         """The arrays that `body` fills.
 
         Args:
-          body: (references to what comes, references to what it fills), trees as `ins` and `outs`.
+          body: (input references, output references), trees like `ins` and `outs`.
           ins: a tree of arrays.
-          in_blocks: what a program gets of them, by `by_rows` or `by_heads`.
-          outs: arrays of the shapes and types of the results.
-          out_blocks: what a program fills of them; of what several fill nothing is there at first.
+          in_blocks: their block specs, from `by_rows` or `by_heads`.
+          outs: arrays with the shapes and types of the results.
+          out_blocks: their block specs; blocks that several programs fill start uninitialised.
           flops: of all programs, for the compiler's schedule.
         """
         arrays, structure = jax.tree.flatten(ins)
@@ -120,12 +120,12 @@ class Grid:
 
 
 def padded_size(rows: int, columns: int) -> int:
-    """Numbers of an array as a TPU keeps it: in tiles of 8 x 128."""
+    """The size of an array on a TPU, in tiles of 8 x 128."""
     return -(-rows // 8) * 8 * -(-columns // 128) * 128
 
 
 def lengthened(tree: Any, missing: int, axis: int) -> Any:
-    """With zeros at the end of an axis."""
+    """Append zeros along an axis."""
 
     def padded(array: Array) -> Array:
         return jnp.pad(array, [(0, missing * (i == axis)) for i in range(array.ndim)])

@@ -1,4 +1,4 @@
-"""Covariance of one head's scores, in Kronecker products."""
+"""Covariance of one head's scores, as Kronecker products."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Array = jax.Array
 class Term(NamedTuple):
     """A Kronecker product queries_ab keys_cf, without what all keys of a row share.
 
-    Softmax does not see that. What is left of the keys' covariance is minus half the variance of every
-    difference of two keys. So next to nothing cancels in a row with nearly all its weight on one key.
+    Softmax ignores a common shift. What remains of the keys' covariance is minus half the variance of
+    each difference of two keys. Almost nothing then cancels in a row with nearly all its weight on one
+    key.
     """
 
     queries: Array  # (T, T)
@@ -28,30 +29,30 @@ class Term(NamedTuple):
 
     @classmethod
     def of(cls, queries: Array, keys: Array) -> Term:
-        """A product of queries (T, T) and the keys' covariance (S, S)."""
+        """The product of queries (T, T) and the keys' covariance (S, S)."""
         return cls(queries, centred(keys), rows_diagonal(keys))
 
     def own(self) -> Array:
-        """The queries' side of the covariance of a row with itself, (T, 1)."""
+        """Diagonal of the queries' side, (T, 1)."""
         return rows_diagonal(self.queries)[:, None]
 
     def seen(self, weights: Array) -> SeenTerm:
-        """With what weights W (T, S) make of the contrasts."""
+        """The term with its products with the weights W, (T, S)."""
         pulled = materialized(rows_product(weights, self.contrasts))
         met = materialized(product_with_transposed(pulled, weights))
         return SeenTerm(self.queries, self.contrasts, pulled, met)
 
 
 class SeenTerm(NamedTuple):
-    """A `Term`, and what the weights W make of it: a `ScoreTerm`."""
+    """A `Term` with its products with the weights W: a `ScoreTerm`."""
 
     queries: Array  # (T, T)
     contrasts: Array  # (S, S)
     pulled: Array  # W times the contrasts, (T, S)
-    met: Array  # and that times W^T, (T, T)
+    met: Array  # `pulled` times W^T, (T, T)
 
     def quadratic(self, weights: Array, products: Products) -> Array:
-        """sum_cf contrasts_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), multiplied out, (T, T)."""
+        """sum_cf contrasts_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), (T, T)."""
         half = rows_product(weights, materialized(self.contrasts * products.values))
         half = materialized(half - 2 * products.crossed * self.pulled)
         half = product_with_transposed(half, weights)
@@ -59,20 +60,17 @@ class SeenTerm(NamedTuple):
 
 
 class RowCovariance(NamedTuple):
-    """Cov[S_ac, S_bf], a sum of Kronecker products."""
+    """Cov[S_ac, S_bf] as a sum of Kronecker products."""
 
     terms: tuple[Term, ...]
-    in_softmax: tuple[Term, ...]  # what E[softmax] takes for them
+    in_softmax: tuple[Term, ...]  # a cheaper version for E[softmax]
 
     @classmethod
     def merged(cls, terms: tuple[Term, ...], sizes: tuple[Array, ...]) -> RowCovariance:
-        """With one product for E[softmax], of the same total variance of contrasts in every row.
+        """Merge the terms for E[softmax] into one with the same total variance of contrasts in each row.
 
-        It needs no more, for half of the products or less.
-
-        Args:
-          terms: whose queries have been divided by these sizes.
-          sizes: of the contrasts of their keys.
+        E[softmax] needs no more, and it halves the products. The terms' queries were divided by
+        `sizes`, those of the contrasts of their keys.
         """
         whole = jnp.broadcast_to(total_of(sizes), (1, 1))
         pairs = zip(sizes, terms, strict=True)
@@ -81,7 +79,7 @@ class RowCovariance(NamedTuple):
         return cls(terms, (Term(queries, *keys),))
 
     def expected_softmax(self, scores: Array, mask: Array | None) -> Array:
-        """E[softmax] of scores of these means, (T, S)."""
+        """E[softmax] of scores with these means, (T, S)."""
         return expected_softmax(scores, _Contrasts(self.in_softmax), mask)
 
     def variance(self) -> Array:
@@ -90,7 +88,7 @@ class RowCovariance(NamedTuple):
 
 
 class _Contrasts(NamedTuple):
-    """Covariance of the contrasts of every row: a `ScoreCovariance`."""
+    """Covariance of each row's contrasts: a `ScoreCovariance`."""
 
     terms: tuple[Term, ...]
 
@@ -113,6 +111,6 @@ class _Contrasts(NamedTuple):
 
 
 def centred(keys: Array) -> Array:
-    """Minus half the variance of every difference of two of them, (S, S) from their covariance."""
+    """Minus half the variance of each difference of two keys, (S, S), from their covariance."""
     own = 0.5 * rows_diagonal(keys)
     return keys - own[:, None] - own[None, :]

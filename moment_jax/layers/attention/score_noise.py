@@ -1,4 +1,4 @@
-"""What the noise of one head's scores makes of the averaged values."""
+"""The effect of one head's score noise on the averaged values."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class ScoreTerm(Protocol):
         ...
 
     def quadratic(self, weights: Array, products: Any) -> Array:
-        """What the keys' side makes of the values, (T, T): see `Term.quadratic`."""
+        """The keys' side contracted with the values, (T, T): see `SeenTerm.quadratic`."""
         ...
 
 
 class Products(NamedTuple):
-    """E of inner products of the values v_c and their averages A_a, the noise of the values included.
+    """Expected inner products of values v_c and their averages A_a, including the values' noise.
 
-    Inner products over one head's features, plain or under a metric.
+    Over one head's features, plain or under a metric.
     """
 
     values: Array  # E <v_c, v_f>, (S, S)
@@ -45,12 +45,12 @@ class Products(NamedTuple):
     averages: Array  # E <A_a, A_b>, (T, T)
 
     def sizes(self) -> Sizes:
-        """Those of single values and averages."""
+        """The diagonals."""
         return Sizes(rows_diagonal(self.values), self.crossed, rows_diagonal(self.averages))
 
 
 class Sizes(NamedTuple):
-    """E of inner products as in `Products`, of values and averages with themselves."""
+    """Expected squared norms of values and averages, and their inner products."""
 
     values: Array  # E |v_c|^2, (S,)
     crossed: Array  # E <A_a, v_c>, (T, S)
@@ -61,19 +61,19 @@ class Sizes(NamedTuple):
         return self.values[None, :] - 2 * self.crossed + self.averages[:, None]
 
     def within(self, weights: Array) -> Array:
-        """The variance of the values under the weights W, (T,)."""
+        """Variance of the values under the weights W, (T,)."""
         second = jnp.sum(weights * self.values[None, :], axis=1)
         return left_within(second, self.averages)
 
 
 def total_of(arrays: Iterable[Any]) -> Array:
-    """Their sum, without a zero to begin with."""
+    """The sum of arrays, without starting from zero."""
     total: Array = functools.reduce(operator.add, arrays)
     return total
 
 
 class ScoreNoise(NamedTuple):
-    """What the scores' noise gives weights @ values."""
+    """The contribution of score noise to weights @ values."""
 
     token_gram: Array  # (T, T)
     gain: Array  # see `saturation`, (T,)
@@ -82,15 +82,11 @@ class ScoreNoise(NamedTuple):
 def score_noise(
     terms: Iterable[ScoreTerm], weights: Array, products: Any, order: int
 ) -> ScoreNoise:
-    """The token Gram matrix sum_cf Cov[W_ac, W_bf] E <v_c, v_f>, for scores independent of the values.
+    """Token Gram matrix sum_cf Cov[W_ac, W_bf] E <v_c, v_f>, for scores independent of the values.
 
-    The scores' noise passes the softmax's Jacobian times `saturation`, which with order 1 is 1.
-
-    Args:
-      terms: of the covariance of the scores.
-      weights: E[W], (T, S).
-      products: of the values, as the terms take them.
-      order: 1 or 2.
+    Noise passes through the softmax's Jacobian times `saturation`, which is 1 with order 1. Takes the
+    terms of the scores' covariance, E[W] (T, S), and the values' products in the form that the terms
+    need.
     """
     token_gram = total_of(term.queries * term.quadratic(weights, products) for term in terms)
     own = rows_diagonal(token_gram)
@@ -98,8 +94,8 @@ def score_noise(
     if order == 2:
         within = products.sizes().within(weights)
         gain = saturation(own, within)
-        # Where a row gives all its weight to one key, only rounding is left. XLA may compute it twice,
-        # and round it differently: then the gain does not bound it.
+        # A row with all its weight on one key is pure rounding. XLA may compute it twice with different
+        # rounding, so the gain alone does not bound it.
         own = jnp.minimum(gain**2 * own, within)
     token_gram = gain[:, None] * token_gram * gain[None, :]
     root = safe_sqrt(own)
@@ -108,10 +104,10 @@ def score_noise(
 
 
 class SumNoise(NamedTuple):
-    """What the scores' noise gives the sum over the rows, sum_a p_a A_a with A = W v."""
+    """The contribution of score noise to the sum over rows, sum_a p_a A_a with A = W v."""
 
-    features: Array  # by the mean values, (K, K)
-    pattern: Array  # by a token pattern of the values' noise, ()
+    features: Array  # from the mean values, (K, K)
+    pattern: Array  # from a token pattern of the values' noise, ()
 
 
 def sum_noise(
@@ -129,10 +125,10 @@ def sum_noise(
       weights: E[W], (T, S).
       values: v, (S, K).
       mean: W v, (T, K).
-      noise: the pattern n, and its products with the weights, W n and W n W^T.
-      pool: p, (T,); None for one each.
+      noise: the pattern n, and its products W n and W n W^T.
+      pool: p, (T,); None for ones.
     """
-    # The same for all keys moves nothing, but rounding; keys that no row of the sum sees have no part.
+    # A shift common to all values only adds rounding. Keys that no row of the sum sees must not count.
     count = pooled(jnp.ones_like(mean[:, :1]), pool)
     centre = safe_divide(pooled(mean, pool), count)[None, :]
     values, mean = values - centre, mean - centre
@@ -151,12 +147,12 @@ def sum_noise(
 
 
 class Summed(NamedTuple):
-    """A Kronecker product of the scores' covariance in the sum over the rows."""
+    """A Kronecker product of the scores' covariance, in the sum over rows."""
 
     pairs: Array  # p_a p_b times the gains of the softmax and the queries' side, (T, T)
     contrasts: Array  # see `Term`, (S, S)
-    pulled: Array  # W times them, (T, S)
-    met: Array  # and that times W^T, (T, T)
+    pulled: Array  # W times `contrasts`, (T, S)
+    met: Array  # `pulled` times W^T, (T, T)
 
 
 def bounded_sum(
@@ -167,10 +163,10 @@ def bounded_sum(
     noise: Sizes,
     pool: Array | None = None,
 ) -> SumNoise:
-    """Within Cauchy and Schwarz, by Cov[W_a] <= diag(E[W_a]) - E[W_a] E[W_a]^T.
+    """Clip to the Cauchy-Schwarz bound, using Cov[W_a] <= diag(E[W_a]) - E[W_a] E[W_a]^T.
 
-    For rows that are saturated: there rounding is all that is left. Arguments are those of `sum_noise`,
-    `noise` the sizes of its `noise`.
+    Needed for saturated rows, where only rounding is left. Arguments as in `sum_noise`; `noise` holds
+    the sizes of its `noise`.
     """
     root = pooled(safe_sqrt(left_within(weights @ values**2, mean**2)), pool)
     most = pooled(safe_sqrt(noise.within(weights)), pool) ** 2
@@ -179,19 +175,19 @@ def bounded_sum(
 
 
 def saturation(from_scores: Array, within: Array) -> Array:
-    """How much of its Jacobian the softmax keeps on average, in (0, 1].
+    """The average fraction of its Jacobian that the softmax keeps under noise, in (0, 1].
 
-    By Price's theorem noise passes the expected Jacobian, diag(E[w]) - E[w w^T]. That is smaller than
-    J = diag(w) - w w^T at the mean weights w, because E[w w^T] holds Cov[w]: it is taken as gain J with
-    one gain for each row, for which the variance from the scores and what is left of the variance of
-    the values under the weights add up, as the law of total variance demands:
+    By Price's theorem noise passes through the expected Jacobian, diag(E[w]) - E[w w^T]. That is
+    smaller than J = diag(w) - w w^T at the mean weights w, because E[w w^T] includes Cov[w]. It is
+    taken as gain J with one gain per row, such that the variance from the scores and what remains of
+    the values' variance under the weights satisfy the law of total variance:
 
         gain^2 V + gain W = W.
 
-    Where a row gives all its weight to one key, both are 0 but for rounding, and so is the gain.
+    If a row puts all its weight on one key, both are 0 up to rounding, and so is the gain.
 
     Args:
-      from_scores: V, the variance that the scores' noise gives weights @ values through J.
+      from_scores: V, the variance of weights @ values from the scores' noise through J.
       within: W, the variance of the values under the mean weights, see `left_within`.
     """
     ratio = safe_divide(jnp.maximum(from_scores, 0), within)
@@ -199,6 +195,6 @@ def saturation(from_scores: Array, within: Array) -> Array:
 
 
 def left_within(second: Array, averaged: Array) -> Array:
-    """The variance of the values under the weights: of E[v^2] less E[A^2], 0 where it is rounding."""
+    """Variance of the values under the weights: E[v^2] minus E[A^2], and 0 where that is rounding."""
     within = second - averaged
     return jnp.where(within > 16 * jnp.finfo(within.dtype).eps * second, within, 0)

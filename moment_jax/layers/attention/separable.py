@@ -1,8 +1,8 @@
-"""Attention for `Separable`: from the projections, through all heads, to the projected output.
+"""Attention for `Separable`, from the projections to the projected output.
 
-The heads' averages are not projected to the structure: between them and the output projection each
-token has its own correlation of features, which would be lost. Variances and Gram matrices are those
-of the projected output, from the values times the output kernel.
+The heads' averages are not projected to the structure: each token has its own feature correlation
+there, which would be lost. Variances and Gram matrices of the projected output are computed directly
+from the values times the output kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = jax.Array
 
 
 def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
-    """Moments of the output: mean (T, D), covariance, and how the tokens were mixed."""
+    """Moments of the output: mean (T, D), covariance, and the mixing of the tokens."""
     h, output = inputs.num_heads, inputs.output
     kernel = output.kernel.mean
     noise_metric = vector_cov(output.kernel.input_metric())
@@ -93,9 +93,9 @@ def _output_cov(
     metrics: tuple[Array, Array],
     like: Separable,
 ) -> Separable:
-    """Covariance of the projected output, its random kernel and bias included.
+    """Covariance of the projected output, including its random kernel and bias.
 
-    `metrics` are that of the random kernel, its mean included, and that of its noise alone.
+    `metrics` are the second moment of the output kernel and its noise alone.
     """
     kernel, pool = output.kernel.mean, like.pool
     metric, noise_metric = metrics
@@ -130,12 +130,12 @@ def _output_cov(
 
 
 def by_landmarks(inputs: Inputs[Separable]) -> bool:
-    """Whether some queries stand for all.
+    """Whether a few queries stand for all.
 
-    Where each has keys of its own they do not, nor where they pool some tokens and look at a memory,
-    as under a causal mask: a token would learn of later ones. Nor where tokens lie on several devices,
-    whose products go round in a ring. Nor with products in bfloat16: the Gram matrices that come in are
-    then too coarse to take differences (TF32's are not).
+    Not if queries have different keys, nor if a memory is attended to while x is pooled, as under a
+    causal mask: a token would learn of later ones. Not if tokens are spread over devices, whose
+    products use a ring. Not with bfloat16 products: the incoming Gram matrices are then too coarse for
+    differences (TF32 is fine).
     """
     count = inputs.shared.cov.landmarks
     fewest = min(inputs.query.mean.shape[0], inputs.key.mean.shape[0])
@@ -149,7 +149,7 @@ def _alike(inputs: Inputs[Separable]) -> bool:
 
 
 def _outer(rows: Array, columns: Array) -> Array:
-    """Rows times columns, over the columns' sum."""
+    """The outer product, normalised by the columns' sum."""
     total = jnp.broadcast_to(jnp.sum(columns), columns.shape)
     return rows[:, None] * safe_divide(columns, total)[None, :]
 
@@ -157,7 +157,7 @@ def _outer(rows: Array, columns: Array) -> Array:
 def _heads(
     inputs: Inputs[Separable], query: Projected, key: Projected, value: Projected, metric: Array
 ) -> tuple[Head, Tokens]:
-    """All heads' moments, leading axis H, and what they have in common."""
+    """All heads' moments, leading axis H, and what they share."""
     h, kernel, keys = inputs.num_heads, inputs.output.kernel.mean, inputs.key_input
     if inputs.shared.query_kernel is None:
         query_pool, key_pool = inputs.query.cov.pool, keys.cov.pool

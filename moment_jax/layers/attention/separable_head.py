@@ -1,12 +1,12 @@
 """One head of `Separable`'s attention, in token and feature Gram matrices.
 
-Queries, keys and values are read as Cov[x_ti, x_sj] = G_ts F_ij / tr F, with their token and feature
+Queries, keys and values are taken as Cov[x_ti, x_sj] = G_ts F_ij / tr F, with their token and feature
 Gram matrices G and F. The covariance Cov[S_ac, S_bf] of the scores S = q k^T / sqrt(K) is
 
     alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (q Fk q^T + <Fq, Fk> Qc) / K,    beta = Qc / K,
 
 with the token Gram matrices Qc and Kc of queries and keys, their feature Gram matrices Fq and Fk over
-their traces, and KK = k Fq k^T. Softmax sees contrasts of keys alone, so Fk is that of the keys less
+their traces, and KK = k Fq k^T. Softmax sees only contrasts of keys, so Fk is that of the keys minus
 their average. The T^4 covariance is never formed.
 """
 
@@ -57,44 +57,44 @@ class Head(NamedTuple):
     key_noise: HeadNoise
     value_noise: HeadNoise
     query_features: Array  # sum_t Cov[q_td, q_te], (K, K)
-    contrasts: Array  # that of the keys less their average, (K, K)
-    key_spread: Array  # mean keys less their average, (S, K)
-    value_features: Array  # of the sum of the values, (K, K)
-    metric: Array  # under which the token Gram matrix is wanted, (K, K)
+    contrasts: Array  # the same for the keys minus their average, (K, K)
+    key_spread: Array  # mean keys minus their average, (S, K)
+    value_features: Array  # covariance of the sum of the values, (K, K)
+    metric: Array  # for the output's token Gram matrix, (K, K)
     kernel: Array  # of the output, (K, D)
 
     def value_size(self) -> Array:
-        """Of the values' noise under the metric, (1, 1)."""
+        """Size of the values' noise under the metric, (1, 1)."""
         return jnp.broadcast_to(jnp.sum(self.value_features * self.metric), (1, 1))
 
 
 class Tokens(NamedTuple):
-    """What all heads have in common."""
+    """Data shared by all heads."""
 
-    queries: Array  # mean of the sequence that queries are made of, (T, D)
-    source: Array  # mean of the sequence that is looked at, (S, D)
+    queries: Array  # mean of the sequence behind the queries, (T, D)
+    source: Array  # mean of the sequence behind keys and values, (S, D)
     query: Array  # token pattern of the queries' noise, (T, T)
     key: Array  # of the keys', (S, S)
     value: Array  # of the values', (S, S)
     pool: Array | None  # weights of the queries in sums over them, (T,)
-    score_pool: Array | None  # in averages that serve the scores alone, (T,)
-    landmarks: int  # how many queries stand for all of a long sequence
-    exists: Array | None  # which of them may, (T,); None for all
+    score_pool: Array | None  # weights in averages used only for the scores, (T,)
+    landmarks: int  # number of landmarks among the queries
+    exists: Array | None  # queries that may be landmarks, (T,); None for all
 
 
 class HeadOutput(NamedTuple):
     """Noise of one head's output."""
 
-    reach: Array  # weights times the values' common token pattern, (T, S)
-    token_gram: Array  # all but what heads have in common, under the metric, (T, T)
-    feature_gram: Array  # all but the averages of random values, (K, K)
-    own_value: Array | None  # variance by this head's own values, under the metric, (T,)
-    energy: Array  # variance by the scores, summed over the features, (T,)
-    variance: Array  # variance of the projected output by the scores, (T, D)
+    reach: Array  # weights times the values' token pattern, (T, S)
+    token_gram: Array  # without the noise that heads share, under the metric, (T, T)
+    feature_gram: Array  # without the averages of random values, (K, K)
+    own_value: Array | None  # variance from this head's own values, under the metric, (T,)
+    energy: Array  # variance from the scores, summed over features, (T,)
+    variance: Array  # variance of the projected output from the scores, (T, D)
 
 
 class KeyNoise(NamedTuple):
-    """A Kronecker product of the scores' covariance, the keys' side not formed yet."""
+    """A Kronecker product of the scores' covariance, with the keys' side in factored form."""
 
     queries: Array  # (T, T)
     keys: TokenGram  # (S, S)
@@ -111,15 +111,15 @@ class ExactReach(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a head's weights make of keys and values."""
+    """A head's keys and values, weighted by attention."""
 
     terms: tuple[Any, ...]  # of the scores' covariance, each a `ScoreTerm`
-    products: Any  # of the values, as the terms take them
+    products: Any  # of the values, in the form the terms need
     under: tuple[Array, Array]  # mean values and averages times the metric, (S, K) and (T, K)
-    noise: Any  # of the values' noise alone: its `sizes()` and `averages`
-    own_value: Array | None  # variance by this head's own values, under the metric, (T,)
-    reach: Reach  # by the values' common token pattern
-    linked: Reach  # by that of the input that keys and values share
+    noise: Any  # products of the values' noise alone
+    own_value: Array | None  # variance from this head's own values, under the metric, (T,)
+    reach: Reach  # with the values' token pattern
+    linked: Reach  # with the token pattern of the shared input
 
 
 class SeparableHead(NamedTuple):
@@ -135,25 +135,24 @@ class SeparableHead(NamedTuple):
         return self.moments.centres
 
     def shared_scores(self) -> Array | None:
-        """Through the input that queries and keys share."""
+        """Through the shared input of queries and keys."""
         if self.links.query_key is None:
             return None
         return self.links.tokens * jnp.sum(diagonal_of(self.links.query_key))
 
     def rows(self) -> Any:
-        """By the noise of the keys, and by that of the queries."""
+        """From the noise of the keys, and of the queries."""
         terms, sizes = self.score_terms()
         return RowCovariance.merged(
             tuple(Term.of(queries, keys.dense()) for queries, keys in terms), sizes
         )
 
     def score_terms(self) -> tuple[tuple[KeyNoise, ...], tuple[Array, ...]]:
-        """Kronecker products of the scores' covariance, by keys and by queries, and their sizes.
+        """Kronecker products of the scores' covariance, from keys and from queries, and their sizes.
 
-        The keys' side is the average that the queries have over the tokens; the queries' side keeps,
-        for every pair of tokens, the total variance of contrasts of keys. One product in the place of
-        the two would save two products of T x T matrices, and lose a tenth of the sum's variance at 64
-        tokens.
+        The keys' side averages over the queries of all tokens; the queries' side keeps the total
+        variance of contrasts of keys for every pair of tokens. Using one product instead of two would
+        save two products of T x T matrices, and lose a tenth of the sum's variance at 64 tokens.
         """
         head, tokens, _ = self
         (means, key, _), width = self.centres, self.centres.query.shape[1]
@@ -206,7 +205,7 @@ class SeparableHead(NamedTuple):
         return Output(result, noise.gain, shared)
 
     def seen(self, rows: Any, weights: Array, mean: Array) -> Seen:
-        """What the weights make of keys and values."""
+        """Keys and values weighted by attention."""
         head, tokens, links = self
         value, average = self.centres.value @ head.metric, mean @ head.metric
         reach = linked = materialized(rows_product(weights, tokens.value))
@@ -223,7 +222,7 @@ class SeparableHead(NamedTuple):
         return Seen(terms, products, under, noise, own_value, ExactReach(reach), ExactReach(linked))
 
     def sum_noise(self, seen: Seen, weights: Array, mean: Array, gain: Array) -> SumNoise:
-        """What the scores' noise gives the sum over the tokens."""
+        """The contribution of score noise to the sum over tokens."""
         head, pool = self.moments, self.tokens.pool
         values, size = self.centres.value, weighted(gain[:, None], pool)
         noise = Products(*(safe_divide(part, head.value_size()) for part in seen.noise))
@@ -235,7 +234,7 @@ class SeparableHead(NamedTuple):
         return bounded_sum(summed, weights, values, mean, noise.sizes(), pool)
 
     def _noise_products(self, weights: Array, reach: Array) -> tuple[Products, Array | None]:
-        """Products of the values' noise under the metric; and the variance by the head's own, (T,)."""
+        """Products of the values' noise under the metric; and the variance from the head's own, (T,)."""
         head, tokens, _ = self
         shared = jnp.sum(head.value_noise.features * head.metric)
         noise, crossed, own_value = shared * tokens.value, shared * reach, None
@@ -248,9 +247,9 @@ class SeparableHead(NamedTuple):
 
 
 def _over_independent(total: Array, noisy: Array, sizes: Sizes) -> Array:
-    """The variance by the scores (T,), over what it would be with independent keys."""
+    """Variance from the scores (T,), over that with independent keys."""
     independent = jnp.sum(noisy * sizes.spread(), axis=1)
-    # Where a row has one key left, the sum is rounding of either sign.
+    # In a row with all its weight on one key, the sum is rounding of either sign.
     second = sizes.values[None, :] + sizes.averages[:, None]
     least = 2 * jnp.finfo(noisy.dtype).eps * jnp.sum(noisy * second, axis=1)
     return safe_divide(jnp.maximum(total, 0), jnp.maximum(independent, least))
@@ -259,11 +258,11 @@ def _over_independent(total: Array, noisy: Array, sizes: Sizes) -> Array:
 def _by_independent_keys(
     head: Head, spread: Array, noisy: Array, mean: Array
 ) -> tuple[Array, Array]:
-    """Variance by scores whose keys are independent: over the head's features, (T,), and (T, D).
+    """Variance from scores with independent keys: summed over the head's features, (T,), and (T, D).
 
     Args:
       head: one head.
-      spread: E |v_c - A_a|^2 by the noise of the values, over its size, (T, S).
+      spread: E |v_c - A_a|^2 from the noise of the values, over its size, (T, S).
       noisy: Var[S_ac] times the squared weights, (T, S).
       mean: W v, (T, K).
     """

@@ -1,8 +1,8 @@
-"""What keys and values of `Separable`, and queries, owe to the random input that they share.
+"""Dependence between queries, keys and values of `Separable` through their shared random input.
 
-The input is read as Cov[x_ti, x_sj] = P_ts F_ij, with its token Gram matrix over the sum of its entries
-and the covariance of its sum over the tokens, as its noise is elsewhere. Then scores and
-values are correlated: it moves the mean of weights @ values, and adds to its covariance.
+The input's covariance is Cov[x_ti, x_sj] = P_ts F_ij, with its token Gram matrix over the sum of its
+entries and the covariance of its sum over tokens. It correlates scores and values, which shifts the
+mean of weights @ values and adds to its covariance.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Reach(Protocol):
 
 
 class Links(NamedTuple):
-    """What one head's queries, keys and values share: Cov[k_cd, v_fe] = tokens_cf key_value_de."""
+    """Shared noise of one head's queries, keys and values: Cov[k_cd, v_fe] = tokens_cf key_value_de."""
 
     tokens: Array  # token Gram matrix of the input over the sum of its entries, (S, S)
     key_value: Array  # (K, K)
-    query_key: Array | None  # (K, K); None where queries are made of another sequence
+    query_key: Array | None  # (K, K); None if queries come from another sequence
     query_value: Array | None  # (K, K)
 
 
 def make_links(
     shared: SharedInput[Separable], pattern: Array, key: Array, value: Array, num_heads: int
 ) -> Links:
-    """The links of every head, leading axis H but for `tokens`, which is the `pattern`.
+    """The links of all heads, leading axis H except for `tokens`.
 
     Args:
       shared: the input and the kernels.
-      pattern: of the input's tokens, (S, S).
-      key: the kernel of the keys, which the input's covariance F multiplies, (D, H K).
-      value: that of the values.
+      pattern: token pattern of the input, (S, S).
+      key: F times the kernel of the keys, (D, H K).
+      value: F times the kernel of the values, (D, H K).
       num_heads: H.
     """
     key, value = split_heads(key, num_heads), split_heads(value, num_heads)
@@ -72,12 +72,12 @@ class Linked(NamedTuple):
 
     tokens: Array  # P, (S, S)
     by_key: Array  # q Ckv, (T, K)
-    by_query: Array | None  # k Cqv, (S, K); None where queries are made of another sequence
-    seen: Array | None  # W times that, (T, K)
+    by_query: Array | None  # k Cqv, (S, K); None if queries come from another sequence
+    seen: Array | None  # W times `by_query`, (T, K)
 
     @classmethod
     def of(cls, centres: Centres, links: Links, weights: Array) -> Linked:
-        """By what means, mean weights W (T, S) and links make of it."""
+        """From means, mean weights W (T, S) and links."""
         by_key = centres.query @ links.key_value
         if links.query_value is None:
             return cls(links.tokens, by_key, None, None)
@@ -88,13 +88,8 @@ class Linked(NamedTuple):
 def shared_mean(linked: Linked, weights: Array, gain: Array, reach: Array) -> Array:
     """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
 
-    By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd].
-
-    Args:
-      linked: covariance of scores and values.
-      weights: mean attention weights W, (T, S).
-      gain: saturation of the softmax over sqrt(K), (T,).
-      reach: W P, (T, S).
+    By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd]. Takes the mean weights W
+    (T, S), `gain`, the softmax's saturation over sqrt(K) (T,), and `reach`, W P (T, S).
     """
     tokens, by_key, by_query, seen = linked
     spread = weights @ rows_diagonal(tokens) - jnp.sum(weights * reach, axis=1)
@@ -116,13 +111,12 @@ def score_value(
     under: tuple[Array, Array],
     pool: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Covariance of the scores' part of the output with the values' part: Gram matrices (T, T), (K, K).
+    """Covariance of the output's scores part with its values part: Gram matrices (T, T), (K, K).
 
-    The first is sum_de Cov[sum_f u_af^d S_af, sum_c W_bc v_ce] metric_de, with the scores' part of the
-    weights, u_af^d = gain_a W_af (v_fd - A_ad); the second, without a metric, is that of both sums over
-    the tokens, with weights `pool` (T,) where there are some. The arguments are those of `shared_mean`,
-    the mean values v (S, K) and averages A = W v (T, K), and both under the metric, less the same for
-    all of them or not.
+    The first is sum_de Cov[sum_f u_af^d S_af, sum_c W_bc v_ce] metric_de, where u_af^d = gain_a W_af
+    (v_fd - A_ad) is the scores' part of the weights. The second, without a metric, is that of both sums
+    over tokens, weighted by `pool` (T,). Arguments are those of `shared_mean`, the mean values v (S, K)
+    and averages A = W v (T, K), and both times the metric in `under`, up to a common shift.
     """
     (valued, averaged), by_key = under, linked.by_key
     lean = by_key @ valued.T - jnp.sum(by_key * averaged, axis=1, keepdims=True)

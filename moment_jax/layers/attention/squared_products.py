@@ -1,7 +1,7 @@
-"""The size of the covariance of keys and values under each row's weights.
+"""The squared norm of the covariance of keys and values under each row's weights.
 
-It takes S^2 products of features for all rows, or K^2 numbers for each row: T S min(S, K^2) products
-in all, where plain attention takes 2 T S K. It is what makes long sequences dear.
+It needs S^2 products of features shared by all rows, or K^2 numbers per row: T S min(S, K^2) products
+in all, where plain attention takes 2 T S K. It is the main cost of long sequences.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from moment_jax.xla import diagonal_matrix, on_chip, rows_product
 Array = jax.Array
 
 _CHUNK = 512
-"""Keys whose products with all keys a kernel holds at a time."""
+"""Number of keys per chunk; a kernel holds one chunk's products with all keys."""
 
 
 def squared_products(k: Array, v: Array, noise: Array, weights: Array) -> Array:
     """sum_cf W_ac W_af (k_c . k_f) (v_c . v_f + [c = f] noise_c), (T, 1).
 
-    Args:
-      k: keys, (S, K).
-      v: values, (S, K).
-      noise: of the values, summed over the features, (1, S).
-      weights: W, (T, S).
+    Takes keys (S, K), values (S, K), the values' noise summed over features (1, S), and weights W (T,
+    S).
     """
     features = by_features(weights.shape[0], *k.shape)
     if on_chip() or features:
@@ -38,8 +35,8 @@ def squared_products(k: Array, v: Array, noise: Array, weights: Array) -> Array:
 
 
 def of_each(array: Array) -> Array:
-    """The sum of each row of (S, K), as one row (1, S)."""
-    if on_chip():  # where no column becomes a row as cheaply
+    """The row sums of (S, K), as one row (1, S)."""
+    if on_chip():  # cheaper there than transposing a column
         ones = jnp.ones((1, array.shape[1]), array.dtype)
         return jax.lax.dot_general(ones, array, (((1,), (1,)), ((), ())))
     return jnp.sum(array, axis=1)[None, :]
@@ -52,24 +49,24 @@ def _pairs_size(weights: Array, k: Array, v: Array) -> Array:
 
 
 def by_features(num_queries: int, num_keys: int, width: int) -> bool:
-    """Whether K^2 numbers for each query cost less than S^2 for all: so with a few queries."""
+    """Whether K^2 numbers per query cost less than S^2 for all, as with few queries."""
     return num_queries * width**2 < (num_queries + 2 * width) * num_keys
 
 
 def products_of_row(num_queries: int, num_keys: int, width: int) -> int:
-    """Multiplications for each query and key in a kernel, for so many queries at a time."""
+    """Multiplications per query and key in a kernel with this many queries per block."""
     if by_features(num_queries, num_keys, width):
         return width**2
     return num_keys + 2 * width * num_keys // num_queries
 
 
-# In a kernel neither of the two stores what it sums: S^2 numbers come in chunks of keys, K^2 for each
-# row feature by feature. Each has its own derivative, which would otherwise keep all of them.
+# In a kernel neither version stores its summands: S^2 numbers come in chunks of keys, K^2 per row
+# feature by feature. Hand-written derivatives avoid storing them all.
 
 
 @jax.custom_vjp
 def _size_by_keys(weights: Array, k: Array, v: Array) -> Array:
-    """|sum_c W_ac k_c v_c^T|^2, (T, 1), by the products of keys with keys and values with values."""
+    """|sum_c W_ac k_c v_c^T|^2, (T, 1), from products of keys with keys and values with values."""
     sizes = [
         jnp.sum(own * (weights @ (keys * values)), axis=1, keepdims=True)
         for own, keys, values in _chunks(weights, k, v)
@@ -95,7 +92,7 @@ def _size_by_keys_backward(
 
 
 def _chunks(weights: Array, k: Array, v: Array) -> list[tuple[Array, Array, Array]]:
-    """For some keys at a time: their weights, (T, chunk); keys' and values' products, (S, chunk)."""
+    """For each chunk of keys: weights (T, chunk), products of keys and of values (S, chunk)."""
     parts = [slice(start, start + _CHUNK) for start in range(0, k.shape[0], _CHUNK)]
     return [(weights[:, part], k @ k[part].T, v @ v[part].T) for part in parts]
 
@@ -105,7 +102,7 @@ _size_by_keys.defvjp(lambda *arrays: (_size_by_keys(*arrays), arrays), _size_by_
 
 @jax.custom_vjp
 def _size_by_features(weights: Array, k: Array, v: Array) -> Array:
-    """|sum_c W_ac k_c v_c^T|^2, (T, 1), by a row of K^2 numbers, K at a time."""
+    """|sum_c W_ac k_c v_c^T|^2, (T, 1), from K^2 numbers per row, K at a time."""
 
     def add(feature: Array, size: Array) -> Array:
         mixed = weights @ (_column(k, feature) * v)
@@ -136,7 +133,7 @@ def _size_by_features_backward(
 
 
 def _column(array: Array, feature: Array) -> Array:
-    """One column, (S, 1), by a sum, since a kernel cannot slice where it learns of the place late."""
+    """One column, (S, 1), as a masked sum: a kernel cannot slice at a dynamic position."""
     return jnp.sum(jnp.where(_at(array, feature), array, 0), axis=1, keepdims=True)
 
 

@@ -1,4 +1,4 @@
-"""The linear map by which attention carries the covariance of its input."""
+"""Attention linearised in its input."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ Array = jax.Array
 
 
 class AttentionTangent(NamedTuple):
-    """Attention linearised: weights and means as they stand in the moments of its output."""
+    """Linearised attention, with the weights and means used for its output's moments."""
 
     query: Array  # mean of the queries, (T, H K)
     key: Array  # (S, H K)
     value: Array  # (S, H K)
     mixing: Mixing
     query_kernel: Array  # (D, H K)
-    source_kernels: tuple[Array, Array] | None  # of keys and values, (D, H K); None: of a memory
+    source_kernels: tuple[Array, Array] | None  # of keys and values, (D, H K); None with a memory
     output_kernel: Array  # (H K, D)
     places: Array | None = None  # of the queries' own tokens among the keys
     turns: Turns = (None, None)  # of queries and keys
 
     def own_weights(self) -> Array:
-        """The weight that every query gives to its own token, (H, T)."""
+        """Each query's weight on its own token, (H, T)."""
         own = self.mixing.own
         return own_entries(self.mixing.weights, self.places) if own is None else own
 
     def __call__(self, change: Array) -> Array:
-        """The change of the output, (T, D), with a change of the input, (T, D)."""
+        """The change (T, D) of the output for a change (T, D) of the input."""
         weights = self.mixing.weights
         h = weights.shape[0]
         q, k, v = (split_heads(mean, h) for mean in (self.query, self.key, self.value))
@@ -60,12 +60,8 @@ class AttentionTangent(NamedTuple):
     def query_jacobian(self, own: Array, v: Array, mean: Array) -> Array:
         """The average Jacobian of a head's output with respect to its queries, (H, K, K).
 
-        d A_a / d q_a = sum_c W_ac k_c (v_c - A_a)^T / sqrt(K), averaged with the variance of the tokens.
-
-        Args:
-          own: shares of the tokens, (T,).
-          v: mean values, (H, S, K).
-          mean: A = W v, (H, T, K).
+        d A_a / d q_a = sum_c W_ac k_c (v_c - A_a)^T / sqrt(K), averaged with the tokens' shares `own`
+        (T,). `v` are the mean values (H, S, K), and `mean` is A = W v (H, T, K).
         """
         weights = self.mixing.weights
         k, shares = split_heads(self.key, v.shape[0]), own[None]
@@ -79,7 +75,7 @@ class AttentionTangent(NamedTuple):
         return result / root_width(v)
 
     def key_jacobian(self, linked: Array, v: Array, mean: Array) -> Array:
-        """The same with respect to its keys, averaged with the tokens' covariance times W, (H, T, S).
+        """The same with respect to its keys, averaged with W times the tokens' covariance, (H, T, S).
 
         d A_a / d k_c = W_ac q_a (v_c - A_a)^T / sqrt(K).
         """
@@ -90,7 +86,7 @@ class AttentionTangent(NamedTuple):
         return result / root_width(v)
 
     def value_paths(self) -> Array | None:
-        """For each head the diagonal of value_kernel @ output_kernel, (H, D); None with a memory."""
+        """Each head's diagonal of value_kernel @ output_kernel, (H, D); None with a memory."""
         if self.source_kernels is None:
             return None
         value_kernel = self.source_kernels[1]

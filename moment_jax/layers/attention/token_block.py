@@ -1,4 +1,4 @@
-"""Attention for `TokenBlock`: exact per-token blocks, all heads jointly, tokens independent."""
+"""Attention for `TokenBlock`: per-token blocks of all heads jointly, tokens independent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Heads(NamedTuple):
     shared: SharedInput[TokenBlock]
 
     def shared_scores(self) -> Array | None:
-        """With independent tokens, only of a token with itself."""
+        """With independent tokens, only a token's covariance with itself."""
         h, s, _ = self.centres.key.shape
         if self.shared.query_kernel is None:
             return None
@@ -57,7 +57,7 @@ class _Heads(NamedTuple):
         return jax.vmap(lambda row: at_own(row, self.shared.places, s))(own)
 
     def rows(self) -> _Rows:
-        """By the noise of single keys, sum_dd' E[q_had q_gad'] Cov[k_hcd, k_gcd'], and by queries'."""
+        """From the noise of single keys, sum_dd' E[q_had q_gad'] Cov[k_hcd, k_gcd'], and of queries."""
         query, key, _ = self.centres
         width = query.shape[2]
         moment = self.query + jnp.einsum("had,gae->ahdge", query, query)
@@ -66,15 +66,15 @@ class _Heads(NamedTuple):
         return _Rows(pairs, own, jnp.einsum("ahdhe->hade", self.query) / width, key)
 
     def output(self, rows: _Rows, weights: Array, mean: Array, order: int) -> Output:
-        """Cov[A_had, A_gae], (T, H, K, H, K): of queries, of keys, of values, of keys with values."""
+        """Cov[A_had, A_gae], (T, H, K, H, K), from queries, keys, values, and keys with values."""
         _, k, v = self.centres
         width = k.shape[2]
-        # The derivative of A_had with respect to the scores, (H, T, S, K). Multiplied out, its products
-        # would lose what noise of large scores gives a row that has all its weight on one key.
+        # The derivative of A_had with respect to the scores, (H, T, S, K). Multiplying it out would lose
+        # the noise of large scores in rows with all their weight on one key.
         change = weights[..., None] * (v[:, None] - mean[:, :, None])
         slope = jnp.einsum("hacd,hce->hade", change, k)
         by_query = jnp.einsum("hadp,ahpgq,gaeq->ahdge", slope, self.query, slope) / width
-        # sum_c W_hac W_gac Cov[v_hc, v_gc], as products of what each pair of heads has
+        # sum_c W_hac W_gac Cov[v_hc, v_gc], for each pair of heads.
         value_pairs = _pairs(self.value)
         both = jnp.einsum("hac,gac->hgac", weights, weights)
         by_value = _unpaired(_per_pair(rows_product)(both, value_pairs), width)
@@ -89,13 +89,13 @@ class _Heads(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Covariance of a query's scores; independent tokens.
+    """Covariance of a query's scores, with independent tokens.
 
     Cov[S_hac, S_gaf] = k_hc Cov[q_ha, q_ga] k_gf + 1[c=f] (q_ha Cov[k_hc, k_gc] q_ga + trace), over K.
     """
 
-    pairs: Array  # the second part, keys' noise, (H, H, T, S)
-    own: Array  # of a head with itself, (H, T, S)
+    pairs: Array  # the second part, from the keys' noise, (H, H, T, S)
+    own: Array  # `pairs` of a head with itself, (H, T, S)
     query: Array  # Cov[q_ha] / K, (H, T, K, K)
     key: Array  # k, (H, S, K)
 
@@ -138,31 +138,31 @@ def _flat(array: Array) -> Array:
 
 
 def _pairs(blocks: Array) -> Array:
-    """(T, H, K, H, K) -> what each pair of heads has, (H, H, T, K^2)."""
+    """(T, H, K, H, K) -> (H, H, T, K^2), one matrix per pair of heads."""
     return _flat(blocks.transpose(1, 3, 0, 2, 4))
 
 
 def _unpaired(pairs: Array, width: int) -> Array:
-    """The way back, (H, H, T, K^2) -> (T, H, K, H, K)."""
+    """The inverse, (H, H, T, K^2) -> (T, H, K, H, K)."""
     return pairs.reshape(*pairs.shape[:3], width, width).transpose(2, 0, 3, 1, 4)
 
 
 def _per_pair(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """A product for each pair of heads."""
+    """Apply a product to each pair of heads."""
     return jax.vmap(jax.vmap(product))
 
 
 def _by_key(pairs: Array, weights: Array, both: Array, change: Array, value_pairs: Array) -> Array:
     """sum_c W_hac W_gac pairs_hgac E[(v_hc - A_ha) (v_gc - A_ga)^T], (T, H, K, H, K).
 
-    The average A is as random as the values in it, of which v_hc is one.
+    The average A is as random as its values, of which v_hc is one.
 
     Args:
       pairs: noise of single keys, (H, H, T, S).
       weights: W, (H, T, S).
       both: W_hac W_gac, (H, H, T, S).
       change: W_hac (v_hc - A_ha) at the means, (H, T, S, K).
-      value_pairs: of the values, (H, H, S, K^2).
+      value_pairs: covariances of the values, (H, H, S, K^2).
     """
     pair = both * pairs
     others = pair @ (1 - jnp.eye(pair.shape[3], dtype=pair.dtype))  # a difference could be negative

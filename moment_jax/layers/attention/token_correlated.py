@@ -5,7 +5,7 @@ Per head, Cov[S_ac, S_bf] of the scores S = q k^T / sqrt(K) is projected onto
     alpha_ab Kc_cf + beta_ab KK_cf,    alpha = (Qc + QQ) / K^2,    beta = Qc / K^2,
 
 with the Gram matrices Qc = sum_d Cov[q_ad, q_bd], QQ = q q^T and likewise for keys and values: the sum
-over features of products is replaced by the product of sums. The T^4 covariance is never formed.
+over features of products becomes the product of sums. The T^4 covariance is never formed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Array = jax.Array
 
 
 class _Noise(NamedTuple):
-    """Of one head's queries, keys or values: scale (T, K), and the tokens' correlation (T, T)."""
+    """One head's queries, keys or values: scale (T, K), and token correlation (T, T)."""
 
     scale: Array
     correlation: Array
@@ -48,7 +48,7 @@ class _Input(NamedTuple):
 
     scale: Array
     correlation: Array
-    query_kernel: Array | None  # None where queries are made of another sequence
+    query_kernel: Array | None  # None if queries come from another sequence
     key_kernel: Array
     value_kernel: Array
 
@@ -94,7 +94,7 @@ class _Head(NamedTuple):
     source: _Input
 
     def shared_scores(self) -> Array | None:
-        """E[q . k] = E[q] . E[k] + sum_d Cov[q_d, k_d], through the input that both share."""
+        """E[q . k] = E[q] . E[k] + sum_d Cov[q_d, k_d], through the shared input."""
         source = self.source
         if source.query_kernel is None:
             return None
@@ -102,7 +102,7 @@ class _Head(NamedTuple):
         return source.correlation * ((source.scale * metric[None]) @ source.scale.T)
 
     def rows(self) -> RowCovariance:
-        """By the noise of the keys, and by that of the queries."""
+        """From the noise of the keys, and of the queries."""
         query, key, _ = self.centres
         size, query_cov = query.shape[1] ** 2, self.query.token_gram()
         terms = (
@@ -112,7 +112,7 @@ class _Head(NamedTuple):
         return RowCovariance(terms, terms)
 
     def output(self, rows: RowCovariance, weights: Array, mean: Array, order: int) -> Output:
-        """Variances share out the token Gram matrix's over the features, as independent keys do."""
+        """Gram matrix of the tokens, spread over the features as for independent keys."""
         value, value_cov = self.centres.value, self.value.token_gram()
         reach = rows_product(weights, value_cov)
         by_values = product_with_transposed(reach, weights)
@@ -140,7 +140,7 @@ class _Head(NamedTuple):
         scale, correlation, query_kernel, key_kernel, value_kernel = self.source
         by_query = query @ key_kernel.T  # q_a Mk^T, (T, D)
         near = weights @ scale**2
-        # sum_cf W_ac W_af Cov[x_ci, x_fi], with the token pattern of the sum over the features.
+        # sum_cf W_ac W_af Cov[x_ci, x_fi], with one token pattern for all features.
         gram = correlation * (scale @ scale.T)
         far = fit_rows(near, jnp.sum(weights * rows_product(weights, gram), axis=1))
         change = by_query * (near - far)
@@ -156,14 +156,10 @@ class _Head(NamedTuple):
 def _independent_variance(
     rows: RowCovariance, weights: Array, mean: Array, values: Array, variance: Array
 ) -> Array:
-    """Var[sum_c W_ac v_cd] if keys were independent of each other, (T, K): a pattern for the true one.
+    """Var[sum_c W_ac v_cd] for independent keys, (T, K): a pattern for the true variance.
 
-    Args:
-      rows: covariance of the scores.
-      weights: E[W], (T, S).
-      mean: weights @ values, (T, K).
-      values: E[v], (S, K).
-      variance: Var[v], (S, K).
+    Takes the scores' covariance, E[W] (T, S), `mean` = weights @ values (T, K), E[v] and Var[v], both
+    (S, K).
     """
     squared = weights**2
     noisy = squared * rows.variance()

@@ -1,4 +1,4 @@
-"""The noise of the values of `Separable`, averaged by the attention weights of all heads."""
+"""Noise of `Separable`'s values, averaged by the attention weights of all heads."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ Array = jax.Array
 class ValueNoise:
     """Cov = sum_cf W^h_ac W^g_bf Cov[v_cd, v_fe], d in head h and e in head g.
 
-    The values' covariance is read as Cov[v_cd, v_fe] = V_cf F_de, with their token Gram matrix over
-    the sum of its entries and their feature Gram matrix. So are all heads' averages correlated as they
-    should.
+    The values' covariance is taken as Cov[v_cd, v_fe] = V_cf F_de, with their token Gram matrix over
+    the sum of its entries and their feature Gram matrix, which keeps all heads' averages correlated.
 
     Args:
       features: feature Gram matrix of all heads' values, (H K, H K).
       weights: mean attention weights, (H, T, S).
       reach: the weights times the token pattern V, (H, T, S).
-      pool: weights of the averages in the sum over them, (T,); None for one each.
-      share: `Separable.share`, of what belongs to the features.
-      pattern: V itself, (S, S), where landmarks stand for it; None where `reach` does.
-      count: of landmarks.
+      pool: weights of the averages in the sum over them, (T,); None for ones.
+      share: `Separable.share`, for statistics of the features.
+      pattern: V itself, (S, S), if landmarks are used; else None.
+      count: number of landmarks.
       exists: which queries may be landmarks, (T,); None for all.
     """
 
@@ -65,7 +64,7 @@ class ValueNoise:
         return product_with_transposed(left, right)
 
     def _by_landmarks(self, pattern: Array, shares: Array) -> Array:
-        """sum_hg shares_hg W^h V W^g^T by some rows of the weights of all heads, (T, T)."""
+        """sum_hg shares_hg W^h V W^g^T from some rows of all heads' weights, (T, T)."""
         h, t, s = self.weights.shape
         rows = self.weights.reshape(h * t, s)
         sizes = safe_sqrt(jnp.einsum("ahh->ha", self.overlaps)).ravel()
@@ -81,21 +80,21 @@ class ValueNoise:
         return jnp.where(on_diagonal(result.shape), own[:, None], result)
 
     def variance(self) -> Array:
-        """Var of the heads' averages, (T, H K)."""
+        """Variances of the heads' averages, (T, H K)."""
         own = jnp.einsum("ahh->ah", self.overlaps)
         diagonal = diagonal_of(self.features).reshape(self.blocks)
         return (own[:, :, None] * diagonal[None]).reshape(own.shape[0], -1)
 
     def feature_gram(self) -> Array:
-        """(H K, H K)."""
+        """Covariance of the sum over tokens, (H K, H K)."""
         whole = self.features.reshape(*self.blocks, *self.blocks) * self.shares[:, None, :, None]
         return whole.reshape(self.features.shape)
 
     def mapped_variance(self, kernel: Array) -> Array:
-        """Var of the averages times a kernel (H K, D), (T, D)."""
+        """Variances of the averages times a kernel (H K, D), (T, D)."""
         h, width = self.blocks
         split = kernel.reshape(h, width, -1)
-        # Of every pair of heads; sliced before the products, which are larger than the slices.
+        # For each pair of heads; slice before multiplying, since the products are larger.
         blocks = self.features.reshape(h, width, h, width).swapaxes(1, 2)
         pulled = blocks @ split[None]  # (H, G, K, D)
         pairs = jnp.sum(split[:, None] * pulled, axis=2)
