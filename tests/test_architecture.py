@@ -1,4 +1,4 @@
-"""Imports point down the list of rooms, nn and optim know flax, experiments use public names."""
+"""Architecture: rooms import only rooms below them, few know Flax, and experiments use public names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAY_IMPORT = {
         "discrete",
     },
     "brownian": {"xla", "covariance", "expectations"},
-    # The layers that report their curvature are Flax's and those of nn, so it stands above nn.
+    # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
     "optim": {"xla", "posterior", "layers", "nn"},
     "parallel": {"xla", "covariance"},
     "inference": {"covariance", "posterior", "propagation", "objectives", "nn", "optim"},

@@ -1,4 +1,4 @@
-"""The public names, all in `public_api.txt`: one that appears or goes has to be meant."""
+"""The public names are those listed in `public_api.txt`, so none appears or disappears by accident."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = Path(mj.__file__).parent
 
 
 def public_names() -> list[str]:
-    """Every public name of the library and of its public rooms, as a user writes it."""
+    """Every public name of the library and of its public rooms, as users write it."""
     names = [f"mj.{name}" for name in mj.__all__]
     rooms = [name for name in mj.__all__ if hasattr(getattr(mj, name), "__path__")]
     for room in rooms:
@@ -28,7 +28,7 @@ def test_the_public_names_are_those_listed():
     found = public_names()
     assert found == listed, {
         "new: add to tests/public_api.txt and .github/CHANGELOG.md": {*found} - {*listed},
-        "gone: take out, and say so in .github/CHANGELOG.md": {*listed} - {*found},
+        "gone: remove from it, and say so in .github/CHANGELOG.md": {*listed} - {*found},
     }
 
 
@@ -39,7 +39,7 @@ def test_every_public_name_exists():
             found = getattr(found, part)
 
 
-# Rooms in which a function still has the name of its module, which it hides from `import room.name`.
+# Rooms where a function still has the name of its module, and so hides it from `import room.name`.
 HIDING = {"layers", "expectations", "optim"}
 
 
