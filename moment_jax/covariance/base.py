@@ -68,7 +68,7 @@ class Covariance(abc.ABC):
     method checks values.
     """
 
-    num_axes: ClassVar[int] = 2  # of the first field, for one sequence
+    num_axes: ClassVar[int] = 2  # axes of the first field, without a batch
     independent_tokens: ClassVar[bool] = False  # whether different tokens are never correlated
     # For sharding: each field's feature axis, and the fields whose first axis is tokens.
     feature_axes: ClassVar[Mapping[str, int]] = {}

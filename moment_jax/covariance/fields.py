@@ -101,13 +101,9 @@ def check_fields(
     """Raise unless the fields of a dataclass are real arrays whose shapes fit the first field.
 
     Anything else in place of arrays (None, axis numbers for `vmap`, shapes) passes, and so do leading
-    axes that all fields share, as in a stack.
-
-    Args:
-      call: the constructor call, such as `Family(mean, ...)`.
-      fix: the advice in the message.
-      other_shapes: maps the first field's shape to the others'; raises ValueError if it is invalid.
-      *leaves: the fields.
+    axes that all fields share, as in a stack. `call` is the constructor call, `fix` the advice;
+    `other_shapes` maps the first field's shape to the others', and raises a ValueError if it is
+    invalid.
     """
     for leaf in leaves:
         check_floating(call, leaf)
@@ -149,10 +145,7 @@ def check_floating(call: str, array: object) -> None:
 def check_variances(call: str, array: Any, axes: str = "") -> None:
     """Raise if variances are known and negative beyond rounding.
 
-    Args:
-      call: the constructor call.
-      array: variances of any shape, or covariances.
-      axes: axes whose diagonal holds the variances, such as "ij" for (..., n, n) matrices.
+    With `axes`, such as "ij" for (..., n, n) matrices, the variances are the diagonal of these axes.
     """
     if not _is_known(array) or np.ndim(array) < 2 * len(axes) or np.size(array) == 0:
         return

@@ -7,14 +7,7 @@ Array = jax.Array
 
 
 def low_rank_variance(variance: Array, gain: Array, left: Array, right: Array) -> Array:
-    """Variances of the mapped x, for independent features within a token.
-
-    Args:
-      variance: (T, D).
-      gain: (T, D).
-      left: (T, D, k).
-      right: (T, D, k).
-    """
+    """Variances of the mapped x, (T, D), for independent features; left and right are (T, D, k)."""
     own = gain**2 + 2 * gain * jnp.sum(left * right, axis=-1)
     inner = jnp.einsum("tjk,tj,tjl->tkl", right, variance, right)
     # A sum of squares, up to rounding.
@@ -32,15 +25,8 @@ def low_rank_moments(
     """Variances and Gram matrices of the mapped x, for one feature correlation in all tokens.
 
     With B_t = diag(own_t) + sum_k left_tk reach_tk^T, own = gain scale and reach = right scale, the
-    covariance of tokens t and s is B_t R B_s^T times their correlation.
-
-    Args:
-      scale: signed sd, (T, D).
-      correlation: R, (D, D).
-      gain: (T, D).
-      left: (T, D, k).
-      right: (T, D, k).
-      pairs: weights of the pairs of tokens in the last result, (T, T).
+    covariance of tokens t and s is B_t R B_s^T times their correlation. Takes the signed sd `scale` (T,
+    D), R (D, D), gain (T, D), left and right (T, D, k), and weights `pairs` (T, T) of pairs of tokens.
 
     Returns:
       Variances (T, D); tr(B_t R B_s^T), (T, T); sum_ts pairs_ts B_t R B_s^T, (D, D).

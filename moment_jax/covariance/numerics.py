@@ -75,12 +75,7 @@ def fit_rows(pattern: Array, rows: Array) -> Array:
 
 
 def correlation_of(cov: Array, variance: Array | None = None) -> Array:
-    """The correlation matrix of a positive semidefinite matrix, with a unit diagonal.
-
-    Args:
-      cov: the matrix.
-      variance: its diagonal, if known.
-    """
+    """The correlation matrix of a positive semidefinite matrix; `variance` is its diagonal, if known."""
     inverse = safe_divide(
         jnp.ones((), cov.dtype), safe_sqrt(diagonal_of(cov) if variance is None else variance)
     )

@@ -126,8 +126,7 @@ class Separable(MadeOfGrams):
     def pooled_variance(self, weights: Array | None = None) -> Array:
         """Variances of the sum over tokens, (D,), implied by scale and token correlation.
 
-        Args:
-          weights: of the tokens, (T,); None for `pool`.
+        `weights` (T,) replace `pool`.
         """
         rows = weighted(self.scale, self.pool if weights is None else weights)
         return jnp.maximum(paired(rows, rows, self.token_correlation), 0)

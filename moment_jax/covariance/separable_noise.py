@@ -56,9 +56,7 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
 def column_noise(kernel: RandomKernel, moment: Array) -> FeatureGram:
     """Feature Gram matrix of the noise of a (D, O) kernel with uncorrelated entries.
 
-    Args:
-      kernel: the belief.
-      moment: E[(sum_t p_t x_td)^2], (D,).
+    `moment` is E[(sum_t p_t x_td)^2], (D,).
     """
     moment = moment[None, :]
     return FeatureGram(diagonal=kernel.noise_variance(jnp.zeros_like(moment), moment)[0])
@@ -110,10 +108,7 @@ def average_gain(cov: Separable, gain: Array) -> Array:
 def sum_variance(cov: Separable, weights: Array, known: Array) -> Array:
     """Variances of a weighted sum over tokens, (D,); exact for multiples of the pool.
 
-    Args:
-      cov: covariance of the tokens.
-      weights: of the tokens, (T,).
-      known: variances of the pooled sum, (D,).
+    Takes the tokens' weights (T,) and the known variances of the pooled sum, (D,).
     """
 
     def alone(weights: Array | None) -> Array:  # as if tokens were independent

@@ -37,11 +37,7 @@ def evaluated(
 ) -> ElementwiseMoments:
     """Call `function` with checked arguments in their common dtype; half precision goes through float32.
 
-    Args:
-      name: the public function, for error messages.
-      function: mean and variance -> moments.
-      mean: means, any shape.
-      variance: variances, same shape.
+    `name` is the public function, for error messages.
 
     Raises:
       ValueError: if the shapes differ.

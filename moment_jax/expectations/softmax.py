@@ -90,7 +90,7 @@ class SoftmaxExpansion(NamedTuple):
 
     mean: jax.Array  # E[softmax], (C,)
     jacobian: jax.Array  # X, its expected Jacobian, (C, C): Cov[softmax] = X cov X + rest
-    rest: jax.Array  # the second term, positive semi-definite, (C, C)
+    rest: jax.Array  # the second term, positive semidefinite, (C, C)
 
 
 def softmax_expansion(

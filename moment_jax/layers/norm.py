@@ -136,13 +136,9 @@ def _corrected(normal: Array, pulled: Array, squares: Array, spread: Array) -> A
     """Second-order mean of c / sqrt(Q), Q = |c|^2/D + epsilon, expanded about q = E[Q].
 
     E[c (1 - (Q - q)/(2 q) + 3 (Q - q)^2/(8 q^2))] / sqrt(q), with the Gaussian moments Cov[c, Q] = 2 P
-    Cov mean / D and Var[Q] = (2 tr((P Cov)^2) + 4 mean^T Cov mean) / D^2.
-
-    Args:
-      normal: centred mean over sqrt(q), (T, D).
-      pulled: Cov normal, centred if the normalisation centres, (T, D).
-      squares: tr((P Cov)^2), (T, 1).
-      spread: q, (T, 1).
+    Cov mean / D and Var[Q] = (2 tr((P Cov)^2) + 4 mean^T Cov mean) / D^2. Takes `normal`, the centred
+    mean over sqrt(q), (T, D); `pulled`, Cov normal, centred if the normalisation centres, (T, D);
+    `squares`, tr((P Cov)^2), (T, 1); and `spread`, q, (T, 1).
     """
     d = normal.shape[1]
     along = jnp.sum(normal * pulled, axis=1, keepdims=True)

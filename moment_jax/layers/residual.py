@@ -46,7 +46,7 @@ def residual(
     tangent: Tangent,
     norm: NormTangent | None = None,
 ) -> tuple[Array, S]:
-    """Moments of x + f(x).
+    """Moments of x + f(x), in the structure of `cov`.
 
     Args:
       mean: E[x], (T, D).
@@ -55,9 +55,6 @@ def residual(
       branch_cov: covariance of f(x), in the structure of `cov`.
       tangent: the branch, linearised as its covariance was.
       norm: the linearised normalisation that the branch starts with; None for none.
-
-    Returns:
-      Mean (T, D) and covariance of the sum, in the structure of `cov`.
 
     Source: Transformer derivation, sections 4.5 and 4.6, without assuming independence.
     """

@@ -53,10 +53,7 @@ def pool_scores(pool: Array | None, mask: Array | None) -> Array | None:
 
     Softmax needs differences of keys, which one token does not have. If the pool holds one token,
     average over the tokens that no query with a choice of keys is denied: two with a causal mask.
-
-    Args:
-      pool: of the sequence, (T,).
-      mask: (H, T, T) of its self-attention, or None.
+    `mask` is (H, T, T), or None.
     """
     if pool is None:
         return None
@@ -90,11 +87,9 @@ def pool_as(cov: S, before: Covariance) -> S:
 
 
 def look_at_valid(mask: Array | None, valid: Array | None) -> Array | None:
-    """Add padding to a mask; the result has one row for all queries if `mask` is None.
+    """Exclude padding from a mask (T, S) or (H, T, S); without a mask, (1, S) for all queries.
 
-    Args:
-      mask: (T, S) or (H, T, S), or None.
-      valid: (S,) boolean, True for tokens that exist and False for padding; None for all.
+    `valid` is (S,) boolean, True for tokens that exist; None for all.
     """
     if valid is None:
         return mask

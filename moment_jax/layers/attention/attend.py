@@ -43,12 +43,7 @@ S = TypeVar("S", bound=Covariance)
 def mixed(cov: Any, inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
     """All heads before the output projection; the default goes through dense covariances.
 
-    Args:
-      cov: covariance of the sequence; its type selects the implementation.
-      inputs: moments of queries, keys and values.
-
-    Returns:
-      Mean (T, H K), its covariance in the structure, and the mixing of the tokens.
+    Returns the mean (T, H K), its covariance in the structure of `cov`, and the mixing of the tokens.
     """
 
     def dense(node: Any) -> Any:

@@ -154,15 +154,9 @@ def shared_mean(
     """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f W_ac (1[c=f] - W_af) Cov[S_af, v_cd]; the key k_c shares
-    its token with v_c, the query q_a with v_a.
-
-    Args:
-      q: the queries of these rows.
-      k: all keys.
-      shared: the shared input of keys and values.
-      weights: E[W], (T, S).
-      own: the queries' own tokens; None if queries come from another sequence.
-      own_weights: each query's weight on its own token, (T, 1).
+    its token with v_c, the query q_a with v_a. Takes the queries `q` of these rows, all keys `k`, E[W]
+    (T, S), the queries' own tokens `own` (None if queries come from another sequence) and each query's
+    weight on its own token, (T, 1).
     """
     shift = (q.mean @ shared.key_kernel.T) * ((weights - weights**2) @ shared.variance)
     if own is not None and own_weights is not None:
@@ -172,7 +166,7 @@ def shared_mean(
 
 
 def _sum(array: Array) -> Array:
-    """Over the features, (T, 1)."""
+    """The sum over features, (T, 1)."""
     return jnp.sum(array, axis=1, keepdims=True)
 
 
@@ -183,19 +177,10 @@ def _sums(
     scale: Array | None = None,
     unscaled: tuple[Array, ...] = (),
 ) -> list[Array]:
-    """sum_c weights_ac scale_c x_c over keys.
+    """sum_c weights_ac scale_c x_c over keys, (T, n) for each x; `unscaled` ones without scale.
 
     One wide product for the compiler; one by one on chip, where a single column takes the room of 128.
-
-    Args:
-      weights: (T, S).
-      columns: arrays x of shape (S, n).
-      rows: arrays x of shape (1, S).
-      scale: (1, S); None for ones.
-      unscaled: arrays (S, n) summed without `scale`.
-
-    Returns:
-      The sums, (T, n), of columns, rows and unscaled columns.
+    Weights are (T, S), columns and unscaled (S, n), rows and scale (1, S).
     """
     if on_chip():
         scaled = weights if scale is None else weights * scale

@@ -109,13 +109,9 @@ class Projected(NamedTuple):
     def of(
         cls, source: DenseInput[Separable], cov: Separable, pattern: Array, num_heads: int
     ) -> Projected:
-        """The noise of y.
+        """The noise of y, from x and its dense layer, and the covariance of y, of shape (T, H K).
 
-        Args:
-          source: x and the dense layer.
-          cov: covariance of y, of shape (T, H K).
-          pattern: of x, see `over_sum`; used for kernels with uncorrelated entries.
-          num_heads: H.
+        `pattern` is that of x, see `over_sum`; only kernels with uncorrelated entries use it.
         """
         _, x, params = source
         if not params.kernel.uncorrelated:
@@ -175,10 +171,8 @@ class Projected(NamedTuple):
     def _under(self, energy: Array, rows: Array, count: Array | None) -> Array:
         """sum_ts g_ts Cov[y_td, y_se] for a quadratic form g in the tokens, (H, K, K).
 
-        Args:
-          energy: sum_ts g_ts G_ts, with the token Gram matrix G of x, ().
-          rows: a root of g times the mean of x, (R, D).
-          count: sum_ts g_ts, or None if it is zero, ().
+        Takes `energy`, sum_ts g_ts G_ts with the token Gram matrix G of x, (); `rows`, a root of g
+        times the mean of x, (R, D); and `count`, sum_ts g_ts, or None if it is zero, ().
         """
         _, cov, params = self.source
         kernel, h = params.kernel, self.heads.features.shape[0]

@@ -174,7 +174,7 @@ class LandmarkProducts(NamedTuple):
     crossed: Array  # (T, S)
     own: Array  # of averages with themselves, (T,)
     meeting: Array  # with those of the landmarks, (T, M)
-    at: Array  # places of the landmarks, (M,)
+    at: Array  # positions of the landmarks, (M,)
 
     @classmethod
     def of(cls, values: Array, crossed: Array, weights: Array, at: Array) -> LandmarkProducts:

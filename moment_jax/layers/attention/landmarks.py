@@ -130,11 +130,9 @@ class Sketch(NamedTuple):
 def mixed_by_landmarks(tokens: Array, entering: Array, mixed: Array, at: Array) -> Array:
     """The product tokens mixed^T, (T, T), by regression of the averages in `mixed` on some of them.
 
-    Args:
-      tokens: covariance of tokens of x with those that enter the branch, (T, T).
-      entering: covariance of the entering tokens, (T, T).
-      mixed: weights of the averages, (T, T), whose rows have equal sums.
-      at: positions of the landmarks, (M,).
+    `tokens` is the covariance of tokens of x with those that enter the branch, `entering` that of the
+    entering tokens, both (T, T). Rows of `mixed` (T, T), the weights of the averages, have equal sums.
+    `at` (M,) are the landmarks' positions.
     """
     with in_float32():
         few = mixed[at]

@@ -120,13 +120,8 @@ def sum_noise(
 ) -> SumNoise:
     """sum_ab p_a p_b sum_cf Cov[W_ac, W_bf] v_c v_f^T, and the same with a pattern n_cf for v_c v_f^T.
 
-    Args:
-      terms: of the covariance of the scores.
-      weights: E[W], (T, S).
-      values: v, (S, K).
-      mean: W v, (T, K).
-      noise: the pattern n, and its products W n and W n W^T.
-      pool: p, (T,); None for ones.
+    Takes E[W] (T, S), `values` v (S, K), `mean` W v (T, K), `noise` (n and its products W n and W n
+    W^T), and p (T,), None for ones.
     """
     # A shift common to all values only adds rounding. Keys that no row of the sum sees must not count.
     count = pooled(jnp.ones_like(mean[:, :1]), pool)

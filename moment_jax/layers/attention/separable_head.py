@@ -260,11 +260,8 @@ def _by_independent_keys(
 ) -> tuple[Array, Array]:
     """Variance from scores with independent keys: summed over the head's features, (T,), and (T, D).
 
-    Args:
-      head: one head.
-      spread: E |v_c - A_a|^2 from the noise of the values, over its size, (T, S).
-      noisy: Var[S_ac] times the squared weights, (T, S).
-      mean: W v, (T, K).
+    `spread` is E |v_c - A_a|^2 from the noise of the values, over its size, (T, S); `noisy` is
+    Var[S_ac] times the squared weights, (T, S); `mean` is W v, (T, K).
     """
     by_noise = jnp.sum(noisy * spread, axis=1, keepdims=True)
     total = jnp.sum(noisy, axis=1, keepdims=True)

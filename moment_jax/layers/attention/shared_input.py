@@ -47,12 +47,8 @@ def make_links(
 ) -> Links:
     """The links of all heads, leading axis H except for `tokens`.
 
-    Args:
-      shared: the input and the kernels.
-      pattern: token pattern of the input, (S, S).
-      key: F times the kernel of the keys, (D, H K).
-      value: F times the kernel of the values, (D, H K).
-      num_heads: H.
+    `pattern` is the input's token pattern (S, S); `key` and `value` are F times the kernels of keys and
+    values, (D, H K).
     """
     key, value = split_heads(key, num_heads), split_heads(value, num_heads)
 

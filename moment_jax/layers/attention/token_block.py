@@ -155,17 +155,13 @@ def _per_pair(product: Callable[[Array, Array], Array]) -> Callable[[Array, Arra
 def _by_key(pairs: Array, weights: Array, both: Array, change: Array, value_pairs: Array) -> Array:
     """sum_c W_hac W_gac pairs_hgac E[(v_hc - A_ha) (v_gc - A_ga)^T], (T, H, K, H, K).
 
-    The average A is as random as its values, of which v_hc is one.
-
-    Args:
-      pairs: noise of single keys, (H, H, T, S).
-      weights: W, (H, T, S).
-      both: W_hac W_gac, (H, H, T, S).
-      change: W_hac (v_hc - A_ha) at the means, (H, T, S, K).
-      value_pairs: covariances of the values, (H, H, S, K^2).
+    The average A is as random as its values, of which v_hc is one. Takes `pairs`, the noise of single
+    keys, (H, H, T, S); `weights`, W, (H, T, S); `both`, W_hac W_gac, (H, H, T, S); `change`, W_hac
+    (v_hc - A_ha) at the means, (H, T, S, K); and `value_pairs`, covariances of the values, (H, H, S,
+    K^2).
     """
     pair = both * pairs
-    others = pair @ (1 - jnp.eye(pair.shape[3], dtype=pair.dtype))  # a difference could be negative
+    others = pair @ (1 - jnp.eye(pair.shape[3], dtype=pair.dtype))  # subtracting could go negative
     random = pair * (1 - weights[:, None]) * (1 - weights[None]) + both * others
     by_mean = jnp.einsum("hgac,hacd,gace->ahdge", pairs, change, change)
     return by_mean + _unpaired(_per_pair(rows_product)(random, value_pairs), change.shape[3])
