@@ -88,7 +88,7 @@ def correlation_of(cov: Array, variance: Array | None = None) -> Array:
 
 
 def definite(gram: Array) -> Array:
-    """A nearby positive semidefinite matrix with the same diagonal; definite matrices are unchanged.
+    """A nearby positive semidefinite matrix with the same diagonal; semidefinite ones are unchanged.
 
     A Cholesky factorization whose rows cannot exceed the diagonal; no row depends on later ones.
     Derivatives treat the correction as constant.
