@@ -86,11 +86,11 @@ class Rows(NamedTuple):
         return Centres(self.query.mean, self.key.mean, self.value.mean)
 
     def shared_scores(self) -> Array | None:
-        """Through the shared input of queries and keys."""
+        """sum_d Cov[q_ad, k_cd] through the shared input, (T, S)."""
         return self.shared_noise
 
     def rows(self) -> _Rows:
-        """From the noise of the keys, and of the queries."""
+        """Covariance of the scores, from noise in keys and in queries."""
         q, k, width = self.query, self.key, self.query.mean.shape[1]
         own = (q.mean**2 + q.variance) @ k.variance.T / width
         return _Rows(own, jnp.mean(q.variance, axis=1, keepdims=True) / width, k.mean)

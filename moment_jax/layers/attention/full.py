@@ -51,7 +51,7 @@ class _Joint(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs[Full]) -> _Joint:
-        """From the projections and their shared input."""
+        """Build from the projections and their shared input."""
         h, shared, (turn_q, turn_k) = inputs.num_heads, inputs.shared, inputs.shared.turns
         qq, kk, vv = (_split_both(p.cov.cov, h) for p in (inputs.query, inputs.key, inputs.value))
 

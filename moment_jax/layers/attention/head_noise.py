@@ -88,7 +88,7 @@ class HeadNoise(NamedTuple):
         return TokenGram(by_mean, mean, size, pattern, constant)
 
     def gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
-        """The same from all noise, (T, T)."""
+        """The same from all of the head's noise, (T, T)."""
         shared = jnp.sum(self.features * metric)
         if self.own is None:
             return TokenGram(None, None, shared, pattern)

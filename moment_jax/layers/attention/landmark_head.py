@@ -34,7 +34,7 @@ class LandmarkHead(SeparableHead):
     """`SeparableHead` by landmarks."""
 
     def rows(self) -> LandmarkRows:
-        """From the noise of the keys, and of the queries."""
+        """Covariance of the scores, from noise in keys and in queries."""
         terms, sizes = self.score_terms()
         own = [size * rows_diagonal(term.queries) for size, term in zip(sizes, terms, strict=True)]
         merged = safe_divide(own[0] + own[1], jnp.broadcast_to(sizes[0] + sizes[1], own[0].shape))
@@ -157,7 +157,7 @@ class LandmarkReach(NamedTuple):
 
     @classmethod
     def of(cls, pattern: Array, weights: Array, at: Array) -> LandmarkReach:
-        """From the products of some rows (M,) of the weights (T, S) with the pattern."""
+        """Build from some rows `at` (M,) of the weights (T, S)."""
         sketch = Sketch.of(pattern, weights[at])
         array = sketch.product(weights).at[at].set(sketch.columns.T)
         return cls(array, weights, sketch)
@@ -178,7 +178,7 @@ class LandmarkProducts(NamedTuple):
 
     @classmethod
     def of(cls, values: Array, crossed: Array, weights: Array, at: Array) -> LandmarkProducts:
-        """From the values' products and those with the averages."""
+        """Build from the values' products and those with the averages."""
         own = jnp.sum(crossed * weights, axis=1)
         return cls(values, crossed, own, crossed @ weights[at].T, at)
 
@@ -191,7 +191,7 @@ class LandmarkProducts(NamedTuple):
         return jnp.where(on_diagonal(result.shape), bound, jnp.clip(result, -bound, bound))
 
     def sizes(self) -> Sizes:
-        """The diagonals."""
+        """The diagonals, as `Sizes`."""
         return Sizes(rows_diagonal(self.values), self.crossed, self.own)
 
     def over(self, size: Array) -> LandmarkProducts:
@@ -216,7 +216,7 @@ class LandmarkTerm(NamedTuple):
     def of(
         cls, term: KeyNoise, weights: Array, reach: Array, products: LandmarkProducts
     ) -> LandmarkTerm:
-        """From the weights W (T, S) and their `reach`, W P."""
+        """Build from the weights W (T, S) and their `reach`, W P."""
         at, few = products.at, weights[products.at]
         own = 0.5 * term.keys.diagonal()
         contrasts = term.keys.dense() - own[:, None] - own[None, :]
@@ -227,7 +227,7 @@ class LandmarkTerm(NamedTuple):
         return cls(term.queries, contrasts, pulled, meeting, Regression.on(meeting[at]))
 
     def quadratic(self, weights: Array, products: LandmarkProducts) -> Array:
-        """The same between all queries, (T, T)."""
+        """`SeenTerm.quadratic` between all queries, (T, T), by regression."""
         return self.regression.between(self.meeting, self.meeting)
 
     def summed(self, size: Array, weights: Array, at: Array) -> Summed:

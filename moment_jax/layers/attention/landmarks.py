@@ -61,7 +61,7 @@ class Regression(NamedTuple):
 
     @classmethod
     def on(cls, gram: Array) -> Regression:
-        """From the landmarks' Gram matrix, (M, M)."""
+        """Build from the landmarks' Gram matrix, (M, M)."""
         mean = jnp.mean(gram, axis=0)
         centred = gram - mean[:, None] - mean[None, :] + jnp.mean(mean)
         return cls(ridge_inverse(centred), mean)
@@ -106,7 +106,7 @@ class Sketch(NamedTuple):
 
     @classmethod
     def of(cls, gram: Array, rows: Array) -> Sketch:
-        """From a Gram matrix, by rows of weights (M, S) with sum one."""
+        """Build from a Gram matrix and rows of weights (M, S) with sum one."""
         columns = gram @ rows.T
         return cls(columns, Regression.on(rows @ columns))
 

@@ -45,7 +45,7 @@ class HeadMoments(Protocol):
 
     @property
     def centres(self) -> Centres:
-        """Their means."""
+        """Mean queries, keys and values."""
         ...
 
     def shared_scores(self) -> Array | None:

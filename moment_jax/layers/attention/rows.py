@@ -33,7 +33,7 @@ class Term(NamedTuple):
         return cls(queries, centred(keys), rows_diagonal(keys))
 
     def own(self) -> Array:
-        """Diagonal of the queries' side, (T, 1)."""
+        """The diagonal of the queries' side, (T, 1)."""
         return rows_diagonal(self.queries)[:, None]
 
     def seen(self, weights: Array) -> SeenTerm:

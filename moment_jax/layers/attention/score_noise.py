@@ -45,7 +45,7 @@ class Products(NamedTuple):
     averages: Array  # E <A_a, A_b>, (T, T)
 
     def sizes(self) -> Sizes:
-        """The diagonals."""
+        """The diagonals, as `Sizes`."""
         return Sizes(rows_diagonal(self.values), self.crossed, rows_diagonal(self.averages))
 
 

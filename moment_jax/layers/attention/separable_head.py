@@ -135,13 +135,13 @@ class SeparableHead(NamedTuple):
         return self.moments.centres
 
     def shared_scores(self) -> Array | None:
-        """Through the shared input of queries and keys."""
+        """sum_d Cov[q_ad, k_cd] through the shared input, (T, S)."""
         if self.links.query_key is None:
             return None
         return self.links.tokens * jnp.sum(diagonal_of(self.links.query_key))
 
     def rows(self) -> Any:
-        """From the noise of the keys, and of the queries."""
+        """Covariance of the scores, from noise in keys and in queries."""
         terms, sizes = self.score_terms()
         return RowCovariance.merged(
             tuple(Term.of(queries, keys.dense()) for queries, keys in terms), sizes

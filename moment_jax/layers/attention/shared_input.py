@@ -73,7 +73,7 @@ class Linked(NamedTuple):
 
     @classmethod
     def of(cls, centres: Centres, links: Links, weights: Array) -> Linked:
-        """From means, mean weights W (T, S) and links."""
+        """Build from means, mean weights W (T, S) and links."""
         by_key = centres.query @ links.key_value
         if links.query_value is None:
             return cls(links.tokens, by_key, None, None)

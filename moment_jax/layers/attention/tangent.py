@@ -75,7 +75,7 @@ class AttentionTangent(NamedTuple):
         return result / root_width(v)
 
     def key_jacobian(self, linked: Array, v: Array, mean: Array) -> Array:
-        """The same with respect to its keys, averaged with W times the tokens' covariance, (H, T, S).
+        """The same for its keys, averaged with W times the tokens' covariance, (H, T, S).
 
         d A_a / d k_c = W_ac q_a (v_c - A_a)^T / sqrt(K).
         """

@@ -57,7 +57,7 @@ class _Heads(NamedTuple):
         return jax.vmap(lambda row: at_own(row, self.shared.places, s))(own)
 
     def rows(self) -> _Rows:
-        """From the noise of single keys, sum_dd' E[q_had q_gad'] Cov[k_hcd, k_gcd'], and of queries."""
+        """From noise in single keys, sum_dd' E[q_had q_gad'] Cov[k_hcd, k_gcd'], and of queries."""
         query, key, _ = self.centres
         width = query.shape[2]
         moment = self.query + jnp.einsum("had,gae->ahdge", query, query)
@@ -143,7 +143,7 @@ def _pairs(blocks: Array) -> Array:
 
 
 def _unpaired(pairs: Array, width: int) -> Array:
-    """The inverse, (H, H, T, K^2) -> (T, H, K, H, K)."""
+    """The inverse of `_pairs`, (H, H, T, K^2) -> (T, H, K, H, K)."""
     return pairs.reshape(*pairs.shape[:3], width, width).transpose(2, 0, 3, 1, 4)
 
 

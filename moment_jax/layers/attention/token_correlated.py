@@ -102,7 +102,7 @@ class _Head(NamedTuple):
         return source.correlation * ((source.scale * metric[None]) @ source.scale.T)
 
     def rows(self) -> RowCovariance:
-        """From the noise of the keys, and of the queries."""
+        """Covariance of the scores, from noise in keys and in queries."""
         query, key, _ = self.centres
         size, query_cov = query.shape[1] ** 2, self.query.token_gram()
         terms = (

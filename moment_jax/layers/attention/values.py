@@ -52,7 +52,7 @@ class ValueNoise:
         self.shares = share(reached @ total.T)  # (H, H)
 
     def token_gram(self, metric: Array) -> Array:
-        """Between different heads, under a metric (H K, H K) of the features, (T, T)."""
+        """Token Gram matrix between different heads, under a metric (H K, H K), (T, T)."""
         h, t, s = self.weights.shape
         shares = jnp.sum((self.features * metric).reshape(*self.blocks, *self.blocks), axis=(1, 3))
         shares = jnp.where(on_diagonal(shares.shape), 0, shares)
