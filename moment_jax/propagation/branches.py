@@ -108,7 +108,6 @@ class Branch:
             _joined([path.hidden for path in self.paths], 1),
             _joined([gain(path) for path in self.paths], 1),
             _joined([output(path) for path in self.paths], 0),
-            self.entered,
             collapsed,
         )
 

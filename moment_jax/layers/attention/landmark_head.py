@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.landmarks import Regression, Sketch, choose_landmarks
 from moment_jax.layers.attention.score_noise import (
@@ -54,7 +54,7 @@ class LandmarkHead(SeparableHead):
         )
         # By the variance that independent keys would give.
         importance = jnp.sum(weights**2 * rows.variance() * by_mean.spread(), axis=1)
-        size = safe_sqrt(jnp.maximum(importance, 0))
+        size = safe_sqrt(importance)
         at = choose_landmarks(size, tokens.landmarks, tokens.exists)
 
         def reach(pattern: Array) -> LandmarkReach:
@@ -73,7 +73,7 @@ class LandmarkHead(SeparableHead):
         if head.value_noise.own is not None:
             shared = jnp.sum(head.value_noise.features * head.metric)
             own_value = jnp.sum((noise.crossed - shared * common.array) * weights, axis=1)
-            own_value = jnp.maximum(own_value, 0)
+            own_value = nonnegative(own_value)
         products = LandmarkProducts(
             under_value @ value.T + noise.values,
             by_mean.crossed + noise.crossed,
@@ -186,7 +186,7 @@ class LandmarkProducts(NamedTuple):
     def averages(self) -> Array:
         """Of averages with averages, (T, T)."""
         result = Regression.on(self.meeting[self.at]).between(self.meeting, self.meeting)
-        root = safe_sqrt(jnp.maximum(self.own, 0))
+        root = safe_sqrt(self.own)
         bound = root[:, None] * root[None, :]
         return jnp.where(on_diagonal(result.shape), bound, jnp.clip(result, -bound, bound))
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import safe_divide, weighted
+from moment_jax.covariance.numerics import nonnegative, safe_divide, weighted
 from moment_jax.layers.attention.head_noise import HeadNoise, TokenGram
 from moment_jax.layers.attention.inputs import Centres, root_width
 from moment_jax.layers.attention.mix import Output
@@ -253,7 +253,7 @@ def _over_independent(total: Array, noisy: Array, sizes: Sizes) -> Array:
     # Where a row has one key left, the sum is rounding of either sign.
     second = sizes.values[None, :] + sizes.averages[:, None]
     least = 2 * jnp.finfo(noisy.dtype).eps * jnp.sum(noisy * second, axis=1)
-    return safe_divide(jnp.maximum(total, 0), jnp.maximum(independent, least))
+    return safe_divide(nonnegative(total), jnp.maximum(independent, least))
 
 
 def _by_independent_keys(
@@ -280,4 +280,4 @@ def _by_independent_keys(
     projected = jnp.sum((head.value_features @ head.kernel) * head.kernel, axis=0)
     variance = by_mean(*(rows @ head.kernel for rows in (head.centres.value, mean, noisy_value)))
     variance = variance + by_noise * projected[None, :]
-    return jnp.maximum(energy, 0), jnp.maximum(variance, 0)
+    return nonnegative(energy), nonnegative(variance)
