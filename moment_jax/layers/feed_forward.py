@@ -107,9 +107,11 @@ class FeedForwardTangent(NamedTuple):
     hidden_kernel: Array  # (D, F)
     gain: Array  # E[f'] at every hidden unit, (T, F)
     output_kernel: Array  # (F, D)
+    input_cov: Covariance  # of the layer's input
     average_jacobian: Array | None = (
         None  # by gains averaged over the tokens, (D, D); `Separable`'s
     )
+    pulled: Array | None = None  # the input's feature Gram matrix times `hidden_kernel`, if known
 
     def __call__(self, change: Array) -> Array:
         """The change of the output, (T, D), with a change of the input, (T, D)."""
@@ -159,12 +161,15 @@ def feed_forward_and_tangent(
     (active, active_cov), gain = _with_gain(hidden, hidden_cov, activation)
     out_mean, out_cov = dense(active, active_cov, params.output)
     kernels = params.hidden.kernel.mean, params.output.kernel.mean
-    tangent = FeedForwardTangent(kernels[0], gain, kernels[1])
+    tangent = FeedForwardTangent(kernels[0], gain, kernels[1], cov)
     average = average_kernel(kernels[0], gain, hidden_cov, active_cov)
     if average is not None and isinstance(hidden_cov, Separable) and isinstance(out_cov, Separable):
-        jacobian = out_cov.features().reached  # the second dense layer's product, and not again
+        # The products of the two dense layers, and not again.
+        jacobian = out_cov.features().reached
         jacobian = average @ kernels[1] if jacobian is None else jacobian
-        tangent = tangent._replace(average_jacobian=jacobian)
+        basis = hidden_cov.features().basis
+        pulled = None if basis is None else basis.pulled
+        tangent = tangent._replace(average_jacobian=jacobian, pulled=pulled)
     return out_mean, out_cov, tangent
 
 

@@ -175,14 +175,19 @@ def _bounded(cross: Array, cov: Covariance, branch: Covariance) -> Array:
 def _through_feed_forward(
     cov: Separable, entering: Array, features: Array, tangent: FeedForwardTangent
 ) -> Cross:
-    """With each unit's gain averaged over the tokens.
-
-    Budget: gains of single tokens would move no figure of the sampled cases by more than 1e-4.
-    """
+    assert isinstance(tangent.input_cov, Separable)
     assert tangent.average_jacobian is not None
     feature_gram = features @ tangent.average_jacobian
-    sums = cov.share(jnp.sum(entering * _with_sum(cov), axis=0))
-    returned = entering * _over(cov.share(diagonal_of(feature_gram)), sums)[None]
+    # What a feature gets of itself: token by token with the features of the branch's input, which
+    # are nearly those of x, and then moved to the right sum over the tokens.
+    inner = tangent.input_cov.feature_gram()
+    pulled = inner @ tangent.hidden_kernel if tangent.pulled is None else tangent.pulled
+    paths = pulled * tangent.output_kernel.T
+    own = safe_divide(tangent.gain @ paths.T, diagonal_of(inner)[None, :] + 0 * entering)
+    with_sum = entering * _with_sum(cov)
+    missing = diagonal_of(feature_gram) - jnp.sum(with_sum * own, axis=0)
+    missing = _over(cov.share(missing), cov.share(jnp.sum(with_sum, axis=0)))
+    returned = entering * (own + missing[None])
     token_gram = cov.token_correlation * (cov.scale @ returned.T)
     return cov.scale * returned, token_gram, feature_gram
 

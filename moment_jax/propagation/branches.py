@@ -108,6 +108,7 @@ class Branch:
             _joined([path.hidden for path in self.paths], 1),
             _joined([gain(path) for path in self.paths], 1),
             _joined([output(path) for path in self.paths], 0),
+            self.entered,
             collapsed,
         )
 

@@ -57,8 +57,10 @@ class LandmarkHead(SeparableHead):
         size = safe_sqrt(importance)
         at = choose_landmarks(size, tokens.landmarks, tokens.exists)
 
-        def reach(pattern: Array) -> LandmarkReach:
-            return LandmarkReach.of(pattern, weights, at)
+        def reach(pattern: Array) -> Array:
+            """Weights times a token pattern, by what the landmarks see of it."""
+            sketch = Sketch.of(pattern, weights[at])
+            return sketch.product(weights).at[at].set(sketch.columns.T)
 
         common = linked = by_keys = reach(tokens.value)
         if links.tokens is not tokens.value:
@@ -67,12 +69,12 @@ class LandmarkHead(SeparableHead):
             by_keys = reach(tokens.key)
         noise_gram = head.value_noise.gram(head.metric, tokens.source, tokens.value)
         noise = LandmarkProducts.of(
-            noise_gram.dense(), noise_gram.averaged(weights, common.array), weights, at
+            noise_gram.dense(), noise_gram.averaged(weights, common), weights, at
         )
         own_value = None
         if head.value_noise.own is not None:
             shared = jnp.sum(head.value_noise.features * head.metric)
-            own_value = jnp.sum((noise.crossed - shared * common.array) * weights, axis=1)
+            own_value = jnp.sum((noise.crossed - shared * common) * weights, axis=1)
             own_value = nonnegative(own_value)
         products = LandmarkProducts(
             under_value @ value.T + noise.values,
@@ -81,11 +83,8 @@ class LandmarkHead(SeparableHead):
             under_average @ average[at].T + noise.meeting,
             at,
         )
-        terms = tuple(
-            LandmarkTerm.of(term, weights, by_keys.array, products) for term in rows.terms
-        )
-        under = under_value, under_average
-        return Seen(terms, products, under, noise, own_value, common, linked)
+        terms = tuple(LandmarkTerm.of(term, weights, by_keys, products) for term in rows.terms)
+        return Seen(terms, products, noise, own_value, common, linked)
 
     def sum_noise(self, seen: Seen, weights: Array, mean: Array, gain: Array) -> SumNoise:
         """What the scores' noise gives the sum over the tokens, as sums over the landmarks."""
@@ -146,25 +145,6 @@ class _Contrasts(NamedTuple):
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
         return (self.own / unit) ** 2 * self.squares.product(vectors)
-
-
-class LandmarkReach(NamedTuple):
-    """Weights times a token pattern, see `Reach`."""
-
-    array: Array  # (T, S)
-    weights: Array
-    sketch: Sketch
-
-    @classmethod
-    def of(cls, pattern: Array, weights: Array, at: Array) -> LandmarkReach:
-        """By what some rows (M,) of the weights (T, S) see of it."""
-        sketch = Sketch.of(pattern, weights[at])
-        array = sketch.product(weights).at[at].set(sketch.columns.T)
-        return cls(array, weights, sketch)
-
-    def met(self, left: Array) -> Array:
-        """U P W^T for other weights U, (T, T)."""
-        return self.sketch.between(left, self.weights)
 
 
 class LandmarkProducts(NamedTuple):

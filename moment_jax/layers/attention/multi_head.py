@@ -40,9 +40,9 @@ def attention(
     Scores are correlated across queries as well as keys, because weight noise is shared by all tokens;
     that is kept, as far as the structure can. So is what comes from queries, keys and values sharing
     the random input x: in `Full` everywhere; in the others the structure's part of E[scores], in
-    `Separable`, `TokenCorrelated` and `Diagonal` of E[weights v] too, and in `Separable` of the
-    covariance of weights with values; otherwise their covariances take q, k and v as independent. With
-    order 1 the means leave all of it out. Heads' score noise is independent but in `Full`.
+    `Separable`, `TokenCorrelated` and `Diagonal` of E[weights v] too; their covariances take q, k and v
+    as independent. With order 1 the means leave all of it out. Heads' score noise is independent but in
+    `Full`.
 
     Assumes that x and the four weight matrices are independent of each other.
 
