@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel
 from moment_jax.covariance.fields import sequence_shape
 from moment_jax.covariance.full import Full
+from moment_jax.covariance.numerics import nonnegative
 
 Array = jax.Array
 
@@ -71,7 +72,7 @@ class ByProjection(Covariance):
         return Full(self.to_dense())
 
     def variance(self) -> Array:
-        return jnp.maximum(self.full().variance(), 0)
+        return nonnegative(self.full().variance())
 
     def token_blocks(self) -> Array:
         return self.full().token_blocks()

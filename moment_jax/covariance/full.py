@@ -16,7 +16,7 @@ from moment_jax.covariance.fields import (
     register_fields,
     sequence_shape,
 )
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt, vector_cov
+from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix
 
 Array = jax.Array
@@ -136,7 +136,7 @@ class Full(Covariance):
             + second[:, :, None, None] * squared_corr * second[None, None]
         )
         # The rest of the exact variance (higher Hermite terms), nonnegative by Parseval.
-        rest = jnp.maximum(moments.variance - gain**2 * variance - second**2, 0)
+        rest = nonnegative(moments.variance - gain**2 * variance - second**2)
         return type(self)(kept + diagonal_matrix(rest.ravel()).reshape(t, d, t, d))
 
 

@@ -14,7 +14,14 @@ from moment_jax.covariance import separable_noise
 from moment_jax.covariance.base import ElementwiseGain, RandomKernel
 from moment_jax.covariance.fields import check_correlations, register_fields, sequence_shape
 from moment_jax.covariance.low_rank import low_rank_moments
-from moment_jax.covariance.numerics import gram, paired, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import (
+    gram,
+    nonnegative,
+    paired,
+    safe_divide,
+    safe_sqrt,
+    weighted,
+)
 from moment_jax.covariance.separable_grams import FeatureGram, Grams, MadeOfGrams
 from moment_jax.xla import by_tokens, rows_diagonal
 
@@ -129,7 +136,7 @@ class Separable(MadeOfGrams):
         `weights` (T,) replace `pool`.
         """
         rows = weighted(self.scale, self.pool if weights is None else weights)
-        return jnp.maximum(paired(rows, rows, self.token_correlation), 0)
+        return nonnegative(paired(rows, rows, self.token_correlation))
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
@@ -171,10 +178,16 @@ class Separable(MadeOfGrams):
                 return self.token_correlation * (self.scale @ self.scale.T)
             return known.tokens
         if metric.ndim == 1:
-            return self.token_correlation * gram(self.scale, self.scale, metric)
+            return self.fitted_token_gram(self.variance() @ metric)
         return self.token_correlation * gram(
             self.scale, self.scale, self.feature_correlation * metric
         )
+
+    def fitted_token_gram(self, energy: Array) -> Array:
+        """The token Gram matrix with another diagonal, (T,), and the same correlation, (T, T)."""
+        token_gram = self.token_gram()
+        root = safe_sqrt(safe_divide(energy, rows_diagonal(token_gram)))
+        return root[:, None] * token_gram * root[None, :]
 
     def feature_gram(self) -> Array:
         """Cov[sum_t p_t x_t], (D, D)."""
@@ -210,7 +223,7 @@ class Separable(MadeOfGrams):
         scale = self.scale * factor
         if factor.shape[0] > 1:
             return dataclasses.replace(self, scale=scale, sum_variance=None)
-        token_gram = self.token_correlation * (scale @ scale.T)
+        token_gram = self.token_gram(factor[0] ** 2)
         grams = Grams(scale**2, token_gram, self.features().rescaled(factor[0]))
         variance = self.summed_variance() * factor[0] ** 2
         return self.with_grams(grams, scale=scale, sum_variance=variance)
@@ -219,15 +232,12 @@ class Separable(MadeOfGrams):
         """X @ kernel: the covariance of the sum is exact, and everything is for a scale of rank one."""
         before, variance, squared = self.features(), self.variance(), kernel**2
         features = before.map(kernel)
-        factor = safe_divide(jnp.maximum(features.diag(), 0), before.diag() @ squared)
+        factor = safe_divide(nonnegative(features.diag()), before.diag() @ squared)
         # A scale of rank one leaves the token correlation unchanged. The new diagonal is computed
         # without the variances, which queries and keys do not need.
-        token_gram = self.token_gram()
-        ratio = safe_divide(variance @ (squared @ factor), rows_diagonal(token_gram))
-        root = safe_sqrt(ratio)
         return self.from_moments(
             (variance @ squared) * factor[None, :],
-            root[:, None] * token_gram * root[None, :],
+            self.fitted_token_gram(variance @ (squared @ factor)),
             features,
             self.pool,
         )
@@ -236,7 +246,7 @@ class Separable(MadeOfGrams):
         """Weights @ x: variances and token Gram matrix are exact."""
         scaled = weights[:, :, None] * self.scale[None]
         partial = jnp.einsum("utd,ts->usd", scaled, self.token_correlation)
-        variance = jnp.maximum(jnp.sum(partial * scaled, axis=1), 0)
+        variance = nonnegative(jnp.sum(partial * scaled, axis=1))
         token_gram = weights @ self.token_gram() @ weights.T
         features = self.features()
         if weights.shape[0] == 1:

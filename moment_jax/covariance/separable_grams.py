@@ -10,7 +10,13 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.base import Covariance, check_dense
 from moment_jax.covariance.fields import FormedLater
-from moment_jax.covariance.numerics import correlation_of, definite, safe_sqrt, vector_variance
+from moment_jax.covariance.numerics import (
+    correlation_of,
+    definite,
+    nonnegative,
+    safe_sqrt,
+    vector_variance,
+)
 from moment_jax.xla import (
     by_tokens,
     diagonal_matrix,
@@ -185,12 +191,12 @@ class MadeOfGrams(FormedLater, Covariance):
         pool: Array | None = None,
     ) -> Self:
         """Build from variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
-        variance = materialized(jnp.maximum(variance, 0))
+        variance = materialized(nonnegative(variance))
         token_gram = materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(feature_gram)
         feature_gram = feature_gram.shared(cls.share)
-        total = jnp.maximum(feature_gram.diag(), 0)
+        total = nonnegative(feature_gram.diag())
         grams = Grams(variance, token_gram, feature_gram._replace(variance=total))
         later = {
             "scale": lambda: safe_sqrt(variance),

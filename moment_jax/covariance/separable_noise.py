@@ -11,6 +11,7 @@ from moment_jax.covariance.base import ElementwiseGain, RandomKernel
 from moment_jax.covariance.numerics import (
     fit_rows,
     gram,
+    nonnegative,
     pooled,
     safe_divide,
     safe_sqrt,
@@ -74,25 +75,33 @@ def gain(cov: Separable, mean: Array, gain_cov: Array) -> Moments:
 
 
 def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, FeatureGram]:
-    """Token Gram matrix and covariance of the sum of f(x): see `Covariance.elementwise`."""
+    """Token Gram matrix and covariance of the sum of f(x): see `Covariance.elementwise`.
+
+    Second coefficients of a wide layer, whose features are in factored form, count as of rank one.
+    """
     first, second = cov.scale * moments.gain, moments.second
-    rest = jnp.maximum(moments.variance - first**2 - second**2, 0)
-    r, correlation = cov.token_correlation, cov.feature_correlation
+    rest = nonnegative(moments.variance - first**2 - second**2)
+    r, correlation, features = cov.token_correlation, cov.feature_correlation, cov.features()
+    wide = features.basis is not None
+    if wide:
+        size = safe_sqrt(jnp.sum(second**2, axis=1))
+        by_second = size[:, None] * size[None, :]
+    else:
+        by_second = product_with_transposed(second, second)
     token_gram = (
         r * product_with_transposed(first, first)
-        + r**2 * product_with_transposed(second, second)
+        + r**2 * by_second
         + diagonal_matrix(jnp.sum(rest, axis=1))
     )
-    features = cov.features()
     first, second = weighted(first, cov.pool), weighted(second, cov.pool)
     rest = jnp.sum(weighted(weighted(rest, cov.pool), cov.pool), axis=0)
-    if features.basis is None:
+    if not wide:
         return token_gram, FeatureGram(
             correlation * (first.T @ (r @ first))
             + correlation**2 * (second.T @ (r**2 @ second))
             + diagonal_matrix(rest)
         )
-    # A wide layer: one gain per feature; the remaining variance goes to the diagonal.
+    # One gain per feature; the remaining variance goes to the diagonal.
     features = features.rescaled(average_gain(cov, moments.gain))
     return token_gram, features.raised(_coherent(second, r**2) + rest)
 

@@ -17,7 +17,13 @@ from moment_jax.covariance.fields import (
     sequence_shape,
 )
 from moment_jax.covariance.low_rank import low_rank_variance
-from moment_jax.covariance.numerics import correlation_of, gram, safe_sqrt, vector_variance
+from moment_jax.covariance.numerics import (
+    correlation_of,
+    gram,
+    nonnegative,
+    safe_sqrt,
+    vector_variance,
+)
 from moment_jax.xla import (
     by_tokens,
     diagonal_matrix,
@@ -69,7 +75,7 @@ class TokenCorrelated(FormedLater, Covariance):
     @classmethod
     def from_moments(cls, variance: Array, token_gram: Array) -> Self:
         """The structure with these variances (T, D) and this token Gram matrix (T, T)."""
-        variance = materialized(jnp.maximum(variance, 0))
+        variance = materialized(nonnegative(variance))
         token_gram = materialized(by_tokens(token_gram))
         later = {
             "scale": lambda: safe_sqrt(variance),
@@ -133,7 +139,7 @@ class TokenCorrelated(FormedLater, Covariance):
     def map_tokens(self, weights: Array) -> Self:
         weighted = weights[:, :, None] * self.scale[None]
         partial = jnp.einsum("utd,ts->usd", weighted, self.correlation)
-        variance = jnp.maximum(jnp.sum(partial * weighted, axis=1), 0)
+        variance = nonnegative(jnp.sum(partial * weighted, axis=1))
         return self.from_moments(variance, weights @ self.token_gram() @ weights.T)
 
     def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
@@ -166,7 +172,7 @@ class TokenCorrelated(FormedLater, Covariance):
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         first = self.scale * moments.gain
-        rest = jnp.maximum(moments.variance - first**2 - moments.second**2, 0)
+        rest = nonnegative(moments.variance - first**2 - moments.second**2)
         token_gram = (
             self.correlation * product_with_transposed(first, first)
             + self.correlation**2 * product_with_transposed(moments.second, moments.second)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Separable
+from moment_jax.covariance.numerics import nonnegative
 from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
 from moment_jax.layers.norm_tangent import (
     NormTangent,
@@ -117,7 +118,7 @@ def _normalize(
         along = along if centres else jnp.zeros_like(along)
         common = jnp.sum(along, axis=1, keepdims=True) / d  # 1^T Cov 1 / D
         trace = jnp.sum(cov.variance(), axis=1, keepdims=True) - common
-        spread = spread + jnp.maximum(trace, 0) / d
+        spread = spread + nonnegative(trace) / d
     deviation = jnp.sqrt(spread)
     normal = centred / deviation
     seen = None if scaled is None else (scaled, normal @ scaled.features)

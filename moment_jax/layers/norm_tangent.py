@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Diagonal, Separable, TokenCorrelated
-from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.xla import diagonal_of, product_with_transposed
 
 Array = jax.Array
@@ -148,16 +148,15 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     after = diagonal_of(features)[None, :] - 2 * normal * pulled + along * normal**2
     # Lost variance is a factor, which keeps the result positive; gained variance is added.
     kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
-    variance = tangent.inverse**2 * (kept + blocks.energy * jnp.maximum(after - before, 0))
+    variance = tangent.inverse**2 * (kept + blocks.energy * nonnegative(after - before))
     # Covariance of the sum: over pairs of tokens, each without its lost direction.
     inverse, token_gram = weighted(tangent.inverse, cov.pool), cov.token_gram()
     pairs = inverse * token_gram * inverse.T
     twice = (pairs * product_with_transposed(normal / d, pulled)) @ normal
     bent = normal.T @ (0.5 * twice - jnp.sum(pairs, axis=1, keepdims=True) * pulled)
-    root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1, keepdims=True), blocks.energy))
     return cov.from_moments(
         variance,
-        root * token_gram * root.T,
+        cov.fitted_token_gram(jnp.sum(variance, axis=1)),
         jnp.sum(pairs) * features + bent + bent.T,
         cov.pool,
     )
@@ -176,7 +175,7 @@ def _carried_variance(variance: Array, tangent: NormTangent) -> Array:
     if tangent.centres:
         gained = gained + total(variance) + 2 * normal * total(normal * variance)
     # A sum of squares, up to rounding.
-    return tangent.inverse**2 * jnp.maximum(kept + gained / d, 0)
+    return tangent.inverse**2 * nonnegative(kept + gained / d)
 
 
 def centred_rows(array: Array) -> Array:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import safe_divide
+from moment_jax.covariance.numerics import nonnegative, safe_divide
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.attention.inputs import Centres, root_width
 from moment_jax.layers.attention.mix import Output
@@ -124,7 +124,7 @@ def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> 
         - 2 * mean * (own_mean + rows.query * key_mean)
         + mean**2 * (own_one + rows.query * key_one)
     )
-    pattern = jnp.maximum(pattern, 0)
+    pattern = nonnegative(pattern)
 
     def crossed(values: Array, weighing: Array) -> Array:
         """Weighted sums of E <A_a, v_c> over keys, (T, 1)."""
@@ -136,7 +136,7 @@ def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> 
         - 2 * crossed(pulled_mean, pulled)
         + size * pulled_one
     )
-    total = jnp.maximum(by_keys + rows.query * jnp.maximum(by_query, 0), 0)
+    total = nonnegative(by_keys + rows.query * nonnegative(by_query))
     gain = jnp.ones_like(total)
     if order == 2:
         within = left_within(_sums(weights, (), (values,))[0], size)

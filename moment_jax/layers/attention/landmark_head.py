@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.attention.landmarks import Regression, Sketch, choose_landmarks
 from moment_jax.layers.attention.score_noise import (
@@ -54,11 +54,13 @@ class LandmarkHead(SeparableHead):
         )
         # Importance: the variance that independent keys would give.
         importance = jnp.sum(weights**2 * rows.variance() * by_mean.spread(), axis=1)
-        size = safe_sqrt(jnp.maximum(importance, 0))
+        size = safe_sqrt(importance)
         at = choose_landmarks(size, tokens.landmarks, tokens.exists)
 
-        def reach(pattern: Array) -> LandmarkReach:
-            return LandmarkReach.of(pattern, weights, at)
+        def reach(pattern: Array) -> Array:
+            """Weights times a token pattern, by what the landmarks see of it."""
+            sketch = Sketch.of(pattern, weights[at])
+            return sketch.product(weights).at[at].set(sketch.columns.T)
 
         common = linked = by_keys = reach(tokens.value)
         if links.tokens is not tokens.value:
@@ -67,13 +69,13 @@ class LandmarkHead(SeparableHead):
             by_keys = reach(tokens.key)
         noise_gram = head.value_noise.gram(head.metric, tokens.source, tokens.value)
         noise = LandmarkProducts.of(
-            noise_gram.dense(), noise_gram.averaged(weights, common.array), weights, at
+            noise_gram.dense(), noise_gram.averaged(weights, common), weights, at
         )
         own_value = None
         if head.value_noise.own is not None:
             shared = jnp.sum(head.value_noise.features * head.metric)
-            own_value = jnp.sum((noise.crossed - shared * common.array) * weights, axis=1)
-            own_value = jnp.maximum(own_value, 0)
+            own_value = jnp.sum((noise.crossed - shared * common) * weights, axis=1)
+            own_value = nonnegative(own_value)
         products = LandmarkProducts(
             under_value @ value.T + noise.values,
             by_mean.crossed + noise.crossed,
@@ -81,11 +83,8 @@ class LandmarkHead(SeparableHead):
             under_average @ average[at].T + noise.meeting,
             at,
         )
-        terms = tuple(
-            LandmarkTerm.of(term, weights, by_keys.array, products) for term in rows.terms
-        )
-        under = under_value, under_average
-        return Seen(terms, products, under, noise, own_value, common, linked)
+        terms = tuple(LandmarkTerm.of(term, weights, by_keys, products) for term in rows.terms)
+        return Seen(terms, products, noise, own_value, common, linked)
 
     def sum_noise(self, seen: Seen, weights: Array, mean: Array, gain: Array) -> SumNoise:
         """The contribution of score noise to the sum over tokens, as sums over the landmarks."""
@@ -148,25 +147,6 @@ class _Contrasts(NamedTuple):
         return (self.own / unit) ** 2 * self.squares.product(vectors)
 
 
-class LandmarkReach(NamedTuple):
-    """Weights times a token pattern, see `Reach`."""
-
-    array: Array  # (T, S)
-    weights: Array
-    sketch: Sketch
-
-    @classmethod
-    def of(cls, pattern: Array, weights: Array, at: Array) -> LandmarkReach:
-        """Build from some rows `at` (M,) of the weights (T, S)."""
-        sketch = Sketch.of(pattern, weights[at])
-        array = sketch.product(weights).at[at].set(sketch.columns.T)
-        return cls(array, weights, sketch)
-
-    def met(self, left: Array) -> Array:
-        """U P W^T for other weights U, (T, T)."""
-        return self.sketch.between(left, self.weights)
-
-
 class LandmarkProducts(NamedTuple):
     """Expected inner products as in `Products`, but of averages with the landmarks' averages only."""
 
@@ -186,7 +166,7 @@ class LandmarkProducts(NamedTuple):
     def averages(self) -> Array:
         """Averages with averages, (T, T), by regression."""
         result = Regression.on(self.meeting[self.at]).between(self.meeting, self.meeting)
-        root = safe_sqrt(jnp.maximum(self.own, 0))
+        root = safe_sqrt(self.own)
         bound = root[:, None] * root[None, :]
         return jnp.where(on_diagonal(result.shape), bound, jnp.clip(result, -bound, bound))
 

@@ -114,10 +114,6 @@ class Sketch(NamedTuple):
         """W K for rows of weights (T, S), (T, S)."""
         return self.left(weights) @ self.regression.right(self.columns).T
 
-    def between(self, left: Array, right: Array) -> Array:
-        """U K W^T for rows of weights U (T, S), and W of sum one, (T, T)."""
-        return self.left(left) @ self.right(right).T
-
     def left(self, weights: Array) -> Array:
         """Features of sums with weights (T, S), see `Regression.left`."""
         return self.regression.left(weights @ self.columns, jnp.sum(weights, axis=1))

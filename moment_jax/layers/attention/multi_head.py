@@ -35,16 +35,15 @@ def attention(
     mask: Array | None = None,
     order: int = 2,
 ) -> tuple[Array, S]:
-    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v, and the output projection.
+    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
 
-    Scores are correlated across queries and keys because all tokens share weight noise; each structure
-    keeps what it can hold of that. Queries, keys and values also share the random input x. `Full` keeps
-    that dependence everywhere. The others keep their part of it in E[scores]; `Separable`,
-    `TokenCorrelated` and `Diagonal` also in E[weights v]; `Separable` also in the covariance of weights
-    with values. All other covariances take q, k and v as independent, and order 1 leaves it out of all
-    means. The heads' score noise is independent, except in `Full`.
+    Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
+    structure keeps what it can of that, and of the input x that queries, keys and values share: `Full`
+    keeps it everywhere; the others keep their part of E[scores], and `Separable`, `TokenCorrelated` and
+    `Diagonal` also of E[weights v], but take q, k and v as independent in covariances. Order 1 leaves it
+    out of the means. The score noise of different heads is independent, except in `Full`.
 
-    Assumes that x and the four weight matrices are mutually independent.
+    Assumes that x and the four weight matrices are independent of each other.
 
     Args:
       mean: E[x], (T, D).
@@ -52,7 +51,7 @@ def attention(
       params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
       num_heads: H.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
-        key (column). Masked keys get a weight of exactly zero; a query without keys gets a zero output.
+        key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
       order: 1 (Taylor at the mean, as derived) or 2.
 
     Returns:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt
+from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt
 from moment_jax.xla import (
     materialized,
     product_of_transposed,
@@ -185,7 +185,7 @@ def saturation(from_scores: Array, within: Array) -> Array:
       from_scores: V, the variance of weights @ values from the scores' noise through J.
       within: W, the variance of the values under the mean weights, see `left_within`.
     """
-    ratio = safe_divide(jnp.maximum(from_scores, 0), within)
+    ratio = safe_divide(nonnegative(from_scores), within)
     return jnp.where(within > 0, 2 / (1 + jnp.sqrt(1 + 4 * ratio)), 0)
 
 

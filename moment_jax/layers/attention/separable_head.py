@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import safe_divide, weighted
+from moment_jax.covariance.numerics import nonnegative, safe_divide, weighted
 from moment_jax.layers.attention.head_noise import HeadNoise, TokenGram
 from moment_jax.layers.attention.inputs import Centres, root_width
 from moment_jax.layers.attention.mix import Output
@@ -31,13 +31,7 @@ from moment_jax.layers.attention.score_noise import (
     score_noise,
     sum_noise,
 )
-from moment_jax.layers.attention.shared_input import (
-    Linked,
-    Links,
-    Reach,
-    score_value,
-    shared_mean,
-)
+from moment_jax.layers.attention.shared_input import Links, shared_mean
 from moment_jax.xla import (
     diagonal_of,
     materialized,
@@ -100,26 +94,15 @@ class KeyNoise(NamedTuple):
     keys: TokenGram  # (S, S)
 
 
-class ExactReach(NamedTuple):
-    """Weights W times a token pattern P, see `Reach`."""
-
-    array: Array  # W P, (T, S)
-
-    def met(self, left: Array) -> Array:
-        """U P W^T for other weights U, (T, T)."""
-        return product_with_transposed(left, self.array)
-
-
 class Seen(NamedTuple):
     """A head's keys and values, weighted by attention."""
 
     terms: tuple[Any, ...]  # of the scores' covariance, each a `ScoreTerm`
     products: Any  # of the values, in the form the terms need
-    under: tuple[Array, Array]  # mean values and averages times the metric, (S, K) and (T, K)
-    noise: Any  # products of the values' noise alone
-    own_value: Array | None  # variance from this head's own values, under the metric, (T,)
-    reach: Reach  # with the values' token pattern
-    linked: Reach  # with the token pattern of the shared input
+    noise: Any  # of the values' noise alone: its `sizes()` and `averages`
+    own_value: Array | None  # variance by this head's own values, under the metric, (T,)
+    reach: Array  # W times the values' common token pattern, (T, S)
+    linked: Array  # W times that of the input that keys and values share, (T, S)
 
 
 class SeparableHead(NamedTuple):
@@ -179,7 +162,7 @@ class SeparableHead(NamedTuple):
 
     def output(self, rows: Any, weights: Array, mean: Array, order: int) -> Output:
         """Gram matrices and variances of the head's part of the projected output."""
-        head, tokens, links = self
+        head, _, links = self
         seen = self.seen(rows, weights, mean)
         noise = score_noise(seen.terms, weights, seen.products, order)
         noisy = weights**2 * rows.variance()
@@ -188,20 +171,15 @@ class SeparableHead(NamedTuple):
         spread = safe_divide(seen.noise.sizes().spread(), head.value_size())
         energy, variance = _by_independent_keys(head, spread, noisy, mean)
         gain = noise.gain / root_width(mean)
-        linked = Linked.of(self.centres, links, weights)
-        crossed_tokens, crossed_features = score_value(
-            linked, weights, head.centres.value, mean, gain, seen.linked, seen.under, tokens.pool
-        )
-        feature_gram = summed.features + summed.pattern * head.value_features
         result = HeadOutput(
-            seen.reach.array,
-            noise.token_gram + seen.noise.averages + crossed_tokens + crossed_tokens.T,
-            feature_gram + crossed_features + crossed_features.T,
+            seen.reach,
+            noise.token_gram + seen.noise.averages,
+            summed.features + summed.pattern * head.value_features,
             seen.own_value,
             size * energy,
             size[:, None] * variance,
         )
-        shared = shared_mean(linked, weights, gain, seen.linked.array)
+        shared = shared_mean(self.centres, links, weights, gain, seen.linked)
         return Output(result, noise.gain, shared)
 
     def seen(self, rows: Any, weights: Array, mean: Array) -> Seen:
@@ -218,8 +196,7 @@ class SeparableHead(NamedTuple):
             mean @ average.T + noise.averages,
         )
         terms = tuple(term.seen(weights) for term in rows.terms)
-        under = value, average
-        return Seen(terms, products, under, noise, own_value, ExactReach(reach), ExactReach(linked))
+        return Seen(terms, products, noise, own_value, reach, linked)
 
     def sum_noise(self, seen: Seen, weights: Array, mean: Array, gain: Array) -> SumNoise:
         """The contribution of score noise to the sum over tokens."""
@@ -252,7 +229,7 @@ def _over_independent(total: Array, noisy: Array, sizes: Sizes) -> Array:
     # In a row with all its weight on one key, the sum is rounding of either sign.
     second = sizes.values[None, :] + sizes.averages[:, None]
     least = 2 * jnp.finfo(noisy.dtype).eps * jnp.sum(noisy * second, axis=1)
-    return safe_divide(jnp.maximum(total, 0), jnp.maximum(independent, least))
+    return safe_divide(nonnegative(total), jnp.maximum(independent, least))
 
 
 def _by_independent_keys(
@@ -276,4 +253,4 @@ def _by_independent_keys(
     projected = jnp.sum((head.value_features @ head.kernel) * head.kernel, axis=0)
     variance = by_mean(*(rows @ head.kernel for rows in (head.centres.value, mean, noisy_value)))
     variance = variance + by_noise * projected[None, :]
-    return jnp.maximum(energy, 0), jnp.maximum(variance, 0)
+    return nonnegative(energy), nonnegative(variance)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import TokenCorrelated
-from moment_jax.covariance.numerics import fit_rows
+from moment_jax.covariance.numerics import fit_rows, nonnegative
 from moment_jax.layers.attention.inputs import (
     Centres,
     Inputs,
@@ -169,4 +169,4 @@ def _independent_variance(
         - 2 * mean * (noisy @ values)
         + mean**2 * jnp.sum(noisy, axis=1, keepdims=True)
     )
-    return jnp.maximum(result, 0)
+    return nonnegative(result)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import pooled, safe_sqrt
+from moment_jax.covariance.numerics import nonnegative, pooled, safe_sqrt
 from moment_jax.layers.attention.landmarks import Sketch, choose_landmarks, in_float32
 from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed
 
@@ -100,4 +100,4 @@ class ValueNoise:
         pairs = jnp.sum(split[:, None] * pulled, axis=2)
         t = self.overlaps.shape[0]
         variance = self.overlaps.reshape(t, h * h) @ pairs.reshape(h * h, -1)
-        return jnp.maximum(variance, 0)
+        return nonnegative(variance)
