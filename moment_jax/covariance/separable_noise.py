@@ -77,22 +77,18 @@ def gain(cov: Separable, mean: Array, gain_cov: Array) -> Moments:
 def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, FeatureGram]:
     """Token Gram matrix and covariance of the sum of f(x): see `Covariance.elementwise`.
 
-    Second coefficients of a wide layer, whose features are in factored form, count as of rank one.
+    In a wide layer, whose features are in factored form, the second coefficients correlate no tokens.
+    Budget: that moves no figure of the sampled cases by more than .0002.
     """
     first, second = cov.scale * moments.gain, moments.second
     rest = nonnegative(moments.variance - first**2 - second**2)
     r, correlation, features = cov.token_correlation, cov.feature_correlation, cov.features()
     wide = features.basis is not None
-    if wide:
-        size = safe_sqrt(jnp.sum(second**2, axis=1))
-        by_second = size[:, None] * size[None, :]
-    else:
-        by_second = product_with_transposed(second, second)
-    token_gram = (
-        r * product_with_transposed(first, first)
-        + r**2 * by_second
-        + diagonal_matrix(jnp.sum(rest, axis=1))
-    )
+    token_gram = r * product_with_transposed(first, first)
+    if not wide:
+        token_gram = token_gram + r**2 * product_with_transposed(second, second)
+    own = rest + second**2 if wide else rest
+    token_gram = token_gram + diagonal_matrix(jnp.sum(own, axis=1))
     first, second = weighted(first, cov.pool), weighted(second, cov.pool)
     rest = jnp.sum(weighted(weighted(rest, cov.pool), cov.pool), axis=0)
     if not wide:

@@ -1,9 +1,9 @@
 """The random input that queries, keys and values of `Separable`'s attention share.
 
-The input is read as Cov[x_ti, x_sj] = P_ts F_ij: P is its token Gram matrix over the sum of its entries, F
-the covariance of its sum over the tokens. Scores and values are then correlated, which moves the mean of
-weights @ values. Budget: what this adds to the covariance is left out. On the sampled cases that is .001
-of the sd, where the structure loses .01 to .04.
+The input is read as Cov[x_ti, x_sj] = P_ts F_ij: P is its token Gram matrix over the sum of its entries,
+F the covariance of its sum over the tokens. Scores and values are then correlated, which moves the mean
+of weights @ values. Budget: what this adds to the covariance is left out. On the sampled cases that is
+.001 of the sd, where the structure loses .01 to .04.
 """
 
 from __future__ import annotations
