@@ -72,8 +72,9 @@ def test_the_noise_of_a_cold_posterior_does_not_collapse():
     x = RNG.normal(size=(80, 20))
     y, test = x[:, 0] + RNG.normal(size=80), RNG.normal(size=(200, 20))
     fitted = mj.fit(
-        None, (x, y), GAUSSIAN, kl_weight=1e-4, patience=60, max_steps=1500, refit=False
-    )
+        None, (x, y), GAUSSIAN, kl_weight=1e-4, patience=60, max_steps=400, learning_rate=0.05,
+        refit=False,
+    )  # fmt: skip
     truth = test[:, 0] + RNG.normal(size=200)
     assert -fitted.log_prob(test, truth).mean() < 2.5
     assert fitted.noise_variance[0] > 0.3
