@@ -28,7 +28,7 @@ class TableNetwork(nnx.Module):
         zeros = nnx.initializers.zeros
         small = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
         self.linear = nnx.Linear(num_inputs, num_outputs, kernel_init=zeros, rngs=rngs)
-        wide = nnx.initializers.normal(1.0)  # spreads the kinks of the hidden units
+        wide = nnx.initializers.normal(1.0)  # spreads where the hidden units bend
         self.hidden = nnx.Linear(num_inputs, num_hidden, bias_init=wide, rngs=rngs)
         self.head = nnx.Linear(
             num_hidden, num_outputs, use_bias=False, kernel_init=small, rngs=rngs

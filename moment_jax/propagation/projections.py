@@ -10,7 +10,7 @@ import numpy as np
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Factorized, Point, Posterior
+from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.dense import read_dense
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments
@@ -41,23 +41,16 @@ class Projection(NamedTuple):
     def params(self, columns: np.ndarray, factor: Any = None) -> DenseParams | None:
         """The dense layer of these columns, times a number; None if its beliefs cannot be expressed."""
         d, width = self.kernel.shape
-        kernel = columns_of(self.kernel, np.arange(d)[:, None] * width + columns[None, :])
-        bias = None if self.bias is None else columns_of(self.bias, columns)
+        # Keys and values shared by several heads are taken as independent copies.
+        places = np.arange(d)[:, None] * width + columns[None, :]
+        kernel = select(self.kernel, places, repeats=True)
+        bias = None if self.bias is None else select(self.bias, columns, repeats=True)
         if kernel is None or (bias is None and self.bias is not None):
             return None
         if factor is not None:
             kernel = rescaled(kernel, factor)
             bias = None if bias is None else rescaled(bias, factor)
         return DenseParams(kernel, bias)
-
-
-def columns_of(posterior: Posterior, places: np.ndarray) -> Posterior | None:
-    """These weights; repeated ones (keys shared by several heads) are taken as independent."""
-    found = select(posterior, places)
-    if found is None and isinstance(posterior, Factorized):
-        mean, variance = (a.reshape(-1)[places] for a in (posterior.mean, posterior.variance))
-        return Factorized(mean, variance)
-    return found
 
 
 def projection(propagator: Propagator, node: Any) -> Projection | None:
@@ -99,7 +92,7 @@ def _with_bias(propagator: Propagator, node: Node) -> Projection | None:
         entries[columns] = shown
         if (entries[columns] != shown).any() or (entries < 0).any():
             return None
-        return found._replace(bias=columns_of(weight.posterior, entries))
+        return found._replace(bias=select(weight.posterior, entries, repeats=True))
     return None
 
 

@@ -96,7 +96,7 @@ class Weight:
         return dataclasses.replace(changed, root=self.origin)
 
     def moments(self, structure: type[Covariance]) -> Moments:
-        """As a random array: its last axis that is long enough as features."""
+        """Moments of the view as a random array."""
         posterior, shape = self.posterior, self.posterior.shape
         d = shape[-1] if shape else 1
         mean = jnp.reshape(posterior.mean, (-1, d))
@@ -142,21 +142,23 @@ def rescaled(posterior: Posterior, factor: Any) -> Posterior:
     return Point(mean)
 
 
-def select(posterior: Posterior, places: np.ndarray) -> Posterior | None:
+def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -> Posterior | None:
     """The belief about these weights in this arrangement, or None if the family cannot express it.
 
-    Only a `Point` can repeat a weight: two copies are not independent.
+    Only a `Point` can repeat a weight, because two copies are not independent. With `repeats`, a
+    `Factorized` belief takes the copies as independent all the same.
     """
     shape = posterior.shape
     if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):
         return posterior
     if isinstance(posterior, Point):
         return Point(posterior.mean.reshape(-1)[places])
-    if len(np.unique(places)) != places.size:
-        return None
-    if isinstance(posterior, Factorized):
+    repeated = len(np.unique(places)) != places.size
+    if isinstance(posterior, Factorized) and (repeats or not repeated):
         mean, variance = (a.reshape(-1)[places] for a in (posterior.mean, posterior.variance))
         return Factorized(mean, variance)
+    if repeated:
+        return None
     if isinstance(posterior, FullNormal):
         n = posterior.mean.size
         flat = places.ravel()
