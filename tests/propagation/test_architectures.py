@@ -58,7 +58,7 @@ class Skips(nnx.Module):
 
     def __call__(self, x):
         x = nnx.silu(self.first(x))
-        y = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        y = nnx.max_pool(x, (3, 1), strides=(2, 2), padding="SAME")
         return self.last(jnp.concatenate([x, self.up(y)], axis=-1)).mean((1, 2))
 
 
