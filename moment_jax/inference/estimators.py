@@ -77,7 +77,8 @@ class MomentRegressor(RegressorMixin, _MomentEstimator):
 
     def predict(self, X: Any, return_std: bool = False) -> Any:  # noqa: N803
         """The mean, or mean and standard deviation (noise included), in the shape of y."""
-        mean, sd = self.fitted_.predict(self._inputs(X))
+        x = self._inputs(X)  # raises if not fitted
+        mean, sd = self.fitted_.predict(x)
         if self._one_output:
             mean, sd = mean[:, 0], sd[:, 0]
         return (mean, sd) if return_std else mean
@@ -115,8 +116,10 @@ class MomentClassifier(ClassifierMixin, _MomentEstimator):
 
     def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
         """Predictive probabilities, (N, classes), in the order of `classes_`."""
-        return self.fitted_.predict_proba(self._inputs(X))
+        x = self._inputs(X)  # raises if not fitted
+        return self.fitted_.predict_proba(x)
 
     def predict(self, X: Any) -> np.ndarray:  # noqa: N803
         """The most probable class of each row."""
-        return self.classes_[np.argmax(self.predict_proba(X), axis=1)]
+        probabilities = self.predict_proba(X)  # raises if not fitted
+        return self.classes_[np.argmax(probabilities, axis=1)]

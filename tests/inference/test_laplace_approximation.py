@@ -231,7 +231,7 @@ def test_a_prior_may_be_centred_at_given_weights():
         ({"likelihood": "mse"}, TypeError, "Categorical.*Got 'mse'"),
         ({"likelihood": mj.objectives.Gaussian(0.0)}, ValueError, "positive noise variance"),
         ({"data": (X, jnp.zeros(24))}, ValueError, r"shape \(24, 1\). Got \(24,\)"),
-        ({"data": (X, jnp.zeros((3, 1)))}, ValueError, "as many examples"),
+        ({"data": (X, jnp.zeros((3, 1)))}, ValueError, "as many inputs as targets"),
         ({"data": X}, TypeError, "inputs, targets"),
         (
             {"likelihood": mj.objectives.Categorical(), "data": (X, -jnp.ones(24, int))},
