@@ -1,4 +1,4 @@
-"""From data to beliefs: posteriors of trained networks, and training from start to end."""
+"""From data to beliefs: Laplace approximations of trained networks, and training by the ELBO."""
 
 import importlib
 from typing import Any
@@ -14,7 +14,7 @@ ESTIMATORS = ("MomentClassifier", "MomentRegressor")
 
 
 def __getattr__(name: str) -> Any:
-    """The estimators, for which scikit-learn is imported only now."""
+    """Import the estimators on first use, because they need scikit-learn."""
     if name in ESTIMATORS:
         return getattr(importlib.import_module("moment_jax.inference.estimators"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

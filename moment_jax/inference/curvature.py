@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +22,12 @@ from moment_jax.optim.trees import flatten, unflatten
 
 Array = jax.Array
 Inputs = tuple[Array, ...]
-EXAMPLES_AT_ONCE = 16  # of the diagonal, which holds every example's gradients
+Frame = tuple[Any, ...]  # the model's parameters, and the rest of its state
+EXAMPLES_AT_ONCE = 16  # the diagonal holds the gradients of each example
 
 
 def root_column(likelihood: type, outputs: Array, index: Array | int) -> Array:
-    """Column k of S with S S^T = the Hessian of -log p in the outputs (..., C), noise variance 1."""
+    """Column k of S, with S S^T the Hessian of -log p in the outputs (..., C) at noise variance 1."""
     one = jax.nn.one_hot(index, outputs.shape[-1], dtype=outputs.dtype)
     one = jnp.broadcast_to(one, outputs.shape)
     if likelihood is Gaussian:
@@ -38,7 +41,7 @@ def root_column(likelihood: type, outputs: Array, index: Array | int) -> Array:
 
 
 def signs(outputs: Array) -> Array:
-    """Random signs of the targets of one example (N, ..., C), so that they add up as independent."""
+    """Random signs for the targets of an example (N, ..., C), so that their cross terms average out."""
     if outputs.ndim <= 2:
         return jnp.ones((), outputs.dtype)
     shape = (*outputs.shape[:-1], 1)
@@ -47,7 +50,7 @@ def signs(outputs: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A `Prediction` whose loss has one column of the Hessian's root as its gradient."""
+    """A `Prediction` whose loss gradient is one column of the Hessian's root."""
 
     outputs: Array
     likelihood: type
@@ -59,101 +62,131 @@ class Column:
         return self.outputs.shape[0]
 
     def sampled_loss(self, key: Array) -> Array:
-        """<column, outputs>, summed over examples; nothing is drawn."""
+        """<column, outputs>, summed over examples; deterministic."""
         del key
         column = root_column(self.likelihood, self.outputs, self.index) * signs(self.outputs)
         return jnp.sum(jax.lax.stop_gradient(column) * self.outputs)
 
 
-class Curvature:
-    """GGN of a model in inference mode, summed over examples, at noise variance 1.
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What the compiled programs depend on besides the shapes of their arrays.
 
     Args:
-      model: the model.
+      graph: of the model.
       likelihood: its type, Categorical, Bernoulli or Gaussian.
       blocks: the dense layers with Kronecker factors.
       diagonal: paths of the parameters whose diagonal is wanted.
     """
 
+    graph: Any
+    likelihood: type
+    blocks: Blocks
+    diagonal: tuple[str, ...]
+
+    def model(self, frame: Frame) -> Any:
+        """The model, with new variables that a trace may write to."""
+        merged: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame), copy=True)
+        return merged
+
+
+@partial(jax.jit, static_argnums=0)
+def _outputs(spec: Spec, frame: Frame, inputs: Inputs) -> Array:
+    return spec.model(frame)(*inputs)
+
+
+class Curvature:
+    """GGN of a model in inference mode, summed over examples, at noise variance 1."""
+
     def __init__(
         self, model: nnx.Module, likelihood: type, blocks: Blocks, diagonal: list[str]
     ) -> None:
         split: Any = nnx.split(model, nnx.Param, ...)
-        self.graph, self.params, self.rest = split
-        self.likelihood, self.blocks, self.diagonal = likelihood, blocks, diagonal
-        self.outputs = jax.jit(lambda inputs: self._model(self.params)(*inputs))
-        self._of_batch = jax.jit(self._compute)
+        graph, *frame = split
+        self.frame: Frame = tuple(frame)
+        self.spec = Spec(graph, likelihood, blocks, tuple(diagonal))
 
-    def _model(self, params: Any) -> Any:
-        params, rest = jax.tree.map(lambda x: x, (params, self.rest))
-        merged: Any = nnx.merge(self.graph, params, rest, copy=True)
-        return merged
+    def outputs(self, inputs: Inputs, batch_size: int) -> np.ndarray:
+        """The model's outputs for all examples, (N, ..., C)."""
+        batches = _batches(inputs, batch_size)
+        parts = [np.asarray(_outputs(self.spec, self.frame, b), np.float64) for b in batches]
+        return np.concatenate(parts)
 
     def sums(self, inputs: Inputs, batch_size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """(A, N G) of every block, and the squares of every other parameter, over all examples."""
-        size = len(inputs[0])
         total: Any = None
-        for start in range(0, size, batch_size):
-            batch = tuple(x[start : start + batch_size] for x in inputs)
-            part = jax.tree.map(lambda x: np.asarray(x, np.float64), self._of_batch(batch))
+        for batch in _batches(inputs, batch_size):
+            part = _of_batch(self.spec, self.frame, batch)
+            part = jax.tree.map(lambda x: np.asarray(x, np.float64), part)
             total = part if total is None else jax.tree.map(np.add, total, part)
         factors, squares = total
-        return {name: (a / size, g) for name, (a, g) in factors.items()}, squares
+        return {name: (a / len(inputs[0]), g) for name, (a, g) in factors.items()}, squares
 
-    def _compute(self, inputs: Inputs) -> Any:
-        """Of one batch of N: (N A, sum g g^T) of every block, and squares of the other parameters."""
+
+def _batches(inputs: Inputs, batch_size: int) -> Iterator[Inputs]:
+    for start in range(0, len(inputs[0]), batch_size):
+        yield tuple(x[start : start + batch_size] for x in inputs)
+
+
+@partial(jax.jit, static_argnums=0)
+def _of_batch(spec: Spec, frame: Frame, inputs: Inputs) -> Any:
+    """Of one batch of N: (N A, sum g g^T) of every block, and squares of the other parameters."""
+    num_outputs = jax.eval_shape(lambda: spec.model(frame)(*inputs)).shape[-1]
+    factors: dict[str, Any] = {}
+    if spec.blocks:
+        each = jax.lax.map(lambda k: _column(spec, frame, inputs, k), jnp.arange(num_outputs))
         size = len(inputs[0])
-        num_outputs = jax.eval_shape(lambda: self._model(self.params)(*inputs)).shape[-1]
-        factors: dict[str, Any] = {}
-        if self.blocks:
-            each = jax.lax.map(lambda k: self._column(inputs, k), jnp.arange(num_outputs))
-            factors = {
-                block.name: (size * each[block.name][0][0], size * each[block.name][1].sum(0))
-                for block in self.blocks
-            }
-        squares = {}
-        if self.diagonal:
-            each = jax.lax.map(
-                lambda one: self._squares(one, num_outputs), inputs, batch_size=EXAMPLES_AT_ONCE
-            )
-            squares = jax.tree.map(lambda x: x.sum(0), each)
-        return factors, squares
+        factors = {name: (size * a[0], size * g.sum(0)) for name, (a, g) in each.items()}
+    squares: dict[str, Any] = {}
+    if spec.diagonal:
+        each = jax.lax.map(
+            lambda one: _squares(spec, frame, one, num_outputs),
+            inputs,
+            batch_size=EXAMPLES_AT_ONCE,
+        )
+        squares = jax.tree.map(lambda x: x.sum(0), each)
+    return factors, squares
 
-    def _column(self, inputs: Inputs, index: Array) -> dict[str, tuple[Array, Array]]:
-        def loss(model: Any, *inputs: Array) -> tuple[Array, Column]:
-            outputs = model(*inputs)
-            return jnp.zeros(()), Column(outputs, self.likelihood, index)
 
-        dtype = jnp.result_type(*jax.tree.leaves(self.params))
-        compute = value_grad_and_factors(loss, reading=KroneckerExpand(), dtype=dtype)
-        factors: Any = compute(self._model(self.params), *inputs, key=jax.random.key(0))[2]
-        return {
-            b.name: (factors[b.name].inputs[0], factors[b.name].outputs[0]) for b in self.blocks
-        }
+def _column(
+    spec: Spec, frame: Frame, inputs: Inputs, index: Array
+) -> dict[str, tuple[Array, Array]]:
+    """Kronecker factors of each block, of one column of the Hessian's root."""
 
-    def _squares(self, one: Inputs, num_outputs: int) -> dict[str, Array]:
-        known = flatten(self.params)
+    def loss(model: Any, *inputs: Array) -> tuple[Array, Column]:
+        return jnp.zeros(()), Column(model(*inputs), spec.likelihood, index)
 
-        def output(leaves: dict[str, Array]) -> Array:
-            params = unflatten(self.params, known | leaves)
-            return self._model(params)(*(x[None] for x in one))
+    dtype = jnp.result_type(*jax.tree.leaves(frame[0]))
+    compute = value_grad_and_factors(loss, reading=KroneckerExpand(), dtype=dtype)
+    factors: Any = compute(spec.model(frame), *inputs, key=jax.random.key(0))[2]
+    return {b.name: (factors[b.name].inputs[0], factors[b.name].outputs[0]) for b in spec.blocks}
 
-        outputs, pull = jax.vjp(output, {path: known[path] for path in self.diagonal})
 
-        def column(index: Array) -> Any:
-            root = root_column(self.likelihood, outputs, index) * signs(outputs)
-            return jax.tree.map(jnp.square, pull(root)[0])
+def _squares(spec: Spec, frame: Frame, one: Inputs, num_outputs: int) -> dict[str, Array]:
+    """The diagonal's squared gradients of one example, summed over columns of the Hessian's root."""
+    params, rest = frame
+    known = flatten(params)
 
-        return jax.tree.map(lambda x: x.sum(0), jax.vmap(column)(jnp.arange(num_outputs)))
+    def output(leaves: dict[str, Array]) -> Array:
+        filled = unflatten(params, known | leaves)
+        return spec.model((filled, rest))(*(x[None] for x in one))
+
+    outputs, pull = jax.vjp(output, {path: known[path] for path in spec.diagonal})
+
+    def column(index: Array) -> Any:
+        root = root_column(spec.likelihood, outputs, index) * signs(outputs)
+        return jax.tree.map(jnp.square, pull(root)[0])
+
+    return jax.tree.map(lambda x: x.sum(0), jax.vmap(column)(jnp.arange(num_outputs)))
 
 
 def dense_blocks(model: nnx.Module) -> Blocks:
-    """The dense layers of a model that have Kronecker factors, stacks of layers left out."""
+    """The dense layers of a model with Kronecker factors; stacks of layers are left out."""
     return tuple(b for b in find_blocks(model) if isinstance(b, DenseBlock) and not b.stack)
 
 
 def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:
-    """The layer that is called last: backward passes reach it first."""
+    """The layer called last, which a backward pass reaches first."""
     copy: Any = nnx.merge(*nnx.split(model), copy=True)
     order: dict[str, list[int]] = defaultdict(list)
     tap(
@@ -171,7 +204,7 @@ def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:
     jax.eval_shape(jax.grad(loss), taps)
     if not order:
         raise ValueError(
-            '`laplace(kind="last_layer")` needs a model that ends in a layer it knows, such as '
+            '`laplace(kind="last_layer")` needs a model that ends in a known layer, such as '
             f'nnx.Linear. Got {type(model).__name__}. Use kind="diagonal".'
         )
     first = next(iter(order))

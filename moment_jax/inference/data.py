@@ -1,4 +1,4 @@
-"""The data of `fit`: checks, scaling, held-out part, and batches of a fixed size."""
+"""The data of `fit`: checks, scaling, held-out split, and batches of a fixed size."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ FEWEST_HELD_OUT = 10
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """x -> (x - shift) / scale, by feature; constant features are only shifted."""
+    """x -> (x - shift) / scale by feature; constant features are only shifted."""
 
     shift: np.ndarray
     scale: np.ndarray
 
     @classmethod
     def of(cls, x: np.ndarray) -> Scaling:
-        """To zero mean and unit variance."""
+        """The scaling of x to zero mean and unit variance."""
         x = np.asarray(x, np.float64)
         shift, spread = x.mean(axis=0), x.std(axis=0)
         constant = spread <= 1e-12 * np.maximum(np.abs(shift), 1e-300)
         return cls(shift, np.where(constant, 1.0, spread))
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Of rows, in single precision."""
+        """The scaled rows, in single precision."""
         return ((x - self.shift) / self.scale).astype(np.float32)
 
 
 def checked_likelihood(
     caller: str, likelihood: Any, known: Sequence[type]
 ) -> tuple[type, float | None]:
-    """Its type, one of those known, and the noise variance where that is given."""
+    """The likelihood's type, and the noise variance if given."""
     name = likelihood if isinstance(likelihood, type) else type(likelihood)
     if name not in known:
         names = " or ".join(one.__name__ for one in known)
@@ -51,34 +51,34 @@ def checked_likelihood(
         return name, None
     if np.ndim(likelihood.noise_variance) or float(likelihood.noise_variance) <= 0:
         raise ValueError(
-            f"`{caller}` needs one positive noise variance for all outputs, or the type Gaussian for "
-            f"an estimated one. Got {likelihood.noise_variance}."
+            f"`{caller}` needs one positive noise variance for all outputs, or the type Gaussian to "
+            f"estimate it. Got {likelihood.noise_variance}."
         )
     return name, float(likelihood.noise_variance)
 
 
 def examples(caller: str, data: Any) -> tuple[Inputs, Any]:
-    """Inputs as a tuple of arrays, and targets as they are, of as many examples."""
+    """Inputs as a tuple of arrays, and targets as given; checks the number of examples."""
     if not isinstance(data, tuple) or len(data) != 2:
         raise TypeError(
-            f"`{caller}` needs data = (inputs, targets). Got {type(data).__name__}. Several inputs go "
-            "into a tuple of their own: ((x, mask), targets)."
+            f"`{caller}` needs data = (inputs, targets). Got {type(data).__name__}. Put several inputs "
+            "in a tuple: ((x, mask), targets)."
         )
     inputs = tuple(np.asarray(x) for x in (data[0] if isinstance(data[0], tuple) else data[:1]))
     sizes = [len(x) for x in (*inputs, np.asarray(data[1])) if x.ndim]
     if len(set(sizes)) != 1 or sizes[0] == 0 or np.ndim(data[1]) == 0:
-        raise ValueError(f"`{caller}` needs inputs and targets of as many examples. Got {sizes}.")
+        raise ValueError(f"`{caller}` needs as many inputs as targets. Got {sizes} examples.")
     return inputs, data[1]
 
 
 def as_inputs(inputs: Any) -> Inputs:
-    """Arrays of one or several inputs; numbers in single precision, integers as they are."""
+    """The inputs as a tuple of arrays; floats in single precision."""
     arrays = [np.asarray(x) for x in (inputs if isinstance(inputs, tuple) else (inputs,))]
     return tuple(x.astype(np.float32) if x.dtype.kind == "f" else x for x in arrays)
 
 
 def checked_targets(targets: Any, likelihood: type) -> np.ndarray:
-    """(N,) integers of classes, or (N, D) numbers."""
+    """The targets: (N,) class integers, or (N, D) numbers."""
     y = np.asarray(targets)
     if likelihood is Categorical:
         if y.ndim != 1 or y.dtype.kind not in "iu" or (y.size and y.min() < 0):
@@ -94,12 +94,12 @@ def checked_targets(targets: Any, likelihood: type) -> np.ndarray:
             f"{np.shape(targets)}."
         )
     if not np.isfinite(y).all():
-        raise ValueError("`fit` needs finite targets. Got NaN or infinity; leave these rows out.")
+        raise ValueError("`fit` needs finite targets. Got NaN or infinity; drop these rows.")
     return y.astype(np.float64)
 
 
 def checked_data(data: Any, likelihood: type) -> Data:
-    """Inputs as a tuple of arrays, and targets."""
+    """Inputs as a tuple of arrays, and targets; checks that both are finite."""
     inputs, given = examples("fit", data)
     if any(x.dtype.kind == "f" and not np.isfinite(x).all() for x in inputs):
         raise ValueError("`fit` needs finite inputs. Got NaN or infinity; fill or drop them.")
@@ -107,18 +107,18 @@ def checked_data(data: Any, likelihood: type) -> Data:
 
 
 def one_table(inputs: Inputs) -> np.ndarray:
-    """The inputs, where they are one table (N, D)."""
+    """The single input, a table (N, D)."""
     if len(inputs) != 1 or inputs[0].ndim != 2 or inputs[0].dtype.kind not in "fiub":
-        came = ", ".join(f"{x.dtype} {x.shape}" for x in inputs)
+        got = ", ".join(f"{x.dtype} {x.shape}" for x in inputs)
         raise ValueError(
-            f"`fit(None, ...)` needs one table (N, D) of numbers. Got {came}. For other inputs, give a "
+            f"`fit(None, ...)` needs one table (N, D) of numbers. Got {got}. For other inputs, pass a "
             "model."
         )
     return inputs[0]
 
 
 def scaled(data: Data, of_inputs: Scaling | None, of_targets: Scaling | None) -> Data:
-    """The data as the network sees them."""
+    """The data in the network's units."""
     inputs, targets = data
     if of_targets is not None:
         targets = of_targets(targets)
@@ -128,7 +128,7 @@ def scaled(data: Data, of_inputs: Scaling | None, of_targets: Scaling | None) ->
 
 
 def divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
-    """Training and held-out data."""
+    """Split the data at random into training and held-out data."""
     inputs, targets = data
     if not 0 <= share < 1:
         raise ValueError(
@@ -149,14 +149,14 @@ SIZES = (32, 64, 128, 256)
 
 
 def batch_size(size: int) -> int:
-    """The first of `SIZES` that holds all examples, or the largest."""
+    """The smallest of `SIZES` that holds all examples, else the largest."""
     return next((b for b in SIZES if b >= size), SIZES[-1])
 
 
 def shuffled(arrays: Any, size: int, seed: int) -> Iterator[Any]:
-    """Endless groups of `STEPS_AT_ONCE` batches, (steps, batch, ...), one permutation after another.
+    """Endless groups of `STEPS_AT_ONCE` batches, (steps, batch, ...), from successive permutations.
 
-    Every example comes as often as every other, so the average of a batch is without bias.
+    Every example occurs equally often, so batch averages are unbiased.
     """
     rng = np.random.default_rng(seed)
     shape = (STEPS_AT_ONCE, batch_size(size))
@@ -169,7 +169,7 @@ def shuffled(arrays: Any, size: int, seed: int) -> Iterator[Any]:
 
 
 def padded(arrays: Any, size: int) -> Iterator[tuple[Any, int]]:
-    """Batches in order, the last one filled up with its first example, and how many of each count."""
+    """Batches in order and their true sizes; the last batch is padded with its first example."""
     batch = batch_size(size)
     for first in range(0, size, batch):
         rows = np.arange(first, first + batch)

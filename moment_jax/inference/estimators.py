@@ -1,4 +1,4 @@
-"""scikit-learn estimators over `fit`, for tables; scikit-learn is an extra, `moment_jax[sklearn]`."""
+"""scikit-learn estimators on top of `fit`, for tables; needs the extra `moment_jax[sklearn]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moment_jax.objectives import Categorical, Gaussian
 
 
 class _MomentEstimator(BaseEstimator):
-    """The settings, and what both do with them."""
+    """The settings that both estimators share."""
 
     def __init__(
         self,
@@ -36,18 +36,9 @@ class _MomentEstimator(BaseEstimator):
         self.random_state = random_state
 
     def _fit(self, x: Any, y: np.ndarray, likelihood: type) -> None:
-        self.fitted_ = fit(
-            None,
-            (x, y),
-            likelihood,
-            num_hidden=self.num_hidden,
-            validation=self.validation,
-            max_steps=self.max_steps,
-            patience=self.patience,
-            learning_rate=self.learning_rate,
-            seed=int(check_random_state(self.random_state).randint(2**31 - 1)),
-            progress=self.progress,
-        )
+        settings = self.get_params()
+        seed = check_random_state(settings.pop("random_state")).randint(2**31 - 1)
+        self.fitted_ = fit(None, (x, y), likelihood, seed=int(seed), **settings)
         self.n_iter_ = self.fitted_.history[-1][0]
 
     def _inputs(self, x: Any) -> np.ndarray:
@@ -60,11 +51,11 @@ class MomentRegressor(RegressorMixin, _MomentEstimator):
 
     Args:
       num_hidden: hidden units beside the linear model.
-      validation: share of the data that is held out for early stopping and the noise.
-      max_steps: at most so many steps of Adam.
-      patience: evaluations, 50 steps apart, without improvement that end the training.
-      learning_rate: None for 0.01.
-      progress: show a progress bar; None where stderr is a terminal.
+      validation: share of the data held out for early stopping and the noise.
+      max_steps: largest number of Adam steps.
+      patience: stop after this many evaluations, 50 steps apart, without improvement.
+      learning_rate: None means 0.01.
+      progress: show a progress bar; None means if stderr is a terminal.
       random_state: integer, `numpy.random.RandomState` or None.
 
     Attributes: `fitted_`, what `mj.fit` returns; `n_iter_`; `n_features_in_`.
@@ -85,8 +76,8 @@ class MomentRegressor(RegressorMixin, _MomentEstimator):
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:  # noqa: N803
-        """The mean, or mean and standard deviation (noise included), of the shape that y had."""
-        x = self._inputs(X)
+        """The mean, or mean and standard deviation (noise included), in the shape of y."""
+        x = self._inputs(X)  # raises if not fitted
         mean, sd = self.fitted_.predict(x)
         if self._one_output:
             mean, sd = mean[:, 0], sd[:, 0]
@@ -112,7 +103,7 @@ class MomentClassifier(ClassifierMixin, _MomentEstimator):
     """
 
     def fit(self, X: Any, y: Any) -> MomentClassifier:  # noqa: N803
-        """Fit to X (N, D) and labels (N,), of any type."""
+        """Fit to X (N, D) and labels (N,) of any type."""
         x, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -125,10 +116,10 @@ class MomentClassifier(ClassifierMixin, _MomentEstimator):
 
     def predict_proba(self, X: Any) -> np.ndarray:  # noqa: N803
         """Predictive probabilities, (N, classes), in the order of `classes_`."""
-        x = self._inputs(X)
+        x = self._inputs(X)  # raises if not fitted
         return self.fitted_.predict_proba(x)
 
     def predict(self, X: Any) -> np.ndarray:  # noqa: N803
-        """The likeliest class of each row."""
-        likeliest = np.argmax(self.predict_proba(X), axis=1)
-        return self.classes_[likeliest]
+        """The most probable class of each row."""
+        probabilities = self.predict_proba(X)  # raises if not fitted
+        return self.classes_[np.argmax(probabilities, axis=1)]

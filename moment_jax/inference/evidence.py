@@ -1,4 +1,4 @@
-"""Prior precision and noise by the marginal likelihood of a Laplace approximation."""
+"""The marginal likelihood (evidence) of a Laplace approximation, and the prior precision it gives."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 
 import numpy as np
 
-LOG_RANGE = (-14.0, 18.0)  # of the prior precision: e^-14 is 1e-6, e^18 is 7e7
+LOG_RANGE = (-14.0, 18.0)  # of the prior precision: 1e-6 to 7e7
 BISECTIONS = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One array of weights: eigenvalues of its curvature (noise variance 1), and its square.
+    """One array of weights.
 
     Args:
-      eigenvalues: of the curvature summed over examples, of any shape, one for each weight.
+      eigenvalues: of the curvature summed over examples at noise variance 1; one for each weight.
       square: |w - prior mean|^2.
     """
 
@@ -24,10 +24,10 @@ class Piece:
 
 
 def optimal_precision(pieces: list[Piece], noise: float) -> float:
-    """The prior precision d of highest evidence: the root of sum l / (l + d) = d |w - prior mean|^2.
+    """The prior precision d that maximises the evidence, limited to 1e-6 ... 7e7.
 
-    The left side falls in d and the right side rises, so the root is the only one, and bisection finds
-    it; it is kept between 1e-6 and 7e7.
+    It is the root of sum l / (l + d) = d |w - prior mean|^2, found by bisection. The root is unique: the
+    left side falls in d and the right side rises.
 
     Source: MacKay, "Bayesian interpolation" (1992), Eq. 4.
     """
@@ -55,7 +55,7 @@ def log_evidence(
 
 
 def effective_parameters(groups: list[list[Piece]], precisions: list[float], noise: float) -> float:
-    """Sum l / (l + d): how many weights the data have determined."""
+    """Sum of l / (l + d): the number of weights that the data determine."""
     return float(
         sum(
             np.sum(piece.eigenvalues / (piece.eigenvalues + noise * precision))
@@ -70,8 +70,8 @@ def kronecker_variances(
 ) -> list[np.ndarray]:
     """Variances a_i b_j closest to 1 / (rows_i columns_j + precision).
 
-    The least KL(exact || product) of two Gaussians with the same eigenvectors; each update solves for
-    one factor exactly. It is exact for precision 0, and for rows or columns that are all alike.
+    Minimises KL(exact || product) between Gaussians with the same eigenvectors, one factor at a time.
+    Exact for precision 0, and for equal rows or columns.
     """
     exact = 1 / (rows[:, None] * columns[None, :] + precision)
     a, b = np.ones_like(rows), np.ones_like(columns)

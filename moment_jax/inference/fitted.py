@@ -1,4 +1,4 @@
-"""What `fit` returns: predictions, in the units of the data."""
+"""The result of `fit`: predictions in the units of the data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Fitted:
     """A fitted model: predictions in the units of the data.
 
     Args:
-      model: the network, as it was given or made.
-      posterior: beliefs about its weights, for `mj.bayesian(model, posterior)`; of a table's network, in
-        units of standardised inputs and targets.
+      model: the network.
+      posterior: beliefs about its weights, for `mj.bayesian(model, posterior)`; a table's network takes
+        standardised inputs and targets.
       noise_variance: (D,), of a Gaussian likelihood, in squared units of the targets; else None.
-      history: after each group of steps, the number of steps, -ELBO / N and the held-out NLL (NaN
-        without held-out data), both in nats and for standardised targets.
+      history: for each evaluation, the number of steps, -ELBO / N and the held-out NLL (NaN without
+        held-out data), both in nats for standardised targets.
     """
 
     model: nnx.Module
@@ -87,7 +87,7 @@ class Fitted:
 def output_moments(
     spec: Spec, belief: Belief, frame: Any, inputs: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of all outputs, (N, D) and (N, D, D), batch by batch."""
+    """Mean and covariance of all outputs, (N, D) and (N, D, D), computed in batches."""
     parts = []
     for batch, count in padded(inputs, len(inputs[0])):
         moments = variational.predict(spec, belief, frame, batch)
@@ -99,7 +99,7 @@ def output_moments(
 def scores(
     spec: Spec, belief: Belief, targets: np.ndarray, mean: np.ndarray, cov: np.ndarray
 ) -> np.ndarray:
-    """Log predictive densities, (N,), from the moments of the outputs."""
+    """Log predictive densities, (N,), given the outputs' moments."""
     parts = [
         np.asarray(variational.score(spec, belief, *batch))[:count]
         for batch, count in padded((targets, mean, cov), len(targets))
@@ -110,7 +110,7 @@ def scores(
 def held_out_scores(
     spec: Spec, belief: Belief, frame: Any, inputs: Any, targets: Any
 ) -> np.ndarray:
-    """Log predictive densities, (N,)."""
+    """Log predictive densities, (N,), of targets given inputs."""
     return scores(spec, belief, targets, *output_moments(spec, belief, frame, inputs))
 
 

@@ -30,9 +30,9 @@ from moment_jax.nn import DEFAULT_STRUCTURE
 from moment_jax.objectives import Categorical, Gaussian
 
 Array = jax.Array
-WARM_UP = 3.0  # steps in which the weight of the KL rises, times the learning rate
+WARM_UP = 3.0  # steps of KL warm-up, times the learning rate
 TABLE_RATE, MODEL_RATE = 1e-2, 1e-3
-NOISE_FACTORS = np.geomspace(1.0, 20.0, 61)  # of the noise variance, tried on held-out data
+NOISE_FACTORS = np.geomspace(1.0, 20.0, 61)  # of the noise variance, compared on held-out data
 
 
 def fit(
@@ -52,41 +52,41 @@ def fit(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Fitted:
-    """Train a belief about a model's weights by the analytic ELBO, with nothing to be set.
+    """Train a belief about a model's weights by the analytic ELBO; needs no tuning.
 
-    All weights are independent Gaussians (`Factorized`). The scale of each array's prior is learned (the
-    best one, in closed form), and so is the noise of a Gaussian likelihood. Training stops where the
+    All weights are independent Gaussians (`Factorized`). The prior scale of each array is learned (the
+    optimum has a closed form), and so is the noise of a Gaussian likelihood. Training stops when the
     negative log predictive density of held-out data has not improved for `patience` times 50 steps, and
-    its best point is kept. The noise is raised where the held-out data ask for more of it, never
-    lowered: a cold posterior (`kl_weight` below 1) has been seen to take its training error for it.
+    keeps the best point. Held-out data may then raise the noise but never lower it: a cold posterior
+    (`kl_weight` below 1) can mistake its training error for the noise.
 
     Args:
       model: a Flax NNX module in inference mode, inputs to outputs (N, D); it is not changed. None for
-        tables (N, D): a linear model with a hidden layer beside it, of inputs (and real targets) that
-        are standardised.
-      data: inputs, an array (N, ...) or a tuple of them, and targets, (N,) integers from 0 for
+        tables (N, D): a linear model with a hidden layer beside it, on standardised inputs (and
+        standardised real targets).
+      data: inputs, an array (N, ...) or a tuple of them, and targets: (N,) integers from 0 for
         Categorical, (N,) or (N, D) numbers for Gaussian.
-      likelihood: `mj.objectives.Categorical`, or `Gaussian`, whose noise is learned, one variance for
-        each target; `Gaussian(noise_variance)` for a known one, in squared units of the targets.
+      likelihood: `mj.objectives.Categorical`, or `Gaussian` to learn one noise variance per target;
+        `Gaussian(noise_variance)` if it is known, in squared units of the targets.
       num_hidden: hidden units of a table's network.
-      validation: share of the data that is held out, or held-out (inputs, targets). Of fewer than 10
-        examples nothing is held out, and training takes `max_steps`.
-      max_steps: at most so many steps of Adam, in batches of up to 256.
-      patience: so many evaluations, 50 steps apart, without improvement end the training.
-      refit: train on with all data for as many steps as were best; None for tables only.
-      learning_rate: None for 0.01 for tables, 0.001 for a given model.
+      validation: share of the data to hold out, or held-out (inputs, targets). If the share is fewer
+        than 10 examples, nothing is held out and training takes `max_steps`.
+      max_steps: largest number of Adam steps, in batches of up to 256.
+      patience: stop after this many evaluations, 50 steps apart, without improvement.
+      refit: continue training on all data for the best number of steps; None means only for tables.
+      learning_rate: None means 0.01 for tables and 0.001 for a given model.
       kl_weight: of the KL divergence; 1 is the ELBO.
-      relative_scale: initial standard deviation of weights over their root mean square.
-      structure: of covariances; None for `Diagonal` for tables (there it is exact but for covariances
-        between outputs), `mj.DEFAULT_STRUCTURE` for a given model.
-      seed: of the initial weights, the held-out data and the batches.
-      progress: show a progress bar (with tqdm, on stderr); None where stderr is a terminal.
+      relative_scale: initial standard deviation of weights relative to their root mean square.
+      structure: of covariances; None means `Diagonal` for tables (exact there except for covariances
+        between outputs) and `mj.DEFAULT_STRUCTURE` for a given model.
+      seed: of the initial weights, the held-out split and the batches.
+      progress: show a progress bar (tqdm, on stderr); None means if stderr is a terminal.
 
     Returns:
       A `Fitted`, with `predict`, `predict_proba` and `log_prob`.
 
     Raises:
-      TypeError, ValueError: if model, data or likelihood are not of the above.
+      TypeError, ValueError: if model, data or likelihood are invalid.
 
     >>> import moment_jax as mj
     >>> x = np.linspace(-1, 1, 60)[:, None]
@@ -127,8 +127,8 @@ def fit(
         warm_up=min(round(WARM_UP / rate), max_steps // 2),
     )
     log_noise = _initial_noise(everything[1], known_noise, y_scaling, name)
-    # Of a network of one's own that is large for the data, the ELBO would leave little; a table's has
-    # its linear part. So only there points from before the end of the warm-up may be the best.
+    # In a large network with little data the full ELBO can erase the fit, so points from during the
+    # warm-up may be the best. A table's network keeps its linear part.
     counts_from = spec.warm_up if table else 0
     state = variational.start(nnx.to_pure_dict(params), relative_scale, log_noise)
     run = _Run(spec, (params, rest), rate, seed, max_steps, patience, counts_from, progress)
@@ -150,7 +150,7 @@ def fit(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The training loop and its settings."""
+    """Settings of the training loop."""
 
     spec: Spec
     frame: Any
@@ -158,42 +158,44 @@ class _Run:
     seed: int
     max_steps: int
     patience: int
-    counts_from: int  # the step from which on points compete on held-out data
+    counts_from: int  # first step that is compared on held-out data
     progress: bool | None
 
     def train(
         self, state: Training, data: Any, held: Any, max_steps: int | None = None
     ) -> tuple[Training, list[tuple[int, float, float]]]:
-        """To the best point on held-out data; without any, for all steps."""
+        """Train to the best point on held-out data, or for all steps if there are none."""
         limit = self.max_steps if max_steps is None else max_steps
         size = len(data[1])
         batches = shuffled(data, size, self.seed)
         best, best_nll, since, history = state, math.inf, 0, []
-        with _bar(limit, self.progress) as bar:
-            for _ in range(math.ceil(limit / STEPS_AT_ONCE)):
-                inputs, targets = next(batches)
-                state, loss = variational.train(
-                    self.spec, state, self.frame, inputs, targets, float(size), self.rate
-                )
-                nll = math.nan if held is None else self._nll(state.belief, held)
-                history.append((int(state.step), float(loss), nll))
+        bar = _bar(limit, self.progress)
+        for _ in range(math.ceil(limit / STEPS_AT_ONCE)):
+            inputs, targets = next(batches)
+            state, loss = variational.train(
+                self.spec, state, self.frame, inputs, targets, float(size), self.rate
+            )
+            nll = math.nan if held is None else self._nll(state.belief, held)
+            history.append((int(state.step), float(loss), nll))
+            if bar is not None:
                 bar.update(STEPS_AT_ONCE)
                 bar.set_postfix(loss=f"{float(loss):.3f}", held_out=f"{nll:.3f}")
-                if held is None or int(state.step) <= self.counts_from:
-                    best = state
-                elif nll < best_nll - 1e-3:
-                    best, best_nll, since = state, nll, 0
-                else:
-                    since += int(state.step) > self.spec.warm_up
-                    if since >= self.patience:
-                        break
+            if held is None or int(state.step) <= self.counts_from:
+                best = state
+            elif nll < best_nll - 1e-3:
+                best, best_nll, since = state, nll, 0
+            else:
+                since += int(state.step) > self.spec.warm_up
+                if since >= self.patience:
+                    break
+        if bar is not None:
+            bar.close()
         return best, history
 
     def noise_of(self, belief: Belief, held: Any) -> Array:
-        """Log noise variance, the learned one or more: the best on held-out data."""
-        logs = [
-            jnp.asarray(belief.log_noise + np.log(f), belief.log_noise.dtype) for f in NOISE_FACTORS
-        ]
+        """Log noise variance that is best on held-out data, at least the learned one."""
+        dtype = belief.log_noise.dtype
+        logs = [jnp.asarray(belief.log_noise + np.log(f), dtype) for f in NOISE_FACTORS]
         mean, cov = output_moments(self.spec, belief, self.frame, held[0])
         found = [
             np.mean(scores(self.spec, belief._replace(log_noise=log), held[1], mean, cov))
@@ -208,7 +210,7 @@ class _Run:
 def _initial_noise(
     targets: np.ndarray, known: float | None, scaling: Scaling | None, name: type
 ) -> Array:
-    """Log noise variances (D,): the known one, or the variance of the targets."""
+    """Initial log noise variances (D,): the known one, or the variance of the targets."""
     if name is Categorical:
         return jnp.zeros(1)
     if known is None:
@@ -218,26 +220,10 @@ def _initial_noise(
 
 
 def _bar(total: int, wanted: bool | None) -> Any:
-    """A progress bar where it is wanted, by default on a terminal, and tqdm is there."""
-    shown = sys.stderr.isatty() if wanted is None else wanted
+    """A tqdm progress bar, hidden unless wanted (by default on a terminal); None without tqdm."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return _NoBar()
+        return None
+    shown = sys.stderr.isatty() if wanted is None else wanted
     return tqdm(total=total, unit="step", leave=False, disable=not shown)
-
-
-class _NoBar:
-    """Takes what a bar takes."""
-
-    def __enter__(self) -> _NoBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def update(self, steps: int) -> None:
-        """Nothing."""
-
-    def set_postfix(self, **values: str) -> None:
-        """Nothing."""

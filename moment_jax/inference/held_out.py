@@ -1,4 +1,4 @@
-"""Checks of the data of a Laplace approximation, and its prior precision chosen on held-out data."""
+"""Data checks of a Laplace approximation, and the prior precision chosen on held-out data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Array = jax.Array
 
 
 def checked_data(model: nnx.Module, data: Any) -> tuple[tuple[Array, ...], np.ndarray]:
-    """Inputs and targets of as many examples."""
+    """Inputs and targets as arrays; checks the model and the number of examples."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`laplace` needs a Flax NNX module. Got {type(model).__name__}.")
     inputs, targets = examples("laplace", data)
@@ -35,16 +35,14 @@ def checked_data(model: nnx.Module, data: Any) -> tuple[tuple[Array, ...], np.nd
 def checked_outputs(
     curvature: Curvature, inputs: Any, targets: np.ndarray, batch_size: int, name: type
 ) -> np.ndarray:
-    """The model's outputs (N, ..., C), which the targets fit."""
-    starts = range(0, len(targets), batch_size)
-    parts = [curvature.outputs(tuple(x[s : s + batch_size] for x in inputs)) for s in starts]
-    outputs = np.concatenate([np.asarray(part, np.float64) for part in parts])
+    """The model's outputs (N, ..., C); checks the targets against them."""
+    outputs = curvature.outputs(inputs, batch_size)
     check_targets(outputs.shape, targets, name)
     return outputs
 
 
 def check_targets(outputs: tuple[int, ...], targets: np.ndarray, name: type) -> None:
-    """That targets are of the shape and the classes of outputs (N, ..., C)."""
+    """Raise unless the targets have the shape and classes of outputs (N, ..., C)."""
     wanted = outputs[:-1] if name is Categorical else outputs
     if len(outputs) < 2 or targets.shape != wanted:
         raise ValueError(
@@ -67,13 +65,13 @@ PRECISIONS = np.logspace(-2, 6, 17)
 def best_precision(
     model: nnx.Module, likelihood: type, held_out: Any, at: Callable[[float], Any]
 ) -> float:
-    """The precision of `PRECISIONS` whose belief has the highest predictive density of the data.
+    """The precision in `PRECISIONS` whose belief has the highest predictive density on held-out data.
 
     Args:
       model: the model.
       likelihood: its type, Categorical, Bernoulli or Gaussian.
       held_out: inputs and targets.
-      at: of a precision, the belief and a receipt with the noise variance.
+      at: maps a precision to the belief and its receipt.
     """
     inputs, targets = checked_data(model, held_out)
     outputs = jax.eval_shape(lambda: model(*inputs))
@@ -91,8 +89,7 @@ def best_precision(
             target = target.reshape(len(mean), *target.shape[len(shape) - 2 :])
             return jnp.sum(jax.vmap(_log_density(likelihood, noise))(target, mean, blocks))
 
-        densities = jax.lax.map(of_example, (inputs, wanted), batch_size=EXAMPLES_AT_ONCE)
-        return jnp.sum(densities)
+        return jnp.sum(jax.lax.map(of_example, (inputs, wanted), batch_size=EXAMPLES_AT_ONCE))
 
     def density(precision: float) -> float:
         belief, receipt = at(precision)

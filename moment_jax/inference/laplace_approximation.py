@@ -1,4 +1,4 @@
-"""Laplace approximation: a belief about the weights of a network that was trained without one."""
+"""Laplace approximation: a belief about the weights of an ordinarily trained network."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NOISE_UPDATES = 50
 
 
 class LaplaceReceipt(NamedTuple):
-    """What the marginal likelihood of a Laplace approximation says."""
+    """The marginal likelihood of a Laplace approximation and what follows from it."""
 
-    log_evidence: float  # nats, of the whole data set
+    log_evidence: float  # nats, for the whole data set
     prior_precision: dict[str, float]  # by layer
     noise_variance: float | None  # of a Gaussian likelihood
-    effective_parameters: float  # how many weights the data have determined
+    effective_parameters: float  # number of weights that the data determine
 
 
 def laplace(
@@ -55,42 +55,40 @@ def laplace(
 ) -> Any:
     """A belief about the weights of a trained model: N(weights, (GGN + prior precision)^-1).
 
-    GGN is the generalised Gauss-Newton matrix of -log p(targets | outputs), the Fisher matrix of these
-    likelihoods, summed over the data and without sampling. Arrays of weights are taken as independent.
-    Predict with `mj.linearised`, or `mj.bayesian(model, belief, linearised=True)`: the approximation is
-    one of the linearised network, and of the network itself (`mj.propagate`) too wide.
+    GGN is the generalised Gauss-Newton matrix of -log p(targets | outputs), summed over the data without
+    sampling; for these likelihoods it is the Fisher matrix. Weight arrays are taken as independent.
+    Predict with `mj.linearised` or `mj.bayesian(model, belief, linearised=True)`: the approximation
+    describes the linearised network and is too wide for the network itself (`mj.propagate`).
 
-    Give `held_out` where there is some. The evidence is that of a network at a minimum of the loss with
-    its prior, and of data that determine most weights. Of one that was trained to fit, with more weights
-    than data, it takes far too small a precision, and the predictive is far too wide: the exact GGN, not
-    approximated by blocks, says the same.
+    Pass `held_out` data if you have any. The evidence assumes a minimum of the loss with its prior, and
+    data that determine most weights. A network trained to fit, with more weights than data, gets far too
+    small a precision and too wide a predictive distribution; so it does with the exact GGN.
 
     Args:
-      model: a Flax NNX module in inference mode (`model.eval()`), that returns outputs (N, ..., C) of a
+      model: a Flax NNX module in inference mode (`model.eval()`) that returns outputs (N, ..., C) for a
         batch; it is not changed.
       likelihood: `mj.objectives.Categorical()`, `Bernoulli()` or `Gaussian(noise_variance)`, a number;
-        the type `Gaussian` itself for a noise that is estimated, by the evidence.
+        the type `Gaussian` to estimate the noise by the evidence.
       data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
-        Categorical, else of the outputs' shape.
-      kind: "kfac" (Kronecker factors for dense and convolutional layers; other parameters by their
-        diagonal), "diagonal", or "last_layer" (Kronecker factors for the layer that is called last,
-        the others certain).
-      prior_precision: of the Gaussian prior; None for the one of highest evidence, or, with `held_out`,
-        of the highest held-out density.
-      per_layer: a prior precision for each layer, not one for all.
+        Categorical, else the outputs' shape.
+      kind: "kfac" (Kronecker factors for dense and convolutional layers, the diagonal for other
+        parameters), "diagonal", or "last_layer" (K-FAC of the last layer; the others are certain).
+      prior_precision: of all weights; None for the highest evidence, or, with `held_out`, the highest
+        held-out density.
+      per_layer: one prior precision per layer instead of one for all.
       prior_mean: centre of the prior, a tree of parameters; None for zero.
-      held_out: as `data`, not trained on: of a grid from 1e-2 to 1e6, two a decade, the precision with
-        the highest predictive log density of the linearised network.
-      batch_size: how many examples go through the model at once.
-      receipt: return a `LaplaceReceipt` too: log evidence, prior precisions, noise variance.
+      held_out: as `data`, but not trained on: selects from a grid from 1e-2 to 1e6, two per decade, the
+        precision with the highest predictive log density of the linearised network.
+      batch_size: number of examples per forward pass.
+      receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
 
     Returns:
-      A tree as `nnx.to_pure_dict(nnx.state(model, nnx.Param))`, with a belief in place of each
-      array. K-FAC kernels are `MatrixNormal`: the product of variances in the factors' eigenbases that
-      is closest to the exact ones (least KL divergence from them).
+      A tree as `nnx.to_pure_dict(nnx.state(model, nnx.Param))`, with a belief in place of each array.
+      K-FAC kernels are `MatrixNormal`: the product of variances in the factors' eigenbases with the
+      least KL divergence from the exact ones.
 
     Raises:
-      TypeError, ValueError: if kind, likelihood or data are not of the above.
+      TypeError, ValueError: if kind, likelihood or data are invalid.
 
     Source: Daxberger et al., "Laplace redux" (2021); Immer et al., "Scalable marginal likelihood
     estimation for model selection in deep learning" (2021).
@@ -172,7 +170,7 @@ def laplace(
 
 
 class _Spectrum:
-    """Eigenvalues and eigenvectors of a layer's two factors; the bias has the outputs' alone."""
+    """Eigenvalues and eigenvectors of a layer's input and output factors."""
 
     def __init__(self, factors: tuple[np.ndarray, np.ndarray], bias: bool) -> None:
         inputs, outputs = factors
@@ -185,7 +183,7 @@ class _Spectrum:
 def _kronecker_beliefs(
     block: Any, spectrum: _Spectrum, known: dict[str, Array], precision: float, noise: float
 ) -> dict[str, Posterior]:
-    """Of a dense layer's kernel, and of its bias."""
+    """Beliefs about a dense layer's kernel and bias, by path."""
 
     def cov(vectors: np.ndarray, values: np.ndarray, dtype: Any) -> Array:
         return jnp.asarray((vectors * values[None, :]) @ vectors.T, dtype)
@@ -215,7 +213,7 @@ def _optimise(
     targets: np.ndarray,
     name: type,
 ) -> tuple[list[float], float]:
-    """Prior precision of each group, and the noise variance (1 where there is none)."""
+    """Prior precision of each group, and the noise variance (1 if the likelihood has none)."""
 
     def precisions(noise: float) -> list[float]:
         return [optimal_precision(g, noise) if given is None else given for g in groups]
@@ -228,7 +226,7 @@ def _optimise(
     value = max(residual / outputs.size, tiny)
     for _ in range(NOISE_UPDATES):
         found = precisions(value)
-        # MacKay's update; the weights cannot take more than half of what the data say.
+        # MacKay's update; the weights use up at most half of the data's degrees of freedom.
         free = outputs.size - min(effective_parameters(groups, found, value), outputs.size / 2)
         new = max(residual / free, tiny)
         if abs(new / value - 1) < 1e-4:

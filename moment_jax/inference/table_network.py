@@ -7,18 +7,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 Array = jax.Array
-HEAD_SCALE = 1.0  # of the hidden layer's initial part in the output
 
 
 class TableNetwork(nnx.Module):
-    """x -> x W + b + gelu(x U + c) V: learned prior scales leave it linear where the data are.
+    """x -> x W + b + gelu(x U + c) V; the learned prior scales keep it linear if the data are.
 
-    With independent weights and certain inputs the hidden units are independent, so `mj.Diagonal` keeps
-    everything that reaches one output.
+    With independent weights and certain inputs the hidden units are independent, so `mj.Diagonal` is
+    exact for each output.
 
     Args:
       num_inputs: D.
-      num_outputs: of the last axis of the result.
+      num_outputs: size of the last axis of the result.
       num_hidden: hidden units.
       rngs: Flax's.
     """
@@ -27,9 +26,9 @@ class TableNetwork(nnx.Module):
         self, num_inputs: int, num_outputs: int, num_hidden: int = 32, *, rngs: nnx.Rngs
     ) -> None:
         zeros = nnx.initializers.zeros
-        small = nnx.initializers.variance_scaling(HEAD_SCALE, "fan_in", "normal")
+        small = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
         self.linear = nnx.Linear(num_inputs, num_outputs, kernel_init=zeros, rngs=rngs)
-        wide = nnx.initializers.normal(1.0)  # of the places where hidden units bend
+        wide = nnx.initializers.normal(1.0)  # spreads where the hidden units bend
         self.hidden = nnx.Linear(num_inputs, num_hidden, bias_init=wide, rngs=rngs)
         self.head = nnx.Linear(
             num_hidden, num_outputs, use_bias=False, kernel_init=small, rngs=rngs

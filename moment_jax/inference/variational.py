@@ -1,4 +1,4 @@
-"""A belief about the weights of any model, trained by the analytic ELBO: steps, scores, moments."""
+"""Training a belief about a model's weights by the analytic ELBO: steps, scores, moments."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from moment_jax.objectives import (
 from moment_jax.posterior import Factorized
 
 Array = jax.Array
-STEPS_AT_ONCE = 50  # compiled as one program
+STEPS_AT_ONCE = 50  # in one compiled program
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a compiled step depends on beside the shapes of its arrays.
+    """What a compiled step depends on besides the shapes of its arrays.
 
     Args:
       graph: of the model.
-      structure: in which moments are kept.
+      structure: of the covariances.
       likelihood: its type, Categorical or Gaussian.
-      learn_noise: whether the noise variance is learned.
-      kl_weight: of the ELBO, after the warm-up.
-      warm_up: steps in which the weight of the KL rises.
+      learn_noise: whether to learn the noise variance.
+      kl_weight: after the warm-up.
+      warm_up: number of steps over which the KL weight rises.
     """
 
     graph: Any
@@ -47,15 +47,15 @@ class Spec:
 
 
 class Belief(NamedTuple):
-    """What is learned: independent Gaussian weights, and the noise."""
+    """The learned quantities: independent Gaussian weights, and the noise."""
 
     mean: Any
     log_scale: Any
-    log_noise: Array  # (D,), of the variance
+    log_noise: Array  # log variance, (D,)
 
 
 class Training(NamedTuple):
-    """A point of the training."""
+    """The state of the training."""
 
     belief: Belief
     optimizer: Any
@@ -63,7 +63,7 @@ class Training(NamedTuple):
 
 
 def start(params: Any, relative_scale: float, log_noise: Array) -> Training:
-    """At the model's own weights, with standard deviations relative to those of each array."""
+    """The initial state: the model's weights, with standard deviations relative to each array's size."""
 
     def scale(w: Array) -> Array:
         size = jnp.maximum(jnp.sqrt(jnp.mean(w**2)), 0.1)
@@ -74,12 +74,12 @@ def start(params: Any, relative_scale: float, log_noise: Array) -> Training:
 
 
 def posterior(belief: Belief) -> Any:
-    """The tree of beliefs."""
+    """The belief as a tree of `Factorized`."""
     return jax.tree.map(lambda m, s: Factorized(m, jnp.exp(2 * s)), belief.mean, belief.log_scale)
 
 
 def kl(belief: Belief) -> Array:
-    """KL to priors N(0, s^2), one s for each array, at the s^2 that is best: mean of m^2 + variance."""
+    """KL to priors N(0, s^2), one s per array, at the optimal s^2: the average of mean^2 + variance."""
     total = jnp.zeros(())
     for mean, log_scale in zip(
         jax.tree.leaves(belief.mean), jax.tree.leaves(belief.log_scale), strict=True
@@ -90,12 +90,12 @@ def kl(belief: Belief) -> Array:
 
 
 def moments(spec: Spec, belief: Belief, frame: Any, inputs: Any) -> tuple[Array, Array]:
-    """Of the model's outputs, (N, D) and (N, D, D).
+    """Mean and covariance of the model's outputs, (N, D) and (N, D, D).
 
     Args:
-      spec: what the program depends on.
+      spec: the static settings.
       belief: about the weights.
-      frame: parameters, for their places alone, and the rest of the model.
+      frame: the model's parameters, used for their structure only, and the rest of its state.
       inputs: a tuple of arrays (N, ...).
     """
     params, rest = jax.tree.map(lambda x: x, frame)
@@ -104,7 +104,7 @@ def moments(spec: Spec, belief: Belief, frame: Any, inputs: Any) -> tuple[Array,
     mean, cov = bayesian(model, posterior(belief), structure=spec.structure)(*inputs)
     if mean.ndim != 2:
         raise ValueError(
-            f"`fit` needs a model with outputs (N, D), one row an example. Got {mean.shape}. For "
+            f"`fit` needs a model with outputs (N, D), one row per example. Got {mean.shape}. For "
             "sequences, write the ELBO with mj.bayesian and mj.objectives.elbo."
         )
     return mean, jax.vmap(lambda c: c.to_dense()[0, :, 0, :])(cov)
@@ -121,7 +121,7 @@ def _likelihood(spec: Spec, belief: Belief) -> Any:
 def train(
     spec: Spec, state: Training, frame: Any, inputs: Any, targets: Array, size: Array, rate: Array
 ) -> tuple[Training, Array]:
-    """`STEPS_AT_ONCE` steps of Adam on -ELBO / size; batches have a leading axis of steps.
+    """Take `STEPS_AT_ONCE` Adam steps on -ELBO / size; batches have a leading axis of steps.
 
     Returns:
       The new state, and the average of -ELBO / size in nats.
@@ -148,7 +148,7 @@ def train(
 
 @partial(jax.jit, static_argnums=0)
 def predict(spec: Spec, belief: Belief, frame: Any, inputs: Any) -> tuple[Array, Array]:
-    """`moments`, compiled."""
+    """Compiled `moments`."""
     return moments(spec, belief, frame, inputs)
 
 

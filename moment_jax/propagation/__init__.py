@@ -1,12 +1,10 @@
 """Moments of any JAX function of random weights."""
 
-from moment_jax.propagation import (  # noqa: F401  (they enter their rules)
+from moment_jax.propagation import (  # noqa: F401  (importing them registers their rules)
     attention,
     dense,
     elementwise,
-    groups,
     local,
-    maxima,
     normalization,
     products,
     views,

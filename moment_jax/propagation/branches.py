@@ -1,4 +1,4 @@
-"""How a random array depends, linearised, on another: tangents for residual sums and products."""
+"""Linearised dependence of one random array on another: tangents for residual sums and products."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Path:
 
     hidden: Array  # (D, F)
     gain: Array  # (T, F), or (1, F)
-    average: Array  # the hidden kernel times the gains averaged over the tokens, (D, F)
-    output: Array | None = None  # (F, O); None for the identity
+    average: Array  # the hidden kernel times the token-averaged gains, (D, F)
+    output: Array | None = None  # (F, O); None is the identity
 
     def collapsed(self) -> Array:
-        """As one kernel, with averaged gains, (D, O)."""
+        """A single kernel with averaged gains, (D, O)."""
         return self.average if self.output is None else self.average @ self.output
 
     def mapped(self, kernel: Array) -> Path:
-        """Followed by a dense layer."""
+        """This path followed by a dense layer."""
         if self.output is None:
             return dataclasses.replace(self, output=kernel)
         return straight(self.collapsed() @ kernel)
 
     def scaled(self, gain: Array, before: Covariance, after: Covariance) -> Path:
-        """Followed by an elementwise function of this gain, (T, F) or (1, F)."""
+        """This path followed by an elementwise function of this gain, (T, F) or (1, F)."""
         path = self if self.output is None else straight(self.collapsed())
         average = path.average
         if isinstance(before, Separable):
@@ -53,11 +53,11 @@ class Path:
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing but the hidden kernel."""
+        """Whether the path is just its hidden kernel."""
         return self.average is self.hidden
 
     def columns(self, chosen: Any) -> Path:
-        """Some of its outputs."""
+        """This path restricted to some outputs."""
         if self.output is not None:
             return dataclasses.replace(self, output=self.output[:, chosen])
         gain = self.gain if self.gain.shape[1] == 1 else self.gain[:, chosen]
@@ -65,21 +65,23 @@ class Path:
 
 
 def straight(kernel: Array) -> Path:
-    """A dense layer alone."""
+    """The path of a dense layer."""
     return Path(kernel, jnp.ones((1, kernel.shape[1]), kernel.dtype), kernel)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Branch:
-    """How a sequence came from another, x, linearised: a normalisation, and then paths or attention.
+    """A sequence linearised in another, x: an optional normalisation, then paths or attention.
+
+    Arrays serve as identities: x is recognised by the object `mean`.
 
     Args:
-      mean: E[x], by which x is recognised.
-      inner: what entered the paths, by which that is recognised: x, or x normalised.
-      entered: covariance of what entered the paths, x itself or x normalised.
-      norm: the normalisation, if there is one.
-      paths: their sum; none where nothing follows the normalisation.
-      attention: attention in place of paths.
+      mean: E[x].
+      inner: mean of what enters the paths: x, or x normalised.
+      entered: its covariance.
+      norm: the normalisation, if any.
+      paths: summed; empty if nothing follows the normalisation.
+      attention: replaces the paths.
     """
 
     mean: Array
@@ -90,7 +92,7 @@ class Branch:
     attention: AttentionTangent | None = None
 
     def tangent(self, num_tokens: int) -> Any:
-        """As `layers.residual` takes it; None where it takes none."""
+        """The tangent for `layers.residual`, or None."""
         if self.attention is not None or not self.paths:
             return self.attention
 
@@ -113,13 +115,13 @@ class Branch:
         )
 
 
-_LONGEST = 4  # how many origins are remembered
+_LONGEST = 4  # branches kept for each array
 
 
 def through_dense(
     branches: tuple[Branch, ...], mean: Array, cov: Covariance, kernel: Array
 ) -> tuple[Branch, ...]:
-    """What follows a dense layer of x, of which these branches were known."""
+    """The branches after a dense layer."""
 
     def step(branch: Branch) -> Branch:
         if not branch.paths:
@@ -132,7 +134,7 @@ def through_dense(
 def through_gain(
     branches: tuple[Branch, ...], gain: Array, before: Covariance, after: Covariance, mean: Array
 ) -> tuple[Branch, ...]:
-    """What follows an elementwise function of x, with the mean given, of this expected gain."""
+    """The branches after an elementwise function, from its expected gain and its input's mean."""
     unit = straight(jnp.eye(mean.shape[1], dtype=mean.dtype))
 
     def step(branch: Branch) -> Branch:
@@ -151,7 +153,7 @@ def through_gain(
 def _begun(
     branches: tuple[Branch, ...], step: Callable[[Branch], Branch], new: Branch
 ) -> tuple[Branch, ...]:
-    """Every branch one step further, and one that begins here, unless it is known as x normalised."""
+    """Extend every branch by `step`, and add a new one unless its start is in a branch already."""
     known = tuple(step(branch) for branch in branches if branch.attention is None)
     if any(branch.inner is new.mean for branch in known):
         return known

@@ -1,4 +1,4 @@
-"""Products with weights: dense layers in all arrangements of their axes, biases and gains."""
+"""Products with weights: dense layers with any arrangement of axes, biases and gains."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Array = jax.Array
 
 
 class Dense(NamedTuple):
-    """A product of a random sequence and a weight."""
+    """A random sequence times a weight."""
 
     x: Moments
     tokens: Axes  # axes of x
     features: Axes
     kernel: Posterior  # (in, out)
-    places: np.ndarray  # of the result's entries in (T, out)
+    places: np.ndarray  # of the result's entries, in (T, out)
 
 
 def read_dense(propagator: Propagator, node: Node) -> Dense | None:
@@ -61,7 +61,7 @@ def read_dense(propagator: Propagator, node: Node) -> Dense | None:
 
 
 def product_places(rows: list[int], columns: list[int], side: int, shape: Any) -> np.ndarray:
-    """Where the entries of a product are in (T, out), the sequence being its factor on this side."""
+    """Places of a product's entries in (T, out); the sequence is the factor on `side`."""
     places = np.arange(math.prod([*rows, *columns])).reshape(*rows, *columns)
     if side == 1:
         places = np.moveaxis(places, range(len(rows)), range(-len(rows), 0))
@@ -73,7 +73,7 @@ def _free(ndim: int, contract: Any, batch: Any) -> Axes:
 
 
 def branches_of(m: Moments, mean: Array, tokens: Axes, features: Axes) -> tuple[Branch, ...]:
-    """What is known of a sequence's origins: all, that of some features, or nothing."""
+    """The branches of `m` as this sequence: all, restricted to its features, or none."""
     if not m.branches or mean is m.mean:
         return m.branches
     token, feature = np.divmod(as_rows(m.places, tokens, features), m.mean.shape[1])
@@ -103,13 +103,13 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
 
 @rule("add", "add_any", "sub")
 def _shifted(propagator: Propagator, node: Node) -> Moments | None:
-    """Plus or minus a weight, or a certain array."""
+    """Plus or minus a weight or a certain array."""
     for side in (0, 1):
         weight = as_weight(node.operands[1 - side])
         if weight is None:
             continue
         minus = node.op == "sub"
-        if isinstance(node.operands[side], Weight):  # two weights, independent
+        if isinstance(node.operands[side], Weight):  # two independent weights
             return None
         m = spread(propagator.moments(node.operands[side]), node.shape)
         tokens, features = m.natural()
@@ -117,23 +117,18 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
         shift, parts = _noise(propagator, weight, node, m, tokens, features)
         other_sign = -1 if minus and side == 0 else 1
         own_sign = -1 if minus and side == 1 else 1
-        out = fresh(
-            own_sign * mean + other_sign * shift,
-            cov.add(*parts) if parts else cov,
-            node.shape,
-            tokens,
-            features,
-        )
-        branches = branches_of(m, mean, tokens, features)
+        total = own_sign * mean + other_sign * shift
+        cov = cov.add(*parts) if parts else cov
+        out = fresh(total, cov, node.shape, tokens, features)
         if own_sign == -1:
             return out
         propagator.note(node, "bias" if parts else "shift", "independent" if parts else "")
-        return dataclasses.replace(out, branches=branches)
+        return dataclasses.replace(out, branches=branches_of(m, mean, tokens, features))
     return None
 
 
 def spread(m: Moments, shape: tuple[int, ...]) -> Moments:
-    """Repeated along axes of size one, as elementwise operations do."""
+    """The moments broadcast to a shape."""
     if m.shape == tuple(shape):
         return m
     return Moments(m.mean, m.cov, np.broadcast_to(m.places, shape), m.branches)
@@ -142,13 +137,8 @@ def spread(m: Moments, shape: tuple[int, ...]) -> Moments:
 def _noise(
     propagator: Propagator, weight: Weight, node: Node, m: Moments, tokens: Axes, features: Axes
 ) -> tuple[Array, list[Any]]:
-    """Mean of a weight as an addend of a sequence, and its covariance if it has one."""
-    if weight.ndim != len(node.shape):
-        weight = Weight(
-            weight.posterior,
-            weight.places.reshape((1,) * (len(node.shape) - weight.ndim) + weight.shape),
-        )
-    whole = Weight(weight.posterior, np.broadcast_to(weight.places, node.shape))
+    """Mean of a weight broadcast to the node, as a sequence, and its covariance if it has one."""
+    whole = _broadcast(weight, node.shape)
     t = math.prod(node.shape[i] for i in tokens)
     vector = whole.vector(features)
     if vector is not None:
@@ -164,7 +154,7 @@ def _noise(
 
 @rule("mul", "div")
 def _gain(propagator: Propagator, node: Node) -> Moments | None:
-    """Times a weight, or times or over a certain array."""
+    """Times a weight, or times or divided by a certain array."""
     for side in (0, 1):
         weight = as_weight(node.operands[1 - side])
         if weight is None or isinstance(node.operands[side], Weight):
@@ -180,12 +170,12 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
         scaled = cov.rescale(shift)
         branches = through_gain(branches_of(m, mean, tokens, features), shift, cov, scaled, mean)
         if noise:
-            vector = _vector(weight, node, features)
+            vector = _broadcast(weight, node.shape).vector(features)
             if vector is None:
                 raise refuse(
-                    f"a product with random weights {weight.shape}, not one gain for each feature",
+                    f"a product with random weights {weight.shape} that are not one gain per feature",
                     node.source,
-                    "Give one gain for each feature, or an array in its place.",
+                    "Use one gain per feature, or a certain array.",
                 )
             scaled = scaled.add(cov.gain_noise(mean, vector.vector_cov()))
         propagator.note(node, "gain", "input and gain independent" if noise else "")
@@ -195,7 +185,5 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
     return None
 
 
-def _vector(weight: Weight, node: Node, features: Axes) -> Posterior | None:
-    lead = (1,) * (len(node.shape) - weight.ndim)
-    places = np.broadcast_to(weight.places.reshape(lead + weight.shape), node.shape)
-    return Weight(weight.posterior, places).vector(features)
+def _broadcast(weight: Weight, shape: tuple[int, ...]) -> Weight:
+    return Weight(weight.posterior, np.broadcast_to(weight.places, shape))

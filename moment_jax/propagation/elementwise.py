@@ -1,8 +1,9 @@
-"""Elementwise functions of one random array, however they are written, and products of two."""
+"""Elementwise functions of one random array, recognised by their values."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.branches import through_gain
 from moment_jax.propagation.dense import branches_of
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.moments import Moments, fresh, taken
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
 
@@ -31,77 +32,77 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     m = propagator.moments(source)
     tokens, features = m.natural()
     mean, cov = m.sequence(tokens, features)
-    name = recognised(fn, mean.dtype)
-    kinks = piecewise(fn, mean.dtype) if name == "quadrature" else None
+    with jax.ensure_compile_time_eval():
+        values = np.asarray(jax.vmap(fn)(jnp.asarray(POINTS, mean.dtype)), float)
+    name = recognised(values, mean.dtype)
+    kinks = piecewise(values, mean.dtype) if name == "quadrature" else None
     before = branches_of(m, mean, tokens, features)
     if name == "linear":
-        with jax.ensure_compile_time_eval():
-            shift = fn(jnp.zeros((), mean.dtype))
-            slope = jnp.full((1, mean.shape[1]), fn(jnp.ones((), mean.dtype)) - shift, mean.dtype)
+        shift = jnp.asarray(values[ZERO], mean.dtype)
+        slope = jnp.full((1, mean.shape[1]), values[ONE] - values[ZERO], mean.dtype)
         out, out_cov = mean * slope + shift, cov.rescale(slope)
         branches = through_gain(before, slope, cov, out_cov, mean)
     else:
         if kinks is None:
-            moments = _moments(name, fn, mean, cov.variance())
+            finite = np.isfinite(values[NEAR]).all()
+            moments = _moments(name, fn, mean, cov.variance(), finite=bool(finite))
         else:
             moments = expectations.piecewise_linear(mean, cov.variance(), *kinks)
             name = "piecewise linear"
         out, out_cov = moments.mean, cov.elementwise(moments)
         branches = through_gain(before, moments.gain, cov, out_cov, mean)
-    slopes = slope if name == "linear" else moments.gain
-    shown = fresh(jnp.broadcast_to(slopes, mean.shape), out_cov, node.shape, tokens, features)
-    own = Moments(out, out_cov, shown.places)
-    node.line = source, propagator.moments(source).array(), shown.array(), own.array()
+    slopes = jnp.broadcast_to(slope if name == "linear" else moments.gain, mean.shape)
+    own = fresh(out, out_cov, node.shape, tokens, features)
+    node.line = source, m.array(), taken(slopes, own.places), own.array()
     propagator.note(node, name, "" if name == "linear" else "its input Gaussian")
-    return dataclasses.replace(fresh(out, out_cov, node.shape, tokens, features), branches=branches)
+    return dataclasses.replace(own, branches=branches)
 
 
 def _moments(
-    name: str, fn: Callable[[Array], Array], mean: Array, variance: Array
+    name: str, fn: Callable[[Array], Array], mean: Array, variance: Array, *, finite: bool
 ) -> ElementwiseMoments:
     if name == "relu":
         return expectations.rectified(mean, variance)
     if name == "gelu":
         return expectations.gelu(mean, variance)
     moments = expectations.elementwise(fn, mean, variance)
-    if _everywhere_finite(fn, mean.dtype):
+    if finite:
         return moments
-    # A logarithm or a root whose argument is near zero for some nodes of the quadrature: to first order.
+    # First order where quadrature nodes leave the domain, as those of a logarithm near zero do.
     slope = jax.grad(lambda x: jnp.sum(jnp.vectorize(fn)(x)))(mean)
     first = ElementwiseMoments(
         jnp.vectorize(fn)(mean), slope**2 * variance, slope, jnp.zeros_like(mean)
     )
-    finite = jnp.isfinite(moments.mean) & jnp.isfinite(moments.variance)
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), moments, first)
+    known = jnp.isfinite(moments.mean) & jnp.isfinite(moments.variance)
+    return jax.tree.map(lambda a, b: jnp.where(known, a, b), moments, first)
 
 
-def _everywhere_finite(fn: Callable[[Array], Array], dtype: jnp.dtype) -> bool:
-    return bool(np.isfinite(_values(fn, dtype, np.linspace(-6, 6, 49))).all())
+# A function is recognised by its values at these points, evaluated in one go.
+POINTS = np.concatenate(
+    [
+        np.linspace(-6, 6, 49),
+        -np.geomspace(8, 1e4, 12)[::-1],
+        np.geomspace(8, 1e4, 12),
+        np.linspace(-32, 32, 257) + 1 / 16,
+    ]
+)
+NEAR, FAR, EVEN = slice(0, 49), slice(49, 73), slice(73, None)
+ZERO, ONE = 24, 28
+FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: x * 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2)),
+}
 
 
-def _values(fn: Callable[[Array], Array], dtype: jnp.dtype, x: np.ndarray) -> np.ndarray:
-    with jax.ensure_compile_time_eval():
-        return np.asarray(jax.vmap(fn)(jnp.asarray(x, dtype)), float)
-
-
-NEAR = np.linspace(-6, 6, 49)
-FAR = np.concatenate([-np.geomspace(8, 1e4, 12)[::-1], np.geomspace(8, 1e4, 12)])
-
-
-def recognised(fn: Callable[[Array], Array], dtype: jnp.dtype) -> str:
-    """What a function of numbers is, by its values: linear, relu, gelu or another."""
-    near, far = (_values(fn, dtype, x) for x in (NEAR, FAR))
+def recognised(values: np.ndarray, dtype: jnp.dtype) -> str:
+    """The name of a function by its values: linear, relu, gelu, or quadrature for any other."""
+    near = values[NEAR]
     if not np.isfinite(near).all():
         return "quadrature"
-    candidates: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        "linear": lambda x: near[24] + (near[-1] - near[0]) / 12 * x,
-        "relu": lambda x: np.maximum(x, 0),
-        "gelu": lambda x: np.asarray(jax.nn.gelu(x, approximate=False), float),
-    }
-    for name, candidate in candidates.items():
-        with jax.ensure_compile_time_eval():
-            expected = [candidate(x) for x in (NEAR, FAR)]
-        if all(_same(a, b, dtype) for a, b in zip((near, far), expected, strict=True)):
+    line = near[ZERO] + (near[-1] - near[0]) / 12 * POINTS
+    candidates = {"linear": line, **{name: fn(POINTS) for name, fn in FUNCTIONS.items()}}
+    for name, expected in candidates.items():
+        if all(_same(values[at], expected[at], dtype) for at in (NEAR, FAR)):
             return name
     return "quadrature"
 
@@ -112,14 +113,13 @@ def _same(values: np.ndarray, expected: np.ndarray, dtype: jnp.dtype) -> bool:
 
 
 def piecewise(
-    fn: Callable[[Array], Array], dtype: jnp.dtype
+    values: np.ndarray, dtype: jnp.dtype
 ) -> tuple[list[float], list[float], float] | None:
-    """Kinks, slopes and the value at the first kink of a continuous piecewise linear function, or None.
+    """Kinks, slopes and value at the first kink of a continuous piecewise linear function, or None.
 
-    Kinks within 32 of zero are found, if they are further apart than three quarters.
+    Finds up to three kinks in [-32, 32] that are more than 0.75 apart.
     """
-    x = np.linspace(-32, 32, 257) + 1 / 16
-    y = _values(fn, dtype, x)
+    x, y = POINTS[EVEN], values[EVEN]
     if not np.isfinite(y).all():
         return None
     slope = np.diff(y) / np.diff(x)
@@ -138,11 +138,8 @@ def piecewise(
     if kinks != sorted(kinks):
         return None
     value = float(slopes[0] * kinks[0] + lines[0][1])
-    steps = np.diff(slopes)
-    for points in (NEAR, FAR, x):
-        parts = [c * np.maximum(points - t, 0) for c, t in zip(steps, kinks, strict=True)]
-        expected = value + slopes[0] * (points - kinks[0]) + sum(parts)
-        found = _values(fn, dtype, points)
-        if (np.abs(found - expected) > close * (1 + np.abs(points))).any():
-            return None
+    parts = [c * np.maximum(POINTS - t, 0) for c, t in zip(np.diff(slopes), kinks, strict=True)]
+    expected = value + slopes[0] * (POINTS - kinks[0]) + sum(parts)
+    if (np.abs(values - expected) > close * (1 + np.abs(POINTS))).any():
+        return None
     return kinks, slopes, value

@@ -1,4 +1,4 @@
-"""Errors of `propagate`: operations without a rule, by line, and inputs whose batch axis is wrong."""
+"""Errors of `propagate`: operations without a rule, and inputs with the wrong batch axes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,20 @@ import jax.numpy as jnp
 
 
 class PropagationError(NotImplementedError):
-    """An operation on random values whose moments `propagate` does not know."""
+    """Raised for an operation on random values that `propagate` has no rule for."""
 
 
-def refuse(what: str, source: Any, mend: str) -> PropagationError:
-    """The error to raise: what is asked for, where, and what to do about it.
-
-    Args:
-      what: the operation and the values that came.
-      source: `eqn.source_info` of its equation, or None.
-      mend: the way out.
-    """
-    return PropagationError(f"`propagate` needs moments of {what}, at {where(source)}. {mend}")
+def refuse(what: str, source: Any, fix: str) -> PropagationError:
+    """The error for an operation: what it is, where it is, and how to fix it."""
+    return PropagationError(f"`propagate` needs moments of {what}, at {where(source)}. {fix}")
 
 
 def where(source: Any) -> str:
-    """File and line of the innermost frame that is neither of JAX, of Flax, nor of this library.
+    """File and line of the innermost frame outside JAX, Flax and this library.
 
     Args:
-      source: `eqn.source_info`, or several: of an equation and of the calls around it, innermost first.
-        A function that was traced before tells where that was: then the call's line is the right one.
+      source: `eqn.source_info`, or several: an equation's and those of the calls around it, innermost
+        first. A cached trace carries the line of its first call; the enclosing call has the right one.
     """
     sources = source if isinstance(source, tuple) else (source,)
     lines = [_lines(one) for one in sources]
@@ -41,7 +35,7 @@ def where(source: Any) -> str:
 
 
 def _lines(source: Any) -> list[str]:
-    """Lines of the user's program, the innermost first."""
+    """Lines of the user's program, innermost first."""
     traceback = getattr(source, "traceback", None)
     return [
         f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
@@ -62,7 +56,7 @@ _INNER = (
 
 
 def takes(fn: Callable[..., Any], *inputs: Any) -> bool:
-    """Whether the function can be traced with inputs of these shapes."""
+    """Whether the function traces with inputs of these shapes."""
     try:
         jax.eval_shape(fn, *inputs)
     except Exception:
@@ -71,23 +65,19 @@ def takes(fn: Callable[..., Any], *inputs: Any) -> bool:
 
 
 def shapes(inputs: Any) -> str:
-    """Shapes of the inputs, as messages say them."""
+    """The inputs' shapes, for error messages."""
     return ", ".join(str(tuple(jnp.shape(x))) for x in jax.tree.leaves(inputs))
 
 
 def with_axes(inputs: Any, axes: int) -> Any:
-    """The inputs with so many leading axes of length one."""
+    """The inputs with this many leading axes of length one."""
     return jax.tree.map(lambda x: jnp.expand_dims(x, tuple(range(axes))), inputs)
 
 
 def explain(
     name: str, fn: Callable[..., Any], params: Any, inputs: tuple[Any, ...], error: Exception
 ) -> None:
-    """Say what is wrong with the batch of inputs that `fn(params, *inputs)` failed on, if that is it.
-
-    Raises:
-      ValueError: if fn takes them with one more leading axis, or one entry of their first axis.
-    """
+    """Raise a `ValueError` if fn fails only because the inputs lack, or add, a batch axis."""
     got = f"Got inputs of shape {shapes(inputs)}"
     rule = f"`{name}(fn)` calls fn with the inputs as they are"
     if takes(lambda x: fn(params, *with_axes(x, 1)), inputs):

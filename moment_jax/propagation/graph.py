@@ -1,4 +1,4 @@
-"""The graph of a function's operations on random values; all others are computed while tracing."""
+"""The graph of a function's operations on random values; everything else is computed at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _count = itertools.count()
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """One operation with a random operand; its moments are computed on demand."""
+    """An operation with a random operand; its moments are computed on demand."""
 
     primitive: Any
     params: dict[str, Any]
@@ -34,10 +34,10 @@ class Node:
     shape: tuple[int, ...]
     dtype: Any
     source: Any
-    output: int = 0  # which of its results
+    output: int = 0  # index among the results
     index: int = dataclasses.field(default_factory=lambda: next(_count))
     moments: Moments | None = None
-    # Of an elementwise function, at expected gain: of which node, its mean, the gain, its own mean.
+    # Linearised elementwise function: its source, the source's mean, the expected gain, its own mean.
     line: tuple[Node, Array, Array, Array] | None = None
 
     @property
@@ -57,12 +57,12 @@ class Node:
 
     @property
     def nodes(self) -> list[Node]:
-        """Its random operands but for weights."""
+        """The operands that are nodes."""
         return [x for x in self.operands if isinstance(x, Node)]
 
 
 def is_random(value: Value) -> bool:
-    """Whether it is a weight or an operation on one."""
+    """Whether a value is a weight or a node."""
     return isinstance(value, Weight | Node)
 
 
@@ -70,7 +70,7 @@ DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
 class _Belief:
-    """In the place of a primitive, for a weight that is used as a random array."""
+    """The primitive of a weight that is used as a random array."""
 
     name = "belief"
 
@@ -80,30 +80,28 @@ _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
 
 class Recorder:
-    """Walks through a jaxpr.
+    """Builds the graph of a jaxpr.
 
     Args:
-      before: an earlier walk. Beliefs that it has found in several forms, such as w and 2 w, or a stack
-        and its rows, stay one belief: two about one weight would pass for independent.
+      before: an earlier walk. A belief that it met in several forms, such as w and 2 w, or a stack and
+        its rows, then stays one belief; two beliefs about one weight would count as independent.
     """
 
     def __init__(self, before: Recorder | None = None) -> None:
         self.whole = frozenset() if before is None else before.repeated()
-        self.drawn: dict[
-            int, Any
-        ] = {}  # arrays of random numbers, kept so that their ids stay theirs
-        self.beliefs: dict[int, Node] = {}
-        self.uses: Counter[int] = Counter()  # of posteriors by their id
-        self.forms: dict[int, dict[int, Any]] = {}  # of every belief: what was made of it, by ids
-        # Each stack with one of its rows, for both walks: the ids of beliefs are theirs.
+        # Values are keyed by id, and kept so that no id is reused.
+        self.drawn: dict[int, Any] = {}  # random numbers that the function drew
+        self.beliefs: dict[int, Node] = {}  # by weight
+        self.uses: Counter[int] = Counter()  # of each posterior
+        self.forms: dict[int, dict[int, Any]] = {}  # posteriors made from each belief
         self.rows: dict[tuple[int, int], tuple[Posterior, Weight]] = (
             {} if before is None else before.rows
-        )
-        self.scanned: set[int] = set()  # ids of the stacks of which rows were made
-        self.calls: tuple[Any, ...] = ()  # source of the calls that we are in, the innermost first
+        )  # a stack of weights and one of its rows, shared by both walks
+        self.scanned: set[int] = set()  # the stacks that were split into rows
+        self.calls: tuple[Any, ...] = ()  # sources of the enclosing calls, innermost first
 
     def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
-        """The outputs of an open jaxpr."""
+        """Outputs of an open jaxpr."""
         env: dict[Any, Value] = {}
 
         def read(atom: Any) -> Value:
@@ -117,7 +115,7 @@ class Recorder:
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        """Its results."""
+        """Results of an equation."""
         name = eqn.primitive.name
         if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
             return self._computed(eqn, operands)
@@ -149,7 +147,7 @@ class Recorder:
         return self._nodes(eqn, operands)
 
     def source(self, eqn: Any) -> tuple[Any, ...]:
-        """Where an equation came from, and the calls around it."""
+        """Source of an equation, and of the calls around it."""
         return (eqn.source_info, *self.calls)
 
     def _entered(self, eqn: Any, jaxpr: Any, consts: Any, operands: list[Value]) -> list[Value]:
@@ -173,11 +171,11 @@ class Recorder:
         if eqn.primitive.name == "gather" and (
             weight.ndim == 2 or any((p < 0).any() for p in places)
         ):
-            return None  # rows of a table
+            return None  # embedding lookup
         return [dataclasses.replace(weight, places=p) for p in places]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        if all(v.aval.size == 0 for v in eqn.outvars):  # nothing that could be random
+        if all(v.aval.size == 0 for v in eqn.outvars):  # no entries
             return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
         source = self.source(eqn)
         name = eqn.primitive.name
@@ -200,12 +198,12 @@ class Recorder:
             self.forms.setdefault(id(weight.origin), {})[id(weight.posterior)] = weight.posterior
 
     def repeated(self) -> frozenset[int]:
-        """Ids of the beliefs that were used in several forms, or both row by row and as one array."""
+        """Ids of the beliefs used in several forms, or both row by row and as a whole."""
         several = (i for i, forms in self.forms.items() if len(forms) > 1)
         return frozenset([*several, *(self.scanned & self.uses.keys())])
 
     def _belief(self, weight: Weight, source: Any) -> Node:
-        """A weight as any other random array."""
+        """A weight as a node."""
         self._use(weight)
         if id(weight) not in self.beliefs:
             one = Node(_Belief, {}, (weight,), weight.shape, weight.dtype, source)
@@ -216,16 +214,16 @@ class Recorder:
         index, *args = operands
         if is_random(index) or not is_known(index):
             raise refuse(
-                "`cond` on a value that is random or not known while tracing",
+                "`cond` on a value that is random or traced",
                 self.source(eqn),
-                "Decide with static facts, or write jnp.where of both results.",
+                "Use a static condition, or jnp.where of both results.",
             )
         branch = eqn.params["branches"][int(index)]
         return self._entered(eqn, *_opened(branch), args)
 
     def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
         p, body = eqn.params, eqn.params["jaxpr"]
-        # What is scanned over, or stacked, has one axis more outside than in the body.
+        # Scanned inputs and stacked outputs have one axis more outside than in the body.
         jaxpr, _ = _opened(body)
         over, carry = (
             sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner, strict=True))
@@ -243,7 +241,7 @@ class Recorder:
         return [*state, *(self._stacked(rows, eqn) for rows in ys)]
 
     def _stacked(self, rows: list[Value], eqn: Any) -> Value:
-        """Outputs of the steps of a loop, one after another."""
+        """The stacked outputs of a loop's steps."""
         source = self.source(eqn)
         if not any(map(is_random, rows)):
             return jnp.stack(rows)
@@ -271,7 +269,7 @@ class Recorder:
         self.scanned.add(id(x.posterior))
         if not whole or id(x.posterior) in self.whole:
             return dataclasses.replace(x, places=x.places[i])
-        # Rows are independent: one belief for each, however often the stack is scanned over.
+        # One belief for each row, however often the stack is scanned over.
         key = id(x.posterior), i
         if key not in self.rows:
             row = Weight.of(jax.tree.map(lambda a: a[i], x.posterior))
@@ -280,12 +278,12 @@ class Recorder:
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Any]:
-    """A jaxpr and its constants, closed or not."""
+    """A jaxpr, open or closed, and its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
-    """A (C w) as (A C) w: a normalisation by itself, and the gain that Flax multiplies before it."""
+    """Rewrite a (c w) as (a c) w: Flax multiplies the gain w first, which hides the normalisation."""
     if eqn.primitive.name != "mul":
         return operands
     for a, b in (operands, operands[::-1]):

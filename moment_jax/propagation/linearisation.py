@@ -16,20 +16,20 @@ Array = jax.Array
 
 
 def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
-    """Mean and covariance of fn(mean) + J (w - mean): exact for the function linearised in its weights.
+    """Mean and covariance of fn(mean) + J (w - mean), the function linearised in its weights.
 
-    A Laplace approximation is a posterior of the linearised network, so its predictive distribution is
-    this one; of the network itself it is too wide. For posteriors that were trained as such (by the
-    ELBO), use `propagate`. It costs one backward pass for each output.
+    A Laplace approximation is a posterior of the linearised network, so this is its predictive
+    distribution; that of the network itself is too wide. For posteriors trained by the ELBO, use
+    `propagate`. Costs one backward pass per output.
 
-    Assumes that the weights' arrays are independent.
+    Assumes that weight arrays are independent of each other.
 
     Args:
       fn: `fn(params, *inputs)`, differentiable in `params`, returning one array.
 
     Returns:
-      A function of `params`, a pytree with a `Posterior` for every random array, and of the inputs. It
-      returns fn at the means as a sequence (T, D), the last axis being D, and its covariance, `Full`.
+      A function of `params`, a pytree with a `Posterior` for each random array, and of the inputs. It
+      returns fn at the means as a sequence (T, D), with D the last axis, and its `Full` covariance.
 
     >>> import jax.numpy as jnp
     >>> import moment_jax as mj
@@ -47,18 +47,17 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
         leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Posterior))
         beliefs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Posterior)}
 
+        def filled(means: dict[int, Array]) -> Any:
+            return jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)])
+
         def output(means: dict[int, Array]) -> Array:
-            return fn(
-                jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)]),
-                *inputs,
-            )
+            return fn(filled(means), *inputs)
 
         means = {i: belief.mean for i, belief in beliefs.items()}
         try:
             mean = output(means)
         except Exception as error:
-            at = jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)])
-            explain("linearised", fn, at, inputs, error)
+            explain("linearised", fn, filled(means), inputs, error)
             raise
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
@@ -71,7 +70,7 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
 
 
 def carried(belief: Posterior, jacobian: Array) -> Array:
-    """J Cov J^T of one array of weights, its entries in a row: (N, size of the array) -> (N, N)."""
+    """J Cov J^T of one weight array, for J of shape (N, size of the array)."""
     if isinstance(belief, Reshaped):
         return carried(belief.belief, jacobian)
     if isinstance(belief, Point):

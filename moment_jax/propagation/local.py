@@ -1,4 +1,4 @@
-"""Linearisation of operations that no structured rule covers."""
+"""Linearises operations that no structured rule covers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from moment_jax.propagation.regions import BY_ROW
 
 @rule("dot_general", "cumsum", "scatter", "scatter-add", *sorted(BY_ROW - VIEWS), last=True)
 def _linearised(propagator: Propagator, node: Node) -> Moments | None:
-    """Such as attention of normalised queries, or with biases of the scores.
+    """The array linearised in its nearest dominator and in the weights in between.
 
-    The array is linearised in the nearest one that all of it is made of, and in the weights between.
+    Used for attention with normalised queries or score biases, for example.
     """
     if not node.nodes or not jnp.issubdtype(node.dtype, jnp.floating):
         return None
@@ -36,12 +36,12 @@ def _linearised(propagator: Propagator, node: Node) -> Moments | None:
     weights = weights_of(node, source)
     for inner in between(node, source):
         if inner.op != "belief" and (inner.op == "argmax" or inner.op not in {**RULES, **LAST}):
-            propagator.moments(inner)  # which refuses it
+            propagator.moments(inner)  # raises
     cov = joint(propagator, [node], source, weights)
     if cov is None:
         raise refuse(
-            f"`{node.op}` of {', '.join(str(tuple(np.shape(x))) for x in node.operands)}, random, that "
-            f"no rule knows and whose Jacobian has more than {LARGEST} entries",
+            f"`{node.op}` of random {', '.join(str(tuple(np.shape(x))) for x in node.operands)}, which "
+            f"has no rule and a Jacobian of more than {LARGEST} entries",
             node.source,
             f'Register a rule with mj.propagation_rule("{node.op}"), or compute this part from certain '
             "weights.",
@@ -57,7 +57,7 @@ def _linearised(propagator: Propagator, node: Node) -> Moments | None:
 
 
 def _source(node: Node, tied: bool) -> Node | None:
-    """The nearest array that all of a node is made of, and that knows none of the weights between."""
+    """The nearest dominator that shares no weights with what lies between it and the node."""
     source = dominator(list(node.nodes), tied)
     while source is not None and weights_of(node, source).keys() & weights_of(source, None).keys():
         source = dominator(list(source.nodes), tied)
@@ -65,24 +65,25 @@ def _source(node: Node, tied: bool) -> Node | None:
 
 
 def _tied(propagator: Propagator, node: Node) -> Moments | None:
-    """A weight that meets what it has made: tied embeddings or projections, a layer repeated."""
+    """Weights applied to arrays that depend on them: tied embeddings or projections, repeated layers."""
     if not propagator.tied or not (knows_its_weights(node) or share_a_weight(node)):
         return None
     try:
         return _linearised(propagator, node)
     except PropagationError:
-        propagator.note(node, "tied weights", "independent all the same: too large to be dense")
+        propagator.note(
+            node, "tied weights", "taken as independent: too large for a dense covariance"
+        )
         return None
 
 
 def _axes(propagator: Propagator, node: Node) -> tuple[Axes, Axes]:
-    """Axes of the tokens and of the features: where it is attention, as the values have them."""
+    """Token and feature axes; a product of two random arrays (attention) keeps those of its values."""
     features: tuple[int, ...] = (node.ndim - 1,) if node.ndim else ()
     if node.op == "dot_general" and all(map(is_random, node.operands)):
         contract, batch = node.params["dimension_numbers"]
-        side = min(
-            (0, 1), key=lambda i: getattr(node.operands[i], "index", 0)
-        )  # values are made first
+        # The values are computed before the attention weights.
+        side = min((0, 1), key=lambda i: getattr(node.operands[i], "index", 0))
         operand = node.operands[side]
         by_feature = propagator.moments(operand).natural()[1]
         free = [
@@ -95,4 +96,4 @@ def _axes(propagator: Propagator, node: Node) -> tuple[Axes, Axes]:
     return tuple(i for i in range(node.ndim) if i not in features), features
 
 
-PATTERNS.insert(0, _tied)  # before attention, which takes its weights as its own
+PATTERNS.insert(0, _tied)  # before attention, which assumes weights of its own

@@ -1,4 +1,4 @@
-"""Random arrays: the moments of a (T, D) sequence, and the place of each of its entries in the array."""
+"""Random arrays: moments of a (T, D) sequence, and the place of each array entry in it."""
 
 from __future__ import annotations
 
@@ -23,42 +23,35 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moments:
-    """Mean and covariance of a sequence (T, D), seen as an array of any shape.
+    """Mean and covariance of a sequence (T, D), viewed as an array of any shape.
 
-    Reshapes, transpositions, slices and repetitions move `places` alone; moments are computed when
-    the array is used as a sequence of other tokens or features.
+    Reshapes, transposes, slices and repeats only change `places`; moments are recomputed when the array
+    is used as a sequence with other tokens or features.
 
     Args:
       mean: (T, D).
       cov: covariance of shape (T, D).
       places: for each entry of the array, the flat index of its entry in (T, D); -1 where it is zero.
-      branches: how it came from other random arrays, for its sum with one of them.
+      branches: how it depends on other random arrays, for residual sums and products.
     """
 
     mean: Array
     cov: Covariance
     places: np.ndarray
     branches: tuple[Branch, ...] = ()
-    known: dict[Any, Any] = dataclasses.field(default_factory=dict)  # as sequences
+    known: dict[Any, Any] = dataclasses.field(default_factory=dict)  # cache of `sequence`
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """Shape of the array."""
         return self.places.shape
 
     def array(self) -> Array:
-        """The array's mean."""
+        """Mean of the array."""
         return taken(self.mean, self.places)
 
-    def variance(self) -> Array:
-        """The array's variances."""
-        return taken(self.cov.variance(), self.places)
-
     def axes(self) -> tuple[Axes, Axes]:
-        """The axes of the array along which tokens change, and those along which features do.
-
-        An axis along which both change counts as one of features.
-        """
+        """The array's token axes and feature axes; an axis along which both change is a feature axis."""
         tokens, features = np.divmod(self.places, self.mean.shape[1])
         by_feature = tuple(i for i in range(features.ndim) if _changes(features, i))
         by_token = tuple(
@@ -67,18 +60,16 @@ class Moments:
         return by_token, by_feature
 
     def natural(self) -> tuple[Axes, Axes]:
-        """The axes of tokens and of features; all that is longer than one belongs to either."""
+        """Token axes and feature axes, which together hold every axis longer than one."""
         tokens, features = self.axes()
-        if not features:  # one feature, or none that changes: the last long axis that is no token's
-            rest = [i for i, n in enumerate(self.shape) if n > 1 and i not in tokens]
-            features = tuple(rest)
-        others = tuple(
-            i for i, n in enumerate(self.shape) if n > 1 and i not in (*tokens, *features)
-        )
+        long = [i for i, n in enumerate(self.shape) if n > 1]
+        if not features:
+            features = tuple(i for i in long if i not in tokens)
+        others = (i for i in long if i not in (*tokens, *features))
         return tuple(sorted((*tokens, *others))), features
 
     def sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
-        """The array as a sequence with these axes as tokens and those as features, in this order."""
+        """Mean and covariance of the array as a sequence with these token and feature axes, in order."""
         if (tokens, features) not in self.known:
             self.known[tokens, features] = self._sequence(tokens, features)
         return self.known[tokens, features]
@@ -93,7 +84,7 @@ class Moments:
 def fresh(
     mean: Array, cov: Covariance, shape: tuple[int, ...], tokens: Axes, features: Axes
 ) -> Moments:
-    """A new random array of this shape from its moments as a sequence."""
+    """A random array of this shape from its moments as a sequence."""
     rest = tuple(i for i in range(len(shape)) if i not in (*tokens, *features))
     order = (*rest, *tokens, *features)
     places = np.arange(mean.size).reshape([shape[i] for i in order])
@@ -101,9 +92,9 @@ def fresh(
 
 
 def as_rows(array: Any, tokens: Axes, features: Axes, *last: int) -> Any:
-    """An array, of numpy or JAX, as (T, D): rows along the axes of tokens, columns along the others.
+    """An array as (T, D): rows run along the token axes, columns along the feature axes.
 
-    Axes that are neither have length one, but for those in `last`, which become one axis at the end.
+    The axes in `last` are merged into a third one; all remaining axes must have length one.
     """
     named = (*tokens, *features, *last)
     rest = (i for i in range(array.ndim) if i not in named)
@@ -112,7 +103,7 @@ def as_rows(array: Any, tokens: Axes, features: Axes, *last: int) -> Any:
 
 
 def taken(array: Array, places: np.ndarray) -> Array:
-    """Entries at these flat places, zero at place -1."""
+    """Entries at these flat places; zero at place -1."""
     if np.array_equal(places.ravel(), np.arange(array.size)):
         return array.reshape(places.shape)
     values = array.reshape(-1)[np.maximum(places, 0)]
@@ -124,7 +115,7 @@ def _changes(values: np.ndarray, axis: int) -> bool:
 
 
 def gather(cov: Any, places: np.ndarray) -> Any:
-    """Covariance of the sequence whose entries are these of another, -1 for zero."""
+    """Covariance of the sequence made of these entries of another; -1 stands for zero."""
     tokens, features = np.divmod(np.maximum(places, 0), cov.shape[1])
     rows, columns = tokens[:, 0], features[0]
     known = places >= 0
@@ -140,7 +131,7 @@ def gather(cov: Any, places: np.ndarray) -> Any:
 
 @singledispatch
 def _gathered(cov: Any, tokens: np.ndarray, features: np.ndarray, known: np.ndarray) -> Any:
-    """Any entries in any order, by way of the dense covariance."""
+    """Arbitrary entries, by way of the dense covariance."""
     dense = cov.to_dense()[tokens[:, :, None, None], features[:, :, None, None], tokens, features]
     both = known[:, :, None, None] & known
     return type(cov).project(jnp.where(both, dense, 0))
@@ -157,7 +148,7 @@ def _gathered_diagonal(
 def _gathered_separable(
     cov: Separable, tokens: np.ndarray, features: np.ndarray, known: np.ndarray
 ) -> Separable:
-    """Windows of a sequence without its dense covariance, where a column is of one feature."""
+    """Windows of a sequence without its dense covariance, if each column holds one feature."""
     columns = features.max(axis=0)
     if tokens.shape[0] == 1 or (known & (features != columns)).any():
         return _gathered.dispatch(Full)(cov, tokens, features, known)

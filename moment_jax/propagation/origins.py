@@ -1,4 +1,4 @@
-"""Dense covariances of arrays with a common origin, where no structured rule covers them."""
+"""Dense covariances of arrays with a common origin, for cases without a structured rule."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from moment_jax.propagation.weights import Weight
 from moment_jax.xla import diagonal_of
 
 Array = jax.Array
-LARGEST = 2**24  # entries of a Jacobian
+LARGEST = 2**24  # most entries of a Jacobian
 
 
 def dominator(roots: list[Node], tied: bool) -> Node | None:
-    """The nearest array that all of the roots are made of, but for weights; None if there is none.
+    """The nearest array through which all random paths to the roots pass, or None.
 
     Args:
-      roots: one or more.
-      tied: whether weights are used more than once: then one that knows none of those between.
+      roots: one or more nodes.
+      tied: whether any weight is used more than once; then the array must share no weights with what
+        lies between it and the roots.
     """
+
+    def unfit(n: Node) -> bool:
+        return not jnp.issubdtype(n.dtype, jnp.floating) or (tied and _tied(roots, n))
+
     frontier = set(roots)
-    while len(frontier) > 1 or any(
-        not _floating(n) or (tied and _tied(roots, n)) for n in frontier
-    ):
+    while len(frontier) > 1 or any(map(unfit, frontier)):
         last = max(frontier, key=lambda n: n.index)
         frontier.remove(last)
         frontier.update(last.nodes)
@@ -47,13 +50,13 @@ def _tied(roots: list[Node], source: Node) -> bool:
 
 
 def knows_its_weights(node: Node) -> bool:
-    """Whether an operand is made of a weight that is an operand too, such as a tied embedding."""
+    """Whether one operand is a weight that another depends on, such as a tied embedding."""
     own = {id(x.posterior) for x in node.operands if isinstance(x, Weight)}
     return bool(own) and any(own & weights_of(x, None).keys() for x in node.nodes)
 
 
 def share_a_weight(node: Node) -> bool:
-    """Whether a product's two factors are made, from one array, by the same weight: tied projections."""
+    """Whether a product's factors apply the same weight to one array: tied projections."""
     if node.op != "dot_general" or len(node.nodes) != 2:
         return False
     source = dominator(node.nodes, True)
@@ -61,18 +64,14 @@ def share_a_weight(node: Node) -> bool:
     return bool(left.keys() & right.keys())
 
 
-def _floating(node: Node) -> bool:
-    return jnp.issubdtype(node.dtype, jnp.floating)
-
-
 def weights_of(root: Node, source: Node | None) -> dict[int, Posterior]:
-    """Beliefs that an array knows beside the source that it is made of."""
+    """Beliefs, by id, that an array depends on other than through `source`."""
     weights = (x for node in between(root, source) for x in node.operands if isinstance(x, Weight))
     return {id(x.posterior): x.posterior for x in weights if not isinstance(x.posterior, Point)}
 
 
 def between(root: Node, source: Node | None) -> set[Node]:
-    """The nodes that an array is made of, up to the source."""
+    """The nodes that an array depends on, down to but without the source."""
     seen: set[Node] = set()
     stack = [root]
     while stack:
@@ -85,11 +84,11 @@ def between(root: Node, source: Node | None) -> set[Node]:
 
 
 def values(roots: list[Node], known: dict[Any, Array]) -> list[Array]:
-    """Arrays of the nodes, with elementwise functions by their expected gains where these are known.
+    """Values of the roots, elementwise functions being replaced by their expected linear maps.
 
     Args:
-      roots: what is asked for.
-      known: values of nodes, and of posteriors by their id.
+      roots: nodes.
+      known: values of nodes, and of posteriors by id.
     """
     memory = dict(known)
 
@@ -114,7 +113,7 @@ def values(roots: list[Node], known: dict[Any, Array]) -> list[Array]:
 
 
 def _alike(operands: list[Any]) -> list[Any]:
-    """All floating-point arrays in one type: beliefs and moments may be wider than the user's arrays."""
+    """Promote floating-point operands to a common dtype: moments may be wider than the user's arrays."""
     arrays = [jnp.asarray(x) for x in operands]
     wide = [x.dtype for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
     if len(set(wide)) < 2:
@@ -123,10 +122,10 @@ def _alike(operands: list[Any]) -> list[Any]:
 
 
 def common(propagator: Any, a: Node, b: Node) -> Array | None:
-    """Cov[a, b], (size of a, size of b), to first order in what both are made of.
+    """Cov[a, b], (size of a, size of b), to first order in their common origin.
 
-    That is the nearest array from which both come, and the weights that both know. None if there is
-    nothing of the kind, or if it is too large to be dense.
+    The origin is their nearest common dominator and the weights that both depend on. None if there is
+    none, or if it is too large for a dense covariance.
     """
     source = dominator([a, b], propagator.tied)
     left, right = (weights_of(x, source) for x in (a, b))
@@ -136,7 +135,7 @@ def common(propagator: Any, a: Node, b: Node) -> Array | None:
 
 
 def cross_of(propagator: Any, node: Node, sides: Any, tokens: Axes, features: Axes) -> Array | None:
-    """`common` of two operands, repeated along axes of size one, as sequences: (T, D, T, D)."""
+    """`common` of two operands broadcast to the node, as sequences: (T, D, T, D)."""
     a, b = sides
     if not (isinstance(a, Node) and isinstance(b, Node)):
         return None
@@ -148,18 +147,18 @@ def cross_of(propagator: Any, node: Node, sides: Any, tokens: Axes, features: Ax
 
 
 def assumed(parts: str, operands: Any, known: bool) -> str:
-    """What is assumed of operands, of whose covariance with each other this is known."""
+    """The receipt's assumption about operands; `known` tells if their covariance is."""
     origins = [weights_of(x, None) for x in operands if isinstance(x, Node)]
     shared = any(a.keys() & b.keys() for a, b in itertools.combinations(origins, 2))
     if shared and not known:
-        return f"{parts} independent though they have an origin in common, too large to be dense"
+        return f"{parts} independent: their common origin is too large for a dense covariance"
     return f"{parts} linearised in their common origin" if known else f"{parts} independent"
 
 
 def joint(
     propagator: Any, roots: list[Node], source: Node | None, weights: dict[int, Posterior]
 ) -> Array | None:
-    """Covariance of all entries of the roots, one after another, (N, N); None if it is too large."""
+    """Covariance of the roots' concatenated entries, (N, N); None without an origin or if too large."""
     if source is None and not weights:
         return None
     n = sum(root.size for root in roots)
@@ -188,7 +187,7 @@ def joint(
 
 
 def dense_of(m: Moments) -> Array:
-    """Covariance of an array's entries in their order, (size, size)."""
+    """Covariance of an array's entries in C order, (size, size)."""
     flat = m.places.ravel()
     size = m.mean.size
     dense = m.cov.to_dense().reshape(size, size)
@@ -205,10 +204,10 @@ def as_sequence(
 
     Args:
       dense: covariance of the entries, (size of a, size of b).
-      rows: which entry of a each entry of the array shows.
-      columns: the same of b.
-      tokens: axes of the array.
-      features: axes of the array.
+      rows: for each entry of the result array, its entry of a.
+      columns: the same for b.
+      tokens: axes of the result array.
+      features: axes of the result array.
     """
     r, c = (as_rows(x, tokens, features) for x in (rows, columns))
     return dense[r[:, :, None, None], c]
@@ -216,7 +215,7 @@ def as_sequence(
 
 @singledispatch
 def with_cross(cov: Any, cross: Array) -> Any:
-    """The covariance plus this (T, D, T, D) array and its transpose, of variances never negative."""
+    """The covariance plus `cross` (T, D, T, D) and its transpose, with variances kept non-negative."""
     share = _share(cov, cross)
     cross = share[:, :, None, None] * cross * share[None, None]
     return type(cov).project(cov.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1)))
@@ -230,18 +229,18 @@ def _block(cov: TokenBlock, cross: Array) -> TokenBlock:
 
 
 def _share(cov: Any, cross: Array) -> Array:
-    """What is taken of each entry, (T, D): less than 1 where cancelling would leave less than nothing.
+    """A factor for each entry of `cross`, (T, D), below 1 where a variance would become negative.
 
-    Addends to second order and their covariance to first need not fit each other.
+    Variances are to second order and `cross` to first, so the two need not be consistent.
     """
     owed = -2 * _own(cov, cross)
     left = safe_divide(cov.variance(), jnp.maximum(owed, 0))
-    below = 1 - 8 * jnp.finfo(left.dtype).eps  # nor less than nothing by rounding
+    below = 1 - 8 * jnp.finfo(left.dtype).eps  # allow for rounding
     return jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
 
 
 def _own(cov: Any, cross: Array) -> Array:
-    """Every entry's with itself, (T, D)."""
+    """The diagonal of `cross`, (T, D)."""
     t, d = cov.shape
     return diagonal_of(cross.reshape(t * d, t * d)).reshape(t, d)
 

@@ -1,4 +1,4 @@
-"""Evaluating primitives: on certain arrays, and on the places of random entries."""
+"""Evaluates primitives on certain arrays, and on the places of random entries."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-VIEWS = {
+UNMOVED = {
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "optimization_barrier",
+    "reduce_precision",
+    "sharding_constraint",
+    "stop_gradient",
+}
+VIEWS = UNMOVED | {
+    "broadcast_in_dim",
+    "dynamic_slice",
+    "expand_dims",
+    "gather",
     "reshape",
+    "rev",
+    "slice",
+    "split",
+    "squeeze",
     "tile",
     "transpose",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "slice",
-    "rev",
-    "copy",
-    "dynamic_slice",
-    "gather",
-    "split",
-    "stop_gradient",
-    "convert_element_type",
-    "copy_p",
-    "reduce_precision",
-    "optimization_barrier",
-    "sharding_constraint",
 }
 
 
 def evaluate(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Results of a primitive on arrays; at once, while tracing too, if all are known."""
+    """Results of a primitive; computed immediately, even while tracing, if all operands are known."""
     bound = primitive.get_bind_params(params)
     if all(map(is_known, operands)):
         with jax.ensure_compile_time_eval():
@@ -42,30 +44,22 @@ def evaluate(primitive: Any, operands: list[Any], params: dict[str, Any]) -> lis
 
 
 def is_view(operation: Any) -> bool:
-    """Whether an equation or a `Node` only rearranges its first operand."""
+    """Whether an equation or `Node` only rearranges its first operand."""
     if operation.primitive.name == "convert_element_type":
         return jnp.issubdtype(operation.params["new_dtype"], jnp.floating)
     return operation.primitive.name in VIEWS
 
 
 def is_known(value: Any) -> bool:
-    """Whether an array's numbers are known while tracing."""
+    """Whether an array is concrete (no tracer)."""
     return not isinstance(value, jax.core.Tracer)
 
 
 def moved(
     primitive: Any, places: np.ndarray, rest: list[Any], params: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Where the entries of an array are after an operation that only rearranges them."""
-    if primitive.name in (
-        "convert_element_type",
-        "reduce_precision",
-        "stop_gradient",
-        "copy",
-        "copy_p",
-        "optimization_barrier",
-        "sharding_constraint",
-    ):
+    """The places of an array's entries after an operation that only rearranges them."""
+    if primitive.name in UNMOVED:
         return [places]
     if primitive.name == "gather" and "fill_value" in params:
         params = {**params, "fill_value": -1}
@@ -74,7 +68,7 @@ def moved(
 
 
 def uniform(array: Any) -> Any:
-    """The number that a known array has in all entries, or None."""
+    """The number that fills a known array, or None."""
     if not hasattr(array, "__array__") and not np.isscalar(array):
         return None  # a weight or a node
     if not is_known(array):

@@ -1,4 +1,4 @@
-"""Products of two random arrays, such as a gate and what it lets through."""
+"""Products of two random arrays, such as gates."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Array = jax.Array
 
 
 class Shared(NamedTuple):
-    """The origin of two factors a and b: dense layers of one array, then elementwise functions."""
+    """Common origin of two factors a and b: dense layers of one array, then elementwise functions."""
 
     entered: Any  # covariance of the array, (T, D)
     left: Array  # kernel of a, (D, F)
-    right: Array  # of b
-    left_gain: Array  # of a, (T, F)
+    right: Array  # kernel of b
+    left_gain: Array  # gain of a, (T, F)
     right_gain: Array
 
 
 @rule("mul")
 def _product(propagator: Propagator, node: Node) -> Moments | None:
-    """Means and covariances to second order in the noise; factors of one origin are correlated."""
+    """Moments to second order in the noise, with the correlation of factors of a common origin."""
     if len(node.nodes) != 2:
         return None
     a, b = (spread(propagator.moments(x), node.shape) for x in node.operands)
@@ -67,7 +67,7 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
 
 
 def _owed(cross: Array, mean_a: Array, mean_b: Array) -> Array:
-    """Half of what Cov[a, b], (T, D, T, D), adds to the covariance of a * b; `with_cross` adds both."""
+    """Half of what Cov[a, b], (T, D, T, D), adds to Cov[a * b]; `with_cross` adds its transpose too."""
     added = cross * mean_b[:, :, None, None] * mean_a[None, None]
     return added + cross * jnp.transpose(cross, (2, 3, 0, 1)) / 2
 
@@ -75,7 +75,7 @@ def _owed(cross: Array, mean_a: Array, mean_b: Array) -> Array:
 def _alike(
     left: tuple[Branch, ...], right: tuple[Branch, ...]
 ) -> tuple[list[Branch], list[Branch]]:
-    """Branches of both factors that come from the same array, side by side."""
+    """Pairs of branches of both factors that start at the same array."""
     pairs = [(a, b) for a in left for b in right if a.inner is b.inner and a.mean is b.mean]
     return [a for a, _ in pairs], [b for _, b in pairs]
 
@@ -93,14 +93,14 @@ def _shared(a: Branch, b: Branch) -> Shared | None:
 def _correlated(
     cov: Any, shared: Shared, mean_a: Array, mean_b: Array, bound: Array
 ) -> tuple[Array, Any]:
-    """Cov[a_tf, b_tf], and the covariance of a * b with the common origin of a and b, densely.
+    """Cov[a_tf, b_tf], and the covariance of a * b given their common origin; here densely.
 
     Args:
-      cov: covariance of the product if both were independent.
+      cov: covariance of the product of independent factors.
       shared: their common origin.
       mean_a: (T, F).
       mean_b: (T, F).
-      bound: of what is added to half the variance, (T, F).
+      bound: on the size of what is added to half the variance, (T, F).
     """
     dense = shared.entered.to_dense()
     cross = jnp.einsum("io,tisj,jp->tosp", shared.left, dense, shared.right)
@@ -124,10 +124,15 @@ def _correlated_block(
 def _correlated_diagonal(
     cov: Diagonal, shared: Shared, mean_a: Array, mean_b: Array, bound: Array
 ) -> tuple[Array, Diagonal]:
-    within = shared.entered.variance() @ (shared.left * shared.right)
-    within = within * shared.left_gain * shared.right_gain
+    within = _within(shared)
     added = jnp.clip(within * mean_a * mean_b, -bound, bound)
     return within, Diagonal(cov.variances + 2 * added)
+
+
+def _within(shared: Shared) -> Array:
+    """Cov[a_tf, b_tf] for a diagonal covariance of the origin's features, (T, F)."""
+    within = shared.entered.variance() @ (shared.left * shared.right)
+    return within * shared.left_gain * shared.right_gain
 
 
 @_correlated.register
@@ -135,8 +140,7 @@ def _correlated_tokens(
     cov: TokenCorrelated, shared: Shared, mean_a: Array, mean_b: Array, bound: Array
 ) -> tuple[Array, TokenCorrelated]:
     entered = shared.entered
-    within = entered.variance() @ (shared.left * shared.right)
-    within = within * shared.left_gain * shared.right_gain
+    within = _within(shared)
     added = jnp.clip(within * mean_a * mean_b, -bound, bound)
     total = jnp.sum(entered.variance(), axis=0)
     own = safe_divide(total @ (shared.left * shared.right), jnp.sum(total)[None])
@@ -180,9 +184,8 @@ def _token_gram(
 
 @singledispatch
 def hadamard(a: Any, b: Any) -> Any:
-    """The entrywise product of two covariances: that of a * b for independent a, b of mean zero."""
-    dense = a.to_dense() * b.to_dense()
-    return type(a).project(dense)
+    """The entrywise product: the covariance of a * b for independent a, b of mean zero."""
+    return type(a).project(a.to_dense() * b.to_dense())
 
 
 @hadamard.register

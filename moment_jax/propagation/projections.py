@@ -1,4 +1,4 @@
-"""Arrays that are one dense layer of a random sequence, in any arrangement of its entries."""
+"""Arrays that are a dense layer of a random sequence, with their entries in any arrangement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Factorized, Point, Posterior
+from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.dense import read_dense
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments
@@ -23,26 +23,28 @@ Array = jax.Array
 
 
 class Projection(NamedTuple):
-    """The array x @ kernel + bias, entries of which are shown at some places."""
+    """A view of x @ kernel + bias."""
 
     input: Moments
     mean: Array  # of x, (T, D)
     cov: Covariance
     kernel: Posterior  # (D, O)
     bias: Posterior | None  # (O,)
-    places: np.ndarray  # of the array's entries in (T, O)
-    turn: Array | None = None  # that follows, every token's own, on the last axis, (T, K, K)
+    places: np.ndarray  # of the view's entries, in (T, O)
+    turn: Array | None = None  # then applied to the last axis, by token, (T, K, K)
 
     def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token and column of every entry."""
+        """Token and column of each entry."""
         tokens, columns = np.divmod(self.places, self.kernel.shape[1])
         return tokens, columns
 
     def params(self, columns: np.ndarray, factor: Any = None) -> DenseParams | None:
-        """The dense layer of these columns, times a number."""
+        """The dense layer of these columns, times a number; None if its beliefs cannot be expressed."""
         d, width = self.kernel.shape
-        kernel = columns_of(self.kernel, np.arange(d)[:, None] * width + columns[None, :])
-        bias = None if self.bias is None else columns_of(self.bias, columns)
+        # Keys and values shared by several heads are taken as independent copies.
+        places = np.arange(d)[:, None] * width + columns[None, :]
+        kernel = select(self.kernel, places, repeats=True)
+        bias = None if self.bias is None else select(self.bias, columns, repeats=True)
         if kernel is None or (bias is None and self.bias is not None):
             return None
         if factor is not None:
@@ -51,17 +53,8 @@ class Projection(NamedTuple):
         return DenseParams(kernel, bias)
 
 
-def columns_of(posterior: Posterior, places: np.ndarray) -> Posterior | None:
-    """These weights; those that come twice (keys that several heads share) as independent ones."""
-    found = select(posterior, places)
-    if found is None and isinstance(posterior, Factorized):
-        mean, variance = (a.reshape(-1)[places] for a in (posterior.mean, posterior.variance))
-        return Factorized(mean, variance)
-    return found
-
-
 def projection(propagator: Propagator, node: Any) -> Projection | None:
-    """An array as a dense layer, its bias and views of it; None if it is something else."""
+    """An array as a view of a dense layer with its bias, or None."""
     if not isinstance(node, Node):
         return None
     if node.op == "dot_general":
@@ -90,20 +83,16 @@ def _with_bias(propagator: Propagator, node: Node) -> Projection | None:
         weight, found = as_weight(addend), projection(propagator, inner)
         if weight is None or found is None:
             continue
-        if (
-            found.bias is not None
-            or found.turn is not None
-            or found.places.shape != tuple(node.shape)
-        ):
+        plain = found.bias is None and found.turn is None
+        if not plain or found.places.shape != tuple(node.shape):
             return None
-        lead = (1,) * (len(node.shape) - weight.ndim)
-        shown = np.broadcast_to(weight.places.reshape(lead + weight.shape), node.shape).ravel()
+        shown = np.broadcast_to(weight.places, node.shape).ravel()
         columns = found.decoded()[1].ravel()
         entries = np.full(found.kernel.shape[1], -1)
         entries[columns] = shown
         if (entries[columns] != shown).any() or (entries < 0).any():
             return None
-        return found._replace(bias=columns_of(weight.posterior, entries))
+        return found._replace(bias=select(weight.posterior, entries, repeats=True))
     return None
 
 
@@ -122,14 +111,11 @@ def _scaled(propagator: Propagator, node: Node) -> Projection | None:
 
 
 def _turned(propagator: Propagator, node: Node) -> Projection | None:
-    """A linear map of the last axis, every token's own and known, such as rotary positions."""
+    """A known linear map of the last axis, different for each token, such as rotary positions."""
 
     def linear(n: Node) -> bool:
-        return (
-            n.op in ("add", "sub", "neg", "concatenate")
-            or is_view(n)
-            or (n.op == "mul" and len(n.nodes) == 1)
-        )
+        summed = n.op in ("add", "sub", "neg", "concatenate")
+        return summed or is_view(n) or (n.op == "mul" and len(n.nodes) == 1)
 
     for source in sources(node, linear):
         if source.shape != node.shape or source.op == "concatenate":
@@ -164,5 +150,5 @@ def _with_turn(node: Node, source: Node, inner: Projection) -> Projection | None
 
 
 def certain_output(width: int, dtype: Any) -> DenseParams:
-    """The identity, where no output projection follows."""
+    """The identity as an output projection."""
     return DenseParams(Point(jnp.eye(width, dtype=dtype)))

@@ -1,4 +1,4 @@
-"""Mean and covariance of any JAX function of random weights: its jaxpr, with moments as values."""
+"""Mean and covariance of any JAX function of random weights: interprets its jaxpr on moments."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Rule = Callable[[Any, Node], Moments | None]
 
 
 class Propagator:
-    """Moments of the nodes of one graph, in one structure."""
+    """Computes the moments of a graph's nodes in one structure."""
 
     def __init__(self, structure: type[Covariance]) -> None:
         self.structure = structure
-        self.tied = False  # whether weights are used more than once
+        self.tied = False  # whether any weight is used more than once
         self.output: Value = None  # of the function
         self.begin(None)
 
     def begin(self, pool: Array | None) -> None:
-        """Forget everything, and sum over these tokens in sequences of as many: see `Pooled`."""
+        """Reset, and pool sequences as long as `pool` over its tokens (see `Pooled`)."""
         self.pool = pool
         self.steps: list[Step] = []
-        self.noted: list[Node] = []  # of the steps
+        self.noted: list[Node] = []  # the node of each step
         self._certain: dict[tuple[int, Axes], tuple[Any, Moments]] = {}
 
     def run(self, one_pass: Callable[[], Moments]) -> Moments:
-        """Moments by one pass, or by a second one that sums over the tokens that a mask has shown."""
+        """Moments from one pass, or from a second one if an attention mask calls for pooling."""
         try:
             return one_pass()
         except Pooled as found:
@@ -49,7 +49,7 @@ class Propagator:
             return one_pass()
 
     def moments(self, value: Value) -> Moments:
-        """Of a node, a weight, or an array that is certain."""
+        """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
             return value.moments(self.structure)
         if not isinstance(value, Node):
@@ -59,7 +59,7 @@ class Propagator:
         return value.moments
 
     def certain(self, array: Any, features: Axes) -> Moments:
-        """A certain array, seen as a sequence with these axes as features."""
+        """Moments of a certain array, as a sequence with these feature axes."""
         key = (id(array), features)
         if key not in self._certain:
             x = jnp.asarray(array)
@@ -71,14 +71,14 @@ class Propagator:
         return self._certain[key][1]
 
     def pooled(self, found: Moments) -> Moments:
-        """The same, if as long as the sequence that a mask was for: summed over what the mask shows."""
+        """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
         cov: Any = found.cov
         if self.pool is None or cov.shape[:1] != self.pool.shape or cov.pool is not None:
             return found
         return dataclasses.replace(found, cov=cov.pooled(self.pool), known={})
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
-        """Enter an operation into the receipt."""
+        """Add an operation to the receipt."""
         self.steps.append(Step(node.op, rule, assumes, where(node.source), tuple(node.shape)))
         self.noted.append(node)
 
@@ -91,32 +91,32 @@ class Propagator:
                 return self.pooled(found)
         shapes = ", ".join(str(tuple(np.shape(x))) for x in node.operands)
         raise refuse(
-            f"`{node.op}` of {shapes}, random",
+            f"`{node.op}` of random {shapes}",
             node.source,
-            "It knows no such rule, nor a pattern that this is part of. Register one with "
+            "No rule or pattern covers it. Register one with "
             f'mj.propagation_rule("{node.op}"), or compute this part from certain weights.',
         )
 
 
-class Pooled(Exception):  # noqa: N818 (nothing has gone wrong)
-    """What precedes an attention is to be done again: its mask says over which tokens to sum.
+class Pooled(Exception):  # noqa: N818 (control flow, not an error)
+    """Restart the pass, pooling over the tokens that an attention mask shows.
 
-    So a token that a causal mask or padding hides has no part in what is summed before the attention.
+    A token hidden by a causal mask or padding must not contribute to sums taken before the attention.
     """
 
     def __init__(self, pool: Array) -> None:
-        super().__init__("sequences are pooled from the start on")
+        super().__init__("restart with pooled sequences")
         self.pool = pool
 
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
 RULES: dict[str, list[Rule]] = {}
-LAST: dict[str, list[Rule]] = {}  # for what no other rule takes
+LAST: dict[str, list[Rule]] = {}  # fallbacks, tried last
 _REGISTERED: dict[str, list[Rule]] = {}
 
 
 def rule(*primitives: str, last: bool = False) -> Callable[[Rule], Rule]:
-    """Enter a rule of the library for these primitives; `last`: for what no other rule takes."""
+    """Register a library rule for these primitives; `last` makes it a fallback."""
 
     def enter(function: Rule) -> Rule:
         for name in primitives:
@@ -127,17 +127,18 @@ def rule(*primitives: str, last: bool = False) -> Callable[[Rule], Rule]:
 
 
 def pattern(function: Rule) -> Rule:
-    """Enter a rule for operations that are recognised by what they compute."""
+    """Register a rule that recognises operations by what they compute."""
     PATTERNS.append(function)
     return function
 
 
 def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any]]], Any]:
-    """Register moments of a primitive: `rule(mean, cov, *others, **params) -> (mean, cov)`.
+    """Register a rule for a primitive: `rule(mean, cov, *others, **params) -> (mean, cov)`.
 
-    The rule takes the first random operand as a sequence, mean (T, D) and covariance, the other operands
-    as arrays (the mean where one is random, taken as independent), and the parameters of the primitive;
-    it returns moments of the result, a sequence (T, D) of the same layout. It goes before the library's.
+    The rule receives the first random operand as a sequence, mean (T, D) and covariance; the other
+    operands as arrays (random ones by their mean, taken as independent); and the primitive's
+    parameters. It returns the moments of the result in the same (T, D) layout, and takes precedence over
+    the library's rules.
 
     Args:
       primitive: name of the JAX primitive, as `jax.make_jaxpr` prints it.
@@ -180,32 +181,32 @@ def propagate(
     structure: type[Covariance] = Separable,
     receipt: bool = False,
 ) -> Callable[..., Any]:
-    """Mean and covariance of the output of a function of random weights, in one analytic pass.
+    """Mean and covariance of a function of random weights, in one analytic pass.
 
-    `fn(params, x)` is any JAX function. It is traced, and its operations are carried out on moments:
-    linear ones as exactly as the structure allows; elementwise functions in closed form or by
-    quadrature; layer normalisation, root-mean-square normalisation, attention and residual sums are
-    recognised by what they compute, whatever module wrote them, and sent to the library's transforms.
+    `fn(params, x)` is any JAX function. It is traced, and its operations are applied to moments: linear
+    ones as exactly as the structure allows; elementwise functions in closed form or by quadrature.
+    Layer and RMS normalisation, attention and residual sums are recognised by what they compute,
+    whichever module wrote them, and use the library's transforms.
 
-    Assumes that all weights' arrays are independent, and one input: for a batch, use jax.vmap (axes of
-    size one are welcome). It is the right predictive distribution for variational posteriors; for a
-    Laplace approximation, which is one of the linearised network, use `linearised`.
+    Assumes that weight arrays are independent of each other, and a single input: for a batch, use
+    jax.vmap (axes of size one are fine). This is the right predictive distribution for variational
+    posteriors; a Laplace approximation describes the linearised network, so use `linearised` there.
 
     Args:
       fn: `fn(params, *inputs)`, returning one array.
-      structure: in which covariances are kept. `mj.Full` is the most exact, for small arrays: a
-        covariance has the square of an array's entries.
-      receipt: return the list of the operations too, each with its rule, what that assumes and what it
-        costs; outside of jax.jit. `mj.reference.closure_report` takes the list.
+      structure: of the covariances. `mj.Full` is the most exact and suits small arrays: its size is the
+        square of the array's.
+      receipt: also return the list of operations, each with its rule, assumption and cost; outside of
+        jax.jit. `mj.reference.closure_report` takes this list.
 
     Returns:
-      A function of `params`, a pytree with a `Posterior` for every random array and arrays elsewhere,
-      and of the inputs, certain. It returns mean and covariance of the output as a sequence (T, D): its
-      last axis are the features, all others the tokens; an output (D,) is one token. With `receipt`
-      also a `Receipt`, a list of `Step`.
+      A function of `params`, a pytree with a `Posterior` for each random array and arrays elsewhere,
+      and of certain inputs. It returns the output's mean and covariance as a sequence (T, D): the last
+      axis holds the features, all others the tokens; an output (D,) is one token. With `receipt` also a
+      `Receipt`, a list of `Step`.
 
     Raises:
-      PropagationError: for an operation that has no rule, with the line where it is.
+      PropagationError: if an operation has no rule; names the line it came from.
 
     >>> import jax, jax.numpy as jnp
     >>> import moment_jax as mj
@@ -221,8 +222,8 @@ def propagate(
         )
     if not (isinstance(structure, type) and issubclass(structure, Covariance)):
         raise TypeError(
-            f"`propagate` needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
-            f"itself, such as mj.Separable). Got {structure!r}."
+            f"`propagate` needs a covariance structure, one of {', '.join(STRUCTURES)} (the class, "
+            f"such as mj.Separable). Got {structure!r}."
         )
 
     def propagated(params: Any, *inputs: Any) -> Any:
@@ -238,7 +239,7 @@ def propagate(
 
 
 def _receipt(propagator: Propagator, counted: Propagator, cost: Counter[int]) -> Receipt:
-    """The steps of a pass, with what the same steps have cost in another."""
+    """The steps of a pass, with the costs that a second, traced pass has counted."""
 
     def run(structure: type[Covariance], one_pass: Callable[[Propagator], Moments]) -> Moments:
         other = Propagator(structure)
@@ -286,7 +287,7 @@ def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[
 
 
 def as_weight(value: Value) -> Weight | None:
-    """A weight, or a certain array as one; None for a node."""
+    """A weight, a certain array as a `Point` weight, or None for a node."""
     if isinstance(value, Node):
         return None
     if isinstance(value, Weight):

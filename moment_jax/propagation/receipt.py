@@ -1,4 +1,4 @@
-"""What one pass did: its operations, what they cost, and its stages for `closure_report`."""
+"""The receipt of one pass: its operations, their costs, and stages for `closure_report`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,19 @@ Array = jax.Array
 class Step(NamedTuple):
     """One operation of a receipt."""
 
-    operation: str  # of the function
-    rule: str  # by which its moments were computed
+    operation: str  # the primitive
+    rule: str  # that computed its moments
     assumes: str
-    where: str  # in the user's program
+    where: str  # file and line in the user's program
     shape: tuple[int, ...]
-    cost: int = (
-        0  # multiply-adds of its matrix products; elementwise functions and copies not counted
-    )
+    cost: int = 0  # multiply-adds of matrix products; elementwise functions and copies are free
 
 
 class Receipt(list[Step]):
     """The operations of one pass, in the order in which their moments were computed.
 
-    `mj.reference.closure_report(receipt, x, structures, key)` takes it, with the x of the pass: its
-    stages lead from one array that all later ones are made of to the next, with weights of their own.
+    `mj.reference.closure_report(receipt, x, structures, key)` checks it stage by stage. Stages end at
+    arrays through which everything later passes, and share no weights.
     """
 
     def __init__(
@@ -50,12 +48,12 @@ class Receipt(list[Step]):
         self._nodes, self._output, self._run = nodes, output, run
 
     def sequence(self, x: Any) -> Array:
-        """The input as rows of features, for the first stage, which knows it already."""
+        """The input as rows of features."""
         return jnp.reshape(x, (-1, jnp.shape(x)[-1])).astype(float)
 
     @property
     def stages(self) -> list[Stage]:
-        """From cut to cut, the function's output last."""
+        """The stages, from one cut to the next; the last ends at the function's output."""
         steps = dict(zip(self._nodes, self, strict=True))
         cuts = [*_cuts(self._nodes, self._output), self._output]
         return [
@@ -66,7 +64,7 @@ class Receipt(list[Step]):
 
 
 def _cuts(nodes: list[Node], output: Node) -> list[Node]:
-    """Arrays through which all passes that was there before, and weights with it."""
+    """Nodes that separate everything before them, weights included, from everything after."""
     found: list[Node] = []
     for node in sorted(set(nodes), key=lambda n: n.index):
         if node is output or is_view(node) or not jnp.issubdtype(node.dtype, jnp.floating):
@@ -80,19 +78,19 @@ def _cuts(nodes: list[Node], output: Node) -> list[Node]:
 
 @dataclasses.dataclass
 class Stage:
-    """A part of a function, from one random array (None: the input) to another."""
+    """The part of a function between two random arrays; `start` None is the input."""
 
     name: str
     start: Node | None
     end: Node
-    run: Callable[[Any, Callable[[Any], Moments]], Moments]  # of a structure and a pass
+    run: Callable[[Any, Callable[[Any], Moments]], Moments]  # (structure, pass) -> moments
 
     def __post_init__(self) -> None:
         self.inner = between(self.end, self.start)
         self.axes = {n: _axes(n) for n in (self.start, self.end) if n is not None}
 
     def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
-        """Of the end, given those of the start as a sequence."""
+        """Moments of the end, given those of the start as a sequence."""
 
         def one_pass(propagator: Any) -> Moments:
             for node in self.inner:
@@ -110,7 +108,7 @@ class Stage:
                 node.moments, node.line = moments, line
 
     def draw(self, key: Array, x: Array) -> Array:
-        """The end of one drawn network, given the start as a sequence."""
+        """The end in one sampled network, given the start as a sequence."""
         weights = weights_of(self.end, self.start)
         keys = jax.random.split(key, max(len(weights), 1))
         drawn = {i: w.sample(k) for (i, w), k in zip(weights.items(), keys, strict=False)}
@@ -123,14 +121,14 @@ class Stage:
 
         known = {n: array(n.operands[0]) for n in self.inner if n.op == "belief"}
         if self.start is not None:
-            no_cov: Any = None  # of one draw
+            no_cov: Any = None
             shown = fresh(x, no_cov, self.start.shape, *self.axes[self.start])
             known[self.start] = shown.array().astype(self.start.dtype)
         return as_rows(compute(self.end, known, array), *self.axes[self.end])
 
 
 def _axes(node: Node) -> tuple[Axes, Axes]:
-    """The axes of tokens and of features, as the pass had them."""
+    """The token and feature axes that the pass used."""
     if node.moments is not None:
         return node.moments.natural()
     last = node.ndim - 1
@@ -138,12 +136,12 @@ def _axes(node: Node) -> tuple[Axes, Axes]:
 
 
 def scope(node: Node) -> str:
-    """Name of the operations that compute its moments."""
+    """Name scope of the operations that compute a node's moments."""
     return f"moments_{node.index}"
 
 
 def costs(jaxpr: Any, outer: int = -1, times: int = 1) -> Counter[int]:
-    """Multiply-adds of the matrix products in each `scope`, the innermost one where they are nested."""
+    """Multiply-adds of matrix products by innermost `scope`."""
     total: Counter[int] = Counter()
     for eqn in jaxpr.eqns:
         scopes = re.findall(r"moments_(\d+)", str(eqn.source_info.name_stack))

@@ -1,4 +1,4 @@
-"""Regions of the graph that depend on one random array alone, as plain functions of it."""
+"""Parts of the graph that depend on a single random array, as plain functions of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 
 
 def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
-    """Nodes that all that `node` knows comes through, the nearest first."""
+    """Nodes through which every path to `node` passes, nearest first."""
     frontier = {node}
     while frontier:
         last = max(frontier, key=lambda n: n.index)
@@ -43,13 +43,7 @@ def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
 
 
 def compute(node: Node, known: dict[Node, Any], replace: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Value of a node, a function of those that are known.
-
-    Args:
-      node: what is asked for.
-      known: values of the nodes that it is computed from.
-      replace: applied to certain operands.
-    """
+    """Value of a node, given the values of `known` nodes; `replace` maps its certain operands."""
     values = dict(known)
 
     def value(n: Any) -> Any:
@@ -64,7 +58,7 @@ def compute(node: Node, known: dict[Node, Any], replace: Callable[[Any], Any] = 
 
 
 def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
-    """An array of which every entry is one function of the same entry of another; and the function."""
+    """The node and the scalar function of which `node` is the elementwise image, or None."""
 
     def expandable(n: Node) -> bool:
         same = all(x.shape == node.shape for x in n.nodes)
@@ -88,7 +82,7 @@ def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
 
 
 def follow(node: Node, source: Node) -> np.ndarray | None:
-    """Where the entries of `source` are in an array made of it by views and elementwise functions."""
+    """Places of `source`'s entries in an array made of it by views and elementwise functions."""
     if node is source:
         return np.arange(source.size).reshape(source.shape)
     if node.op not in BY_ROW or node.op in REDUCTIONS:
@@ -106,7 +100,7 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
 
 
 def stand_in(constant: Any) -> Any:
-    """A known array that stands for one not known while tracing: True, or NaN."""
+    """A known array in place of a traced one: all True, or all NaN."""
     if is_known(constant):
         return constant
     fill = True if constant.dtype == bool else np.nan

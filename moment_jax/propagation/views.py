@@ -1,4 +1,4 @@
-"""Operations that move entries, or add up arrays: views, sums, means, concatenation."""
+"""Operations that move or add entries: views, sums, concatenation, assembly."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _view(propagator: Propagator, node: Node) -> Moments | None:
     rest = list(node.operands[1:])
     if any(map(is_random, rest)):
         raise refuse(
-            f"`{node.op}` at an index that is random",
+            f"`{node.op}` at a random index",
             node.source,
-            "Indices have to be static: compute them from certain values.",
+            "Indices must be static: compute them from certain values.",
         )
     if not all(map(is_known, rest)) or not is_view(node):
         return None
     if node.op == "gather" and isinstance(node.operands[0], Weight) and node.operands[0].ndim == 2:
-        return None  # rows of a table
+        return None  # embedding lookup
     m = propagator.moments(node.operands[0])
     places = moved(node.primitive, m.places, rest, node.params)[node.output]
     return Moments(m.mean, m.cov, places, m.branches)
@@ -65,7 +65,7 @@ def _negative(propagator: Propagator, node: Node) -> Moments:
 
 @rule("add", "add_any", "sub")
 def _sum(propagator: Propagator, node: Node) -> Moments | None:
-    """Of two random arrays: of x and what was made of it, or of independent ones."""
+    """The sum of x and a function of x, or of two arrays with or without a common origin."""
     a, b = (spread(propagator.moments(x), node.shape) for x in node.operands)
     tokens, features = a.natural() if a.mean.size >= b.mean.size else b.natural()
     (mean_a, cov_a), (mean_b, cov_b) = (m.sequence(tokens, features) for m in (a, b))
@@ -92,7 +92,7 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
 def _returned(
     mean: Array, cov: Any, other: Array, other_cov: Any, branch: Branch
 ) -> tuple[Array, Any] | None:
-    """Moments of x + f(x), if the branch f is one of x or of x normalised."""
+    """Moments of x + f(x), if the branch f starts at x or at x normalised."""
     tangent = branch.tangent(mean.shape[0])
     if tangent is None or not (mean is branch.mean or mean is branch.inner):
         return None
@@ -101,7 +101,7 @@ def _returned(
     if pool is not None and cov.pool is None:  # exclude masked tokens
         cov = cov.pooled(pool)
     mean, cov = residual(mean, cov, other, other_cov, tangent, norm)
-    if branch.attention is None and norm is not None:  # a block ends, as the library's do
+    if branch.attention is None and norm is not None:  # end of a block, as in layers
         cov = pool_as(cov, type(cov).zeros(cov.shape, cov.dtype))
     return mean, cov
 
@@ -117,16 +117,11 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
         return None
     mean, cov = m.sequence(by_token, by_feature)
     over = by_token if all(i in by_token for i in long) else by_feature
-    kept = [i for i in over if i not in axes]
     shape = [m.shape[i] for i in over]
-    target = np.zeros([n if i in kept else 1 for i, n in zip(over, shape, strict=True)], int)
-    target = np.arange(target.size).reshape(target.shape)
-    rows = np.broadcast_to(target, shape).ravel()
-    choose = jax.nn.one_hot(rows, int(target.size), dtype=mean.dtype)  # (old, new)
-    if over is by_token:
-        mean, cov = choose.T @ mean, cov.map_tokens(choose.T)
-    else:
-        mean, cov = mean @ choose, cov.map_features(choose)
+    summed = [1 if i in axes else n for i, n in zip(over, shape, strict=True)]
+    rows = np.broadcast_to(np.arange(math.prod(summed)).reshape(summed), shape).ravel()
+    choose = jax.nn.one_hot(rows, math.prod(summed), dtype=mean.dtype)  # (old, new)
+    mean, cov = _mapped(mean, cov, choose, over is by_token)
     left = [i for i in range(len(m.shape)) if i not in axes]
 
     def renamed(old: Any) -> tuple[int, ...]:
@@ -136,9 +131,16 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
     return fresh(mean, cov, node.shape, renamed(by_token), renamed(by_feature))
 
 
+def _mapped(mean: Array, cov: Any, kernel: Array, tokens: bool) -> tuple[Array, Any]:
+    """A sequence times a kernel (old, new) of its tokens, or of its features."""
+    if tokens:
+        return kernel.T @ mean, cov.map_tokens(kernel.T)
+    return mean @ kernel, cov.map_features(kernel)
+
+
 @rule("concatenate")
 def _concatenated(propagator: Propagator, node: Node) -> Moments:
-    """Each part placed among zeros, and their sum, with the covariance of every two."""
+    """The sum of the parts, each padded with zeros, with the covariance of every pair."""
     axis = node.params["dimension"]
     parts = [propagator.moments(x) for x in node.operands]
     first = max(parts, key=lambda m: m.mean.size * is_random(m))
@@ -157,10 +159,7 @@ def _concatenated(propagator: Propagator, node: Node) -> Moments:
         at = np.arange(math.prod(lead)).reshape(lead)
         chosen = np.take(at, range(start, start + size), axes.index(axis)).ravel()
         choose = jax.nn.one_hot(chosen, at.size, dtype=mean.dtype)  # (old, new)
-        if axis in tokens:
-            placed = choose.T @ mean, cov.map_tokens(choose.T)
-        else:
-            placed = mean @ choose, cov.map_features(choose)
+        placed = _mapped(mean, cov, choose, axis in tokens)
         total = placed if total is None else (total[0] + placed[0], total[1].add(placed[1]))
         shown.append(np.take(index, range(start, start + size), axis).ravel())
         start += size
@@ -183,7 +182,7 @@ _DATA = {"pad": (0, 2), "dynamic_update_slice": (0, 2), "select_n": (1, None)}
 
 @rule(*_DATA)
 def _assembled(propagator: Propagator, node: Node) -> Moments | None:
-    """Every part at its entries, zero elsewhere, and the sum of all."""
+    """The sum of the operands, each at its own entries and zero elsewhere."""
     data = range(len(node.operands))[slice(*_DATA[node.op])]
     rest = [x for i, x in enumerate(node.operands) if i not in data]
     if any(is_random(x) or not is_known(x) for x in rest):

@@ -1,4 +1,4 @@
-"""Random weights as models use them: reshaped, transposed, sliced, scaled."""
+"""Weights as models use them: reshaped, transposed, sliced, scaled."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A belief about an array of weights, and which of its entries are seen where.
+    """A view of a belief's weights.
 
     Args:
       posterior: the belief.
-      places: for each entry that is seen, the flat index of the weight.
-      root: what the belief was scaled or shifted from, if it was.
+      places: for each entry of the view, the flat index of its weight.
+      root: the belief from which `posterior` was scaled or shifted, if any.
     """
 
     posterior: Posterior
@@ -41,23 +41,23 @@ class Weight:
 
     @classmethod
     def of(cls, posterior: Posterior) -> Weight:
-        """The array itself."""
+        """The belief's whole array."""
         places = np.arange(posterior.mean.size).reshape(posterior.shape)
         return cls(posterior.belief if isinstance(posterior, Reshaped) else posterior, places)
 
     @property
     def origin(self) -> Posterior:
-        """The belief that the weights were given by."""
+        """The belief that the user gave."""
         return self.posterior if self.root is None else self.root
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that is seen."""
+        """Shape of the view."""
         return self.places.shape
 
     @property
     def dtype(self) -> Any:
-        """Of the weights."""
+        """Dtype of the weights."""
         return self.posterior.mean.dtype
 
     @property
@@ -66,18 +66,18 @@ class Weight:
         return self.places.ndim
 
     def vector(self, axes: Axes) -> Posterior | None:
-        """A belief about the vector along these axes, the same along all others; else None."""
+        """The belief about a vector along these axes, if the view is constant along all others."""
         rest = tuple(i for i in range(self.ndim) if i not in axes)
         rows = as_rows(self.places, rest, axes)
         same = (rows == rows[:1]).all() and len(np.unique(rows[0])) == rows.shape[1]
         return select(self.posterior, rows[0]) if same else None
 
     def kernel(self, inputs: Axes, outputs: Axes) -> Posterior | None:
-        """A belief about the kernel (in, out) with these axes, or None where entries come twice."""
+        """The belief about the kernel (in, out) with these axes, or None if the family has none."""
         return select(self.posterior, as_rows(self.places, inputs, outputs))
 
     def affine(self, scale: Any = 1.0, shift: Any = 0.0) -> Weight | None:
-        """A belief about scale * w + shift, or None if the family does not hold it."""
+        """The belief about scale * w + shift, or None if the family cannot express it."""
         number = np.ndim(scale) == 0 and not isinstance(scale, jax.core.Tracer)
         if number and np.ndim(shift) == 0 and not isinstance(shift, jax.core.Tracer) and shift == 0:
             if scale == 1:
@@ -87,7 +87,7 @@ class Weight:
         if not isinstance(posterior, Point | Factorized):
             return None
         mean = posterior.mean * scale + shift
-        if mean.shape != self.shape:  # a weight that is repeated is one weight still
+        if mean.shape != self.shape:  # broadcasting would make copies independent
             return None
         if isinstance(posterior, Point):
             return Weight.of(Point(mean))
@@ -96,16 +96,14 @@ class Weight:
         return dataclasses.replace(changed, root=self.origin)
 
     def moments(self, structure: type[Covariance]) -> Moments:
-        """As a random array: its last axis that is long enough as features."""
+        """Moments of the view as a random array."""
         posterior, shape = self.posterior, self.posterior.shape
         d = shape[-1] if shape else 1
         mean = jnp.reshape(posterior.mean, (-1, d))
         if isinstance(posterior, Point):
-            return Moments(
-                mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype), self.places
-            )
-        if isinstance(posterior, FullNormal):
-            cov: Any = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
+            cov: Any = structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+        elif isinstance(posterior, FullNormal):
+            cov = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
         elif isinstance(posterior, MatrixNormal):
             cov = structure.project(jnp.einsum("ij,op->iojp", posterior.in_cov, posterior.out_cov))
         else:
@@ -114,7 +112,7 @@ class Weight:
 
 
 def affine(name: str, operands: list[Any]) -> Weight | None:
-    """A weight times a certain array, plus one, or the like; None if that is no belief that we know."""
+    """A weight combined with a certain array by a primitive, or None if no family expresses it."""
     if name == "neg":
         return operands[0].affine(-1.0)
     if name not in ("mul", "add", "sub", "div"):
@@ -133,7 +131,7 @@ def affine(name: str, operands: list[Any]) -> Weight | None:
 
 
 def rescaled(posterior: Posterior, factor: Any) -> Posterior:
-    """The belief about a number times the weights."""
+    """The belief about the weights times a number."""
     mean, square = posterior.mean * factor, jnp.square(factor)
     if isinstance(posterior, Factorized | OutputShared):
         return type(posterior)(mean, posterior.variance * square)
@@ -144,21 +142,23 @@ def rescaled(posterior: Posterior, factor: Any) -> Posterior:
     return Point(mean)
 
 
-def select(posterior: Posterior, places: np.ndarray) -> Posterior | None:
-    """The belief about these weights, in this arrangement; None if the family has none of it.
+def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -> Posterior | None:
+    """The belief about these weights in this arrangement, or None if the family cannot express it.
 
-    A weight that comes twice is only known to `Point` beliefs: it is not two independent weights.
+    Only a `Point` can repeat a weight, because two copies are not independent. With `repeats`, a
+    `Factorized` belief takes the copies as independent all the same.
     """
     shape = posterior.shape
     if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):
         return posterior
     if isinstance(posterior, Point):
         return Point(posterior.mean.reshape(-1)[places])
-    if len(np.unique(places)) != places.size:
-        return None
-    if isinstance(posterior, Factorized):
+    repeated = len(np.unique(places)) != places.size
+    if isinstance(posterior, Factorized) and (repeats or not repeated):
         mean, variance = (a.reshape(-1)[places] for a in (posterior.mean, posterior.variance))
         return Factorized(mean, variance)
+    if repeated:
+        return None
     if isinstance(posterior, FullNormal):
         n = posterior.mean.size
         flat = places.ravel()
@@ -168,7 +168,7 @@ def select(posterior: Posterior, places: np.ndarray) -> Posterior | None:
 
 
 def _part_of_matrix(posterior: Posterior, places: np.ndarray) -> Posterior | None:
-    """Rows and columns of a kernel whose covariance is told by rows and columns."""
+    """Rows and columns of a kernel belief with row and column covariances."""
     if places.ndim != 2 or len(posterior.shape) != 2:
         return None
     rows, columns = np.divmod(places, posterior.shape[1])

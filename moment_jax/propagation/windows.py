@@ -1,4 +1,4 @@
-"""Windows of an array: convolutions, pooling, and rows of a table."""
+"""Windows of an array: convolutions, sums and maxima; and embedding lookups."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Window = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...], tu
 
 
 def window_places(shape: tuple[int, ...], window: Window) -> np.ndarray:
-    """Flat indices of what each window sees, (*positions, *offsets); -1 beyond the edge.
+    """Flat indices of the entries in each window, (*positions, *offsets); -1 is padding.
 
     Args:
       shape: of the array.
-      window: its size, strides, padding and dilation, one for each axis.
+      window: size, strides, padding and dilation, each by axis.
     """
     size, strides, padding, dilation = window
     index = np.zeros((1,) * (2 * len(shape)), int)
@@ -41,11 +41,8 @@ def window_places(shape: tuple[int, ...], window: Window) -> np.ndarray:
     for i, n in enumerate(shape):
         reach = (size[i] - 1) * dilation[i] + 1
         count = (n + sum(padding[i]) - reach) // strides[i] + 1
-        at = (
-            np.arange(count)[:, None] * strides[i]
-            + np.arange(size[i]) * dilation[i]
-            - padding[i][0]
-        )
+        first = np.arange(count)[:, None] * strides[i] - padding[i][0]
+        at = first + np.arange(size[i]) * dilation[i]
         axes = [1] * (2 * len(shape))
         axes[i], axes[i + len(shape)] = at.shape
         index = index * n + at.reshape(axes)
@@ -55,7 +52,7 @@ def window_places(shape: tuple[int, ...], window: Window) -> np.ndarray:
 
 @rule("conv_general_dilated")
 def _convolution(propagator: Propagator, node: Node) -> Moments | None:
-    """A dense layer of the windows: exact for `Full`, else with what the structure holds of them."""
+    """A dense layer of the windows: exact for `Full`, else as far as the structure represents them."""
     p, (image, kernel) = node.params, node.operands
     weight = as_weight(kernel)
     if weight is None or p["batch_group_count"] != 1:
@@ -108,14 +105,16 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     else:
         out_mean, out_cov = dense(mean, cov, params)
     propagator.note(
-        node, "convolution", "input and kernel independent; windows as the structure has them"
+        node,
+        "convolution",
+        "input and kernel independent; windows as the structure represents them",
     )
     axes = (out[0], *out[2:])
     return fresh(out_mean, out_cov, node.shape, axes, (out[1],))
 
 
 def _dilated(places: np.ndarray, axes: Any, steps: Any) -> np.ndarray:
-    """With zeros between the entries, as transposed convolutions see them."""
+    """Places with padding between the entries, as in transposed convolutions."""
     if all(n == 1 for n in steps):
         return places
     step = dict(zip(axes, steps, strict=True))
@@ -126,14 +125,16 @@ def _dilated(places: np.ndarray, axes: Any, steps: Any) -> np.ndarray:
 
 
 def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
-    """A belief about the kernel (window * channels, out), zero between the groups."""
+    """The belief about the kernel (window * channels, out), zero between groups."""
     *window, inputs, outputs = weight.shape
+    n = len(window)
+    belief = weight.kernel(tuple(range(n + 1)), (n + 1,))
     if groups == 1:
-        n = len(window)
-        return weight.kernel(tuple(range(n + 1)), (n + 1,))
-    factorized = weight.kernel(tuple(range(len(window) + 1)), (len(window) + 1,))
+        return belief
+    if not isinstance(belief, Point | Factorized):
+        return None
     own = np.arange(outputs) // (outputs // groups)
-    place = own[None, :] * inputs + np.arange(inputs)[:, None]  # the channels that an output sees
+    place = own[None, :] * inputs + np.arange(inputs)[:, None]  # each output's input channels
     index = np.arange(math.prod(window))[:, None, None] * channels + place
     index, columns = index.reshape(-1, outputs), np.arange(outputs)[None, :]
 
@@ -141,13 +142,11 @@ def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
         zeros = jnp.zeros((math.prod(window) * channels, outputs), array.dtype)
         return zeros.at[index, columns].set(array)
 
-    if not isinstance(factorized, Point | Factorized):
-        return None
-    return type(factorized)(*jax.tree.map(spread, jax.tree.leaves(factorized)))
+    return type(belief)(*jax.tree.map(spread, jax.tree.leaves(belief)))
 
 
 def pool_places(node: Node, x: Moments) -> np.ndarray:
-    """Places of what each window sees, its offsets last."""
+    """Places of the entries in each window, with the offsets as the last axis."""
     p = node.params
     if any(n != 1 for n in p["base_dilation"]):
         raise refuse(f"`{node.op}` of a dilated array", node.source, "Use plain windows.")
@@ -163,14 +162,12 @@ def _window_sum(propagator: Propagator, node: Node) -> Moments | None:
     x = propagator.moments(node.operands[0])
     tokens, features = x.natural()
     places = pool_places(node, x)
-    # Every feature sees the same tokens: a map of the tokens.
+    # Only windows over tokens, the same for every feature, are a map of the tokens.
     seen = as_rows(places, tokens, features, len(x.shape))
     token, feature = np.divmod(seen, x.mean.shape[1])
     d = np.arange(x.mean.shape[1])
-    if (
-        seen.shape[1] != len(d)
-        or (np.where(seen < 0, d[None, :, None], feature) != d[None, :, None]).any()
-    ):
+    own = np.where(seen < 0, d[None, :, None], feature)
+    if seen.shape[1] != len(d) or (own != d[None, :, None]).any():
         return None
     choose = np.zeros((len(seen), x.mean.shape[0]))
     for position, offset in itertools.product(range(len(seen)), range(seen.shape[2])):
@@ -183,17 +180,14 @@ def _window_sum(propagator: Propagator, node: Node) -> Moments | None:
 
 @rule("gather")
 def _rows(propagator: Propagator, node: Node) -> Moments | None:
-    """Rows of a random table, by ids that are known or not."""
+    """Rows of a random table; the ids may be traced."""
     table, ids = node.operands
     numbers = node.params["dimension_numbers"]
     if not isinstance(table, Weight) or is_random(ids) or table.ndim != 2:
         return None
     sizes = tuple(node.params["slice_sizes"])
-    if (
-        numbers.collapsed_slice_dims != (0,)
-        or numbers.start_index_map != (0,)
-        or sizes[1] != table.shape[1]
-    ):
+    by_row = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
+    if not by_row or sizes[1] != table.shape[1]:
         return None
     belief = table.kernel((0,), (1,))
     if belief is None:
@@ -202,24 +196,23 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     mean, cov = embedding(flat, belief, propagator.structure)
     features = tuple(numbers.offset_dims)
     tokens = tuple(i for i in range(len(node.shape)) if i not in features)
-    propagator.note(node, "embedding", "rows as the family has them")
+    propagator.note(node, "embedding", "rows as the family represents them")
     return fresh(mean, cov, node.shape, tokens, features)
 
 
 @singledispatch
 def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Array) -> Any:
-    """The covariance of windows @ kernel, with variances that know the pixels' own correlation.
+    """The covariance of windows @ kernel, with variances that use the correlation between pixels.
 
-    `Separable` has one correlation for the columns of all windows, that of the sum over them, in which
-    all offsets are as good as the same pixel. The true correlation of neighbours in a window is in the
-    image's token correlation. The variances of `Separable` are set to those it gives; the tokens'
-    Gram matrix is scaled to fit, the covariance of the sum is exact already. Costs
-    P K C^2 O for P windows of K pixels.
+    In `Separable`, all windows share the feature correlation of their sum, which treats the offsets of a
+    window as one pixel. The image's token correlation holds the true correlation of neighbours; it gives
+    the variances. The token Gram matrix is rescaled to fit; the covariance of the sum is already exact.
+    Costs P K C^2 O for P windows of K pixels.
 
     Args:
       mapped: covariance of the output, (P, O), by `map_features`.
       image: covariance of the image's sequence, (T, C).
-      places: flat index into it of what each window sees, (P, K C), -1 for zero.
+      places: flat index into the image of each window entry, (P, K C); -1 is zero.
       kernel: (K C, O).
     """
     del image, places, kernel
@@ -250,3 +243,88 @@ def _separable(mapped: Separable, image: Separable, places: np.ndarray, kernel: 
     root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1), rows_diagonal(token_gram)))
     token_gram = root[:, None] * token_gram * root[None, :]
     return type(mapped).from_moments(variance, token_gram, mapped.features(), mapped.pool)
+
+
+@rule("reduce_window_max")
+def _window_max(propagator: Propagator, node: Node) -> Moments:
+    """Pairwise maxima, by Clark's mean and variance of the larger of two correlated Gaussians.
+
+    Covariances with other entries are weighted by the probability of being the larger.
+    """
+    x = propagator.moments(node.operands[0])
+    tokens, features = x.natural()
+    places = pool_places(node, x)
+    seen = as_rows(places, tokens, features, len(x.shape))
+    # Pad with an entry of the window itself, which leaves the maximum unchanged.
+    seen = np.sort(seen, axis=-1)
+    first = np.min(np.where(seen < 0, x.mean.size, seen), axis=-1, keepdims=True)
+    seen = np.where(seen < 0, first, seen)
+    size, count = seen.shape[1], seen.shape[2]
+    wide = np.concatenate([seen[:, :, i] for i in range(count)], axis=1)
+    cov = gather(x.cov, wide)
+    means = [x.mean.reshape(-1)[seen[:, :, i]] for i in range(count)]
+    between = _between(x.cov, seen)
+    mean, shares, variance = _largest(means, between)
+    gated = cov.rescale(jnp.concatenate(shares, axis=1))
+    linear = gated.map_features(jnp.concatenate([jnp.eye(size, dtype=mean.dtype)] * count))
+    moments = _Exact(variance, linear.variance())
+    propagator.note(node, "maximum over windows", "entries Gaussian, maxima too (Clark)")
+    return fresh(mean, linear.elementwise(moments), node.shape, tokens, features)
+
+
+class _Exact:
+    """Elementwise moments that set the variances; the linear part shrinks where it is too large."""
+
+    def __init__(self, variance: Array, linear: Array) -> None:
+        self.variance = variance
+        ratio = jnp.where(linear > variance, variance / jnp.where(linear > 0, linear, 1), 1)
+        self.gain = jnp.sqrt(ratio)
+        self.second = jnp.zeros_like(variance)
+
+
+def _between(cov: Any, seen: np.ndarray) -> list[list[Array]]:
+    """Covariances of every pair of entries of a window, (T, D) each."""
+    t, d, count = seen.shape
+    flat = seen.reshape(t * d, count)
+    token, feature = np.divmod(flat, cov.shape[1])
+    if hasattr(cov, "variances"):
+        own = cov.variance().reshape(-1)[flat]
+
+        def pair(i: int, j: int) -> Array:
+            return own[:, i] if i == j else jnp.zeros(t * d, own.dtype)
+    elif hasattr(cov, "token_correlation"):
+        scale = cov.scale.reshape(-1)[flat]
+
+        def pair(i: int, j: int) -> Array:
+            return scale[:, i] * scale[:, j] * cov.token_correlation[token[:, i], token[:, j]]
+    else:
+        dense_cov = cov.to_dense()
+
+        def pair(i: int, j: int) -> Array:
+            return dense_cov[token[:, i], feature[:, i], token[:, j], feature[:, j]]
+
+    return [[pair(i, j).reshape(t, d) for j in range(count)] for i in range(count)]
+
+
+def _largest(means: list[Array], between: list[list[Array]]) -> tuple[Array, list[Array], Array]:
+    """The largest of several Gaussians: mean, probability of each being it, and variance."""
+    mean, variance = means[0], between[0][0]
+    cross = list(between[0])  # Cov[largest so far, entry i]
+    shares = [jnp.ones_like(mean)]
+    for i in range(1, len(means)):
+        spread = variance + between[i][i] - 2 * cross[i]
+        positive = spread > jnp.finfo(mean.dtype).tiny
+        theta = jnp.sqrt(jnp.where(positive, spread, 1))
+        gap = mean - means[i]
+        alpha = gap / theta
+        p = jnp.where(positive, jax.scipy.stats.norm.cdf(alpha), (gap >= 0).astype(mean.dtype))
+        density = jnp.where(positive, theta * jax.scipy.stats.norm.pdf(alpha), 0)
+        new = mean * p + means[i] * (1 - p) + density
+        # Clark's variance, arranged so that little cancels.
+        second = variance * p + between[i][i] * (1 - p)
+        second += gap * (gap * p * (1 - p) + density * (1 - 2 * p))
+        variance = jnp.maximum(second - density**2, 0)
+        cross = [p * c + (1 - p) * between[i][j] for j, c in enumerate(cross)]
+        shares = [*(s * p for s in shares), 1 - p]
+        mean = new
+    return mean, shares, variance

@@ -18,4 +18,4 @@ import moment_jax as mj
 def test_scikit_learn_accepts_it(estimator):
     with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of scikit-learn's about its own checks
-        check_estimator(estimator(num_hidden=8, max_steps=400, validation=0.0))
+        check_estimator(estimator(num_hidden=8, max_steps=100, learning_rate=0.05, validation=0.0))

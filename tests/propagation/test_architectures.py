@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -57,7 +58,7 @@ class Skips(nnx.Module):
 
     def __call__(self, x):
         x = nnx.silu(self.first(x))
-        y = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        y = nnx.max_pool(x, (3, 1), strides=(2, 2), padding="SAME")
         return self.last(jnp.concatenate([x, self.up(y)], axis=-1)).mean((1, 2))
 
 
@@ -93,7 +94,7 @@ def test_public_arrangements_against_sampled_networks(name):
         if shape is None
         else jax.random.normal(jax.random.key(1), shape, jnp.float32)
     )
-    assert_sampled(model, x, mj.Full, (0.95, 1.05))
+    assert_sampled(model, x, mj.Full)
 
 
 def test_a_model_that_changes_the_statistics_of_a_batch_is_refused():
@@ -126,13 +127,18 @@ def test_variances_of_a_convolved_separable_image_are_those_of_its_dense_covaria
         (1, 4, 4, 3), ((1, 3, 3, 3), (1, strides, strides, 1), PADDED, (1, 1, 1, 1))
     )
     places = places.reshape(-1, 27)
-    mapped = gather(image, places).map_features(kernel.reshape(27, 5))
-    found = with_window_variance(mapped, image, places, kernel.reshape(27, 5))
+    kernel = kernel.reshape(27, 5)
 
-    seen = jnp.where(places[..., None] < 0, 0, jnp.eye(48)[places])  # (P, 27, 48)
-    outputs = jnp.einsum("pjt,jo->pot", seen, kernel.reshape(27, 5))
-    dense = image.to_dense().reshape(48, 48)
-    wanted = jnp.einsum("pot,ts,pos->po", outputs, dense, outputs)
-    assert jnp.allclose(found.variance(), wanted, rtol=1e-10)
-    assert jnp.allclose(jnp.diag(found.token_gram()), wanted.sum(1), rtol=1e-10)
-    assert jnp.allclose(found.feature_gram(), mapped.feature_gram(), rtol=1e-10)
+    @jax.jit
+    def convolved(image, kernel):
+        mapped = gather(image, places).map_features(kernel)
+        found = with_window_variance(mapped, image, places, kernel)
+        return found.variance(), found.token_gram(), found.feature_gram(), mapped.feature_gram()
+
+    variance, token_gram, *feature_grams = convolved(image, kernel)
+    seen = np.where(places[..., None] < 0, 0, np.eye(48)[places])  # (P, 27, 48)
+    outputs = np.einsum("pjt,jo->pot", seen, kernel)
+    wanted = np.einsum("pot,ts,pos->po", outputs, image.to_dense().reshape(48, 48), outputs)
+    assert np.allclose(variance, wanted, rtol=1e-10)
+    assert np.allclose(np.diag(token_gram), wanted.sum(1), rtol=1e-10)
+    assert np.allclose(*feature_grams, rtol=1e-10)
