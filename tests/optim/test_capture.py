@@ -117,9 +117,7 @@ def test_kronecker_factors_of_a_network_by_hand():
 def test_rows_of_a_network_by_hand():
     """Every example has its own key, so each is compared with a batch of one."""
     model, (x, labels) = of_double(Perceptron()), dense_batch()
-    compute = capture(
-        reading=optim.PerSample(), fisher=optim.SampledFisher(), dtype=jnp.float64
-    )
+    compute = capture(reading=optim.PerSample(), fisher=optim.SampledFisher(), dtype=jnp.float64)
     factors = compute(model, x, labels, key=KEY)[2]
     for n, key in enumerate(jax.random.split(KEY, N)):
         a1, g1, a2, g2 = by_hand(model, x[n : n + 1], key)
