@@ -91,8 +91,8 @@ def value_grad_and_factors(
         blocks = find_blocks(model, wrt)
         if not blocks:
             raise ValueError(
-                "`value_grad_and_factors` needs a model with layers it knows, such as nnx.Linear. Got "
-                f"{type(model).__name__} without any; mj.optim.find_blocks lists the supported layers."
+                "`value_grad_and_factors` needs a model with supported layers, such as nnx.Linear. Got "
+                f"{type(model).__name__} without any; they are listed in mj.optim.find_blocks."
             )
         by_rows = isinstance(reading, PerSample | PerToken)
         part = fisher.examples is not None and fisher.examples < batch_size(batch)

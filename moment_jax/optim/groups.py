@@ -154,23 +154,20 @@ def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
             f"The factors of layer {block.name!r} ({', '.join(block.leaves)}) are missing. {fix}, or "
             "mask its parameters."
         )
-    count, rows, columns = block.count, block.rows, block.columns
-    wanted: dict[str, tuple[int, ...]]
-    if isinstance(factor, KroneckerFactor):
-        wanted = {"inputs": (count, rows, rows), "outputs": (count, columns, columns)}
-    elif isinstance(factor, EmbeddingFactor):
-        wanted = {"frequencies": (count, rows), "outputs": (count, columns, columns)}
-    elif isinstance(factor, DiagonalFactor):
-        wanted = {"squares": (count, rows, columns)}
-    elif isinstance(factor, RowFactor):
-        n, t = factor.inputs.shape[1:3]
-        wanted = {"inputs": (count, n, t, rows), "outputs": (count, n, t, columns)}
-    else:
+    if not isinstance(factor, Factor):
         raise TypeError(
             f"Layer {block.name!r} needs a factor of mj.optim. Got {type(factor).__name__}."
         )
-    for name, shape in wanted.items():
-        got = tuple(getattr(factor, name).shape)
+    rows, columns = block.rows, block.columns
+    examples = factor.inputs.shape[1:3] if isinstance(factor, RowFactor) else ()
+    shapes: dict[type, tuple[tuple[int, ...], ...]] = {
+        KroneckerFactor: ((rows, rows), (columns, columns)),
+        EmbeddingFactor: ((rows,), (columns, columns)),
+        DiagonalFactor: ((rows, columns),),
+        RowFactor: ((*examples, rows), (*examples, columns)),
+    }
+    for name, one in zip(factor._fields, shapes[type(factor)], strict=False):
+        shape, got = (block.count, *one), tuple(getattr(factor, name).shape)
         if got != shape:
             raise ValueError(
                 f"The factor {name!r} of layer {block.name!r} needs the shape {shape}. Got {got}. "

@@ -132,22 +132,15 @@ def divided(array: Array, by: Array) -> Array:
     return jnp.where(by > 0, array / jnp.where(by > 0, by, 1), 0)
 
 
-def factored_damping(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
-    """The damping of A and of G, (L,) each, from their average eigenvalues, (L,)."""
-    tiny = jnp.finfo(inputs.dtype).tiny
-    pi = jnp.sqrt(jnp.maximum(inputs, tiny) / jnp.maximum(outputs, tiny))
-    pi = jnp.where((inputs > tiny) & (outputs > tiny), pi, 1)
-    root = jnp.sqrt(damping)
-    return pi * root, root / pi
-
-
 def _added(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
     """The damping of the diagonals of factors (L, n, n), (L,) each."""
     of_inputs, of_outputs = (jnp.sum(diagonal_of(f), axis=-1) for f in (inputs, outputs))
-    left, right = factored_damping(
-        of_inputs / inputs.shape[-1], of_outputs / outputs.shape[-1], damping
-    )
-    return _floor(of_inputs, left), _floor(of_outputs, right)
+    a, g = of_inputs / inputs.shape[-1], of_outputs / outputs.shape[-1]  # average eigenvalues
+    tiny = jnp.finfo(a.dtype).tiny
+    pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
+    pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
+    root = jnp.sqrt(damping)
+    return _floor(of_inputs, pi * root), _floor(of_outputs, root / pi)
 
 
 def _raised(factor: Array, added: Array) -> Array:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.optim.factors import Factors
+from moment_jax.optim.factors import Factors, quadratic_form
 from moment_jax.optim.groups import Matrices
-from moment_jax.optim.operators import quadratic_form
 
 Array = jax.Array
 

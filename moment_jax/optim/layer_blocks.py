@@ -106,7 +106,7 @@ def row_block(
 
 
 def infer_blocks(shapes: Mapping[str, Shape]) -> Blocks:
-    """The blocks of a parameter tree by Flax's names, where no model is at hand.
+    """The blocks of a parameter tree by Flax's names, without a model.
 
     A leaf `kernel` (or `kernel/mean`, of a belief) is a dense layer whose last axis is the output; in a
     layer called query, key or value it has one input axis, as in `nnx.MultiHeadAttention`. `embedding`

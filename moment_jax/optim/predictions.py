@@ -66,9 +66,18 @@ class Prediction(Protocol):
         """sum_n -log p(y_n), nats, with y_n drawn from the prediction and held fixed."""
 
 
+class _OfArrays:
+    """A prediction whose arrays all have the examples as their first axis."""
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return jax.tree.leaves(self)[0].shape[0]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CategoricalPrediction:
+class CategoricalPrediction(_OfArrays):
     """Classes with these logits.
 
     Args:
@@ -76,11 +85,6 @@ class CategoricalPrediction:
     """
 
     logits: Array
-
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.logits.shape[0]
 
     def sampled_loss(self, key: Array) -> Array:
         """Cross-entropy with sampled labels, summed over all targets."""
@@ -90,15 +94,10 @@ class CategoricalPrediction:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BernoulliPrediction:
+class BernoulliPrediction(_OfArrays):
     """Independent binary targets with these logits, (N, ...)."""
 
     logits: Array
-
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.logits.shape[0]
 
     def sampled_loss(self, key: Array) -> Array:
         """Binary cross-entropy with sampled labels, summed over all targets."""
@@ -109,7 +108,7 @@ class BernoulliPrediction:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NormalPrediction:
+class NormalPrediction(_OfArrays):
     """Independent Gaussian targets.
 
     Args:
@@ -121,11 +120,6 @@ class NormalPrediction:
     mean: Array
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
 
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.mean.shape[0]
-
     def sampled_loss(self, key: Array) -> Array:
         """1/2 |(y - mean) / scale|^2 with sampled y, summed over all targets."""
         noise = jax.random.normal(key, self.mean.shape, self.mean.dtype)
@@ -135,7 +129,7 @@ class NormalPrediction:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BayesianCategoricalPrediction:
+class BayesianCategoricalPrediction(_OfArrays):
     """Classes with Gaussian logits, as a Bayesian classifier of `mj.nn` returns them.
 
     Logits are drawn first, then a class given the logits; the loss is -log p of that class, with a
@@ -149,11 +143,6 @@ class BayesianCategoricalPrediction:
 
     mean: Array
     cov: Array
-
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.mean.shape[0]
 
     def sampled_loss(self, key: Array) -> Array:
         """Cross-entropy with sampled logits and labels, summed over examples."""

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.optim.conjugate_gradient import Solution, conjugate_gradient
-from moment_jax.optim.factors import RowFactor
-from moment_jax.optim.operators import apply_curvature
+from moment_jax.optim.factors import RowFactor, apply_curvature
 
 Array = jax.Array
 Solver = Callable[..., Solution]

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +44,8 @@ class CurvatureTap(nnx.Param):
     """
 
 
-class Call(NamedTuple):
-    """Inputs and output of one call of a layer."""
-
-    inputs: Array  # (N, T, in)
-    output: Array  # (N, T, out)
-
-
-Arrange = Callable[[Any, Array, Array], Call]
+# (layer, inputs, output) of a call -> inputs (N, T, in) and output (N, T, out)
+Arrange = Callable[[Any, Array, Array], tuple[Array, Array]]
 
 
 def _examples(array: Array, num_features: int) -> Array:
@@ -62,24 +56,24 @@ def _examples(array: Array, num_features: int) -> Array:
     return array.reshape(first, math.prod(lead[1:]), width)
 
 
-def _linear(layer: Any, inputs: Array, output: Array) -> Call:
+def _linear(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     del layer
-    return Call(_examples(inputs, 1), _examples(output, 1))
+    return _examples(inputs, 1), _examples(output, 1)
 
 
-def _linear_general(layer: Any, inputs: Array, output: Array) -> Call:
+def _linear_general(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     axes = layer.axis
     moved = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
-    return Call(_examples(moved, len(axes)), _examples(output, len(layer.out_features)))
+    return _examples(moved, len(axes)), _examples(output, len(layer.out_features))
 
 
-def _embed(layer: Any, inputs: Array, output: Array) -> Call:
+def _embed(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     del layer
     lead = inputs.shape[:1] or (1,)
-    return Call(inputs.reshape(lead[0], math.prod(inputs.shape[1:])), _examples(output, 1))
+    return inputs.reshape(lead[0], math.prod(inputs.shape[1:])), _examples(output, 1)
 
 
-def _norm(layer: Any, inputs: Array, output: Array) -> Call:
+def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
     if isinstance(layer, nnx.LayerNorm):
         centred, square = (
@@ -89,11 +83,7 @@ def _norm(layer: Any, inputs: Array, output: Array) -> Call:
     else:
         centred, square = x, jnp.mean(x**2, axis=-1, keepdims=True)
     normal = centred * jax.lax.rsqrt(square + layer.epsilon)
-    return Call(_examples(normal, 1), _examples(output, 1))
-
-
-def _conv(layer: Any, inputs: Array, output: Array) -> Call:
-    return Call(*conv_rows(layer, inputs, output))
+    return _examples(normal, 1), _examples(output, 1)
 
 
 ARRANGE: dict[type[nnx.Module], Arrange] = {
@@ -102,7 +92,7 @@ ARRANGE: dict[type[nnx.Module], Arrange] = {
     nnx.Embed: _embed,
     nnx.LayerNorm: _norm,
     nnx.RMSNorm: _norm,
-    nnx.Conv: _conv,
+    nnx.Conv: conv_rows,
 }
 """Observed layers, and how a call of each is arranged; add a new layer here."""
 
@@ -263,10 +253,8 @@ def _tapped(cls: type) -> type:
         output = cls.__call__(self, inputs, *args, **kwargs)
         dummies = _dummies(self)
         dtype = dummies["rows"].dtype
-        arranged = arrange(self, inputs, output)
-        observed = observe(self.statistic, dtype)(
-            arranged.output, jax.lax.stop_gradient(arranged.inputs), dummies
-        )
+        rows, observed = arrange(self, inputs, output)
+        observed = observe(self.statistic, dtype)(observed, jax.lax.stop_gradient(rows), dummies)
         return observed.reshape(output.shape)
 
     return type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})

@@ -121,7 +121,7 @@ def test_gradients_that_always_point_back_do_not_end_the_training(make):
         grads = {"kernel": jnp.sign(updates["kernel"])}
         bounds.append(float(inside(state).bound))
         dampings.append(float(inside(state).damping))
-    assert bounds[10] < bounds[0] / 10  # an early bound is of no account
+    assert bounds[10] < bounds[0] / 10  # early bounds are no floor
     late = np.arange(20, 60)
     np.testing.assert_allclose(np.asarray(bounds)[late] * (late + 1), bounds[20] * 21, rtol=1e-5)
     assert dampings[20] == dampings[-1]  # nor are steps shortened by damping

@@ -1,4 +1,4 @@
-"""Bad input: errors that name the leaf and the mend."""
+"""Bad input: errors that name the leaf and the fix."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def test_a_method_of_first_order(method):
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         (optim.cg_fac, {"damping": -1.0}, "damping >= 0"),
         (optim.cg_fac, {"max_iterations": 0}, "max_iterations >= 1"),
@@ -65,9 +65,9 @@ def test_a_method_of_first_order(method):
         (optim.LevenbergMarquardt, {"initial": 1e9}, "smallest <= initial <= largest"),
     ],
 )
-def test_numbers_out_of_range(make, options, said):
+def test_numbers_out_of_range(make, options, message):
     arguments = () if make is optim.LevenbergMarquardt else (0.1,)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         make(*arguments, **options)
 
 
@@ -112,7 +112,7 @@ def test_losses_that_do_not_fit():
     vector = optim.value_grad_and_factors(lambda model, x, y: (model(x), classify(model, x, y)[1]))
     with pytest.raises(ValueError, match="must be a scalar"):
         vector(Perceptron(), x, labels)
-    with pytest.raises(ValueError, match="layers it knows"):
+    with pytest.raises(ValueError, match="supported layers"):
         optim.value_grad_and_factors(classify)(nnx.Dropout(0.1), x, labels)
     with pytest.raises(ValueError, match="axis of examples"):
         optim.value_grad_and_factors(lambda model: classify(model, x, labels))(Perceptron())
