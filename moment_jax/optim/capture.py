@@ -94,11 +94,11 @@ def value_grad_and_factors(
                 "`value_grad_and_factors` needs a model with supported layers, such as nnx.Linear. Got "
                 f"{type(model).__name__} without any; they are listed in mj.optim.find_blocks."
             )
+        size, examples = batch_size(batch), fisher.examples
         by_rows = isinstance(reading, PerSample | PerToken)
-        part = fisher.examples is not None and fisher.examples < batch_size(batch)
-        if by_rows or when is not None or part:
+        if by_rows or when is not None or (examples is not None and examples < size):
             value, grads, rest, key = passes.plain(model, batch, key)
-            batch = jax.tree.map(lambda x: x[: fisher.examples], batch)
+            batch = jax.tree.map(lambda x: x[:examples], batch)
             alone = passes.rows_alone if by_rows else passes.factors_alone
             take = partial(alone, model, blocks, batch, key)
             factors = take() if when is None else _only_when(when, take)
