@@ -262,7 +262,7 @@ def cg_fac(
 
     Source: Brownian document, Algorithm 1, Eq. 16 to 18 (the step is subtracted).
 
-    >>> import jax, jax.numpy as jnp, optax
+    >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> import moment_jax as mj
     >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -270,10 +270,13 @@ def cg_fac(
     ...     return jnp.mean((model(x) - y) ** 2), mj.optim.NormalPrediction(model(x))
     >>> tx = mj.optim.cg_fac()
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    >>> value, grads, factors = mj.optim.value_grad_and_factors(loss)(
-    ...     model, jnp.eye(3), jnp.ones((3, 2)))
-    >>> _ = optimizer.update(model, grads, factors=factors, value=value)
-    >>> bool(loss(model, jnp.eye(3), jnp.ones((3, 2)))[0] < value)
+    >>> @nnx.jit
+    ... def step(model, optimizer, x, y):
+    ...     value, grads, factors = mj.optim.value_grad_and_factors(loss)(model, x, y)
+    ...     optimizer.update(model, grads, factors=factors, value=value)
+    ...     return value
+    >>> first, second = (step(model, optimizer, jnp.eye(3), jnp.ones((3, 2))) for _ in range(2))
+    >>> bool(second < first)
     True
     """
     direction = scale_by_cg_fac(
