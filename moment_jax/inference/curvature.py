@@ -16,7 +16,7 @@ from flax import nnx
 from moment_jax.objectives import Bernoulli, Gaussian
 from moment_jax.optim import KroneckerExpand, find_blocks, value_grad_and_factors
 from moment_jax.optim.layer_blocks import Blocks, DenseBlock
-from moment_jax.optim.row_counts import RowCounter
+from moment_jax.optim.statistics import RowCounter
 from moment_jax.optim.taps import CurvatureTap, tap
 from moment_jax.optim.trees import flatten, unflatten
 

@@ -15,19 +15,20 @@ from moment_jax.optim.factors import (
     EmbeddingFactor,
     KroneckerFactor,
     RowFactor,
+    apply_curvature,
 )
-from moment_jax.optim.fisher import EmpiricalFisher, SampledFisher
 from moment_jax.optim.for_model import for_model
 from moment_jax.optim.inverses import Cholesky, Eigh, NewtonSchulz
 from moment_jax.optim.kfac import kfac, scale_by_kfac
 from moment_jax.optim.natural_scales import find_scales, natural_scales
-from moment_jax.optim.operators import apply_curvature
 from moment_jax.optim.predictions import (
     BayesianCategoricalPrediction,
     BernoulliPrediction,
     CategoricalPrediction,
+    EmpiricalFisher,
     NormalPrediction,
     Prediction,
+    SampledFisher,
 )
 from moment_jax.optim.refresh import KFACState
 from moment_jax.optim.safeguard import SafeguardedState, curvature_due

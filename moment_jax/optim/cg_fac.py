@@ -19,12 +19,18 @@ from moment_jax.optim.damping import (
     Schedule,
     check_range,
 )
-from moment_jax.optim.factors import DiagonalFactor, Factor, Factors, RowFactor
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    Factor,
+    Factors,
+    RowFactor,
+    apply_curvature,
+    curvature_diagonal,
+)
 from moment_jax.optim.groups import Groups, Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion, divided
 from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.operators import apply_curvature, curvature_diagonal
 from moment_jax.optim.refresh import apply_inverse, no_inverses, refreshed
 from moment_jax.optim.row_systems import cheapest_form
 from moment_jax.optim.safeguard import per_rate, safeguarded
@@ -34,10 +40,10 @@ Array = jax.Array
 
 
 class ConjugateGradientState(NamedTuple):
-    """What the solver keeps, by group of layers: where to start from, and figures for logs."""
+    """State of the solver by group of layers; `iterations` and `residual` are for logs."""
 
-    preconditioner: Any  # inverses of `StaleInverse`; None for other preconditioners
-    solution: Matrices  # (L, rows, columns); empty without warm start
+    preconditioner: Any  # inverses of `StaleInverse`; else None
+    solution: Matrices  # the next start, (L, rows, columns); empty without warm start
     iterations: Matrices  # (L,), of the last step
     residual: Matrices  # (L,), relative, of the last step
 
@@ -49,9 +55,9 @@ class Jacobi:
 
 @dataclasses.dataclass(frozen=True)
 class StaleInverse:
-    """Precondition by inverses of the Kronecker factors, refreshed now and then.
+    """Precondition by inverses of the Kronecker factors, refreshed every few steps.
 
-    What is solved is today's system all the same: an old inverse costs iterations, not accuracy.
+    The system that is solved is always the current one: an old inverse costs iterations, not accuracy.
 
     Args:
       inversion: `Cholesky()`, `Eigh()` or `NewtonSchulz()`.
@@ -71,7 +77,7 @@ DEFAULT_PRECONDITIONER = StaleInverse()
 
 @dataclasses.dataclass(frozen=True)
 class ConjugateGradientSolver:
-    """(F + damping I) x = grad by at most so many iterations."""
+    """(F + damping I) x = grad by conjugate gradients."""
 
     max_iterations: int | Array
     tolerance: Number
@@ -79,7 +85,7 @@ class ConjugateGradientSolver:
     precondition: Preconditioner | None
 
     def init(self, groups: Groups, dtype: jnp.dtype) -> ConjugateGradientState:
-        """No guess yet."""
+        """The state before the first step."""
         counts = {key: sum(b.count for b in blocks) for key, blocks in groups.items()}
         shapes = {key: (counts[key], b[0].rows, b[0].columns) for key, b in groups.items()}
         stale = self.precondition if isinstance(self.precondition, StaleInverse) else None
@@ -101,7 +107,7 @@ class ConjugateGradientSolver:
         fresh: Array,
         ready: Array,
     ) -> Directions:
-        """All groups, one after the other."""
+        """Solve one group after another."""
         stale, inverses = self.precondition, state.preconditioner
         if isinstance(stale, StaleInverse):
             inverses = refreshed(
@@ -117,14 +123,14 @@ class ConjugateGradientSolver:
             )
             for key, grad in grads.items()
         }
-        # x^T (F + damping) x: what F leaves unbounded, the damping bounds.
+        # x^T (F + damping) x; the damping bounds directions in which F is zero.
         quadratic = sum_of(
             jnp.sum(solved[key].x * (grad - solved[key].residual)) for key, grad in grads.items()
         )
         x = {key: one.x for key, one in solved.items()}
         iterations = {key: one.iterations for key, one in solved.items()}
         residual = {key: one.relative_residual for key, one in solved.items()}
-        # Directions of a step that is left out are no guess for the next.
+        # A skipped step is no start for the next.
         parts = (x if self.warm_start else {}, iterations, residual)
         kept = jax.tree.map(lambda new, old: jnp.where(ready, new, old), parts, tuple(state[1:]))
         return Directions(x, jnp.maximum(quadratic, 0), ConjugateGradientState(inverses, *kept))
@@ -173,9 +179,9 @@ def scale_by_cg_fac(
     kl_bound: Bound = DEFAULT_BOUND,
     blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The solution x of (F + damping I) x = grad, within a bound: what `cg_fac` is a chain of.
+    """The direction of `cg_fac`, x of (F + damping I) x = grad within a bound; arguments as there.
 
-    Nothing is subtracted, averaged or undone: that is for what follows in `optax.chain`.
+    Sign, momentum and undoing of bad steps are left to the rest of an `optax.chain`.
     """
     check_range("cg_fac", "max_iterations", max_iterations, least=1)
     check_range("cg_fac", "tolerance", tolerance, least=0)
@@ -200,66 +206,63 @@ def cg_fac(
     weight_decay: Number = 0.0,
     blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The natural gradient by conjugate gradients: no Fisher matrix is formed, and none inverted.
+    """The natural gradient by conjugate gradients: no Fisher matrix is formed or inverted.
 
-    `precondition=None` is Algorithm 1 as printed and `Jacobi()` adds nothing that needs an inverse; the
-    default takes K-FAC's inverses, a few steps old, as the preconditioner, so that one to three
-    iterations solve what takes the others dozens.
-
-    For every layer it solves (F + damping I) x = grad and steps by -learning_rate x. `factors` of
-    `value_grad_and_factors` say what F is: with Kronecker factors the operator A V G, with `PerSample`
-    or `PerToken` the exact block of the batch (then decay=None). Normalisations are divided by their
+    For every layer it solves (F + damping I) x = grad and steps by -learning_rate x. F comes from the
+    `factors` of `value_grad_and_factors`: the operator A V G for Kronecker factors, the exact block of
+    the batch for `PerSample` and `PerToken` (these need decay=None). Normalisations are divided by their
     diagonal. Layers of one shape are solved together.
 
-    Without one argument it is meant to work: damping and the bound of the step adapt to the network by
-    what each new gradient says of the last step (`AdaptiveDamping`, `TrustRegion`), at the cost of one
-    product with the curvature. It is `scale_by_cg_fac`, `optax.ema`, `optax.add_decayed_weights` and
-    `optax.scale_by_learning_rate` in a chain.
+    The defaults need no tuning: damping and the bound of the step adapt by what each new gradient shows
+    about the last step (`AdaptiveDamping`, `TrustRegion`), for one product with the curvature. It is
+    `scale_by_cg_fac`, `optax.ema`, `optax.add_decayed_weights` and `optax.scale_by_learning_rate` in a
+    chain.
 
-    `update(grads, state, params, factors=factors, value=value)`. `factors` may be None (or of weight 0)
-    where there is no new curvature: `curvature_due(state)` says when to take it. With `value`, the loss
-    that the gradient is of, a step after which the loss is not finite, or far above its average, is
-    taken back, the bound quartered and the momentum dropped; `state.taken_back` counts such steps.
-    `change` is for `LevenbergMarquardt`. Iterations, residuals, damping and bound are in
-    `state.chain[0]`.
+    Call `update(grads, state, params, factors=factors, value=value)`:
 
-    No NaN leaves it: where a gradient is not finite, or there is no curvature yet, the step is zero and
-    `state.skipped` counts it; factors that are not finite do not enter the averages; an iteration stops
-    where it meets no positive curvature, so that damping 0 and zero gradients are harmless.
+      factors: may be None (or of weight 0) if there is no new curvature; `curvature_due(state)` tells
+        when to compute it.
+      value: the loss at `params`. If it is not finite or far above its average, the last step is taken
+        back, the bound quartered and the momentum dropped; `state.taken_back` counts these steps.
+      change: for `LevenbergMarquardt` only.
+
+    Updates are always finite. If a gradient is not finite, or there is no curvature yet, the step is
+    zero and `state.skipped` counts it. Factors that are not finite are left out of the averages.
+    Iterations stop at directions without positive curvature, so damping 0 and zero gradients are
+    harmless. Iterations, residuals, damping and bound are in `state.chain[0]`.
 
     Args:
-      learning_rate: of the step -learning_rate x, a number or a schedule. `TrustRegion` makes good much
-        of what a schedule takes away: for steps that fall to zero give a schedule of `kl_bound` too.
-      damping: gamma: `AdaptiveDamping()`, `LevenbergMarquardt()`, a number or a schedule. It is to be
-        compared with the eigenvalues of F: well above most of them the step is plain gradient descent's.
-      max_iterations: m, at most so many iterations.
-      tolerance: an iteration stops when |residual| <= tolerance |grad|.
-      warm_start: start at the previous step's x, scaled to the best multiple of itself, which is stored
-        for it. It saves iterations where gradients change slowly, and next to none where each is one
-        small batch's.
-      precondition: of Kronecker factors and tables by `StaleInverse()`, by their diagonal, `Jacobi()`,
-        or None, as Algorithm 1 is printed.
-      decay: of the running averages of the factors; None to take each batch's by themselves.
-      curvature_every: steps between new curvature, as `curvature_due` tells it; the first so many steps
-        all have it.
+      learning_rate: a number or a schedule. `TrustRegion` compensates for much of a decreasing rate; for
+        steps that fall to zero give a schedule of `kl_bound` too.
+      damping: gamma: `AdaptiveDamping()`, `LevenbergMarquardt()`, a number or a schedule. Far above most
+        eigenvalues of F, the step is that of gradient descent.
+      max_iterations: m, the most iterations.
+      tolerance: iterations stop when |residual| <= tolerance |grad|.
+      warm_start: start at the best multiple of the previous x, which is then stored. It saves iterations
+        if gradients change slowly, and hardly any if each is of one small batch.
+      precondition: `StaleInverse()` (default), K-FAC's inverses, a few steps old, with which one to
+        three iterations do instead of dozens; `Jacobi()`, the diagonal; or None, Algorithm 1 as printed.
+      decay: of the running averages of the factors; None to use each batch on its own.
+      curvature_every: steps between new curvature, for `curvature_due`; the first of these steps all
+        have it.
       kl_bound: x is scaled so that 1/2 step^T (F + damping I) step <= kl_bound, nats per example:
-        `TrustRegion()`, which bounds it for a learning rate of 1, a number, a schedule, or None for no
-        bound. Blocks that leave out what goes on between tokens make F too small, so a fixed bound may
-        have to be far below the wanted divergence.
+        `TrustRegion()`, which assumes a learning rate of 1, a number, a schedule, or None for no bound.
+        Blocks that ignore correlations between tokens underestimate F, so a fixed bound may have to be
+        far below the intended divergence.
       momentum: of the running average of the directions; 0 for none.
-      weight_decay: decoupled, as in AdamW: learning_rate weight_decay params is subtracted too.
-      blocks: `find_blocks(model)`; None to know the layers by Flax's names of their parameters.
+      weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
+      blocks: `find_blocks(model)`; None to infer the layers from Flax's parameter names.
 
     Returns:
       An Optax transformation with extra arguments.
 
     Raises:
-      ValueError: if a number is out of range, or (from init and update) the parameters or factors do not
-        fit; the leaf is named.
+      ValueError: if a number is out of range, or (from init and update) parameters or factors do not
+        match; the leaf is named.
 
     Source: Brownian document, Algorithm 1, Eq. 16 to 18 (the step is subtracted).
 
-    >>> import jax, jax.numpy as jnp, optax
+    >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> import moment_jax as mj
     >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -267,10 +270,13 @@ def cg_fac(
     ...     return jnp.mean((model(x) - y) ** 2), mj.optim.NormalPrediction(model(x))
     >>> tx = mj.optim.cg_fac()
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    >>> value, grads, factors = mj.optim.value_grad_and_factors(loss)(
-    ...     model, jnp.eye(3), jnp.ones((3, 2)))
-    >>> _ = optimizer.update(model, grads, factors=factors, value=value)
-    >>> bool(loss(model, jnp.eye(3), jnp.ones((3, 2)))[0] < value)
+    >>> @nnx.jit
+    ... def step(model, optimizer, x, y):
+    ...     value, grads, factors = mj.optim.value_grad_and_factors(loss)(model, x, y)
+    ...     optimizer.update(model, grads, factors=factors, value=value)
+    ...     return value
+    >>> first, second = (step(model, optimizer, jnp.eye(3), jnp.ones((3, 2))) for _ in range(2))
+    >>> bool(second < first)
     True
     """
     direction = scale_by_cg_fac(
@@ -288,7 +294,7 @@ def cg_fac(
 
 
 def _divide(diagonal: Array, grad: Array) -> Solution:
-    """The exact solution with a diagonal F; nothing moves where there is neither F nor damping."""
+    """The exact solution for a diagonal F; 0 where F and damping are both 0."""
     x = divided(grad, diagonal)
     count = grad.shape[:1]
     return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), jnp.zeros(count))

@@ -1,4 +1,4 @@
-"""From the sums that backward passes return to factors."""
+"""Turns the sums that backward passes return into factors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Array = jax.Array
 
 
 def as_factors(blocks: Blocks, stats: Any, correction: float) -> Factors:
-    """Averages of sums over a batch.
+    """Factors from sums over a batch.
 
     Args:
       blocks: the layers.
-      stats: cotangents of the dummies.
-      correction: factor of what is quadratic in the gradients: 1/N where those are each example's own, N
-        where they are of an average over N examples.
+      stats: cotangents of the dummy arguments.
+      correction: multiplies what is quadratic in the gradients: 1/N for gradients of each example's own
+        loss, N for those of an average over N examples.
     """
     factors: dict[str, Factor] = {}
     for block in blocks:
@@ -56,7 +56,7 @@ def as_row_factors(blocks: Blocks, stats: Any, size: int, every_token: bool) -> 
         if isinstance(block, DenseBlock):
             get = _of_block(block, stats, lead=1)
             a, g = (jnp.swapaxes(get[name], 0, 1) for name in ("a", "g"))
-            if every_token:  # F is an average over the examples, so g grows by the root of T
+            if every_token:  # F divides by N T rows; g makes up for the T
                 g = g * g.shape[2] ** 0.5
                 a, g = (x.reshape(x.shape[0], -1, 1, x.shape[-1]) for x in (a, g))
             factors[block.name] = RowFactor(a, g, jnp.ones((), a.dtype))
@@ -66,7 +66,7 @@ def as_row_factors(blocks: Blocks, stats: Any, size: int, every_token: bool) -> 
 def check_called(
     blocks: Blocks, stats: Any, loss: Callable[..., Any], taps: Any, params: Any
 ) -> None:
-    """Raise if the loss calls no layer of a block: then it depends on none of its dummies."""
+    """Raise unless the loss calls every layer, that is, depends on its dummy arguments."""
     leaves = flatten(stats)
     rows = {_owner(name): count for name, count in leaves.items() if name.endswith("tap_rows")}
     traced = any(isinstance(count, jax.core.Tracer) for count in rows.values())
@@ -80,7 +80,7 @@ def check_called(
 
 
 def _used(loss: Callable[..., Any], taps: Any, params: Any) -> set[str]:
-    """Names of the layers whose dummies the loss depends on."""
+    """Names of the layers whose dummy arguments the loss depends on."""
     closed = jax.make_jaxpr(loss)(taps, params)
     names = list(flatten(taps))
     seen = {id(var) for equation in closed.jaxpr.eqns for var in equation.invars}
@@ -89,7 +89,7 @@ def _used(loss: Callable[..., Any], taps: Any, params: Any) -> set[str]:
 
 
 def _owner(path: str) -> str:
-    """The layer that a dummy belongs to."""
+    """The layer that a dummy argument belongs to."""
     return path.rpartition("/")[0] or "model"
 
 

@@ -13,10 +13,10 @@ Linear = Callable[[Array], Array]
 
 
 class Solution(NamedTuple):
-    """What `conjugate_gradient` returns."""
+    """Solution of a stack of L systems."""
 
     x: Array  # (L, ...)
-    residual: Array  # b - A x as the iteration has it, (L, ...)
+    residual: Array  # b - A x by the recursion, (L, ...)
     iterations: Array  # (L,)
     relative_residual: Array  # |b - A x| / |b|, (L,); 0 where b is zero
 
@@ -32,9 +32,8 @@ class _State(NamedTuple):
 
 
 def inner_product(left: Array, right: Array) -> Array:
-    """<left, right> for each system of the stack, (L,)."""
-    axes = tuple(range(1, left.ndim))
-    return jnp.sum(left * right, axis=axes)
+    """<left, right> of each system of the stack, (L,)."""
+    return jnp.sum(left * right, axis=tuple(range(1, left.ndim)))
 
 
 def conjugate_gradient(
@@ -47,19 +46,19 @@ def conjugate_gradient(
     precondition: Linear | None = None,
     inner: Callable[[Array, Array], Array] = inner_product,
 ) -> Solution:
-    """Solve A x = b for a stack of positive (semi)definite A, all at once.
+    """Solve A x = b for a stack of positive (semi)definite A at once.
 
-    A system stops when its residual is at most `tolerance` of |b|, or when a direction has no positive
-    curvature (A is zero along it, or not finite); the loop stops when all have. The start is scaled to
-    the best multiple of itself, so it is never worse than zero.
+    A system stops when its residual is at most `tolerance` times |b|, or at a direction without positive
+    finite curvature; the loop ends when all systems have stopped. The start is scaled to the best
+    multiple of itself, so it is never worse than zero.
 
     Args:
       apply: x -> A x for the whole stack.
       target: b, (L, ...).
       start: x0, (L, ...); None for zero, which saves a product.
-      max_iterations: at most so many.
+      max_iterations: upper limit.
       tolerance: of the relative residual.
-      precondition: r -> M^-1 r with a positive definite M, an approximation of A; None for none.
+      precondition: r -> M^-1 r with a positive definite M close to A; None for none.
       inner: inner products of the stack, (L,).
 
     Source: Brownian document, Algorithm 1, with alpha_k in the updates of x and r.
@@ -71,8 +70,7 @@ def conjugate_gradient(
     >>> print(solved.x.round(4), solved.iterations)
     [[0.0909 0.6364]] [2]
     """
-    if precondition is None:
-        precondition = _identity
+    precondition = precondition or (lambda residual: residual)
 
     def wide(scalars: Array) -> Array:
         return scalars.reshape(scalars.shape + (1,) * (target.ndim - 1))
@@ -115,10 +113,6 @@ def conjugate_gradient(
     left = jnp.maximum(inner(last.residual, last.residual), 0)
     relative = jnp.where(size > 0, jnp.sqrt(left / _nonzero(size)), 0)
     return Solution(last.x, last.residual, last.iterations, relative)
-
-
-def _identity(residual: Array) -> Array:
-    return residual
 
 
 def _usable(curvature: Array, other: Array) -> Array:

@@ -1,4 +1,4 @@
-"""How much of the identity is added to the curvature, and how far a step may go: fixed or adapted."""
+"""Damping of the curvature and the bound of a step: fixed, scheduled or adaptive."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ import jax.numpy as jnp
 Array = jax.Array
 Schedule = Callable[[Array], Any]
 
-SLACK = 3.0  # how far below its largest values, falling as 1 / steps, a `TrustRegion` may be
+SLACK = 3.0  # a `TrustRegion` falls no faster than 1 / steps, up to this factor
 
 
 @dataclasses.dataclass(frozen=True)
 class LevenbergMarquardt:
-    """Damping that grows where the quadratic model promised too much, and else shrinks.
+    """Damping by the reduction ratio: actual over predicted change of the loss.
 
-    The reduction ratio is the change of the loss over the change that the model predicted for the step
-    before. Give the change to `update(..., change=change)`: the loss after the previous step less that
-    before it, on the same batch. Where it is not given, or not finite, damping stays.
+    Pass the change to `update(..., change=change)`: the loss after the previous step minus the loss
+    before it, on the same batch. Without a finite change, damping stays as it is.
 
     Args:
-      initial: where it starts.
-      factor: what it is divided or multiplied by, above 1.
-      lower: below this ratio it grows.
-      upper: above this ratio it shrinks.
-      smallest: never below this.
-      largest: never above this.
+      initial: first value.
+      factor: multiplies or divides the damping; above 1.
+      lower: the damping grows below this ratio.
+      upper: the damping shrinks above this ratio.
+      smallest: lower limit.
+      largest: upper limit.
 
     Raises:
-      ValueError: if the numbers are not in order.
+      ValueError: if the numbers are out of order.
     """
 
     initial: float = 1e-2
@@ -51,13 +50,7 @@ class LevenbergMarquardt:
             )
 
     def adapted(self, damping: Array, change: Array, predicted: Array) -> Array:
-        """The damping for the next step.
-
-        Args:
-          damping: that of the step before.
-          change: of the loss by that step, negative where it fell.
-          predicted: the same by the quadratic model.
-        """
+        """The next damping, from the actual and the predicted change of the loss by the last step."""
         ratio = change / jnp.where(predicted < 0, predicted, -1)
         known = jnp.isfinite(ratio) & (predicted < 0)
         worse = jnp.where(ratio < self.lower, self.factor, 1.0)
@@ -68,7 +61,7 @@ class LevenbergMarquardt:
 
 @dataclasses.dataclass(frozen=True)
 class Followed:
-    """A number that follows a slope of the loss, at a rate, within limits."""
+    """A number that follows a slope of the loss at some rate, within limits."""
 
     initial: float
     rate: float
@@ -80,28 +73,28 @@ class Followed:
         check_range(type(self).__name__, "a rate", self.rate, least=0)
 
     def moved(self, value: Array, exponent: Array, taken_back: Array, instead: float) -> Array:
-        """`value` times e^exponent, or times `instead` where the last step has been undone."""
+        """`value` times e^exponent, or times `instead` where the last step was taken back."""
         factor = jnp.where(taken_back, instead, jnp.exp(exponent))
         return jnp.clip(value * factor, self.smallest, self.largest)
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveDamping(Followed):
-    """Damping that follows the derivative of the next batch's loss with respect to it.
+    """Damping that descends the next batch's loss.
 
-    With x = (F + damping)^-1 grad of the new batch, s the last step and |s|^2 = s^T (F + damping) s held
-    fixed, that derivative is, up to its size, <x, s> - <s, s> <grad, s> / (2 |s|^2): two inner products,
-    and no evaluation of the loss. Damping so comes to lie among the curvatures of the directions in
-    which the loss still falls, whatever the loss is measured in.
+    Let x = (F + damping)^-1 grad of the new batch, and s the last step with |s|^2 = s^T (F + damping) s
+    held fixed. The derivative of the new loss with respect to the damping is then proportional to
+    <x, s> - <s, s> <grad, s> / (2 |s|^2): two inner products, no evaluation of the loss. The damping
+    settles among the curvatures of the directions in which the loss still falls, in whatever units.
 
     Args:
-      initial: where it starts; a factor of ten up or down is made good in some dozens of steps.
-      rate: log damping moves by at most this, and mostly by a hundredth of it.
-      smallest: never below this.
-      largest: never above this.
+      initial: first value; an error of a factor of ten is corrected within some dozens of steps.
+      rate: upper limit of a change of log damping; typical changes are a hundredth of it.
+      smallest: lower limit.
+      largest: upper limit.
 
     Raises:
-      ValueError: if the numbers are not in order.
+      ValueError: if the numbers are out of order.
     """
 
     initial: float = 3e-4
@@ -110,38 +103,34 @@ class AdaptiveDamping(Followed):
     largest: float = 1e4
 
     def adapted(self, damping: Array, slope: Array, taken_back: Array) -> Array:
-        """The damping for the next step: fourfold where the last one has been taken back.
-
-        Args:
-          damping: that of this step.
-          slope: of the loss in log damping, a number between -1 and 1 that is scaled as above.
-          taken_back: whether the last step has been undone.
-        """
+        """The next damping, from the scaled slope of the loss; fourfold after a step taken back."""
         return self.moved(damping, -self.rate * slope, taken_back, 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrustRegion(Followed):
-    """A bound of the step's KL divergence that grows while the steps end on a slope, and else shrinks.
+    """A bound of the step's KL divergence that grows while steps are too short, and else shrinks.
 
-    After a step s the new gradient says how the loss still falls along it: c = <grad, s> over the
-    norms of both in F + damping, from -1 (the step could have been far longer) by 0 (it has ended at a
-    minimum) to 1 (far too long). With d = c - aim, the bound is multiplied by exp(-rate d), or by
-    exp(-2 rate d) where d > 0. The gradient is that of another batch, so the noise that a step has
-    followed does not speak for it. It speaks against it: of n batches drawn without replacement every
-    two are anticorrelated by 1 / (n - 1), so that near the end each gradient points back along the last
-    steps however short they are. Hence the bound falls no faster than 1 / (number of steps), give or
-    take a factor of three: lengths of steps whose sum has no end.
+    After a step s the new gradient shows how the loss changes along it: c = <grad, s> over the norms of
+    both in F + damping. It is -1 if the step was far too short, 0 if it ended at a minimum, 1 if it was
+    far too long. With d = c - aim the bound is multiplied by exp(-rate d), or by exp(-2 rate d) where
+    d > 0.
+
+    The gradient is of another batch, so noise that the step followed does not count in its favour. It
+    counts against it: n batches drawn without replacement are anticorrelated by 1 / (n - 1), so near
+    convergence gradients point back along the last steps however short these are. The bound therefore
+    falls no faster than 1 / (number of steps), up to a factor of three; such step lengths have an
+    infinite sum.
 
     Args:
-      initial: where it starts, nats per example. Small: averages of few batches are bad curvature.
+      initial: first value, nats per example; small, since an average of few batches is poor curvature.
       rate: see above.
-      smallest: never below this.
-      largest: never above this.
-      aim: a little past the minimum: the best step for the next loss is too short for those to come.
+      smallest: lower limit.
+      largest: upper limit.
+      aim: target of c, slightly past the minimum, which suits later losses better.
 
     Raises:
-      ValueError: if the numbers are not in order.
+      ValueError: if the numbers are out of order.
     """
 
     initial: float = 1e-4
@@ -153,7 +142,7 @@ class TrustRegion(Followed):
     def adapted(
         self, bound: Array, least: Array, slope: Array, taken_back: Array, step: Array
     ) -> tuple[Array, Array]:
-        """The bound for this step, a quarter where the last one has been taken back, and its least."""
+        """The bound, a quarter of it after a step taken back, and the least that slopes may make it."""
         past = slope - self.aim
         moved = self.moved(bound, -jnp.where(past > 0, 2, 1) * self.rate * past, taken_back, 0.25)
         least = jnp.where(taken_back, 0.25, 1) * least * step / (step + 1)
@@ -176,7 +165,7 @@ Bound = Number | Schedule | TrustRegion | None
 
 
 def initial_value(setting: Damping | Bound) -> Array:
-    """Where a damping or a bound in the state starts; no bound is the largest number."""
+    """The first damping or bound of the state; no bound is the largest float32."""
     if setting is None:
         return jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float32)
     if isinstance(setting, LevenbergMarquardt | AdaptiveDamping | TrustRegion):
@@ -186,15 +175,13 @@ def initial_value(setting: Damping | Bound) -> Array:
 
 def current(value: Number | Schedule, count: Array) -> Array:
     """The value of a number or a schedule at a step."""
-    if callable(value):
-        value = value(count)
-    return jnp.asarray(value, jnp.float32)
+    return jnp.asarray(value(count) if callable(value) else value, jnp.float32)
 
 
 def check_range(
     name: str, what: str, value: Any, *, least: float | None = None, below: float | None = None
 ) -> None:
-    """Raise unless a Python number lies in its range; arrays and schedules are not looked into."""
+    """Raise unless a Python number lies in its range; arrays and schedules are not checked."""
     if not isinstance(value, int | float):
         return
     wanted = f">= {least}" if below is None else f">= {least} and < {below}"

@@ -1,4 +1,4 @@
-"""One call for the optimiser of a whole model."""
+"""The optimiser of a whole model in one call."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def for_model(
     others: optax.GradientTransformation | None = None,
     wrt: Any = nnx.Param,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimiser of all parameters of a model, each kind by what suits it.
+    """The optimiser of all parameters of a model, each kind by a suitable method.
 
-    Layers with curvature factors, plain ones and the means of Bayesian ones, by `method`; the spreads of
-    beliefs by `natural_scales`; all else (positions, learned priors) by `others`. In a Bayesian layer
-    the inputs a of the factors are the means of its random input, the gradients g those with respect to
-    the means of its output.
+    `method` takes the layers with curvature factors: plain layers and the means of Bayesian ones.
+    `natural_scales` takes the spreads of beliefs, and `others` the rest (positions, learned priors).
+    In a Bayesian layer the factors are of the means of its random input, and of the gradients with
+    respect to the means of its output.
 
     Args:
       model: an NNX module.
-      method: called as method(blocks=...): `kfac` (default), `cg_fac`, or either with settings by
-        functools.partial.
+      method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
       scale_learning_rate: of `natural_scales`; None to leave spreads to `others`.
       dataset_size: for `natural_scales`: what the loss was divided by, over the weight of its KL term.
-      others: Adam with a learning rate of 1e-2 where None: positions have to keep up with the layers.
-      wrt: filter of the parameters that are trained.
+      others: None for Adam with a learning rate of 1e-2, fast enough for positions to follow the layers.
+      wrt: filter of the trained parameters.
 
     Returns:
       An `optax.partition` with extra arguments: `update(grads, state, params, factors=factors)`.
 
     Raises:
-      ValueError: if no layer of the model has curvature factors. TypeError: if `method` takes no blocks.
+      ValueError: if no layer of the model has curvature factors. TypeError: if `method` does not take
+        `blocks`.
 
     >>> from functools import partial
     >>> import jax.numpy as jnp
@@ -94,8 +94,8 @@ def _check_method(method: object) -> None:
         takes = "blocks" in options or any(o.kind is o.VAR_KEYWORD for o in options.values())
     if not takes:
         raise TypeError(
-            "`for_model` needs a method that takes blocks=..., of second order. Got "
+            "`for_model` needs a second-order method that takes blocks=... . Got "
             f"{getattr(method, '__name__', type(method).__name__)}. Use "
-            "functools.partial(mj.optim.kfac, momentum=0.5); Adam and the like need no for_model, "
-            "or go into others=."
+            "functools.partial(mj.optim.kfac, momentum=0.5). Use first-order methods such as Adam by "
+            "themselves, or pass them as others=."
         )

@@ -1,4 +1,4 @@
-"""Layers of one kind and shape, stacked so that each operation runs once for all of them."""
+"""Groups of layers of one kind and shape, stacked so that each operation runs once for all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Matrices = dict[str, Array]
 
 
 def group(blocks: Blocks) -> Groups:
-    """Blocks by kind and shape; the key says both."""
+    """Blocks by kind and shape, which make up the key."""
     groups: dict[str, list[LayerBlock]] = {}
     for block in blocks:
         kind = type(block).__name__.removesuffix("Block").lower()
@@ -43,12 +43,12 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
     """The groups of a parameter tree.
 
     Args:
-      tree: parameters or gradients; a mask may hide some.
-      blocks: those of `find_blocks(model)`; None to go by the names in the tree.
+      tree: parameters or gradients; a mask may hide whole blocks.
+      blocks: those of `find_blocks(model)`; None to infer them from the names in the tree.
 
     Raises:
-      ValueError: if a parameter belongs to no block, or a block's parameter is not there or of another
-        shape. What a mask hides is left out, but blocks are hidden as a whole.
+      ValueError: if a parameter belongs to no block, or a block's parameter is missing or of another
+        shape.
     """
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
     found = infer_blocks(shapes) if blocks is None else blocks
@@ -59,15 +59,15 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
             if shapes.get(leaf) != shape:
                 raise ValueError(
                     f"Layer {block.name!r} needs its parameter {leaf!r} of shape {shape}. Got "
-                    f"{shapes.get(leaf, 'none there')}. Give blocks=mj.optim.find_blocks(model) of the "
-                    "very model that is trained, and mask whole layers only."
+                    f"{shapes.get(leaf, 'none')}. Give blocks=mj.optim.find_blocks(model) of the "
+                    "trained model, and mask whole layers only."
                 )
     covered = {leaf for block in found for leaf in block.leaves}
     for path in shapes:
         if path not in covered:
             raise ValueError(
                 f"Parameter {path!r} belongs to no layer with curvature factors. Leave it to another "
-                "optimiser: mj.optim.for_model(model, ...) does so, with Adam, by optax.partition."
+                "optimiser: mj.optim.for_model(model, ...) gives it to Adam, by optax.partition."
             )
     return group(found)
 
@@ -94,11 +94,11 @@ def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:
 
 
 def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
-    """The factors of every group as one.
+    """The factors of every group, stacked.
 
     Raises:
-      TypeError: if `factors` is no dictionary of factors. ValueError: if a layer's are missing or of
-        another shape.
+      TypeError: if `factors` is no dictionary of factors. ValueError: if a layer's factor is missing or
+        of another shape.
     """
     if not isinstance(factors, Mapping):
         raise TypeError(
@@ -112,7 +112,7 @@ def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
 
 
 def empty_average(blocks: Blocks, dtype: jnp.dtype) -> Factor:
-    """Where the average of a group's factors starts: zeros of weight zero."""
+    """The first average of a group's factors: zeros of weight zero."""
     count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
     zero = jnp.zeros((), dtype)
     outputs = jnp.zeros((count, columns, columns), dtype)
@@ -147,33 +147,30 @@ def _concatenated(parts: list[Array]) -> Array:
 
 
 def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
-    """The factor, if it is one of this layer."""
-    mend = "Take them from mj.optim.value_grad_and_factors of the very model that is trained"
+    """The factor, if it fits the layer; raises otherwise."""
+    fix = "Take them from mj.optim.value_grad_and_factors of the trained model"
     if factor is None:
         raise ValueError(
-            f"The factors of layer {block.name!r} ({', '.join(block.leaves)}) are missing. {mend}, or "
+            f"The factors of layer {block.name!r} ({', '.join(block.leaves)}) are missing. {fix}, or "
             "mask its parameters."
         )
-    count, rows, columns = block.count, block.rows, block.columns
-    wanted: dict[str, tuple[int, ...]]
-    if isinstance(factor, KroneckerFactor):
-        wanted = {"inputs": (count, rows, rows), "outputs": (count, columns, columns)}
-    elif isinstance(factor, EmbeddingFactor):
-        wanted = {"frequencies": (count, rows), "outputs": (count, columns, columns)}
-    elif isinstance(factor, DiagonalFactor):
-        wanted = {"squares": (count, rows, columns)}
-    elif isinstance(factor, RowFactor):
-        n, t = factor.inputs.shape[1:3]
-        wanted = {"inputs": (count, n, t, rows), "outputs": (count, n, t, columns)}
-    else:
+    if not isinstance(factor, Factor):
         raise TypeError(
             f"Layer {block.name!r} needs a factor of mj.optim. Got {type(factor).__name__}."
         )
-    for name, shape in wanted.items():
-        got = tuple(getattr(factor, name).shape)
+    rows, columns = block.rows, block.columns
+    examples = factor.inputs.shape[1:3] if isinstance(factor, RowFactor) else ()
+    shapes: dict[type, tuple[tuple[int, ...], ...]] = {
+        KroneckerFactor: ((rows, rows), (columns, columns)),
+        EmbeddingFactor: ((rows,), (columns, columns)),
+        DiagonalFactor: ((rows, columns),),
+        RowFactor: ((*examples, rows), (*examples, columns)),
+    }
+    for name, one in zip(factor._fields, shapes[type(factor)], strict=False):
+        shape, got = (block.count, *one), tuple(getattr(factor, name).shape)
         if got != shape:
             raise ValueError(
                 f"The factor {name!r} of layer {block.name!r} needs the shape {shape}. Got {got}. "
-                f"{mend}; where layers are named unlike Flax's, pass blocks=mj.optim.find_blocks(model)."
+                f"{fix}; for layers with names unlike Flax's, pass blocks=mj.optim.find_blocks(model)."
             )
     return factor

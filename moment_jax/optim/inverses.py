@@ -14,9 +14,9 @@ from moment_jax.xla import diagonal_of, on_diagonal
 Array = jax.Array
 DType = jnp.dtype
 
-LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace: what a Cholesky factorisation needs
-LEAF = 40  # rows that are eliminated one by one; wider matrices are halved
-MOST_LEAVES = 16  # of any matrix, so that programs do not grow with the width
+LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace, which a Cholesky factorisation needs
+LEAF = 40  # up to this many rows are eliminated one by one; wider matrices are halved
+MOST_LEAVES = 16  # of any matrix, so that programs do not grow with its width
 
 
 class InversePair(NamedTuple):
@@ -27,7 +27,7 @@ class InversePair(NamedTuple):
 
 
 class EigenPair(NamedTuple):
-    """A = U diag(a) U^T and G = W diag(g) W^T of L layers; no U where A is diagonal."""
+    """A = U diag(a) U^T and G = W diag(g) W^T of L layers; U is None where A is diagonal."""
 
     input_values: Array
     input_vectors: Array | None
@@ -37,36 +37,40 @@ class EigenPair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cholesky:
-    """Explicit inverses of both factors, each damped: A + pi sqrt(gamma) I and G + sqrt(gamma)/pi I.
+    """Explicit inverses of both damped factors, A + pi sqrt(gamma) I and G + sqrt(gamma)/pi I.
 
     pi^2 = (tr A / dim A) / (tr G / dim G). At least a few rounding units of the trace are added, so that
-    float32 factors of any condition are inverted.
+    float32 factors of any condition number can be inverted.
     """
 
     def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> InversePair:
         """Inverses of (L, n, n) factors."""
-        factors, added = (inputs, outputs), _added(inputs, outputs, damping)
+        left, right = _added(inputs, outputs, damping)
         return InversePair(
-            *(inverted(_raised(factor, x)) for factor, x in zip(factors, added, strict=True))
+            self.inverse(_raised(inputs, left)), self.inverse(_raised(outputs, right))
         )
 
+    def inverse(self, matrix: Array) -> Array:
+        """Inverses of positive definite matrices (L, n, n)."""
+        return inverted(matrix)
+
     def empty(self, count: int, rows: int, columns: int, dtype: DType) -> InversePair:
-        """What is there before the first inversion: nothing, so steps would be zero."""
+        """The state before the first inversion: zeros, so that steps are zero."""
         return InversePair(
             jnp.zeros((count, rows, rows), dtype), jnp.zeros((count, columns, columns), dtype)
         )
 
     def apply(self, inverses: InversePair, grad: Array, damping: Array) -> Array:
-        """Both inverses on a gradient (L, rows, columns); their damping is that of their refreshing."""
+        """Both inverses applied to a gradient (L, rows, columns), damped as of their last refresh."""
         del damping
         return jnp.matmul(jnp.matmul(inverses.inputs, grad), inverses.outputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Eigh:
-    """Eigenbases of both factors, so that A (x) G + gamma I itself is inverted, with today's gamma.
+    """Eigenbases of both factors, which invert A (x) G + gamma I exactly, with the current gamma.
 
-    Two more products a step than `Cholesky`, and dearer to refresh; damping is exact.
+    Costs two more products per step than `Cholesky` and a slower refresh.
     """
 
     def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> EigenPair:
@@ -75,14 +79,14 @@ class Eigh:
         return EigenPair(*eigenbases(inputs), *eigenbases(outputs))
 
     def empty(self, count: int, rows: int, columns: int, dtype: DType) -> EigenPair:
-        """As `Cholesky.empty`."""
+        """The state before the first inversion, as for `Cholesky`."""
         return EigenPair(
             jnp.zeros((count, rows), dtype), jnp.zeros((count, rows, rows), dtype),
             jnp.zeros((count, columns), dtype), jnp.zeros((count, columns, columns), dtype),
         )  # fmt: skip
 
     def apply(self, inverses: EigenPair, grad: Array, damping: Array) -> Array:
-        """(A (x) G + gamma I)^-1 on a gradient (L, rows, columns)."""
+        """(A (x) G + gamma I)^-1 applied to a gradient (L, rows, columns)."""
         u, w = inverses.input_vectors, inverses.output_vectors
         values = inverses.input_values[:, :, None] * inverses.output_values[:, None, :] + damping
         rotated = grad if u is None else jnp.matmul(jnp.swapaxes(u, 1, 2), grad)
@@ -92,11 +96,11 @@ class Eigh:
 
 
 @dataclasses.dataclass(frozen=True)
-class NewtonSchulz:
-    """As `Cholesky`, by products alone: X <- X (2 I - M X), from 1/|M| on.
+class NewtonSchulz(Cholesky):
+    """The inverses of `Cholesky` by matrix products only: X <- X (2 I - M X), starting at 1/|M|.
 
-    For accelerators on which products are all that is fast. Ill-conditioned factors need many
-    iterations: about 2 log2 of the condition number of the damped factor.
+    For accelerators on which only products are fast. It takes about 2 log2 of the condition number of
+    the damped factor.
 
     Args:
       iterations: at least 1.
@@ -108,22 +112,8 @@ class NewtonSchulz:
         if self.iterations < 1:
             raise ValueError(f"`NewtonSchulz` needs iterations >= 1. Got {self.iterations}.")
 
-    def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> InversePair:
-        """Inverses of (L, n, n) factors."""
-        left, right = _added(inputs, outputs, damping)
-        return InversePair(
-            self._inverse(_raised(inputs, left)), self._inverse(_raised(outputs, right))
-        )
-
-    def empty(self, count: int, rows: int, columns: int, dtype: DType) -> InversePair:
-        """As `Cholesky.empty`."""
-        return Cholesky().empty(count, rows, columns, dtype)
-
-    def apply(self, inverses: InversePair, grad: Array, damping: Array) -> Array:
-        """As `Cholesky.apply`."""
-        return Cholesky().apply(inverses, grad, damping)
-
-    def _inverse(self, matrix: Array) -> Array:
+    def inverse(self, matrix: Array) -> Array:
+        """Inverses of positive definite matrices (L, n, n)."""
         eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)[None]
         # The largest row sum bounds the largest eigenvalue.
         bound = jnp.max(jnp.sum(jnp.abs(matrix), axis=-1), axis=-1)[:, None, None]
@@ -134,40 +124,27 @@ class NewtonSchulz:
         return jax.lax.fori_loop(0, self.iterations, improve, eye / bound)
 
 
-Inversion = Cholesky | Eigh | NewtonSchulz
+Inversion = Cholesky | Eigh
 
 
 def divided(array: Array, by: Array) -> Array:
-    """Array / by; 0 where `by` is not positive, so that nothing moves without curvature or damping."""
+    """The quotient, or 0 where `by` is not positive: no step without curvature or damping."""
     return jnp.where(by > 0, array / jnp.where(by > 0, by, 1), 0)
 
 
-def factored_damping(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
-    """What is added to the diagonals of A and G, (L,) each: pi sqrt(gamma) and sqrt(gamma) / pi.
-
-    Args:
-      inputs: average eigenvalue of A, (L,).
-      outputs: average eigenvalue of G, (L,).
-      damping: gamma.
-    """
-    tiny = jnp.finfo(inputs.dtype).tiny
-    pi = jnp.sqrt(jnp.maximum(inputs, tiny) / jnp.maximum(outputs, tiny))
-    pi = jnp.where((inputs > tiny) & (outputs > tiny), pi, 1)
-    root = jnp.sqrt(damping)
-    return pi * root, root / pi
-
-
 def _added(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
-    """What is added to the diagonals of factors (L, n, n), (L,) each."""
+    """The damping of the diagonals of factors (L, n, n), (L,) each."""
     of_inputs, of_outputs = (jnp.sum(diagonal_of(f), axis=-1) for f in (inputs, outputs))
-    left, right = factored_damping(
-        of_inputs / inputs.shape[-1], of_outputs / outputs.shape[-1], damping
-    )
-    return _floor(of_inputs, left), _floor(of_outputs, right)
+    a, g = of_inputs / inputs.shape[-1], of_outputs / outputs.shape[-1]  # average eigenvalues
+    tiny = jnp.finfo(a.dtype).tiny
+    pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
+    pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
+    root = jnp.sqrt(damping)
+    return _floor(of_inputs, pi * root), _floor(of_outputs, root / pi)
 
 
 def _raised(factor: Array, added: Array) -> Array:
-    """Matrices (..., n, n) with numbers (...) added to their diagonals."""
+    """Matrices (..., n, n) with scalars (...) added to their diagonals."""
     return factor + jnp.where(on_diagonal(factor.shape), added[..., None, None], 0)
 
 
@@ -178,10 +155,10 @@ def _floor(trace: Array, damping: Array) -> Array:
 
 
 def eigenbases(matrices: Array) -> tuple[Array, Array]:
-    """Eigenvalues, at least 0, and eigenvectors of (L, n, n), in a batch only without CPU threads.
+    """Eigenvalues, clipped at 0, and eigenvectors of (L, n, n); on CPU one matrix after another.
 
-    On CPU jaxlib (0.10.2) shares a batch of LAPACK calls out to the threads that already run it and
-    waits there; as many batches at once as there are threads wait for ever.
+    On CPU jaxlib (0.10.2) distributes a batch of LAPACK calls over the threads that already run it, and
+    waits: as many concurrent batches as there are threads deadlock.
     """
     values, vectors = jax.lax.platform_dependent(
         matrices, cpu=partial(jax.lax.map, jnp.linalg.eigh), default=jnp.linalg.eigh
@@ -190,10 +167,10 @@ def eigenbases(matrices: Array) -> tuple[Array, Array]:
 
 
 def inverted(matrices: Array) -> Array:
-    """Inverses of positive definite matrices (L, n, n), by their Cholesky factors; NaN where one is not.
+    """Inverses of positive definite matrices (L, n, n) by Cholesky factors; NaN for other matrices.
 
-    On CPU without LAPACK: the threads of its OpenBLAS wait actively beside those of XLA, so that eight
-    triangular systems of 64 rows took 150 ms in the place of 0.4.
+    On CPU without LAPACK: the threads of its OpenBLAS spin beside those of XLA, so that eight triangular
+    systems of 64 rows took 150 ms instead of 0.4.
     """
     half = jax.lax.platform_dependent(matrices, cpu=_inverse_root, default=_inverse_root_by_library)
     return jnp.matmul(jnp.swapaxes(half, 1, 2), half)
@@ -206,7 +183,7 @@ def _inverse_root_by_library(matrices: Array) -> Array:
 
 
 def _inverse_root(matrices: Array) -> Array:
-    """The same by products of halves, with all matrices of the stack together."""
+    """The same by products of halves, for the whole stack at once."""
     leaf = max(LEAF, matrices.shape[-1] // MOST_LEAVES)
 
     def root(matrix: Array) -> Array:
@@ -225,7 +202,7 @@ def _inverse_root(matrices: Array) -> Array:
 
 
 def _eliminated(matrices: Array) -> Array:
-    """The same by Gaussian elimination of (M | I), row after row: small matrices alone."""
+    """The same by Gaussian elimination of (M | I), row by row, for small matrices."""
     size = matrices.shape[-1]
     eye = jnp.broadcast_to(jnp.eye(size, dtype=matrices.dtype), matrices.shape)
     below = jnp.arange(size)[None, :, None]

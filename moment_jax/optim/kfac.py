@@ -1,4 +1,4 @@
-"""K-FAC: the natural gradient by the inverses of both Kronecker factors of each layer."""
+"""K-FAC: the natural gradient by inverses of both Kronecker factors of each layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class KroneckerSolver:
-    """(F + damping I)^-1 from inverses that are refreshed now and then."""
+    """(F + damping I)^-1 by inverses that are refreshed every few steps."""
 
     inversion: Inversion
     refresh_every: int | Array
@@ -49,7 +49,7 @@ class KroneckerSolver:
         fresh: Array,
         ready: Array,
     ) -> Directions:
-        """Refresh where it is time, then apply."""
+        """Refresh the inverses where due, then apply them."""
         for key, factor in curvature.items():
             if isinstance(factor, RowFactor):
                 raise TypeError(
@@ -65,7 +65,7 @@ class KroneckerSolver:
             )
             for key, grad in grads.items()
         }
-        # x^T (F + damping) x = x . grad where the inverses are of this very curvature.
+        # x^T (F + damping) x = x . grad, exactly if the inverses are of the current curvature.
         quadratic = sum_of(jnp.sum(x[key] * grad) for key, grad in grads.items())
         return Directions(x, jnp.maximum(quadratic, 0), state)
 
@@ -80,9 +80,9 @@ def scale_by_kfac(
     kl_bound: Bound = DEFAULT_BOUND,
     blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """(A + ..)^-1 grad (G + ..)^-1, within a bound: what `kfac` is a chain of; see there.
+    """The direction of `kfac`, (A + ..)^-1 grad (G + ..)^-1 within a bound; arguments as there.
 
-    Nothing is subtracted, averaged or undone: that is for what follows in `optax.chain`.
+    Sign, momentum and undoing of bad steps are left to the rest of an `optax.chain`.
     """
     inversion = Cholesky() if inversion is None else inversion
     if not isinstance(inversion, Inversion):
@@ -112,10 +112,10 @@ def kfac(
     """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
 
     Embedding tables are solved in the eigenbasis of G, normalisations divided by their diagonal.
-    Inverses are refreshed every `refresh_every` steps, under `lax.cond`. What comes in, what goes out,
-    what is adapted and what happens to bad steps are as for `cg_fac`; a layer whose inversion fails
-    keeps its old inverse. It is `scale_by_kfac`, `optax.ema`, `optax.add_decayed_weights` and
-    `optax.scale_by_learning_rate` in a chain.
+    Inverses are refreshed every `refresh_every` steps, under `lax.cond`; a layer whose inversion fails
+    keeps its old inverse. Arguments of `update`, adaptation and bad steps are as for `cg_fac`. It is
+    `scale_by_kfac`, `optax.ema`, `optax.add_decayed_weights` and `optax.scale_by_learning_rate` in a
+    chain.
 
     Args:
       learning_rate: as for `cg_fac`.
@@ -123,9 +123,9 @@ def kfac(
       decay: of the running averages of the factors.
       curvature_every: as for `cg_fac`.
       refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
-      inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`. Factored damping adds sqrt(gamma)
-        times each factor, which is much where gamma is not small; `Eigh()` adds gamma alone, and is dear
-        on accelerators.
+      inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`. Factored damping also adds
+        sqrt(gamma) times each factor, which is much unless gamma is small; `Eigh()` adds gamma only, but
+        eigendecompositions are slow on GPUs and TPUs.
       kl_bound: as for `cg_fac`.
       momentum: as for `cg_fac`.
       weight_decay: as for `cg_fac`.
@@ -135,7 +135,7 @@ def kfac(
       An Optax transformation with extra arguments.
 
     Raises:
-      ValueError: as `cg_fac`. TypeError: if `inversion` or factors are of another kind.
+      ValueError: as `cg_fac`. TypeError: if `inversion` or the factors are of another type.
 
     Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
     Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).

@@ -1,4 +1,4 @@
-"""What a new gradient says of the step that was taken last."""
+"""Directions, and what the next gradient says about the last step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.optim.factors import Factors
+from moment_jax.optim.factors import Factors, quadratic_form
 from moment_jax.optim.groups import Matrices
-from moment_jax.optim.operators import quadratic_form
 
 Array = jax.Array
 
 
 class Directions(NamedTuple):
-    """What a solver returns: x = (F + damping)^-1 grad of all groups, and its size."""
+    """What a solver returns: x = (F + damping)^-1 grad of all groups."""
 
     x: Matrices
     quadratic: Array  # x^T (F + damping) x of all groups together
@@ -23,14 +22,14 @@ class Directions(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The last step s, and what the new gradient and curvature say of it."""
+    """The last step s, judged by the new gradient and curvature."""
 
     step: Matrices
     slope: Array  # <grad, s>
     length: Array  # <s, s>
     size: Array  # s^T (F + damping) s
     ratio: Array  # s^T F s / <s, s>
-    predicted: Array  # the change of the loss by the quadratic model, as of the step's start
+    predicted: Array  # change of the loss by the quadratic model at the step's start
 
     @classmethod
     def by(
@@ -43,10 +42,10 @@ class Moved(NamedTuple):
         ratio: Array,
         exact: Array,
     ) -> Moved:
-        """Of a step that has been taken.
+        """Judge the last step.
 
-        Where not `exact`, s^T F s is by the `ratio` of an earlier step: the product with F costs as much
-        as the new direction, and the norm that it is for changes slowly.
+        Where not `exact`, s^T F s is taken as `ratio` <s, s>, with the ratio of an earlier step: the
+        product with F costs as much as a new direction, and the ratio changes slowly.
         """
         length = inner(step, step)
 
@@ -56,7 +55,7 @@ class Moved(NamedTuple):
         curved = jax.lax.cond(exact, measured, lambda: ratio * length)
         ratio = jnp.where(length > 0, curved / jnp.where(length > 0, length, 1), ratio)
         size = curved + damping * length
-        # The old gradient's slope along s, a multiple of its own x: minus both norms.
+        # s is a negative multiple of the old x, so the old slope is minus the product of the norms.
         predicted = curved / 2 - jnp.sqrt(size * quadratic)
         return cls(step, inner(grads, step), length, size, ratio, predicted)
 
@@ -65,7 +64,7 @@ class Moved(NamedTuple):
         return self._scaled(self.slope, solved)
 
     def slope_in_damping(self, solved: Directions, damping: Array) -> Array:
-        """The derivative of the new loss in log damping with |s| fixed, scaled likewise."""
+        """The derivative of the new loss in log damping at fixed |s|, scaled likewise."""
         along = self.length * self.slope / (2 * jnp.where(self.size > 0, self.size, 1))
         return self._scaled(damping * (along - inner(solved.x, self.step)), solved)
 
@@ -76,10 +75,10 @@ class Moved(NamedTuple):
 
 
 def inner(left: Matrices, right: Matrices) -> Array:
-    """The inner product of all groups together."""
+    """The inner product, summed over all groups."""
     return sum_of(jnp.sum(left[key] * right[key]) for key in left)
 
 
 def sum_of(scalars: Any) -> Array:
-    """The sum of scalars, in float32, as the state keeps them."""
+    """The sum of scalars in float32, the state's precision."""
     return jnp.sum(jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars]))

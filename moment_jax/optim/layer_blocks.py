@@ -1,4 +1,4 @@
-"""Which parameters make up a layer's curvature block, and how they form one matrix."""
+"""The parameters of a layer's curvature block, and how they form one matrix."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class LayerBlock:
-    """The parameters of one layer as a matrix of `rows` times `columns`, or a stack of such matrices.
+    """The parameters of one layer as a (rows, columns) matrix, or a stack of such matrices.
 
     Args:
-      name: path of the layer in the model, its parts joined by "/".
+      name: path of the layer in the model, joined by "/".
       leaves: paths of its parameters, in the order of their rows.
       shapes: shape of each parameter.
-      heights: how many rows of the matrix each parameter fills.
+      heights: number of rows that each parameter fills.
       columns: width of the matrix.
-      stack: leading axes of all parameters, layers of one kind that a scan or vmap runs through.
+      stack: leading axes of all parameters, over which a scan or vmap of equal layers runs.
     """
 
     name: str
@@ -71,11 +71,11 @@ class DenseBlock(LayerBlock):
 
 
 class EmbeddingBlock(LayerBlock):
-    """A table of vectors, one row for each symbol."""
+    """An embedding table, one row for each symbol."""
 
 
 class NormBlock(LayerBlock):
-    """A gain and a bias for each feature, a row each; either may be missing."""
+    """A row of gains and a row of biases; either may be missing."""
 
 
 Blocks = tuple[LayerBlock, ...]
@@ -84,15 +84,7 @@ Blocks = tuple[LayerBlock, ...]
 def dense_block(
     name: str, leaves: Sequence[str], shapes: Sequence[Shape], num_outputs: int, stack: Shape = ()
 ) -> DenseBlock:
-    """The block of a dense layer.
-
-    Args:
-      name: path of the layer.
-      leaves: path of the kernel, and of the bias if there is one.
-      shapes: shape of each.
-      num_outputs: how many of the last axes of the kernel are output axes.
-      stack: leading axes that count layers.
-    """
+    """The block of a kernel, whose last `num_outputs` axes are outputs, and perhaps a bias."""
     kernel = shapes[0]
     columns = math.prod(kernel[len(kernel) - num_outputs :])
     inputs = math.prod(kernel[len(stack) : len(kernel) - num_outputs])
@@ -107,19 +99,18 @@ def row_block(
     shapes: Sequence[Shape],
     stack: Shape = (),
 ) -> LayerBlock:
-    """The block of an embedding table or of a normalisation: every parameter is rows as it is."""
+    """The block of an embedding table or of a normalisation, whose parameters are rows already."""
     columns = shapes[0][-1]
     heights = tuple(math.prod(shape) // (columns * math.prod(stack)) for shape in shapes)
     return kind(name, tuple(leaves), tuple(shapes), heights, columns, stack)
 
 
 def infer_blocks(shapes: Mapping[str, Shape]) -> Blocks:
-    """The blocks of a parameter tree by Flax's names, for use where no model is at hand.
+    """The blocks of a parameter tree by Flax's names, without a model.
 
-    A leaf `kernel` (or `kernel/mean`, a belief's) is a dense layer whose last axis is the output; that
-    of a layer called query, key or value has one input axis, as in `nnx.MultiHeadAttention`.
-    `embedding` is a table, `scale` a normalisation. Stacked layers cannot be told from their shapes:
-    use `find_blocks`.
+    A leaf `kernel` (or `kernel/mean`, of a belief) is a dense layer whose last axis is the output; in a
+    layer called query, key or value it has one input axis, as in `nnx.MultiHeadAttention`. `embedding`
+    is a table, `scale` a normalisation. Names do not show stacked layers: use `find_blocks` for them.
     """
     blocks: list[LayerBlock] = []
     for path in shapes:

@@ -1,9 +1,8 @@
 """The natural gradient of a Gaussian belief's spread, in closed form for every family of `mj.nn`.
 
-A belief N(m, s^2) has the Fisher matrix diag(1/s^2, 2) in (m, log s): the two are separate, and the
-spread's part does not depend on the data. For a covariance L L^T, moved as L (I + K) with K lower
-triangular, the Fisher matrix in the entries of K is 1 below the diagonal and 2 on it. So no factor has
-to be captured.
+A belief N(m, s^2) has the Fisher matrix diag(1/s^2, 2) in (m, log s): mean and spread separate, and the
+spread's part does not depend on the data. For a covariance L L^T moved as L (I + K), K lower triangular,
+the Fisher matrix in the entries of K is 1 below the diagonal and 2 on it. No factor has to be captured.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class ScaleParameter:
-    """One array that a belief's spread is computed from.
+    """A stored array that a belief's spread is computed from.
 
     Args:
       path: of the array in the model.
-      copies: how many independent variables share each of its entries (diagonal), or the whole factor.
+      copies: number of independent variables that share each entry (diagonal) or the whole factor.
       triangular: whether it is a Cholesky factor.
-      paired: whether it is one of the two factors of a Kronecker product, whose scales are exchangeable.
+      paired: whether it is a factor of a Kronecker product, which may trade a constant with the other.
     """
 
     path: str
@@ -49,9 +48,7 @@ class ScaleParameter:
         in_factor = jnp.tril(grad, -1) + diagonal_matrix(diagonal_of(grad) / slope)
         inner = jnp.tril(factor.T @ in_factor) / self.copies
         diagonal = diagonal_of(inner) / 2
-        if (
-            self.paired
-        ):  # L and the other factor may trade a constant: each takes half of the change
+        if self.paired:  # each factor takes half of a change of their common scale
             diagonal = diagonal - jnp.mean(diagonal) / 2
         return jnp.tril(inner, -1) + diagonal_matrix(diagonal)
 
@@ -82,20 +79,20 @@ def natural_scales(
     dataset_size: float = 1,
     max_change: float = 0.5,
 ) -> optax.GradientTransformation:
-    """The natural gradient step of log standard deviations (of Cholesky factors: from the right).
+    """The natural gradient step of log standard deviations, or of Cholesky factors from the right.
 
     d log s = -learning_rate dataset_size F^-1 grad, F = 2 for each variable. With the loss -ELBO / |D|
-    and dataset_size |D| this is the natural gradient of the ELBO itself, for which rates from 0.01 to 1
-    suit. Gradients that are not finite count as zero.
+    and dataset_size |D| this is the natural gradient of the ELBO; rates from 0.01 to 1 work. Gradients
+    that are not finite count as zero.
 
-    If the KL term has a weight below 1 in the loss, give dataset_size |D| / weight: then a step of rate
-    1 is Newton's on the KL term, as it is without a weight, and not a tenth of it at a weight of 0.1.
+    If the loss weights its KL term by w < 1, give dataset_size |D| / w. A step of rate 1 is then
+    Newton's on the KL term for any weight.
 
     Args:
       learning_rate: a number or a schedule.
       scales: `find_scales(model)`.
       dataset_size: what the loss was divided by, over the weight of its KL term.
-      max_change: no log standard deviation (no entry of K) moves more in one step.
+      max_change: upper limit of the change of a log standard deviation (an entry of K) per step.
 
     Raises:
       ValueError: if a number is out of range, or (from update) an array is not among `scales`, or
@@ -136,8 +133,8 @@ def _check(leaves: dict[str, Array], by_path: dict[str, ScaleParameter]) -> None
     for path in leaves:
         if path not in by_path:
             raise ValueError(
-                f"Parameter {path!r} is no spread of a belief that `natural_scales` was told of. Give "
-                "scales=mj.optim.find_scales(model) of the very model, and mask all else; "
+                f"Parameter {path!r} is not among the scales given to `natural_scales`. Give "
+                "scales=mj.optim.find_scales(model) of the trained model, and mask all others; "
                 "mj.optim.for_model(model, ...) does both."
             )
 

@@ -1,4 +1,4 @@
-"""The rows of a convolution: its patches, as the inputs that a dense layer would have."""
+"""The rows of a convolution: its patches, as inputs of a dense layer."""
 
 from __future__ import annotations
 

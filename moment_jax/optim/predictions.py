@@ -1,4 +1,4 @@
-"""What a network predicts, from which targets are sampled for the true Fisher matrix."""
+"""Predictive distributions and the two Fisher matrices: sampled targets, or those of the data."""
 
 from __future__ import annotations
 
@@ -12,6 +12,48 @@ import optax
 Array = jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class _OfExamples:
+    """A Fisher matrix of the first `examples` examples of a batch, or of all."""
+
+    examples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.examples is not None and self.examples < 1:
+            raise ValueError(
+                f"`{type(self).__name__}` needs examples >= 1, or None for all. Got {self.examples}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledFisher(_OfExamples):
+    """The true Fisher matrix: targets are drawn from the model's own prediction.
+
+    It takes one more backward pass. The loss function returns (loss, prediction), see
+    `CategoricalPrediction`.
+
+    Args:
+      examples: take the curvature of this many examples, the first of the batch, in a forward and a
+        backward pass of their own; None for the whole batch, which shares the loss's forward pass.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class EmpiricalFisher(_OfExamples):
+    """Outer products of the loss's own gradients: no second backward pass.
+
+    Warning: this is not the Fisher matrix. Where the model fits well the gradients vanish, and with them
+    the curvature that should bound the step. Use it for comparison, or for losses without a predictive
+    distribution. The loss must be an average over the batch, the first axis of its first array.
+
+    Args:
+      examples: as for `SampledFisher`.
+    """
+
+
+Fisher = SampledFisher | EmpiricalFisher
+
+
 @runtime_checkable
 class Prediction(Protocol):
     """A predictive distribution of a batch of N examples."""
@@ -21,24 +63,28 @@ class Prediction(Protocol):
         """N."""
 
     def sampled_loss(self, key: Array) -> Array:
-        """sum_n -log p(y_n), nats, with y_n drawn from the prediction itself and held fixed."""
+        """sum_n -log p(y_n), nats, with y_n drawn from the prediction and held fixed."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CategoricalPrediction:
-    """Classes with these logits.
-
-    Args:
-      logits: (N, ..., C); axes between are further targets of the same example, tokens for instance.
-    """
-
-    logits: Array
+class _OfArrays:
+    """A prediction whose arrays all have the examples as their first axis."""
 
     @property
     def num_examples(self) -> int:
         """N."""
-        return self.logits.shape[0]
+        return jax.tree.leaves(self)[0].shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CategoricalPrediction(_OfArrays):
+    """Classes with these logits.
+
+    Args:
+      logits: (N, ..., C); axes in between are further targets of an example, such as tokens.
+    """
+
+    logits: Array
 
     def sampled_loss(self, key: Array) -> Array:
         """Cross-entropy with sampled labels, summed over all targets."""
@@ -48,15 +94,10 @@ class CategoricalPrediction:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BernoulliPrediction:
+class BernoulliPrediction(_OfArrays):
     """Independent binary targets with these logits, (N, ...)."""
 
     logits: Array
-
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.logits.shape[0]
 
     def sampled_loss(self, key: Array) -> Array:
         """Binary cross-entropy with sampled labels, summed over all targets."""
@@ -67,22 +108,17 @@ class BernoulliPrediction:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NormalPrediction:
+class NormalPrediction(_OfArrays):
     """Independent Gaussian targets.
 
     Args:
       mean: (N, ...).
-      scale: their standard deviation, a number. The squared error 1/2 |y - mean|^2 of an example has
-        scale 1; an average of squares over D outputs is (2/D) times that, hence scale sqrt(D / 2).
+      scale: their standard deviation. For the squared error 1/2 |y - mean|^2 it is 1; for the mean
+        squared error over D outputs, sqrt(D / 2).
     """
 
     mean: Array
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
-
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.mean.shape[0]
 
     def sampled_loss(self, key: Array) -> Array:
         """1/2 |(y - mean) / scale|^2 with sampled y, summed over all targets."""
@@ -93,12 +129,12 @@ class NormalPrediction:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BayesianCategoricalPrediction:
-    """Classes whose logits are Gaussian, what a Bayesian classifier of `mj.nn` returns.
+class BayesianCategoricalPrediction(_OfArrays):
+    """Classes with Gaussian logits, as a Bayesian classifier of `mj.nn` returns them.
 
-    A label is drawn in two steps, logits from their Gaussian and the class from those; -log p is that of
-    the class given the drawn logits, differentiated through the mean of the logits alone. Its outer
-    product averages to E_q[J^T H(f) J], the curvature of the expected log-likelihood.
+    Logits are drawn first, then a class given the logits; the loss is -log p of that class, with a
+    gradient through the mean of the logits only. The average outer product of that gradient is
+    E_q[J^T H(f) J], the curvature of the expected log-likelihood.
 
     Args:
       mean: (N, C).
@@ -108,19 +144,13 @@ class BayesianCategoricalPrediction:
     mean: Array
     cov: Array
 
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.mean.shape[0]
-
     def sampled_loss(self, key: Array) -> Array:
         """Cross-entropy with sampled logits and labels, summed over examples."""
         logit_key, label_key = jax.random.split(key)
         mean, cov = (jax.lax.stop_gradient(x) for x in (self.mean, self.cov))
         values, vectors = jnp.linalg.eigh(cov)
-        noise = jax.random.normal(logit_key, mean.shape, mean.dtype) * jnp.sqrt(
-            jnp.maximum(values, 0)
-        )
+        noise = jax.random.normal(logit_key, mean.shape, mean.dtype)
+        noise = noise * jnp.sqrt(jnp.maximum(values, 0))
         shift = jnp.einsum("nij,nj->ni", vectors, noise)
         labels = jax.random.categorical(label_key, mean + shift)
         return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(self.mean + shift, labels))

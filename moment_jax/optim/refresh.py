@@ -1,7 +1,7 @@
-"""Inverses of running averages, made anew every so many steps, and more often at the start.
+"""Inverses of running averages, refreshed every few steps and more often at the start.
 
-A running average changes most while it holds little: the inverse of the first batch alone is a bad one
-for the steps that follow. So the intervals between refreshes grow as 1, 2, 4, ... up to their length.
+A running average changes most while it holds few batches. The intervals between refreshes therefore grow
+as 1, 2, 4, ... up to their full length.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from moment_jax.optim.layer_blocks import Blocks, DenseBlock, EmbeddingBlock
 
 Array = jax.Array
 
-NARROW = 512  # rows of factors that are small enough to be there twice, in all layers
+NARROW = 512  # rows up to which old and new inverses of all layers may be in memory together
 
 
 class KFACState(NamedTuple):
-    """The inverses by group of layers, eigenbases of tables' G among them, and when they were made."""
+    """Inverses by group of layers (for a table the eigenbasis of G), and when they were computed."""
 
     inverses: dict[str, Any]
     age: Array  # steps since the last refresh; negative before the first
@@ -36,7 +36,7 @@ class KFACState(NamedTuple):
 
 
 def no_inverses(inversion: Inversion, groups: Groups, dtype: jnp.dtype) -> KFACState:
-    """What there is before the first refresh."""
+    """The state before the first refresh."""
 
     def of(blocks: Blocks) -> Any:
         count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
@@ -52,9 +52,9 @@ def no_inverses(inversion: Inversion, groups: Groups, dtype: jnp.dtype) -> KFACS
 def apply_inverse(
     inversion: Inversion, inverse: Any, factor: Factor, grad: Array, damping: Array
 ) -> Array:
-    """(F + damping I)^-1 on a gradient (L, rows, columns), with what is stored of a group.
+    """(F + damping I)^-1 applied to a gradient (L, rows, columns), with a group's stored inverse.
 
-    Of a table that is the eigenbasis of G; its frequencies are today's. A diagonal needs nothing.
+    A table's frequencies, and diagonals, are the current ones.
     """
     if isinstance(factor, KroneckerFactor):
         return inversion.apply(inverse, grad, damping)
@@ -73,10 +73,10 @@ def refreshed(
     fresh: Array,
     ready: Array,
 ) -> KFACState:
-    """The inverses of today's averages where it is time for them, else those there are.
+    """New inverses of the current averages where they are due, else the old ones.
 
-    Where it is not `ready` all stays as it is. It is said here, since a choice between two states would
-    keep both.
+    Where not `ready`, the state stays as it is. (Choosing between two states afterwards would keep both
+    in memory.)
     """
     wanted = jnp.asarray(refresh_every, jnp.int32)
     due = (state.age < 0) | ((state.age + 1 >= jnp.minimum(state.interval, wanted)) & fresh)
@@ -101,13 +101,13 @@ def refreshed(
 
 
 def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old: Any) -> Any:
-    """New inverses; the old ones for a layer whose inversion has failed."""
+    """New inverses; the old one for a layer whose inversion failed."""
 
     def together(inputs: Array, outputs: Array, old: Any) -> Any:
         return _where_finite(inversion.refreshed(inputs, outputs, damping), old)
 
     def in_turn(inputs: Array, outputs: Array, old: Any) -> Any:
-        """One layer after another, each in the place of its old inverse: never all of both."""
+        """One layer after another, in place, so that old and new are never all in memory."""
 
         def refresh(layer: Array, inverses: Any) -> Any:
             own = jax.tree.map(
@@ -129,7 +129,7 @@ def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old
 
 
 def _where_finite(new: Any, old: Any) -> Any:
-    """The new arrays of every layer all of whose numbers are finite, else the old ones."""
+    """The new arrays of every layer if all of them are finite, else the old ones."""
     finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
     good = jnp.all(jnp.stack(finite), axis=0)
 

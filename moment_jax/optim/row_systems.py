@@ -1,13 +1,13 @@
-"""The exact Fisher block of a batch in the cheapest of its forms.
+"""The exact Fisher block of a batch in the cheapest of three forms.
 
-F V = 1/N sum_n J_n <J_n, V> + damping V, J_n = sum_t a_nt g_nt^T. Three ways lead to the very same
-iterations of conjugate gradients:
+F V = 1/N sum_n J_n <J_n, V> + damping V, J_n = sum_t a_nt g_nt^T. All forms take the same iterations of
+conjugate gradients:
 
-- rows: a and g as they are, 4 N T (rows) (columns) operations for each product;
-- gradients: J formed once, 4 N (rows) (columns) each;
-- row space: every iterate is a combination of b, x0 and the J_n, so N + 2 coefficients are iterated,
-  with the Gram matrix of those vectors for their inner products: 2 N^2 each. With one token a sample
-  that Gram matrix is (a a^T) * (g g^T). Nothing of size (N T)^2 is made.
+- rows: a and g as they are, 4 N T (rows) (columns) operations per product;
+- gradients: J formed once, 4 N (rows) (columns) per product;
+- row space: every iterate is a combination of b, x0 and the J_n, so the iteration runs on N + 2
+  coefficients, with inner products by the Gram matrix of those vectors: 2 N^2 per product. With one
+  token per sample that matrix is (a a^T) * (g g^T). No array has (N T)^2 entries.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.optim.conjugate_gradient import Solution, conjugate_gradient
-from moment_jax.optim.factors import RowFactor
-from moment_jax.optim.operators import apply_curvature
+from moment_jax.optim.factors import RowFactor, apply_curvature
 
 Array = jax.Array
 Solver = Callable[..., Solution]
 
 
 def cheapest_form(factor: RowFactor, max_iterations: int) -> Solver:
-    """The form with the fewest operations for so many iterations: a function of static shapes."""
+    """The form with the fewest operations for this many iterations; depends on static shapes only."""
     _, n, t, rows = factor.inputs.shape
     columns = factor.outputs.shape[-1]
     size = rows * columns
@@ -44,7 +43,7 @@ def cheapest_form(factor: RowFactor, max_iterations: int) -> Solver:
 def solve_by_rows(
     factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
 ) -> Solution:
-    """(F + damping I) x = target, (L, rows, columns), with a and g as they are."""
+    """Solve (F + damping I) x = target, (L, rows, columns), with a and g as they are."""
     return conjugate_gradient(
         lambda v: apply_curvature(factor, v) + damping * v, target, start, **options
     )

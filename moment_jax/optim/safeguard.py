@@ -1,4 +1,4 @@
-"""The chain that an optimiser is made of, with bad steps left out or taken back, and counted."""
+"""The chain of a whole optimiser, which skips or takes back bad steps and counts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moment_jax.optim.damping import Bound, Number, Schedule, TrustRegion, check
 
 Array = jax.Array
 
-DEVIATIONS = 6.0  # of the losses from their average: a step is taken back where they are past this
+DEVIATIONS = 6.0  # a step is taken back if the loss is this many deviations above its average
 SHARE = 0.1  # of the newest loss in that average
 
 
@@ -20,12 +20,12 @@ class SafeguardedState(NamedTuple):
     """State of `cg_fac` and `kfac`."""
 
     chain: Any  # (SecondOrderState, momentum, weight decay, learning rate)
-    skipped: Array  # steps left out because a gradient was not finite, or no curvature was there
-    taken_back: Array  # steps undone because the loss after them was far above what it had been
-    last_taken_back: Array  # whether that was at the last update
-    losses: Array  # how many have been seen
+    skipped: Array  # steps skipped for a gradient that was not finite, or for want of curvature
+    taken_back: Array  # steps undone because the loss after them was far above its average
+    last_taken_back: Array  # whether the last update undid a step
+    losses: Array  # number of losses so far
     average: Array  # of the losses
-    deviation: Array  # average distance of the losses from it
+    deviation: Array  # average distance of the losses from `average`
 
 
 def safeguarded(
@@ -35,14 +35,9 @@ def safeguarded(
     momentum: Number,
     weight_decay: Number,
 ) -> optax.GradientTransformationExtraArgs:
-    """Optax's momentum, weight decay and learning rate after a `scale_by_...`, and its bad steps undone.
+    """A direction, then Optax's momentum, weight decay and learning rate; undoes bad steps.
 
-    Args:
-      name: for errors.
-      direction: `scale_by_kfac` or `scale_by_cg_fac`.
-      learning_rate: a number or a schedule.
-      momentum: of the running average of the directions; 0 for none.
-      weight_decay: decoupled, as in AdamW, times the learning rate.
+    `name` is for errors, `direction` is `scale_by_kfac` or `scale_by_cg_fac`; the rest is as for these.
     """
     check_range(name, "momentum", momentum, least=0, below=1)
     check_range(name, "weight_decay", weight_decay, least=0)
@@ -54,7 +49,7 @@ def safeguarded(
     )
 
     def init(params: optax.Params) -> SafeguardedState:
-        def zero(dtype: Any) -> Array:  # a new one each time: an array may be donated once
+        def zero(dtype: Any) -> Array:  # a new array each time: it can be donated only once
             return jnp.zeros((), dtype)
 
         return SafeguardedState(
@@ -82,7 +77,7 @@ def safeguarded(
         grads = jax.tree.map(lambda g: jnp.where(back, 0, g), updates)
         steps, inner = chain.update(grads, state.chain, params, taken_back=back, **extra)
         moves = inner[0].skipped == state.chain[0].skipped
-        # What led to a bad step goes on in no momentum; without a gradient nothing moves.
+        # Drop the momentum that led to a bad step; a skipped step leaves it as it is.
         average = jax.tree.map(
             lambda new, old: jnp.where(back, 0, jnp.where(moves, new, old)).astype(new.dtype),
             inner[1],
@@ -109,7 +104,7 @@ def safeguarded(
 
 
 def per_rate(name: str, kl_bound: Bound, learning_rate: Number | Schedule) -> Bound:
-    """The bound of a direction whose multiple by the learning rate is within `kl_bound`."""
+    """The bound of a direction that is within `kl_bound` after scaling by the learning rate."""
     check_range(name, "a learning rate", learning_rate, least=0)
     check_range(name, "kl_bound", kl_bound, least=0)
     if kl_bound is None or isinstance(kl_bound, TrustRegion):
@@ -123,31 +118,30 @@ def per_rate(name: str, kl_bound: Bound, learning_rate: Number | Schedule) -> Bo
 
 
 def _is_bad(state: SafeguardedState, loss: Array) -> Array:
-    """Whether the last step is to be undone; never two in a row, for there is one to go back to."""
+    """Whether to undo the last step; never two in a row, since only one is stored."""
     past = loss > state.average + DEVIATIONS * state.deviation
     return (state.losses > 0) & (past | ~jnp.isfinite(loss)) & ~state.last_taken_back
 
 
 def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array, Array, Array]:
-    """Count, average and deviation with one more loss; a quarter of the first is the first deviation."""
+    """Count, average and deviation with one more loss; the first deviation is a quarter of the loss."""
     first = state.losses == 0
     share = jnp.where(first, 1, SHARE)
     distance = jnp.where(first, jnp.abs(loss) / 4, jnp.abs(loss - state.average))
     average = state.average + share * (loss - state.average)
     deviation = state.deviation + share * (distance - state.deviation)
-    old, new = (
-        (state.losses, state.average, state.deviation),
-        (state.losses + 1, average, deviation),
+    return (
+        state.losses + takes,
+        jnp.where(takes, average, state.average),
+        jnp.where(takes, deviation, state.deviation),
     )
-    count, average, deviation = (jnp.where(takes, b, a) for a, b in zip(old, new, strict=True))
-    return count, average, deviation
 
 
 def curvature_due(state: Any) -> Array:
-    """Whether an optimiser wants new curvature at its next update: `when` of `value_grad_and_factors`.
+    """Whether an optimiser wants new curvature at its next update; `when` of `value_grad_and_factors`.
 
     Args:
-      state: of an optimiser with `kfac` or `cg_fac` somewhere in it; `nnx.Optimizer.opt_state` too.
+      state: of an optimiser that contains `kfac` or `cg_fac`, or `nnx.Optimizer.opt_state`.
 
     Raises:
       ValueError: if there is none.

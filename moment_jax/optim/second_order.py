@@ -1,4 +1,4 @@
-"""What `scale_by_cg_fac` and `scale_by_kfac` share: averages, damping and the bound of the step."""
+"""The core of `scale_by_cg_fac` and `scale_by_kfac`: averages, damping and the bound of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moment_jax.optim.damping import (
     current,
     initial_value,
 )
-from moment_jax.optim.factors import Factors, RowFactor
+from moment_jax.optim.factors import Factors, RowFactor, averaged
 from moment_jax.optim.groups import (
     Groups,
     Matrices,
@@ -31,7 +31,6 @@ from moment_jax.optim.groups import (
 )
 from moment_jax.optim.last_step import Directions, Moved
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.operators import averaged
 from moment_jax.optim.trees import unflatten
 
 Array = jax.Array
@@ -54,32 +53,31 @@ class Solver(Protocol):
     ) -> Directions:
         """Solve for all groups.
 
-        `fresh` is true where the curvature is new. Where `ready` is not, the step is left out, and the
-        solver's state stays as it is.
+        `fresh`: the curvature is new. If not `ready`, the step is skipped and the state must not change.
         """
 
 
 class SecondOrderState(NamedTuple):
-    """State of `scale_by_cg_fac` and `scale_by_kfac`: arrays, in dictionaries by groups of layers."""
+    """State of `scale_by_cg_fac` and `scale_by_kfac`."""
 
     step: Array  # steps taken
-    skipped: Array  # steps left out because a gradient was not finite, or no curvature was there
+    skipped: Array  # steps skipped for a gradient that was not finite, or for want of curvature
     due: Array  # whether the next step wants new curvature
-    damping: Array  # of the last step with a number or a schedule, else of the next
+    damping: Array  # of the last step if a number or a schedule, of the next step if adaptive
     bound: Array  # on 1/2 x^T (F + damping) x of the last direction
-    least: Array  # what no slope takes the bound below
-    clip: Array  # what the bound has scaled the last direction by, 1 for nothing
-    quadratic: Array  # x^T (F + damping) x of the last direction, before it was scaled
-    ratio: Array  # s^T F s / <s, s> of the last step s whose product with F was taken
-    predicted: Array  # change of the loss that the quadratic model had promised for the step before
-    previous: Any  # the parameters before the last step; None where nothing is adapted
-    curvature: Factors  # running averages; empty where each batch stands for itself
+    least: Array  # slopes do not take the bound below this
+    clip: Array  # factor by which the bound scaled the last direction
+    quadratic: Array  # x^T (F + damping) x of the last direction, before scaling
+    ratio: Array  # s^T F s / <s, s> of the last step s whose product with F was computed
+    predicted: Array  # change of the loss that the quadratic model predicted for the last step
+    previous: Any  # parameters before the last step; None if nothing adapts
+    curvature: Factors  # running averages by group of layers; empty if decay is None
     solver: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleBySecondOrder:
-    """Settings that CG-FAC and K-FAC share; see `cg_fac`."""
+    """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`."""
 
     name: str
     solver: Solver
@@ -120,7 +118,7 @@ class ScaleBySecondOrder:
             quadratic=jnp.zeros((), jnp.float32),
             ratio=jnp.zeros((), jnp.float32),
             predicted=jnp.zeros((), jnp.float32),
-            # A copy: an array may be donated once.
+            # A copy, because an array can be donated only once.
             previous=jax.tree.map(jnp.copy, params) if self._adapts else None,
             curvature={} if self.decay is None else averages,
             solver=self.solver.init(groups, dtype),
@@ -137,7 +135,7 @@ class ScaleBySecondOrder:
         taken_back: Array | bool = False,
         **extra: Any,
     ) -> tuple[optax.Updates, SecondOrderState]:
-        """The direction: see `cg_fac` for what comes in and what goes out."""
+        """The direction; see `cg_fac` for the arguments."""
         del extra
         if self._adapts and params is None:
             raise ValueError(
@@ -175,9 +173,9 @@ class ScaleBySecondOrder:
 
         result = unstack(groups, {key: scaled(x) for key, x in solved.x.items()})
         if isinstance(self.damping, AdaptiveDamping) and moved is not None:
-            # Where the bound is held up, slopes are noise: more damping would but shorten the steps.
-            heard = ready & (bound > least)
-            slope = jnp.where(heard, moved.slope_in_damping(solved, damping), 0)
+            # At its least bound, slopes are noise, and more damping would only shorten the steps.
+            informative = ready & (bound > least)
+            slope = jnp.where(informative, moved.slope_in_damping(solved, damping), 0)
             damping = self.damping.adapted(damping, slope, jnp.asarray(taken_back))
         step = state.step + ready
         every = jnp.asarray(self.curvature_every, jnp.int32)
@@ -211,20 +209,20 @@ class ScaleBySecondOrder:
         ready: Array,
         taken_back: Array,
     ) -> tuple[Array, Array]:
-        """The bound, and what it may not fall below."""
+        """The bound and its least value."""
         if not isinstance(self.kl_bound, TrustRegion):
             fixed = state.bound if self.kl_bound is None else current(self.kl_bound, state.step)
             return fixed, state.least
         assert moved is not None
         slope = jnp.where(ready, moved.slope_along(solved), self.kl_bound.aim)
-        # A bound that was not in force has not been found too small.
+        # A bound that was not active cannot have been too small.
         slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, self.kl_bound.aim))
         return self.kl_bound.adapted(state.bound, state.least, slope, taken_back, state.step)
 
     def _curvature(
         self, groups: Groups, factors: Factors | None, state: SecondOrderState
     ) -> tuple[Factors, Factors, Array]:
-        """New averages, the curvature to use, and whether anything in it is new."""
+        """New averages, the curvature to use, and whether it is new."""
         if factors is None:
             if self.decay is None:
                 raise ValueError(
@@ -257,8 +255,5 @@ class ScaleBySecondOrder:
 
 
 def _all_finite(tree: Any) -> Array:
-    """Whether every number is finite.
-
-    Asked before arrays are stacked: what is read twice is stored.
-    """
+    """Whether every number is finite; asked before stacking, which avoids storing the stacked array."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))

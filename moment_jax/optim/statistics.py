@@ -1,4 +1,4 @@
-"""Readings of the curvature: which statistic of inputs and output gradients a backward pass returns.
+"""Readings of the curvature: the statistic of inputs and output gradients that a backward pass returns.
 
 Algorithm 1's product has two readings, and tokens can be counted in two ways:
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ Arrays = dict[str, Array]
 class KroneckerExpand:
     """F = A (x) G with every token a row: A = avg a a^T over rows, G = 1/N sum g g^T over rows.
 
-    g are the gradients of each example's own -log p. With one token a sample this is the product over
+    g are the gradients of each example's own -log p. With one token per sample this is the product over
     all pairs of rows, (a^T a) V (g^T g) / N^2, of Algorithm 1.
     """
 
@@ -35,7 +36,7 @@ class KroneckerExpand:
 class KroneckerReduce:
     """F = A (x) G with a row for each example: the average of its tokens' a, the sum of their g.
 
-    The first axis that a layer sees counts the examples; those between it and the features, the tokens.
+    The first axis that a layer sees counts examples; the axes between it and the features count tokens.
     """
 
 
@@ -49,19 +50,17 @@ class PerSample:
 
 @dataclasses.dataclass(frozen=True)
 class PerToken:
-    """As `PerSample`, but every token's gradient counts by itself, F V = 1/N sum_nt a (a^T V g) g^T."""
+    """As `PerSample`, with every token's gradient on its own: F V = 1/N sum_nt a (a^T V g) g^T."""
 
 
-Kronecker = KroneckerExpand | KroneckerReduce
-Rows = PerSample | PerToken
-Reading = Kronecker | Rows
+Reading = KroneckerExpand | KroneckerReduce | PerSample | PerToken
 
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """What the backward pass of one layer returns, from inputs a (N, T, in) and gradients g (N, T, out).
+    """What the backward pass of a layer returns, from inputs a (N, T, in) and gradients g (N, T, out).
 
-    It is hashable, so it may be a static attribute of a module.
+    Hashable, so that it can be a static attribute of a module.
 
     Args:
       block: the layer.
@@ -74,7 +73,7 @@ class Statistic:
     num_rows: int = 0
 
     def zeros(self, dtype: jnp.dtype | type = jnp.float32) -> Arrays:
-        """The dummy arguments whose cotangents the statistics will be."""
+        """The dummy arguments whose cotangents are the statistics."""
         rows, columns, stack = self.block.rows, self.block.columns, self.block.stack
         if isinstance(self.block, EmbeddingBlock):
             shapes = {"frequencies": (rows,), "outputs": (columns, columns), "rows": ()}
@@ -90,7 +89,7 @@ class Statistic:
         """The statistics, of the shapes of `zeros` without the stack.
 
         Args:
-          inputs: (N, T, in), symbols (N, T) for a table, the normalised input for a normalisation.
+          inputs: (N, T, in); symbols (N, T) for a table, the normalised input for a normalisation.
           grads: (N, T, out).
         """
         ones = _ones(grads)
@@ -102,7 +101,9 @@ class Statistic:
             return {"squares": _squares(self.block, inputs, grads, reduced), "rows": count}
         if isinstance(self.reading, PerSample | PerToken):
             a, g = _flat(inputs), _flat(grads)
-            return {"a": with_one(a) if self.block.has_bias else a, "g": g, "rows": count}
+            if self.block.has_bias:
+                a = jnp.concatenate([a, jnp.ones((*a.shape[:-1], 1), a.dtype)], axis=-1)
+            return {"a": a, "g": g, "rows": count}
         if reduced:
             inputs = jnp.mean(inputs, axis=1, keepdims=True)
             grads = jnp.sum(grads, axis=1, keepdims=True)
@@ -111,17 +112,48 @@ class Statistic:
         return {"inputs": _input_gram(a, self.block.has_bias), "outputs": g.T @ g, "rows": count}
 
 
-def with_one(rows: Array) -> Array:
-    """Every row with a one appended: what the bias is multiplied by."""
-    return jnp.concatenate([rows, jnp.ones((*rows.shape[:-1], 1), rows.dtype)], axis=-1)
+class RowCounter(Statistic):
+    """A statistic that records how many rows a layer sees, in `counts` by name."""
+
+    counts: dict[str, list[int]]
+
+    def __init__(self, block: Any, reading: Reading, counts: dict[str, list[int]]) -> None:
+        super().__init__(block, reading)
+        object.__setattr__(self, "counts", counts)
+
+    # Compared by identity: a cached trace of an equal counter would record nothing.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def zeros(self, dtype: jnp.dtype | type = jnp.float32) -> Arrays:
+        """A dummy argument for the row count only."""
+        return {"rows": jnp.zeros(self.block.stack, dtype)}
+
+    def __call__(self, inputs: Array, grads: Array) -> Arrays:
+        """Record the number of rows."""
+        self.counts[self.block.name].append(grads.shape[0] * grads.shape[1])
+        return {"rows": jnp.zeros((), grads.dtype)}
+
+
+def check_counts(reading: Reading, counts: dict[str, list[int]]) -> None:
+    """Raise unless every layer was called once."""
+    for name, rows in counts.items():
+        if len(rows) != 1:
+            raise ValueError(
+                f"{reading} needs a loss that calls every layer once. Layer {name!r} is called "
+                f"{len(rows)} times; take KroneckerExpand(), or leave the layer out of `wrt`."
+            )
 
 
 def observe(statistic: Callable[[Array, Array], Arrays], dtype: jnp.dtype) -> Callable[..., Array]:
     """An identity (output, inputs, dummies) -> output whose backward pass returns the statistics.
 
-    The cotangent of `dummies` is statistic(inputs, cotangent of output); that of the output passes as it
-    is, and the inputs get none. So gradients do not change, and the statistic of a batch is what
-    differentiation makes of any other parameter: summed over vmap, scan, remat and devices.
+    The cotangent of `dummies` is statistic(inputs, cotangent of output). The output's cotangent passes
+    unchanged and the inputs get none, so gradients stay the same. JAX treats the statistic like the
+    gradient of any parameter: it is summed over vmap, scan, remat and devices.
     """
 
     @jax.custom_vjp
@@ -149,7 +181,7 @@ def _flat(array: Array) -> Array:
 def _input_gram(rows: Array, has_bias: bool) -> Array:
     """The Gram matrix of the rows, each with a one appended if there is a bias.
 
-    Put together from its parts: appending to all rows would copy them.
+    Assembled from blocks, because appending to the rows would copy them.
     """
     inner = rows.T @ rows
     if not has_bias:
@@ -164,7 +196,7 @@ def _ones(grads: Array) -> Array:
     """A one for each row, (N, T), as an array that depends on the gradients.
 
     Under vmap, cotangents of a shared argument are summed over the mapped axis only if they depend on
-    it: plain ones would count a single example.
+    it: constant ones would count a single example.
     """
     first = grads[..., 0]
     return ((first == 0) | True).astype(grads.dtype)
@@ -177,12 +209,11 @@ def _table(num_symbols: int, symbols: Array, grads: Array, ones: Array) -> Array
 
 
 def _squares(block: LayerBlock, normal: Array, grads: Array, reduced: bool) -> Array:
-    """Squared gradients of gain and bias, summed over examples; over tokens before or after."""
+    """Squared gradients of gain and bias, summed over examples; `reduced` sums tokens first."""
     by_leaf = {"scale": grads * normal, "bias": grads}
     rows = []
     for leaf in block.leaves:
-        name = leaf.removesuffix("/mean").rpartition("/")[2]
-        gradient = by_leaf[name]
+        gradient = by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]]
         if reduced:
             gradient = jnp.sum(gradient, axis=1, keepdims=True)
         rows.append(jnp.sum(gradient**2, axis=(0, 1)))

@@ -1,23 +1,27 @@
-"""Layers that report their curvature: copies of a model whose layers pass by an observing identity.
+"""Layers that report their curvature, through an observing identity at their output.
 
-The copy's layers are of subclasses made here, with the dummy arguments as variables of their own. So
-whatever a model does with its layers (remat, scan over stacked layers, vmap, jit) it does with the
-dummies as well, and nothing has to be matched in a graph.
+A tapped copy of a model has layers of subclasses made here, with dummy arguments as variables of their
+own. Whatever the model does with its layers (remat, scan over stacked layers, vmap, jit) it therefore
+does with the dummies too, and no graph has to be matched.
+
+In a Bayesian layer the input a is the MEAN of its random input, and g the gradient of the loss with
+respect to the MEAN of its output. How the kernel's mean enters the covariance of the output is ignored.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moment_jax import nn
-from moment_jax.optim.bayesian_taps import observed_params
+from moment_jax.layers import DenseParams, NormParams
 from moment_jax.optim.layer_blocks import (
     Blocks,
     EmbeddingBlock,
@@ -36,18 +40,12 @@ Array = jax.Array
 class CurvatureTap(nnx.Param):
     """A zero dummy argument of a layer; its cotangent is a statistic of the layer.
 
-    A kind of `nnx.Param`, so that a model which scans over its parameters scans over it too.
+    A subclass of `nnx.Param`, so that a model that scans over its parameters scans over it too.
     """
 
 
-class Call(NamedTuple):
-    """One call of a layer, as examples, tokens and features."""
-
-    inputs: Array  # (N, T, in)
-    output: Array  # (N, T, out)
-
-
-Arrange = Callable[[Any, Array, Array], Call]
+# (layer, inputs, output) of a call -> inputs (N, T, in) and output (N, T, out)
+Arrange = Callable[[Any, Array, Array], tuple[Array, Array]]
 
 
 def _examples(array: Array, num_features: int) -> Array:
@@ -58,62 +56,58 @@ def _examples(array: Array, num_features: int) -> Array:
     return array.reshape(first, math.prod(lead[1:]), width)
 
 
-def _linear(layer: Any, inputs: Array, output: Array) -> Call:
+def _linear(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     del layer
-    return Call(_examples(inputs, 1), _examples(output, 1))
+    return _examples(inputs, 1), _examples(output, 1)
 
 
-def _linear_general(layer: Any, inputs: Array, output: Array) -> Call:
+def _linear_general(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     axes = layer.axis
     moved = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
-    return Call(_examples(moved, len(axes)), _examples(output, len(layer.out_features)))
+    return _examples(moved, len(axes)), _examples(output, len(layer.out_features))
 
 
-def _embed(layer: Any, inputs: Array, output: Array) -> Call:
+def _embed(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     del layer
     lead = inputs.shape[:1] or (1,)
-    return Call(inputs.reshape(lead[0], math.prod(inputs.shape[1:])), _examples(output, 1))
+    return inputs.reshape(lead[0], math.prod(inputs.shape[1:])), _examples(output, 1)
 
 
-def _layer_norm(layer: Any, inputs: Array, output: Array) -> Call:
+def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    normal = centred * jax.lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + layer.epsilon)
-    return Call(_examples(normal, 1), _examples(output, 1))
-
-
-def _rms_norm(layer: Any, inputs: Array, output: Array) -> Call:
-    x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
-    normal = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + layer.epsilon)
-    return Call(_examples(normal, 1), _examples(output, 1))
-
-
-def _conv(layer: Any, inputs: Array, output: Array) -> Call:
-    return Call(*conv_rows(layer, inputs, output))
+    if isinstance(layer, nnx.LayerNorm):
+        centred, square = (
+            x - jnp.mean(x, axis=-1, keepdims=True),
+            jnp.var(x, axis=-1, keepdims=True),
+        )
+    else:
+        centred, square = x, jnp.mean(x**2, axis=-1, keepdims=True)
+    normal = centred * jax.lax.rsqrt(square + layer.epsilon)
+    return _examples(normal, 1), _examples(output, 1)
 
 
 ARRANGE: dict[type[nnx.Module], Arrange] = {
     nnx.Linear: _linear,
     nnx.LinearGeneral: _linear_general,
     nnx.Embed: _embed,
-    nnx.LayerNorm: _layer_norm,
-    nnx.RMSNorm: _rms_norm,
-    nnx.Conv: _conv,
+    nnx.LayerNorm: _norm,
+    nnx.RMSNorm: _norm,
+    nnx.Conv: conv_rows,
 }
-"""Layers whose calls are observed, and how each call is arranged; a new layer enters here."""
+"""Observed layers, and how a call of each is arranged; add a new layer here."""
 
 
 def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
     """The curvature blocks of a model: one for each layer whose factors can be captured.
 
-    They are those of `nnx.Linear`, `LinearGeneral` (so the projections of `MultiHeadAttention`),
-    `Embed`, `LayerNorm`, `RMSNorm`, ungrouped `Conv` and the layers of `mj.nn`, subclasses included as
-    long as they keep `__call__`. A layer whose parameters are not all among `wrt`, or are shared with a
-    layer that came before, has none; such parameters are for another optimiser.
+    Supported are `nnx.Linear`, `LinearGeneral` (hence the projections of `MultiHeadAttention`), `Embed`,
+    `LayerNorm`, `RMSNorm`, ungrouped `Conv`, subclasses of these that keep `__call__`, and the layers of
+    `mj.nn`. A layer whose parameters are not all among `wrt`, or are shared with an earlier layer, has
+    no block; leave such parameters to another optimiser.
 
     Args:
       model: an NNX module.
-      wrt: filter of the parameters that are trained.
+      wrt: filter of the trained parameters.
     """
     available = set(flatten(nnx.state(model, wrt)))
     blocks = []
@@ -125,12 +119,12 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
 
 
 def tap(model: nnx.Module, statistics: Mapping[str, Statistic], dtype: jnp.dtype) -> None:
-    """Make the named layers of a model report their statistics; the model should be a copy."""
+    """Make the named layers of a model report their statistics, in place: pass a copy."""
     for layer, block in list(_layers(model)):
         if block.name in statistics:
             statistic = statistics[block.name]
             cls: Any = type(layer)
-            # An assignment of Flax's own would look for variables in the class.
+            # Flax's own assignment would look for variables in the class.
             object.__setattr__(layer, "__class__", _tapped(cls))
             layer.statistic = statistic
             for name, zeros in statistic.zeros(dtype).items():
@@ -146,7 +140,7 @@ def _layers(model: nnx.Module) -> Iterator[tuple[Any, LayerBlock]]:
 
 
 def _known(cls: type) -> type[nnx.Module] | None:
-    """The observed layer that a class is, or is a subclass of without a call of its own."""
+    """The observed layer that a class is, or is a subclass of without overriding its call."""
     for base in ARRANGE:
         if issubclass(cls, base) and cls.__call__ is base.__call__:
             return base
@@ -203,6 +197,39 @@ def _bayesian_block(name: str, prefix: str, layer: nn.Dense | nn.LayerNorm) -> L
     return dense_block(name, leaves, shapes, 1, shapes[0][:-2])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Observed:
+    """Mixed into parameters: reports inputs and output gradients of their mean output."""
+
+    statistic: Statistic = dataclasses.field(kw_only=True, metadata={"static": True})
+    dummies: dict[str, Array] = dataclasses.field(kw_only=True)
+
+    def mean_output(self, inputs: Array) -> Array:
+        """The mean output, observed; one sequence (T, D) is one example."""
+        plain: Any = super()
+        identity = observe(self.statistic, self.dummies["rows"].dtype)
+        output, inputs = plain.mean_output(inputs), jax.lax.stop_gradient(inputs)
+        return identity(output[None], inputs[None], self.dummies)[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ObservedDense(_Observed, DenseParams):
+    """`DenseParams`, observed at their inputs."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ObservedNorm(_Observed, NormParams):
+    """`NormParams`, observed at their normalised inputs."""
+
+
+def _observed_params(params: Any, statistic: Statistic, dummies: dict[str, Array]) -> Any:
+    if isinstance(params, DenseParams):
+        return ObservedDense(params.kernel, params.bias, statistic=statistic, dummies=dummies)
+    return ObservedNorm(params.scale, params.bias, statistic=statistic, dummies=dummies)
+
+
 def _dummies(layer: Any) -> dict[str, Array]:
     names = layer.statistic.zeros()
     return {name: getattr(layer, f"tap_{name}")[...] for name in names}
@@ -215,7 +242,7 @@ def _tapped(cls: type) -> type:
         plain: Any = cls.params  # a property
 
         def params(self: Any) -> Any:
-            return observed_params(plain.fget(self), self.statistic, _dummies(self))
+            return _observed_params(plain.fget(self), self.statistic, _dummies(self))
 
         return type(f"Tapped{cls.__name__}", (cls,), {"params": property(params)})
     base = _known(cls)
@@ -226,10 +253,8 @@ def _tapped(cls: type) -> type:
         output = cls.__call__(self, inputs, *args, **kwargs)
         dummies = _dummies(self)
         dtype = dummies["rows"].dtype
-        arranged = arrange(self, inputs, output)
-        observed = observe(self.statistic, dtype)(
-            arranged.output, jax.lax.stop_gradient(arranged.inputs), dummies
-        )
+        rows, observed = arrange(self, inputs, output)
+        observed = observe(self.statistic, dtype)(observed, jax.lax.stop_gradient(rows), dummies)
         return observed.reshape(output.shape)
 
     return type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})

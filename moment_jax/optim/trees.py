@@ -1,4 +1,4 @@
-"""Parameter trees as flat dictionaries from paths to arrays."""
+"""Parameter trees as flat dictionaries of arrays by path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = jax.Array
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """The path of a leaf, its parts joined by "/"; what wraps an array (`value`) is no part."""
+    """The path of a leaf, joined by "/", without the `value` of a variable."""
     parts = []
     for key in path:
         for attribute in ("key", "name", "idx"):
@@ -26,7 +26,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def flatten(tree: Any) -> dict[str, Array]:
-    """All arrays of a tree by their paths; leaves that a mask hides are left out."""
+    """All arrays of a tree by path, without those that a mask hides."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {path_name(path): leaf for path, leaf in leaves}
 

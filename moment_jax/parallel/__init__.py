@@ -1,9 +1,8 @@
-"""Meshes of devices, and how parameters, batches and moments lie on them.
+"""Meshes of devices, and the shardings of parameters, batches and moments on them.
 
-The transforms themselves know nothing of devices: they are compiled for the shardings of what comes in,
-and the compiler adds the communication (GSPMD). Here is what to put in: batches and, if wished, rows of
-parameters over the axis `data`, heads, hidden features and vocabularies over the axis `model`, and the
-tokens of long sequences over the axis `sequence` (`by_sequence`).
+The transforms are compiled for the shardings of their inputs, and the compiler adds the communication
+(GSPMD). The axis `data` splits batches and optionally rows of parameters (FSDP), `model` splits heads,
+hidden features and vocabularies, and `sequence` the tokens of long sequences (`by_sequence`).
 """
 
 from moment_jax.parallel.mesh import make_mesh, shard_batch

@@ -1,4 +1,4 @@
-"""Meshes with axes for data, model and, on request, sequence; batches laid on them."""
+"""Meshes with the axes data, model and optionally sequence, and batches sharded on them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ def make_mesh(
     sequence: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh of the axes `data` and `model`, whose shardings the compiler propagates (Auto).
-
-    With `sequence` it has the axes `data`, `sequence` and `model`, in this order.
+    """A mesh with the axes `data`, `sequence` (if given) and `model`, of axis type Auto.
 
     Args:
-      data: devices along which batches are split; None for as many as there are.
-      model: devices along which heads, hidden features and vocabularies are split.
-      sequence: devices along which the tokens of every sequence are split, see `by_sequence`; None for
-        a mesh without that axis.
-      devices: None for all, of all processes.
+      data: number of devices that split batches; None for all that are left.
+      model: number of devices that split heads, hidden features and vocabularies.
+      sequence: number of devices that split the tokens of every sequence, see `by_sequence`; None for a
+        mesh without that axis.
+      devices: None for all devices of all processes.
 
     Raises:
       ValueError: if the axes do not multiply to the number of devices.
@@ -56,18 +54,11 @@ def make_mesh(
     )
 
 
-Array = jax.Array
-
-
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """The arrays of a batch, split by their leading axis over `data`.
-
-    Args:
-      batch: a pytree of arrays (B, ...).
-      mesh: from `make_mesh`.
+    """The arrays (B, ...) of a pytree, with their leading axis split over `data`.
 
     Raises:
-      ValueError: if the devices along `data` do not divide B.
+      ValueError: if the number of devices along `data` does not divide B.
     """
     count = mesh.shape[DATA]
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):

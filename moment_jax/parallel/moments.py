@@ -1,4 +1,4 @@
-"""Shardings of means and covariances between layers."""
+"""Shardings of means and covariances."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ S = TypeVar("S", bound=Covariance)
 
 
 def moment_specs(cov: Covariance, *, batched: bool = True, sequence: bool = False) -> Covariance:
-    """Partition specs of a covariance, in its structure: a batch over `data`, features over `model`.
+    """Partition specs of a covariance, in its structure: batches over `data`, features over `model`.
 
     Args:
-      cov: a covariance, with one leading axis of a batch or without.
-      batched: whether there is one.
-      sequence: lay rows, of tokens, over `sequence`: of a correlation of tokens (T, T) each device then
-        has those of its own tokens.
+      cov: a covariance.
+      batched: whether it has a leading batch axis.
+      sequence: split tokens over `sequence`; a token correlation (T, T) is split by rows.
 
     Raises:
-      TypeError: if tokens cannot be apart in its structure, with `sequence`.
+      TypeError: with `sequence`, if the structure cannot split tokens.
     """
     if sequence and not cov.token_fields:
         names = ", ".join(s.__name__ for s in STRUCTURES.values() if s.token_fields)
         raise TypeError(
-            f"Tokens lie over `sequence` in the structures {names}. Got {type(cov).__name__}, whose "
-            "attention needs every pair of pairs of tokens. Use Separable, or a mesh without `sequence`."
+            f"Only {names} can be split over `sequence`. Got {type(cov).__name__}, whose attention "
+            "needs every pair of pairs of tokens. Use Separable, or a mesh without `sequence`."
         )
     lead = (DATA,) if batched else ()
 
@@ -54,16 +53,16 @@ def moment_specs(cov: Covariance, *, batched: bool = True, sequence: bool = Fals
 
 
 def constrain(mean: Array, cov: S, mesh: Mesh, *, batched: bool = True) -> tuple[Array, S]:
-    """The same moments, laid out as `moment_specs` says, inside `jit`.
+    """The same moments with the shardings of `moment_specs`, inside `jit`.
 
     Args:
       mean: (B, T, D), or (T, D) without a batch.
       cov: its covariance.
       mesh: from `make_mesh`; its axes must divide B and D, and T if it has an axis `sequence`.
-      batched: whether there is a batch.
+      batched: whether there is a batch axis.
 
     Raises:
-      ValueError: if the devices along `sequence` do not divide T.
+      ValueError: if the number of devices along `sequence` does not divide T.
     """
     sequence = SEQUENCE in mesh.axis_names
     if sequence:

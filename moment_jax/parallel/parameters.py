@@ -1,4 +1,4 @@
-"""Shardings of parameters: rules by the names of layers, for beliefs and plain weights."""
+"""Shardings of parameters by layer names, for beliefs and plain weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moment_jax.parallel.mesh import DATA, MODEL
 
-# Layers whose outputs are split over `model`, and layers whose inputs then are: heads of attention and
-# hidden units of feed-forward layers stay where they are computed, and one sum joins them.
+# Layers with outputs split over `model`, and those that follow, with inputs split over it. Attention
+# heads and hidden units thus stay on their device, and a single sum joins them.
 SPLITS_OUTPUTS = frozenset({"query", "key", "value", "hidden"})
 SPLITS_INPUTS = frozenset({"out", "output"})
 TABLES = frozenset({"table", "embedding"})
@@ -23,21 +23,19 @@ Path = Sequence[Any]
 def partition_spec(
     path: Path, shape: tuple[int, ...], sizes: Mapping[str, int], *, fsdp: bool = True
 ) -> PartitionSpec:
-    """Where a parameter lies, by the names on its way through the module.
+    """The sharding of a parameter, by the names on its path.
 
-    Kernels of queries, keys, values and hidden layers are split by outputs over `model`, those of output
-    layers by inputs, tables of embeddings by rows; with `fsdp` the other axis is split over `data`.
-    Flax's own attention, whose kernels have an axis of heads, is split by these. Tables of positions,
-    all rows of which are used at once, are split by features. What belongs to one axis of a kernel alone
-    (a bias, the variances of `OutputShared`, the factors of `MatrixNormal`) lies as that axis does. An
-    axis that its devices do not divide is not split, and what no rule knows lies whole on every device.
-    So does the state of an optimizer, whose leaves have the names and the shapes of the parameters that
-    they belong to.
+    Over `model`, kernels of queries, keys, values and hidden layers are split by outputs, those of
+    output layers by inputs, embedding tables by rows, and Flax's attention kernels by heads. With `fsdp`
+    the other axis is split over `data`. Position tables, all rows of which are used at once, are split
+    by features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the factors of
+    `MatrixNormal`) follow that axis. An axis that its devices do not divide is not split, and arrays
+    without a rule are replicated. The leaves of an optimizer's state follow their parameters.
 
     Args:
-      path: names and indices from the module to the array, such as those of `nnx.to_flat_state`.
+      path: names and indices from the module to the array, as in `nnx.to_flat_state`.
       shape: of the array.
-      sizes: axis of the mesh -> number of devices.
+      sizes: mesh axis -> number of devices.
       fsdp: split the parameters over `data` too.
 
     >>> tuple(partition_spec(("query", "kernel", "mean"), (8, 8), {"data": 2, "model": 4}))
@@ -82,7 +80,7 @@ def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | No
 
 
 def _vector(names: Sequence[str], rank: int) -> tuple[str | None, ...]:
-    """The axes of what is no kernel: biases of split outputs lie as these do, Flax's by heads."""
+    """The axes of other arrays: biases of split outputs are split likewise, Flax's by heads."""
     if "bias" in names and SPLITS_OUTPUTS.intersection(names):
         return (MODEL, *[None] * (rank - 1))
     return ()
@@ -91,7 +89,7 @@ def _vector(names: Sequence[str], rank: int) -> tuple[str | None, ...]:
 def _fit(
     axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """The axes that their devices divide."""
+    """The spec, without the axes that their devices do not divide."""
     if len(axes) != len(shape):
         return PartitionSpec()
     kept = [
@@ -102,7 +100,7 @@ def _fit(
 
 
 def shardings(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> dict[Path, NamedSharding]:
-    """Where every variable of a module or an optimizer lies, by its path."""
+    """The sharding of every variable of a module or an optimizer, by path."""
     sizes = dict(mesh.shape)
     return {
         path: NamedSharding(mesh, partition_spec(path, variable[...].shape, sizes, fsdp=fsdp))
@@ -112,12 +110,12 @@ def shardings(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> dict[Path
 
 
 def shard(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> None:
-    """Lay the variables of a module, or of an `nnx.Optimizer`, on the devices of a mesh, in place.
+    """Shard the variables of a module or an `nnx.Optimizer` on a mesh, in place.
 
     Args:
       module: of beliefs or plain weights; or an optimizer, after the module that it optimises.
       mesh: from `make_mesh`.
-      fsdp: split the parameters over `data` too, and not over `model` alone.
+      fsdp: split the parameters over `data` as well as `model`.
     """
     places = shardings(module, mesh, fsdp=fsdp)
     state = nnx.state(module)

@@ -1,4 +1,4 @@
-"""Tokens on several devices: sequence parallelism of attention, and so of whole encoders."""
+"""Sequence parallelism: the tokens of attention, and hence of whole encoders, on several devices."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def by_sequence(fn: F, mesh: Mesh) -> F:
-    """The function itself, compiled so that the tokens of its sequences lie over the axis `sequence`.
+    """The same function, compiled with the tokens of its sequences split over the axis `sequence`.
 
-    To be traced by `jit` (or `nnx.jit`), with inputs that `shard_sequences` has placed; gradients may be
-    taken inside of it or outside. `with jax.set_mesh(mesh):` around the compiled call does the same.
+    Trace it by `jit` or `nnx.jit`, with inputs from `shard_sequences`; gradients may be taken inside or
+    outside. `with jax.set_mesh(mesh):` around the compiled call does the same.
 
-    Every layer works on its own T / S tokens, S the devices along `sequence`. In attention the queries
-    stay. Sent, for each sequence and layer:
+    Every device works on its own T / S tokens, with S devices along `sequence`. In attention the queries
+    stay. Communication per sequence and layer:
 
-      keys and values: their means and, of `Diagonal`, their variances are gathered, T K numbers a head
-        each; of `TokenBlock` their covariances go round in a ring, T K^2 for each pair of heads;
-      `TokenCorrelated`, `Separable`: scales are gathered, T D numbers; whatever has a row and a column
-        for each token (correlations, weights, Gram matrices) lies by rows, (T / S, T) on a device, and
-        goes round in a ring where another device's rows are needed: (S - 1) / S T^2 numbers sent by
-        each device for each product of two of them. Their transposes take one all-to-all of T^2 / S;
-      what is summed over the tokens (feature Gram matrices, gradients of parameters) is all-reduced.
+      keys and values: means, and variances of `Diagonal`, are gathered: T K numbers per head each.
+        Covariances of `TokenBlock` go round in a ring: T K^2 per pair of heads.
+      `TokenCorrelated`, `Separable`: scales are gathered, T D numbers. Token-by-token arrays
+        (correlations, weights, Gram matrices) are split by rows, (T / S, T) per device. A product of two
+        of them goes round in a ring, (S - 1) / S T^2 numbers sent per device; a transpose is one
+        all-to-all of T^2 / S.
+      sums over tokens (feature Gram matrices, gradients of parameters): all-reduced.
 
-    No device holds an array of all tokens by all tokens, in the backward pass neither. `Full` is not
-    laid out by tokens: its attention needs every pair of pairs of them; `constrain` raises a TypeError.
+    No device holds a whole token-by-token array, in the backward pass either. `Full` cannot be split by
+    tokens, because its attention needs every pair of pairs of them; `constrain` raises a TypeError.
 
-    Sequences whose length the devices do not divide (one pooled token, say) are left to the compiler.
-    Derivatives are those of reverse mode alone: `jax.jvp` of attention raises a TypeError.
+    Sequences whose length S does not divide (such as one pooled token) are left to the compiler. Only
+    reverse mode is supported: `jax.jvp` of attention raises a TypeError.
 
     Args:
       fn: a function of arrays and modules.
@@ -56,14 +56,10 @@ def by_sequence(fn: F, mesh: Mesh) -> F:
 
 
 def shard_sequences(batch: Any, mesh: Mesh) -> Any:
-    """The arrays of a batch of sequences, split over `data` and, by their tokens, over `sequence`.
-
-    Args:
-      batch: a pytree of arrays (B, T, ...): inputs (B, T, D), tokens or what is valid of them (B, T).
-      mesh: from `make_mesh(..., sequence=S)`.
+    """The arrays (B, T, ...) of a pytree, split over `data` by examples and over `sequence` by tokens.
 
     Raises:
-      ValueError: if the mesh has no axis `sequence`, or its devices do not divide B and T.
+      ValueError: if the mesh has no axis `sequence`, or its axes do not divide B and T.
     """
     _check_mesh("shard_sequences", mesh)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -78,13 +74,13 @@ def shard_sequences(batch: Any, mesh: Mesh) -> Any:
 
 
 def check_tokens(name: str, shape: tuple[int, ...], axis: int, mesh: Mesh) -> None:
-    """Raise unless the devices along `sequence` divide the axis of the tokens."""
+    """Raise unless the number of devices along `sequence` divides the token axis."""
     count = mesh.shape[SEQUENCE]
     if len(shape) <= axis or shape[axis] % count:
         raise ValueError(
             f"`{name}` needs a number of tokens T, on axis {axis}, that the {count} devices along "
-            f"sequence divide. Got {tuple(shape)}. Pad to a multiple of {count} and say by valid= which "
-            "tokens exist, or take fewer devices along sequence."
+            f"sequence divide. Got {tuple(shape)}. Pad to a multiple of {count} and mark the real "
+            "tokens by valid=, or use fewer devices along sequence."
         )
 
 

@@ -1,4 +1,6 @@
-"""Small networks in float64, and their losses."""
+"""Small networks in float64, their losses, and programs that several tests share."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -97,3 +99,36 @@ def bayesian_loss(model, x, labels):
 def inside(state):
     """The `SecondOrderState` in the chain of `kfac` or `cg_fac`."""
     return state.chain[0]
+
+
+@functools.cache
+def capture(loss=classify, **settings):
+    """`value_grad_and_factors` of a loss, compiled once for all tests with these settings."""
+    return nnx.jit(mj.optim.value_grad_and_factors(loss, **settings))
+
+
+@functools.cache
+def compiled(make, *args, **settings):
+    """An optimiser and its compiled update, one for all tests with these settings."""
+    tx = make(*args, **settings)
+    return tx, jax.jit(tx.update)
+
+
+def pure(tree):
+    """Nested dictionaries of arrays, without Flax's variables."""
+    return nnx.as_pure(nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree)
+
+
+def losses_of(model, compute, batch, tx, update, steps, due=False):
+    """The loss before each of `steps` steps; with `due`, curvature and loss as for the defaults."""
+    params = pure(model)
+    state, values = tx.init(params), []
+    for _ in range(steps):
+        nnx.update(model, params)
+        when = {"when": mj.optim.curvature_due(state)} if due else {}
+        value, grads, factors = compute(model, *batch, **when)
+        told = {"value": value} if due else {}
+        updates, state = update(pure(grads), state, params, factors=factors, **told)
+        params = optax.apply_updates(params, updates)
+        values.append(float(value))
+    return values

@@ -1,4 +1,4 @@
-"""Bad input: errors that name the leaf and the mend."""
+"""Bad input: errors that name the leaf and the fix."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,9 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.optim.networks import CLASSES, Perceptron, classify, dense_batch
+from moment_jax.optim.layer_blocks import infer_blocks
+from moment_jax.optim.trees import flatten
+from tests.optim.networks import CLASSES, Everything, Perceptron, capture, classify, dense_batch
 
 optim = mj.optim
 PARAMS = {"layer": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
@@ -49,7 +51,7 @@ def test_a_method_of_first_order(method):
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("make", "options", "message"),
     [
         (optim.cg_fac, {"damping": -1.0}, "damping >= 0"),
         (optim.cg_fac, {"max_iterations": 0}, "max_iterations >= 1"),
@@ -63,9 +65,9 @@ def test_a_method_of_first_order(method):
         (optim.LevenbergMarquardt, {"initial": 1e9}, "smallest <= initial <= largest"),
     ],
 )
-def test_numbers_out_of_range(make, options, said):
+def test_numbers_out_of_range(make, options, message):
     arguments = () if make is optim.LevenbergMarquardt else (0.1,)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         make(*arguments, **options)
 
 
@@ -110,7 +112,7 @@ def test_losses_that_do_not_fit():
     vector = optim.value_grad_and_factors(lambda model, x, y: (model(x), classify(model, x, y)[1]))
     with pytest.raises(ValueError, match="must be a scalar"):
         vector(Perceptron(), x, labels)
-    with pytest.raises(ValueError, match="layers it knows"):
+    with pytest.raises(ValueError, match="supported layers"):
         optim.value_grad_and_factors(classify)(nnx.Dropout(0.1), x, labels)
     with pytest.raises(ValueError, match="axis of examples"):
         optim.value_grad_and_factors(lambda model: classify(model, x, labels))(Perceptron())
@@ -124,7 +126,7 @@ def test_a_layer_called_twice_has_no_rows():
     x, labels = dense_batch()
     with pytest.raises(ValueError, match=r"'used' is called 2 times.*KroneckerExpand"):
         optim.value_grad_and_factors(classify, reading=optim.PerSample())(Twice(), x, labels)
-    factors = optim.value_grad_and_factors(classify)(Twice(), x, labels)[2]
+    factors = capture()(Twice(), x, labels)[2]
     expected = (x.T @ x) * 5 / (2 * x.shape[0])
     assert jnp.allclose(factors["used"].inputs[0, :4, :4], expected, rtol=1e-5)
 
@@ -139,17 +141,12 @@ def test_spreads_that_nobody_told_of():
 
 def test_names_and_models_agree_on_blocks():
     """What is inferred from Flax's names is what a model says."""
-    from tests.optim.networks import Everything
-
     model = Everything()
     shapes = {block.name: block for block in optim.find_blocks(model)}
     tx = optim.kfac(0.1)
     assert "general" in shapes  # LinearGeneral's split cannot be told from a name alone
     del model.general
     jax.eval_shape(tx.init, nnx.as_pure(nnx.state(model, nnx.Param)))
-    from moment_jax.optim.layer_blocks import infer_blocks
-    from moment_jax.optim.trees import flatten
-
     inferred = infer_blocks({k: v.shape for k, v in flatten(nnx.state(model, nnx.Param)).items()})
     assert {block.name: block for block in inferred} == {
         name: block for name, block in shapes.items() if name != "general"

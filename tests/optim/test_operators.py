@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import moment_jax as mj
 from moment_jax.optim.row_systems import (
@@ -13,26 +12,19 @@ from moment_jax.optim.row_systems import (
     solve_by_rows,
     solve_in_row_space,
 )
-from tests.optim.networks import Everything, N, classify, everything_batch
 
 optim = mj.optim
+FORMS = [solve_by_rows, solve_by_gradients, solve_in_row_space]
+BY_FORM = [jax.jit(form) for form in FORMS]
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float64)
+    return np.random.default_rng(seed).normal(size=shape)
 
 
 def row_factor(n=5, t=1, rows=4, columns=3, layers=2):
-    return optim.RowFactor(
-        normal(0, layers, n, t, rows), normal(1, layers, n, t, columns), jnp.ones(())
-    )
-
-
-def dense_fisher(factor):
-    """1/N sum_n vec(J_n) vec(J_n)^T, formed."""
-    jacobian = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
-    flat = jacobian.reshape(*jacobian.shape[:2], -1)
-    return jnp.einsum("lnp,lnq->lpq", flat, flat) / flat.shape[1]
+    inputs, outputs = normal(0, layers, n, t, rows), normal(1, layers, n, t, columns)
+    return optim.RowFactor(inputs, outputs, np.ones(()))
 
 
 def close(left, right, tolerance=1e-10):
@@ -40,46 +32,14 @@ def close(left, right, tolerance=1e-10):
     np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance * scale)
 
 
-def test_the_exact_block_is_the_dense_empirical_fisher():
-    """From the gradients of single examples, by jax.grad, of a network with every kind of layer."""
-    model, (symbols, labels) = Everything(), everything_batch()
-    compute = optim.value_grad_and_factors(
-        classify, reading=optim.PerSample(), fisher=optim.EmpiricalFisher(), dtype=jnp.float64
-    )
-    factors = nnx.jit(compute)(model, symbols, labels)[2]
-
-    @nnx.jit
-    def gradient(model, one, label):
-        return nnx.grad(lambda model: classify(model, one[None], label[None])[0])(model)
-
-    each = [gradient(model, s, y) for s, y in zip(symbols, labels, strict=True)]
-    for name in ("conv", "attention/key", "attention/out", "general", "out"):
-        jacobian = []
-        for grads in each:
-            node = grads
-            for part in name.split("/"):
-                node = node[part]
-            kernel = node["kernel"][...].ravel()
-            has_bias = "bias" in node
-            jacobian.append(
-                jnp.concatenate([kernel, node["bias"][...].ravel()]) if has_bias else kernel
-            )
-        jacobian = jnp.stack(jacobian)
-        fisher = jacobian.T @ jacobian / N
-        factor = factors[name]
-        shape = (1, factor.inputs.shape[-1], factor.outputs.shape[-1])
-        v = normal(2, *shape)
-        close(optim.apply_curvature(factor, v).ravel(), fisher @ v.ravel())
-
-
 def test_the_row_pair_product_is_the_kronecker_operator():
     """Algorithm 1 as printed, over all pairs of rows, is (a^T a) V (g^T g) / N^2."""
     a, g, v = normal(0, 6, 4), normal(1, 6, 3), normal(2, 4, 3)
     theta = g @ v.T @ a.T  # theta[i, j] = g_i^T V^T a_j
-    printed = sum(theta[i, j] * jnp.outer(a[j], g[i]) for i in range(6) for j in range(6)) / 6**2
-    factor = optim.KroneckerFactor((a.T @ a / 6)[None], (g.T @ g / 6)[None], jnp.ones(()))
+    printed = sum(theta[i, j] * np.outer(a[j], g[i]) for i in range(6) for j in range(6)) / 6**2
+    factor = optim.KroneckerFactor((a.T @ a / 6)[None], (g.T @ g / 6)[None], np.ones(()))
     close(optim.apply_curvature(factor, v[None])[0], printed)
-    kronecker = jnp.kron(factor.inputs[0], factor.outputs[0])
+    kronecker = np.kron(factor.inputs[0], factor.outputs[0])
     close(optim.apply_curvature(factor, v[None]).ravel(), kronecker @ v.ravel())
 
 
@@ -87,65 +47,65 @@ def test_the_row_pair_product_is_the_kronecker_operator():
 def test_every_form_of_the_exact_block_takes_the_same_iterations(t):
     factor, target, start = row_factor(t=t), normal(3, 2, 4, 3), normal(4, 2, 4, 3)
     for iterations in (1, 3, 8):
-        solved = [
-            jax.jit(form)(factor, target, start, 0.1, max_iterations=iterations, tolerance=1e-12)
-            for form in (solve_by_rows, solve_by_gradients, solve_in_row_space)
-        ]
-        for other in solved[1:]:
-            close(other.x, solved[0].x, 1e-9)
+        options = {"max_iterations": iterations, "tolerance": 1e-12}
+        first, *others = (form(factor, target, start, 0.1, **options) for form in BY_FORM)
+        for other in others:
+            close(other.x, first.x, 1e-9)
 
 
-def test_the_form_is_chosen_by_its_cost():
-    wide = [row_factor(n=8, t=1, rows=64, columns=64, layers=1), 10]
-    assert cheapest_form(*wide) is solve_in_row_space
-    many = [row_factor(n=512, t=1, rows=4, columns=4, layers=1), 5]
-    assert cheapest_form(*many) is solve_by_rows
-    long = [row_factor(n=64, t=16, rows=16, columns=16, layers=1), 5]
-    assert cheapest_form(*long) is solve_by_gradients
+@pytest.mark.parametrize(
+    ("shape", "max_iterations", "form"),
+    [
+        ((8, 1, 64, 64), 10, solve_in_row_space),
+        ((512, 1, 4, 4), 5, solve_by_rows),
+        ((64, 16, 16, 16), 5, solve_by_gradients),
+    ],
+)
+def test_the_form_is_chosen_by_its_cost(shape, max_iterations, form):
+    assert cheapest_form(row_factor(*shape, layers=1), max_iterations) is form
 
 
 def test_as_many_iterations_as_unknowns_give_the_dense_solution():
     factor, target = row_factor(n=60), normal(3, 2, 4, 3)
-    matrix = dense_fisher(factor) + 1.0 * jnp.eye(12)[None]
-    exact = jnp.linalg.solve(matrix, target.reshape(2, 12, 1)).reshape(2, 4, 3)
-    solved = solve_by_rows(
-        factor, target, jnp.zeros_like(target), 1.0, max_iterations=12, tolerance=0.0
-    )
+    rows = np.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs).reshape(2, 60, 12)
+    fisher = np.einsum("lnp,lnq->lpq", rows, rows) / 60
+    exact = np.linalg.solve(fisher + np.eye(12), target.reshape(2, 12, 1)).reshape(2, 4, 3)
+    options = {"max_iterations": 12, "tolerance": 0.0}
+    solved = BY_FORM[0](factor, target, np.zeros_like(target), 1.0, **options)
     close(solved.x, exact)
     assert np.all(solved.iterations <= 12)
 
 
+@jax.jit
+def solve(spectrum, target, start, max_iterations, tolerance):
+    """Two systems of eight unknowns, each a product by its spectrum."""
+    options = {"max_iterations": max_iterations, "tolerance": tolerance}
+    return optim.conjugate_gradient(lambda x: spectrum * x, target, start, **options)
+
+
 def test_systems_stop_by_themselves():
     """The first has one eigenvalue, so one iteration does; the second has four."""
-    spectrum = jnp.array([[2.0, 2, 2, 2], [1, 2, 3, 4]])
-    target = normal(0, 2, 4)
-    solved = optim.conjugate_gradient(
-        lambda x: spectrum * x, target, jnp.zeros((2, 4)), max_iterations=10, tolerance=1e-8
-    )
+    spectrum, target = np.array([[2.0] * 8, [1, 2, 3, 4] * 2]), normal(0, 2, 8)
+    solved = solve(spectrum, target, np.zeros((2, 8)), 10, 1e-8)
     assert solved.iterations.tolist() == [1, 4]
     close(solved.x, target / spectrum)
 
 
 def test_a_start_is_never_worse_than_none():
-    spectrum, target = jnp.arange(1.0, 9)[None], normal(0, 1, 8)
-    for start in (100 * normal(1, 1, 8), target / spectrum * 7, jnp.zeros((1, 8))):
-        solved = optim.conjugate_gradient(
-            lambda x: spectrum * x, target, start, max_iterations=3, tolerance=0.0
-        )
-        energy = jnp.sum(solved.x * (spectrum * solved.x) / 2 - solved.x * target)
-        assert energy <= 0
-    near = optim.conjugate_gradient(
-        lambda x: spectrum * x, target, 7 * target / spectrum, max_iterations=3, tolerance=1e-8
-    )
-    assert near.iterations.tolist() == [0]
+    spectrum, target = np.tile(np.arange(1.0, 9), (2, 1)), normal(0, 2, 8)
+    for start in (100 * normal(1, 2, 8), target / spectrum * 7, np.zeros((2, 8))):
+        x = solve(spectrum, target, start, 3, 0.0).x
+        assert np.all(np.sum(x * (spectrum * x) / 2 - x * target, axis=1) <= 0)
+    near = solve(spectrum, target, 7 * target / spectrum, 3, 1e-8)
+    assert near.iterations.tolist() == [0, 0]
 
 
 def test_a_good_preconditioner_needs_one_iteration():
-    spectrum, target = jnp.logspace(0, 6, 10)[None], normal(0, 1, 10)
+    spectrum, target = np.logspace(0, 6, 10)[None], normal(0, 1, 10)
     solved = optim.conjugate_gradient(
         lambda x: spectrum * x,
-        target,
-        jnp.zeros((1, 10)),
+        jnp.asarray(target),
+        None,
         max_iterations=10,
         tolerance=1e-8,
         precondition=lambda r: r / spectrum,
@@ -155,8 +115,6 @@ def test_a_good_preconditioner_needs_one_iteration():
 
 @pytest.mark.parametrize("spectrum", [0.0, jnp.nan, jnp.inf, -1.0])
 def test_an_operator_without_curvature_is_left_alone(spectrum):
-    solved = optim.conjugate_gradient(
-        lambda x: spectrum * x, jnp.ones((1, 3)), jnp.ones((1, 3)), max_iterations=5, tolerance=0.0
-    )
+    solved = solve(np.full((2, 8), spectrum), np.ones((2, 8)), np.ones((2, 8)), 5, 0.0)
     assert np.all(np.isfinite(solved.x))
     assert np.all(np.isfinite(solved.relative_residual))

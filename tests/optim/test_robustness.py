@@ -1,10 +1,8 @@
 """Divergence, degenerate curvature and numbers that are not finite: nothing but numbers comes out."""
 
+import functools
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax.optim.inverses import inverted
-from tests.optim.networks import Perceptron, classify, dense_batch, inside
+from tests.optim.networks import Perceptron, capture, compiled, dense_batch, inside, losses_of
 
 optim = mj.optim
 METHODS = [
@@ -24,6 +22,7 @@ METHODS = [
     partial(optim.kfac, inversion=optim.NewtonSchulz()),
 ]
 IDS = ["cg_fac", "kfac", "kfac eigh", "kfac newton"]
+MAKERS = pytest.mark.parametrize("make", METHODS, ids=IDS)
 
 
 def layer(condition=1.0, rank=None):
@@ -32,75 +31,89 @@ def layer(condition=1.0, rank=None):
     grads = {"kernel": jnp.cos(jnp.arange(30, dtype=jnp.float32)).reshape(6, 5)}
 
     def factor(seed, n):
-        basis = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (n, n), jnp.float64))[0]
-        values = jnp.logspace(0, -np.log10(condition), n)
+        basis = np.linalg.qr(np.random.default_rng(seed).normal(size=(n, n)))[0]
+        values = np.logspace(0, -np.log10(condition), n)
         if rank is not None:
-            values = jnp.where(jnp.arange(n) < rank, 1.0, 0.0)
-        return ((basis * values[None, :]) @ basis.T)[None].astype(jnp.float32)
+            values = np.where(np.arange(n) < rank, 1.0, 0.0)
+        return jnp.asarray((basis * values) @ basis.T, jnp.float32)[None]
 
     pair = optim.KroneckerFactor(factor(0, 6), factor(1, 5), jnp.ones((), jnp.float32))
     return params, grads, {"model": pair}
 
 
 def finite(tree):
-    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(tree))
+    return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
 
 
-def steps(tx, params, grads, factors, count=3):
-    state, update = tx.init(params), jax.jit(tx.update)
+@functools.cache
+def fixed(make):
+    """A step with fixed damping, given as an argument, and a fixed bound."""
+
+    def update(damping, grads, state, params, factors):
+        tx = make(0.1, damping=damping, kl_bound=1e-3)
+        return tx.update(grads, state, params, factors=factors)
+
+    return make(0.1, damping=1.0, kl_bound=1e-3), jax.jit(update)
+
+
+def steps(make, params, grads, factors, damping=None, count=3):
+    """Three steps of finite numbers; without `damping`, it and the bound adapt."""
+    if damping is None:
+        tx, update = compiled(make, 0.1, momentum=0.5)
+    else:
+        tx, update = fixed(make)[0], partial(fixed(make)[1], damping)
+    state = tx.init(params)
     for _ in range(count):
         updates, state = update(grads, state, params, factors=factors)
-        assert finite(updates)
-        assert finite(state)
+        assert finite((updates, state))
     return updates, state
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-3])
 @pytest.mark.parametrize("case", [{"condition": 1e12}, {"rank": 1}, {"rank": 0}], ids=str)
-@pytest.mark.parametrize("make", METHODS, ids=IDS)
+@MAKERS
 def test_degenerate_curvature(make, case, damping):
-    steps(make(0.1, damping=damping, kl_bound=1e-3), *layer(**case))
+    steps(make, *layer(**case), damping=damping)
 
 
-@pytest.mark.parametrize("make", METHODS, ids=IDS)
-def test_zero_gradients_take_no_step(make):
+@pytest.mark.parametrize("damping", [None, 1e-3])
+@MAKERS
+def test_zero_gradients_take_no_step(make, damping):
     params, grads, factors = layer()
-    updates, _ = steps(
-        make(0.1, kl_bound=1e-3), params, jax.tree.map(jnp.zeros_like, grads), factors
-    )
+    updates, _ = steps(make, params, jax.tree.map(jnp.zeros_like, grads), factors, damping)
     assert not np.any(updates["kernel"])
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-@pytest.mark.parametrize("make", METHODS, ids=IDS)
+@MAKERS
 def test_a_bad_gradient_is_a_step_left_out(make, bad):
     params, grads, factors = layer()
-    tx = make(0.1, momentum=0.5)
-    _, state = steps(tx, params, grads, factors)
+    _, state = steps(make, params, grads, factors)
+    update = compiled(make, 0.1, momentum=0.5)[1]
     broken = {"kernel": grads["kernel"].at[0, 0].set(bad)}
-    updates, after = tx.update(broken, state, params, factors=factors)
+    updates, after = update(broken, state, params, factors=factors)
     assert not np.any(updates["kernel"])
     assert finite(after)
     assert int(after.skipped) == 1
-    updates, _ = tx.update(grads, after, params, factors=factors)
+    updates, _ = update(grads, after, params, factors=factors)
     assert np.any(updates["kernel"])
 
 
-@pytest.mark.parametrize("make", METHODS, ids=IDS)
+@MAKERS
 def test_bad_factors_do_not_enter_the_average(make):
     params, grads, factors = layer()
-    tx = make(0.1)
-    _, state = steps(tx, params, grads, factors)
+    _, state = steps(make, params, grads, factors)
     broken = {"model": factors["model"]._replace(inputs=factors["model"].inputs.at[0].set(jnp.nan))}
-    updates, after = tx.update(grads, state, params, factors=broken)
+    update = compiled(make, 0.1, momentum=0.5)[1]
+    updates, after = update(grads, state, params, factors=broken)
     assert finite((updates, after))
     jax.tree.map(np.testing.assert_array_equal, inside(after).curvature, inside(state).curvature)
 
 
 def test_no_curvature_yet_is_no_step():
     params, grads, _ = layer()
-    tx = optim.kfac(0.1)
-    updates, state = tx.update(grads, tx.init(params), params)
+    tx, update = compiled(optim.kfac, 0.1)
+    updates, state = update(grads, tx.init(params), params)
     assert not np.any(updates["kernel"])
     assert int(state.skipped) == 1
 
@@ -108,41 +121,28 @@ def test_no_curvature_yet_is_no_step():
 @pytest.mark.parametrize("make", METHODS[:2], ids=IDS[:2])
 def test_a_learning_rate_ten_times_too_high(make):
     model, (x, labels) = Perceptron(), dense_batch()
-    x = x.astype(jnp.float32)
-    compute = optim.value_grad_and_factors(classify)
-    optimizer = nnx.Optimizer(model, make(10.0, damping=1e-4, kl_bound=1e-2), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        value, grads, factors = compute(model, x, labels)
-        optimizer.update(model, grads, factors=factors)
-        return value
-
-    values = [float(step(model, optimizer)) for _ in range(40)]
+    tx, update = compiled(make, 10.0, damping=1e-4, kl_bound=1e-2)
+    values = losses_of(model, capture(), (x.astype(jnp.float32), labels), tx, update, 40)
     assert np.all(np.isfinite(values))
     assert values[-1] < values[0]  # the bound, not the rate, sets the step
 
 
 def test_a_batch_of_one():
     model, (x, labels) = Perceptron(), dense_batch(n=1)
-    compute = optim.value_grad_and_factors(classify, reading=optim.PerSample())
-    tx = optim.cg_fac(0.1, damping=1e-6, decay=None, kl_bound=1e-3)
-    _, grads, factors = nnx.jit(compute)(model, x.astype(jnp.float32), labels)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    nnx.jit(lambda o, m, g, f: o.update(m, g, factors=f))(optimizer, model, grads, factors)
+    x = x.astype(jnp.float32)
+    tx, update = compiled(optim.cg_fac, 0.1, damping=1e-6, decay=None, kl_bound=1e-3)
+    values = losses_of(model, capture(reading=optim.PerSample()), (x, labels), tx, update, 2)
+    assert np.all(np.isfinite(values))
     assert finite(nnx.state(model))
-
-
-def inverses(inversion, sizes):
-    """Of 16 matrices of each size, with nothing that makes one size wait for another."""
-    for n in sizes:
-        factor = jnp.tile(2 * jnp.eye(n)[None], (16, 1, 1))
-        yield inversion.refreshed(factor, factor, jnp.ones(()))
 
 
 def lapack_calls(inversion):
     """The shapes of what LAPACK is called with."""
-    text = jax.jit(lambda: list(inverses(inversion, [5]))).lower().as_text()
+
+    def inverses(factor):
+        return inversion.refreshed(factor, factor, jnp.ones(()))
+
+    text = jax.jit(inverses).lower(jnp.ones((16, 5, 5))).as_text()
     return set(re.findall(r"@lapack_.* : \(tensor<(.*?)x[a-z]", text))
 
 
@@ -153,7 +153,7 @@ def test_no_call_of_lapack_takes_a_batch():
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="others call their own library")
 def test_inverses_need_no_lapack():
-    """Its threads beside those of XLA took up to 400 times as long."""
+    """Its threads beside those of XLA took up to 400 times as long; in batches they hung."""
     assert not lapack_calls(optim.Cholesky())
 
 
@@ -171,18 +171,3 @@ def test_a_matrix_without_an_inverse_spoils_no_other():
     good, bad = inverted(jnp.stack([eye, eye.at[45, 45].set(-1.0)]))
     np.testing.assert_allclose(good, eye)
     assert jnp.isnan(bad).any()
-
-
-MANY_INVERSES = """
-import jax
-import moment_jax as mj
-from tests.optim.test_robustness import inverses
-sizes = (65, 64, 48, 32, 129, 100, 70, 80)
-jax.block_until_ready(jax.jit(lambda: list(inverses(mj.optim.Cholesky(), sizes)))())
-"""
-
-
-def test_inverses_of_many_groups_of_layers_end():
-    """As batches the first run of these never ended."""
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", MANY_INVERSES], cwd=root, check=True, timeout=200)

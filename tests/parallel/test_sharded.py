@@ -1,4 +1,4 @@
-"""Sharded is unsharded: loss, gradients, an update and moments, over data and model together."""
+"""Where parameters and moments lie; what is computed there is in `test_sequence`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import moment_jax as mj
-from experiments.scale import devices
 from tests.builders import ALL_STRUCTURES
 
-pytestmark = pytest.mark.slow
-
 SIZES = {"data": 2, "model": 4}
-
-
-def test_eight_devices_are_one():
-    """Both axes at once; `experiments scale --part devices` does every structure and layout."""
-    results = devices.compute(
-        ["TokenCorrelated"],
-        ["1x1", "2x4"],
-        8,
-        environment={"JAX_ENABLE_X64": "1", "PYTHONWARNINGS": "error"},
-    )
-    (record,) = devices.differences(["TokenCorrelated"], results)
-    assert max(record[what] for what in devices.WHAT) < 1e-10, record
 
 
 @pytest.mark.parametrize(

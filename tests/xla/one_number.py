@@ -1,4 +1,4 @@
-"""Finds the products of a program whose right operand is one number broadcast, compiling nothing."""
+"""Finds products whose right operand is one number broadcast, without compiling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 
 def faulty_products(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """Where the program of `fn` has such products; its arguments may be any numbers."""
+    """Where the program of `fn` has such products, for arbitrary arguments."""
     program = jax.make_jaxpr(fn)(*args)
     found: list[str] = []
     _walk(program, [False] * len(program.jaxpr.invars), found)
@@ -56,7 +56,7 @@ def _results(equation: Any, ones: list[bool], found: list[str]) -> list[bool]:
         return [any(results) for results in zip(*each, strict=True)]
     if name == "materialize":
         return [False] * count
-    if name in ("scan", "while"):  # what a loop reads and leaves is taken to lie in memory
+    if name in ("scan", "while"):  # operands and results of loops are in memory
         for program in programs:
             _walk(program, [False] * len(program.jaxpr.invars), found)
         return [False] * count
@@ -68,7 +68,7 @@ def _results(equation: Any, ones: list[bool], found: list[str]) -> list[bool]:
 
 
 def _of_matrices(product: Any) -> bool:
-    """Whether no side is a vector: those are no part of the faulty fusions."""
+    """Whether no side is a vector, which the faulty fusions exclude."""
     (contracted, own), (batch, own_batch) = product.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in product.invars)
     rows = [n for i, n in enumerate(left) if i not in (*contracted, *batch)]

@@ -1,13 +1,13 @@
-"""A fault of XLA for CPU that the library dodges: a sum over a product with one number broadcast.
+"""A fault of XLA for CPU that the library works around: sums over a product with one number broadcast.
 
-In jaxlib 0.10.2 to 0.12.0 it is garbage, without a word, where product and reduction have 4,096 numbers
-between them and are fused (by XLA's YNN library). `plain` in `unflagged_program` has the smallest ones:
+In jaxlib 0.10.2 to 0.12.0 the result is silently wrong if product and reduction are fused (by XLA's YNN
+library) and have at least 4,096 numbers. `plain` in `unflagged_program` has the smallest examples:
 
     jax.jit(lambda x: jnp.sum(x @ jnp.full((64, 64), 0.01), axis=0))(x)
 
-The right operand alone matters. Any reduction over any axis will do, after elementwise functions or
-another product, in `vmap` and derivatives, in float32, bfloat16 and float64. What comes out right: left
-operands of one number, right ones that vary along one axis, products with vectors, and x.T @ y.
+Only the right operand matters. The reduction may be over any axis, after elementwise functions or
+another product, in `vmap` and derivatives, in float32, bfloat16 and float64. Not affected: left operands
+of one number, right operands that vary along one axis, products with vectors, and x.T @ y.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")[:3]))
 
 
-# The first jaxlib that compiles `plain` wrongly, and the first after it that does not (999: not known).
+# The first jaxlib that compiles `plain` wrongly, and the first later one that does not (999: unknown).
 BROKEN, MENDED = "0.10.2", "999"
 HAS_THE_FAULT = _numbers(BROKEN) <= _numbers(version("jaxlib")) < _numbers(MENDED)
 
@@ -56,19 +56,19 @@ def errors(*groups: str) -> dict[str, dict[str, float]]:
 
 
 def test_the_fault_is_there():
-    """Else it can go what dodges it, once no supported jaxlib has the fault."""
+    """Once no supported jaxlib has the fault, its workaround can go."""
     plain = errors("plain")["plain"].values()
     if not HAS_THE_FAULT:
         assert max(plain) < 1e-5
     else:
         assert min(plain) > 1e-3, (
             f"jaxlib {version('jaxlib')} compiles a sum over a product with one number broadcast "
-            "rightly: name it in MENDED. Once it is the oldest one supported, "
+            "correctly: name it in MENDED. Once it is the oldest supported release, "
             "`moment_jax.xla.materialized_inputs` and this file can go."
         )
 
 
-@pytest.mark.skipif(not HAS_THE_FAULT, reason="this jaxlib compiles such products rightly")
+@pytest.mark.skipif(not HAS_THE_FAULT, reason="this jaxlib compiles such products correctly")
 def test_everything_is_right_without_a_flag():
     """Parameters closed over or made inside `jit` against the same as arguments."""
     wrong = {
@@ -88,11 +88,12 @@ def test_the_search_finds_the_fault():
 
 
 SMALL = jnp.ones((5, 6))
-TRANSFORMS = sorted(unflagged_program.transforms(STRUCTURES["Diagonal"]))
+WITHIN_A_DECODER = {"encoder_block", "cross_attention", "feed_forward"}
+TRANSFORMS = sorted(set(unflagged_program.transforms(STRUCTURES["Diagonal"])) - WITHIN_A_DECODER)
 
 
 def gradient(structure, name, family=None):
-    """Of a transform by its input, all else made inside `jit`: it has the forward pass in it."""
+    """The gradient of a transform, with parameters made inside `jit`; it includes the forward pass."""
     of = STRUCTURES[structure]
     transform = unflagged_program.transforms(of)[name]
 

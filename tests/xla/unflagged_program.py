@@ -1,7 +1,7 @@
-"""What `test_compiler_fault` runs in a process of its own, compiled as users compile it.
+"""Run by `test_compiler_fault` in its own process, compiled as users compile it.
 
-Prints, as JSON, how far results with parameters of one number each are from the right ones. Every result
-is summed over an axis, which is what a compiler may fuse with the product before it.
+Prints, as JSON, the errors of results with constant parameters. Every result is summed over an axis,
+which the compiler may fuse with the product before it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parameters(
     shape: tuple[int, int],
     family: Callable[[tuple[int, ...], float], Posterior] | None = None,
 ) -> dict[str, Any]:
-    """Fresh ones, made of one number each, and covariances of an input of this shape likewise."""
+    """Constant parameters, and constant covariances of an input of this shape."""
     make = family or (lambda shape, mean: Factorized(jnp.full(shape, mean), jnp.full(shape, 0.01)))
     d = shape[1]
 
@@ -89,7 +89,7 @@ def transforms(of: type[Covariance]) -> dict[str, Callable[[Any, Any], Any]]:
     }
 
 
-# Blocks, and what is like another one, would compile for minutes: for them see `one_number`.
+# Blocks, and transforms like these, would compile for minutes; `one_number` checks them.
 COMPILED = [
     "dense",
     "matmul",
@@ -103,13 +103,13 @@ COMPILED = [
 
 
 def sums(moments: Any) -> Any:
-    """Of the mean and of the variance: one each, since a result that is read twice is not fused."""
+    """Sums of mean and variance, one each: a result that is read twice is not fused."""
     mean, cov = moments
     return [jnp.sum(array, axis=0) for array in (mean, cov.variance())]
 
 
 def error(found: Any, expected: Any) -> float:
-    """The greatest difference, relative to the greatest entry of the same array."""
+    """The largest difference, relative to the largest entry of the same array."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, float), np.asarray(b, float)
@@ -119,7 +119,7 @@ def error(found: Any, expected: Any) -> float:
 
 
 def plain(mark: Callable[[Any], Any]) -> dict[str, float]:
-    """The smallest programs, by JAX alone or with their right operand `materialized`."""
+    """The smallest programs, in plain JAX or with a `materialized` right operand."""
     constant = np.sum(np.asarray(X, float), axis=1).sum() * float(FULL[0, 0]) * np.ones(64)
     made = constant / float(FULL[0, 0]) * float(X[0, 0])
     return {
@@ -131,7 +131,7 @@ def plain(mark: Callable[[Any], Any]) -> dict[str, float]:
 
 
 def of_arguments(fn: Callable[[Any, Any], Any], x: Any, params: Callable[[], Any]) -> float:
-    """How much constants and arrays made inside `jit` differ from arguments, as parameters."""
+    """The error of parameters that are constants or made inside `jit`, against arguments."""
     given = params()
 
     def mixed() -> Any:
@@ -142,7 +142,7 @@ def of_arguments(fn: Callable[[Any, Any], Any], x: Any, params: Callable[[], Any
 
 
 def second_derivative(structure: Any) -> float:
-    """By the mean and the variance of a kernel's weights, one number each."""
+    """The Hessian by the constant mean and variance of a kernel's weights."""
 
     def total(theta: Any, x: Any, one: Any) -> Any:
         params = mj.DenseParams(Factorized(one * theta[0], one * theta[1]))
@@ -155,7 +155,7 @@ def second_derivative(structure: Any) -> float:
 
 
 def ways_in() -> dict[str, float]:
-    """Modules, exported programs, batches, and what becomes of a result."""
+    """Modules, exported programs, batches, and a loss of the result."""
     layer = mj.nn.Dense(64, 64, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
 
@@ -189,7 +189,7 @@ def ways_in() -> dict[str, float]:
 
 
 def every_transform(of: type[Covariance]) -> dict[str, float]:
-    """Of one structure."""
+    """Errors of the transforms with one structure."""
     shape = SHAPES.get(of.__name__, X.shape)
     x = X[: shape[0], : shape[1]]
 
@@ -201,7 +201,7 @@ def every_transform(of: type[Covariance]) -> dict[str, float]:
 
 
 def main(names: list[str]) -> None:
-    """These groups or all, as {group: {name: error}}."""
+    """Print these groups or all, as {group: {name: error}}."""
     groups = {
         "plain": lambda: plain(lambda x: x),
         "materialized": lambda: plain(materialized),
