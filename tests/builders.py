@@ -1,4 +1,4 @@
-"""Random means, covariances and beliefs that the tests share."""
+"""Random covariances and beliefs shared by the tests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flax import nnx
 from moment_jax.covariance import STRUCTURES, BatchSeparable, Covariance, Separable, TokenCorrelated
 from moment_jax.layers import (
     AttentionParams,
+    DecoderBlockParams,
     DenseParams,
     EncoderBlockParams,
     FeedForwardParams,
@@ -52,12 +53,12 @@ def random_cov(
 ) -> Covariance:
     """A random member of a structure; signed scales where the structure has them."""
     cov = structure.project(random_dense(key, shape, scale))
-    # Separable's operations on features are exact for scales of rank one alone.
+    # Operations of `Separable` on features are exact only for scales of rank one.
     return random_signs(key, rank_one(cov) if structure is Separable else cov)
 
 
 def rank_one(cov: Covariance) -> Covariance:
-    """With a scale of rank one, which makes projections of projections exact; others as they are."""
+    """With a scale of rank one, so that projecting again is exact; other structures unchanged."""
     if not isinstance(cov, Separable | TokenCorrelated):
         return cov
     tokens, features = (jnp.mean(cov.scale, axis=a, keepdims=True) for a in (1, 0))
@@ -67,7 +68,7 @@ def rank_one(cov: Covariance) -> Covariance:
 
 
 def random_signs(key: Array, cov: Covariance) -> Covariance:
-    """Signed scales, where the structure has them."""
+    """With random signs of the scale, where the structure has one."""
     t, d = cov.shape
     if isinstance(cov, Separable):
         tokens, features = (jnp.sign(jax.random.normal(key, (n,))) for n in (t, d))
@@ -80,7 +81,7 @@ def random_signs(key: Array, cov: Covariance) -> Covariance:
 def random_kernel(
     key: Array, family: type[Posterior], shape: tuple[int, int], scale: float = 1.0
 ) -> Posterior:
-    """A random belief about a kernel, of any family."""
+    """A random kernel belief of any family."""
     keys = jax.random.split(key, 3)
     mean = jax.random.normal(keys[0], shape) / shape[0] ** 0.5
     size = scale**2 / shape[0]
@@ -101,7 +102,7 @@ def random_kernel(
 def random_vector(
     key: Array, family: type[Posterior], size: int, scale: float = 1.0, centre: float = 0.0
 ) -> Posterior:
-    """A random belief about a bias or a gain, of any family."""
+    """A random belief about a bias or a gain."""
     keys = jax.random.split(key)
     mean = centre + 0.5 * jax.random.normal(keys[0], (size,))
     if family is Point:
@@ -114,7 +115,7 @@ def random_vector(
 def random_dense_params(
     key: Array, family: type[Posterior], shape: tuple[int, int], scale: float = 1.0
 ) -> DenseParams:
-    """A random dense layer; the bias is of the same family where that fits a vector."""
+    """A random dense layer; its bias has the same family where that family has vectors."""
     keys = jax.random.split(key)
     vector = family if family in VECTOR_FAMILIES else Factorized
     return DenseParams(
@@ -152,15 +153,30 @@ def random_block(
     )
 
 
+def decoder_of(
+    first: EncoderBlockParams, second: EncoderBlockParams | None = None
+) -> DecoderBlockParams:
+    """A decoder block of the layers of two encoder blocks; without a second, of one."""
+    second = second or first
+    return DecoderBlockParams(
+        first.attention,
+        first.norm1,
+        second.attention,
+        second.norm1,
+        second.feed_forward,
+        second.norm2,
+    )
+
+
 def tiny_vision(**options: Any) -> VisionTransformer:
-    """A vision Transformer of one block on images of 4 x 4 pixels, changed by keyword."""
+    """A vision Transformer of one block for 4 x 4 images; keywords override its options."""
     options = {"num_blocks": 1, "hidden_features": 6, "activation": "relu", **options}
     sizes = {"image_size": 4, "patch_size": 2, "num_classes": 3, "num_features": 4, "num_heads": 2}
     return VisionTransformer(**{**sizes, "rngs": nnx.Rngs(0), **options})
 
 
 def assert_close(actual: Array, expected: Array, tolerance: float = 1e-10) -> None:
-    """Equality of float64 arrays up to rounding, relative to the largest entry."""
+    """Assert that float64 arrays agree up to rounding, relative to the largest entry."""
     difference = float(jnp.max(jnp.abs(actual - expected)))
     size = max(1.0, float(jnp.max(jnp.abs(expected))))
     assert difference <= tolerance * size, f"largest difference {difference}, of {size}"

@@ -1,4 +1,4 @@
-"""A structure of a user's own, by what it keeps alone, in everything that takes a covariance."""
+"""A user's structure, defined by its projection alone, works wherever a covariance does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = jax.random.normal(KEYS[1], (4, 4))
 
 
 def define_pairs() -> type[mj.ByProjection]:
-    """Tokens 2i and 2i + 1 know each other, and no other token."""
+    """Tokens 2i and 2i + 1 are correlated, all others independent."""
 
     @mj.register_fields
     @dataclasses.dataclass(frozen=True)
@@ -58,28 +58,30 @@ def test_a_structure_that_loses_nothing_is_full(norm_first: bool):
     """Two tokens, one pair: block, gradient and batch."""
     noise = random_dense(KEYS[2], (2, 4), 0.3)
 
-    @partial(jax.jit, static_argnums=0)
-    def moments(structure, x):
-        cov = structure.project(noise)
-        mean, cov = mj.encoder_block(
-            x, cov, BLOCK, num_heads=2, norm_first=norm_first, activation=mj.gelu
-        )
-        return mean, cov.to_dense(), cov.variance()
-
     def loss(structure, x):
-        mean, _, variance = moments(structure, x)
-        return jnp.sum(mean**2) + jnp.sum(variance)
+        mean, cov = mj.encoder_block(
+            x,
+            structure.project(noise),
+            BLOCK,
+            num_heads=2,
+            norm_first=norm_first,
+            activation=mj.gelu,
+        )
+        variance = cov.variance()
+        return jnp.sum(mean**2) + jnp.sum(variance), (mean, cov.to_dense(), variance)
 
-    for ours, full in zip(moments(Pairs, X[:2]), moments(mj.Full, X[:2]), strict=True):
-        assert_close(ours, full)
-    assert_close(jax.grad(loss, 1)(Pairs, X[:2]), jax.grad(loss, 1)(mj.Full, X[:2]))
-    batch = jax.vmap(partial(moments, Pairs))(X.reshape(2, 2, 4))
-    assert_close(batch[1][0], moments(Pairs, X[:2])[1])
+    def both(structure):
+        return jax.grad(partial(loss, structure), has_aux=True)
+
+    ours = jax.jit(jax.vmap(both(Pairs)))(X.reshape(2, 2, 4))
+    full = jax.jit(both(mj.Full))(X[:2])
+    for batch, alone in zip(*map(jax.tree.leaves, (ours, full)), strict=True):
+        assert_close(batch[0], alone)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_layers_keep_the_structure(name: str):
-    """Means know the input's covariance, and nothing else of the dense one's."""
+    """Means depend on the covariance of the input alone, so variances only come near the dense ones."""
     cov = Pairs.project(random_cov(KEYS[2], mj.Full, (4, 4), 0.3).to_dense())
 
     @jax.jit
@@ -99,7 +101,7 @@ def test_layers_keep_the_structure(name: str):
 
 
 def test_propagate_takes_it():
-    """A gated product with a residual: sums and products of arrays with a common origin."""
+    """A gated product with a residual: its operands share an input."""
     params = {"gate": BLOCK.attention.query.kernel, "value": BLOCK.attention.key.kernel}
 
     def fn(params, x):
@@ -120,11 +122,11 @@ def test_modules_take_it():
         structure=Pairs,
         rngs=nnx.Rngs(0),
     )
-    mean, cov = model(jnp.ones((2, 4, 4)))
+    mean, cov = jax.jit(lambda x: model(x))(jnp.ones((2, 4, 4)))
     assert mean.shape == (2, 3)
     assert jnp.all(jnp.isfinite(cov))
 
 
 def test_a_class_can_be_defined_again():
-    """As a cell of a notebook is run twice."""
+    """As when a notebook cell runs twice."""
     assert define_pairs() is not Pairs

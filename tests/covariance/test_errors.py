@@ -1,4 +1,4 @@
-"""Fields that do not fit are refused when a covariance is made by hand, and only then."""
+"""The constructors check their fields; JAX transformations skip the checks."""
 
 import re
 
@@ -78,7 +78,7 @@ def test_error(call, error, got, mend):
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_transformations_may_put_anything_in_the_fields(structure):
-    """`vmap` over any axis, derivatives, `None` and axis numbers in the place of arrays."""
+    """`vmap` over any axis, derivatives, and `None` or axis numbers instead of arrays."""
     cov = random_cov(jax.random.key(0), structure, (T, D))
     axes = jax.tree.map(lambda _: 0, cov)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), cov)
@@ -99,7 +99,7 @@ def test_rounding_below_zero_is_no_error(structure):
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_exported_functions_take_and_give_covariances(structure):
+def test_covariances_pass_through_exported_functions(structure):
     pytest.importorskip("flatbuffers")
     cov = random_cov(jax.random.key(1), structure, (T, D))
     double = jax.jit(lambda c: c.rescale(jnp.full((T, D), 2.0)))

@@ -1,4 +1,4 @@
-"""Fields that are formed when they are first read are fields like any other."""
+"""Fields computed on first access behave like ordinary fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def covariance(structure: type[mj.Covariance]) -> mj.Covariance:
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_what_a_loop_reads_first_can_be_read_after_it(structure: type[mj.Covariance]) -> None:
+def test_fields_first_read_in_a_loop_can_be_read_after_it(structure: type[mj.Covariance]) -> None:
     @jax.jit
     def run(kernel: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         cov = covariance(structure).map_features(kernel)
@@ -39,6 +39,6 @@ def test_pickled(structure: type[mj.Covariance]) -> None:
 
 
 @pytest.mark.parametrize("structure", [mj.TokenCorrelated, mj.Separable])
-def test_an_attribute_that_is_none(structure: type[mj.Covariance]) -> None:
+def test_missing_attribute(structure: type[mj.Covariance]) -> None:
     with pytest.raises(AttributeError, match="has no attribute `nothing`"):
         covariance(structure).nothing  # noqa: B018

@@ -1,4 +1,4 @@
-"""Quotients and roots that stay finite, and their derivatives with them."""
+"""Safe quotients and roots stay finite, and so do their derivatives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_values_and_gradients_are_finite_at_any_size(dtype, x):
 
 
 def test_nan_stays_nan():
-    """A standard deviation or a correlation of 0 in its place would look like knowledge."""
+    """A standard deviation or a correlation of 0 instead would look like certainty."""
     bad, one = jnp.asarray([jnp.nan, 1.0]), jnp.ones(2)
     for compiled in (lambda function: function, jax.jit):
         for results in (

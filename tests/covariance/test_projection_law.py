@@ -1,8 +1,9 @@
-"""The law of all structures: op(S) == project(op(Full(S))), and what follows from it."""
+"""The law of all structures: op(S) == project(op(Full(S))), and its consequences."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,118 +27,164 @@ KEYS = jax.random.split(jax.random.key(0), 12)
 MEAN = jax.random.normal(KEYS[0], SHAPE)
 
 
+GAIN, SECOND = jax.random.normal(KEYS[1], SHAPE), 0.3 * jax.random.normal(KEYS[2], SHAPE)
+POSITIVE = jax.random.uniform(KEYS[3], SHAPE, minval=0.1)
+SIGNED = jax.random.normal(KEYS[3], SHAPE)
+NARROWER, SQUARE = (jax.random.normal(KEYS[4], (5, size)) for size in (3, 5))
+FEWER_TOKENS = jax.random.normal(KEYS[5], (3, 4))
+LOW_RANK = [
+    jax.random.normal(key, (*SHAPE, *rest))
+    for key, rest in zip(KEYS[6:9], [(), (2,), (2,)], strict=True)
+]
+VECTOR, PSD = jnp.arange(1.0, 6.0), random_psd(KEYS[9], 5)
+KERNELS = {family.__name__: random_kernel(KEYS[10], family, (5, 3)) for family in KERNEL_FAMILIES}
+
+
 class Gain:
     """Moments of an elementwise function: any with gain^2 var + second^2 <= variance."""
 
     def __init__(self, variance):
-        self.gain = jax.random.normal(KEYS[1], SHAPE)
-        self.second = 0.3 * jax.random.normal(KEYS[2], SHAPE)
-        self.variance = self.gain**2 * variance + self.second**2 + 0.1
+        self.gain, self.second = GAIN, SECOND
+        self.variance = GAIN**2 * variance + SECOND**2 + 0.1
 
 
 OPERATIONS = {
     "identity": lambda cov: cov,
-    "rescale": lambda cov: cov.rescale(jax.random.uniform(KEYS[3], SHAPE, minval=0.1)),
-    "rescale_signed": lambda cov: cov.rescale(jax.random.normal(KEYS[3], SHAPE)),
-    "map_features": lambda cov: cov.map_features(jax.random.normal(KEYS[4], (5, 3))),
-    "map_tokens": lambda cov: cov.map_tokens(jax.random.normal(KEYS[5], (3, 4))),
-    "map_low_rank": lambda cov: cov.map_low_rank(
-        *(
-            jax.random.normal(key, (*SHAPE, *rest))
-            for key, rest in zip(KEYS[6:9], [(), (2,), (2,)], strict=True)
-        )
-    ),
-    "add": lambda cov: cov.add(cov.map_features(jax.random.normal(KEYS[4], (5, 5)))),
-    "add_shared": lambda cov: cov.add(type(cov).shared(4, random_psd(KEYS[9], 5))),
-    "add_shared_diagonal": lambda cov: cov.add(type(cov).shared(4, jnp.arange(1.0, 6.0))),
-    "add_independent": lambda cov: cov.add(cov.independent(jax.random.uniform(KEYS[3], SHAPE))),
-    "gain_noise": lambda cov: cov.gain_noise(MEAN, jnp.arange(1.0, 6.0)),
-    "gain_noise_full": lambda cov: cov.gain_noise(MEAN, random_psd(KEYS[9], 5)),
+    "rescale": lambda cov: cov.rescale(POSITIVE),
+    "rescale_signed": lambda cov: cov.rescale(SIGNED),
+    "map_features": lambda cov: cov.map_features(NARROWER),
+    "map_tokens": lambda cov: cov.map_tokens(FEWER_TOKENS),
+    "map_low_rank": lambda cov: cov.map_low_rank(*LOW_RANK),
+    "add": lambda cov: cov.add(cov.map_features(SQUARE)),
+    "add_shared": lambda cov: cov.add(type(cov).shared(4, PSD)),
+    "add_shared_diagonal": lambda cov: cov.add(type(cov).shared(4, VECTOR)),
+    "add_independent": lambda cov: cov.add(cov.independent(jnp.abs(SIGNED))),
+    "gain_noise": lambda cov: cov.gain_noise(MEAN, VECTOR),
+    "gain_noise_full": lambda cov: cov.gain_noise(MEAN, PSD),
     "elementwise": lambda cov: cov.elementwise(Gain(cov.variance())),
 } | {
-    f"weight_noise_{family.__name__}": lambda cov, family=family: cov.weight_noise(
-        MEAN, random_kernel(KEYS[10], family, (5, 3))
-    )
-    for family in KERNEL_FAMILIES
+    f"weight_noise_{name}": lambda cov, kernel=kernel: cov.weight_noise(MEAN, kernel)
+    for name, kernel in KERNELS.items()
 }
-# `rescale` is exact for every member, signed scales included: more than the law asks (a projection
-# sees only the dense array and takes scales to be positive).
+# `rescale` is exact for every member, signed scales included. The law asks for less: a projection sees
+# only the dense array and takes scales to be positive.
 EXACT = {"identity", "rescale", "rescale_signed"}
+
+
+def textbook(dense):
+    """The dense result of every operation."""
+    return {name: operation(Full(dense)).to_dense() for name, operation in OPERATIONS.items()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Result, dense, variance, textbook, its projection, and a batch's dense, for each operation."""
+    compiled = jax.jit(textbook)  # one program for all structures
+
+    @functools.cache
+    def every(structure: type[Covariance]):
+        @jax.jit
+        def run(cov, exact):
+            batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), cov)
+
+            def one(operation, name):
+                ours = operation(cov)
+                expected = exact[name]
+                if name not in EXACT:
+                    expected = structure.project(expected).to_dense()
+                mapped = jax.vmap(lambda c: operation(c).to_dense())(batch)[1]
+                return ours, ours.to_dense(), ours.variance(), exact[name], expected, mapped
+
+            return {name: one(operation, name) for name, operation in OPERATIONS.items()}
+
+        cov = random_cov(KEYS[11], structure, SHAPE)
+        return run(cov, compiled(cov.to_dense()))
+
+    return lambda structure, name: every(structure)[name]
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operation_is_projection_of_dense_operation(structure: type[Covariance], name: str):
-    """One compiled program holds the operation, the textbook's, and the operation over a batch."""
-    operation = OPERATIONS[name]
-
-    @jax.jit
-    def both(cov):
-        ours = operation(cov)
-        textbook = operation(Full(cov.to_dense())).to_dense()
-        expected = textbook if name in EXACT else structure.project(textbook).to_dense()
-        batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), cov)
-        mapped = jax.vmap(lambda c: operation(c).to_dense())(batch)[1]
-        return ours, ours.to_dense(), ours.variance(), textbook, expected, mapped
-
-    cov = random_cov(KEYS[11], structure, SHAPE)
-    ours, dense, variance, textbook, expected, mapped = both(cov)
+def test_operation_is_projection_of_dense_operation(structure, name, results):
+    ours, dense, variance, exact, expected, mapped = results(structure, name)
     assert type(ours) is structure
     assert_close(dense, expected)
-    assert_close(variance, jnp.einsum("tdtd->td", textbook))
+    assert_close(variance, np.einsum("tdtd->td", exact))
     assert_close(mapped, dense)
     size = dense.shape[0] * dense.shape[1]
     assert np.linalg.eigvalsh(dense.reshape(size, size))[0] >= -1e-10
 
 
-# What keeps the covariance of the sum over the tokens exact whatever the covariance.
+# Operations that keep the covariance of the token sum exact for any covariance.
 OF_THE_SUM = {
     **{
         name: operation
         for name, operation in OPERATIONS.items()
         if name.startswith(("identity", "map_features", "add", "weight_noise", "gain_noise"))
     },
-    "gains": lambda cov: cov.rescale(jax.random.normal(KEYS[3], (1, 5))),
+    "gains": lambda cov: cov.rescale(SIGNED[:1]),
     "average": lambda cov: cov.map_tokens(jnp.full((1, 4), 0.25)),
     "fields_alone": lambda cov: jax.tree.map(lambda leaf: 1 * leaf, cov),
 }
 
 
-@pytest.mark.parametrize("name", OF_THE_SUM)
-def test_separable_keeps_the_covariance_of_the_sum_of_any_covariance(name: str):
-    """No member of the structure, and a scale far from rank one."""
-    dense, operation = random_dense(KEYS[11], SHAPE), OF_THE_SUM[name]
+@pytest.fixture(scope="module")
+def of_the_sum():
+    """Covariances of the token sum and variances, ours and the textbook's, of a general covariance."""
 
     @jax.jit
     def both(dense):
-        ours, textbook = operation(Separable.project(dense)), operation(Full(dense)).to_dense()
-        return ours.feature_gram(), jnp.einsum("tdse->de", textbook), ours, textbook
+        ours = {name: operation(Separable.project(dense)) for name, operation in OF_THE_SUM.items()}
+        exact = {name: operation(Full(dense)).to_dense() for name, operation in OF_THE_SUM.items()}
+        return {
+            name: (
+                (ours[name].feature_gram(), ours[name].variance()),
+                (jnp.einsum("tdse->de", exact[name]), jnp.einsum("tdtd->td", exact[name])),
+            )
+            for name in OF_THE_SUM
+        }
 
-    ours, expected, result, textbook = both(dense)
+    return both(random_dense(KEYS[11], SHAPE))
+
+
+@pytest.mark.parametrize("name", OF_THE_SUM)
+def test_separable_keeps_the_covariance_of_the_sum_of_any_covariance(name: str, of_the_sum):
+    """The covariance is not a member of the structure, and its scale is far from rank one."""
+    (ours, variance), (expected, expected_variance) = of_the_sum[name]
     assert_close(ours, expected)
     if name == "average":
-        assert_close(result.variance(), jnp.einsum("tdtd->td", textbook))
+        assert_close(variance, expected_variance)
+
+
+@pytest.fixture(scope="module")
+def deviations():
+    """Deviations from the law at two distances from rank one."""
+    member, noise = rank_one(Separable.project(random_dense(KEYS[11], SHAPE))), MEAN
+
+    @jax.jit
+    @jax.vmap
+    def at(distance):
+        cov = dataclasses.replace(
+            member, scale=member.scale * jnp.exp(distance * noise), sum_variance=None
+        )
+
+        def deviation(name, expected):
+            if name not in EXACT:
+                expected = Separable.project(expected).to_dense()
+            size = jnp.maximum(jnp.linalg.norm(expected), 1e-6)  # certain weights add nothing
+            return jnp.linalg.norm(OPERATIONS[name](cov).to_dense() - expected) / size
+
+        return {name: deviation(name, dense) for name, dense in textbook(cov.to_dense()).items()}
+
+    return at(jnp.array([0.1, 0.05]))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_separable_comes_to_the_law_as_its_scale_comes_to_rank_one(name: str):
-    """General members: the deviation from the law falls at least as their distance from rank one."""
-    operation, noise = OPERATIONS[name], jax.random.normal(KEYS[0], SHAPE)
-    member = rank_one(Separable.project(random_dense(KEYS[11], SHAPE)))
-
-    @jax.jit
-    def deviation(distance):
-        cov = dataclasses.replace(member, scale=member.scale * jnp.exp(distance * noise))
-        cov = dataclasses.replace(cov, sum_variance=None)
-        expected = operation(Full(cov.to_dense())).to_dense()
-        if name not in EXACT:
-            expected = Separable.project(expected).to_dense()
-        size = jnp.maximum(jnp.linalg.norm(expected), 1e-6)  # certain weights add nothing
-        return jnp.linalg.norm(operation(cov).to_dense() - expected) / size
-
-    far, near = deviation(0.1), deviation(0.05)
-    assert far < 0.1, float(far)
-    assert near <= 0.7 * far + 1e-12, (float(far), float(near))
+def test_separable_approaches_the_law_as_its_scale_approaches_rank_one(name: str, deviations):
+    """The deviation of a general member falls at least in proportion to its distance from rank one."""
+    far, near = map(float, deviations[name])
+    assert far < 0.1, far
+    assert near <= 0.7 * far + 1e-12, (far, near)
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
@@ -193,16 +240,17 @@ def test_zeros_shared_and_independent(structure: type[Covariance]):
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_gradients_are_finite_at_zero_covariance(structure: type[Covariance]):
     @jax.jit
-    def total(cov):
+    @jax.grad
+    def gradient(cov):
         results = [operation(cov) for operation in OPERATIONS.values()]
         return sum(jnp.sum(r.variance()) + jnp.sum(r.token_gram() ** 2) for r in results)
 
-    gradients = jax.grad(total)(structure.zeros(SHAPE, jnp.float64))
+    gradients = gradient(structure.zeros(SHAPE, jnp.float64))
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
 def test_correlations_stay_correlations():
-    """Steps upon steps leave no correlation above one and a unit diagonal."""
+    """After many steps no correlation exceeds one, and the diagonal is one."""
     cov = random_cov(KEYS[0], TokenCorrelated, SHAPE)
     for key in jax.random.split(KEYS[1], 10):
         cov = cov.map_features(jax.random.normal(key, (5, 5)) / 5**0.5).add(

@@ -1,4 +1,4 @@
-"""Lazily formed feature Gram matrices against the dense ones, in every form that they can have."""
+"""Feature Gram matrices in factored form against dense ones, for every form."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_looking(form):
+def test_diagonal_and_blocks(form):
     gram = FORMS[form]
     dense = gram.dense()
     assert_close(gram.diag(), jnp.diagonal(dense))

@@ -1,4 +1,4 @@
-"""The kernel of `Diagonal`'s attention compiled for a TPU that is not here, in a process of its own.
+"""Compile the kernel of `Diagonal`'s attention for a TPU, without having one, in a separate process.
 
 `python -m tests.laws.kernel_for_tpu T BATCH` compiles it and its gradient for heads of ViT-B.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-# What libtpu asks of a machine without a TPU; it reads them when it is loaded.
+# Settings that libtpu needs on a machine without a TPU, read when it is loaded.
 os.environ.update(
     JAX_PLATFORMS="cpu",
     TPU_SKIP_MDS_QUERY="1",
@@ -32,7 +32,7 @@ WIDTH = FEATURES // HEADS
 
 
 def main(tokens: int, batch: int) -> None:
-    """Compile, and print how often the program calls a kernel."""
+    """Compile, and print the number of kernel calls."""
     device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
 
     def array(*shape: int, dtype: type = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""float32 against float64, for inputs and parameters of every size; `pytest -s` prints the table."""
+"""float32 against float64 for inputs and parameters of many scales; `pytest -s` prints the errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def transforms(mean, cov, block):
 
 
 def scaled(params, gain):
-    """Beliefs about parameters so many times as large."""
+    """Parameters multiplied by `gain`."""
 
     def one(belief):
         return dataclasses.replace(
@@ -58,7 +58,7 @@ def test_variances_and_gradients(structure):
         return {name: cov.variance() for name, (_, cov) in results}
 
     def total(*arguments):
-        # Sums of squares of all outputs would leave float32's range: every one in its own units.
+        # Normalise each term: a plain sum would overflow float32.
         every = variances(*arguments)
         return sum(
             jnp.sum(variance) / jax.lax.stop_gradient(1 + jnp.max(variance))
@@ -76,12 +76,12 @@ def test_variances_and_gradients(structure):
             print(f"\n{structure.__name__}, {of} times {gain}: greatest slope {steepest:.1e}")
             for name in want:
                 error = np.abs(got[name] - want[name])
-                # In units of the entry's own variance, if its sd is a hundredth of the largest.
+                # Relative to the entry's own variance, or to 1e-4 of the largest if that is more.
                 error = np.max(error / np.maximum(want[name], 1e-4 * np.max(want[name])))
                 print(f"  {name:12s} error {error:.1e}, smallest {np.min(got[name]):.1e}")
                 assert np.min(got[name]) >= 0, name
-                # Scores are near 1e4 with x times 100. There a decoder block's second attention raises
-                # what the first has lost to rounding.
+                # With x times 100, scores are near 1e4, and the decoder's second attention
+                # amplifies the rounding errors of the first.
                 if name != "decoder" or gain <= 10:
                     assert error < 0.01, name
             assert np.isfinite(steepest)

@@ -1,7 +1,7 @@
-"""Products of matrices in bfloat16, moments in float32: `jax.default_matmul_precision("bfloat16")`.
+"""Moments with matrix products in bfloat16, as by `jax.default_matmul_precision("bfloat16")`.
 
-XLA for CPU ignores that setting, so operands are rounded here as accelerators round them, of all
-products that do not ask for more.
+XLA for CPU ignores that setting. So the operands of all products without an explicit precision are
+rounded here, as accelerators round them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKENS, FEATURES = 16, 16
 
 
 def in_bfloat16(function):
-    """The function with the operands of all products of matrices rounded to bfloat16."""
+    """The function with the operands of its matrix products rounded to bfloat16."""
 
     def rounded(*args):
         leaves, tree = jax.tree.flatten(args)

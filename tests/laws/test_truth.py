@@ -1,4 +1,4 @@
-"""A whole block of every structure against networks sampled as Flax's own modules."""
+"""A whole block against sampled networks of Flax modules, for each structure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moment_jax.covariance import Covariance
 pytestmark = pytest.mark.slow
 
 TOKENS, FEATURES, HEADS, SAMPLES = 16, 16, 2, 4000
-# Bands of the mean ratio of sd to sampled sd, on random weights. Weight noise is shared by tokens, so
-# what takes tokens as independent (Diagonal, TokenBlock) has no band here.
+# Bands of the mean ratio of sd to sampled sd, for random weights. Tokens share the noise of the weights,
+# so structures with independent tokens (Diagonal, TokenBlock) have no band.
 BANDS = {mj.Full: (0.98, 1.02), mj.Separable: (0.97, 1.03), mj.TokenCorrelated: (0.95, 1.05)}
 
 
@@ -64,7 +64,7 @@ def test_a_random_block(structure: type[Covariance], block, x, truth):
 
 
 def test_closure_tells_structures_apart(block, x):
-    """Nothing is lost where nothing is dropped, and rows come stage by stage."""
+    """Structures that drop nothing lose nothing; rows come stage by stage."""
     structures = [mj.Diagonal, mj.TokenBlock, mj.TokenCorrelated, mj.Separable, mj.Full]
     with jax.numpy_rank_promotion("allow"):
         rows = mj.reference.closure_report(block, x, structures, jax.random.key(3), 1000)

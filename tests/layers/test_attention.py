@@ -1,4 +1,4 @@
-"""Attention where it is linear (random values, certain queries and keys), and its masks."""
+"""Attention where it is linear (certain queries and keys), and masks of one row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEAN = jax.random.normal(KEYS[0], SHAPE)
 
 @pytest.mark.parametrize("certain", [(), ("output",)])
 def test_attention_with_random_values_alone_is_linear(certain):
-    """`Separable` keeps both Gram matrices: those of each head's own noise, the input being certain."""
+    """For a certain input `Separable` keeps both Gram matrices, with separate noise in each head."""
     families = {
         name: mj.posterior.Point if name in ("query", "key", *certain) else mj.posterior.Factorized
         for name in ("query", "key", "value", "output")

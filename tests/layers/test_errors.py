@@ -1,4 +1,4 @@
-"""Errors of shape and kind are raised while tracing, and say the mend."""
+"""Errors of shape and type are raised while tracing and state the fix."""
 
 from __future__ import annotations
 
