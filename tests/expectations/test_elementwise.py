@@ -1,4 +1,7 @@
-"""Laws that every elementwise function of a Gaussian obeys; a new one is a line in families.py."""
+"""Laws that every elementwise function of a Gaussian obeys; a new one is a line in families.py.
+
+Then what is particular to the closed forms and to the quadrature: tails, float32, exactness.
+"""
 
 import functools
 
@@ -7,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moment_jax.expectations import elementwise
 from tests.expectations.families import FAMILIES, Family, integral
 
 MEANS = (-6.0, -2.5, -0.7, 0.0, 0.4, 1.3, 5.0)
-NUM_POINTS = 70
+NUM_POINTS = 91
 
 
 @pytest.fixture(params=FAMILIES, ids=str)
@@ -27,9 +31,7 @@ def program(family: Family):
         one, zero = jnp.ones_like(m), jnp.zeros_like(m)
         slopes = forward(one, zero), forward(zero, one)
         pull = jax.linear_transpose(forward, m, v)
-        field = type(out)
-        pulled = [pull(field(*jnp.where(jnp.arange(4) == i, 1.0, 0.0).astype(m.dtype)[:, None]
-                             * one[None])) for i in range(4)]  # fmt: skip
+        pulled = [pull(type(out)(*(one if i == j else zero for j in range(4)))) for i in range(4)]
         mean_slope = jax.grad(lambda m: jnp.sum(family.moments(m, v).mean))
         return out, slopes, pulled, jax.jvp(mean_slope, (m,), (one,))[1]
 
@@ -148,3 +150,76 @@ def test_half_precision_is_computed_in_single(family):
     for half, single in zip(got, want, strict=True):
         assert half.dtype == jnp.float16
         np.testing.assert_array_equal(half, single.astype(np.float16))
+
+
+closed_forms = pytest.mark.parametrize("name", ["rectified", "gelu"])
+
+
+def test_rectified_tails_in_float32():
+    t = np.array([-40.0, -13.0, -9.0, 9.0, 13.0, 40.0], np.float32)
+    out = at(FAMILIES["rectified"], t, 1.0, np.float32)[0]
+    np.testing.assert_array_less(out.variance[:3], 1e-17)
+    np.testing.assert_array_equal(out.variance[3:], 1)
+    np.testing.assert_array_equal(out.mean[3:], t[3:])
+    np.testing.assert_array_equal(out.gain[[0, 5]], [0, 1])
+    assert np.all(out.variance >= 0)
+
+
+@closed_forms
+def test_huge_arguments_give_no_nan(name):
+    values = np.array([-1e30, -1e10, -1e4, 0.0, 1e4, 1e10, 1e30])
+    out = at(FAMILIES[name], *np.meshgrid(values, np.abs(values)), np.float32)[0]
+    assert not any(np.any(np.isnan(x)) for x in out)
+    ends = at(FAMILIES[name], [-40.0, 40.0], 1.0)[0]
+    np.testing.assert_allclose(ends.variance, [0.0, 1.0], atol=1e-15)
+
+
+@closed_forms
+def test_negative_rounding_counts_as_zero(name):
+    below, zero = (at(FAMILIES[name], [-1.0, 2.0], v)[0] for v in (-1e-18, 0.0))
+    for got, want in zip(below, zero, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "least"), [(np.float32, 1e-3, 0.01), (np.float64, 1e-11, 0)]
+)
+def test_relative_error_of_gelu_sd(dtype, limit, least):
+    """The documented budget, down to sd 1e-4 |m|, where E[f^2] - E[f]^2 would have no digits."""
+    m, v = np.meshgrid(np.linspace(-6, 6, 13), [1e-8, 1e-3, 0.06, 0.065, 2, 10, 100])
+    given = [x.astype(dtype).astype(float) for x in (m, v)]
+    got = np.sqrt(at(FAMILIES["gelu"], m, v, dtype)[0].variance.astype(float))
+    exact = [
+        integral(FAMILIES["gelu"], *point).variance
+        for point in zip(*map(np.ravel, given), strict=True)
+    ]
+    want = np.sqrt(np.reshape(exact, m.shape))
+    error = np.abs(got - want) / np.maximum(want, least * np.sqrt(v))
+    np.testing.assert_array_less(error, limit)
+
+
+@jax.jit
+def power_moments(degree, mean, variance):
+    return elementwise(lambda x: x**degree, mean, variance, num_nodes=8)
+
+
+@pytest.mark.parametrize("degree", range(1, 8))
+@pytest.mark.parametrize("variance", [0.03, 0.5])
+def test_quadrature_is_exact_for_polynomials(degree, variance):
+    """E[x^n] by the recursion E[x^n] = m E[x^(n-1)] + (n - 1) v E[x^(n-2)]."""
+    m = 0.7
+    moment = [1.0, m]
+    for n in range(2, 2 * degree + 1):
+        moment.append(m * moment[-1] + (n - 1) * variance * moment[-2])
+    out = power_moments(float(degree), m, variance)
+    np.testing.assert_allclose(out.mean, moment[degree], rtol=1e-12)
+    np.testing.assert_allclose(out.variance, moment[2 * degree] - moment[degree] ** 2, rtol=1e-10)
+    np.testing.assert_allclose(out.gain, degree * moment[degree - 1], rtol=1e-11)
+
+
+def test_quadrature_errors():
+    x = jnp.zeros(3)
+    with pytest.raises(ValueError, match="num_nodes >= 8"):
+        elementwise(jnp.tanh, x, x, num_nodes=4)
+    with pytest.raises(ValueError, match="scalar"):
+        elementwise(lambda y: jnp.stack([y, y]), x, x)

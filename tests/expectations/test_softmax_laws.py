@@ -116,43 +116,44 @@ def test_diagonal_covariances_and_single_rows():
 
 
 @jax.jit
-def derivatives(mean, cov, directions, weight):
+def derivatives(mean, cov, mask, directions, weight):
     """Values, their change along a direction, the same in reverse mode, and a second derivative."""
 
     def values(m, c):
         c = 0.5 * (c + c.T)
-        q, out = softmax_moments(m, c)
-        diagonal = softmax_mean(m, jnp.diagonal(c))
-        return q, (weight * out).sum(), diagonal, logsumexp_mean(m, c)
+        q, out = softmax_moments(m, c, mask=mask)
+        diagonal = softmax_mean(m, jnp.diagonal(c), mask=mask)
+        return q, (weight * out).sum(), diagonal, logsumexp_mean(m, c, mask=mask)
 
     value, forward = jax.linearize(values, mean, cov)
     tangent = forward(*directions)
     cotangent = (weight[0], 1.3, weight[2], -0.7)
     pulled = jax.linear_transpose(forward, mean, cov)(cotangent)
-    slope = jax.grad(lambda m: weight[0] @ softmax_mean(m, cov))
+    slope = jax.grad(lambda m: weight[0] @ softmax_mean(m, cov, mask=mask))
     return value, tangent, cotangent, pulled, *jax.jvp(slope, (mean,), (directions[0],))
+
+
+SIX = np.random.default_rng(0).normal(size=(13, 6))
+SETTINGS = ALL[:6], (SIX[0], SIX[1:7]), SIX[7:] + SIX[7:].T
 
 
 def test_gradients_match_finite_differences():
     mean, cov = (x[1, :6] for x in rows(1.2))
-    mean, cov, step = mean, cov[:, :6], 1e-4
-    rng = np.random.default_rng(0)
-    weight = rng.normal(size=(6, 6))
-    directions, weight = (weight[1], rng.normal(size=(6, 6))), weight + weight.T
-    at = {
-        k: derivatives(*(x + k * step * d for x, d in zip((mean, cov), directions, strict=True)),
-                       directions, weight)
-        for k in (-1, 0, 1)
-    }  # fmt: skip
-    _, tangents, cotangents, pulled, _, second = at[0]
-    for above, below, tangent in zip(at[1][0], at[-1][0], tangents, strict=True):
-        np.testing.assert_allclose(tangent, (above - below) / (2 * step), atol=1e-6, rtol=1e-6)
+    cov, step, directions = cov[:, :6], 1e-4, SETTINGS[1]
+
+    def difference(of, *moves):
+        up, down = (
+            derivatives(mean + k * moves[0], cov + k * moves[1], *SETTINGS)[of]
+            for k in (step, -step)
+        )
+        return jax.tree.map(lambda a, b: np.asarray(a - b) / (2 * step), up, down)
+
+    _, tangents, cotangents, pulled, _, second = derivatives(mean, cov, *SETTINGS)
+    for tangent, expected in zip(tangents, difference(0, *directions), strict=True):
+        np.testing.assert_allclose(tangent, expected, atol=1e-6, rtol=1e-6)
     reverse = sum(map(np.vdot, pulled, directions))
     np.testing.assert_allclose(reverse, sum(map(np.vdot, cotangents, tangents)), rtol=1e-10)
-    up, down = (
-        derivatives(mean + k * step * directions[0], cov, directions, weight)[4] for k in (1, -1)
-    )
-    np.testing.assert_allclose(second, (up - down) / (2 * step), atol=1e-6)
+    np.testing.assert_allclose(second, difference(4, directions[0], 0.0), atol=1e-6)
 
 
 def best_bound(mean, cov):
@@ -178,15 +179,6 @@ def test_logsumexp_is_an_upper_bound_and_nearly_the_least_of_its_kind():
         assert best - 1e-9 < bound < best + 0.02 * (best - samples.mean())
 
 
-def total(mean, cov, mask):
-    """A number that depends on all results."""
-    _, q, out, bound = everything(mean, cov, mask)
-    return q @ jnp.arange(6, dtype=q.dtype) + (q**2).sum() + (out**2).sum() + bound
-
-
-gradients = jax.jit(jax.vmap(jax.value_and_grad(total, (0, 1)), (0, 0, None)))
-
-
 def assert_finite(tree):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
 
@@ -197,17 +189,12 @@ def test_masks():
     kept, gone = np.flatnonzero(mask), np.flatnonzero(~mask)
     junk = np.where(mask, mean, np.nan), cov + np.where(mask, 0.0, np.inf)[None, :]
     _, q, out, bound = one_row(*junk, mask)
-    alone = mean[kept], cov[np.ix_(kept, kept)]
-    weight = np.eye(6)
-    value = derivatives(*alone, alone, weight)[0]
+    alone = mean[kept], cov[np.ix_(kept, kept)], *SETTINGS
+    value = derivatives(*alone)[0]
     np.testing.assert_allclose(q[kept], value[0], atol=1e-12)
-    np.testing.assert_allclose(np.trace(out), value[1], atol=1e-12)
+    weighted = (SETTINGS[2] * out[np.ix_(kept, kept)]).sum()
+    np.testing.assert_allclose(weighted, value[1], atol=1e-12)
     np.testing.assert_allclose(bound, value[3], atol=1e-12)
-    first = np.zeros((6, 6))
-    first[1, 4] = 1.0
-    np.testing.assert_allclose(
-        out[kept[1], kept[4]], derivatives(*alone, alone, first)[0][1], atol=1e-12
-    )
     assert not q[gone].any()
     assert not out[gone].any()
     by_minus_infinity = one_row(np.where(mask, mean, -np.inf), cov, ALL)
@@ -215,22 +202,35 @@ def test_masks():
         np.testing.assert_allclose(got, want, atol=1e-14)
     assert not any(np.any(x) for x in one_row(mean, cov, ~ALL)[:3])
     np.testing.assert_array_equal(one_row(mean, cov, np.arange(16) == 3)[0], np.arange(16) == 3)
-    few = mask[:6]
-    assert_finite(gradients(junk[0][None, :6], junk[1][None, :6, :6], few))
+    assert_finite(derivatives(junk[0][:6], junk[1][:6, :6], mask[:6], *SETTINGS[1:])[3])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_gradients_are_finite_at_huge_scores(dtype):
-    mean = np.array([1e4, -1e4, 9999.0, 0.0, -1e4, 1e4], dtype)
-    covs = np.stack([np.asarray(scale**2 * np.eye(6), dtype) for scale in (0.0, 1.0, 30.0)])
-    means = np.broadcast_to(mean, (3, 6))
-    if dtype == np.float32:
-        # Between an even row and one with a single score left, weights pass through every size.
-        sure, cov = (x[1, :6].astype(dtype) for x in rows(0.1))
-        scales = np.linspace(1, 150, 300, dtype=dtype)
-        means = np.concatenate([means, scales[:, None] * sure])
-        covs = np.concatenate([covs, np.broadcast_to(cov[:, :6], (300, 6, 6))])
-    assert_finite(gradients(means, covs, ALL[:6]))
+HUGE = np.array([1e4, -1e4, 9999.0, 0.0, -1e4, 1e4])
+
+
+def test_derivatives_are_finite_at_huge_scores():
+    for scale in (0.0, 1.0, 30.0):
+        assert_finite(derivatives(HUGE, scale**2 * np.eye(6), *SETTINGS))
+
+
+def test_gradients_in_float32_are_finite_however_sure_the_row():
+    """Between an even row and one with a single score left, weights pass through every size."""
+
+    @jax.jit
+    @jax.vmap
+    def gradients(mean, cov):
+        def total(mean, cov):
+            q, out = softmax_moments(mean, cov)
+            mixed = q @ jnp.arange(6, dtype=q.dtype) + (q**2).sum() + (out**2).sum()
+            return mixed + logsumexp_mean(mean, cov)
+
+        return jax.value_and_grad(total, (0, 1))(mean, cov)
+
+    sure, cov = (x[1, :6] for x in rows(0.1))
+    means = np.concatenate([[HUGE] * 3, np.linspace(1, 150, 300)[:, None] * sure])
+    noise = [scale**2 * np.eye(6) for scale in (0.0, 1.0, 30.0)]
+    covs = np.concatenate([noise, np.broadcast_to(cov[:, :6], (300, 6, 6))])
+    assert_finite(gradients(means.astype(np.float32), covs.astype(np.float32)))
 
 
 def test_errors():
