@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance.fields import check_array
@@ -42,23 +41,23 @@ def check_stochastic(name: str, transition: Array) -> int:
             f"jax.vmap({name})."
         )
     if not isinstance(transition, jax.core.Tracer):
-        with jax.ensure_compile_time_eval():
-            _check_rows(name, transition)
+        _check_rows(name, np.asarray(transition))
     return shape[0]
 
 
-def _check_rows(name: str, transition: Array) -> None:
-    if not jnp.all(jnp.isfinite(transition)) or jnp.any(transition < 0):
+def _check_rows(name: str, transition: np.ndarray) -> None:
+    wide = transition.astype(np.float64)
+    if not np.all(np.isfinite(wide)) or np.any(wide < 0):
         raise ValueError(
             f"`{name}` needs probabilities: finite entries, none negative. The smallest is "
-            f"{float(jnp.min(transition)):.3g}. For weights that are no probabilities yet, use "
+            f"{wide.min():.3g}. For weights that are no probabilities yet, use "
             "mj.brownian.row_normalize(kernel); for scores, jax.nn.softmax(scores)."
         )
-    sums = jnp.sum(transition, axis=1)
-    row = int(jnp.argmax(jnp.abs(sums - 1)))
-    if abs(float(sums[row]) - 1) > TOLERANCE.get(str(transition.dtype), 1e-4):
+    sums = wide.sum(axis=1)
+    row = np.argmax(np.abs(sums - 1))
+    if abs(sums[row] - 1) > TOLERANCE.get(str(transition.dtype), 1e-4):
         raise ValueError(
-            f"`{name}` needs rows that sum to one. Row {row} sums to {float(sums[row]):.6g}. Use "
+            f"`{name}` needs rows that sum to one. Row {row} sums to {sums[row]:.6g}. Use "
             "mj.brownian.row_normalize(kernel). Entry (i, j) is the probability of i -> j: transpose a "
             "matrix whose columns sum to one."
         )

@@ -14,12 +14,12 @@ brownian = mj.brownian
 def heat_error(size, rate):
     """Largest error at time 0.02 on the unit ring, diffusivity 0.7, against the Fourier solution."""
     dx, diffusivity, time = 1 / size, 0.7, 0.02
-    places = jnp.arange(size) * dx
+    places = np.arange(size) * dx
     waves = {1: 0.5, 3: 0.2}
     steps = round(diffusivity * time / (rate * dx**2))
-    start = 1 + sum(a * jnp.cos(2 * jnp.pi * k * places) for k, a in waves.items())
+    start = 1 + sum(a * np.cos(2 * np.pi * k * places) for k, a in waves.items())
     end = 1 + sum(
-        a * np.exp(-diffusivity * (2 * np.pi * k) ** 2 * time) * jnp.cos(2 * jnp.pi * k * places)
+        a * np.exp(-diffusivity * (2 * np.pi * k) ** 2 * time) * np.cos(2 * np.pi * k * places)
         for k, a in waves.items()
     )
     found = jax.lax.fori_loop(
@@ -28,8 +28,9 @@ def heat_error(size, rate):
         lambda _, p: brownian.heat_step(p, diffusivity=diffusivity, dx=dx, dt=time / steps),
         start,
     )
+    found, start = np.asarray(found), np.asarray(start)
     assert_close(found.sum(), start.sum())
-    return float(jnp.max(jnp.abs(found - end)))
+    return np.max(np.abs(found - np.asarray(end)))
 
 
 def test_heat_equation_converges_at_second_order_in_the_grid():
@@ -40,10 +41,10 @@ def test_heat_equation_converges_at_second_order_in_the_grid():
 
 
 def test_heat_step_is_a_walk_on_the_grid():
-    density = jax.random.dirichlet(jax.random.key(0), jnp.ones(9))
+    density = np.random.default_rng(0).dirichlet(np.ones(9))
     rate = 0.3
-    aside = jnp.roll(jnp.eye(9), 1, axis=0) + jnp.roll(jnp.eye(9), -1, axis=0)
-    walk = (1 - 2 * rate) * jnp.eye(9) + rate * aside
+    aside = np.roll(np.eye(9), 1, axis=0) + np.roll(np.eye(9), -1, axis=0)
+    walk = (1 - 2 * rate) * np.eye(9) + rate * aside
     stepped = brownian.heat_step(density, diffusivity=rate, dx=1.0, dt=1.0)
     assert_close(stepped, walk.T @ density)
     assert stepped.min() >= 0

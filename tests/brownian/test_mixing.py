@@ -12,54 +12,48 @@ from tests.builders import assert_close
 brownian = mj.brownian
 
 
-def test_eigenpairs():
-    transition = random_chain(30)
-    expected = np.linalg.eigvals(np.asarray(transition))
-    expected = expected[np.argsort(-np.abs(expected))]
-    values, vectors, residuals = brownian.eigenpairs(transition, 4)
-    assert_close(jnp.abs(values), np.abs(expected[:4]))
-    assert_close(transition @ vectors, values[None, :] * vectors)
-    assert_close(jnp.sort(values.real), np.sort(expected[:4].real))
-    assert residuals.max() < 1e-12
+@pytest.mark.parametrize("size", [7, 100])
+def test_eigenpairs(size):
+    """By a dense decomposition, and where the chain is larger than one Krylov space, without."""
+    count = min(size, 7)
+    tokens = sphere_tokens(size, 6, seed=3)
+    query, key = np.random.default_rng(5).normal(size=(2, 6, 6))
+    scores = brownian.attention_scores(tokens, query, key)
+    chain = np.asarray(jax.nn.softmax(scores, axis=1))
+    expected = np.linalg.eigvals(chain)
+    expected = expected[np.argsort(-np.abs(expected))][:count]
+    values, vectors, residuals = map(np.asarray, brownian.eigenpairs(chain, count))
+    assert_close(np.abs(values), np.abs(expected))
+    assert_close(chain @ vectors, values[None, :] * vectors)
+    if size == 7:
+        assert_close(np.sort(values.real), np.sort(expected.real))
+        assert residuals.max() < 1e-12
 
 
-def test_eigenpairs_of_larger_chains_by_krylov_spaces():
-    """Larger than one Krylov space, with double eigenvalues: a walk on a ring."""
-    ring = sum(jnp.roll(jnp.eye(200), k, axis=0) * w for k, w in ((-1, 0.25), (0, 0.5), (1, 0.25)))
-    expected = np.repeat(0.5 + 0.5 * np.cos(2 * np.pi * np.arange(4) / 200), 2)[1:]
-    law = jnp.full(200, 1 / 200)
+def test_reversible_eigenpairs_of_a_larger_chain():
+    """Double eigenvalues, of a walk on a ring; and all tokens the same, Krylov spaces of dimension 1."""
+    eye, size = np.eye(100), 100
+    ring = 0.5 * eye + 0.25 * (np.roll(eye, 1, axis=0) + np.roll(eye, -1, axis=0))
+    expected = np.repeat(0.5 + 0.5 * np.cos(2 * np.pi * np.arange(4) / size), 2)[1:]
+    law = np.full(size, 1 / size)
     pairs = brownian.reversible_eigenpairs(ring, law, 7)
     assert_close(pairs.values, expected)
-    weighted = jnp.einsum("i,ik,il->kl", law, pairs.vectors, pairs.vectors)
-    assert_close(weighted, jnp.eye(7))
-    tokens = sphere_tokens(200, 6, seed=3)
-    query, key = jax.random.normal(jax.random.key(5), (2, 6, 6))
-    chain = jax.nn.softmax(brownian.attention_scores(tokens, query, key), axis=1)
-    every = np.linalg.eigvals(np.asarray(chain))
-    found = brownian.eigenpairs(chain, 5)
-    assert_close(jnp.abs(found.values), np.sort(np.abs(every))[::-1][:5])
-    assert_close(chain @ found.vectors, found.values[None, :] * found.vectors)
+    assert_close(np.einsum("i,ik,il->kl", law, pairs.vectors, pairs.vectors), np.eye(7))
+    same = np.full((size, size), 1 / size)
+    assert_close(brownian.stationary(same), law)
+    assert_close(brownian.reversible_eigenpairs(same, law, 7).values, np.eye(7)[0])
+    assert brownian.mixing_time(same) == 1
 
 
 def test_reversible_eigenpairs_are_eigenpairs():
-    transition = brownian.transition_matrix(sphere_tokens())
-    law = brownian.stationary(transition)
-    values, vectors, _ = brownian.reversible_eigenpairs(transition, law, 7)
+    transition = np.asarray(brownian.transition_matrix(sphere_tokens()))
+    law = np.asarray(brownian.stationary(transition))
+    values, vectors, _ = map(np.asarray, brownian.reversible_eigenpairs(transition, law, 7))
     assert_close(transition @ vectors, values[None, :] * vectors)
-    assert_close(vectors[:, 0], jnp.ones(7))
-    assert_close(jnp.einsum("i,ik,il->kl", law, vectors, vectors), jnp.eye(7))
-    assert_close(values, brownian.eigenpairs(transition, 7).values.real)
+    assert_close(vectors[:, 0], np.ones(7))
+    assert_close(np.einsum("i,ik,il->kl", law, vectors, vectors), np.eye(7))
+    assert_close(values, np.asarray(brownian.eigenpairs(transition, 7).values).real)
     assert_close(brownian.spectral_gap(transition), 1 - values[1])
-
-
-def test_a_chain_of_rank_one():
-    """All tokens the same: Krylov spaces have one dimension, and the walk mixes in a step."""
-    transition = jnp.full((150, 150), 1 / 150)
-    law = brownian.stationary(transition)
-    assert_close(law, transition[0])
-    values = brownian.reversible_eigenpairs(transition, law, 3).values
-    assert_close(values, jnp.array([1.0, 0.0, 0.0]))
-    assert brownian.mixing_time(transition) == 1
 
 
 def test_mixing_time_is_the_first_step_below():

