@@ -1,7 +1,7 @@
 """Attention as a random walk on a sphere: kernels, Markov chains, diffusion, Brownian motion.
 
-Exact functions for what holds of identity projections on the sphere. How far a model is from that is
-what `python -m experiments brownian` measures.
+The statements are exact for identity projections on the sphere. `python -m experiments brownian`
+measures how far a model is from that.
 """
 
 from moment_jax.brownian.diffusion import DiffusionMap, diffusion_map

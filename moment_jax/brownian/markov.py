@@ -16,12 +16,12 @@ Array = jax.Array
 
 
 class ChainClasses(NamedTuple):
-    """What the zeros of a transition matrix say.
+    """The class structure of a chain, from the zeros of its transition matrix.
 
     Attributes:
-      recurrent: (T,) booleans: one closed class, which the chain never leaves.
-      unique: whether it is the only one; then there is one stationary law, and it lives there.
-      period: of that class; 1 is aperiodic.
+      recurrent: (T,) booleans: a closed class, which the chain never leaves.
+      unique: whether it is the only one; then it carries the unique stationary law.
+      period: of that class; 1 for aperiodic.
     """
 
     recurrent: np.ndarray
@@ -32,8 +32,8 @@ class ChainClasses(NamedTuple):
 def chain_classes(transition: Array) -> ChainClasses:
     """A closed class of a chain (T, T), whether it is the only one, and its period.
 
-    A probability counts as zero where it is exactly zero; a softmax in float32 has such zeros where
-    scores are 104 below their row's largest. Not for use inside compiled code.
+    Only exact zeros count as zero. A softmax in float32 has them where scores are 104 below the largest
+    of their row. Not for use inside compiled code.
 
     Raises:
       ValueError: if the rows are not probabilities.
@@ -64,11 +64,10 @@ def _period(steps: np.ndarray) -> int:
 def stationary(transition: Array) -> Array:
     """The stationary law p = P^T p, (T,), of a chain (T, T) with one closed class.
 
-    States outside that class, as under a causal mask, get zero. A periodic chain has one too, though
-    its own law need not tend to it. (I - P^T + u 1^T) p = u with the uniform law u is solved.
+    Solves (I - P^T + u 1^T) p = u with the uniform law u. States outside the class, as under a causal
+    mask, get zero. A periodic chain has a stationary law too, but need not converge to it.
 
-    Inside compiled code nothing is checked: there a chain with several closed classes gets an
-    arbitrary vector.
+    Inside compiled code nothing is checked; the result is arbitrary if there are several closed classes.
 
     Returns:
       (T,), nonnegative, of sum one.
@@ -85,10 +84,10 @@ def stationary(transition: Array) -> Array:
         classes = chain_classes(transition)
         if not classes.unique:
             raise ValueError(
-                "`stationary` needs a chain with one closed class: its law depends on the start "
-                f"otherwise. One class has {int(classes.recurrent.sum())} of {size} states, and some "
-                "states never reach it. Take one class alone (`chain_classes`), or connect the chain, "
-                "for instance with 0.99 P + 0.01 / T."
+                "`stationary` needs a chain with one closed class; otherwise the law depends on the "
+                f"start. One class has {int(classes.recurrent.sum())} of {size} states, and some states "
+                "never reach it. Use one class alone (`chain_classes`), or connect the chain, for "
+                "instance by 0.99 P + 0.01 / T."
             )
     uniform = jnp.full(size, 1 / size, transition.dtype)
     matrix = jnp.eye(size, dtype=transition.dtype) - transition.T + uniform[:, None]
@@ -97,7 +96,7 @@ def stationary(transition: Array) -> Array:
 
 
 def detailed_balance_gap(transition: Array, law: Array) -> Array:
-    """sum_ij |p_i P_ij - p_j P_ji| / 2: the net flow around the chain, 0 if it is reversible, below 1.
+    """sum_ij |p_i P_ij - p_j P_ji| / 2, the net flow around the chain: 0 if reversible, below 1.
 
     Args:
       transition: (T, T).
@@ -112,7 +111,7 @@ def detailed_balance_gap(transition: Array, law: Array) -> Array:
 
 
 def entropy_rate(transition: Array, law: Array) -> Array:
-    """-sum_i p_i sum_j P_ij log P_ij in nats: between 0 (no choice) and log T (attends everywhere).
+    """-sum_i p_i sum_j P_ij log P_ij in nats, from 0 (deterministic) to log T (uniform).
 
     Args and errors are those of `detailed_balance_gap`.
     """
@@ -121,7 +120,7 @@ def entropy_rate(transition: Array, law: Array) -> Array:
 
 
 def _check_law(name: str, transition: Array, law: Array) -> None:
-    """Raise unless rows are probabilities, and the law one number for each."""
+    """Raise unless rows are probabilities and the law is (T,)."""
     size = check_stochastic(name, transition)
     if law.shape != (size,):
         raise ValueError(f"`{name}` needs a law of shape ({size},). Got {tuple(law.shape)}.")

@@ -12,14 +12,14 @@ from moment_jax.brownian.markov import chain_classes, stationary
 Array = jax.Array
 
 LONGEST = 30
-"""`mixing_time` tries up to 2^LONGEST steps."""
+"""`mixing_time` gives up after 2^LONGEST steps."""
 
 
 def eigenpairs(transition: Array, count: int) -> Eigenpairs:
     """The `count` eigenvalues of largest modulus and right eigenvectors (T, count), complex.
 
-    By block Krylov spaces: nothing of size T x T is decomposed. For a reversible chain
-    `reversible_eigenpairs` is faster and real.
+    By block Krylov spaces, without a dense decomposition. For a reversible chain use
+    `reversible_eigenpairs`, which is real and faster.
 
     Raises:
       ValueError: if rows are not probabilities, or count is not between 1 and T.
@@ -29,11 +29,11 @@ def eigenpairs(transition: Array, count: int) -> Eigenpairs:
 
 
 def reversible_eigenpairs(transition: Array, law: Array, count: int) -> Eigenpairs:
-    """The same for a reversible chain with this stationary law: real, by the symmetric form.
+    """`eigenpairs` of a reversible chain with this stationary law: real, by the symmetric form.
 
-    S = diag(p)^(1/2) P diag(p)^(-1/2) is symmetric where detailed balance holds. Right eigenvectors come
-    back orthonormal in the law, sum_i p_i v_ik v_il = [k = l], the first one constant. States of
-    probability zero get 0 in their place.
+    S = diag(p)^(1/2) P diag(p)^(-1/2) is symmetric if detailed balance holds. The right eigenvectors are
+    orthonormal in the law, sum_i p_i v_ik v_il = [k = l], and the first one is constant. They are 0 at
+    states of probability zero.
 
     Raises:
       ValueError: if rows are not probabilities, count is not between 1 and T, or shapes do not fit.
@@ -60,7 +60,7 @@ def _check_count(name: str, count: int, size: int) -> None:
 
 
 def spectral_gap(transition: Array) -> Array:
-    """1 - |lambda_2|: what the chain forgets of its start in a step, at the slowest.
+    """1 - |lambda_2|, the slowest rate at which the chain forgets its start.
 
     0 for a periodic or a reducible chain, 1 for T = 1. Its inverse is the relaxation time.
     """
@@ -72,11 +72,11 @@ def spectral_gap(transition: Array) -> Array:
 def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
     """The first step at which every start's law is within `distance` of the stationary one.
 
-    Total variation, sum_j |P^t_ij - p_j| / 2, at the worst start i. Found by doubling and bisection on
-    powers of P.
+    The distance is total variation, sum_j |P^t_ij - p_j| / 2, at the worst start i. The step is found by
+    doubling and bisection on powers of P.
 
     Returns:
-      A Python number; 0 for T = 1. Not for use inside compiled code.
+      A Python int; 0 for T = 1. Not for use inside compiled code.
 
     Raises:
       ValueError: if rows are not probabilities, the chain is periodic or has several closed classes
@@ -88,7 +88,7 @@ def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
     classes = chain_classes(transition)
     if classes.period > 1 or not classes.unique:
         raise ValueError(
-            "`mixing_time` needs an aperiodic chain with one closed class; another never mixes. Got "
+            "`mixing_time` needs an aperiodic chain with one closed class; others never mix. Got "
             f"period {classes.period}{'' if classes.unique else ' and several closed classes'}. "
             "(I + P) / 2 is never periodic."
         )
@@ -104,11 +104,11 @@ def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
     while far(powers[-1]):
         if len(powers) > LONGEST:
             raise ValueError(
-                f"`mixing_time` found a distance above {distance} after 2^{LONGEST} steps. The chain "
-                "hardly mixes; see 1 / spectral_gap(transition)."
+                f"`mixing_time` found a distance above {distance} after 2^{LONGEST} steps. See "
+                "1 / spectral_gap(transition)."
             )
         powers.append(powers[-1] @ powers[-1])
-    steps = 0  # the largest number of steps after which it is still far
+    steps = 0  # the last step that is still too far
     for i, power in reversed(list(enumerate(powers[:-1]))):
         further = current @ power
         if far(further):

@@ -1,7 +1,7 @@
-"""What the transforms are checked against: sampled truth, and the derivation spelled out densely.
+"""What the transforms are checked against: sampled truth, and the derivation on dense covariances.
 
-`monte_carlo` outranks every formula. The formulas take and give dense covariances (T, D, T, D), at
-first order, corrected where the printed ones err (`*_as_printed` keeps those).
+`monte_carlo` is the final authority. The formulas are first-order, take and return dense covariances
+(T, D, T, D), and correct the printed ones, some of which are kept as `*_as_printed`.
 """
 
 from moment_jax.reference.beliefs import DenseMoments, dense_moments

@@ -24,19 +24,15 @@ class DenseMoments(NamedTuple):
 def dense_moments(belief: Posterior) -> DenseMoments:
     """Mean and dense covariance of a belief: (in, out, in, out) for a kernel, (D, D) for a vector.
 
-    The derivation's covariance of the vectorised parameter, in the library's index order.
-
-    Args:
-      belief: a `Posterior` of any family.
+    This is the derivation's covariance of the vectorised parameter, in the library's index order.
 
     Raises:
       TypeError: if the family has no dense form here.
 
-    Source: Transformer derivation, sections 2 and 5 (where it prints standard deviations in the
-    diagonal blocks, variances are meant).
+    Source: Transformer derivation, sections 2 and 5 (which print standard deviations in the diagonal
+    blocks, where variances are meant).
     """
-    cov = _dense_cov(belief)
-    return DenseMoments(belief.mean, cov)
+    return DenseMoments(belief.mean, _dense_cov(belief))
 
 
 @singledispatch

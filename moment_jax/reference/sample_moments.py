@@ -1,7 +1,7 @@
 """Central moments of a stream of draws, up to the fourth, merged batch by batch.
 
-Sums of powers about the running mean are kept, not of the draws themselves: nothing cancels when
-the mean is large against the deviation, and draws that never vary have no variance but rounding's.
+The sums are of powers about the running mean, not of the draws themselves. So nothing cancels when the
+mean is large against the deviation, and constant draws have no variance beyond rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CentralSums(NamedTuple):
 
     @classmethod
     def of(cls, draws: Array, kept: Array) -> CentralSums:
-        """The sums of those draws (n, ...) that are kept, (n,) boolean, the first among them."""
+        """The sums of draws (n, ...) over those kept, (n,) booleans, of which the first is true."""
         num_draws, mean, centred = _centred(draws, kept)
         return cls(num_draws, mean, *(jnp.sum(centred**power, axis=0) for power in (2, 3, 4)))
 
@@ -80,7 +80,7 @@ class JointSums(NamedTuple):
 
     @classmethod
     def of(cls, draws: Array, kept: Array) -> JointSums:
-        """The sums of those draws (n, D) that are kept, (n,) boolean, the first among them."""
+        """The sums of draws (n, D) over those kept, (n,) booleans, of which the first is true."""
         num_draws, mean, centred = _centred(draws, kept)
         squared = centred**2
         return cls(num_draws, mean, centred.T @ centred, squared.T @ centred, squared.T @ squared)
@@ -127,7 +127,7 @@ class JointSums(NamedTuple):
 
 
 def merge(a: S, b: S) -> S:
-    """The sums of two sets of draws together: Chan, Golub and LeVeque's update, to fourth order."""
+    """The sums over two sets of draws: the update of Chan, Golub and LeVeque, to fourth order."""
     count = a.num_draws + b.num_draws
     mean = a.mean + (b.mean - a.mean) * (b.num_draws / count)
     _, _, *left = a.about(mean)
@@ -136,9 +136,9 @@ def merge(a: S, b: S) -> S:
 
 
 def _centred(draws: Array, kept: Array) -> tuple[Array, Array, Array]:
-    """Number and mean of the kept draws, and what they deviate from it (zero for the others)."""
+    """Number and mean of the kept draws, and their deviations from it (zero for the others)."""
     num_draws = jnp.sum(kept).astype(draws.dtype)
     kept = jnp.expand_dims(kept, range(1, draws.ndim))
-    # About the first draw, so that the mean of draws that never vary is exactly their value.
+    # Relative to the first draw, so that the mean of constant draws is exact.
     mean = draws[0] + jnp.sum(jnp.where(kept, draws - draws[:1], 0), axis=0) / num_draws
     return num_draws, mean, jnp.where(kept, draws - mean[None], 0)

@@ -1,4 +1,4 @@
-"""The sampled truth: moments of a network of random weights, with their standard errors."""
+"""Sampled moments of a network with random weights, with their standard errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _Sums = tuple[CentralSums, JointSums | None]
 class MonteCarloMoments(NamedTuple):
     """Moments of sampled outputs, and the standard error of each estimate.
 
-    All have the shape of the output, except the covariance of its n entries and the error of that,
-    which are (n, n), in C order, or None if they were not asked for.
+    All have the shape of the output, except the covariance of its n entries and its error, which are
+    (n, n) in C order, or None if not requested.
     """
 
     mean: Array
@@ -45,26 +45,26 @@ def monte_carlo(
 ) -> MonteCarloMoments:
     """Moments of `fn(draw of params)` by sampling, with standard errors.
 
-    Draw i has the key `fold_in(key, i)`, so the estimate does not depend on the batch size, up to
-    rounding. Memory is that of `batch_size` evaluations of `fn`. Standard errors assume nothing but
-    finite fourth moments: that of the standard deviation comes from the sampled fourth central
-    moment (and to first order from that of the variance), not from the Gaussian formula.
+    Draw i has the key `fold_in(key, i)`, so up to rounding the estimate does not depend on the batch
+    size. Memory is that of `batch_size` evaluations of `fn`. Standard errors assume only finite fourth
+    moments: those of variance and standard deviation use the sampled fourth central moment, not the
+    Gaussian formula.
 
     Args:
-      fn: a function of one draw of the parameters (arrays in place of beliefs) that returns one
-        array of any shape; it is vmapped.
-      params: any pytree that holds `Posterior` leaves.
+      fn: a function of one draw of the parameters (arrays in place of beliefs) that returns one array
+        of any shape; it is vmapped.
+      params: any pytree with `Posterior` leaves.
       key: a JAX random key.
       num_samples: number of draws, at least 2 (static).
-      batch_size: how many draws are evaluated at a time (static).
-      covariance: estimate the (n, n) covariance of all n entries of the output too.
+      batch_size: draws evaluated at a time (static).
+      covariance: also estimate the (n, n) covariance of all n entries of the output.
 
     Returns:
       Unbiased mean and variance, the standard deviation, and their standard errors, in the dtype of
-      the output (the default floating-point type where that is boolean or integer).
+      the output (the default floating-point type if that is boolean or integer).
 
     Raises:
-      ValueError: if num_samples < 2 or batch_size < 1. TypeError: if `fn` returns no single array.
+      ValueError: if num_samples < 2 or batch_size < 1. TypeError: if `fn` does not return one array.
 
     Source: Transformer derivation, Eq. 1 and 7 (its Monte Carlo estimates).
 
@@ -79,7 +79,7 @@ def monte_carlo(
     num_samples = _at_least("num_samples", num_samples, 2, "a variance needs two draws")
     batch_size = _at_least("batch_size", batch_size, 1, "a batch needs a draw")
     output = _output(fn, params, key)
-    # Batches of nearly one size; what the last one has too many of is drawn, but not counted.
+    # Batches of equal size; surplus draws of the last one are not counted.
     num_batches = -(-num_samples // batch_size)
     batch_size = -(-num_samples // num_batches)
 
@@ -106,7 +106,7 @@ def _at_least(name: str, value: int, lowest: int, why: str) -> int:
 
 
 def _output(fn: Callable[[Any], Array], params: Any, key: Array) -> jax.ShapeDtypeStruct:
-    """Shape of the output, and the floating-point type that its moments get."""
+    """Shape of the output, and the floating-point type of its moments."""
     output = jax.eval_shape(lambda k: fn(sample_params(params, k)), key)
     if not hasattr(output, "shape"):
         raise TypeError(

@@ -1,9 +1,8 @@
 """The derivation's Transformer block (post-norm), section by section, on dense covariances.
 
-The same names and arguments as the library's transforms, but `cov` is a (T, D, T, D) array, every
-mean is taken at first order (at the mean), and what the derivation takes as independent is so here:
-queries, keys and values of a random input, heads, and a residual stream and its branch. Sizes are
-meant to be small.
+The names and arguments are those of the library's transforms, but `cov` is a (T, D, T, D) array, every
+mean is first-order, and the derivation's independence assumptions are made: of queries, keys and
+values of a random input, of heads, and of a residual stream and its branch. For small sizes only.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def softmax(mean: Array, cov: Array) -> DenseMoments:
 def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: int) -> DenseMoments:
     """First-order moments of multi-head self-attention, (T, D).
 
-    Assumes that queries, keys and values are independent: they are if x is certain (cov zero).
-    Assumes that heads are: they are if, besides, the columns of each kernel are.
+    Assumes that queries, keys and values are independent, which is true if x is certain (cov zero).
+    Assumes that heads are independent, which is true if in addition the columns of each kernel are.
 
     Args:
       mean: E[x], (T, D).
@@ -66,8 +65,8 @@ def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: in
       params: beliefs about the kernels (D, H K), heads outermost, and (H K, D) of the output.
       num_heads: H.
 
-    Source: Transformer derivation, sections 4.2 to 4.4 (where it prints mod D for the index of the
-    head, mod H is meant).
+    Source: Transformer derivation, sections 4.2 to 4.4 (where mod D is printed for the index of the head,
+    mod H is meant).
     """
     query = dense(mean, cov, params.query)
     key = dense(mean, cov, params.key)
@@ -129,11 +128,11 @@ def _vector(belief: Posterior | None, certain: Array) -> DenseMoments:
 
 @jax.jit
 def relu(mean: Array, cov: Array) -> DenseMoments:
-    """Moments of max(x, 0) for Gaussian x, (T, D), not by the derivation's first-order Taylor.
+    """Moments of max(x, 0) for Gaussian x, (T, D), instead of the derivation's first-order Taylor.
 
     With F = P(x > 0) and p the density of x at 0, E[relu] = m F + v p and
-    E[relu^2] = (m^2 + v) F + m v p are exact, and so are the variances. Between different entries
-    the covariance c gives F F' c + p p' c^2 / 2, by Price's theorem to second order.
+    E[relu^2] = (m^2 + v) F + m v p are exact, and so are the variances. Entries with covariance c get
+    the covariance F F' c + p p' c^2 / 2, by Price's theorem to second order.
 
     Source: Transformer derivation, section 4.6, corrected.
     """
@@ -151,7 +150,7 @@ def relu(mean: Array, cov: Array) -> DenseMoments:
 
 
 def _positive(mean: Array, variance: Array) -> tuple[Array, Array]:
-    """P(x > 0) and the density of x at 0 (none where x is certain), for Gaussian x."""
+    """P(x > 0) and the density of x at 0 (zero where x is certain), for Gaussian x."""
     certain = variance == 0
     deviation = jnp.sqrt(jnp.where(certain, 1, variance))
     standard = mean / deviation
@@ -173,8 +172,8 @@ def feed_forward(mean: Array, cov: Array, params: FeedForwardParams) -> DenseMom
 def feed_forward_cross_cov(mean: Array, cov: Array, params: FeedForwardParams) -> Array:
     """Cov[x, feed_forward(x)] to first order, (T, D, T, D): what a residual adds, twice.
 
-    Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation takes
-    it as zero, and says that it is not.
+    Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation neglects
+    it, and says so.
 
     Source: Transformer derivation, section 4.6, corrected.
     """
@@ -195,8 +194,8 @@ def encoder_block(
 ) -> DenseMoments:
     """First-order moments of norm2(z + feed_forward(z)), z = norm1(x + attention(x)), (T, D).
 
-    Assumes what `attention` does, and that each branch is independent of its residual stream: true
-    of the first for certain x, never of the second (see `feed_forward_cross_cov`).
+    Assumes what `attention` does, and that each branch is independent of its residual stream. That is
+    true of the first for certain x, never of the second (see `feed_forward_cross_cov`).
 
     Source: Transformer derivation, section 4 and Figure 1.
     """

@@ -1,4 +1,4 @@
-"""Each error states the invariant, what came, and the mend, in one line."""
+"""Each error states the rule, the value and the fix, in one line."""
 
 import re
 

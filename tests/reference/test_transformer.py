@@ -19,9 +19,9 @@ from moment_jax.layers import (
     relu,
 )
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, OutputShared, Point
+from tests.builders import KERNEL_FAMILIES
 from tests.reference.examples import (
     FEATURES,
-    KERNEL_FAMILIES,
     TOKENS,
     Examples,
     assert_same,
@@ -58,7 +58,8 @@ def test_relu():
     assert_same(jax.jit(relu)(mean, Full(cov)), reference.relu(mean, cov))
 
 
-@pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name)
+# A family is seen by the dense layers alone, so each meets a part of the network, not every part.
+@pytest.mark.parametrize("family", [Factorized, MatrixNormal, FullNormal], ids=name)
 def test_attention_with_one_head(family):
     make = Examples(12)
     mean, cov = certain_input(make)
@@ -97,7 +98,7 @@ def test_heads_of_correlated_kernels_are_not_independent():
     assert np.max(np.abs(got[:, 0, :, :, 1, :])) > 1e-3
 
 
-@pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name)
+@pytest.mark.parametrize("family", [OutputShared, MatrixNormal, FullNormal], ids=name)
 def test_feed_forward(family):
     make = Examples(15)
     mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
@@ -106,7 +107,7 @@ def test_feed_forward(family):
     assert_same(got, reference.feed_forward(mean, cov, params))
 
 
-@pytest.mark.parametrize("family", [Factorized, OutputShared, Point], ids=name)
+@pytest.mark.parametrize("family", [Factorized, Point], ids=name)
 def test_block_with_independent_residuals(family):
     make = Examples(16)
     mean, cov = certain_input(make)
@@ -121,7 +122,7 @@ def test_block_with_independent_residuals(family):
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("family", [Factorized, OutputShared, Point], ids=name)
+@pytest.mark.parametrize("family", [Factorized, OutputShared], ids=name)
 def test_block_with_its_residual_covariance(family):
     make = Examples(17)
     mean, cov = certain_input(make)
