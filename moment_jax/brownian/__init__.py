@@ -17,14 +17,12 @@ from moment_jax.brownian.markov import (
     ChainClasses,
     chain_classes,
     detailed_balance_gap,
-    entropy_rate,
-    stationary,
-)
-from moment_jax.brownian.mixing import (
     eigenpairs,
+    entropy_rate,
     mixing_time,
     reversible_eigenpairs,
     spectral_gap,
+    stationary,
 )
 from moment_jax.brownian.paths import (
     brownian_bridge,

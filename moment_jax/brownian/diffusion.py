@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moment_jax.brownian.checks import check_points, check_positive
 from moment_jax.brownian.kernels import gaussian_kernel, row_normalize
-from moment_jax.brownian.mixing import reversible_eigenpairs
+from moment_jax.brownian.markov import reversible_eigenpairs
 from moment_jax.brownian.sphere import squared_distances
 
 Array = jax.Array

@@ -101,18 +101,8 @@ def milstein(
 ) -> Array:
     """`euler_maruyama` with Milstein's term b b_x (dB^2 - dt)/2: strong order 1.
 
-    For diagonal noise: each entry has its own motion, and b's entry depends on that entry of x alone. A
-    jvp computes b_x.
-
-    Args:
-      drift: a(t, x), of the shape of x.
-      diffusion: b(t, x), of the shape of x.
-      start: X at time zero, of any shape.
-      increments: (steps, *x.shape), of variance dt.
-      dt: length of a step.
-
-    Returns:
-      (steps + 1, *x.shape), beginning with the start.
+    For diagonal noise: b(t, x) has the shape of x, each entry has its own motion, and b's entry depends
+    on that entry of x alone. A jvp computes b_x. Arguments and result are those of `euler_maruyama`.
 
     Raises:
       ValueError: if dt is not positive, or b is not of the shape of x.

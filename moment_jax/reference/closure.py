@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax
@@ -150,50 +149,25 @@ def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
     return structure.project((flat.T @ flat / n).reshape(t, d, t, d))
 
 
-@singledispatch
 def gaussian_draws(cov: Covariance, key: Array, num_draws: int) -> Array:
     """Draws (N, T, D) from N(0, cov)."""
-    return gaussian_draws(structures.Full(cov.to_dense()), key, num_draws)
-
-
-def _noise(cov: Covariance, key: Array, num_draws: int) -> Array:
-    return jax.random.normal(key, (num_draws, *cov.shape), cov.dtype)
+    noise = jax.random.normal(key, (num_draws, *cov.shape), cov.dtype)
+    if isinstance(cov, structures.Diagonal):
+        return jnp.sqrt(cov.variances)[None] * noise
+    if isinstance(cov, structures.TokenBlock):
+        return jnp.einsum("tde,nte->ntd", _root(cov.blocks), noise)
+    if isinstance(cov, structures.TokenCorrelated):
+        return cov.scale[None] * jnp.einsum("ts,nsd->ntd", _root(cov.correlation), noise)
+    if isinstance(cov, structures.Separable):
+        tokens, features = _root(cov.token_correlation), _root(cov.feature_correlation)
+        return cov.scale[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
+    size = cov.shape[0] * cov.shape[1]
+    root = _root(cov.to_dense().reshape(size, size))
+    return (noise.reshape(num_draws, size) @ root).reshape(noise.shape)
 
 
 def _root(matrix: Array) -> Array:
     """The symmetric square root of the nearest positive semidefinite matrix."""
     values, vectors = jnp.linalg.eigh(matrix)
-    return (vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :]) @ jnp.swapaxes(
-        vectors, -1, -2
-    )
-
-
-@gaussian_draws.register
-def _diagonal(cov: structures.Diagonal, key: Array, num_draws: int) -> Array:
-    return jnp.sqrt(cov.variances)[None] * _noise(cov, key, num_draws)
-
-
-@gaussian_draws.register
-def _token_block(cov: structures.TokenBlock, key: Array, num_draws: int) -> Array:
-    return jnp.einsum("tde,nte->ntd", _root(cov.blocks), _noise(cov, key, num_draws))
-
-
-@gaussian_draws.register
-def _token_correlated(cov: structures.TokenCorrelated, key: Array, num_draws: int) -> Array:
-    mixed = jnp.einsum("ts,nsd->ntd", _root(cov.correlation), _noise(cov, key, num_draws))
-    return cov.scale[None] * mixed
-
-
-@gaussian_draws.register
-def _separable(cov: structures.Separable, key: Array, num_draws: int) -> Array:
-    tokens, features = _root(cov.token_correlation), _root(cov.feature_correlation)
-    noise = _noise(cov, key, num_draws)
-    return cov.scale[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
-
-
-@gaussian_draws.register
-def _full(cov: structures.Full, key: Array, num_draws: int) -> Array:
-    t, d = cov.shape
-    root = _root(cov.cov.reshape(t * d, t * d))
-    noise = _noise(cov, key, num_draws).reshape(num_draws, t * d)
-    return (noise @ root).reshape(num_draws, t, d)
+    scaled = vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :]
+    return scaled @ jnp.swapaxes(vectors, -1, -2)

@@ -7,9 +7,12 @@ values of a random input, of heads, and of a residual stream and its branch. For
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+from moment_jax import posterior
 from moment_jax.layers.params import (
     AttentionParams,
     DenseParams,
@@ -18,7 +21,6 @@ from moment_jax.layers.params import (
     NormParams,
 )
 from moment_jax.posterior import Posterior
-from moment_jax.reference.beliefs import DenseMoments, dense_moments
 from moment_jax.reference.propositions import (
     normalized,
     proposition1,
@@ -28,6 +30,45 @@ from moment_jax.reference.propositions import (
 )
 
 Array = jax.Array
+
+
+class DenseMoments(NamedTuple):
+    """Mean of a random array, and its covariance: `cov.shape == (*mean.shape, *mean.shape)`."""
+
+    mean: Array
+    cov: Array
+
+
+def dense_moments(belief: Posterior) -> DenseMoments:
+    """Mean and dense covariance of a belief: (in, out, in, out) for a kernel, (D, D) for a vector.
+
+    This is the derivation's covariance of the vectorised parameter, in the library's index order.
+
+    Raises:
+      TypeError: if the family has no dense form here.
+
+    Source: Transformer derivation, sections 2 and 5 (which print standard deviations in the diagonal
+    blocks, where variances are meant).
+    """
+    return DenseMoments(belief.mean, _dense_cov(belief))
+
+
+def _dense_cov(belief: Posterior) -> Array:
+    twice = (*belief.shape, *belief.shape) if isinstance(belief, Posterior) else ()
+    if isinstance(belief, posterior.FullNormal):
+        return belief.cov
+    if isinstance(belief, posterior.MatrixNormal):
+        return jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov)
+    if isinstance(belief, posterior.Point):
+        return jnp.zeros(twice, belief.mean.dtype)
+    if isinstance(belief, posterior.Factorized):
+        return jnp.diag(belief.variance.ravel()).reshape(twice)
+    if isinstance(belief, posterior.OutputShared):
+        every_entry = jnp.broadcast_to(belief.variance[None, :], belief.shape)
+        return jnp.diag(every_entry.ravel()).reshape(twice)
+    raise TypeError(
+        f"`dense_moments` knows no family {type(belief).__name__}. Use one of moment_jax.posterior."
+    )
 
 
 def dense(mean: Array, cov: Array, params: DenseParams) -> DenseMoments:
@@ -65,7 +106,7 @@ def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: in
       params: beliefs about the kernels (D, H K), heads outermost, and (H K, D) of the output.
       num_heads: H.
 
-    Source: Transformer derivation, sections 4.2 to 4.4 (where mod D is printed for the index of the head,
+    Source: Transformer derivation, sections 4.2 to 4.4 (which print mod D for the head's index, where
     mod H is meant).
     """
     query = dense(mean, cov, params.query)

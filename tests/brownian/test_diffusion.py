@@ -31,7 +31,7 @@ def test_a_noisy_circle_is_found():
     angle = rng.uniform(0, 2 * np.pi, 400)
     points = np.stack([np.cos(angle), np.sin(angle), *np.zeros((3, 400))], axis=1)
     points = points + 0.05 * rng.normal(size=points.shape)
-    found = np.asarray(brownian.diffusion_map(points).coordinates)
+    found = np.asarray(jax.jit(brownian.diffusion_map)(points).coordinates)
     recovered = np.arctan2(found[:, 1], found[:, 0])
     # Up to a rotation and a reflection: measure angles from the first point on.
     correlations = []
@@ -49,7 +49,7 @@ def test_a_swiss_roll_is_unrolled():
     height = 10 * jax.random.uniform(keys[1], (1000,))
     roll = jnp.stack([turn * jnp.cos(turn), height, turn * jnp.sin(turn)], axis=1)
     roll = roll + 0.1 * jax.random.normal(keys[2], roll.shape)
-    found = brownian.diffusion_map(roll, count=1)
+    found = jax.jit(brownian.diffusion_map, static_argnames="count")(roll, count=1)
     assert abs(spearmanr(found.coordinates[:, 0], turn).statistic) > 0.95
     assert found.residuals.max() < 1e-10
 
