@@ -29,6 +29,10 @@ from tests.reference.examples import (
 )
 
 
+def compiled(transform, **options):
+    return jax.jit(partial(transform, **options))
+
+
 def certain_input(make):
     mean = make.array(TOKENS, FEATURES)
     return mean, jnp.zeros((*mean.shape, *mean.shape))
@@ -65,7 +69,7 @@ def test_attention_with_one_head(family):
     mean, cov = certain_input(make)
     params = make.attention(family)
     expected = reference.attention(mean, cov, params, num_heads=1)
-    assert_same(attention(mean, Full(cov), params, num_heads=1, order=1), expected)
+    assert_same(compiled(attention, num_heads=1, order=1)(mean, Full(cov), params), expected)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_attention_with_independent_heads(family, output_family):
     mean, cov = certain_input(make)
     params = make.attention(family, output_family)
     expected = reference.attention(mean, cov, params, num_heads=2)
-    assert_same(attention(mean, Full(cov), params, num_heads=2, order=1), expected)
+    assert_same(compiled(attention, num_heads=2, order=1)(mean, Full(cov), params), expected)
 
 
 def test_heads_of_correlated_kernels_are_not_independent():
@@ -87,7 +91,7 @@ def test_heads_of_correlated_kernels_are_not_independent():
     params = make.attention(FullNormal, Point)
     identity = DenseParams(Point(jnp.eye(FEATURES)))
     params = AttentionParams(params.query, params.key, params.value, identity)
-    _, got = attention(mean, Full(cov), params, num_heads=2, order=1)
+    _, got = compiled(attention, num_heads=2, order=1)(mean, Full(cov), params)
     shape = (TOKENS, 2, FEATURES // 2)
     got = got.cov.reshape(*shape, *shape)
     printed = reference.attention(mean, cov, params, num_heads=2).cov.reshape(*shape, *shape)
@@ -103,7 +107,7 @@ def test_feed_forward(family):
     make = Examples(15)
     mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
     params = make.feed_forward(family)
-    got = jax.jit(partial(feed_forward, activation=relu))(mean, Full(cov), params)
+    got = compiled(feed_forward, activation=relu)(mean, Full(cov), params)
     assert_same(got, reference.feed_forward(mean, cov, params))
 
 
@@ -114,12 +118,14 @@ def test_block_with_independent_residuals(family):
     params = make.block(family)
     expected = reference.encoder_block(mean, cov, params, num_heads=2)
 
-    branch, branch_cov = attention(mean, Full(cov), params.attention, num_heads=2, order=1)
-    total = Full(cov).add(branch_cov)
-    mean, cov = layer_norm(mean + branch, total, params.norm1, order=1)
-    branch, branch_cov = feed_forward(mean, cov, params.feed_forward, activation=relu)
-    got = layer_norm(mean + branch, cov.add(branch_cov), params.norm2, order=1)
-    assert_same(got, expected)
+    @jax.jit
+    def block(mean, cov, params):
+        branch, branch_cov = attention(mean, cov, params.attention, num_heads=2, order=1)
+        mean, cov = layer_norm(mean + branch, cov.add(branch_cov), params.norm1, order=1)
+        branch, branch_cov = feed_forward(mean, cov, params.feed_forward, activation=relu)
+        return layer_norm(mean + branch, cov.add(branch_cov), params.norm2, order=1)
+
+    assert_same(block(mean, Full(cov), params), expected)
 
 
 @pytest.mark.parametrize("family", [Factorized, OutputShared], ids=name)
@@ -127,7 +133,7 @@ def test_block_with_its_residual_covariance(family):
     make = Examples(17)
     mean, cov = certain_input(make)
     params = make.block(family)
-    got = encoder_block(mean, Full(cov), params, num_heads=2, order=1)
+    got = compiled(encoder_block, num_heads=2, order=1)(mean, Full(cov), params)
 
     branch = reference.attention(mean, cov, params.attention, num_heads=2)
     mean, cov = reference.layer_norm(mean + branch.mean, branch.cov, params.norm1)

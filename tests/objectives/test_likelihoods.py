@@ -1,4 +1,4 @@
-"""Expected log-likelihoods beside textbook formulas, Gauss-Hermite quadrature and sampling."""
+"""Expected log-likelihoods and log marginals beside textbook formulas, quadrature and sampling."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from moment_jax.objectives import (
     Gaussian,
     HeteroscedasticGaussian,
     bernoulli_probabilities,
+    class_probabilities,
     expected_log_likelihood_bound,
     log_marginal,
 )
@@ -21,11 +22,14 @@ from moment_jax.objectives.bernoulli import expected_softplus
 
 T, D, C = 3, 2, 4
 # Compiled once for each form of the arguments: the value and its gradients.
-with_grads = jax.jit(jax.value_and_grad(uncompiled, argnums=(0, 2, 3), allow_int=True))
+with_grads = {
+    score: jax.jit(jax.value_and_grad(score, argnums=(0, 2, 3), allow_int=True))
+    for score in (uncompiled, log_marginal)
+}
 
 
 def expected_log_likelihood(*args):
-    return with_grads(*args)[0]
+    return with_grads[uncompiled](*args)[0]
 
 
 def random_cov(seed, size, scale=0.7):
@@ -46,8 +50,11 @@ NOISES = {
 CASES = {f"gaussian_{k}": (Gaussian(v), normal(0, D), normal(1, D)) for k, v in NOISES.items()}
 CASES["heteroscedastic"] = (HeteroscedasticGaussian(), normal(2, D), normal(3, 2 * D))
 CASES["categorical"] = (Categorical(), np.asarray(2), normal(4, C))
+SCORES = [(name, uncompiled) for name in CASES]
+SCORES += [(name, log_marginal) for name in CASES if name != "heteroscedastic"]
 every_case = pytest.mark.parametrize("name", CASES)
 closed_form = pytest.mark.parametrize("name", [name for name in CASES if name != "categorical"])
+every_score = pytest.mark.parametrize(("name", "score"), SCORES)
 
 
 def log_density(likelihood, target, f):
@@ -96,10 +103,9 @@ def test_without_uncertainty_it_is_the_log_likelihood(name):
 @pytest.mark.parametrize("name", [name for name in CASES if name != "heteroscedastic"])
 def test_jensen(name):
     likelihood, target, mean = CASES[name]
-    marginal = jax.jit(log_marginal)
     for scale in (0.01, 0.5, 2.0):
         args = (likelihood, target, mean, random_cov(8, mean.size, scale))
-        assert expected_log_likelihood(*args) < marginal(*args)
+        assert expected_log_likelihood(*args) < with_grads[log_marginal](*args)[0]
 
 
 def gauss_hermite(size, count):
@@ -179,44 +185,48 @@ def test_a_number_is_the_noise_of_every_feature():
     assert values[0] == values[1]
 
 
-@every_case
-def test_gradients_are_finite_without_uncertainty(name):
+@every_score
+def test_gradients_are_finite_without_uncertainty(name, score):
+    """And float32 stays what it is."""
     likelihood, target, mean = CASES[name]
-    narrow = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), likelihood)
-    target = target if target.ndim == 0 else target.astype(np.float32)
     for shape in ((mean.size,), (mean.size, mean.size)):
-        cov = np.zeros(shape, np.float32)
-        value, grads = with_grads(narrow, target, mean.astype(np.float32), cov)
-        assert value.dtype == np.float32
+        args = likelihood, target, mean, np.zeros(shape)
+        _, grads = with_grads[score](*args)
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
+        narrow = jax.tree.map(
+            lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(np.float32), args
+        )
+        results = jax.tree.leaves(jax.eval_shape(with_grads[score], *narrow))
+        assert all(leaf.dtype == np.float32 for leaf in results)
 
 
-@closed_form
-def test_gradients_against_differences(name):
+# Price's theorem over the points, by which the gradients of classes go, is tested with the cubature.
+@pytest.mark.parametrize(("name", "score"), [s for s in SCORES if s[0] != "categorical"])
+def test_gradients_against_differences(name, score):
     likelihood, target, mean = CASES[name]
     cov = random_cov(13, mean.size)
     step, shift = 1e-5, 0.1 * cov
 
     def value(t):
-        return expected_log_likelihood(likelihood, target, mean + t, cov + t * shift)
+        return with_grads[score](likelihood, target, mean + t, cov + t * shift)[0]
 
-    _, (_, by_mean, by_cov) = with_grads(likelihood, target, mean, cov)
+    _, (_, by_mean, by_cov) = with_grads[score](likelihood, target, mean, cov)
     difference = (value(step) - value(-step)) / (2 * step)
     slope = np.sum(by_mean) + np.vdot(by_cov, shift)
     np.testing.assert_allclose(slope, difference, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "gaussian_scalar"])
-def test_jit_and_vmap(name):
+@every_score
+def test_jit_and_vmap(name, score):
     likelihood, target, mean = CASES[name]
     means, targets = np.stack([mean, -mean]), np.stack([target, target])
     covs = np.stack([random_cov(14, mean.size), random_cov(15, mean.size)])
-    loop = [
-        expected_log_likelihood(likelihood, target, *one) for one in zip(means, covs, strict=True)
-    ]
-    batch = jax.jit(jax.vmap(uncompiled, in_axes=(None, 0, 0, 0)))
+    loop = [with_grads[score](likelihood, target, *one)[0] for one in zip(means, covs, strict=True)]
+    batch = jax.jit(jax.vmap(score, in_axes=(None, 0, 0, 0)))
     np.testing.assert_allclose(batch(likelihood, targets, means, covs), loop, atol=1e-10)
-    np.testing.assert_allclose(uncompiled(likelihood, target, mean, covs[0]), loop[0], atol=1e-10)
+    if name != "gaussian_scalar":
+        eager = score(likelihood, target, mean, covs[0])
+        np.testing.assert_allclose(eager, loop[0], atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -227,10 +237,63 @@ def test_huge_outputs_stay_finite(dtype):
         (HeteroscedasticGaussian(), np.ones(2, dtype), [-1e4, 0, 1e4, 0]),
     ]
     for likelihood, target, mean in cases:
-        result = with_grads(likelihood, target, np.asarray(mean, dtype), np.ones(4, dtype))
-        value, (_, *grads) = result
+        args = likelihood, target, np.asarray(mean, dtype), np.ones(4, dtype)
+        value, (_, *grads) = with_grads[uncompiled](*args)
         assert np.isfinite(value)
         assert all(np.all(np.isfinite(leaf)) for leaf in grads)
+
+
+# -- log marginals ------------------------------------------------------------------------------------
+
+
+def noise_block(noise):
+    return noise if noise.ndim == 2 else np.diag(np.broadcast_to(noise, D))
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_log_marginal_against_scipy(noise):
+    """Of vectors and sequences: Eq. 13 with noise, also where the covariance alone is singular."""
+    for shape, ranks in (((D,), (D, 1)), ((T, D), (T * D, 2))):
+        size = int(np.prod(shape))
+        total_noise = np.kron(np.eye(size // D), noise_block(noise))
+        for rank in ranks:
+            target, mean, factor = normal(3, *shape), normal(4, *shape), normal(5, size, rank)
+            cov = factor @ factor.T
+            for form in (cov, np.diag(np.diagonal(cov))):
+                law = scipy.stats.multivariate_normal(mean.ravel(), form + total_noise)
+                given = (
+                    form.reshape(*shape, *shape) if form is cov else np.diagonal(cov).reshape(shape)
+                )
+                value, _ = with_grads[log_marginal](Gaussian(noise), target, mean, given)
+                np.testing.assert_allclose(value, law.logpdf(target.ravel()), atol=1e-10)
+
+
+def test_log_marginal_of_classes_is_the_logarithm_of_the_probability():
+    mean, full = normal(9, C), random_cov(10, C)
+    probabilities = jax.jit(class_probabilities, static_argnames="num_points")
+    for cov in (full, np.diagonal(full)):
+        expected = np.log(probabilities(mean, cov, num_points=256))
+        score = with_grads[log_marginal]
+        values = [score(Categorical(256), np.asarray(k), mean, cov)[0] for k in range(C)]
+        np.testing.assert_allclose(values, expected, atol=1e-10)
+
+
+def test_log_marginal_is_finite_where_the_probability_underflows():
+    mean = np.asarray([500.0, -500.0, 0.0, -2000.0], np.float32)
+    for cov in (np.zeros(4, np.float32), np.ones((4, 4), np.float32)):
+        value, (_, *grads) = with_grads[log_marginal](Categorical(), np.asarray(1), mean, cov)
+        assert -1100 < value < -900
+        assert all(np.all(np.isfinite(leaf)) for leaf in grads)
+        np.testing.assert_allclose(grads[0], [-1.0, 1.0, 0.0, 0.0], atol=1e-5)
+
+
+def test_bad_input_of_log_marginal():
+    with pytest.raises(TypeError, match="gaussian_negative_log_likelihood"):
+        log_marginal(HeteroscedasticGaussian(), np.ones(1), np.ones(2), np.ones(2))
+    with pytest.raises(ValueError, match=r"target\.shape == mean\.shape"):
+        log_marginal(Gaussian(1.0), np.ones(2), np.ones(3), np.ones(3))
+    with pytest.raises(ValueError, match="integer class index"):
+        log_marginal(Categorical(), np.asarray(0.0), np.ones(3), np.ones(3))
 
 
 # -- Bernoulli, against a very fine sum ----------------------------------------------------------------
