@@ -50,7 +50,8 @@ def dense_moments(belief: Posterior) -> DenseMoments:
     Source: Transformer derivation, sections 2 and 5 (which print standard deviations in the diagonal
     blocks, where variances are meant).
     """
-    return DenseMoments(belief.mean, _dense_cov(belief))
+    cov = _dense_cov(belief)  # raises for other types
+    return DenseMoments(belief.mean, cov)
 
 
 def _dense_cov(belief: Posterior) -> Array:

@@ -39,7 +39,7 @@ def program(family: Family):
 
 
 def at(family: Family, m, v, dtype=np.float64):
-    """What `program` says of these points; all sets of points share one compilation."""
+    """The results of `program` at these points; all calls share one compilation."""
     m, v = np.broadcast_arrays(np.asarray(m, dtype), np.asarray(v, dtype))
     padding = (0, NUM_POINTS - m.size)
     given = [np.pad(x.ravel(), padding, constant_values=1) for x in (m, v)]

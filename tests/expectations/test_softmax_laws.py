@@ -22,7 +22,7 @@ def everything(mean, cov, mask):
     return (softmax_mean(mean, cov, mask=mask), *moments, logsumexp_mean(mean, cov, mask=mask))
 
 
-# Compiled once for all tests, which keep to one shape where they can.
+# Compiled once; most tests use the same shapes.
 one_row = jax.jit(everything)
 all_rows = jax.jit(jax.vmap(lambda mean, cov: everything(mean, cov, ALL)))
 

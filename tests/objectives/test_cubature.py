@@ -22,7 +22,7 @@ FUNCTIONS = {"logsumexp": expected_logsumexp, "softmax": log_expected_softmax}
 every_fn = pytest.mark.parametrize("fn", FUNCTIONS)
 
 
-# Compiled once for every shape: most of this file's time would else be spent on tiny programs.
+# Compiled once per shape; otherwise compiling tiny programs would dominate this file's time.
 @partial(jax.jit, static_argnums=2)
 def everything(mean, cov, num_points=64):
     """The points, and of each function the value and its slopes in the mean and the covariance."""

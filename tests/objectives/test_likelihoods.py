@@ -70,7 +70,7 @@ def log_density(likelihood, target, f):
 
 @pytest.mark.parametrize("full", [False, True])
 def test_categorical_against_sampling(full):
-    """What has a closed form is compared with a quadrature below, to more digits."""
+    """Closed forms are compared with a quadrature below, to more digits."""
     likelihood, target, mean = CASES["categorical"]
     cov = random_cov(5, C) if full else np.diagonal(random_cov(5, C))
     root = np.linalg.cholesky(cov if full else np.diag(cov))
@@ -187,7 +187,7 @@ def test_a_number_is_the_noise_of_every_feature():
 
 @every_score
 def test_gradients_are_finite_without_uncertainty(name, score):
-    """And float32 stays what it is."""
+    """And everything stays in float32 where the arguments are."""
     likelihood, target, mean = CASES[name]
     for shape in ((mean.size,), (mean.size, mean.size)):
         args = likelihood, target, mean, np.zeros(shape)
@@ -200,7 +200,7 @@ def test_gradients_are_finite_without_uncertainty(name, score):
         assert all(leaf.dtype == np.float32 for leaf in results)
 
 
-# Price's theorem over the points, by which the gradients of classes go, is tested with the cubature.
+# The gradients for classes follow Price's theorem and are tested with the cubature.
 @pytest.mark.parametrize(("name", "score"), [s for s in SCORES if s[0] != "categorical"])
 def test_gradients_against_differences(name, score):
     likelihood, target, mean = CASES[name]
@@ -343,7 +343,7 @@ def test_bernoulli():
         uncompiled(Bernoulli(), target[0], mean, cov)
 
 
-def test_numbers_that_are_no_probabilities_of_ones():
+def test_bernoulli_targets_out_of_range():
     mean = np.ones(2)
     with pytest.raises(ValueError, match=r"from 0 to 1. Got 0 to 2"):
         uncompiled(Bernoulli(), np.array([2, 0]), mean, mean)
@@ -397,7 +397,7 @@ def test_gradients_of_the_bound_are_finite():
             assert grads[0].dtype == np.float32
 
 
-# -- what is refused ----------------------------------------------------------------------------------
+# -- errors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_bad_input_of_the_bound():
 
 
 def test_a_label_out_of_range():
-    """An error where it is known, NaN in compiled code, and with the default no gradient to follow."""
+    """An error if it is known; NaN in compiled code, for the default with a gradient of NaN."""
     mean, cov = np.arange(4.0), np.ones(4)
     scores = (
         lambda label, mean: uncompiled(Categorical(), label, mean, cov),

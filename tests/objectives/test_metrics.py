@@ -147,7 +147,7 @@ SCORES = ["gaussian_negative_log_likelihood", "gaussian_crps", "interval_coverag
 @pytest.mark.parametrize("label", [3, -1])
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_out_of_range(name, label):
-    """An error where they are known, NaN where they are not: never a plausible score."""
+    """An error if they are known, NaN if not: never a plausible score."""
     probabilities, labels = np.full((4, 3), 1 / 3, np.float32), np.array([0, label, 1, 2])
     with pytest.raises(ValueError, match=f"labels from 0 to 2.*Got .*{label}"):
         getattr(objectives, name)(probabilities, labels)
@@ -155,7 +155,7 @@ def test_labels_out_of_range(name, label):
 
 
 @pytest.mark.parametrize("name", LABELS)
-def test_predictions_that_are_no_probabilities(name):
+def test_invalid_predictions(name):
     metric, labels = getattr(objectives, name), np.array([0, 1])
     assert np.isnan(jax.jit(metric)(np.array([[1, 0], [np.nan, np.nan]]), labels))
     with pytest.raises(TypeError, match=r"int64. Use .astype\(jnp.float32\)"):
@@ -167,7 +167,7 @@ def test_predictions_that_are_no_probabilities(name):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_moments_that_are_none(name):
+def test_invalid_moments(name):
     score, y = getattr(objectives, name), np.ones(3)
     with pytest.raises(ValueError, match=f"{name}.*of one shape"):
         score(y, mean=y, variance=y[:2])

@@ -92,7 +92,7 @@ def test_noise_of_inputs_with_leading_axes(family):
 
 @random_kernels
 def test_noise_is_what_samples_show(family):
-    """The moments answer the question a layer asks: Cov[x @ w] of a random w, for a fixed x."""
+    """Cov[x @ w] of a random w for a fixed x, which is what a layer needs."""
     belief, x = example(family), random(5, IN)
     outputs = np.einsum("i,nio->no", x, draws(belief).reshape(-1, IN, OUT))
     variance, expected = map(np.asarray, noise(belief, x, np.zeros(IN), np.outer(x, x)))
@@ -122,7 +122,7 @@ def test_special_cases_agree(variance):
 
 @random_kernels
 def test_no_variance_is_a_point(family):
-    """In all but `kl`, whose convention is tested beside the divergences."""
+    """Except for `kl`, whose convention is tested in test_kl.py."""
     expected, actual = compiled_methods(example(Point)), compiled_methods(without_variance(family))
     for name in set(actual) - {"kl", "input_metric"}:
         np.testing.assert_array_equal(actual[name], expected[name])
@@ -141,7 +141,7 @@ def test_noise_variance_has_its_whole_gradient_at_zero(family):
 
 
 def test_rounding_leaves_no_negative_noise_variance():
-    """Of inputs in the null space of a singular covariance only the rounding is left."""
+    """For inputs in the null space of a singular covariance only rounding is left."""
     mean, moment = np.zeros((IN, OUT)), np.zeros((IN, IN))
     for seed in range(50):
         basis, _ = np.linalg.qr(random(seed, IN, IN))
@@ -168,7 +168,7 @@ def test_sample_moments(belief):
     variance = np.diag(cov)
     mean_error = np.sqrt(variance / NUM_SAMPLES)
     cov_error = np.sqrt((np.outer(variance, variance) + cov**2) / NUM_SAMPLES)
-    # Without variance nothing but rounding is allowed.
+    # Without variance only rounding is allowed.
     rounding = 100 * np.finfo(np.float64).eps * max(1, np.max(variance))
     assert np.all(np.abs(deviations.mean(0)) <= 5 * mean_error + rounding)
     sampled = deviations.T @ deviations / NUM_SAMPLES
@@ -185,7 +185,7 @@ def test_draws_of_a_singular_belief_stay_in_its_range():
     values, vectors = np.linalg.eigh(dense_cov(belief))
     null = vectors[:, values < 1e-10]
     deviation = np.ravel(compiled_methods(belief)["sample"]) - np.ravel(belief.mean)
-    # The root of a variance that is zero but for rounding.
+    # The root of a variance that is zero up to rounding.
     rounding = np.sqrt(100 * np.finfo(np.float64).eps * np.max(values))
     assert null.shape[1] == IN * OUT - 2
     assert np.all(np.abs(null.T @ deviation) <= rounding)
@@ -193,7 +193,7 @@ def test_draws_of_a_singular_belief_stay_in_its_range():
 
 @kernels
 def test_sample_gradients(family):
-    """The draw is reparametrised: it moves with the belief, against finite differences."""
+    """The draw is reparametrised: its gradient against finite differences."""
     target = random(9, IN, OUT)
     loss = jax.jit(jax.value_and_grad(lambda belief: jnp.sum((belief.sample(KEY) - target) ** 2)))
     assert_gradient(loss, example(family), example(family, seed=5))
@@ -295,7 +295,7 @@ def test_gradients_are_finite_without_variance(family, shape):
     def total(belief):
         results = all_methods(belief)
         if family is not Point:
-            del results["kl"]  # infinite, tested beside the divergences
+            del results["kl"]  # infinite; see test_kl.py
         return sum(jnp.sum(jnp.sin(1 + leaf)) for leaf in results.values())
 
     gradient = jax.jit(jax.grad(total))(without_variance(family, shape))

@@ -1,4 +1,4 @@
-"""Small random beliefs and networks, and how their moments are compared."""
+"""Small random beliefs and networks, and comparisons of their moments."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ TOKENS, FEATURES, HIDDEN = 3, 4, 6
 
 
 class Examples:
-    """A stream of random arrays and beliefs, each the next of one seed.
+    """A stream of random arrays and beliefs from one seed.
 
     `noise` scales standard deviations: of kernels relative to 1/sqrt(in), of all else to 1.
     """
@@ -108,6 +108,6 @@ def assert_same(moments, expected):
 
 
 def worst(estimate, truth, error):
-    """The largest deviation in standard errors; where nothing varies, only rounding may deviate."""
+    """The largest deviation in standard errors; constant entries may deviate by rounding only."""
     rounding = 1e-12 * (1 + np.abs(np.asarray(truth)))
     return float(np.max(np.abs(estimate - truth) / (error + rounding)))

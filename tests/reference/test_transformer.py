@@ -62,7 +62,7 @@ def test_relu():
     assert_same(jax.jit(relu)(mean, Full(cov)), reference.relu(mean, cov))
 
 
-# A family is seen by the dense layers alone, so each meets a part of the network, not every part.
+# Only dense layers depend on the family, so each family is tested in some parts of the network.
 @pytest.mark.parametrize("family", [Factorized, MatrixNormal, FullNormal], ids=name)
 def test_attention_with_one_head(family):
     make = Examples(12)
