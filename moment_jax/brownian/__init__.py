@@ -1,7 +1,7 @@
 """Attention as a random walk on a sphere: kernels, Markov chains, diffusion, Brownian motion.
 
-Exact functions for what holds of identity projections on the sphere. How far a model is from that is
-what `python -m experiments brownian` measures.
+The statements are exact for identity projections on the sphere. `python -m experiments brownian`
+measures how far a model is from that.
 """
 
 from moment_jax.brownian.diffusion import DiffusionMap, diffusion_map
@@ -17,14 +17,12 @@ from moment_jax.brownian.markov import (
     ChainClasses,
     chain_classes,
     detailed_balance_gap,
-    entropy_rate,
-    stationary,
-)
-from moment_jax.brownian.mixing import (
     eigenpairs,
+    entropy_rate,
     mixing_time,
     reversible_eigenpairs,
     spectral_gap,
+    stationary,
 )
 from moment_jax.brownian.paths import (
     brownian_bridge,

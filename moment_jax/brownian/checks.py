@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance.fields import check_array
@@ -11,7 +10,7 @@ from moment_jax.covariance.fields import check_array
 Array = jax.Array
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
-"""How far the sum of a row may be from one, by dtype: rounding of a sum of thousands."""
+"""How far a row sum may be from one, by dtype: the rounding error of a sum over thousands."""
 
 
 def check_points(name: str, points: Array) -> None:
@@ -25,16 +24,13 @@ def check_points(name: str, points: Array) -> None:
 
 
 def check_positive(name: str, what: str, value: float | Array) -> None:
-    """Raise unless a number is positive; values inside compiled code are not checked."""
+    """Raise unless a number is positive; not checked inside compiled code."""
     if not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) > 0):
         raise ValueError(f"`{name}` needs {what} > 0. Got {value}.")
 
 
 def check_stochastic(name: str, transition: Array) -> int:
-    """Raise unless the rows of (T, T) are probabilities; return T.
-
-    Inside compiled code only the shape is checked.
-    """
+    """Return T; raise unless the rows of (T, T) are probabilities (in compiled code, only the shape)."""
     shape = tuple(transition.shape)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise ValueError(
@@ -42,23 +38,23 @@ def check_stochastic(name: str, transition: Array) -> int:
             f"jax.vmap({name})."
         )
     if not isinstance(transition, jax.core.Tracer):
-        with jax.ensure_compile_time_eval():
-            _check_rows(name, transition)
+        _check_rows(name, np.asarray(transition))
     return shape[0]
 
 
-def _check_rows(name: str, transition: Array) -> None:
-    if not jnp.all(jnp.isfinite(transition)) or jnp.any(transition < 0):
+def _check_rows(name: str, transition: np.ndarray) -> None:
+    wide = transition.astype(np.float64)
+    if not np.all(np.isfinite(wide)) or np.any(wide < 0):
         raise ValueError(
             f"`{name}` needs probabilities: finite entries, none negative. The smallest is "
-            f"{float(jnp.min(transition)):.3g}. For weights that are no probabilities yet, use "
+            f"{wide.min():.3g}. To normalise weights, use "
             "mj.brownian.row_normalize(kernel); for scores, jax.nn.softmax(scores)."
         )
-    sums = jnp.sum(transition, axis=1)
-    row = int(jnp.argmax(jnp.abs(sums - 1)))
-    if abs(float(sums[row]) - 1) > TOLERANCE.get(str(transition.dtype), 1e-4):
+    sums = wide.sum(axis=1)
+    row = np.argmax(np.abs(sums - 1))
+    if abs(sums[row] - 1) > TOLERANCE.get(str(transition.dtype), 1e-4):
         raise ValueError(
-            f"`{name}` needs rows that sum to one. Row {row} sums to {float(sums[row]):.6g}. Use "
+            f"`{name}` needs rows that sum to one. Row {row} sums to {sums[row]:.6g}. Use "
             "mj.brownian.row_normalize(kernel). Entry (i, j) is the probability of i -> j: transpose a "
             "matrix whose columns sum to one."
         )

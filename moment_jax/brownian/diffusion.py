@@ -1,4 +1,4 @@
-"""Diffusion maps: coordinates in which Euclidean distance is the distance of random walks."""
+"""Diffusion maps: coordinates whose Euclidean distance is the diffusion distance of a random walk."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from moment_jax.brownian.checks import check_points, check_positive
 from moment_jax.brownian.kernels import gaussian_kernel, row_normalize
-from moment_jax.brownian.mixing import reversible_eigenpairs
+from moment_jax.brownian.markov import reversible_eigenpairs
 from moment_jax.brownian.sphere import squared_distances
 
 Array = jax.Array
 
 NEIGHBORS = 10
-"""The default bandwidth is the median distance to this neighbour."""
+"""The default bandwidth is the median distance to the neighbour of this rank."""
 
 
 class DiffusionMap(NamedTuple):
@@ -23,8 +23,8 @@ class DiffusionMap(NamedTuple):
 
     Attributes:
       coordinates: (T, count): eigenvalue^time times the eigenvectors 2, 3, ... (the first is constant).
-      eigenvalues: (count,), those that belong to the coordinates, of falling modulus.
-      law: the walk's stationary law, (T,), with which the eigenvectors are orthonormal.
+      eigenvalues: (count,), one per coordinate, by decreasing modulus.
+      law: the walk's stationary law, (T,), under which the eigenvectors are orthonormal.
       time: the diffusion time.
       bandwidth: of the Gaussian kernel.
       residuals: (count,), |S v - lambda v| of the eigenvectors.
@@ -51,19 +51,19 @@ def diffusion_map(
     Args:
       points: (T, D).
       count: number of coordinates, at most T - 1.
-      time: diffusion time, the number of steps that the walk runs; larger times show coarser
-        structure. 0 leaves the eigenvectors as they are.
-      bandwidth: sigma of the kernel, in the units of the points; None for the median
-        distance to the tenth neighbour (or the last, of fewer points).
+      time: diffusion time, the number of steps of the walk; larger times show coarser structure. 0
+        gives the eigenvectors themselves.
+      bandwidth: sigma of the kernel, in the units of the points; None for the median distance to the
+        tenth neighbour (or the last one).
       density_power: alpha of Coifman and Lafon: the kernel is divided by the density estimate to this
-        power on both sides. 1 (Laplace-Beltrami) forgets how densely the points lie, 0 is the plain
-        walk, 1/2 Fokker-Planck.
+        power on both sides. 1 (Laplace-Beltrami) removes the effect of the sampling density, 0 is the
+        plain walk, 1/2 Fokker-Planck.
 
     Returns:
-      `DiffusionMap`. Signs are arbitrary, and so is the rotation among equal eigenvalues.
+      `DiffusionMap`. Signs are arbitrary, and so are rotations among equal eigenvalues.
 
     Raises:
-      ValueError: if there is one point only, count is not between 1 and T - 1, the bandwidth is not
+      ValueError: if there is only one point, count is not between 1 and T - 1, the bandwidth is not
         positive, or time is negative.
 
     Source: Coifman and Lafon, Diffusion maps (2006), cited as [23] in the Brownian motion document.
@@ -79,17 +79,15 @@ def diffusion_map(
         )
     if bandwidth is None:
         bandwidth = _local_bandwidth(points, min(NEIGHBORS, size - 1))
-        what = "median distance to near points (many points coincide: name a bandwidth)"
+        what = "median distance to near points (many points coincide: pass a bandwidth)"
         check_positive("diffusion_map", what, bandwidth)
     kernel = gaussian_kernel(points, points, bandwidth=bandwidth)
     density = jnp.sum(kernel, axis=1) ** density_power
     kernel = kernel / (density[:, None] * density[None, :])
-    law = jnp.sum(kernel, axis=1) / jnp.sum(
-        kernel
-    )  # of a symmetric kernel, whose walk is reversible
+    law = jnp.sum(kernel, axis=1) / jnp.sum(kernel)  # the kernel is symmetric, the walk reversible
     pairs = reversible_eigenpairs(row_normalize(kernel), law, count + 1)
     values = pairs.values[1:]
-    # |lambda|^time with lambda's sign only where the time is a whole number.
+    # The sign of lambda^time is defined for integer times only.
     scale = jnp.abs(values) ** time
     scale = scale * jnp.sign(values) ** int(time) if float(time).is_integer() else scale
     return DiffusionMap(

@@ -26,21 +26,21 @@ def ito(
     df = (f_t + f_x a + 1/2 tr(b^T f_xx b)) dt + f_x b dB. Without coefficients X is Brownian motion
     itself (a = 0, b = 1, or the identity for a vector): df = (f_t + f_xx / 2) dt + f_x dB.
 
-    The result is a function like any other: jit it, vmap it, differentiate it. It costs two nested jvp
-    for each of the K motions, and forms no Hessian.
+    The result works under jit, vmap and grad. It costs two nested jvp for each of the K motions and
+    forms no Hessian.
 
     Args:
       function: f(t, x) -> an array or a pytree of arrays, twice differentiable by JAX; x of any shape.
       drift: a(t, x), of the shape of x; None for 0.
-      diffusion: b(t, x): a scalar, for one motion (scalar x) or the same spread in every entry; of the
+      diffusion: b(t, x): a scalar, for one motion (scalar x) or equal diffusion in every entry; of the
         shape of x, for an independent motion in each entry; or (*x.shape, K), for K motions. None for 1.
 
     Returns:
-      (t, x) -> (drift, diffusion). The drift has the shape of f; the diffusion too where x is a scalar
-      and b no array of more axes, and else one more last axis, over the K motions.
+      (t, x) -> (drift, diffusion). The drift has the shape of f. So has the diffusion if x and b are
+      scalars; otherwise it has one more last axis, over the K motions.
 
     Raises:
-      ValueError: on calling, if the coefficients' shapes do not fit x.
+      ValueError: when called, if the shapes of the coefficients do not fit x.
 
     Source: The Brownian motion in the Transformer, Eq. 6 to 8.
 
@@ -75,7 +75,7 @@ def ito(
 
 
 def _directions(diffusion: Coefficient | None, time: Array, point: Array) -> tuple[Array, bool]:
-    """What each motion does to x, (K, *x.shape), and whether x has one motion of its own."""
+    """The direction of each motion, (K, *x.shape), and whether there is a single scalar motion."""
     spread = jnp.ones((), point.dtype) if diffusion is None else jnp.asarray(diffusion(time, point))
     if spread.ndim == point.ndim + 1 and spread.shape[:-1] == point.shape:
         return jnp.moveaxis(spread, -1, 0), False

@@ -1,4 +1,4 @@
-"""Kernels between tokens, and attention as their row-normalised form."""
+"""Kernels between tokens, and attention as a row-normalised kernel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = Non
     Args:
       x: (T, D).
       y: (S, D).
-      bandwidth: sigma, in the units of x; None for D^(1/4), with which it is attention's kernel on
-        the sphere, exp(-|x - y|^2 / (2 sqrt(D))).
+      bandwidth: sigma, in the units of x; None for D^(1/4), which gives attention's kernel on the
+        sphere, exp(-|x - y|^2 / (2 sqrt(D))).
 
     Raises:
-      ValueError: if shapes do not fit, or the bandwidth is not positive: with a bandwidth of zero no
-        point would be connected to any other.
+      ValueError: if shapes do not fit, or the bandwidth is not positive.
 
     Source: The Brownian motion in the Transformer, Eq. 1 and 15.
 
@@ -47,11 +46,11 @@ def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = Non
 
 
 def row_normalize(kernel: Array) -> Array:
-    """Each row of nonnegative weights (T, S) over its sum: the probabilities of one step.
+    """Divide each row of nonnegative weights (T, S) by its sum: the probabilities of one step.
 
     Raises:
-      ValueError: if an entry is negative or a row has no weight at all (not looked at in compiled
-        code, where such a row becomes uniform).
+      ValueError: if an entry is negative or a row is all zero. Not checked in compiled code, where a
+        row of zeros becomes uniform.
     """
     if kernel.ndim != 2:
         raise ValueError(f"`row_normalize` needs weights (T, S). Got {tuple(kernel.shape)}.")
@@ -61,12 +60,12 @@ def row_normalize(kernel: Array) -> Array:
         if np.any(weights < 0) or not np.all(np.isfinite(weights)):
             raise ValueError(
                 "`row_normalize` needs finite weights, none negative. The smallest is "
-                f"{weights.min():.3g}. For scores of either sign, use jax.nn.softmax."
+                f"{weights.min():.3g}. For scores of any sign, use jax.nn.softmax."
             )
         if np.any(sums == 0):
             raise ValueError(
-                f"`row_normalize` needs some weight in every row. Row {np.argmin(sums)} has "
-                "none: widen the bandwidth, or leave the point out."
+                f"`row_normalize` needs a positive weight in every row. Row {np.argmin(sums)} has "
+                "none: widen the bandwidth, or drop the point."
             )
     connected = total > 0
     return jnp.where(connected, kernel / jnp.where(connected, total, 1), 1 / kernel.shape[1])
@@ -76,12 +75,12 @@ def transition_matrix(tokens: Array, *, temperature: float | Array | None = None
     """Attention's Markov chain over tokens: softmax(x x^T / temperature), rows sum to one.
 
     Entry (i, j) is the probability of the step i -> j. For tokens on the sphere of radius sqrt(D)
-    (`to_sphere`) and the default temperature it equals `row_normalize(gaussian_kernel(x, x))`;
-    elsewhere row i carries the factors exp(|x_j|^2 / (2 sqrt(D))) of the columns.
+    (`to_sphere`) and the default temperature it equals `row_normalize(gaussian_kernel(x, x))`.
+    Elsewhere column j has an additional weight exp(|x_j|^2 / (2 sqrt(D))).
 
     Args:
       tokens: (T, D).
-      temperature: the divisor of the dot products; sqrt(D) where None.
+      temperature: divides the dot products; None for sqrt(D).
 
     Returns:
       (T, T).
@@ -114,7 +113,7 @@ def attention_scores(
 
     Args:
       tokens: (T, D).
-      query_kernel: (D, K), or (D, H, K) for all heads, as `nnx.MultiHeadAttention` keeps them.
+      query_kernel: (D, K), or (D, H, K) for all heads, the layout of `nnx.MultiHeadAttention`.
       key_kernel: of the same shape.
       query_bias: (K,) or (H, K); None for none.
       key_bias: of the same shape.

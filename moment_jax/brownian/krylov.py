@@ -11,12 +11,12 @@ import jax.numpy as jnp
 Array = jax.Array
 
 STEPS = 8  # products with a block before a restart
-SPARE = 4  # vectors beyond those asked for, which speed the last ones up
-STALLED = 4  # restarts without progress after which rounding is what is left
+SPARE = 4  # additional vectors, which speed up the convergence of the last pairs
+STALLED = 4  # restarts without progress after which only rounding is left
 
 
 class Eigenpairs(NamedTuple):
-    """Eigenvalues (k,), of falling modulus, eigenvectors (T, k) in columns, |A v - lambda v| (k,)."""
+    """Eigenvalues (k,) by decreasing modulus, eigenvectors (T, k) in columns, |A v - lambda v| (k,)."""
 
     values: Array
     vectors: Array
@@ -37,17 +37,17 @@ def leading_eigenpairs(
 ) -> Eigenpairs:
     """The `count` eigenpairs of largest modulus of a (T, T) matrix.
 
-    Block Krylov spaces of `STEPS` products with Rayleigh-Ritz, restarted from the best Ritz vectors
-    until all residuals are at rounding level: double eigenvalues are found, and no T x T matrix is
-    decomposed, unless T is so small that one such space is all of it.
+    Rayleigh-Ritz on block Krylov spaces of `STEPS` products, restarted from the best Ritz vectors until
+    all residuals are at rounding level. It finds multiple eigenvalues, and decomposes no T x T matrix
+    unless T is so small that one such space has dimension T.
 
     Args:
       matrix: (T, T).
       count: number of pairs, at most T.
-      symmetric: real values and orthonormal vectors, which is right for symmetric matrices only; else
-        complex values and right eigenvectors of unit norm, and a conjugate pair may be cut at `count`.
-        Some accelerators lack the `jnp.linalg.eig` that these need.
-      restarts: at most.
+      symmetric: real values and orthonormal vectors, for symmetric matrices only. Otherwise complex
+        values and right eigenvectors of unit norm; a conjugate pair may be cut at `count`. That uses
+        `jnp.linalg.eig`, which some accelerators lack.
+      restarts: maximum number of restarts.
     """
     size, dtype = matrix.shape[0], matrix.dtype
     width, steps = count + SPARE, STEPS
@@ -71,7 +71,7 @@ def leading_eigenpairs(
         pairs = Eigenpairs(
             values[:count], vectors[:, :count], jnp.linalg.norm(gaps, axis=0)[:count]
         )
-        # Of a conjugate pair, the real part once and the imaginary part once.
+        # A conjugate pair gives one real part and one imaginary part.
         block = vectors if symmetric else jnp.where(values.imag >= 0, vectors.real, vectors.imag)
         worst = jnp.max(pairs.residuals)
         stalled = jnp.where(worst < 0.7 * state.best, 0, state.stalled + 1)
@@ -79,7 +79,7 @@ def leading_eigenpairs(
         return _State(block, pairs, best, stalled, state.restarts + 1)
 
     def unfinished(state: _State) -> Array:
-        # Far from the end a plateau is no reason to stop.
+        # Stop at a plateau only when close to the tolerance.
         rounding = (state.stalled >= STALLED) & (state.best < 1e3 * tolerance)
         return (state.best > tolerance) & ~rounding & (state.restarts < restarts)
 
@@ -96,11 +96,11 @@ def _krylov_basis(matrix: Array, block: Array, steps: int) -> tuple[Array, Array
     current = jnp.linalg.qr(block)[0]
     parts, mapped = [current], [matrix @ current]
     for i in range(1, steps):
-        # Rounding of our own, for a space that A maps into itself: any direction will do then.
+        # Noise at rounding level: if A maps the space into itself, any new direction will do.
         noise = jax.random.normal(jax.random.key(i), block.shape, block.dtype)
         current = mapped[-1] + jnp.finfo(block.dtype).eps * noise
         known = jnp.concatenate(parts, axis=1)
-        for _ in range(2):  # once is not enough: what is left may be all rounding
+        for _ in range(2):  # twice, since after one pass the rest may be pure rounding
             current = jnp.linalg.qr(current - known @ (known.T @ current))[0]
         parts.append(current)
         mapped.append(matrix @ current)

@@ -1,4 +1,4 @@
-"""Markov chains over tokens: closed classes, stationary laws, reversibility and entropy."""
+"""Markov chains over tokens: classes, stationary laws, reversibility, spectra and mixing times."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import numpy as np
 from scipy.sparse import csgraph, csr_array
 
 from moment_jax.brownian.checks import check_stochastic
+from moment_jax.brownian.krylov import Eigenpairs, leading_eigenpairs
 
 Array = jax.Array
 
+LONGEST = 30
+"""`mixing_time` gives up after 2^LONGEST steps."""
+
 
 class ChainClasses(NamedTuple):
-    """What the zeros of a transition matrix say.
+    """The class structure of a chain, from the zeros of its transition matrix.
 
     Attributes:
-      recurrent: (T,) booleans: one closed class, which the chain never leaves.
-      unique: whether it is the only one; then there is one stationary law, and it lives there.
-      period: of that class; 1 is aperiodic.
+      recurrent: (T,) booleans: a closed class, which the chain never leaves.
+      unique: whether it is the only one; then it carries the unique stationary law.
+      period: of that class; 1 for aperiodic.
     """
 
     recurrent: np.ndarray
@@ -32,8 +36,8 @@ class ChainClasses(NamedTuple):
 def chain_classes(transition: Array) -> ChainClasses:
     """A closed class of a chain (T, T), whether it is the only one, and its period.
 
-    A probability counts as zero where it is exactly zero; a softmax in float32 has such zeros where
-    scores are 104 below their row's largest. Not for use inside compiled code.
+    Only exact zeros count as zero. A softmax in float32 has them where scores are 104 below the largest
+    of their row. Not for use inside compiled code.
 
     Raises:
       ValueError: if the rows are not probabilities.
@@ -64,11 +68,10 @@ def _period(steps: np.ndarray) -> int:
 def stationary(transition: Array) -> Array:
     """The stationary law p = P^T p, (T,), of a chain (T, T) with one closed class.
 
-    States outside that class, as under a causal mask, get zero. A periodic chain has one too, though
-    its own law need not tend to it. (I - P^T + u 1^T) p = u with the uniform law u is solved.
+    Solves (I - P^T + u 1^T) p = u with the uniform law u. States outside the class, as under a causal
+    mask, get zero. A periodic chain has a stationary law too, but need not converge to it.
 
-    Inside compiled code nothing is checked: there a chain with several closed classes gets an
-    arbitrary vector.
+    Inside compiled code nothing is checked; the result is arbitrary if there are several closed classes.
 
     Returns:
       (T,), nonnegative, of sum one.
@@ -85,10 +88,10 @@ def stationary(transition: Array) -> Array:
         classes = chain_classes(transition)
         if not classes.unique:
             raise ValueError(
-                "`stationary` needs a chain with one closed class: its law depends on the start "
-                f"otherwise. One class has {int(classes.recurrent.sum())} of {size} states, and some "
-                "states never reach it. Take one class alone (`chain_classes`), or connect the chain, "
-                "for instance with 0.99 P + 0.01 / T."
+                "`stationary` needs a chain with one closed class; otherwise the law depends on the "
+                f"start. One class has {int(classes.recurrent.sum())} of {size} states, and some states "
+                "never reach it. Use one class alone (`chain_classes`), or connect the chain, for "
+                "instance by 0.99 P + 0.01 / T."
             )
     uniform = jnp.full(size, 1 / size, transition.dtype)
     matrix = jnp.eye(size, dtype=transition.dtype) - transition.T + uniform[:, None]
@@ -97,7 +100,7 @@ def stationary(transition: Array) -> Array:
 
 
 def detailed_balance_gap(transition: Array, law: Array) -> Array:
-    """sum_ij |p_i P_ij - p_j P_ji| / 2: the net flow around the chain, 0 if it is reversible, below 1.
+    """sum_ij |p_i P_ij - p_j P_ji| / 2, the net flow around the chain: 0 if reversible, below 1.
 
     Args:
       transition: (T, T).
@@ -112,7 +115,7 @@ def detailed_balance_gap(transition: Array, law: Array) -> Array:
 
 
 def entropy_rate(transition: Array, law: Array) -> Array:
-    """-sum_i p_i sum_j P_ij log P_ij in nats: between 0 (no choice) and log T (attends everywhere).
+    """-sum_i p_i sum_j P_ij log P_ij in nats, from 0 (deterministic) to log T (uniform).
 
     Args and errors are those of `detailed_balance_gap`.
     """
@@ -121,7 +124,104 @@ def entropy_rate(transition: Array, law: Array) -> Array:
 
 
 def _check_law(name: str, transition: Array, law: Array) -> None:
-    """Raise unless rows are probabilities, and the law one number for each."""
+    """Raise unless rows are probabilities and the law is (T,)."""
     size = check_stochastic(name, transition)
     if law.shape != (size,):
         raise ValueError(f"`{name}` needs a law of shape ({size},). Got {tuple(law.shape)}.")
+
+
+def eigenpairs(transition: Array, count: int) -> Eigenpairs:
+    """The `count` eigenvalues of largest modulus and right eigenvectors (T, count), complex.
+
+    By block Krylov spaces, without a dense decomposition. For a reversible chain use
+    `reversible_eigenpairs`, which is real and faster.
+
+    Raises:
+      ValueError: if rows are not probabilities, or count is not between 1 and T.
+    """
+    _check_count("eigenpairs", count, check_stochastic("eigenpairs", transition))
+    return leading_eigenpairs(transition, count=count, symmetric=False)
+
+
+def reversible_eigenpairs(transition: Array, law: Array, count: int) -> Eigenpairs:
+    """`eigenpairs` of a reversible chain with this stationary law: real, by the symmetric form.
+
+    S = diag(p)^(1/2) P diag(p)^(-1/2) is symmetric if detailed balance holds. The right eigenvectors are
+    orthonormal in the law, sum_i p_i v_ik v_il = [k = l], and the first one is constant. They are 0 at
+    states of probability zero.
+
+    Raises:
+      ValueError: if rows are not probabilities, count is not between 1 and T, or shapes do not fit.
+    """
+    _check_law("reversible_eigenpairs", transition, law)
+    _check_count("reversible_eigenpairs", count, transition.shape[0])
+    positive = law > 0
+    root = jnp.sqrt(jnp.where(positive, law, 0))
+    inverse = jnp.where(positive, 1 / jnp.where(positive, root, 1), 0)
+    symmetric = root[:, None] * transition * inverse[None, :]
+    pairs = leading_eigenpairs(symmetric, count=count, symmetric=True)
+    vectors = inverse[:, None] * pairs.vectors
+    signs = jnp.where(jnp.sum(law[:, None] * vectors, axis=0) < 0, -1, 1)
+    return pairs._replace(vectors=vectors * signs.astype(vectors.dtype)[None, :])
+
+
+def _check_count(name: str, count: int, size: int) -> None:
+    if not 1 <= count <= size:
+        raise ValueError(f"`{name}` needs 1 <= count <= T. Got {count} for T = {size}.")
+
+
+def spectral_gap(transition: Array) -> Array:
+    """1 - |lambda_2|, the slowest rate at which the chain forgets its start.
+
+    0 for a periodic or a reducible chain, 1 for T = 1. Its inverse is the relaxation time.
+    """
+    if check_stochastic("spectral_gap", transition) == 1:
+        return jnp.ones((), transition.dtype)
+    return jnp.maximum(1 - jnp.abs(eigenpairs(transition, 2).values[1]), 0)
+
+
+def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
+    """The first step at which every start's law is within `distance` of the stationary one.
+
+    The distance is total variation, sum_j |P^t_ij - p_j| / 2, at the worst start i. The step is found by
+    doubling and bisection on powers of P.
+
+    Returns:
+      A Python int; 0 for T = 1. Not for use inside compiled code.
+
+    Raises:
+      ValueError: if rows are not probabilities, the chain is periodic or has several closed classes
+        (then it never mixes), or it has not mixed after 2^LONGEST steps.
+    """
+    size = check_stochastic("mixing_time", transition)
+    if not 0 < distance < 1:
+        raise ValueError(f"`mixing_time` needs 0 < distance < 1. Got {distance}.")
+    classes = chain_classes(transition)
+    if classes.period > 1 or not classes.unique:
+        raise ValueError(
+            "`mixing_time` needs an aperiodic chain with one closed class; others never mix. Got "
+            f"period {classes.period}{'' if classes.unique else ' and several closed classes'}. "
+            "(I + P) / 2 is never periodic."
+        )
+    target = stationary(transition)
+
+    def far(power: Array) -> bool:
+        return bool(jnp.max(jnp.sum(jnp.abs(power - target[None, :]), axis=1)) / 2 > distance)
+
+    current = jnp.eye(size, dtype=transition.dtype)
+    if not far(current):
+        return 0
+    powers = [transition]
+    while far(powers[-1]):
+        if len(powers) > LONGEST:
+            raise ValueError(
+                f"`mixing_time` found a distance above {distance} after 2^{LONGEST} steps. See "
+                "1 / spectral_gap(transition)."
+            )
+        powers.append(powers[-1] @ powers[-1])
+    steps = 0  # the last step that is still too far
+    for i, power in reversed(list(enumerate(powers[:-1]))):
+        further = current @ power
+        if far(further):
+            current, steps = further, steps + 2**i
+    return steps + 1

@@ -33,20 +33,20 @@ def brownian_increments(
 
 
 def brownian_path(increments: Array) -> Array:
-    """B at the ends of the steps, with B_0 = 0 in front: (steps + 1, ...) from (steps, ...)."""
+    """The path B, starting at B_0 = 0: (steps + 1, ...) from increments (steps, ...)."""
     if increments.ndim < 1:
         raise ValueError("`brownian_path` needs increments (steps, ...). Got a scalar.")
     return jnp.concatenate([jnp.zeros_like(increments[:1]), jnp.cumsum(increments, axis=0)])
 
 
 def brownian_bridge(path: Array, end: Array | float = 0.0) -> Array:
-    """The path (steps + 1, ...) held at `end`: B_t - (t/T) (B_T - end), a bridge from B_0.
+    """Tie the path (steps + 1, ...) to `end`: B_t - (t/T) (B_T - end), a bridge from B_0.
 
-    Of a Brownian path with equal steps it is Brownian motion given that B_T = end: mean t/T end,
+    For a Brownian path with equal steps this is Brownian motion given B_T = end, with mean t/T end and
     covariance s (T - t) / T for s <= t.
 
     Raises:
-      ValueError: if there is no step.
+      ValueError: if the path has no step.
     """
     if path.ndim < 1 or path.shape[0] < 2:
         raise ValueError(
@@ -58,7 +58,7 @@ def brownian_bridge(path: Array, end: Array | float = 0.0) -> Array:
 
 
 def quadratic_variation(path: Array) -> Array:
-    """Sum of squared steps so far, of the shape of the path: tends to t for Brownian motion.
+    """Running sum of squared steps, in the shape of the path; converges to t for Brownian motion.
 
     Source: The Brownian motion in the Transformer, dB^2 = dt above Eq. 7.
     """
@@ -74,14 +74,14 @@ def euler_maruyama(
 
     Args:
       drift: a(t, x), of the shape of x.
-      diffusion: b(t, x): of the shape of x (or a scalar) and multiplied entry by entry, or
-        (*x.shape, K) for K motions.
+      diffusion: b(t, x), a scalar or of the shape of x, multiplied entrywise; or (*x.shape, K) for K
+        motions.
       start: X at time zero, of any shape; vmap over batches.
       increments: (steps, *x.shape), or (steps, K) for K motions, of variance dt.
       dt: length of a step.
 
     Returns:
-      (steps + 1, *x.shape), the start in front.
+      (steps + 1, *x.shape), beginning with the start.
 
     Raises:
       ValueError: if dt is not positive.
@@ -99,20 +99,10 @@ def euler_maruyama(
 def milstein(
     drift: Coefficient, diffusion: Coefficient, start: Array, increments: Array, *, dt: float
 ) -> Array:
-    """The same with Milstein's term b b_x (dB^2 - dt)/2: strong order 1.
+    """`euler_maruyama` with Milstein's term b b_x (dB^2 - dt)/2: strong order 1.
 
-    For noise of an own motion in each entry, where b's entry depends on that entry of x alone (commuting
-    noise); b_x comes from a jvp.
-
-    Args:
-      drift: a(t, x), of the shape of x.
-      diffusion: b(t, x), of the shape of x.
-      start: X at time zero, of any shape.
-      increments: (steps, *x.shape), of variance dt.
-      dt: length of a step.
-
-    Returns:
-      (steps + 1, *x.shape), the start in front.
+    For diagonal noise: b(t, x) has the shape of x, each entry has its own motion, and b's entry depends
+    on that entry of x alone. A jvp computes b_x. Arguments and result are those of `euler_maruyama`.
 
     Raises:
       ValueError: if dt is not positive, or b is not of the shape of x.
@@ -123,7 +113,7 @@ def milstein(
         spread = jnp.asarray(diffusion(t, x))
         if spread.shape != x.shape:
             raise ValueError(
-                f"`milstein` needs a diffusion of the shape of x, {tuple(x.shape)}: one motion for each "
+                f"`milstein` needs a diffusion of the shape of x, {tuple(x.shape)}: one motion per "
                 f"entry. Got {tuple(spread.shape)}. For shared motions use `euler_maruyama`."
             )
         _, slope = jax.jvp(lambda y: jnp.asarray(diffusion(t, y)), (x,), (spread,))
@@ -149,12 +139,11 @@ def _solve(
 def heat_step(density: Array, *, diffusivity: float, dx: float, dt: float) -> Array:
     """One explicit step of dP/dt = diffusivity d^2P/dx^2 on a ring, over the last axis.
 
-    P_i + r (P_(i-1) - 2 P_i + P_(i+1)) with r = diffusivity dt / dx^2: the law of a walk after one step
-    that goes to either side with probability r, so mass is kept, and densities stay nonnegative.
+    P_i + r (P_(i-1) - 2 P_i + P_(i+1)) with r = diffusivity dt / dx^2. This is one step of a walk that
+    goes to either side with probability r, so it keeps mass and nonnegativity.
 
     Raises:
-      ValueError: if r is above 1/2, where 1 - 2 r is no probability and the scheme is unstable; or a
-        number is not positive.
+      ValueError: if r is above 1/2, where the scheme is unstable, or a number is not positive.
 
     Source: The Brownian motion in the Transformer, Eq. 4 and 5.
     """
@@ -163,8 +152,8 @@ def heat_step(density: Array, *, diffusivity: float, dx: float, dt: float) -> Ar
     rate = diffusivity * dt / dx**2
     if rate > 0.5 * (1 + 1e-12):
         raise ValueError(
-            "`heat_step` needs diffusivity dt / dx^2 <= 1/2, a walk's probability of leaving to either "
-            f"side. Got {rate:.4g}: take at least {2 * rate:.3g} times as many steps."
+            "`heat_step` needs diffusivity dt / dx^2 <= 1/2 to be stable. Got {rate:.4g}: take at least "
+            f"{2 * rate:.3g} times as many steps."
         )
     left, right = jnp.roll(density, 1, axis=-1), jnp.roll(density, -1, axis=-1)
     return density + rate * (left - 2 * density + right)

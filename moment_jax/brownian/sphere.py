@@ -1,4 +1,4 @@
-"""LayerNorm as a map onto a sphere: exact statements, and the distance of tokens from it."""
+"""LayerNorm as a map onto a sphere, and how far tokens are from that sphere."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Array = jax.Array
 
 
 def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
-    """LayerNorm without gain and bias: onto the sphere of radius sqrt(D) where the features sum to 0.
+    """LayerNorm without gain and bias: maps to the sphere of radius sqrt(D) with features summing to 0.
 
-    With epsilon > 0, as every implementation has it, the radius is sqrt(D v / (v + epsilon)) for a
-    token whose features have the variance v: inside the sphere.
+    With epsilon > 0, as in every implementation, a token whose features have variance v is mapped inside
+    the sphere, to radius sqrt(D v / (v + epsilon)).
 
     Args:
       x: tokens, (..., D) with D at least 2.
       epsilon: added to the variance.
 
     Returns:
-      (..., D); a token whose features are all the same goes to the origin, as it has no direction.
+      (..., D); a token with equal features has no direction and is mapped to the origin.
 
     Raises:
       ValueError: if D is below 2 or epsilon negative.
@@ -46,8 +46,7 @@ def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
 def squared_distances(x: Array, y: Array) -> Array:
     """|x_i - y_j|^2 for points (T, D) and (S, D): (T, S), never negative.
 
-    From differences of the norms and the dot products, one matmul, about the mean of y so that little
-    cancels.
+    Computed from norms and dot products, relative to the mean of y to reduce cancellation.
     """
     centre = jnp.mean(y, axis=0, keepdims=True)
     x, y = x - centre, y - centre
@@ -56,10 +55,9 @@ def squared_distances(x: Array, y: Array) -> Array:
 
 
 def sphere_dot(x: Array, y: Array) -> Array:
-    """The dot products of points on the sphere of radius sqrt(D), from distances: (2 D - d^2)/2.
+    """Dot products of points on the sphere of radius sqrt(D), from their distances: (2 D - d^2)/2.
 
-    It equals x @ y.T exactly where all |x_i|^2 = |y_j|^2 = D, and else is off by
-    (2 D - |x_i|^2 - |y_j|^2)/2.
+    Equal to x @ y.T if all |x_i|^2 = |y_j|^2 = D; otherwise off by (2 D - |x_i|^2 - |y_j|^2)/2.
 
     Args:
       x: (T, D).
@@ -77,11 +75,11 @@ class SphereGap(NamedTuple):
     """How far tokens are from the sphere of radius sqrt(D), averaged over them.
 
     Attributes:
-      radius: |x| / sqrt(D), the mean over the tokens: 1 on the sphere.
-      radius_spread: the sd of that over the tokens: 0 on any sphere about the origin.
+      radius: mean of |x| / sqrt(D) over the tokens: 1 on the sphere.
+      radius_spread: its sd over the tokens: 0 on any sphere about the origin.
       offset: |mean of the features| over the root mean square of the features: 0 on LayerNorm's sphere.
-      dot_error: root mean square of Eq. 12's error over pairs of different tokens, relative to D (that
-        of the token with itself where there is one token only).
+      dot_error: root mean square of Eq. 12's error over pairs of different tokens, relative to D (for a
+        single token, of the token with itself).
     """
 
     radius: Array
@@ -91,7 +89,7 @@ class SphereGap(NamedTuple):
 
 
 def sphere_gap(tokens: Array) -> SphereGap:
-    """How far tokens (..., T, D) are from LayerNorm's sphere; pairs are those of one sequence.
+    """How far tokens (..., T, D) are from LayerNorm's sphere; pairs are within a sequence.
 
     >>> import jax
     >>> gap = sphere_gap(to_sphere(jax.random.normal(jax.random.key(0), (5, 8))))
@@ -105,7 +103,7 @@ def sphere_gap(tokens: Array) -> SphereGap:
     square = jnp.mean(tokens**2, axis=-1)
     radius = jnp.sqrt(square)
     offset = jnp.abs(jnp.mean(tokens, axis=-1)) / jnp.where(radius > 0, radius, 1)
-    # 2 D - |x|^2 - |y|^2 over 2 D, without the distances themselves.
+    # (2 D - |x|^2 - |y|^2) / 2 D
     error = 1 - (square[..., :, None] + square[..., None, :]) / 2
     count = tokens.shape[-2]
     pairs = ~jnp.eye(count, dtype=bool) if count > 1 else jnp.ones((1, 1), bool)

@@ -1,7 +1,4 @@
-"""What to maximise and how to score: likelihoods, the ELBO, predictions and metrics.
-
-Everything works on plain means and covariances of the network's output.
-"""
+"""Likelihoods, the ELBO, predictions and metrics, from the mean and covariance of the output."""
 
 from moment_jax.objectives.bernoulli import bernoulli_probabilities
 from moment_jax.objectives.data_term import expected_log_likelihood, expected_log_likelihood_bound

@@ -1,14 +1,14 @@
 """E[log softmax(f)] and log E[softmax(f)] for Gaussian logits f, by a fixed set of points.
 
-The points are f_k = mean + L z_k with L L^T = cov and z_k a rank-1 lattice mapped to the normal
-law, its reflection -z_k, and a linear map that makes their second moments exactly those of the
-normal law. So polynomials of degree three are integrated exactly, nothing is random, and the error
-falls about as 1 / num_points instead of 1 / sqrt(num_points).
+The points are f_k = mean + L z_k with L L^T = cov. The z_k are a rank-1 lattice mapped to the normal
+distribution, together with its reflection -z_k, and transformed linearly so that their second moments
+are exact. So the rule is deterministic, integrates polynomials of degree three exactly, and its error
+falls roughly as 1 / num_points instead of 1 / sqrt(num_points).
 
-Derivatives follow Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, taken over the
-same points. They are finite at any covariance, singular and zero ones included, where the
-derivative of the root L is infinite. They are themselves differentiable; second derivatives with
-respect to the covariance pass through L and are right where the covariance is positive definite.
+Derivatives follow Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, over the same
+points. They are finite at any covariance, including singular and zero ones, where the derivative of
+the root L is infinite. Second derivatives with respect to the covariance go through L and are right
+where the covariance is positive definite.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Array = jax.Array
 Tangents = tuple[Array, Array]
 
 _GOLDEN = (5**0.5 - 1) / 2
-# The weight of every coordinate in the lattice's worst-case error; 0.03 to 0.3 do equally well.
+# Weight of each coordinate in the lattice's worst-case error; 0.03 to 0.3 do equally well.
 _COORDINATE_WEIGHT = 0.1
 
 
 def count_points(num_points: int | None, num_dims: int, default: int = 128) -> int:
-    """The number of points, a power of two: as asked for, or `default`, or 8 a dimension.
+    """The number of points, rounded up to a power of two; None for `default` or 8 per dimension.
 
     Raises:
-      ValueError: if fewer points than 4 for each dimension are asked for.
+      ValueError: if num_points is below 4 per dimension.
     """
     if num_points is None:
         num_points = max(default, 8 * num_dims)
     if num_points < 4 * num_dims:
         raise ValueError(
-            f"The cubature over {num_dims} classes needs num_points >= {4 * num_dims}, 4 for each "
-            f"class. Got {num_points}. Pass more, or None for the default."
+            f"The cubature over {num_dims} classes needs num_points >= {4 * num_dims}, 4 per class. "
+            f"Got {num_points}. Pass more, or None for the default."
         )
     return 1 << (max(num_points, 8) - 1).bit_length()
 
@@ -54,9 +54,9 @@ def normal_points(num_dims: int, num_points: int) -> np.ndarray:
       num_dims: C.
       num_points: a power of two, at least 4 C (see `count_points`).
 
-    The lattice is built one coordinate at a time, each taking the generator of least worst-case
-    error for smooth periodic functions. Every coordinate is shifted by another number of cells plus
-    a quarter, which spreads a coordinate and its reflection evenly over all num_points cells.
+    The lattice is built one coordinate at a time, each with the generator of least worst-case error
+    for smooth periodic functions. Each coordinate is shifted by its own number of cells plus a
+    quarter, which spreads the coordinate and its reflection evenly over all num_points cells.
     """
     half = num_points // 2
     index = np.arange(half)
@@ -85,8 +85,8 @@ def normal_points(num_dims: int, num_points: int) -> np.ndarray:
 def psd_root(cov: Array) -> Array:
     """Lower-triangular L with L L^T = cov, (C, C), for any positive semidefinite covariance.
 
-    Cholesky's algorithm with the columns of vanishing pivots left out: a singular or zero
-    covariance has a root, where LAPACK's Cholesky has none, and no jitter is added.
+    Cholesky's algorithm that skips columns with a zero pivot. Unlike LAPACK's it works for singular
+    and zero covariances, without jitter.
     """
     cov = jnp.asarray(cov)
     size = cov.shape[0]
@@ -96,7 +96,7 @@ def psd_root(cov: Array) -> Array:
     def add_column(j: Array, root: Array) -> Array:
         column = cov[:, j] - root @ root[j]
         pivot = column[j]
-        usable = ~(pivot <= tolerance * cov[j, j])  # so that NaN stays NaN
+        usable = ~(pivot <= tolerance * cov[j, j])  # written so that NaN stays NaN
         column = column / jnp.sqrt(jnp.where(usable, pivot, 1))
         return root.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
 
@@ -104,7 +104,7 @@ def psd_root(cov: Array) -> Array:
 
 
 def gaussian_points(mean: Array, cov: Array, num_points: int) -> Array:
-    """The cubature's points for N(mean, cov), (num_points, C); cov is (C,) variances or (C, C)."""
+    """Cubature points for N(mean, cov), (num_points, C); cov is (C,) variances or (C, C)."""
     points = jnp.asarray(normal_points(mean.shape[0], num_points), mean.dtype)
     if cov.ndim == 1:
         positive = cov > 0
@@ -137,7 +137,7 @@ def _expected_logsumexp_jvp(
 def log_expected_softmax(mean: Array, cov: Array, num_points: int) -> Array:
     """Log E[softmax(f)], (C,), f ~ N(mean, cov) with cov (C,) or (C, C); exp of it sums to one.
 
-    Classes with a mean of -inf cannot occur: -inf, with derivatives of zero, and so where nothing can.
+    A class with a mean of -inf is impossible: its result is -inf and its derivatives are zero.
     """
     return log_mean_exp(log_softmax_rows(gaussian_points(mean, cov, num_points)))
 
@@ -150,7 +150,7 @@ def _log_expected_softmax_jvp(
     value = log_mean_exp(log_weights)
     possible = value > -jnp.inf
     weights = jnp.exp(log_weights)
-    # How much each point has to say about each class: columns sum to one even where exp underflows.
+    # Each point's share in a class's probability; columns sum to one even where exp underflows.
     shares = jax.nn.softmax(jnp.where(possible[None, :], log_weights, 0), axis=0)
     mean_dot, cov_dot = tangents
     diagonal, pulled = curvature_terms(weights, cov_dot)
@@ -160,7 +160,7 @@ def _log_expected_softmax_jvp(
 
 
 def log_softmax_rows(points: Array) -> Array:
-    """Log softmax of every row, -inf where the logit is, and everywhere if no logit is finite."""
+    """Log softmax of every row; -inf where the logit is -inf."""
     largest = jax.lax.stop_gradient(jnp.max(points, axis=1, keepdims=True))
     some = largest > -jnp.inf
     shifted = points - jnp.where(some, largest, 0)
@@ -169,7 +169,7 @@ def log_softmax_rows(points: Array) -> Array:
 
 
 def log_mean_exp(values: Array) -> Array:
-    """Log of the mean over the rows of exp(values), (N, C) -> (C,): of equal rows, exactly that row."""
+    """Log of the mean over rows of exp(values), (N, C) -> (C,); exact if all rows are equal."""
     largest = jax.lax.stop_gradient(jnp.max(values, axis=0, keepdims=True))
     some = largest > -jnp.inf
     average = jnp.mean(jnp.exp(values - jnp.where(some, largest, 0)), axis=0)
@@ -177,7 +177,7 @@ def log_mean_exp(values: Array) -> Array:
 
 
 def curvature_terms(weights: Array, cov_dot: Array) -> Tangents:
-    """The diagonal of a change of the covariance, and that change times each point's weights."""
+    """The diagonal of the covariance's tangent, and the product of each point's weights with it."""
     if cov_dot.ndim == 1:
         return cov_dot, weights * cov_dot[None, :]
     return diagonal_of(cov_dot), weights @ ((cov_dot + cov_dot.T) / 2)

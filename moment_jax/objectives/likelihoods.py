@@ -20,9 +20,8 @@ class Gaussian:
 
     Args:
       noise_variance: a scalar, (D,) variances of independent noises, or a (D, D) covariance; D is
-        the number of features of y. In the squared units of y, and positive (definite): it is a
-        pytree leaf and may be learned, so keep it positive by learning its logarithm. Tokens of a
-        sequence have independent noise.
+        the number of features of y. In the squared units of y, and positive (definite). It is a pytree
+        leaf; to learn it, learn its logarithm. Tokens of a sequence have independent noise.
     """
 
     noise_variance: Array | float
@@ -31,10 +30,10 @@ class Gaussian:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeteroscedasticGaussian:
-    """y_d = f_d + exp(f_{D+d} / 2) noise_d: the network also says how noisy its targets are.
+    """y_d = f_d + exp(f_{D+d} / 2) noise_d: the network also predicts the noise.
 
-    The network has 2 D outputs: D means, then D logarithms of noise variances. Both are random and
-    may be correlated with each other.
+    The network has 2 D outputs: D means, then D log noise variances. Both are random and may be
+    correlated with each other.
     """
 
 
@@ -44,9 +43,9 @@ class Categorical:
     """y in {0, ..., C-1} with p(y | f) = softmax(f)_y, f the (C,) logits.
 
     Args:
-      num_points: points of the cubature that takes expectations over the logits (see
-        `moment_jax.objectives.cubature`); rounded up to a power of two. None for 128, or 8 for each
-        class where that is more. Four times the points cut the error by more than half.
+      num_points: points of the cubature over the logits (see `moment_jax.objectives.cubature`), rounded
+        up to a power of two. None for 128, or 8 per class if that is more. Four times as many points
+        cut the error by more than half.
     """
 
     num_points: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -55,18 +54,18 @@ class Categorical:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bernoulli:
-    """y_d = 1 with probability sigmoid(f_d), else 0, independently: f holds one logit a number."""
+    """y_d = 1 with probability sigmoid(f_d), else 0, independently; f has one logit per entry of y."""
 
 
 Likelihood = Gaussian | HeteroscedasticGaussian | Categorical | Bernoulli
 
 
 def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
-    """The noise as (D,) variances, or as a (D, D) covariance where it was given as one.
+    """The noise as (D,) variances, or as a (D, D) covariance if it was given as one.
 
     Raises:
-      ValueError: if the noise is none of a scalar, (D,) and (D, D), D = mean.shape[-1], or known to be
-        negative.
+      ValueError: if the noise is not a scalar, (D,) or (D, D) with D = mean.shape[-1], or is known to
+        be negative.
     """
     noise = jnp.asarray(likelihood.noise_variance, mean.dtype)
     size = mean.shape[-1]
@@ -81,12 +80,12 @@ def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
 
 
 def noise_like(noise: Array, mean: Array) -> Array:
-    """The noise's variances in the shape of the mean, (D,) or (T, D)."""
+    """The noise variances in the shape of the mean, (D,) or (T, D)."""
     variance = noise if noise.ndim == 1 else diagonal_of(noise)
     return variance if mean.ndim == 1 else jnp.broadcast_to(variance[None], mean.shape)
 
 
 def noise_matrix(noise: Array, mean: Array) -> Array:
-    """The noise's covariance over the flattened output, (M, M): independent tokens."""
+    """Covariance of the noise over the flattened output, (M, M); tokens are independent."""
     block = diagonal_matrix(noise) if noise.ndim == 1 else noise
     return block if mean.ndim == 1 else jnp.kron(jnp.eye(mean.shape[0], dtype=noise.dtype), block)

@@ -23,12 +23,12 @@ def elbo(
 ) -> Array:
     """The ELBO of the whole data set, |D|/N sum_n E_q[log p(y_n | f_n)] - kl_weight KL, in nats.
 
-    The average over all mini-batches of equal size is the full ELBO. As printed, Eq. 6 and 13 count
-    the KL once for every data point, or leave the data term of a mini-batch unscaled. To maximise a
-    number of order one, divide the result by `dataset_size`: that is the ELBO for each example.
+    Its average over all mini-batches of equal size is the full ELBO. As printed, Eq. 6 and 13 count the
+    KL once for every data point, or leave the data term of a mini-batch unscaled. Divide the result by
+    `dataset_size` for the ELBO per example, which is of order one.
 
     Args:
-      expected_log_likelihoods: (N,), one for each example of the mini-batch.
+      expected_log_likelihoods: (N,), one per example of the mini-batch.
       kl: KL(q || p) of all parameters, a scalar.
       dataset_size: |D|, the number of examples in the data set.
       kl_weight: 1 for the bound itself; below 1 for warm-up (`kl_warmup`) or a cold posterior.
@@ -47,7 +47,7 @@ def elbo(
     shape = tuple(expected_log_likelihoods.shape)
     if len(shape) != 1 or shape[0] == 0:
         raise ValueError(
-            "`elbo` needs expected_log_likelihoods of shape (N,), one for each example. Got "
+            "`elbo` needs expected_log_likelihoods of shape (N,), one per example. Got "
             f"{shape}. Use jax.vmap(expected_log_likelihood) for a batch."
         )
     if dataset_size < 1:
@@ -62,7 +62,7 @@ def elbo(
     if jnp.ndim(kl) or jnp.ndim(kl_weight):
         raise ValueError(
             f"`elbo` needs kl and kl_weight as scalars. Got {jnp.shape(kl)} and {jnp.shape(kl_weight)}. "
-            "Use the sum of the divergences, such as model.kl()."
+            "Sum the divergences, as model.kl() does."
         )
     check_weight("elbo", "kl_weight", kl_weight)
     kl = jnp.asarray(kl, expected_log_likelihoods.dtype)
@@ -74,15 +74,16 @@ def check_weight(name: str, argument: str, value: Array | float) -> None:
     known = known_values(value)
     if known is not None and (known < 0).any():
         raise ValueError(
-            f"`{name}` needs {argument} >= 0. Got {known}. The ELBO itself has 1, a cold posterior less."
+            f"`{name}` needs {argument} >= 0. Got {known}. Use 1 for the ELBO, or less "
+            "for a cold posterior."
         )
 
 
 def kl_warmup(step: Array | int, num_steps: int, final: float = 1.0) -> Array:
-    """Weight of the KL at a step: linear from 0 to `final` in `num_steps` steps, then constant.
+    """Weight of the KL at a step: rises linearly from 0 to `final` in `num_steps` steps.
 
     Args:
-      step: the number of updates made.
+      step: the number of updates made so far.
       num_steps: the length of the warm-up; 0 for none.
       final: the weight afterwards.
 
@@ -108,16 +109,14 @@ def monte_carlo_expected_log_likelihood(
     """1/M sum_m log p(y | X, w_m), w_m ~ q, and its standard error.
 
     Args:
-      log_likelihood_fn: sampled parameters -> log-likelihood, a scalar or an array, (N,) for
-        instance.
-      posterior_sampler: key -> parameters, one draw of the posterior.
+      log_likelihood_fn: sampled parameters -> log-likelihood, a scalar or an array such as (N,).
+      posterior_sampler: key -> parameters drawn from the posterior.
       key: a JAX random key.
       num_samples: M, at least 2.
-      batch_size: draws evaluated at once; more is faster and takes more memory.
+      batch_size: draws evaluated at once; larger is faster but needs more memory.
 
     Returns:
-      Mean and standard error (sample sd over the root of M), each of the shape that
-      `log_likelihood_fn` returns.
+      Mean and standard error (sample sd over sqrt(M)), each of the shape of the log-likelihood.
 
     Raises:
       ValueError: if num_samples is below 2.

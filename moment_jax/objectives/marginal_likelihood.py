@@ -36,23 +36,21 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
     """Log E[p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats.
 
     This is the logarithm of the posterior predictive (Eq. 1), never below `expected_log_likelihood`
-    (Jensen). A variational objective made of it is no bound on the evidence: uncertainty that helps
-    the fit costs nothing here. Use it to score predictions, or as Eq. 13 has it, knowingly.
+    (Jensen). Use it to score predictions. As the data term of a variational objective (Eq. 13) it gives
+    no bound on the evidence.
 
-    Gaussian: log N(target; mean, cov + noise), by Cholesky. Eq. 13 as printed has the propagated
-    covariance alone, which is uncertainty about parameters, may be singular, and leaves out the
-    noise.
+    Gaussian: log N(target; mean, cov + noise), by Cholesky. Eq. 13 as printed leaves out the noise; the
+    propagated covariance alone may be singular.
 
-    Categorical: the logarithm of the target's predictive probability, by the same cubature as
-    `class_probabilities`, and finite where that probability underflows.
+    Categorical: the log of the target's predictive probability, by the cubature of
+    `class_probabilities`; finite where that probability underflows.
 
     Args:
       likelihood: Gaussian or Categorical.
       target: Gaussian: y, of the mean's shape. Categorical: an integer class index of shape ().
       mean: Gaussian: (D,), or (T, D) for a whole sequence. Categorical: (C,) logits.
       cov: variances in the mean's shape, or all covariances, in the mean's shape twice. For
-        Gaussian also a structure such as `Diagonal` or `Full`. Tokens correlate as `cov` says;
-        their noises are independent.
+        Gaussian also a structure such as `Diagonal` or `Full`. The noise is independent between tokens.
 
     Returns:
       A scalar: the joint log density of one example's features and tokens. NaN in compiled code where
@@ -60,7 +58,7 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
 
     Raises:
       ValueError: if shapes do not fit, or a known class index is out of range.
-      TypeError: if the likelihood has no such closed form, or the covariance is of another type.
+      TypeError: if the likelihood is neither of the two, or the covariance is of another type.
 
     Source: Transformer derivation, Eq. 1 and 13.
     """

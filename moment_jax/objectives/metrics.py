@@ -1,7 +1,7 @@
 """Proper scores and calibration of predictions. Pure functions, safe under jit.
 
-Labels out of range and negative variances are an error where their values are known; in compiled code
-they make the score NaN, as a prediction of NaN does.
+Labels out of range and negative variances raise an error if their values are known; in compiled code
+they make the score NaN, as does a NaN prediction.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class ReliabilityCurve(NamedTuple):
 
 
 def negative_log_likelihood(probabilities: Array, labels: Array) -> Array:
-    """Mean of -log p(label), in nats for each example.
+    """Mean of -log p(label) over the examples, in nats.
 
     Args:
-      probabilities: (N, C), rows sum to one. Held above the smallest normal number, so that a label
-        thought impossible costs 87 nats in float32, and not infinitely many.
+      probabilities: (N, C), rows sum to one. Clipped at the smallest normal number, so that a label of
+        probability zero costs 87 nats in float32 instead of infinity.
       labels: (N,) integers in 0 .. C-1.
 
     Raises:
-      ValueError: if shapes do not fit, there is no example, or a known label is out of range, here and
-        in the metrics below. TypeError: if the probabilities are no floating-point numbers.
+      ValueError: if shapes do not fit, there is no example, or a known label is out of range; likewise
+        in the metrics below. TypeError: if the probabilities are not floating-point numbers.
     """
     valid = _check_classes("negative_log_likelihood", probabilities, labels)
     chosen = jnp.take_along_axis(probabilities, labels[:, None], axis=1)[:, 0]
@@ -44,7 +44,7 @@ def negative_log_likelihood(probabilities: Array, labels: Array) -> Array:
 
 
 def accuracy(probabilities: Array, labels: Array) -> Array:
-    """Share of examples whose most probable class (the first of equals) is the label."""
+    """Share of examples whose most probable class (the first one in a tie) is the label."""
     valid = _check_classes("accuracy", probabilities, labels)
     return jnp.mean(_hits(probabilities, labels, valid))
 
@@ -52,7 +52,7 @@ def accuracy(probabilities: Array, labels: Array) -> Array:
 def brier_score(probabilities: Array, labels: Array) -> Array:
     """Mean over the examples of sum_c (p_c - [label = c])^2.
 
-    This is the multi-class convention, from 0 to 2: with two classes, twice the binary score.
+    This is the multi-class convention, from 0 to 2; with two classes, twice the binary score.
     """
     valid = _check_classes("brier_score", probabilities, labels)
     truth = jax.nn.one_hot(labels, probabilities.shape[1], dtype=probabilities.dtype)
@@ -98,8 +98,8 @@ def gaussian_crps(targets: Array, *, mean: Array, variance: Array) -> Array:
 
     In the units of the targets: the integral over x of (F(x) - [x >= target])^2, F the predicted
     distribution function. With z = (target - mean) / sd it is sd (z (2 Phi(z) - 1) + 2 phi(z) - 1 /
-    sqrt(pi)), and |target - mean| where the variance is zero, also in its derivatives (that by the
-    variance is zero there). Lower is better; a tail costs less than in the negative log-likelihood.
+    sqrt(pi)). Where the variance is zero it is |target - mean|, with a zero derivative in the variance.
+    Lower is better; outliers cost less than in the negative log-likelihood.
 
     Args:
       targets: any shape.
@@ -107,8 +107,8 @@ def gaussian_crps(targets: Array, *, mean: Array, variance: Array) -> Array:
       variance: the same shape, not negative.
 
     Raises:
-      ValueError: if the shapes differ, there is no target, or a known variance is negative, here and in
-        the other two scores of Gaussians. TypeError: if moments are no floating-point numbers.
+      ValueError: if the shapes differ, there is no target, or a known variance is negative; likewise in
+        the other two Gaussian scores. TypeError: if the moments are not floating-point numbers.
 
     Source: Gneiting and Raftery (2007), Strictly proper scoring rules, Eq. 21 (with the sign turned).
 
@@ -132,7 +132,7 @@ def gaussian_crps(targets: Array, *, mean: Array, variance: Array) -> Array:
 def interval_coverage(
     targets: Array, *, mean: Array, variance: Array, level: float = 0.95
 ) -> Array:
-    """Share of the targets in the central Gaussian interval that should hold `level` of them."""
+    """Share of the targets inside the central Gaussian interval of probability `level`."""
     _check_same("interval_coverage", targets, mean, variance)
     if not 0 < level < 1:
         raise ValueError(f"`interval_coverage` needs 0 < level < 1. Got {level}.")
@@ -142,13 +142,13 @@ def interval_coverage(
 
 
 def _hits(probabilities: Array, labels: Array, valid: Array) -> Array:
-    """1 where the most probable class is the label, else 0, (N,); NaN without either of the two."""
+    """1 where the most probable class is the label, else 0, (N,); NaN where either is invalid."""
     hits = (jnp.argmax(probabilities, axis=1) == labels).astype(probabilities.dtype)
     return jnp.where(valid & ~jnp.isnan(jnp.max(probabilities, axis=1)), hits, jnp.nan)
 
 
 def _check_classes(name: str, probabilities: Array, labels: Array) -> Array:
-    """Which labels are in range, (N,), once shapes and types fit and known labels are."""
+    """Check the arguments; return which labels are in range, (N,)."""
     check_array(name, probabilities)
     if not hasattr(labels, "shape"):
         raise TypeError(f"`{name}` needs arrays. Got {type(labels).__name__}. Use jnp.asarray.")
@@ -165,8 +165,8 @@ def _check_classes(name: str, probabilities: Array, labels: Array) -> Array:
         raise ValueError(f"`{name}` needs at least one example. Got {tuple(probabilities.shape)}.")
     if known is not None and not (known.min() >= 0 and known.max() < size):
         raise ValueError(
-            f"`{name}` needs labels from 0 to {size - 1}, one for each column of the probabilities. Got "
-            f"{known.min()} to {known.max()}. Leave out examples without a label."
+            f"`{name}` needs labels from 0 to {size - 1}, the columns of the probabilities. Got "
+            f"{known.min()} to {known.max()}. Leave out unlabelled examples."
         )
     return (labels >= 0) & (labels < size)
 

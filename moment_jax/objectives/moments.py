@@ -1,4 +1,4 @@
-"""Accepted forms of an output's covariance, and checks that it fits the mean."""
+"""The accepted forms of an output's covariance, and argument checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = jax.Array
 
 @runtime_checkable
 class Structured(Protocol):
-    """A covariance structure of a (T, D) array, known here by three members only."""
+    """What this room uses of a covariance structure of a (T, D) array."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,8 +37,8 @@ Cov = Array | Structured
 def check_output(name: str, target: Array, mean: Array, cov: Cov) -> None:
     """Raise unless target and mean agree, (D,) or (T, D), and `cov` fits them.
 
-    A covariance is an array of variances of the mean's shape, an array of the mean's shape twice,
-    or a structure of the mean's shape.
+    A covariance is an array of variances in the mean's shape, an array of the mean's shape twice, or
+    a structure of the mean's shape.
     """
     check_array(name, mean)
     shape = tuple(mean.shape)
@@ -67,7 +67,7 @@ def check_cov(name: str, shape: tuple[int, ...], cov: Cov) -> None:
 
 
 def check_logits(name: str, mean: Array, cov: Cov) -> Array:
-    """`cov`, once `mean` holds (C,) logits and `cov` their variances (C,) or covariance (C, C)."""
+    """Return `cov`; raise unless it is an array (C,) or (C, C) and `mean` holds (C,) logits."""
     check_array(name, mean)
     if mean.ndim != 1:
         raise ValueError(
@@ -84,7 +84,7 @@ def check_logits(name: str, mean: Array, cov: Cov) -> Array:
 
 
 def as_label(name: str, target: Array | int, num_classes: int) -> Array:
-    """`target` as an array, once it is one integer class index and, where it is known, in range."""
+    """`target` as an array; raise unless it is an integer class index, in range if known."""
     known = known_values(target)
     target = jnp.asarray(target)
     if target.ndim != 0 or not jnp.issubdtype(target.dtype, jnp.integer):
@@ -96,13 +96,13 @@ def as_label(name: str, target: Array | int, num_classes: int) -> Array:
     if known is not None and not 0 <= known < num_classes:
         raise ValueError(
             f"`{name}` needs a class index from 0 to {num_classes - 1}. Got {known}. There is one logit "
-            "for each class."
+            "per class."
         )
     return target
 
 
 def of_label(values: Array, label: Array) -> Array:
-    """values[label], or NaN where compiled code meets a label that is out of range."""
+    """values[label]; NaN if the label is out of range, which compiled code cannot raise."""
     return (
         jnp.asarray(values)
         .at[label]
@@ -111,7 +111,7 @@ def of_label(values: Array, label: Array) -> Array:
 
 
 def has_pairs(mean: Array, cov: Cov) -> bool:
-    """Whether `cov` may hold more than the variances of `mean`."""
+    """Whether `cov` may hold more than variances."""
     return isinstance(cov, Structured) or cov.ndim != mean.ndim
 
 

@@ -26,31 +26,30 @@ class TokenUncertainty(NamedTuple):
     """Entropies of a prediction in nats, from 0 to log C; total = aleatoric + epistemic."""
 
     total: Array  # H[E softmax(f)], of the predictive distribution
-    aleatoric: Array  # E[H[softmax(f)]], which would be left if the weights were known
+    aleatoric: Array  # E[H[softmax(f)]], what would remain if the weights were known
     epistemic: Array  # the mutual information of the class and the weights
 
 
 def token_uncertainty(
     mean: Array, cov: Array, *, num_points: int | None = None
 ) -> TokenUncertainty:
-    """Total, aleatoric and epistemic uncertainty of a class (a token) whose logits are random.
+    """Total, aleatoric and epistemic uncertainty of a class (a token) with random logits.
 
-    All three are averages over the same points of the cubature that `class_probabilities` uses, so
-    the epistemic part, the mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never
-    negative, and exactly zero where the covariance is. Derivatives follow Price's theorem over the
-    points: finite at any covariance, zero included.
+    All three are averages over the cubature points of `class_probabilities`. So the epistemic part, the
+    mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never negative, and exactly zero at
+    zero covariance. Derivatives follow Price's theorem over the points and are finite at any covariance.
 
     Args:
-      mean: (C,) mean logits; -inf for a class that cannot occur. If none can, all parts are zero.
-      cov: their variances (C,), or covariance (C, C), positive semidefinite, and finite everywhere.
-      num_points: points of the cubature, rounded up to a power of two; None for 512, or 8 for each
-        class where that is more.
+      mean: (C,) mean logits; -inf for an impossible class. If all are, all parts are zero.
+      cov: their variances (C,), or covariance (C, C), positive semidefinite and finite.
+      num_points: points of the cubature, rounded up to a power of two; None for 512, or 8 per class if
+        that is more.
 
     Returns:
       Scalars. For a batch, use `jax.vmap`.
 
     Raises:
-      ValueError: if shapes do not fit, or fewer than 4 points for each class are asked for.
+      ValueError: if shapes do not fit, or num_points is below 4 per class.
       TypeError: if `cov` is a structure.
 
     >>> import jax.numpy as jnp
@@ -64,7 +63,7 @@ def token_uncertainty(
 def probabilities_with_uncertainty(
     mean: Array, cov: Array, *, num_points: int | None = None
 ) -> tuple[Array, TokenUncertainty]:
-    """`log_class_probabilities` (C,) and `token_uncertainty`, over one set of points."""
+    """`log_class_probabilities` (C,) and `token_uncertainty`, in one pass over the points."""
     check_logits("token_uncertainty", mean, cov)
     count = count_points(num_points, mean.shape[0], default=512)
     log_probs, aleatoric, epistemic = _parts(mean, cov, count)
@@ -108,19 +107,19 @@ def _parts_jvp(
 
 
 def _entropy(log_weights: Array) -> Array:
-    """-sum p log p of every row, 0 log 0 being 0."""
+    """-sum p log p of every row, with 0 log 0 = 0."""
     return -jnp.sum(jnp.exp(log_weights) * _finite(log_weights), axis=1)
 
 
 def _finite(logarithm: Array) -> Array:
-    """The logarithm of a probability, 0 where the probability is."""
+    """The log of a probability, with 0 in place of -inf."""
     return jnp.where(logarithm > -jnp.inf, logarithm, 0)
 
 
 def _divergence_terms(log_p: Array, log_q: Array) -> Array:
     """Elementwise p log(p / q) - p + q: its sum is KL(p || q), and every term is nonnegative.
 
-    Summed so, rounding is of the size of eps |log(p / q)|, not of eps: small divergences are exact.
+    Rounding errors are of order eps |log(p / q)| and not eps, so small divergences are accurate.
     """
     both = (log_p > -jnp.inf) & (log_q > -jnp.inf)
     ratio = jnp.where(both, log_p - jnp.where(both, log_q, 0), 0)

@@ -1,4 +1,4 @@
-"""Gaussian beliefs about one array of weights: one family a file.
+"""Gaussian beliefs about one array of weights.
 
 | family | Cov[w_io, w_jp] of a kernel (in, out) | numbers kept | also for |
 |---|---|---|---|
@@ -8,24 +8,21 @@
 | `MatrixNormal` | A_ij B_op | in out + in^2 + out^2 | |
 | `FullNormal` | everything | in out + (in out)^2 | any array |
 
-`Reshaped` shows a matrix of weights as an array of another shape. Beliefs about trained networks come
-from `laplace`, `swag` and `from_second_moments`.
+`Reshaped` presents a matrix of weights as an array of another shape. Beliefs about trained networks
+come from `laplace`, `swag` and `from_second_moments`.
 
-"Any array" includes a bias or a gain (D,). A belief is immutable and a pytree: it passes through
-`jit`, `vmap`, `grad` and `scan`, and its arrays are what an optimiser moves. A stack of beliefs (of
-layers, say) has leading axes on every array; its methods are called under `jax.vmap`.
+"Any array" includes a bias or a gain (D,). A belief is an immutable pytree: it passes through `jit`,
+`vmap`, `grad` and `scan`, and an optimiser updates its arrays. A stack of beliefs (one for each layer,
+say) has leading axes on every array; call its methods under `jax.vmap`.
 """
 
 import importlib
 from typing import Any
 
 from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.correlated import FullNormal, MatrixNormal
 from moment_jax.posterior.draws import sample_params
-from moment_jax.posterior.factorized import Factorized
-from moment_jax.posterior.full_normal import FullNormal
-from moment_jax.posterior.matrix_normal import MatrixNormal
-from moment_jax.posterior.output_shared import OutputShared
-from moment_jax.posterior.point import Point
+from moment_jax.posterior.independent import Factorized, OutputShared, Point
 from moment_jax.posterior.prior import GaussianPrior
 from moment_jax.posterior.reshaped import Reshaped
 from moment_jax.posterior.trajectory import from_second_moments, swag
@@ -46,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`laplace` is found here too: it needs curvature, and stands in a room above this one."""
+    """`laplace` is also available here; it is imported late because its room imports this one."""
     if name == "laplace":
         return importlib.import_module("moment_jax.inference").laplace
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

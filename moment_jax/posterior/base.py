@@ -10,7 +10,6 @@ import jax
 from moment_jax.posterior.prior import GaussianPrior
 
 Array = jax.Array
-Shape = tuple[int, ...]
 
 
 class Posterior(abc.ABC):
@@ -21,8 +20,10 @@ class Posterior(abc.ABC):
     `kl` is +inf. No method checks values; shapes are checked while tracing. All results have the
     dtype of the arrays given.
 
-    `noise_variance`, `noise_block` and `input_metric` are for kernels (in, out), `vector_cov` is
-    for biases and gains (D,). They take one belief: for a stack of beliefs use `jax.vmap`.
+    `noise_variance`, `noise_block`, `input_metric`, `rows` and `transpose` are for kernels (in, out),
+    `vector_cov` is for biases and gains (D,). They take one belief: for a stack of beliefs use
+    `jax.vmap`. A subclass defines them by the methods of the same names with an underscore, whose
+    arguments have been checked.
     """
 
     if TYPE_CHECKING:  # dataclasses would take a property of their base for a field's default
@@ -44,8 +45,8 @@ class Posterior(abc.ABC):
 
         The draw is mean + root(Cov) z with the symmetric square root and z = normal(key, shape), so
         families that hold the same covariance draw the same weights from the same key. Gradients
-        flow to the mean and the covariance; along directions without variance, where the root has
-        no finite derivative, they are zero.
+        flow to the mean and the covariance. They are zero along directions without variance, where
+        the root has no finite derivative.
         """
 
     @abc.abstractmethod
@@ -63,12 +64,11 @@ class Posterior(abc.ABC):
 
     @property
     def uncorrelated(self) -> bool:
-        """Whether different entries are uncorrelated, by the family's own definition."""
+        """Whether the family makes all entries uncorrelated, whatever its parameters."""
         return True
 
     # -- kernels (in, out) ------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         """The variance that the randomness of this kernel w adds to x @ w.
 
@@ -82,8 +82,16 @@ class Posterior(abc.ABC):
         Returns:
           (..., out).
         """
+        self._check_kernel("noise_variance")
+        if mean.shape[-1:] != self.shape[:1] or variance.shape != mean.shape:
+            raise ValueError(
+                f"`{type(self).__name__}.noise_variance(mean, variance)` needs two arrays of one shape "
+                f"(..., in) with in == {self.shape[0]}. Got {tuple(mean.shape)} and "
+                f"{tuple(variance.shape)}. To give each mean its variance, use jnp.broadcast_to or "
+                "jnp.zeros_like(mean)."
+            )
+        return self._noise_variance(mean, variance)
 
-    @abc.abstractmethod
     def noise_block(self, moment: Array) -> Array:
         """The covariance that the randomness of this kernel w adds between x @ w and y @ w.
 
@@ -95,79 +103,78 @@ class Posterior(abc.ABC):
         Returns:
           (..., out, out).
         """
+        self._check_kernel("noise_block")
+        if moment.shape[-2:] != (self.shape[0], self.shape[0]):
+            raise ValueError(
+                f"`{type(self).__name__}.noise_block(moment)` needs a moment (..., in, in) with "
+                f"in == {self.shape[0]}. Got {tuple(moment.shape)}. Move the two feature axes last."
+            )
+        return self._noise_block(moment)
 
-    @abc.abstractmethod
     def input_metric(self) -> Array:
         """sum_o Cov[w_io, w_jo]: its diagonal (in,) where it is diagonal, else (in, in).
 
         x^T metric y is the covariance that the randomness of this kernel w adds between x @ w and
         y @ w, summed over the outputs.
         """
+        self._check_kernel("input_metric")
+        return self._input_metric()
 
-    @abc.abstractmethod
     def rows(self, indices: Array) -> Posterior:
-        """The belief about these rows of a kernel (in, out), such as those of a table of embeddings.
+        """The belief about these rows of a kernel (in, out), such as those of an embedding table.
 
         Args:
-          indices: (N,) integers, different from each other: a row that is asked for twice would be two
-            independent rows in families of independent entries.
+          indices: (N,) distinct integers. A repeated row would count as two independent rows in
+            families of independent entries.
 
         Returns:
           A belief about a (N, out) kernel, of the same family.
         """
+        self._check_kernel("rows")
+        return self._rows(indices)
 
-    @abc.abstractmethod
     def transpose(self) -> Posterior:
         """The belief about the transposed kernel, (out, in)."""
+        self._check_kernel("transpose")
+        return self._transpose()
 
     # -- biases and gains (D,) --------------------------------------------------------------------
 
     def vector_cov(self) -> Array:
         """Covariance of a vector: (D,) variances where its entries are independent, else (D, D)."""
-        family = type(self).__name__
-        raise ValueError(
-            f"`{family}` is a belief about a kernel (in, out), and `vector_cov()` needs one about "
-            f"a bias or a gain (D,). Got {self.shape}. Use Point, Factorized or FullNormal."
-        )
+        cov = self._vector_cov() if len(self.shape) == 1 else None
+        if cov is None:
+            raise ValueError(
+                f"`{type(self).__name__}.vector_cov` needs a belief about a bias or a gain (D,). Got "
+                f"{tuple(self.shape)}. Use Point, Factorized or FullNormal; for a stack of vectors, "
+                "jax.vmap over the belief."
+            )
+        return cov
 
+    # -- what a family defines ----------------------------------------------------------------------
 
-# Checks of shapes, made while tracing.
+    def _check_kernel(self, method: str) -> None:
+        """Raise unless the belief is about one kernel (in, out)."""
+        if len(self.shape) != 2:
+            raise ValueError(
+                f"`{type(self).__name__}.{method}` needs a belief about a kernel of shape (in, out). "
+                f"Got {tuple(self.shape)}. For a stack of kernels, use jax.vmap over the belief."
+            )
 
+    def _noise_variance(self, mean: Array, variance: Array) -> Array:
+        raise NotImplementedError
 
-def check_kernel(call: str, shape: Shape) -> None:
-    """Raise unless the belief is about one kernel (in, out)."""
-    if len(shape) != 2:
-        raise ValueError(
-            f"`{call}` needs a belief about a kernel of shape (in, out). Got {tuple(shape)}. "
-            "For a stack of kernels, use jax.vmap over the belief."
-        )
+    def _noise_block(self, moment: Array) -> Array:
+        raise NotImplementedError
 
+    def _input_metric(self) -> Array:
+        raise NotImplementedError
 
-def check_vector(call: str, shape: Shape) -> None:
-    """Raise unless the belief is about one bias or gain (D,)."""
-    if len(shape) != 1:
-        raise ValueError(
-            f"`{call}` needs a belief about a bias or a gain of shape (D,). Got {tuple(shape)}. "
-            "For a stack of vectors, use jax.vmap over the belief."
-        )
+    def _rows(self, indices: Array) -> Posterior:
+        raise NotImplementedError
 
+    def _transpose(self) -> Posterior:
+        raise NotImplementedError
 
-def check_inputs(family: str, shape: Shape, mean: Shape, variance: Shape) -> None:
-    """Raise unless `noise_variance` got the moments (..., in) of the input of one kernel."""
-    check_kernel(f"{family}.noise_variance", shape)
-    if mean[-1:] != shape[:1] or variance != mean:
-        raise ValueError(
-            f"`{family}.noise_variance(mean, variance)` needs two arrays of one shape (..., in) "
-            f"with in == {shape[0]}. Got {tuple(mean)} and {tuple(variance)}. To give each mean "
-            "its variance, use jnp.broadcast_to or jnp.zeros_like(mean)."
-        )
-
-
-def check_moment(family: str, shape: Shape, moment: Shape) -> None:
-    """Raise unless `noise_block` got the second moment (..., in, in) of the input of one kernel."""
-    check_kernel(f"{family}.noise_block", shape)
-    if moment[-2:] != (shape[0], shape[0]):
-        raise ValueError(
-            f"`{family}.noise_block(moment)` needs a moment of shape (..., in, in) with "
-            f"in == {shape[0]}. Got {tuple(moment)}. Move the two feature axes last."
-        )
+    def _vector_cov(self) -> Array | None:
+        return None

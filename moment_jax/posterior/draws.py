@@ -16,10 +16,10 @@ Array = jax.Array
 def sample_params(params: Any, key: Array) -> Any:
     """One draw of the weights: the same pytree, with an array in place of every belief.
 
-    Beliefs are drawn independently of each other. Other leaves, and None, are kept as they are.
+    Beliefs are drawn independently of each other. Other leaves and None are returned unchanged.
 
     Args:
-      params: any pytree that holds `Posterior` leaves, such as `EncoderBlockParams`.
+      params: any pytree with `Posterior` leaves, such as `EncoderBlockParams`.
       key: a JAX random key.
 
     >>> import moment_jax as mj
@@ -43,10 +43,10 @@ def _is_belief(leaf: Any) -> bool:
 
 
 def _alike(leaves: list[Any]) -> list[list[int]]:
-    """Which leaves are beliefs of one family and one shape.
+    """Indices of the leaves that are beliefs, grouped by family and shape.
 
-    They are drawn together (each with its own key): a random number generator for every leaf of a deep
-    network would take minutes to compile.
+    A group is drawn in one batch, each member with its own key: one random number generator per leaf of
+    a deep network would take minutes to compile.
     """
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):

@@ -14,9 +14,9 @@ Array = jax.Array
 def psd_sqrt(cov: Array) -> Array:
     """The symmetric square root R of a PSD matrix: R R = cov, (n, n) to (n, n).
 
-    Eigenvalues that rounding left below zero count as zero. The derivative solves
-    R dR + dR R = dcov, which is right for repeated eigenvalues too (that of `eigh` itself is not),
-    at any order. Between directions without variance, where it is infinite, it is zero.
+    Eigenvalues below zero by rounding count as zero. The derivative, of any order, solves
+    R dR + dR R = dcov, which unlike the derivative of `eigh` is right for repeated eigenvalues too.
+    Between directions without variance, where it is infinite, it is set to zero.
     """
     values, vectors = jnp.linalg.eigh(cov)
     return (vectors * jnp.sqrt(jnp.maximum(values, 0))[None, :]) @ vectors.T
@@ -31,14 +31,14 @@ def _psd_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array,
 def _lyapunov(root: Array, right: Array) -> Array:
     """X with root X + X root = right, for a symmetric PSD root, (n, n) each.
 
-    A linear solve to JAX, so that it is differentiated through the equation, not through `eigh`.
+    A `custom_linear_solve`, so that JAX differentiates the equation and not `eigh`.
     """
 
     def solve(_: object, right: Array) -> Array:
         values, vectors = jnp.linalg.eigh(root)
         total = values[:, None] + values[None, :]
-        # A zero eigenvalue of root^2 came out of eigh as a few eps times the greatest, for any n;
-        # what two such eigenvalues would divide is noise.
+        # `eigh` returns a zero eigenvalue of root^2 as a few eps times the largest, for any n.
+        # Between two of those there is only noise to divide.
         usable = total > 2 * (10 * jnp.finfo(values.dtype).eps) ** 0.5 * jnp.max(values)
         coefficients = vectors.T @ right @ vectors
         solution = jnp.where(usable, coefficients / jnp.where(usable, total, 1), 0)
@@ -51,8 +51,8 @@ def _lyapunov(root: Array, right: Array) -> Array:
 def psd_logdet(cov: Array) -> Array:
     """Log-determinant of a PSD matrix (n, n), by Cholesky: a scalar, -inf where it is singular.
 
-    There its derivative, infinite too, is taken as zero. A matrix that is singular but for rounding
-    may be found regular, with a logarithm of about log(eps) for each lost dimension.
+    There its derivative, infinite too, is set to zero. A matrix that is singular up to rounding may
+    count as regular, with about log(eps) for each lost dimension.
     """
     return _logdet_and_factor(cov)[0]
 
@@ -67,12 +67,12 @@ def _psd_logdet_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arra
 def _logdet_and_factor(cov: Array) -> tuple[Array, Array]:
     """Log-determinant and Cholesky factor; -inf and the identity where there is none."""
     factor = jnp.linalg.cholesky(cov)
-    # A failed factorisation leaves NaN, for which this is false.
+    # False for the NaN of a failed factorisation.
     regular = jnp.all(diagonal_of(factor) > 0)
     factor = jnp.where(regular, factor, jnp.eye(len(factor), dtype=factor.dtype))
     return jnp.where(regular, 2 * jnp.sum(jnp.log(diagonal_of(factor))), -jnp.inf), factor
 
 
 def nonnegative(variance: Array) -> Array:
-    """A variance without what rounding left below zero; its gradient is whole at zero."""
+    """The variance, with negative rounding errors set to zero; at zero the gradient passes."""
     return jnp.where(variance < 0, 0, variance)

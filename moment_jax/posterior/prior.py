@@ -18,8 +18,8 @@ Array = jax.Array
 class GaussianPrior:
     """Prior N(mean, variance) of the entries of one array of weights, independent of each other.
 
-    Both fields are differentiable, so a prior can be fixed or learned (empirical Bayes). In `kl`
-    they are cast to the dtype of the belief.
+    Both fields are differentiable, so the prior can be learned (empirical Bayes). `kl` casts them to the
+    dtype of the belief.
 
     Args:
       mean: prior mean, a scalar or an array that broadcasts to the shape of the weights.
@@ -46,15 +46,15 @@ def log_density(prior: GaussianPrior, weights: Array) -> Array:
 def divergence(prior: GaussianPrior, mean: Array, variance: Array, log_variance: Array) -> Array:
     """KL(N(mean, Cov) || prior), a scalar, for any covariance of the entries.
 
-    The prior's entries are independent, so of Cov only the diagonal and the log-determinant matter.
-    The latter comes spread over the entries, so that large terms cancel before they are summed.
+    The prior's entries are independent, so only the diagonal and the log-determinant of Cov matter.
+    The latter is passed as one term per entry, so that large terms cancel before they are summed.
 
     Args:
       prior: the prior.
       mean: mean of the belief.
       variance: variance of each entry, of the mean's shape.
-      log_variance: of the mean's shape, with the sum log det Cov (the log of each variance, where
-        the entries are independent); -inf where Cov is singular.
+      log_variance: of the mean's shape, with the sum log det Cov: for independent entries, the log of
+        each variance; -inf where Cov is singular.
 
     Source: Transformer derivation, Eq. 12, extended to any prior and covariance.
     """

@@ -19,8 +19,9 @@ Array = jax.Array
 class Reshaped(Posterior):
     """The weights of `belief`, in the same order, as an array of another shape.
 
-    For kernels that models keep with more than two axes, such as (D, heads, D / heads) or those of
-    convolutions: `MatrixNormal` is about a matrix. As a kernel of its own use `belief`.
+    For kernels that a model stores with more than two axes, such as (D, heads, D / heads) or those of
+    convolutions, while `MatrixNormal` describes a matrix. Methods for kernels (`noise_variance` and the
+    like) raise a ValueError: call those of `belief`.
 
     Args:
       belief: the belief about a matrix.
@@ -39,7 +40,7 @@ class Reshaped(Posterior):
     new_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.belief, Posterior):  # what tree transforms put there
+        if not isinstance(self.belief, Posterior):  # tree transforms put other things there
             return
         size = getattr(self.belief.mean, "size", None)
         if size is not None and size != math.prod(self.new_shape):
@@ -55,7 +56,7 @@ class Reshaped(Posterior):
 
     @property
     def uncorrelated(self) -> bool:
-        """As the belief's."""
+        """As for the belief."""
         return self.belief.uncorrelated
 
     def sample(self, key: Array) -> Array:
@@ -63,7 +64,7 @@ class Reshaped(Posterior):
         return self.belief.sample(key).reshape(self.new_shape)
 
     def marginal_variance(self) -> Array:
-        """The belief's, in the new shape."""
+        """That of the belief, in the new shape."""
         return self.belief.marginal_variance().reshape(self.new_shape)
 
     def kl(self, prior: GaussianPrior) -> Array:
@@ -75,29 +76,8 @@ class Reshaped(Posterior):
 
         return self.belief.kl(GaussianPrior(moved(prior.mean), moved(prior.variance)))
 
-    def _refused(self, method: str) -> ValueError:
-        return ValueError(
+    def _check_kernel(self, method: str) -> None:
+        raise ValueError(
             f"`Reshaped.{method}` needs a belief about a matrix. Got one of shape {self.new_shape}. "
-            "Use the `belief` itself, whose shape is "
-            f"{tuple(self.belief.shape)}."
+            f"Use its `belief`, whose shape is {tuple(self.belief.shape)}."
         )
-
-    def noise_variance(self, mean: Array, variance: Array) -> Array:
-        """Of the `belief` only."""
-        raise self._refused("noise_variance")
-
-    def noise_block(self, moment: Array) -> Array:
-        """Of the `belief` only."""
-        raise self._refused("noise_block")
-
-    def input_metric(self) -> Array:
-        """Of the `belief` only."""
-        raise self._refused("input_metric")
-
-    def rows(self, indices: Array) -> Posterior:
-        """Of the `belief` only."""
-        raise self._refused("rows")
-
-    def transpose(self) -> Posterior:
-        """Of the `belief` only."""
-        raise self._refused("transpose")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moment_jax.posterior.factorized import Factorized
+from moment_jax.posterior.independent import Factorized
 
 Array = jax.Array
 
@@ -16,11 +16,11 @@ Array = jax.Array
 def swag(iterates: Iterable[Any]) -> Any:
     """Mean and variance of the weights over the last steps of a training run (diagonal SWAG).
 
-    The rate should be constant and high over these steps, one iterate an epoch. Assumes that all
-    weights are independent: the low-rank part of SWAG crosses arrays, and is left out.
+    Keep the learning rate constant and high over these steps and take one iterate per epoch. Assumes
+    that all weights are independent: SWAG's low-rank part correlates arrays and is left out.
 
     Args:
-      iterates: trees of parameters of one structure, two or more; they are read one by one.
+      iterates: two or more parameter trees of the same structure, read one by one.
 
     Returns:
       The same tree with a `Factorized` belief in place of each array.
@@ -39,15 +39,15 @@ def swag(iterates: Iterable[Any]) -> Any:
         if mean is None:
             mean, squares = iterate, jax.tree.map(jnp.zeros_like, iterate)
             continue
-        old, n = mean, count  # Welford's update: no large squares are subtracted from each other
+        old, n = mean, count  # Welford's update, which avoids cancellation
         mean = jax.tree.map(lambda m, w, n=n: m + (w - m) / n, old, iterate)
         squares = jax.tree.map(
             lambda s, m, new, w: s + (w - m) * (w - new), squares, old, mean, iterate
         )
     if count < 2:
         raise ValueError(
-            f"`swag(iterates)` needs two iterates or more. Got {count}. Keep the parameters of every "
-            "epoch of the last part of the run."
+            f"`swag(iterates)` needs two iterates or more. Got {count}. Keep the parameters of each of "
+            "the last epochs."
         )
     return jax.tree.map(lambda m, s: Factorized(m, s / (count - 1)), mean, squares)
 
@@ -63,13 +63,14 @@ def from_second_moments(
 ) -> Any:
     """A belief from Adam's second moments: variance 1 / (N B nu / (1 - decay^t) + prior_precision).
 
-    nu averages the squared gradients of the mean loss of a batch of B examples. At an optimum they are
+    nu averages the squared gradients of the mean loss over batches of B examples. At an optimum that is
     1/B of the average squared gradient of one example, so N B nu estimates the diagonal of the
-    empirical Fisher matrix of N examples. It is a rough Laplace approximation: use `linearised`.
+    empirical Fisher matrix of N examples. The result is a rough Laplace approximation, to be used with
+    `linearised`.
 
     Args:
       params: the trained parameters.
-      state: the optimiser's state, with optax's `ScaleByAdamState` somewhere in it.
+      state: the optimiser's state, which contains optax's `ScaleByAdamState`.
       dataset_size: N.
       batch_size: B.
       prior_precision: of N(0, 1 / prior_precision), the prior of each weight.
@@ -79,7 +80,7 @@ def from_second_moments(
       The tree of `params` with a `Factorized` belief in place of each array.
 
     Raises:
-      ValueError: if the state has no second moments, or they are of another tree.
+      ValueError: if the state has no second moments, or those of another tree.
 
     >>> import optax
     >>> params = {"w": jnp.ones(2)}
@@ -97,15 +98,15 @@ def from_second_moments(
     found = [s for s in jax.tree.leaves(state, is_leaf=_has_moments) if _has_moments(s)]
     if len(found) != 1:
         raise ValueError(
-            "`from_second_moments` needs a state with one ScaleByAdamState, that of optax.adam for "
-            f"instance. Got {len(found)} of them."
+            "`from_second_moments` needs a state with one ScaleByAdamState, such as that of "
+            f"optax.adam. Got {len(found)}."
         )
     scale = dataset_size * batch_size / (1 - decay ** jnp.maximum(found[0].count, 1))
     arrays, treedef = jax.tree.flatten(params)
     moments = jax.tree.leaves(found[0].nu)
     if [jnp.shape(a) for a in arrays] != [jnp.shape(m) for m in moments]:
         raise ValueError(
-            "`from_second_moments` needs the state of these very parameters. Got "
+            "`from_second_moments` needs the optimiser state of the same parameters. Got "
             f"{[jnp.shape(a) for a in arrays]} and moments {[jnp.shape(m) for m in moments]}."
         )
     beliefs = [

@@ -1,10 +1,9 @@
-"""What the transforms are checked against: sampled truth, and the derivation spelled out densely.
+"""What the transforms are checked against: sampled truth, and the derivation on dense covariances.
 
-`monte_carlo` outranks every formula. The formulas take and give dense covariances (T, D, T, D), at
-first order, corrected where the printed ones err (`*_as_printed` keeps those).
+`monte_carlo` is the final authority. The formulas are first-order, take and return dense covariances
+(T, D, T, D), and correct the printed ones, some of which are kept as `*_as_printed`.
 """
 
-from moment_jax.reference.beliefs import DenseMoments, dense_moments
 from moment_jax.reference.closure import Agreement, ClosureRow, closure_report
 from moment_jax.reference.objective import complexity_loss, elbo, log_marginal
 from moment_jax.reference.propositions import (
@@ -18,8 +17,10 @@ from moment_jax.reference.propositions import (
 )
 from moment_jax.reference.sampling import MonteCarloMoments, monte_carlo
 from moment_jax.reference.transformer import (
+    DenseMoments,
     attention,
     dense,
+    dense_moments,
     encoder_block,
     feed_forward,
     feed_forward_cross_cov,

@@ -1,9 +1,8 @@
-"""The closure experiment: the best a structure can do, and how close the transforms come to it."""
+"""The closure experiment: the best a structure can do, and how close the transforms come."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax
@@ -18,23 +17,18 @@ Array = jax.Array
 
 
 class Agreement(NamedTuple):
-    """Agreement of means and standard deviations with the truth's, over all elements that vary.
+    """How well means and standard deviations agree with the truth, over all elements that vary."""
 
-    mean_error is the root mean square of (mean - true mean) / true sd; sd_ratio the mean of sd / true
-    sd; sd_error the mean of |sd / true sd - 1|; sd_correlation that of the two sds, 0 where either is
-    the same everywhere.
-    """
-
-    mean_error: float
-    sd_ratio: float
-    sd_error: float
-    sd_correlation: float
+    mean_error: float  # root mean square of (mean - true mean) / true sd
+    sd_ratio: float  # mean of sd / true sd
+    sd_error: float  # mean of |sd / true sd - 1|
+    sd_correlation: float  # between sd and true sd; 0 where either is constant
 
     @classmethod
     def of(
         cls, mean: ArrayLike, sd: ArrayLike, true_mean: ArrayLike, true_sd: ArrayLike
     ) -> Agreement:
-        """The figures of arrays of one shape; what has a true sd of zero (a dead ReLU) is left out."""
+        """Compare arrays of one shape, leaving out elements whose true sd is zero (a dead ReLU)."""
         varies = np.asarray(true_sd) > 0
         means, sds, true_means, true_sds = (
             np.asarray(part, np.float64)[varies] for part in (mean, sd, true_mean, true_sd)
@@ -54,11 +48,11 @@ class Agreement(NamedTuple):
 class ClosureRow(NamedTuple):
     """How mean and sd of one stage's output agree with the sampled truth.
 
-    `closure`: the exact network is sampled, but after every stage the draws are replaced by Gaussian
-    ones with the same mean and the covariance that the structure keeps. No propagation of Gaussian
-    moments in this structure can be expected to do better. `library`: the library's own pass, from the
-    input on. `layer`: its transform of this one stage, fed with the sampled moments of the stage's
-    input; what it loses beyond `closure` is the transform's fault.
+    `closure` samples the exact network, but after every stage replaces the draws by Gaussian ones with
+    the same mean and the covariance that the structure can hold. No propagation of Gaussian moments in
+    this structure can be expected to do better. `library` is the library's pass from the input on.
+    `layer` is the library's transform of this stage alone, given the sampled moments of its input; its
+    loss beyond `closure` is an error of the transform.
     """
 
     stage: str
@@ -75,22 +69,22 @@ def closure_report(
     key: Array,
     num_samples: int = 2000,
 ) -> list[ClosureRow]:
-    """Tell apart what a structure cannot hold and what a transform gets wrong, sublayer by sublayer.
+    """Separate what a structure cannot hold from the errors of a transform, sublayer by sublayer.
 
-    The standard errors are those of `num_samples` draws: 1 / sqrt(2 n) of a sd, 1 / sqrt(n) sd of a
-    mean. The exact network and its closures see the same weights. All draws of a stage are held at a
-    time: n T D numbers for each structure (and for `Full` a matrix of (T D)^2).
+    Relative standard errors are 1 / sqrt(2 n) for an sd, and 1 / sqrt(n) sds for a mean, with n draws.
+    The exact network and its closures share the sampled weights. All draws of a stage are in memory at
+    once: n T D numbers per structure (and for `Full` a matrix of (T D)^2).
 
     Args:
       module: a Bayesian module, or the receipt of `mj.propagate(fn, receipt=True)` at x (anything with
         `sequence(x)` and `stages`, each with `name`, `moments` and `draw`).
-      x: one input, certain: (T, D), or one image for a `VisionTransformer`.
+      x: one deterministic input: (T, D), or one image for a `VisionTransformer`.
       structures: covariance structures to compare.
       key: a JAX random key.
       num_samples: number of networks drawn.
 
     Returns:
-      A row for every stage and structure, stages outermost.
+      One row per stage and structure, grouped by stage.
 
     Raises:
       ValueError: if x is a batch.
@@ -99,13 +93,12 @@ def closure_report(
     if start.ndim != 2:
         raise ValueError(
             "`closure_report` needs one input, a sequence (T, D) once the module has cut it into "
-            f"tokens. Got {tuple(start.shape)}. For a batch, call it for each."
+            f"tokens. Got {tuple(start.shape)}. For a batch, call it once for each input."
         )
     exact = jnp.broadcast_to(start, (num_samples, *start.shape))
     closed = dict.fromkeys(structures, exact)
-    passed = {
-        s: (start, s.zeros((start.shape[0], start.shape[1]), start.dtype)) for s in structures
-    }
+    shape = start.shape[0], start.shape[1]
+    passed = {s: (start, s.zeros(shape, start.dtype)) for s in structures}
     rows = []
     for i, stage in enumerate(module.stages):
         draw_key, noise_key = jax.random.split(jax.random.fold_in(key, i))
@@ -137,7 +130,7 @@ def _agreement(moments: tuple[Array, Array], draws: Array) -> Agreement:
 
 
 def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
-    """The projection of the covariance of draws (N, T, D), without forming it where T D is large."""
+    """Project the covariance of draws (N, T, D), without forming it unless the structure needs it."""
     centred = draws - jnp.mean(draws, axis=0, keepdims=True)
     n, t, d = draws.shape
     variance = jnp.mean(centred**2, axis=0)
@@ -156,50 +149,25 @@ def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
     return structure.project((flat.T @ flat / n).reshape(t, d, t, d))
 
 
-@singledispatch
 def gaussian_draws(cov: Covariance, key: Array, num_draws: int) -> Array:
     """Draws (N, T, D) from N(0, cov)."""
-    return gaussian_draws(structures.Full(cov.to_dense()), key, num_draws)
-
-
-def _noise(cov: Covariance, key: Array, num_draws: int) -> Array:
-    return jax.random.normal(key, (num_draws, *cov.shape), cov.dtype)
+    noise = jax.random.normal(key, (num_draws, *cov.shape), cov.dtype)
+    if isinstance(cov, structures.Diagonal):
+        return jnp.sqrt(cov.variances)[None] * noise
+    if isinstance(cov, structures.TokenBlock):
+        return jnp.einsum("tde,nte->ntd", _root(cov.blocks), noise)
+    if isinstance(cov, structures.TokenCorrelated):
+        return cov.scale[None] * jnp.einsum("ts,nsd->ntd", _root(cov.correlation), noise)
+    if isinstance(cov, structures.Separable):
+        tokens, features = _root(cov.token_correlation), _root(cov.feature_correlation)
+        return cov.scale[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
+    size = cov.shape[0] * cov.shape[1]
+    root = _root(cov.to_dense().reshape(size, size))
+    return (noise.reshape(num_draws, size) @ root).reshape(noise.shape)
 
 
 def _root(matrix: Array) -> Array:
     """The symmetric square root of the nearest positive semidefinite matrix."""
     values, vectors = jnp.linalg.eigh(matrix)
-    return (vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :]) @ jnp.swapaxes(
-        vectors, -1, -2
-    )
-
-
-@gaussian_draws.register
-def _diagonal(cov: structures.Diagonal, key: Array, num_draws: int) -> Array:
-    return jnp.sqrt(cov.variances)[None] * _noise(cov, key, num_draws)
-
-
-@gaussian_draws.register
-def _token_block(cov: structures.TokenBlock, key: Array, num_draws: int) -> Array:
-    return jnp.einsum("tde,nte->ntd", _root(cov.blocks), _noise(cov, key, num_draws))
-
-
-@gaussian_draws.register
-def _token_correlated(cov: structures.TokenCorrelated, key: Array, num_draws: int) -> Array:
-    mixed = jnp.einsum("ts,nsd->ntd", _root(cov.correlation), _noise(cov, key, num_draws))
-    return cov.scale[None] * mixed
-
-
-@gaussian_draws.register
-def _separable(cov: structures.Separable, key: Array, num_draws: int) -> Array:
-    tokens, features = _root(cov.token_correlation), _root(cov.feature_correlation)
-    noise = _noise(cov, key, num_draws)
-    return cov.scale[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
-
-
-@gaussian_draws.register
-def _full(cov: structures.Full, key: Array, num_draws: int) -> Array:
-    t, d = cov.shape
-    root = _root(cov.cov.reshape(t * d, t * d))
-    noise = _noise(cov, key, num_draws).reshape(num_draws, t * d)
-    return (noise @ root).reshape(num_draws, t, d)
+    scaled = vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :]
+    return scaled @ jnp.swapaxes(vectors, -1, -2)

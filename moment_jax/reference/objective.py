@@ -18,7 +18,7 @@ def complexity_loss(means: Sequence[Array], variances: Sequence[Array]) -> Array
     columns of our (in, out) kernels and its number of columns n_c our `in`.
 
     Args:
-      means: mean of each matrix, (in, out); a gain or a bias is one row unit, (D, 1).
+      means: mean of each matrix, (in, out); a gain or a bias counts as one output unit, (D, 1).
       variances: v of each matrix, (out,), positive.
 
     Source: Transformer derivation, section 5, Eq. 12.
@@ -41,8 +41,8 @@ def log_marginal(
       target: Y, (T, D).
       mean: M, the propagated mean, (T, D).
       cov: Sigma, the propagated covariance, (T, D, T, D).
-      noise_variance: variance of independent observation noise, a scalar. Eq. 13 has none, and its
-        Sigma, the uncertainty of the parameters alone, can be singular.
+      noise_variance: variance of independent observation noise, a scalar. Eq. 13 has none; its Sigma
+        alone can be singular.
 
     Source: Transformer derivation, section 5, Eq. 13.
     """
@@ -73,7 +73,7 @@ def elbo(
       covs: Sigma_n, (N, T, D, T, D).
       complexity: KL(q || prior), such as `complexity_loss` gives.
       noise_variance: variance of independent observation noise.
-      dataset_size: |D|; None if the batch is the whole dataset, as Eq. 13 has it.
+      dataset_size: |D|; None if the batch is the whole dataset, as in Eq. 13.
 
     Source: Transformer derivation, Eq. 6 and 13, with the scale |D|/N that a mini-batch needs.
     """

@@ -1,10 +1,10 @@
 """The derivation's four propositions, formula by formula, on dense covariances.
 
 Index convention: `cov[t, d, s, e]` is Cov[x_td, x_se]. The derivation's A^T B is our a b, so its
-column a_k of A is our row `a[k]`, and its Sigma_{a_k a_l} is `cov_a[k, :, l, :]`. Sizes are meant
-to be small: clarity comes before speed.
+column a_k of A is our row `a[k]`, and its Sigma_{a_k a_l} is `cov_a[k, :, l, :]`. For small sizes only:
+clarity comes before speed.
 
-Where the derivation errs the proposition is corrected, and stands beside its printed form.
+Misprints are corrected; the printed forms are kept beside them.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def proposition2(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array) -> Ar
       mean_b: E[b], (P, Q).
       cov_b: Cov[b], (P, Q, P, Q).
 
-    Source: Transformer derivation, Prop. 2, Eq. 9, with the transpose that its proof drops from
-    E[a_m a_k^T]; i and j run to nq there, not to np.
+    Source: Transformer derivation, Prop. 2, Eq. 9, with the transpose of E[a_m a_k^T] that its proof
+    drops; its i and j run to nq, not to np.
     """
     return _product_cov(mean_a, cov_a, mean_b, cov_b, lambda sa, sb: jnp.trace(sa.T @ sb))
 
 
 @jax.jit
 def proposition2_as_printed(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array) -> Array:
-    """`proposition2` with tr(Sa Sb), as Eq. 9 has it: wrong where a block is not symmetric."""
+    """`proposition2` with tr(Sa Sb), as printed in Eq. 9: wrong for blocks that are not symmetric."""
     return _product_cov(mean_a, cov_a, mean_b, cov_b, lambda sa, sb: jnp.trace(sa @ sb))
 
 
@@ -82,8 +82,7 @@ def proposition3(mean: Array, cov: Array) -> Array:
     """First-order Cov[phi_i(w_a), phi_k(w_b)] of the softmax of every two rows, (T, C, T, C).
 
     sum_jl dphi_i/dx_j(E[w_a]) dphi_k/dx_l(E[w_b]) Cov[w_aj, w_bl], with
-    dphi_i/dx_j = phi_i (1[i = j] - phi_j). The mean that goes with it is the softmax at the mean
-    (Eq. 10).
+    dphi_i/dx_j = phi_i (1[i = j] - phi_j). The corresponding mean is the softmax of the mean (Eq. 10).
 
     Args:
       mean: E[w], (T, C), one softmax a row.
@@ -127,11 +126,11 @@ def proposition4(
       gain_cov: Cov[g], (D, D).
       bias_cov: Cov[b], (D, D).
       epsilon: added to the variance over the features.
-      expected_variance: take q at the expected sample variance: add tr(P Cov[a_t]) / D to it, with
+      expected_variance: use the expected sample variance: add tr(P Cov[a_t]) / D to q, with
         P = I - 11^T/D.
 
-    Source: Transformer derivation, section 4.5 and Prop. 4, corrected: it divides by the standard
-    deviation, and the token's own mean and deviation depend on the token.
+    Source: Transformer derivation, section 4.5 and Prop. 4, corrected: the division is by the standard
+    deviation, and the mean and deviation over the features depend on the token.
     """
     d = mean.shape[1]
     normal, variance = normalized(mean, cov, epsilon=epsilon, expected_variance=expected_variance)
@@ -150,8 +149,8 @@ def proposition4_as_printed(
 ) -> Array:
     """Prop. 4 as printed; arguments as in `proposition4`.
 
-    It divides by the variance over the features, in place of the standard deviation, and takes
-    the token's mean and deviation as constants.
+    It divides by the variance over the features instead of the standard deviation, and treats the mean
+    and deviation over the features as constants.
     """
     centred = mean - jnp.mean(mean, axis=1, keepdims=True)
     variance = jnp.mean(centred**2, axis=1, keepdims=True)

@@ -1,16 +1,18 @@
 """The derivation's Transformer block (post-norm), section by section, on dense covariances.
 
-The same names and arguments as the library's transforms, but `cov` is a (T, D, T, D) array, every
-mean is taken at first order (at the mean), and what the derivation takes as independent is so here:
-queries, keys and values of a random input, heads, and a residual stream and its branch. Sizes are
-meant to be small.
+The names and arguments are those of the library's transforms, but `cov` is a (T, D, T, D) array, every
+mean is first-order, and the derivation's independence assumptions are made: of queries, keys and
+values of a random input, of heads, and of a residual stream and its branch. For small sizes only.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+from moment_jax import posterior
 from moment_jax.layers.params import (
     AttentionParams,
     DenseParams,
@@ -19,7 +21,6 @@ from moment_jax.layers.params import (
     NormParams,
 )
 from moment_jax.posterior import Posterior
-from moment_jax.reference.beliefs import DenseMoments, dense_moments
 from moment_jax.reference.propositions import (
     normalized,
     proposition1,
@@ -29,6 +30,46 @@ from moment_jax.reference.propositions import (
 )
 
 Array = jax.Array
+
+
+class DenseMoments(NamedTuple):
+    """Mean of a random array, and its covariance: `cov.shape == (*mean.shape, *mean.shape)`."""
+
+    mean: Array
+    cov: Array
+
+
+def dense_moments(belief: Posterior) -> DenseMoments:
+    """Mean and dense covariance of a belief: (in, out, in, out) for a kernel, (D, D) for a vector.
+
+    This is the derivation's covariance of the vectorised parameter, in the library's index order.
+
+    Raises:
+      TypeError: if the family has no dense form here.
+
+    Source: Transformer derivation, sections 2 and 5 (which print standard deviations in the diagonal
+    blocks, where variances are meant).
+    """
+    cov = _dense_cov(belief)  # raises for other types
+    return DenseMoments(belief.mean, cov)
+
+
+def _dense_cov(belief: Posterior) -> Array:
+    twice = (*belief.shape, *belief.shape) if isinstance(belief, Posterior) else ()
+    if isinstance(belief, posterior.FullNormal):
+        return belief.cov
+    if isinstance(belief, posterior.MatrixNormal):
+        return jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov)
+    if isinstance(belief, posterior.Point):
+        return jnp.zeros(twice, belief.mean.dtype)
+    if isinstance(belief, posterior.Factorized):
+        return jnp.diag(belief.variance.ravel()).reshape(twice)
+    if isinstance(belief, posterior.OutputShared):
+        every_entry = jnp.broadcast_to(belief.variance[None, :], belief.shape)
+        return jnp.diag(every_entry.ravel()).reshape(twice)
+    raise TypeError(
+        f"`dense_moments` knows no family {type(belief).__name__}. Use one of moment_jax.posterior."
+    )
 
 
 def dense(mean: Array, cov: Array, params: DenseParams) -> DenseMoments:
@@ -57,8 +98,8 @@ def softmax(mean: Array, cov: Array) -> DenseMoments:
 def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: int) -> DenseMoments:
     """First-order moments of multi-head self-attention, (T, D).
 
-    Assumes that queries, keys and values are independent: they are if x is certain (cov zero).
-    Assumes that heads are: they are if, besides, the columns of each kernel are.
+    Assumes that queries, keys and values are independent, which is true if x is certain (cov zero).
+    Assumes that heads are independent, which is true if in addition the columns of each kernel are.
 
     Args:
       mean: E[x], (T, D).
@@ -66,8 +107,8 @@ def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: in
       params: beliefs about the kernels (D, H K), heads outermost, and (H K, D) of the output.
       num_heads: H.
 
-    Source: Transformer derivation, sections 4.2 to 4.4 (where it prints mod D for the index of the
-    head, mod H is meant).
+    Source: Transformer derivation, sections 4.2 to 4.4 (which print mod D for the head's index, where
+    mod H is meant).
     """
     query = dense(mean, cov, params.query)
     key = dense(mean, cov, params.key)
@@ -129,11 +170,11 @@ def _vector(belief: Posterior | None, certain: Array) -> DenseMoments:
 
 @jax.jit
 def relu(mean: Array, cov: Array) -> DenseMoments:
-    """Moments of max(x, 0) for Gaussian x, (T, D), not by the derivation's first-order Taylor.
+    """Moments of max(x, 0) for Gaussian x, (T, D), instead of the derivation's first-order Taylor.
 
     With F = P(x > 0) and p the density of x at 0, E[relu] = m F + v p and
-    E[relu^2] = (m^2 + v) F + m v p are exact, and so are the variances. Between different entries
-    the covariance c gives F F' c + p p' c^2 / 2, by Price's theorem to second order.
+    E[relu^2] = (m^2 + v) F + m v p are exact, and so are the variances. Entries with covariance c get
+    the covariance F F' c + p p' c^2 / 2, by Price's theorem to second order.
 
     Source: Transformer derivation, section 4.6, corrected.
     """
@@ -151,7 +192,7 @@ def relu(mean: Array, cov: Array) -> DenseMoments:
 
 
 def _positive(mean: Array, variance: Array) -> tuple[Array, Array]:
-    """P(x > 0) and the density of x at 0 (none where x is certain), for Gaussian x."""
+    """P(x > 0) and the density of x at 0 (zero where x is certain), for Gaussian x."""
     certain = variance == 0
     deviation = jnp.sqrt(jnp.where(certain, 1, variance))
     standard = mean / deviation
@@ -173,8 +214,8 @@ def feed_forward(mean: Array, cov: Array, params: FeedForwardParams) -> DenseMom
 def feed_forward_cross_cov(mean: Array, cov: Array, params: FeedForwardParams) -> Array:
     """Cov[x, feed_forward(x)] to first order, (T, D, T, D): what a residual adds, twice.
 
-    Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation takes
-    it as zero, and says that it is not.
+    Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation neglects
+    it, and says so.
 
     Source: Transformer derivation, section 4.6, corrected.
     """
@@ -195,8 +236,8 @@ def encoder_block(
 ) -> DenseMoments:
     """First-order moments of norm2(z + feed_forward(z)), z = norm1(x + attention(x)), (T, D).
 
-    Assumes what `attention` does, and that each branch is independent of its residual stream: true
-    of the first for certain x, never of the second (see `feed_forward_cross_cov`).
+    Assumes what `attention` does, and that each branch is independent of its residual stream. That is
+    true of the first for certain x, never of the second (see `feed_forward_cross_cov`).
 
     Source: Transformer derivation, section 4 and Figure 1.
     """

@@ -1,21 +1,20 @@
 """Chains and kernels that the tests share."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
 
 
-def sphere_tokens(count=7, features=6, seed=0, dtype=jnp.float64):
-    return mj.brownian.to_sphere(jax.random.normal(jax.random.key(seed), (count, features), dtype))
+def sphere_tokens(count=7, features=6, seed=0):
+    x = np.random.default_rng(seed).normal(size=(count, features))
+    return np.asarray(mj.brownian.to_sphere(x))
 
 
 def random_chain(count=6, seed=0):
     """Irreversible, with some zeros, but with every state reachable from every other."""
-    weights = jax.random.uniform(jax.random.key(seed), (count, count), jnp.float64)
-    weights = jnp.where(weights > 0.6, weights, 0) + 0.1 * jnp.roll(jnp.eye(count), 1, axis=1)
-    return weights / jnp.sum(weights, axis=1, keepdims=True)
+    weights = np.random.default_rng(seed).uniform(size=(count, count))
+    weights = np.where(weights > 0.6, weights, 0) + 0.1 * np.roll(np.eye(count), 1, axis=1)
+    return weights / np.sum(weights, axis=1, keepdims=True)
 
 
 def stationary_by_eigenvector(transition):

@@ -7,13 +7,13 @@ import pytest
 
 import moment_jax as mj
 from moment_jax.expectations.second_order import second_order_term
-from tests.builders import assert_close, random_psd
+from tests.builders import assert_close
 
 brownian = mj.brownian
 
 CLOSED_FORMS = {
     "square": (lambda t, x: x**2, 1.0, lambda t, x: 2 * x),
-    "exponential": (lambda t, x: jnp.exp(x), jnp.exp(0.4) / 2, lambda t, x: jnp.exp(x)),
+    "exponential": (lambda t, x: jnp.exp(x), np.exp(0.4) / 2, lambda t, x: jnp.exp(x)),
     # A martingale: no drift.
     "exponential martingale": (lambda t, x: jnp.exp(x - t / 2), 0.0, lambda t, x: jnp.exp(x - t / 2)),
     "time": (lambda t, x: t * x**3, 0.4**3 + 3 * 0.7 * 0.4, lambda t, x: 3 * t * x**2),
@@ -24,83 +24,90 @@ CLOSED_FORMS = {
 def test_closed_forms(name):
     function, drift, diffusion = CLOSED_FORMS[name]
     found = jax.jit(brownian.ito(function))(0.7, 0.4)
-    assert_close(found[0], jnp.asarray(drift))
+    assert_close(found[0], drift)
     assert_close(found[1], diffusion(0.7, 0.4))
 
 
 def test_geometric_brownian_motion():
     """d log S = (mu - sigma^2/2) dt + sigma dB for dS = mu S dt + sigma S dB."""
     mu, sigma = 0.3, 0.8
-    drift, diffusion = brownian.ito(
+    moved = brownian.ito(
         lambda t, s: jnp.log(s), drift=lambda t, s: mu * s, diffusion=lambda t, s: sigma * s
-    )(0.0, 1.7)
-    assert_close(drift, jnp.asarray(mu - sigma**2 / 2))
-    assert_close(diffusion, jnp.asarray(sigma))
+    )
+    drift, diffusion = jax.jit(moved)(0.0, 1.7)
+    assert_close(drift, mu - sigma**2 / 2)
+    assert_close(diffusion, sigma)
 
 
 def function_of_vector(t, x):
     return {"a": jnp.sin(x[0]) * x[1] ** 2 + t * x[2], "b": jnp.outer(x, x)}
 
 
-@pytest.mark.parametrize("kind", ["standard", "scalar", "diagonal", "matrix"])
-def test_vectors_against_the_hessian(kind):
-    x, t = jnp.array([0.3, -1.2, 0.7]), 0.5
-    matrix = jax.random.normal(jax.random.key(0), (3, 2))
-    spread = {"standard": None, "scalar": 0.4, "diagonal": jnp.array([0.1, 2.0, 0.5]),
-              "matrix": matrix}[kind]  # fmt: skip
-    b = {"standard": jnp.eye(3), "scalar": 0.4 * jnp.eye(3),
-         "diagonal": jnp.diag(jnp.array([0.1, 2.0, 0.5])), "matrix": matrix}[kind]  # fmt: skip
-    a = jnp.array([1.0, 0.5, -2.0])
-    found_drift, found_diffusion = brownian.ito(
-        function_of_vector,
-        drift=lambda t, x: a,
-        diffusion=None if spread is None else lambda t, x: spread,
-    )(t, x)
-    for name in ("a", "b"):
+MATRIX = np.random.default_rng(0).normal(size=(3, 2))
+SPREADS = {"standard": None, "scalar": 0.4, "diagonal": np.array([0.1, 2.0, 0.5]), "matrix": MATRIX}
 
-        def part(t, x, name=name):
-            return function_of_vector(t, x)[name]
 
-        hessian = jax.hessian(part, argnums=1)(t, x)
-        jacobian = jax.jacobian(part, argnums=1)(t, x)
-        drift = jax.jacobian(part)(t, x) + jacobian @ a
-        drift = drift + 0.5 * jnp.einsum("...ij,ik,jk->...", hessian, b, b)
-        assert_close(found_drift[name], drift)
-        assert_close(found_diffusion[name], jacobian @ b)
+def test_vectors_against_the_hessian():
+    """Every kind of diffusion coefficient, as the matrix that it stands for."""
+    x, t, a = np.array([0.3, -1.2, 0.7]), 0.5, np.array([1.0, 0.5, -2.0])
+
+    def of_kind(spread, t, x):
+        diffusion = None if spread is None else lambda t, x: spread
+        moved = brownian.ito(function_of_vector, drift=lambda t, x: a, diffusion=diffusion)
+        return moved(t, x)
+
+    @jax.jit
+    def results(t, x):
+        first = jax.jacobian(function_of_vector, argnums=(0, 1))(t, x)
+        hessian = jax.jacfwd(jax.jacobian(function_of_vector, argnums=1), argnums=1)(t, x)
+        return {k: of_kind(s, t, x) for k, s in SPREADS.items()}, first, hessian
+
+    found, first, hessian = results(t, x)
+    for kind, (drifts, diffusions) in found.items():
+        b = MATRIX if kind == "matrix" else np.diag(np.broadcast_to(SPREADS[kind] or 1.0, 3)) \
+            if kind != "diagonal" else np.diag(SPREADS[kind])  # fmt: skip
+        for name in ("a", "b"):
+            by_time, jacobian = (np.asarray(part) for part in (first[name][0], first[name][1]))
+            drift = by_time + jacobian @ a
+            drift = drift + 0.5 * np.einsum("...ij,ik,jk->...", hessian[name], b, b)
+            assert_close(drifts[name], drift)
+            assert_close(diffusions[name], jacobian @ b)
 
 
 def test_matrices_move_entry_by_entry():
-    x = jax.random.normal(jax.random.key(1), (2, 3))
-    drift, diffusion = brownian.ito(lambda t, x: jnp.sum(x**2, axis=1))(0.0, x)
-    assert_close(drift, jnp.full(2, 3.0))
+    x = np.random.default_rng(1).normal(size=(2, 3))
+    drift, diffusion = jax.jit(brownian.ito(lambda t, x: jnp.sum(x**2, axis=1)))(0.0, x)
+    assert_close(drift, np.full(2, 3.0))
     assert diffusion.shape == (2, 6)
 
 
 def test_softmax_drift_is_the_second_order_mean():
     """w/2 (diag R - 2 R w - <w, diag R> + 2 w^T R w), and what the moment transform adds for small R."""
-    scores = jnp.array([0.3, -0.5, 1.2, 0.0])
-    cov = random_psd(jax.random.key(2), 4)
-    factor = jnp.linalg.cholesky(cov)
-    drift, _ = brownian.ito(lambda t, s: jax.nn.softmax(s), diffusion=lambda t, s: factor)(
-        0, scores
-    )
-    w, diagonal = jax.nn.softmax(scores), jnp.diagonal(cov)
+    scores = np.array([0.3, -0.5, 1.2, 0.0])
+    factor = np.random.default_rng(2).normal(size=(4, 4)) / 2
+    cov, small = factor @ factor.T, 1e-6
+
+    @jax.jit
+    def results(scores):
+        drift, _ = brownian.ito(lambda t, s: jax.nn.softmax(s), diffusion=lambda t, s: factor)(
+            0, scores
+        )
+        structure = mj.Full(small * cov[None, :, None, :])
+        first, second = (mj.softmax(scores[None], structure, order=k)[0] for k in (1, 2))
+        return drift, second_order_term(jax.nn.softmax, scores, factor.T), second - first
+
+    drift, term, correction = results(scores)
+    w, diagonal = np.exp(scores) / np.exp(scores).sum(), np.diagonal(cov)
     expected = w / 2 * (diagonal - 2 * cov @ w - w @ diagonal + 2 * w @ cov @ w)
     assert_close(drift, expected)
-    assert_close(second_order_term(jax.nn.softmax, scores, factor.T), expected)
-    small = 1e-6
-
-    def correction(mean, cov):
-        return mj.softmax(mean, cov)[0] - mj.softmax(mean, cov, order=1)[0]
-
-    structure = mj.Full(small * cov[None, :, None, :])
-    assert_close(correction(scores[None], structure)[0] / small, drift, 1e-4)
+    assert_close(term, expected)
+    assert_close(correction[0] / small, drift, 1e-4)
 
 
 def test_drift_against_a_million_sampled_steps():
     """(E[f(t + dt, X)] - f)/dt of 10^6 Euler steps, within 4 standard errors of the integrated drift."""
-    count, dt, x = 1_000_000, 0.01, jnp.array([0.2, -0.3, 0.6])
-    matrix = 0.5 * jax.random.normal(jax.random.key(3), (3, 3))
+    count, dt, x = 1_000_000, 0.01, np.array([0.2, -0.3, 0.6])
+    matrix = 0.5 * np.random.default_rng(3).normal(size=(3, 3))
 
     def function(t, x):
         return jnp.concatenate([jax.nn.softmax(x), jnp.exp(x[:1]) * (1 + t), x[1:2] ** 2])
@@ -114,12 +121,17 @@ def test_drift_against_a_million_sampled_steps():
         return jnp.mean(change, axis=0) / dt, jnp.std(change, axis=0) / dt / count**0.5
 
     mean, error = sampled(jax.random.key(4))
-    rate = brownian.ito(function, diffusion=lambda t, x: matrix)
-    # E[f(dt)] - f = dt drift + dt^2/2 drift of the drift: its generator twice.
-    second = brownian.ito(lambda t, x: rate(t, x)[0], diffusion=lambda t, x: matrix)(0.0, x)[0]
-    expected = rate(0.0, x)[0] + 0.5 * dt * second
-    assert jnp.all(jnp.abs(mean - expected) < 4 * error), (mean, expected, error)
-    assert jnp.all(error < 0.02 * jnp.abs(expected) + 1e-3)
+
+    @jax.jit
+    def integrated(x):
+        rate = brownian.ito(function, diffusion=lambda t, x: matrix)
+        # E[f(dt)] - f = dt drift + dt^2/2 drift of the drift: its generator twice.
+        again = brownian.ito(lambda t, x: rate(t, x)[0], diffusion=lambda t, x: matrix)
+        return rate(0.0, x)[0] + 0.5 * dt * again(0.0, x)[0]
+
+    expected = integrated(x)
+    assert np.all(np.abs(mean - expected) < 4 * error), (mean, expected, error)
+    assert np.all(error < 0.02 * np.abs(expected) + 1e-3)
 
 
 def test_bad_input():
@@ -130,5 +142,6 @@ def test_bad_input():
         brownian.ito(lambda t, x: x, drift=lambda t, x: jnp.ones(2))(0.0, jnp.ones(3))
     with pytest.raises(ValueError, match="directions"):
         second_order_term(jnp.sin, jnp.ones(3), jnp.ones((2, 2)))
-    assert brownian.ito(lambda t, x: x**2)(0, 3)[0] == 1.0  # whole numbers are numbers too
-    assert np.isfinite(brownian.ito(lambda t, x: x**2)(0.0, jnp.float32(3))[0])
+    square = jax.jit(brownian.ito(lambda t, x: x**2))
+    assert square(0, 3)[0] == 1.0  # whole numbers are numbers too
+    assert np.isfinite(square(0.0, np.float32(3))[0])

@@ -1,4 +1,4 @@
-"""The document's identities beside the textbook's formulas: Eq. 1, 14, 15 and 3.4.2."""
+"""The document's identities beside the textbook's formulas: Eq. 1, 11, 12, 14, 15 and 3.4.2."""
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,16 @@ def test_attention_is_the_gaussian_kernel_on_the_sphere():
     expected = scores / scores.sum(axis=1, keepdims=True)
     assert_close(brownian.transition_matrix(x), expected)
     kernel = brownian.gaussian_kernel(x, x)
-    assert_close(kernel * np.exp(4.0), scores)  # Eq. 14's constant s
+    assert_close(np.asarray(kernel) * np.exp(4.0), scores)  # Eq. 14's constant s
     assert_close(brownian.row_normalize(kernel), expected)
-    free = jax.random.normal(jax.random.key(3), (9, 16))
-    gap = brownian.transition_matrix(free) - brownian.row_normalize(
-        brownian.gaussian_kernel(free, free)
-    )
-    assert jnp.max(jnp.abs(gap)) > 0.05
+    free = np.random.default_rng(3).normal(size=(9, 16))
+    walk = brownian.row_normalize(brownian.gaussian_kernel(free, free))
+    assert np.max(np.abs(np.asarray(brownian.transition_matrix(free)) - np.asarray(walk))) > 0.05
 
 
 def test_gaussian_kernel_as_printed():
-    x, y = jax.random.normal(jax.random.key(0), (2, 3, 4))
-    expected = jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1) / (2 * 0.7**2))
+    x, y = np.random.default_rng(0).normal(size=(2, 3, 4))
+    expected = np.exp(-np.sum((x[:, None] - y[None]) ** 2, axis=-1) / (2 * 0.7**2))
     assert_close(brownian.gaussian_kernel(x, y, bandwidth=0.7), expected)
 
 
@@ -38,10 +36,10 @@ def test_reversible_with_identity_projections_and_not_with_others():
     x = sphere_tokens()
     transition = brownian.transition_matrix(x)
     law = brownian.stationary(transition)
-    kernel = brownian.gaussian_kernel(x, x)
+    kernel = np.asarray(brownian.gaussian_kernel(x, x))
     assert_close(law, kernel.sum(axis=1) / kernel.sum())
     assert brownian.detailed_balance_gap(transition, law) < 1e-12
-    query, key = jax.random.normal(jax.random.key(5), (2, 6, 6))
+    query, key = np.random.default_rng(5).normal(size=(2, 6, 6))
     other = jax.nn.softmax(brownian.attention_scores(x, query, key), axis=1)
     assert brownian.detailed_balance_gap(other, brownian.stationary(other)) > 0.05
 
@@ -50,7 +48,7 @@ def test_attention_scores_are_flax_attention():
     layer = nnx.MultiHeadAttention(
         2, 6, qkv_features=8, param_dtype=jnp.float64, decode=False, rngs=nnx.Rngs(0)
     )
-    layer.query.bias.set_value(jax.random.normal(jax.random.key(8), (2, 4)))
+    layer.query.bias.set_value(np.random.default_rng(8).normal(size=(2, 4)))
     x = sphere_tokens()
     scores = brownian.attention_scores(
         x,
@@ -60,7 +58,7 @@ def test_attention_scores_are_flax_attention():
         layer.key.bias[...],
     )
     query, key = layer.query(x) / 2, layer.key(x)
-    assert_close(scores, jnp.einsum("qhk,shk->hqs", query, key))
+    assert_close(scores, np.einsum("qhk,shk->hqs", query, key))
 
 
 @pytest.mark.parametrize(
@@ -85,3 +83,45 @@ def test_one_token():
     x = sphere_tokens(1)
     assert_close(brownian.transition_matrix(x), jnp.ones((1, 1)))
     assert_close(brownian.row_normalize(brownian.gaussian_kernel(x, x)), jnp.ones((1, 1)))
+
+
+def test_to_sphere_is_layer_norm():
+    x = np.random.default_rng(1).normal(size=(2, 5, 8))
+    norm = nnx.LayerNorm(8, epsilon=0.1, use_scale=False, use_bias=False, use_fast_variance=False,
+                         param_dtype=x.dtype, rngs=nnx.Rngs(0))  # fmt: skip
+    assert_close(brownian.to_sphere(x, epsilon=0.1), norm(x))
+    on_sphere = np.asarray(brownian.to_sphere(x))
+    assert_close(np.linalg.norm(on_sphere, axis=-1), np.full((2, 5), 8**0.5))
+    assert_close(np.sum(on_sphere, axis=-1), np.zeros((2, 5)))
+    gradient = jax.jit(jax.grad(lambda y: jnp.sum(brownian.to_sphere(y) ** 3)))(np.ones((2, 4)))
+    assert np.isfinite(gradient).all()
+
+
+def test_dot_products_are_distances_on_the_sphere_alone():
+    x, y = sphere_tokens(seed=1), sphere_tokens(4, seed=2)
+    assert_close(brownian.sphere_dot(x, y), x @ y.T)
+    assert np.max(np.abs(brownian.sphere_dot(2 * x, y) - 2 * x @ y.T)) > 1
+    distances = np.sum((x[:, None] - y[None, :]) ** 2, axis=-1)
+    assert_close(brownian.squared_distances(x, y), distances)
+
+
+def test_the_gap_to_the_sphere():
+    sphere_gap = jax.jit(brownian.sphere_gap)
+    on_sphere = sphere_gap(sphere_tokens(5, 8))
+    assert max(map(float, (on_sphere.dot_error, on_sphere.offset, on_sphere.radius_spread))) < 1e-10
+    tokens = 1.5 * sphere_tokens(5, 8) + 0.3
+    gap = sphere_gap(tokens)
+    assert_close(gap.radius, np.sqrt(np.mean(tokens**2)))
+    assert_close(gap.offset, 0.3 / gap.radius)
+    errors = np.asarray(brownian.sphere_dot(tokens, tokens) - tokens @ tokens.T)[
+        ~np.eye(5, dtype=bool)
+    ]
+    assert_close(gap.dot_error, np.sqrt(np.mean(errors**2)) / 8)
+    assert np.isfinite(sphere_gap(tokens[:1]).dot_error)
+
+
+def test_bad_input_of_the_sphere():
+    with pytest.raises(ValueError, match="D >= 2"):
+        brownian.to_sphere(jnp.ones((2, 1)))
+    with pytest.raises(ValueError, match="tokens"):
+        brownian.sphere_gap(jnp.ones(3))

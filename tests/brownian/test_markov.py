@@ -1,19 +1,18 @@
-"""Laws of Markov chains, each beside its textbook form."""
+"""Laws of Markov chains beside their textbook forms, spectra beside dense decompositions."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import moment_jax as mj
-from tests.brownian.chains import random_chain, stationary_by_eigenvector
+from tests.brownian.chains import random_chain, sphere_tokens, stationary_by_eigenvector
 from tests.builders import assert_close
 
 brownian = mj.brownian
-SWAP = jnp.array([[0.0, 1.0], [1.0, 0.0]])
-TWO_CLASSES = jnp.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
-CAUSAL = jnp.array([[1.0, 0.0, 0.0], [0.3, 0.7, 0.0], [0.2, 0.3, 0.5]])
-ONE = jnp.ones((1, 1))
+SWAP = np.array([[0.0, 1.0], [1.0, 0.0]])
+TWO_CLASSES = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+CAUSAL = np.array([[1.0, 0.0, 0.0], [0.3, 0.7, 0.0], [0.2, 0.3, 0.5]])
+ONE = np.ones((1, 1))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -32,8 +31,8 @@ def test_entropy_rate_and_detailed_balance():
     flow = np.asarray(law)[:, None] * p
     assert_close(brownian.entropy_rate(transition, law), -(flow * logs).sum())
     assert_close(brownian.detailed_balance_gap(transition, law), np.abs(flow - flow.T).sum() / 2)
-    uniform = jnp.full((4, 4), 0.25)
-    assert_close(brownian.entropy_rate(uniform, jnp.full(4, 0.25)), jnp.log(4.0))
+    uniform = np.full((4, 4), 0.25)
+    assert_close(brownian.entropy_rate(uniform, np.full(4, 0.25)), np.log(4.0))
 
 
 def test_reducible_chains():
@@ -43,9 +42,9 @@ def test_reducible_chains():
     assert not classes.unique
     with pytest.raises(ValueError, match="several closed classes"):
         brownian.mixing_time(TWO_CLASSES)
-    assert_close(brownian.spectral_gap(TWO_CLASSES), jnp.zeros(()))
+    assert_close(brownian.spectral_gap(TWO_CLASSES), np.zeros(()))
     # One closed class is enough: a causal mask walks to the first token.
-    assert_close(brownian.stationary(CAUSAL), jnp.array([1.0, 0.0, 0.0]))
+    assert_close(brownian.stationary(CAUSAL), np.array([1.0, 0.0, 0.0]))
     classes = brownian.chain_classes(CAUSAL)
     assert (classes.unique, classes.period) == (True, 1)
     assert classes.recurrent.tolist() == [True, False, False]
@@ -53,47 +52,116 @@ def test_reducible_chains():
 
 def test_periodic_chains():
     assert brownian.chain_classes(SWAP).period == 2
-    assert brownian.chain_classes(jnp.roll(jnp.eye(5), 1, axis=1)).period == 5
+    assert brownian.chain_classes(np.roll(np.eye(5), 1, axis=1)).period == 5
     assert brownian.chain_classes(random_chain()).period == 1
-    assert_close(brownian.stationary(SWAP), jnp.array([0.5, 0.5]))
-    assert_close(brownian.spectral_gap(SWAP), jnp.zeros(()))
+    assert_close(brownian.stationary(SWAP), np.array([0.5, 0.5]))
+    assert_close(brownian.spectral_gap(SWAP), np.zeros(()))
     with pytest.raises(ValueError, match="period 2"):
         brownian.mixing_time(SWAP)
-    assert brownian.mixing_time((jnp.eye(2) + SWAP) / 2) == 1
+    assert brownian.mixing_time((np.eye(2) + SWAP) / 2) == 1
 
 
 def test_one_state():
-    assert_close(brownian.stationary(ONE), jnp.ones(1))
+    assert_close(brownian.stationary(ONE), np.ones(1))
     assert brownian.spectral_gap(ONE) == 1
     assert brownian.mixing_time(ONE) == 0
-    assert brownian.entropy_rate(ONE, jnp.ones(1)) == 0
-    assert_close(brownian.eigenpairs(ONE, 1).values.real, jnp.ones(1))
+    assert brownian.entropy_rate(ONE, np.ones(1)) == 0
+    assert_close(brownian.eigenpairs(ONE, 1).values.real, np.ones(1))
 
 
 def test_inside_compiled_code():
-    transition = random_chain()
-    law = jax.jit(brownian.stationary)(transition)
-    assert_close(law, stationary_by_eigenvector(transition))
-    slope = jax.grad(lambda s: brownian.stationary(jax.nn.softmax(s, axis=1))[0])(jnp.eye(3))
-    step = 1e-5 * jnp.eye(3)[1][:, None] * jnp.eye(3)[2][None, :]
-
     def first(scores):
         return brownian.stationary(jax.nn.softmax(scores, axis=1))[0]
 
-    assert_close(slope[1, 2], (first(jnp.eye(3) + step) - first(jnp.eye(3) - step)) / 2e-5, 1e-8)
+    compiled = jax.jit(jax.value_and_grad(first))
+    scores = np.log(random_chain() + 0.01)
+    value, slope = compiled(scores)
+    chain = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    assert_close(value, stationary_by_eigenvector(chain)[0])
+    step = 1e-5 * np.outer(np.eye(6)[1], np.eye(6)[2])
+    difference = (compiled(scores + step)[0] - compiled(scores - step)[0]) / 2e-5
+    assert_close(slope[1, 2], difference, 1e-8)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: brownian.stationary(jnp.array([[0.5, 0.4], [0.5, 0.5]])), "Row 0 sums to 0.9"),
-        (lambda: brownian.stationary(jnp.array([[1.5, -0.5], [0.5, 0.5]])), "none negative"),
-        (lambda: brownian.stationary(jnp.array([[jnp.nan, 1.0], [0.5, 0.5]])), "finite"),
-        (lambda: brownian.stationary(jnp.ones((2, 3))), r"\(T, T\)"),
-        (lambda: brownian.detailed_balance_gap(SWAP, jnp.ones(3)), "law"),
-        (lambda: brownian.entropy_rate(SWAP, jnp.ones(3)), "law"),
+        (lambda: brownian.stationary(np.array([[0.5, 0.4], [0.5, 0.5]])), "Row 0 sums to 0.9"),
+        (lambda: brownian.stationary(np.array([[1.5, -0.5], [0.5, 0.5]])), "none negative"),
+        (lambda: brownian.stationary(np.array([[np.nan, 1.0], [0.5, 0.5]])), "finite"),
+        (lambda: brownian.stationary(np.ones((2, 3))), r"\(T, T\)"),
+        (lambda: brownian.detailed_balance_gap(SWAP, np.ones(3)), "law"),
+        (lambda: brownian.entropy_rate(SWAP, np.ones(3)), "law"),
     ],
 )
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("size", [7, 100])
+def test_eigenpairs(size):
+    """By a dense decomposition, and where the chain is larger than one Krylov space, without."""
+    count = min(size, 7)
+    tokens = sphere_tokens(size, 6, seed=3)
+    query, key = np.random.default_rng(5).normal(size=(2, 6, 6))
+    scores = brownian.attention_scores(tokens, query, key)
+    chain = np.asarray(jax.nn.softmax(scores, axis=1))
+    expected = np.linalg.eigvals(chain)
+    expected = expected[np.argsort(-np.abs(expected))][:count]
+    values, vectors, residuals = map(np.asarray, brownian.eigenpairs(chain, count))
+    assert_close(np.abs(values), np.abs(expected))
+    assert_close(chain @ vectors, values[None, :] * vectors)
+    if size == 7:
+        assert_close(np.sort(values.real), np.sort(expected.real))
+        assert residuals.max() < 1e-12
+
+
+def test_reversible_eigenpairs_of_a_larger_chain():
+    """Double eigenvalues, of a walk on a ring; and all tokens the same, Krylov spaces of dimension 1."""
+    eye, size = np.eye(100), 100
+    ring = 0.5 * eye + 0.25 * (np.roll(eye, 1, axis=0) + np.roll(eye, -1, axis=0))
+    expected = np.repeat(0.5 + 0.5 * np.cos(2 * np.pi * np.arange(4) / size), 2)[1:]
+    law = np.full(size, 1 / size)
+    pairs = brownian.reversible_eigenpairs(ring, law, 7)
+    assert_close(pairs.values, expected)
+    assert_close(np.einsum("i,ik,il->kl", law, pairs.vectors, pairs.vectors), np.eye(7))
+    same = np.full((size, size), 1 / size)
+    assert_close(brownian.stationary(same), law)
+    assert_close(brownian.reversible_eigenpairs(same, law, 7).values, np.eye(7)[0])
+    assert brownian.mixing_time(same) == 1
+
+
+def test_reversible_eigenpairs_are_eigenpairs():
+    transition = np.asarray(brownian.transition_matrix(sphere_tokens()))
+    law = np.asarray(brownian.stationary(transition))
+    values, vectors, _ = map(np.asarray, brownian.reversible_eigenpairs(transition, law, 7))
+    assert_close(transition @ vectors, values[None, :] * vectors)
+    assert_close(vectors[:, 0], np.ones(7))
+    assert_close(np.einsum("i,ik,il->kl", law, vectors, vectors), np.eye(7))
+    assert_close(values, np.asarray(brownian.eigenpairs(transition, 7).values).real)
+    assert_close(brownian.spectral_gap(transition), 1 - values[1])
+
+
+def test_mixing_time_is_the_first_step_below():
+    transition = 0.95 * np.eye(6) + 0.05 * random_chain()
+    law = stationary_by_eigenvector(transition)
+    steps = brownian.mixing_time(transition, distance=0.1)
+
+    def distance(power):
+        return np.abs(np.linalg.matrix_power(transition, power) - law).sum(axis=1).max() / 2
+
+    assert distance(steps) <= 0.1 < distance(steps - 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p: brownian.eigenpairs(p, 7), "count <= T"),
+        (lambda p: brownian.reversible_eigenpairs(p, np.ones(3), 1), "law"),
+        (lambda p: brownian.mixing_time(p, distance=1.5), "distance < 1"),
+    ],
+)
+def test_bad_input_of_spectra(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(random_chain())

@@ -1,16 +1,20 @@
-"""Laws that every elementwise function of a Gaussian obeys; a new one is a line in families.py."""
+"""Laws that every elementwise function of a Gaussian obeys; a new one is a line in families.py.
+
+Then what is particular to the closed forms and to the quadrature: tails, float32, exactness.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
-from moment_jax.expectations import ElementwiseMoments
+from moment_jax.expectations import elementwise
 from tests.expectations.families import FAMILIES, Family, integral
 
 MEANS = (-6.0, -2.5, -0.7, 0.0, 0.4, 1.3, 5.0)
-FIELDS = ("mean", "variance", "gain", "second")
+NUM_POINTS = 91
 
 
 @pytest.fixture(params=FAMILIES, ids=str)
@@ -18,18 +22,39 @@ def family(request):
     return FAMILIES[request.param]
 
 
-def grid(family: Family, dtype=jnp.float64):
-    m, v = np.meshgrid(MEANS, family.variances, indexing="ij")
-    return jnp.asarray(m, dtype), jnp.asarray(v, dtype)
+@functools.cache
+def program(family: Family):
+    """At each point: moments, slopes in mean and variance, the same in reverse mode, E[f]''."""
+
+    def everything(m, v):
+        out, forward = jax.linearize(family.moments, m, v)
+        one, zero = jnp.ones_like(m), jnp.zeros_like(m)
+        slopes = forward(one, zero), forward(zero, one)
+        pull = jax.linear_transpose(forward, m, v)
+        pulled = [pull(type(out)(*(one if i == j else zero for j in range(4)))) for i in range(4)]
+        mean_slope = jax.grad(lambda m: jnp.sum(family.moments(m, v).mean))
+        return out, slopes, pulled, jax.jvp(mean_slope, (m,), (one,))[1]
+
+    return jax.jit(everything)
+
+
+def at(family: Family, m, v, dtype=np.float64):
+    """The results of `program` at these points; all calls share one compilation."""
+    m, v = np.broadcast_arrays(np.asarray(m, dtype), np.asarray(v, dtype))
+    padding = (0, NUM_POINTS - m.size)
+    given = [np.pad(x.ravel(), padding, constant_values=1) for x in (m, v)]
+    return jax.tree.map(lambda x: np.asarray(x)[: m.size].reshape(m.shape), program(family)(*given))
+
+
+def grid(family: Family):
+    return np.meshgrid(MEANS, family.variances, indexing="ij")
 
 
 def test_equals_integral(family):
     m, v = grid(family)
-    got = jax.jit(family.moments)(m, v)
-    want = [
-        integral(family, a, b) for a, b in zip(m.ravel().tolist(), v.ravel().tolist(), strict=True)
-    ]
-    for field in FIELDS:
+    got = at(family, m, v)[0]
+    want = [integral(family, *point) for point in zip(m.flat, v.flat, strict=True)]
+    for field in got._fields:
         expected = np.array([getattr(w, field) for w in want]).reshape(m.shape)
         scale = np.maximum(1.0, np.abs(expected))
         np.testing.assert_array_less(np.abs(getattr(got, field) - expected) / scale, 1e-10)
@@ -37,90 +62,78 @@ def test_equals_integral(family):
 
 def test_equals_monte_carlo(family):
     num = 200_000
-    z = jax.random.normal(jax.random.key(0), (num,))
-    z = jnp.concatenate([z, -z])
-    moments = jax.jit(family.moments)
+    z = np.random.default_rng(0).standard_normal(num)
     for m, v in ((-0.7, 0.5), (0.4, 0.06), (1.3, family.variances[-1])):
-        got = moments(jnp.asarray(m), jnp.asarray(v))
-        y = family.fn(np.asarray(m + np.sqrt(v) * z))
-        pairs = 0.5 * (y[:num] + y[num:])
-        assert abs(got.mean - pairs.mean()) < 5 * pairs.std() / np.sqrt(num) + 1e-12
-        squares = 0.5 * ((y[:num] - y.mean()) ** 2 + (y[num:] - y.mean()) ** 2)
+        got = at(family, m, v)[0]
+        halves = [family.fn(m + sign * np.sqrt(v) * z) for sign in (1, -1)]
+        mean = np.mean(halves)
+        pairs = 0.5 * (halves[0] + halves[1])
+        assert abs(got.mean - mean) < 5 * pairs.std() / np.sqrt(num) + 1e-12
+        squares = 0.5 * ((halves[0] - mean) ** 2 + (halves[1] - mean) ** 2)
         assert abs(got.variance - squares.mean()) < 5 * squares.std() / np.sqrt(num) + 1e-12
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_parseval(family, dtype):
-    m, v = grid(family, dtype)
-    out = jax.jit(family.moments)(m, v)
-    held = out.gain**2 * v + out.second**2
-    rounding = 8 * jnp.finfo(dtype).eps
-    assert bool(jnp.all(held <= out.variance * (1 + rounding) + rounding**2))
-    assert bool(jnp.all(out.variance >= 0))
+    m, v = grid(family)
+    out = at(family, m, v, dtype)[0]
+    held = out.gain**2 * v.astype(dtype) + out.second**2
+    rounding = 8 * np.finfo(dtype).eps
+    assert np.all(held <= out.variance * (1 + rounding) + rounding**2)
+    assert np.all(out.variance >= 0)
     assert all(x.dtype == dtype for x in out)
 
 
 def test_zero_variance_is_the_function(family):
-    m = jnp.asarray(MEANS)
-    out = family.moments(m, jnp.zeros_like(m))
-    np.testing.assert_allclose(out.mean, family.fn(np.asarray(m)), atol=1e-15)
+    m = np.asarray(MEANS)
+    out = at(family, m, 0.0)[0]
+    np.testing.assert_allclose(out.mean, family.fn(m), atol=1e-15)
     np.testing.assert_array_equal(out.variance, 0)
     np.testing.assert_array_equal(out.second, 0)
     away = m != 0
-    slopes = family.slope(np.asarray(m))
-    np.testing.assert_allclose(out.gain[away], slopes[away], atol=1e-14)
+    np.testing.assert_allclose(out.gain[away], family.slope(m)[away], atol=1e-14)
 
 
-def test_gradients_match_finite_differences(family):
-    m, v = (jnp.ravel(x) for x in jnp.meshgrid(jnp.array([-1.6, 0.8]), jnp.array([0.03, 0.2, 1.0])))
-    check_grads(jax.jit(family.moments), (m, v), order=1, eps=1e-4)
+def test_derivatives_match_finite_differences(family):
+    m, v = np.meshgrid([-1.6, 0.8], [0.03, 0.2, 1.0])
+    step = 1e-4
+    _, slopes, pulled, _ = at(family, m, v)
+    for i, (dm, dv) in enumerate(((step, 0), (0, step))):
+        above, below = at(family, m + dm, v + dv)[0], at(family, m - dm, v - dv)[0]
+        for field, (a, b) in enumerate(zip(above, below, strict=True)):
+            np.testing.assert_allclose(slopes[i][field], (a - b) / (2 * step), atol=1e-5, rtol=1e-5)
+            np.testing.assert_allclose(pulled[field][i], slopes[i][field], atol=1e-12)
 
 
-def test_gradients_at_zero_variance(family):
-    m = jnp.array([-2.0, -0.3, 0.4, 1.5])
-    zero, one, step = jnp.zeros_like(m), jnp.ones_like(m), 1e-5
-    moments = jax.jit(family.moments)
-    derivative = jax.jit(lambda *tangents: jax.jvp(family.moments, (m, zero), tangents)[1])
-    at = [moments(m, k * step * one) for k in (0, 1, 2)]
-    forward = [(4 * b - c - 3 * a) / (2 * step) for a, b, c in zip(*at, strict=True)]
-    above, below = moments(m + step, zero), moments(m - step, zero)
+def test_derivatives_at_zero_variance(family):
+    m, step = np.array([-2.0, -0.3, 0.4, 1.5]), 1e-5
+    here = [at(family, m, k * step)[0] for k in (0, 1, 2)]
+    forward = [(4 * b - c - 3 * a) / (2 * step) for a, b, c in zip(*here, strict=True)]
+    above, below = at(family, m + step, 0.0)[0], at(family, m - step, 0.0)[0]
     central = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
-    for got, want in ((derivative(one, zero), central), (derivative(zero, one), forward)):
+    for got, want in zip(at(family, m, 0.0)[1], (central, forward), strict=True):
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_derivatives_are_finite(family, dtype):
-    means = jnp.array([-40.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 40.0], dtype)
-    variances = jnp.array([0.0, 1e-30, 1e-12, 1e-4, 1.0], dtype)
-    m, v = (jnp.ravel(x) for x in jnp.meshgrid(means, variances))
-    _, pull = jax.vjp(jax.jit(family.moments), m, v)
-    zero = jnp.zeros_like(m)
-    for i in range(len(FIELDS)):
-        cotangents = [jnp.ones_like(m) if i == j else zero for j in range(len(FIELDS))]
-        grads = pull(ElementwiseMoments(*cotangents))
-        assert all(bool(jnp.all(jnp.isfinite(g))) for g in grads), FIELDS[i]
+    points = np.meshgrid([-40.0, -1, -1e-3, 0, 1e-3, 1, 40], [0.0, 1e-30, 1e-12, 1e-4, 1])
+    _, slopes, pulled, _ = at(family, *points, dtype)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((slopes, pulled)))
 
 
-def test_hessian_of_mean_is_curvature(family):
-    m, v = jnp.asarray(0.6), jnp.asarray(0.4)
-    hessian = jax.jit(jax.hessian(lambda a: family.moments(a, v).mean))(m)
-    curvature = jnp.sqrt(2.0) * family.moments(m, v).second / v
-    np.testing.assert_allclose(hessian, curvature, rtol=1e-9)
+def test_second_derivative_of_mean_is_curvature(family):
+    out, _, _, curvature = at(family, 0.6, 0.4)
+    np.testing.assert_allclose(curvature, np.sqrt(2.0) * out.second / 0.4, rtol=1e-9)
 
 
 def test_jit_and_vmap(family):
-    m, v = grid(family)
-    plain = family.moments(m, v)
-    jitted = jax.jit(family.moments)(m, v)
-    mapped = jax.vmap(family.moments)(m, v)
-    one_by_one = jax.jit(family.moments)
-    looped = [one_by_one(a, b) for a, b in zip(m, v, strict=True)]
-    for i, x in enumerate(plain):
-        np.testing.assert_allclose(jitted[i], x, rtol=1e-12, atol=1e-14)
-        np.testing.assert_allclose(mapped[i], x, rtol=1e-12, atol=1e-14)
-        np.testing.assert_allclose(np.stack([y[i] for y in looped]), x, rtol=1e-12, atol=1e-14)
+    m, v = np.array([-0.7, 0.4, 1.3]), np.array([0.01, 0.5, 1.0])
+    mapped = jax.jit(jax.vmap(family.moments))(m, v)
+    for plain, one, jitted in zip(family.moments(m, v), mapped, at(family, m, v)[0], strict=True):
+        np.testing.assert_allclose(jitted, plain, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(one, plain, rtol=1e-12, atol=1e-14)
 
 
 def test_errors(family):
@@ -131,9 +144,82 @@ def test_errors(family):
 
 
 def test_half_precision_is_computed_in_single(family):
-    m, v = (x.astype(jnp.float16) for x in grid(family))
+    m, v = (x.astype(np.float16) for x in grid(family))
     got = jax.jit(family.moments)(m, v)
-    want = jax.jit(family.moments)(m.astype(jnp.float32), v.astype(jnp.float32))
+    want = at(family, m, v, np.float32)[0]
     for half, single in zip(got, want, strict=True):
         assert half.dtype == jnp.float16
-        assert jnp.array_equal(half, single.astype(jnp.float16))
+        np.testing.assert_array_equal(half, single.astype(np.float16))
+
+
+closed_forms = pytest.mark.parametrize("name", ["rectified", "gelu"])
+
+
+def test_rectified_tails_in_float32():
+    t = np.array([-40.0, -13.0, -9.0, 9.0, 13.0, 40.0], np.float32)
+    out = at(FAMILIES["rectified"], t, 1.0, np.float32)[0]
+    np.testing.assert_array_less(out.variance[:3], 1e-17)
+    np.testing.assert_array_equal(out.variance[3:], 1)
+    np.testing.assert_array_equal(out.mean[3:], t[3:])
+    np.testing.assert_array_equal(out.gain[[0, 5]], [0, 1])
+    assert np.all(out.variance >= 0)
+
+
+@closed_forms
+def test_huge_arguments_give_no_nan(name):
+    values = np.array([-1e30, -1e10, -1e4, 0.0, 1e4, 1e10, 1e30])
+    out = at(FAMILIES[name], *np.meshgrid(values, np.abs(values)), np.float32)[0]
+    assert not any(np.any(np.isnan(x)) for x in out)
+    ends = at(FAMILIES[name], [-40.0, 40.0], 1.0)[0]
+    np.testing.assert_allclose(ends.variance, [0.0, 1.0], atol=1e-15)
+
+
+@closed_forms
+def test_negative_rounding_counts_as_zero(name):
+    below, zero = (at(FAMILIES[name], [-1.0, 2.0], v)[0] for v in (-1e-18, 0.0))
+    for got, want in zip(below, zero, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "least"), [(np.float32, 1e-3, 0.01), (np.float64, 1e-11, 0)]
+)
+def test_relative_error_of_gelu_sd(dtype, limit, least):
+    """The documented budget, down to sd 1e-4 |m|, where E[f^2] - E[f]^2 would have no digits."""
+    m, v = np.meshgrid(np.linspace(-6, 6, 13), [1e-8, 1e-3, 0.06, 0.065, 2, 10, 100])
+    given = [x.astype(dtype).astype(float) for x in (m, v)]
+    got = np.sqrt(at(FAMILIES["gelu"], m, v, dtype)[0].variance.astype(float))
+    exact = [
+        integral(FAMILIES["gelu"], *point).variance
+        for point in zip(*map(np.ravel, given), strict=True)
+    ]
+    want = np.sqrt(np.reshape(exact, m.shape))
+    error = np.abs(got - want) / np.maximum(want, least * np.sqrt(v))
+    np.testing.assert_array_less(error, limit)
+
+
+@jax.jit
+def power_moments(degree, mean, variance):
+    return elementwise(lambda x: x**degree, mean, variance, num_nodes=8)
+
+
+@pytest.mark.parametrize("degree", range(1, 8))
+@pytest.mark.parametrize("variance", [0.03, 0.5])
+def test_quadrature_is_exact_for_polynomials(degree, variance):
+    """E[x^n] by the recursion E[x^n] = m E[x^(n-1)] + (n - 1) v E[x^(n-2)]."""
+    m = 0.7
+    moment = [1.0, m]
+    for n in range(2, 2 * degree + 1):
+        moment.append(m * moment[-1] + (n - 1) * variance * moment[-2])
+    out = power_moments(float(degree), m, variance)
+    np.testing.assert_allclose(out.mean, moment[degree], rtol=1e-12)
+    np.testing.assert_allclose(out.variance, moment[2 * degree] - moment[degree] ** 2, rtol=1e-10)
+    np.testing.assert_allclose(out.gain, degree * moment[degree - 1], rtol=1e-11)
+
+
+def test_quadrature_errors():
+    x = jnp.zeros(3)
+    with pytest.raises(ValueError, match="num_nodes >= 8"):
+        elementwise(jnp.tanh, x, x, num_nodes=4)
+    with pytest.raises(ValueError, match="scalar"):
+        elementwise(lambda y: jnp.stack([y, y]), x, x)

@@ -17,12 +17,11 @@ from moment_jax.posterior import (
     Point,
     Posterior,
 )
+from tests.builders import KERNEL_FAMILIES, VECTOR_FAMILIES
 
 IN, OUT = 3, 2
 KERNEL, VECTOR, TENSOR = (IN, OUT), (IN,), (2, 2, 2)
-KERNEL_FAMILIES = [Point, Factorized, OutputShared, MatrixNormal, FullNormal]
 RANDOM_FAMILIES = KERNEL_FAMILIES[1:]
-VECTOR_FAMILIES = [Point, Factorized, FullNormal]
 MEMBERS = [
     *((family, KERNEL) for family in KERNEL_FAMILIES),
     *((family, VECTOR) for family in VECTOR_FAMILIES),
@@ -33,13 +32,14 @@ MEMBERS = [
 
 TOL = {"rtol": 1e-10, "atol": 1e-10}
 KEY = jax.random.key(7, impl="rbg")  # compiles in less time than the default
+PRIOR = GaussianPrior(0.25, 0.5)
 NUM_SAMPLES = 20_000
 
 
 def name_of(value: object) -> str | None:
     """A readable test id."""
     if isinstance(value, tuple):
-        return "x".join(map(str, value)) or "one"
+        return "x".join(map(str, value))
     return value.__name__ if isinstance(value, type) else None
 
 
@@ -53,7 +53,7 @@ def random_psd(seed: int, n: int, rank: int | None = None) -> np.ndarray:
     return factor @ factor.T + (0.5 * np.eye(n) if rank is None else 0)
 
 
-def example(family, shape=KERNEL, *, seed=0, rank=None, dtype=np.float64) -> Posterior:
+def example(family, shape=KERNEL, *, seed=0, rank=None, dtype=np.float64, array=jnp.asarray):
     """A belief of this family; `rank` makes its covariance matrices singular."""
     n = int(np.prod(shape))
     fields = {
@@ -66,7 +66,7 @@ def example(family, shape=KERNEL, *, seed=0, rank=None, dtype=np.float64) -> Pos
         ),
         FullNormal: lambda: (random_psd(seed + 1, n, rank).reshape(*shape, *shape),),
     }[family]()
-    return family(*(jnp.asarray(field, dtype) for field in (random(seed, *shape), *fields)))
+    return family(*(array(field, dtype) for field in (random(seed, *shape), *fields)))
 
 
 def without_variance(family, shape=KERNEL) -> Posterior:
@@ -100,20 +100,23 @@ def dense_kernel_cov(belief: Posterior) -> np.ndarray:
     return dense_cov(belief).reshape(*belief.shape, *belief.shape)
 
 
+def method_inputs(belief: Posterior) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `all_methods` gives a kernel: mean and variance of inputs, and a second moment."""
+    n = belief.shape[0]
+    inputs = random(30, 4, n), random(31, 4, n) ** 2, random(32, 4, n, n)
+    return tuple(x.astype(belief.mean.dtype) for x in inputs)
+
+
 def all_methods(belief: Posterior) -> dict[str, jax.Array]:
     """The result of every method that a belief about an array of this rank has."""
-    dtype, num_in = belief.mean.dtype, belief.shape[0]
     results = {
         "sample": belief.sample(KEY),
         "marginal_variance": belief.marginal_variance(),
-        "kl": belief.kl(GaussianPrior(0.25, 0.5)),
+        "kl": belief.kl(PRIOR),
     }
     if len(belief.shape) == 2:
-        mean, variance = random(30, 4, num_in), random(31, 4, num_in) ** 2
-        moment = jnp.asarray(random(32, 4, num_in, num_in), dtype)
-        results["noise_variance"] = belief.noise_variance(
-            jnp.asarray(mean, dtype), jnp.asarray(variance, dtype)
-        )
+        mean, variance, moment = map(jnp.asarray, method_inputs(belief))
+        results["noise_variance"] = belief.noise_variance(mean, variance)
         results["noise_block"] = belief.noise_block(moment)
         results["input_metric"] = belief.input_metric()
     if len(belief.shape) == 1:
@@ -136,26 +139,23 @@ def _keys() -> jax.Array:
     return jax.random.split(jax.random.key(3), NUM_SAMPLES)
 
 
-def shifted(tree, step: float, direction):
-    """`tree + step * direction`, leaf by leaf, without a compilation."""
-    return jax.tree.map(lambda x, d: np.asarray(x) + step * np.asarray(d), tree, direction)
-
-
-def assert_gradient(function, gradient, inputs, direction, step=1e-3) -> None:
+def assert_gradient(value_and_grad, inputs, direction, step=1e-3) -> None:
     """Compare a gradient along a direction with central differences of fourth order.
 
     They are as good as they say themselves: the error is below what halving the step changes, and
     the rounding.
     """
+    centre, gradient = value_and_grad(inputs)
     along = sum(map(np.vdot, jax.tree.leaves(gradient), jax.tree.leaves(direction)))
 
     def value(step):
-        return float(function(shifted(inputs, step, direction)))
+        moved = jax.tree.map(lambda x, d: np.asarray(x) + step * np.asarray(d), inputs, direction)
+        return float(value_and_grad(moved)[0])
 
     def difference(step):
         near, far = (value(k * step) - value(-k * step) for k in (1, 2))
         return (8 * near - far) / (12 * step)
 
     coarse, fine = difference(step), difference(step / 2)
-    rounding = 100 * np.finfo(np.float64).eps * abs(value(0.0)) / step
+    rounding = 100 * np.finfo(np.float64).eps * abs(float(centre)) / step
     assert abs(along - fine) <= abs(coarse - fine) + rounding

@@ -1,4 +1,4 @@
-"""Each error states the invariant, what came, and the mend, in one line."""
+"""Each error states the rule, the value and the fix, in one line."""
 
 import re
 
@@ -103,12 +103,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("call", "got", "mend"), CASES.values(), ids=CASES)
-def test_error(call, got, mend):
+@pytest.mark.parametrize(("call", "got", "fix"), CASES.values(), ids=CASES)
+def test_error(call, got, fix):
     with pytest.raises(ValueError, match=re.escape(got)) as caught:
         call()
     message = str(caught.value)
-    assert mend in message
+    assert fix in message
     assert message.startswith("`")
     assert "\n" not in message
     assert caught.value.__cause__ is None

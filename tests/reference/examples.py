@@ -1,4 +1,4 @@
-"""Small random beliefs and networks, and how their moments are compared."""
+"""Small random beliefs and networks, and comparisons of their moments."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +10,14 @@ from moment_jax.layers import (
     FeedForwardParams,
     NormParams,
 )
-from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, OutputShared, Point
+from moment_jax.posterior import Factorized, MatrixNormal, OutputShared, Point
+from tests.builders import VECTOR_FAMILIES
 
-KERNEL_FAMILIES = (Point, Factorized, OutputShared, MatrixNormal, FullNormal)
-VECTOR_FAMILIES = (Point, Factorized, FullNormal)
 TOKENS, FEATURES, HIDDEN = 3, 4, 6
 
 
 class Examples:
-    """A stream of random arrays and beliefs, each the next of one seed.
+    """A stream of random arrays and beliefs from one seed.
 
     `noise` scales standard deviations: of kernels relative to 1/sqrt(in), of all else to 1.
     """
@@ -29,33 +28,41 @@ class Examples:
         self.dtype = dtype
 
     def array(self, *shape):
-        return jnp.asarray(self.random.normal(size=shape), self.dtype)
+        return jnp.asarray(self._numbers(*shape))
+
+    def _numbers(self, *shape):
+        return self.random.normal(size=shape).astype(self.dtype)
 
     def variance(self, *shape):
-        return self.noise**2 * (0.2 + self.array(*shape) ** 2)
+        return self.noise**2 * (0.2 + self._numbers(*shape) ** 2)
 
     def cov(self, *shape):
         """A covariance of this shape twice: no block of it is symmetric."""
+        return jnp.asarray(self._cov(*shape))
+
+    def _cov(self, *shape):
         size = int(np.prod(shape))
-        factor = self.array(size, size)
-        dense = self.noise**2 * (factor @ factor.T / size + 0.2 * jnp.eye(size, dtype=self.dtype))
+        factor = self._numbers(size, size)
+        dense = self.noise**2 * (factor @ factor.T / size + 0.2 * np.eye(size, dtype=self.dtype))
         return dense.reshape(*shape, *shape)
 
     def belief(self, family, *shape):
         if len(shape) != 2 and family not in VECTOR_FAMILIES:
             family = Factorized
         fan_in = shape[0] if len(shape) == 2 else 1
-        mean = self.array(*shape) / fan_in**0.5
+        mean = self._numbers(*shape) / fan_in**0.5
         if family is Point:
-            return Point(mean)
-        if family is Factorized:
-            return Factorized(mean, self.variance(*shape) / fan_in)
-        if family is OutputShared:
-            return OutputShared(mean, self.variance(shape[1]) / fan_in)
-        if family is MatrixNormal:
-            in_cov, out_cov = self.cov(shape[0]), self.cov(shape[1])
-            return MatrixNormal(mean, in_cov / fan_in, out_cov / self.noise**2)
-        return FullNormal(mean, self.cov(*shape) / fan_in)
+            second = ()
+        elif family is Factorized:
+            second = (self.variance(*shape) / fan_in,)
+        elif family is OutputShared:
+            second = (self.variance(shape[1]) / fan_in,)
+        elif family is MatrixNormal:
+            in_cov, out_cov = self._cov(shape[0]), self._cov(shape[1])
+            second = in_cov / fan_in, out_cov / self.noise**2
+        else:
+            second = (self._cov(*shape) / fan_in,)
+        return family(*map(jnp.asarray, (mean, *second)))
 
     def dense(self, family, num_in, num_out):
         return DenseParams(self.belief(family, num_in, num_out), self.belief(family, num_out))
@@ -101,6 +108,6 @@ def assert_same(moments, expected):
 
 
 def worst(estimate, truth, error):
-    """The largest deviation in standard errors; where nothing varies, only rounding may deviate."""
+    """The largest deviation in standard errors; constant entries may deviate by rounding only."""
     rounding = 1e-12 * (1 + np.abs(np.asarray(truth)))
     return float(np.max(np.abs(estimate - truth) / (error + rounding)))

@@ -9,11 +9,10 @@ from moment_jax import reference
 from moment_jax.covariance import Full
 from moment_jax.layers import NormParams, dense, layer_norm, matmul, softmax
 from moment_jax.posterior import Point
+from tests.builders import KERNEL_FAMILIES, VECTOR_FAMILIES
 from tests.reference.examples import (
     FEATURES,
-    KERNEL_FAMILIES,
     TOKENS,
-    VECTOR_FAMILIES,
     Examples,
     assert_same,
     name,

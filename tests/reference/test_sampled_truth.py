@@ -23,7 +23,7 @@ NUM_SAMPLES, EPSILON = 50_000, 1e-6
 
 
 def beliefs():
-    """What is random: (x, params) with small noise and with large, and two matrices."""
+    """The random inputs: (x, params) with small noise and with large noise, and two matrices."""
     small, large, operands = Examples(20, 0.01), Examples(21, 1.0), product_operands()
     return {
         "small": (small.belief(FullNormal, TOKENS, FEATURES), small.block(Factorized)),

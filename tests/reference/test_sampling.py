@@ -9,7 +9,7 @@ import pytest
 
 from moment_jax.posterior import Factorized, sample_params
 from moment_jax.reference import monte_carlo
-from moment_jax.reference.sample_moments import CentralSums, JointSums, merge
+from moment_jax.reference.sampling import CentralSums, JointSums, merge
 
 KEY = jax.random.key(5)
 SPREAD = 0.35  # of the logarithm, in what follows

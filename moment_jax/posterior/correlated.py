@@ -1,0 +1,203 @@
+"""Beliefs of correlated entries: `MatrixNormal` and `FullNormal`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from moment_jax.covariance.fields import check_fields, check_variances, register_fields
+from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
+from moment_jax.posterior.prior import GaussianPrior, divergence
+from moment_jax.xla import diagonal_of
+
+Array = jax.Array
+
+
+@register_fields
+@dataclasses.dataclass(frozen=True)
+class MatrixNormal(Posterior):
+    """Matrix-normal kernel with a Kronecker-factored covariance: Cov[w_io, w_jp] = A_ij B_op.
+
+    Only the product counts: (c A, B / c) is the same belief for every c > 0.
+
+    Args:
+      mean: mean of the kernel, (in, out).
+      in_cov: A, (in, in), symmetric and positive semi-definite.
+      out_cov: B, (out, out), likewise.
+
+    Raises:
+      ValueError: if the shapes do not fit.
+
+    >>> from moment_jax.posterior import GaussianPrior
+    >>> in_cov = jnp.array([[1.0, 0.5], [0.5, 1.0]])
+    >>> kernel = MatrixNormal(jnp.zeros((2, 3)), in_cov, jnp.eye(3))
+    >>> print(kernel.noise_variance(jnp.ones((2,)), jnp.zeros((2,))))
+    [3. 3. 3.]
+    >>> print(f"{kernel.kl(GaussianPrior()):.3f}")  # -3 log(det A) / 2
+    0.432
+    """
+
+    mean: Array
+    in_cov: Array
+    out_cov: Array
+
+    def __post_init__(self) -> None:
+        call = "MatrixNormal(mean, in_cov, out_cov)"
+        check_fields(
+            call,
+            "For a kernel (in, out), give covariances (in, in) and (out, out); for a bias or a "
+            "gain, use Factorized or FullNormal.",
+            _factor_shapes,
+            self.mean,
+            self.in_cov,
+            self.out_cov,
+        )
+        check_variances(call, self.in_cov, "i")
+        check_variances(call, self.out_cov, "o")
+
+    @property
+    def uncorrelated(self) -> bool:
+        """False: entries are correlated."""
+        return False
+
+    def sample(self, key: Array) -> Array:
+        """Draw mean + root(A) z root(B); see `Posterior.sample`."""
+        self._check_kernel("sample")
+        noise = jax.random.normal(key, self.shape, self.mean.dtype)
+        return self.mean + psd_sqrt(self.in_cov) @ noise @ psd_sqrt(self.out_cov)
+
+    def marginal_variance(self) -> Array:
+        """A_ii B_oo, (in, out)."""
+        self._check_kernel("marginal_variance")
+        return diagonal_of(self.in_cov)[:, None] * diagonal_of(self.out_cov)[None, :]
+
+    def kl(self, prior: GaussianPrior) -> Array:
+        """KL(self || prior), with log det (A kron B) = out log det A + in log det B."""
+        self._check_kernel("kl")
+        # The log-determinant, split evenly over the in * out entries.
+        num_in, num_out = self.shape
+        share = psd_logdet(self.in_cov) / num_in + psd_logdet(self.out_cov) / num_out
+        log_variance = jnp.broadcast_to(share, self.shape)
+        return divergence(prior, self.mean, self.marginal_variance(), log_variance)
+
+    def _noise_variance(self, mean: Array, variance: Array) -> Array:
+        total = variance @ diagonal_of(self.in_cov) + jnp.sum((mean @ self.in_cov) * mean, axis=-1)
+        return _outer(nonnegative(total), diagonal_of(self.out_cov))
+
+    def _noise_block(self, moment: Array) -> Array:
+        return _outer(jnp.einsum("...ij,ij->...", moment, self.in_cov), self.out_cov)
+
+    def _input_metric(self) -> Array:
+        return self.in_cov * jnp.sum(diagonal_of(self.out_cov))
+
+    def _rows(self, indices: Array) -> MatrixNormal:
+        in_cov = self.in_cov[indices][:, indices]
+        return MatrixNormal(self.mean[indices], in_cov, self.out_cov)
+
+    def _transpose(self) -> MatrixNormal:
+        return MatrixNormal(self.mean.T, self.out_cov, self.in_cov)
+
+
+def _outer(total: Array, cov: Array) -> Array:
+    """(...) times an array: (..., *cov.shape)."""
+    shape = (*total.shape, *cov.shape)
+    return jnp.expand_dims(total, range(total.ndim, len(shape))) * jnp.broadcast_to(cov, shape)
+
+
+def _factor_shapes(mean: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if len(mean) < 2:
+        raise ValueError("needs the mean of a kernel, of shape (in, out).")
+    *stack, num_in, num_out = mean
+    return [(*stack, num_in, num_in), (*stack, num_out, num_out)]
+
+
+@register_fields
+@dataclasses.dataclass(frozen=True)
+class FullNormal(Posterior):
+    """Gaussian with an arbitrary dense covariance, for small arrays.
+
+    Args:
+      mean: mean of the weights, (in, out) for a kernel, (D,) for a bias or a gain, or of any shape.
+      cov: Cov[w_io, w_jp], (in, out, in, out), or (D, D), in general twice the mean's shape;
+        symmetric and positive semi-definite as a matrix.
+
+    Raises:
+      ValueError: if the shapes do not fit.
+
+    >>> from moment_jax.posterior import GaussianPrior
+    >>> bias = FullNormal(jnp.zeros((2,)), jnp.array([[1.0, 0.5], [0.5, 1.0]]))
+    >>> print(bias.vector_cov())
+    [[1.  0.5]
+     [0.5 1. ]]
+    >>> print(f"{bias.kl(GaussianPrior()):.3f}")  # -log(0.75) / 2
+    0.144
+    """
+
+    mean: Array
+    cov: Array
+
+    def __post_init__(self) -> None:
+        # A stack of beliefs has leading axes that mean and cov share.
+        num_axes = getattr(self.cov, "ndim", 0) - getattr(self.mean, "ndim", 0)
+        check_fields(
+            "FullNormal(mean, cov)",
+            "For a kernel (in, out), cov is (in, out, in, out): use cov.reshape(2 * mean.shape).",
+            lambda mean: [mean + (mean[-num_axes:] if num_axes > 0 else mean)],
+            self.mean,
+            self.cov,
+        )
+        check_variances("FullNormal(mean, cov)", self.cov, "abcdefgh"[: max(num_axes, 0)])
+
+    @property
+    def uncorrelated(self) -> bool:
+        """False: entries are correlated."""
+        return False
+
+    def sample(self, key: Array) -> Array:
+        """Draw mean + root(Cov) z; see `Posterior.sample`."""
+        root = psd_sqrt(self._matrix("sample"))
+        noise = jax.random.normal(key, self.shape, self.mean.dtype)
+        return self.mean + (root @ noise.ravel()).reshape(self.shape)
+
+    def marginal_variance(self) -> Array:
+        """The diagonal of the covariance, of the mean's shape."""
+        return diagonal_of(self._matrix("marginal_variance")).reshape(self.shape)
+
+    def kl(self, prior: GaussianPrior) -> Array:
+        """KL(self || prior), by the Cholesky factor of the covariance."""
+        logdet = psd_logdet(self._matrix("kl"))
+        log_variance = jnp.broadcast_to(logdet / self.mean.size, self.shape)
+        return divergence(prior, self.mean, self.marginal_variance(), log_variance)
+
+    def _noise_variance(self, mean: Array, variance: Array) -> Array:
+        same_output = jnp.einsum("iojo->oij", self.cov)
+        half = jnp.einsum("...i,oij->...oj", mean, same_output)
+        of_mean = jnp.einsum("...oj,...j->...o", half, mean)
+        return nonnegative(variance @ self.marginal_variance() + of_mean)
+
+    def _noise_block(self, moment: Array) -> Array:
+        return jnp.einsum("...ij,iojp->...op", moment, self.cov)
+
+    def _input_metric(self) -> Array:
+        return jnp.einsum("iojo->ij", self.cov)
+
+    def _rows(self, indices: Array) -> FullNormal:
+        return FullNormal(self.mean[indices], self.cov[indices][:, :, indices])
+
+    def _transpose(self) -> FullNormal:
+        return FullNormal(self.mean.T, self.cov.transpose(1, 0, 3, 2))
+
+    def _vector_cov(self) -> Array:
+        return jnp.asarray(self.cov)
+
+    def _matrix(self, method: str) -> Array:
+        """The covariance as a matrix (n, n), n the number of entries."""
+        if self.cov.ndim != 2 * self.mean.ndim:
+            raise ValueError(
+                f"`FullNormal.{method}` needs one belief, with cov.shape == 2 * mean.shape. Got "
+                f"{self.cov.shape} and {self.shape}. For a stack of beliefs, use jax.vmap."
+            )
+        return self.cov.reshape(self.mean.size, self.mean.size)
