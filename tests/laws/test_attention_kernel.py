@@ -1,7 +1,8 @@
-"""`Diagonal`'s attention by its kernel, run by XLA, is that of the compiler's own program."""
+"""The Pallas kernel of `Diagonal`'s attention, interpreted, agrees with the program without it."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -44,7 +45,7 @@ CASES = [
 
 
 def mask_of(case: Case) -> jax.Array | None:
-    """One for each head; with padding the third query is left with nothing."""
+    """A mask per head; with padding, the third query has no key."""
     key, query = jnp.arange(case.keys)[None, :], jnp.arange(case.queries)[:, None]
     if case.mask is None:
         return None
@@ -80,7 +81,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def with_gradient(mix, heads: Heads):
-    """All that it gives, and the gradient of a sum of it by all that is a number."""
+    """The results, and the gradient of a sum of them with respect to all arrays of floats."""
     mask = heads.mask
 
     def total(numbers: Heads):
@@ -97,11 +98,23 @@ def assert_same(found, expected, rtol: float = 1e-10):
         assert_close(one, other, rtol)
 
 
+@pytest.fixture(scope="module")
+def heads_and_expected():
+    """The arguments of a case, and their result without the kernel."""
+
+    @functools.cache
+    def of(case: Case):
+        heads = heads_of(case, jax.random.key(1))
+        return heads, with_gradient(lambda h: mix_by_compiler(h, None, case.order), heads)
+
+    return of
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_moments_and_gradients(case: Case):
-    heads = heads_of(case, jax.random.key(1))
+def test_moments_and_gradients(case: Case, heads_and_expected):
+    heads, expected = heads_and_expected(case)
     found = with_gradient(lambda heads: mix_by_kernel(plan_of(case), heads), heads)
-    assert_same(found, with_gradient(lambda heads: mix_by_compiler(heads, None, case.order), heads))
+    assert_same(found, expected)
     if case.mask == "padding":
         mean, variance, _ = found[0][1]
         assert not mean[:, 2].any()
@@ -113,7 +126,7 @@ def test_a_batch_in_float32_and_without_noise():
     quiet = heads_of(case, jax.random.key(1), jnp.float32, noise=0.0)
     noisy = heads_of(case, jax.random.key(2), jnp.float32)
     batch = jax.tree.map(lambda *x: jnp.stack(x), quiet, noisy)
-    # Kernels are the batch's own: nothing but their derivatives has them more than once.
+    # Kernels are shared by the batch: only their derivatives have a batch axis.
     axes = jax.tree.map(lambda _: 0, batch)._replace(query_kernel=None, mask=None)
     axes = axes._replace(shared=Shared(0, None, None))
     batch = batch._replace(query_kernel=quiet.query_kernel, mask=quiet.mask)
@@ -145,8 +158,8 @@ def test_size_of_the_covariance_of_keys_and_values(size, monkeypatch: pytest.Mon
     assert_same(both(size), both(textbook))
 
 
-def test_blocks_take_it_where_it_is_asked_for():
-    """Under a scan over blocks with `remat`, as in an encoder; and never unasked on a CPU."""
+def test_blocks_use_the_kernel_on_request():
+    """In a scan over blocks with `remat`, as in an encoder; never by default on a CPU."""
     params = random_block(jax.random.key(0), 8, 16, 0.3)
     x = jax.random.normal(jax.random.key(1), (9, 8))
     cov = random_cov(jax.random.key(2), mj.Diagonal, (9, 8), 0.3)
@@ -181,14 +194,13 @@ def plan_for(tokens: int) -> Plan | None:
     return find_plan(shapes, 2)
 
 
-def test_derivatives_by_the_compiler_where_those_of_the_kernel_do_not_fit():
-    case = CASES[1]
-    plan, heads = plan_of(case)._replace(backward=False), heads_of(case, jax.random.key(1))
-    found = with_gradient(lambda heads: mix_by_kernel(plan, heads), heads)
-    assert_same(found, with_gradient(lambda heads: mix_by_compiler(heads, None, 2), heads))
+def test_derivatives_without_the_kernel_where_it_does_not_fit(heads_and_expected):
+    plan = plan_of(CASES[1])._replace(backward=False)
+    heads, expected = heads_and_expected(CASES[1])
+    assert_same(with_gradient(lambda heads: mix_by_kernel(plan, heads), heads), expected)
 
 
-def test_what_stays_with_the_compiler():
+def test_which_arguments_get_no_kernel():
     case = CASES[1]
     heads = heads_of(case, jax.random.key(0))
     assert find_plan(heads, 2) is None
@@ -201,7 +213,7 @@ def test_what_stays_with_the_compiler():
         assert find_plan(heads, 2) is None
 
 
-def test_forward_mode_is_the_compilers():
+def test_forward_mode_needs_the_kernel_off():
     params = random_block(jax.random.key(0), 8, 16, 0.3).attention
     cov = mj.Diagonal.zeros((5, 8))
 
@@ -236,7 +248,7 @@ def test_products_in_a_kernel_are_float32_unless_told_otherwise():
     reason="libtpu is not installed; pip install 'moment_jax[tpu]' compiles the kernel here",
 )
 @pytest.mark.parametrize(("tokens", "batch", "count"), [(196, 16, 2), (1024, 1, 2), (4096, 1, 1)])
-def test_it_compiles_for_a_tpu_that_is_not_here(tokens: int, batch: int, count: int):
+def test_it_compiles_for_a_tpu(tokens: int, batch: int, count: int):
     done = subprocess.run(
         [sys.executable, "-m", "tests.laws.kernel_for_tpu", str(tokens), str(batch)],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""Attention to a memory and the decoder block, against Flax's own layers and sampled truth."""
+"""Cross-attention and the decoder block against Flax's layers and sampled truth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 
 import moment_jax as mj
 from moment_jax.covariance import Covariance
-from tests.builders import ALL_STRUCTURES, assert_close, random_block, random_cov, random_psd
+from tests.builders import (
+    ALL_STRUCTURES,
+    assert_close,
+    decoder_of,
+    random_block,
+    random_cov,
+    random_psd,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -21,15 +28,7 @@ CAUSAL = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
 
 
 def decoder_params(key, scale=0.3, family=mj.posterior.Factorized):
-    first, second = (random_block(k, FEATURES, 6, scale, family) for k in jax.random.split(key))
-    return mj.DecoderBlockParams(
-        first.attention,
-        first.norm1,
-        second.attention,
-        second.norm1,
-        second.feed_forward,
-        second.norm2,
-    )
+    return decoder_of(*(random_block(k, FEATURES, 6, scale, family) for k in jax.random.split(key)))
 
 
 PARAMS = decoder_params(KEYS[2])
@@ -82,7 +81,7 @@ def test_a_certain_block_is_the_plain_block(structure: type[Covariance]):
 
 
 def test_full_against_samples():
-    """Random x, random memory and random weights, small enough that Taylor's orders hold."""
+    """Input, memory and weights are random, with noise small enough for the Taylor expansion."""
     params = decoder_params(KEYS[2], 0.1)
     covs = [
         mj.Full(0.01 * random_psd(key, n * FEATURES).reshape(n, FEATURES, n, FEATURES))
@@ -116,7 +115,7 @@ def test_later_tokens_and_padding_of_the_memory_do_not_matter(structure: type[Co
     @jax.jit
     def run(mean, memory, mask):
         cov, memory_cov = (structure.independent(jnp.full(a.shape, 0.1)) for a in (mean, memory))
-        if structure is mj.Separable:  # whose feature correlation is an average, here over a prompt
+        if structure is mj.Separable:  # its feature correlation is averaged over the prompt
             cov = cov.pooled(jnp.arange(TOKENS) < 2)
         mean, cov = mj.decoder_block(
             mean,
@@ -141,8 +140,8 @@ def test_later_tokens_and_padding_of_the_memory_do_not_matter(structure: type[Co
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_a_memory_that_nobody_may_look_at(structure: type[Covariance]):
-    """The output is its bias: no NaN, and no gradient into the memory."""
+def test_a_memory_that_is_fully_masked(structure: type[Covariance]):
+    """The output is the bias: no NaN, and no gradient into the memory."""
     cov, memory_cov = (random_cov(KEYS[5], structure, a.shape, 0.3) for a in (MEAN, MEMORY))
     nobody = jnp.zeros((TOKENS, SOURCES), bool)
 
