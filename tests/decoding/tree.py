@@ -10,7 +10,7 @@ from moment_jax.objectives import log_class_probabilities
 
 V, LENGTH = 3, 4
 NUM_NODES = sum(V**depth for depth in range(LENGTH))
-POINTS = 64
+POINTS = 16
 
 
 def logits(seed, scale=1.5):

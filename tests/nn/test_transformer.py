@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import assert_close
 
 pytestmark = pytest.mark.slow
 
@@ -33,23 +32,6 @@ def transformer(structure=mj.DEFAULT_STRUCTURE, blocks=2):
         structure=structure,
         rngs=nnx.Rngs(0),
     )
-
-
-def test_batch_equals_loop_of_functions():
-    model = transformer(mj.Diagonal, 1)
-    mean, cov = nnx.jit(lambda m, s, t: m(s, t, mask=CAUSAL))(model, SOURCE, TARGET)
-    encoder, decoder = model.params.values()
-    memory = [mj.Diagonal.zeros(SOURCE.shape[1:]), mj.Diagonal.zeros(TARGET.shape[1:])]
-
-    @jax.jit
-    def one(source, target):
-        read = model.encoder.moments(source, memory[0], encoder, None)
-        return model.decoder.moments(target, memory[1], *read, decoder, CAUSAL, None)
-
-    for row in range(2):
-        single, single_cov = one(SOURCE[row], TARGET[row])
-        assert_close(mean[row], single, 1e-5)
-        assert_close(cov.variances[row], single_cov.variance(), 1e-5)
 
 
 def test_two_and_two_random_blocks_against_samples():
