@@ -25,7 +25,7 @@ def scattered(module):
     rng = np.random.default_rng(5)
 
     def moved(raw):
-        return (raw + 0.3 * rng.normal(size=raw.shape)).astype(np.float32)
+        return (raw + 0.02 * rng.normal(size=raw.shape)).astype(np.float32)
 
     nnx.update(module, jax.tree.map(moved, nnx.state(module, mj.nn.VariationalScale)))
     return module
