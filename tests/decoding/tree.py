@@ -20,7 +20,7 @@ def logits(seed, scale=1.5):
 
 
 def step_of(mean, cov):
-    """The state is the node (B,), -1 before the first token; node n has the children n V + 1 + token."""
+    """A step whose state is the node (B,), -1 before the first token; children are n V + 1 + token."""
 
     def step(node, tokens):
         node = jnp.where(node < 0, 0, node * V + 1 + tokens)
@@ -40,7 +40,7 @@ def table(mean, cov):
 
 
 def log_prob(sequence, log_probs):
-    """Of one sequence, one token after another."""
+    """The log-probability of one sequence, token by token."""
     node, total = 0, 0.0
     for token in sequence:
         total += log_probs[node, token]

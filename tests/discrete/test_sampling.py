@@ -20,7 +20,7 @@ gumbel_softmax = jax.jit(mj.discrete.gumbel_softmax, static_argnames="straight_t
 
 @pytest.fixture
 def optimized():
-    """Here it is the draws that cost, not the compiler."""
+    """XLA's optimisations, where draws cost more than compilation."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

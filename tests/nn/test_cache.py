@@ -1,4 +1,4 @@
-"""Decoding token by token from cached keys and values is the whole pass with a causal mask."""
+"""Decoding token by token from cached keys and values equals a whole pass with a causal mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encoder(structure, blocks=1, **options):
 
 
 def in_steps(model, cache, *counts):
-    """Moments of so many tokens a step."""
+    """Moments computed in steps of `counts` tokens."""
     step = nnx.jit(lambda m, x, c: m.step(x, None, c))
     means, spreads, first = [], [], 0
     for count in counts:
@@ -45,7 +45,7 @@ def test_a_causal_encoder(structure, norm_first, counts):
     """A prompt of two tokens in one step, then the others."""
     model = encoder(structure, 2, norm_first=norm_first)
     mean, cov = nnx.jit(lambda m, x: m(x, mask=CAUSAL))(model, X)
-    # Room for more tokens than come: what is empty has no influence.
+    # The cache has room for more tokens; empty places have no influence.
     stepped, spread = in_steps(model, model.start(TOKENS + 2, batch=(2,)), *counts)
     assert_close(stepped, mean, 1e-5)
     assert_close(spread, variances(cov), 1e-5)

@@ -1,4 +1,4 @@
-"""A plain network is taken over as it is, or refused: nothing is lost, invented or reshaped."""
+"""A plain network is converted exactly, or refused: nothing is lost, invented or reshaped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
 
 def scattered(plain):
-    """Weights that no initialisation gives."""
+    """The network with random weights and biases."""
     rng = np.random.default_rng(0)
     state = nnx.state(plain, nnx.Param)
     nnx.update(plain, jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), state))
@@ -52,7 +52,7 @@ def vision(change=nothing, **options):
 
 
 def put(*path_and_value):
-    """A change: the last argument in the place of what the attributes before lead to."""
+    """A change: set the attribute at a path to the last argument."""
     *path, name, value = path_and_value
 
     def change(plain):
@@ -94,7 +94,7 @@ AXES, SHAPES = r"reduction_axes == -1. Got \(-2, -1\)", r"\(4, 4\).*Got \(3, 4\)
 KNOWN = "one of relu, gelu, tanh, silu"
 
 
-# Plain networks as functions, which make them where a test runs and not where it is collected.
+# Functions, so that networks are built when a test runs, not when it is collected.
 @pytest.mark.parametrize(
     ("kind", "make"),
     [

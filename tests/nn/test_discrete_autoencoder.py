@@ -137,7 +137,7 @@ def test_moments_of_both_halves_against_sampled_networks():
 
 
 def test_shapes():
-    """Any batch axes, traced alone."""
+    """Any batch axes; only traced."""
     model = autoencoder()
     images = jnp.zeros((2, 3, SIZE, SIZE, 1))
     mean, cov = jax.eval_shape(model.probabilities, images)

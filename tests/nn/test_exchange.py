@@ -1,4 +1,4 @@
-"""Beliefs taken out of modules and put back: the same distribution on both sides, or an error."""
+"""Beliefs moved between modules and plain networks: the same distribution, or an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mlp(family=families.Factorized, seed=0):
 
 
 def scattered(module):
-    """The module with spreads of their own, as training leaves them."""
+    """The module with a different spread for each weight, as after training."""
     rng = np.random.default_rng(5)
 
     def moved(raw):

@@ -1,4 +1,4 @@
-"""Frozen feature correlations: what a batch shares is stored, and read by every later pass."""
+"""Frozen feature correlations: statistics of batches are stored, and read by every later pass."""
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def test_statistics_are_state_and_no_parameters(frozen):
 
 
 def test_no_product_of_feature_matrices_is_left_for_a_sequence():
-    """What a batch of 12 costs over one of 6, by XLA's count."""
+    """The extra cost of a batch of 12 over one of 6, by XLA's count."""
 
     def flops(network, count):
         graph, state = nnx.split(network)

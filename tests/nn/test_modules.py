@@ -1,4 +1,4 @@
-"""Modules own parameters and call the layers: nothing is computed otherwise, nothing gets lost."""
+"""Modules own parameters and call the layers: their results and settings are those of the layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODULES = {
 
 @nnx.jit
 def call(module, *inputs):
-    """A module or a network, compiled: op by op it would take ten times as long."""
+    """A module or a network, compiled: ten times as fast as op by op."""
     with jax.numpy_rank_promotion("allow"):
         return module(*inputs)
 
@@ -81,7 +81,7 @@ def test_from_deterministic_starts_at_the_network(name: str):
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_every_structure(structure):
-    """Traced alone: tests/laws/test_float32.py has the gradients of blocks in every structure."""
+    """Only traced: tests/laws/test_float32.py has the gradients of blocks in every structure."""
     module = MODULES["block"](structure=structure)
     mean, cov = jax.eval_shape(module, X[0])
     assert isinstance(cov, structure)
@@ -90,7 +90,7 @@ def test_every_structure(structure):
 
 @pytest.mark.parametrize(
     ("name", "structure", "family"),
-    # What meets dependent weights otherwise than independent ones is attention, half of a block.
+    # Only attention treats dependent weights differently from independent ones.
     [("block", mj.Diagonal, mj.posterior.Factorized)]
     + [
         ("attention", mj.Diagonal, family)

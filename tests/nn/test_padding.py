@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one batch: what exists does not see the padding."""
+"""Sequences of different lengths in one batch: padding does not change the other tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Translator(nnx.Module):
 
 
 def test_a_padded_sequence_in_a_batch_is_what_it_is_alone():
-    """So a batch is a loop, too."""
+    """The single sequence has no batch axis, so this also shows that a batch equals a loop."""
     model, run = Translator(mj.Diagonal), nnx.jit(Translator.__call__)
     source, target = IDS[0], IDS[1, :, :4]
     valid = [
@@ -62,7 +62,7 @@ def test_a_padded_sequence_in_a_batch_is_what_it_is_alone():
 
 @pytest.mark.parametrize("structure", [mj.Diagonal, mj.DEFAULT_STRUCTURE])
 def test_padding_of_an_encoder(structure):
-    """What is padded is not seen; in an empty sequence nobody looks at anything: finite moments."""
+    """Padding changes nothing, and an empty sequence has finite moments."""
     encoder = mj.nn.Encoder(
         1, FEATURES, HEADS, hidden_features=6, structure=structure, rngs=nnx.Rngs(0)
     )
