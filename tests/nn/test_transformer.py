@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer: its functions composed, batches, and sampled truth."""
+"""The encoder-decoder Transformer against sampled networks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def transformer(structure=mj.DEFAULT_STRUCTURE, blocks=2):
 
 
 def test_two_and_two_random_blocks_against_samples():
-    """Sampled networks are Flax's own layers; the target looks at the source through all blocks."""
+    """Sampled networks are Flax's own layers; the target attends to the source in all blocks."""
     model = transformer()
     source, target = SOURCE[0], TARGET[0]
     with jax.numpy_rank_promotion("allow"):
