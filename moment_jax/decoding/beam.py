@@ -24,7 +24,7 @@ class Beams(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Hypotheses: those that go on, or those that have ended."""
+    """Hypotheses, unfinished or finished."""
 
     tokens: Array  # (num_beams, length)
     log_probs: Array  # (num_beams,), -inf where there is none
@@ -45,30 +45,30 @@ def beam_search(
 ) -> Beams:
     """The sequences of the highest scores that a beam of `num_beams` hypotheses finds.
 
-    At every position all continuations of all hypotheses compete. Those that end, and are among the
-    best `num_beams` of all, are kept with their score; the best `num_beams` others go on. After
-    `length` tokens both are ranked together. With num_beams >= V^(length - 1) nothing is ever dropped,
-    and the result is that of an exhaustive search. With one beam, and no length penalty, it is `greedy`.
+    At every position all continuations of all hypotheses compete. Those among the best `num_beams` that
+    end are kept with their score; the best `num_beams` others go on. After `length` tokens both are
+    ranked together. With num_beams >= V^(length - 1) nothing is ever dropped, and the search is
+    exhaustive. With one beam and no length penalty it is `greedy`.
 
     Args:
       step: (state, tokens (B,)) -> moments of the next logits and the state; see this package. Here B
         is num_beams.
-      state: a pytree of arrays, each with a leading axis 1, that of the one sequence.
-      first_token: an integer (), that which the sequence begins with; not among the results. For
-        several sequences use `jax.vmap` over state and first_token.
+      state: of the one sequence, a pytree of arrays with a leading axis 1.
+      first_token: an integer (), the token before the sequence, not among the results. For several
+        sequences use `jax.vmap` over state and first_token.
       length: number of tokens to produce.
-      num_beams: hypotheses kept; at most V^length, the number of sequences.
+      num_beams: number of hypotheses; at most V^length, the number of sequences.
       end: the token that ends a hypothesis; None for none.
-      pad: what stands after it; the step never sees it.
-      length_penalty: a score is the log-probability over the number of tokens (the end token counts) to
-        this power: 0 ranks by probability, which prefers short sequences, 1 by the average of a token.
-        Inside `jit`, where its value is not known, NaN counts as 0.
+      pad: fills the places after it; the step never sees it.
+      length_penalty: a score is the log-probability divided by the number of tokens (with the end token)
+        to this power: 0 ranks by probability, which prefers short sequences, 1 by the average per token.
+        Inside `jit`, where its value is unknown, NaN counts as 0.
       num_points: points of the integral over the logits; None for the default of
         `mj.objectives.class_probabilities`.
 
     Returns:
-      Tokens, scores and log-probabilities. Where there are fewer possible sequences than beams, the rest
-      is padding with scores of -inf. Of equal scores the first token counts.
+      Tokens, scores and log-probabilities. If there are fewer possible sequences than beams, the rest is
+      padding with scores of -inf. Ties go to the token that comes first.
 
     Raises:
       ValueError: if length or num_beams < 1, or there are fewer sequences than beams, or there is no
@@ -114,7 +114,7 @@ def beam_search(
         alive = _Found(tokens, log_probs, log_probs * weight)
         return (state, chosen, alive, ended), None
 
-    # Copies of one hypothesis would be found twice: all beams but the first are empty at first.
+    # Only the first beam starts alive: copies of one hypothesis would be found twice.
     nothing = jnp.full(num_beams, -jnp.inf, dtype)
     empty = jnp.full((num_beams, length), pad, jnp.int32)
     start = (
@@ -130,18 +130,18 @@ def beam_search(
 
 
 def _weights(length: int, penalty: Array | float, dtype: jnp.dtype) -> Array:
-    """What a log-probability is multiplied by at each length, (length,), positive and finite."""
+    """The factor of a log-probability at each length, (length,), positive and finite."""
     power = jnp.asarray(penalty, dtype)
     power = jnp.where(jnp.isnan(power), 0, power)
     weights = jnp.arange(1, length + 1).astype(dtype) ** -power
-    # Neither 0 nor inf: times a log-probability of -inf or 0 they would be NaN.
+    # 0 and inf would give NaN with log-probabilities of -inf and 0.
     return jnp.clip(weights, jnp.finfo(dtype).tiny, jnp.finfo(dtype).max)
 
 
 def _with_ended(
     ended: _Found, alive: _Found, totals: Array, position: Array, weight: Array, end: int | None
 ) -> _Found:
-    """The hypotheses that have ended, with those that do so now and are among the best of all."""
+    """The finished hypotheses, including those that end now and are among the best of all."""
     if end is None:
         return ended
     num_beams, size = totals.shape
@@ -162,7 +162,7 @@ def _best_that_go_on(totals: Array, end: int | None) -> tuple[Array, Array, Arra
 
 
 def _best(first: _Found, second: _Found) -> _Found:
-    """The best half of both together by their scores; of equal ones, those of the first."""
+    """The best half of both by their scores; ties go to the first."""
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
     _, chosen = jax.lax.top_k(both.scores, first.scores.shape[0])
     return jax.tree.map(lambda leaf: leaf[chosen], both)

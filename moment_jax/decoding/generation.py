@@ -1,4 +1,4 @@
-"""Decoding token by token: greedily, or by draws from the predictive distribution."""
+"""Greedy decoding, and sampling from the predictive distribution."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Choice = Callable[[Array, Array], Array]  # position, log-probabilities (B, V) -
 
 
 class Decoded(NamedTuple):
-    """One sequence for each row."""
+    """One sequence per row."""
 
-    tokens: Array  # (B, length) int32, the end token among them, padding after it
+    tokens: Array  # (B, length) int32, with the end token, then padding
     log_probs: Array  # (B,), the sum of the tokens' predictive log-probabilities, in nats
-    uncertainty: TokenUncertainty  # (B, length) each, in nats, of the prediction of each token
+    uncertainty: TokenUncertainty  # (B, length) each, in nats, of each token's prediction
 
 
 def greedy(
@@ -36,28 +36,28 @@ def greedy(
     pad: int = -1,
     num_points: int | None = None,
 ) -> Decoded:
-    """The likeliest token of the predictive distribution, again and again, for every row.
+    """The likeliest token of the predictive distribution at each position, for every row.
 
     Args:
       step: (state, tokens (B,)) -> moments of the next logits and the state; see this package.
       state: a pytree of arrays, each with a leading axis B.
-      first_tokens: integers (B,), that which each sequence begins with; not among the results. Values
-        are not checked: what a token that does not exist means is up to the step.
+      first_tokens: integers (B,), the tokens before each sequence, not among the results. Their values
+        are not checked.
       length: number of tokens to produce.
-      end: the token after which a row emits nothing but padding; None for none. The step goes on to see
-        a finished row's last token.
-      pad: what a finished row emits; the step never sees it.
+      end: the token after which a row is padding; None for none. The step keeps seeing a finished row's
+        last token.
+      pad: the token of finished rows; the step never sees it.
       num_points: points of the integral over the logits; None for the default of
         `mj.objectives.class_probabilities`.
 
     Returns:
-      Tokens, log-probabilities and uncertainties. Of equal probabilities the first token counts. Padding
-      has log-probability and uncertainty 0. A row for which every token is masked finishes there, with
-      padding and a log-probability of -inf.
+      Tokens, log-probabilities and uncertainties. Ties go to the token that comes first. Padding has
+      log-probability and uncertainty 0. A row whose tokens are all masked finishes there, with padding
+      and a log-probability of -inf.
 
     Raises:
-      ValueError: if length < 1, or there is no token `end`, or shapes do not fit, or the state comes
-        back in others.
+      ValueError: if length < 1, or there is no token `end`, or shapes do not fit, or the state changes
+        its shapes.
       TypeError: if tokens are not integers, or length, end or pad are not Python ints.
 
     >>> import jax.numpy as jnp
@@ -86,11 +86,11 @@ def sample(
     pad: int = -1,
     num_points: int | None = None,
 ) -> Decoded:
-    """Sequences drawn token by token from the predictive distribution (Gumbel-max), one for each row.
+    """Sequences drawn token by token from the predictive distribution (Gumbel-max), one per row.
 
-    Each token is drawn from the marginal E[softmax(logits)] given the tokens before it: the weights are
-    averaged anew at each token, and no draw of them is shared by a sequence. To see what one network
-    would say, draw its weights (`mj.nn` modules' `sample`) and give a step with zero covariance.
+    Each token is drawn from the marginal E[softmax(logits)] given the tokens before it: weights are
+    averaged anew at each token, and a sequence shares no draw of them. For the sequences of one network,
+    draw its weights (`sample` of `mj.nn` modules) and use a step with zero covariance.
 
     Args:
       key: a JAX random key; the draws of a longer sequence begin with those of a shorter one.
@@ -98,16 +98,16 @@ def sample(
       state: as for `greedy`.
       first_tokens: as for `greedy`.
       length: number of tokens to produce.
-      temperature: tokens are drawn with probabilities proportional to p^(1 / temperature): a positive
-        scalar. Inside `jit`, where its value is not known, anything not above the root of the smallest
-        number (1e-19 in float32; NaN too) counts as that: the likeliest tokens are drawn then.
+      temperature: a positive scalar: tokens are drawn with probabilities proportional to
+        p^(1 / temperature). Inside `jit` its value is unknown: anything below the root of the smallest
+        number (1e-19 in float32), and NaN, counts as that root, which draws the likeliest tokens.
       end: as for `greedy`.
       pad: as for `greedy`.
       num_points: as for `greedy`.
 
     Returns:
-      Tokens, log-probabilities and uncertainties, both of the predictive distribution itself (that of
-      temperature 1); padding and fully masked rows are as for `greedy`.
+      Tokens, and the log-probabilities and uncertainties of the predictive distribution itself
+      (temperature 1). Padding and fully masked rows are as for `greedy`.
 
     Raises:
       ValueError: as for `greedy`, and for a temperature that is known and not positive and finite.
@@ -119,7 +119,7 @@ def sample(
 
     def drawn(position: Array, log_probs: Array) -> Array:
         largest = jnp.max(log_probs, axis=1, keepdims=True)
-        # Relative to the largest, no quotient by a small temperature makes all of them -inf.
+        # Relative to the largest: else division by a small temperature could make all of them -inf.
         relative = log_probs - jnp.where(largest > -jnp.inf, largest, 0)
         lowest = float(jnp.finfo(log_probs.dtype).tiny) ** 0.5
         tau = jnp.asarray(temperature, log_probs.dtype)

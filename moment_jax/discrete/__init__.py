@@ -1,4 +1,4 @@
-"""Discrete latent variables: Gumbel-max, Gumbel-softmax, and what random logits say of a code.
+"""Discrete latent variables: Gumbel-max, Gumbel-softmax, and codes with random logits.
 
 Pure functions on log-probabilities (..., K), normalised or not, with -inf for what cannot occur.
 """
@@ -11,10 +11,7 @@ from moment_jax.discrete.categorical import (
     perplexity,
 )
 from moment_jax.discrete.gumbel_law import gumbel, gumbel_cdf, gumbel_log_density
-from moment_jax.discrete.moments import (
-    category_moments,
-    log_category_probabilities,
-)
+from moment_jax.discrete.moments import category_moments, log_category_probabilities
 from moment_jax.discrete.sampling import exponential_annealing, gumbel_max, gumbel_softmax
 
 __all__ = [

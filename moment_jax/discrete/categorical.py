@@ -1,7 +1,7 @@
 """Categorical distributions by their log-probabilities: normalising, KL divergence, entropy, usage.
 
-A log-probability of -inf is a category that cannot occur. A row of nothing else is no distribution;
-it gives zeros (and log-probabilities of -inf), never NaN.
+A log-probability of -inf is a category that cannot occur. A row of -inf is no distribution; it gives
+zeros (and log-probabilities of -inf), never NaN.
 """
 
 from __future__ import annotations
@@ -11,9 +11,18 @@ import math
 import jax
 import jax.numpy as jnp
 
-from moment_jax.discrete.checks import check_categories
-
 Array = jax.Array
+
+
+def check_categories(name: str, log_probs: Array) -> Array:
+    """`log_probs` in float32 at least; ValueError unless the last axis has a category."""
+    log_probs = jnp.asarray(log_probs)
+    if log_probs.ndim == 0 or log_probs.shape[-1] == 0:
+        raise ValueError(
+            f"`{name}` needs log-probabilities of shape (..., K) with K >= 1 categories. Got "
+            f"{tuple(log_probs.shape)}."
+        )
+    return log_probs.astype(jnp.promote_types(log_probs.dtype, jnp.float32))
 
 
 def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
@@ -21,11 +30,11 @@ def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
 
     Args:
       logits: (..., K), unnormalised; -inf for a category that cannot occur.
-      mask: boolean, broadcastable to (..., K), True where a category may occur; None for everywhere.
+      mask: boolean, broadcastable to (..., K), False for a category that cannot occur; None for no mask.
 
     Returns:
-      (..., K): logits - logsumexp(logits), exactly -inf where a category cannot occur. Derivatives are
-      finite, and zero there.
+      (..., K): logits - logsumexp(logits), exactly -inf for a category that cannot occur. Derivatives
+      are finite, and zero there.
 
     Raises:
       ValueError: if there is no category axis, or it is empty.
@@ -45,7 +54,7 @@ def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
 
 
 def centred(logits: Array, possible: Array) -> Array:
-    """Logits less the largest possible one; 0 where not possible."""
+    """Logits minus the largest possible one; 0 where not possible."""
     largest = jnp.max(logits, axis=-1, keepdims=True, where=possible, initial=-jnp.inf)
     largest = jax.lax.stop_gradient(jnp.where(largest > -jnp.inf, largest, 0))
     return jnp.where(possible, jnp.where(possible, logits, 0) - largest, 0)
@@ -60,11 +69,11 @@ def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Ar
         over all K categories.
 
     Returns:
-      (...,), not negative. It is inf where p_k > 0 and the prior's is 0; the derivative is finite
-      everywhere, and zero with respect to entries of -inf.
+      (...,), not negative; inf if p_k > 0 where the prior is 0. Derivatives are finite everywhere, and
+      zero with respect to entries of -inf.
 
     Raises:
-      ValueError: if there is no category axis, or it is empty, or the two do not fit.
+      ValueError: if there is no category axis, or it is empty, or the two have different sizes.
 
     >>> import jax.numpy as jnp
     >>> round(float(categorical_kl(jnp.array([0.0, -jnp.inf]))), 6)  # log 2
@@ -78,7 +87,7 @@ def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Ar
         prior = log_probabilities(prior_log_probs)
         if prior.shape[-1] != size:
             raise ValueError(
-                f"`categorical_kl` needs as many categories in both, {size}. Got a prior of shape "
+                f"`categorical_kl` needs as many categories in the prior, {size}. Got one of shape "
                 f"{tuple(prior.shape)}."
             )
     prior = jnp.broadcast_to(prior, jnp.broadcast_shapes(prior.shape, log_probs.shape))
@@ -95,7 +104,7 @@ def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Ar
 
 
 def categorical_entropy(log_probs: Array) -> Array:
-    """-sum_k p_k log p_k of rows (..., K), normalised or not, in nats: (...,), from 0 to log K."""
+    """Entropy -sum_k p_k log p_k of rows (..., K), normalised or not, in nats: (...,)."""
     log_probs = log_probabilities(log_probs)
     possible = log_probs > -jnp.inf
     safe = jnp.where(possible, log_probs, 0)
@@ -103,22 +112,22 @@ def categorical_entropy(log_probs: Array) -> Array:
 
 
 def perplexity(log_probs: Array) -> Array:
-    """Exp of the entropy, (..., K) -> (...,): of how many equally likely categories it is worth."""
+    """Exp of the entropy, (..., K) -> (...,): the effective number of categories."""
     return jnp.exp(categorical_entropy(log_probs))
 
 
 def code_usage(codes: Array, num_codes: int) -> Array:
-    """How often each code occurs among `codes`, as shares of all of them.
+    """The relative frequency of each code among `codes`.
 
-    Its perplexity, `perplexity(jnp.log(code_usage(codes, K)))`, says how many codes are in use.
+    `perplexity(jnp.log(code_usage(codes, K)))` is the effective number of codes in use.
 
     Args:
-      codes: integers of any shape, in 0 .. num_codes - 1; others (such as the -1 of an impossible
+      codes: integers of any shape; those outside 0 .. num_codes - 1 (such as the -1 of an impossible
         row) are not counted.
       num_codes: K.
 
     Returns:
-      (K,), summing to one, or all zero where there is nothing to count.
+      (K,), summing to one; zeros if there is nothing to count.
 
     Raises:
       ValueError: if num_codes < 1. TypeError: if the codes are not integers.
@@ -128,6 +137,6 @@ def code_usage(codes: Array, num_codes: int) -> Array:
     codes = jnp.asarray(codes)
     if not jnp.issubdtype(codes.dtype, jnp.integer):
         raise TypeError(f"`code_usage` needs integer codes. Got {codes.dtype}.")
-    # One-hot rows, so that codes out of range count nowhere; an index of -1 would count as the last.
+    # One-hot rows ignore codes out of range; with indexing, -1 would count as the last code.
     counts = jnp.sum(jax.nn.one_hot(codes.reshape(-1), num_codes), axis=0)
     return counts / jnp.maximum(jnp.sum(counts), 1)

@@ -13,9 +13,9 @@ Array = jax.Array
 def gumbel(key: Array, shape: Sequence[int], dtype: jnp.dtype | type = jnp.float32) -> Array:
     """Independent draws of Gumbel(0, 1).
 
-    Both tails are exact where a tail's probability is above about 1e-19 (the uniform variables below
-    the draws have 64 bits); plain float32 uniforms would cut the tails at 1e-7, and with them every
-    category of a smaller probability. Half-precision draws are made in float32 and rounded.
+    Both tails are exact down to probabilities of about 1e-19, as the underlying uniform variables have
+    64 bits. Plain float32 uniforms would cut the tails at 1e-7, and with them every category that is
+    rarer. Half-precision draws are rounded from float32.
 
     Args:
       key: a JAX random key.
@@ -39,8 +39,8 @@ def gumbel(key: Array, shape: Sequence[int], dtype: jnp.dtype | type = jnp.float
 def gumbel_log_density(g: Array) -> Array:
     """Log p(g) = -(g + exp(-g)), in nats, elementwise.
 
-    It is -inf only where the truth is below the smallest number (g < -88.7 in float32) and at
-    g = +-inf. The derivative exp(-g) - 1 is held at the largest number there; it is never NaN.
+    It is -inf only where the exact value overflows (g < -88.7 in float32) and at g = +-inf. There the
+    derivative exp(-g) - 1 is clipped to the largest number; it is never NaN.
 
     Source: handwritten notes, p(g) = exp(-(g + exp(-g))).
 

@@ -1,4 +1,4 @@
-"""Categorical variables with random logits: moments of pi, and the law of a code."""
+"""Categorical variables with random logits: moments of pi, and the distribution of a code."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ S = TypeVar("S", bound=Covariance)
 def category_moments(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]:
     """Mean and covariance of pi = softmax(logits), row by row: `mj.softmax`.
 
-    A variable z_t | pi_t ~ Categorical(pi_t) under random pi has the law Categorical(E[pi_t]): whoever
-    draws one z needs the mean alone. What the covariance adds is that z's of several draws, or of
-    several rows, share their pi.
+    A variable z_t | pi_t ~ Categorical(pi_t) with random pi_t is distributed as Categorical(E[pi_t]), so
+    one draw needs only the mean. The covariance matters if several draws, or several rows, share pi.
 
     Args:
       mean: E[logits], (T, K).
       cov: covariance of the logits, a structure of shape (T, K).
-      mask: (T, K) boolean, False where a category cannot occur; None for everywhere.
+      mask: (T, K) boolean, False for a category that cannot occur; None for no mask.
 
     Returns:
       Mean (T, K), rows summing to one, and covariance of pi in the same structure.
@@ -34,10 +33,10 @@ def category_moments(mean: Array, cov: S, mask: Array | None = None) -> tuple[Ar
 
 
 def log_category_probabilities(mean: Array, cov: Covariance, mask: Array | None = None) -> Array:
-    """Log E[pi], (T, K), normalised: the law of z under random logits, as `gumbel_softmax` takes it.
+    """Log E[pi], (T, K), normalised: the distribution of z under random logits, for `gumbel_softmax`.
 
-    The errors are those of `mj.softmax` (0.5 %, 4 % and 10 % of E[pi] at a logit sd of 1, 2 and 3).
-    Masked categories are exactly -inf; others not below the logarithm of the smallest normal number.
+    Errors are those of `mj.softmax` (0.5 %, 4 % and 10 % of E[pi] at a logit sd of 1, 2 and 3). Masked
+    categories are exactly -inf; others are at least the logarithm of the smallest normal number.
     """
     probs, _ = softmax(mean, cov, mask=mask)
     log_probs = jnp.log(jnp.maximum(probs, jnp.finfo(probs.dtype).tiny))

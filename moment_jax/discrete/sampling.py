@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moment_jax.discrete.categorical import centred
-from moment_jax.discrete.checks import check_categories
+from moment_jax.discrete.categorical import centred, check_categories
 from moment_jax.discrete.gumbel_law import gumbel
 
 Array = jax.Array
@@ -20,12 +19,12 @@ def gumbel_max(key: Array, log_probs: Array) -> Array:
 
     Args:
       key: a JAX random key.
-      log_probs: log pi, (..., K), normalised or not (no +inf). Categories of -inf are never drawn, and
-        others as often as their probability says; events rarer than about 1e-19 do not happen.
+      log_probs: log pi, (..., K), normalised or not (no +inf). Categories of -inf are never drawn.
+        Frequencies are exact down to probabilities of about 1e-19; rarer events do not happen.
 
     Returns:
-      Integers (...,) in 0 .. K - 1; -1 for a row that is -inf everywhere, which has nothing to draw
-      (`jax.nn.one_hot` makes zeros of it, as `gumbel_softmax` does).
+      Integers (...,) in 0 .. K - 1; -1 for a row of -inf, which `jax.nn.one_hot` maps to zeros, as
+      `gumbel_softmax` does.
 
     Raises:
       ValueError: if there is no category axis, or it is empty.
@@ -48,26 +47,25 @@ def gumbel_softmax(
 ) -> Array:
     """A relaxed draw of Categorical(pi): softmax((g + log pi) / temperature).
 
-    The noise is that of `gumbel_max` with the same key, so that for temperature -> 0 this becomes the
-    one-hot vector of that draw. For fixed noise it is differentiable in log_probs and in the
-    temperature (pathwise gradients); the gradients vary more, the lower the temperature.
+    With the same key the noise is that of `gumbel_max`, so the limit for temperature -> 0 is the one-hot
+    vector of that draw. For fixed noise it is differentiable in log_probs and in the temperature
+    (pathwise gradients); gradients are noisier at lower temperatures.
 
     Args:
       key: a JAX random key.
       log_probs: log pi, (..., K), normalised or not (no +inf). Categories of -inf get exactly 0, and a
-        gradient of exactly 0; a row that is -inf everywhere gives zeros.
-      temperature: tau, a positive scalar. Inside `jit`, where its value is not known, anything not
-        above the root of the smallest number (1e-19 in float32; NaN too) counts as that: the result is
-        one-hot then.
-      straight_through: return the one-hot vector of `gumbel_max`, with the gradient of the relaxed draw
-        (biased, but what comes after sees codes alone).
+        gradient of exactly 0; a row of -inf gives zeros.
+      temperature: tau, a positive scalar. Inside `jit` its value is unknown: anything below the root of
+        the smallest number (1e-19 in float32), and NaN, counts as that root. The result is one-hot then.
+      straight_through: return the one-hot vector of `gumbel_max` with the gradient of the relaxed draw,
+        which is biased.
 
     Returns:
       (..., K), nonnegative, rows summing to one, in the dtype of log_probs.
 
     Raises:
-      ValueError: if there is no category axis, or it is empty; if temperature is no scalar, or a Python
-        or concrete number that is not positive and finite.
+      ValueError: if there is no category axis, or it is empty; if temperature is no scalar, or known and
+        not positive and finite.
 
     Source: handwritten notes, z_i = softmax((g_i + log pi_i) / tau).
     """
@@ -76,7 +74,7 @@ def gumbel_softmax(
     tau = jnp.asarray(tau, scores.dtype)
     lowest = float(jnp.finfo(scores.dtype).tiny) ** 0.5
     tau = jnp.where(tau > lowest, tau, lowest)
-    # Below -1e4 every exponential is 0; to cut there keeps quotients by a tiny temperature finite.
+    # Below -1e4 every exponential is 0; clipping keeps quotients by a tiny temperature finite.
     scaled = jnp.maximum(centred(scores, possible) / tau, -1e4)
     weights = jnp.where(possible, jnp.exp(scaled), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -90,10 +88,10 @@ def gumbel_softmax(
 
 
 def _perturbed(name: str, key: Array, log_probs: Array) -> tuple[Array, Array]:
-    """G + log pi, 0 where not possible, and where a category is possible at all."""
+    """G + log pi (0 where impossible), and which categories are possible."""
     log_probs = check_categories(name, log_probs)
     possible = log_probs > -jnp.inf
-    # Near zero, logits of any size leave the noise its precision.
+    # Centred, so that large logits do not cost the noise its precision.
     logits = centred(log_probs, possible)
     noise = gumbel(key, logits.shape, logits.dtype)
     return jnp.where(possible, logits + noise, 0), possible
@@ -107,7 +105,7 @@ def _winner(scores: Array, possible: Array) -> Array:
 def _checked_temperature(temperature: Array | float) -> Array | float:
     if jnp.ndim(temperature) != 0:
         raise ValueError(
-            "`gumbel_softmax` needs one temperature, a scalar. Got the shape "
+            "`gumbel_softmax` needs one temperature, a scalar. Got shape "
             f"{tuple(jnp.shape(temperature))}. For several, use jax.vmap."
         )
     known = isinstance(temperature, numbers.Real) or not isinstance(temperature, jax.core.Tracer)
@@ -122,8 +120,7 @@ def _checked_temperature(temperature: Array | float) -> Array | float:
 def exponential_annealing(start: float, floor: float, num_steps: int) -> optax.Schedule:
     """A temperature that falls geometrically from `start` to `floor` in `num_steps`, then stays.
 
-    Any Optax schedule will do for a temperature; this one is `optax.exponential_decay` told by its two
-    ends, and never below the floor, where gradients would grow without bound.
+    It is `optax.exponential_decay` parametrised by its two ends. Any Optax schedule may be used.
 
     Args:
       start: the temperature at step 0, positive.
@@ -134,7 +131,7 @@ def exponential_annealing(start: float, floor: float, num_steps: int) -> optax.S
       A function of the step.
 
     Raises:
-      ValueError: if the numbers are not so.
+      ValueError: if a number is out of range.
 
     >>> schedule = exponential_annealing(1.0, 0.25, 100)
     >>> [round(float(schedule(step)), 3) for step in (0, 50, 100, 1000)]

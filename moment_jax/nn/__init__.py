@@ -3,7 +3,7 @@
 from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.any_model import bayesian
 from moment_jax.nn.attention import MultiHeadAttention
-from moment_jax.nn.base import BayesianModule, Composite, with_structure
+from moment_jax.nn.base import BayesianModule, Composite
 from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale, total_kl
 from moment_jax.nn.decoder import Decoder, DecoderBlock
 from moment_jax.nn.dense import Dense, LayerNorm
@@ -20,6 +20,7 @@ from moment_jax.nn.plain import (
     PlainEncoderBlock,
     PlainMLP,
     PlainPositions,
+    PlainTokenTransformer,
     PlainTransformer,
     PlainVisionTransformer,
     plain_attention,
@@ -28,8 +29,8 @@ from moment_jax.nn.plain import (
     plain_norm,
 )
 from moment_jax.nn.plain_discrete_autoencoder import NegativeElbo, PlainDiscreteAutoencoder
-from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings
-from moment_jax.nn.token_transformer import PlainTokenTransformer, TokenTransformer
+from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings, with_structure
+from moment_jax.nn.token_transformer import TokenTransformer
 from moment_jax.nn.transformer import Transformer
 from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams
 

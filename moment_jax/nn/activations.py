@@ -1,4 +1,4 @@
-"""Activations by name: each as a moment transform and as a plain function."""
+"""Activations by name, each as a moment transform and as a plain function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACTIVATIONS = {
 
 
 def find_activation(name: str) -> Activation:
-    """The activation of this name; ValueError names those there are."""
+    """The activation of this name; ValueError lists the known ones."""
     if name not in ACTIVATIONS:
         raise ValueError(
             f"A module needs an activation, one of {', '.join(ACTIVATIONS)}. Got {name!r}."

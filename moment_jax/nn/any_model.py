@@ -1,4 +1,4 @@
-"""`bayesian`: the moments of any Flax model, from a belief about its parameters."""
+"""`bayesian`: moments of any Flax model, from a belief about its parameters."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def bayesian(
     linearised: bool = False,
     receipt: bool = False,
 ) -> Callable[..., Any]:
-    """The model with a belief about its parameters: called as the model is, it gives mean and cov.
+    """A function that takes the model's arguments and returns mean and covariance of its output.
 
-    The model is not changed, nor its class: its operations are traced and carried out on moments, see
+    The model itself is not changed: its operations are traced and carried out on moments, see
     `propagate`. It has to be in inference mode (`model.eval()`, or `deterministic=True`).
 
     Args:
       model: a Flax NNX module that returns one array.
-      posterior: beliefs in the places of parameters, a tree as `nnx.to_pure_dict(nnx.state(model,
-        nnx.Param))` gives one; parameters that it leaves out are certain.
+      posterior: beliefs in the places of parameters, in a tree like `nnx.to_pure_dict(nnx.state(model,
+        nnx.Param))`; parameters that it omits are certain.
       structure: in which covariances are kept, as in `propagate`.
-      batch_axes: how many leading axes of the inputs are a batch.
-      batched: names of keyword arguments with these axes, such as ("mask",); others are for all alike.
-      linearised: of the network linearised in its weights, right for a Laplace approximation, see
+      batch_axes: the number of leading batch axes of the inputs.
+      batched: names of keyword arguments with these axes, such as ("mask",); the others are shared.
+      linearised: linearise the network in its weights, which is right for a Laplace approximation, see
         `mj.linearised`; the covariance is `Full` then.
-      receipt: return the operations too, see `propagate`; for inputs without batch axes.
+      receipt: also return the operations, see `propagate`; for inputs without batch axes.
 
     Returns:
-      A function of the model's arguments. It gives the mean, of the shape of the model's output, and the
-      covariance of a sequence (T, D), the last axis being D, with the batch axes before its fields.
+      The function. Its mean has the shape of the model's output. Its covariance is that of a sequence
+      (T, D), the last axis being D, with the batch axes leading in its fields.
 
     Raises:
-      TypeError: if `model` is no module. ValueError: if the beliefs do not fit the parameters, or if the
+      TypeError: if `model` is no module. ValueError: if the beliefs do not fit the parameters, or the
         model is in training mode.
 
     >>> import jax.numpy as jnp
@@ -73,19 +73,22 @@ def bayesian(
         known, nnx.to_pure_dict(posterior) if isinstance(posterior, nnx.State) else posterior
     )
 
+    def merged(values: Any) -> Any:
+        """The model with these parameters, on new variables, which it may write to while traced."""
+        filled, others = jax.tree.map(lambda x: x, (parameters, rest))
+        nnx.replace_by_pure_dict(filled, values)
+        return nnx.merge(graph, filled, others)
+
     def moments(inputs: tuple[Any, ...], shared: dict[str, Any], own: dict[str, Any]) -> Any:
         def fn(values: Any, inputs: tuple[Any, ...], own: dict[str, Any]) -> Any:
-            # New variables, which a model may write to while it is traced.
-            filled, others = jax.tree.map(lambda x: x, (parameters, rest))
-            nnx.replace_by_pure_dict(filled, values)
-            merged: Any = nnx.merge(graph, filled, others)
-            before = jax.tree.leaves(nnx.state(merged, nnx.BatchStat))
-            result = merged(*inputs, **shared, **own)
-            after = jax.tree.leaves(nnx.state(merged, nnx.BatchStat))
+            network = merged(values)
+            before = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
+            result = network(*inputs, **shared, **own)
+            after = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
             if any(a is not b for a, b in zip(before, after, strict=True)):
                 raise ValueError(
-                    "`bayesian` needs a model in inference mode. Got one that changed its statistics of "
-                    "a batch (BatchStat). Call model.eval() first, or give use_running_average=True."
+                    "`bayesian` needs a model in inference mode. Got one that updates its batch "
+                    "statistics (BatchStat). Call model.eval() first, or set use_running_average=True."
                 )
             return result
 
@@ -93,10 +96,6 @@ def bayesian(
         mean, cov, *steps = of(beliefs, inputs, own)
         shape = jax.eval_shape(fn, known, inputs, own).shape
         return mean.reshape(shape), cov, *steps
-
-    def plain(*inputs: Any, **options: Any) -> Any:
-        merged: Any = nnx.merge(graph, *jax.tree.map(lambda x: x, (parameters, rest)))
-        return merged(*inputs, **options)
 
     def call(*inputs: Any, **options: Any) -> Any:
         own = {name: options.pop(name) for name in batched if name in options}
@@ -113,7 +112,8 @@ def bayesian(
         try:
             return of_all(inputs, own)
         except Exception as error:
-            _explain(lambda x: plain(*x[0], **options, **x[1]), (inputs, own), batch_axes, error)
+            plain = lambda x: merged(known)(*x[0], **options, **x[1])  # noqa: E731
+            _explain(plain, (inputs, own), batch_axes, error)
             raise
 
     return call
@@ -131,10 +131,10 @@ def _check_inputs(inputs: tuple[Any, ...], batch_axes: int) -> None:
 def _explain(
     plain: Callable[[Any], Any], inputs: tuple[Any, Any], batch_axes: int, error: Exception
 ) -> None:
-    """Say so where the model failed for inputs that lack a batch axis, or have one too many."""
+    """Raise a ValueError if the model failed because inputs have one batch axis too few or too many."""
 
     def as_one(dropped: int) -> Any:
-        """A batch of one example, without so many leading axes of the inputs."""
+        """Shapes of a batch of one, without the first `dropped` axes of the inputs."""
         ones = (1,) * batch_axes
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(ones + x.shape[dropped:], x.dtype), inputs
@@ -146,24 +146,24 @@ def _explain(
     got = f"Got inputs of shape {shapes(inputs)}"
     if takes(plain, as_one(0)):
         raise ValueError(
-            f"{rule}, and this model's single example has all of theirs. {got}. For one input, "
+            f"{rule}, and a single example of this model has all of theirs. {got}. For one input, "
             f"use x[None]{'' if batch_axes == 1 else ', once for each axis'}."
         ) from error
     if takes(plain, as_one(batch_axes + 1)):
         raise ValueError(
-            f"{rule}, and this model's single example has one axis less than theirs. {got}. Give "
+            f"{rule}, and a single example of this model has one axis less. {got}. Give "
             f"batch_axes={batch_axes + 1}."
         ) from error
 
 
 def _completed(known: Any, beliefs: Any, path: str = "") -> Any:
-    """The tree of parameters, with beliefs where there are some."""
+    """The tree of parameters, with beliefs in the places that have one."""
     if isinstance(known, dict):
         given = {} if beliefs is None else beliefs
         if not isinstance(given, dict) or set(given) - set(known):
             came = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
             raise ValueError(
-                f"`bayesian` needs beliefs at parameters of the model; at '{path or '/'}' it has "
+                f"`bayesian` needs beliefs about parameters of the model; at '{path or '/'}' it has "
                 f"{sorted(map(str, known))}. Got {came}. Start from nnx.to_pure_dict(nnx.state(model, "
                 "nnx.Param))."
             )
@@ -174,7 +174,7 @@ def _completed(known: Any, beliefs: Any, path: str = "") -> Any:
     if getattr(mean, "shape", None) != known.shape:
         came = getattr(mean, "shape", type(beliefs).__name__)
         raise ValueError(
-            f"`bayesian` needs a belief of shape {tuple(known.shape)} at '{path}', as the parameter "
-            f"has. Got {came}."
+            f"`bayesian` needs a belief of the parameter's shape {tuple(known.shape)} at '{path}'. Got "
+            f"{came}."
         )
     return beliefs

@@ -11,8 +11,8 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.layers import AttentionParams, attention
 from moment_jax.layers.checks import check_heads
-from moment_jax.nn.base import BayesianModule, set_mean
-from moment_jax.nn.conversion import check_bias, check_kind, check_loaded, check_same
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.conversion import check_bias, check_kind, check_loaded, check_same, set_mean
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.plain import plain_attention
 from moment_jax.nn.settings import Settings
@@ -34,6 +34,13 @@ class MultiHeadAttention(BayesianModule):
       ValueError: if the heads do not divide the features.
     """
 
+    parts = ("query", "key", "value", "out")
+    flax_type = nnx.MultiHeadAttention
+    query: Dense
+    key: Dense
+    value: Dense
+    out: Dense
+
     def __init__(
         self,
         num_features: int,
@@ -46,62 +53,48 @@ class MultiHeadAttention(BayesianModule):
         check_heads("MultiHeadAttention", num_heads, num_features)
         self.settings = Settings.of(self, settings)
         self.num_heads = num_heads
-        size = (num_features, num_features)
-        self.query = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)
-        self.key = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)
-        self.value = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)
-        self.out = Dense(*size, use_bias=use_bias, rngs=rngs, **settings)
+        for part in self.parts:
+            layer = Dense(num_features, num_features, use_bias=use_bias, rngs=rngs, **settings)
+            setattr(self, part, layer)
 
     @classmethod
-    def from_deterministic(
-        cls, layer: nnx.MultiHeadAttention, **settings: Any
-    ) -> MultiHeadAttention:
-        """Beliefs that start at the weights of a trained `nnx.MultiHeadAttention`; no dropout."""
-        check_kind("MultiHeadAttention.from_deterministic", layer, nnx.MultiHeadAttention)
-        new = cls(
-            layer.in_features,
-            layer.num_heads,
-            use_bias=layer.query.bias is not None,
-            rngs=nnx.Rngs(0),
-            **settings,
-        )
-        new.load(layer)
-        return new
+    def options_of(
+        cls, network: nnx.MultiHeadAttention, settings: dict[str, Any]
+    ) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        sizes = {"num_features": network.in_features, "num_heads": network.num_heads}
+        use_bias = network.query.bias is not None
+        return {**sizes, "use_bias": use_bias, "rngs": nnx.Rngs(0), **settings}
 
-    def load(self, layer: nnx.MultiHeadAttention) -> None:
-        """Take the weights of an `nnx.MultiHeadAttention` as means."""
+    def load(self, network: nnx.MultiHeadAttention) -> None:
+        """Take the weights of an `nnx.MultiHeadAttention` of the same sizes as means."""
         name = "MultiHeadAttention.load"
-        check_kind(name, layer, nnx.MultiHeadAttention)
-        (features, width), out_features = (
-            self.query.kernel.mean.shape,
-            self.out.kernel.mean.shape[1],
-        )
+        check_kind(MultiHeadAttention, network)
+        features, width = self.query.kernel.mean.shape
         check_same(
             name,
-            layer,
+            network,
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads,
             in_features=features,
             in_kv_features=features,
             qkv_features=width,
-            out_features=out_features,
+            out_features=self.out.kernel.mean.shape[1],
             normalize_qk=False,
             attention_fn=nnx.dot_product_attention,
         )
-        for part in ("query", "key", "value", "out"):
-            mine, theirs = getattr(self, part), getattr(layer, part)
+        for part in self.parts:
+            mine, theirs = getattr(self, part), getattr(network, part)
             check_bias(name, "bias", mine.bias, theirs.bias)
             set_mean(mine.kernel, theirs.kernel[...].reshape(mine.kernel.mean.shape))
             if mine.bias is not None:
                 set_mean(mine.bias, theirs.bias[...].reshape(mine.bias.mean.shape))
-        check_loaded(name, self, layer)
+        check_loaded(name, self, network)
 
     @property
     def params(self) -> AttentionParams:
         """Beliefs about the four projections."""
-        return AttentionParams(
-            self.query.params, self.key.params, self.value.params, self.out.params
-        )
+        return AttentionParams(*(getattr(self, part).params for part in self.parts))
 
     def network(self, params: AttentionParams) -> nnx.MultiHeadAttention:
         """The plain `nnx.MultiHeadAttention` with these arrays."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 from flax import nnx
 
-from moment_jax.covariance import Covariance
 from moment_jax.nn.batching import over_batch
-from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.nn.belief import total_kl
+from moment_jax.nn.conversion import check_kind, check_loaded
 from moment_jax.nn.freezing import over_statistics
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior, sample_params
 
 Array = jax.Array
-M = TypeVar("M", bound=nnx.Module)
 
 
 class Stage(NamedTuple):
@@ -34,11 +32,14 @@ class Stage(NamedTuple):
 class BayesianModule(nnx.Module):
     """A module that owns beliefs about its weights.
 
-    Subclasses give `params`, the parameter group of the layer they call, and `network(params)`, the
-    plain Flax network with arrays in place of the beliefs.
+    Subclasses define `params`, the parameter group of the layer they call, and `network(params)`, the
+    plain Flax network with arrays in place of the beliefs. Modules made of other modules name them in
+    `parts`, under the names that they have in the plain network.
     """
 
     settings: Settings
+    parts: ClassVar[tuple[str, ...]] = ()
+    flax_type: ClassVar[type | None] = None  # the only type of layer to convert from; None for any
 
     @property
     def params(self) -> Any:
@@ -49,6 +50,38 @@ class BayesianModule(nnx.Module):
         """The plain Flax network with these arrays, a group like `params`."""
         raise AttributeError(f"{type(self).__name__} has to define `network`.")
 
+    @classmethod
+    def from_deterministic(cls, network: Any, **settings: Any) -> Self:
+        """A module whose means are the weights of a trained plain network, without dropout.
+
+        Args:
+          network: as `mean_network` returns one, or another with the same attributes.
+          settings: keyword arguments of `Settings`. Modules with an activation also take its name,
+            `activation`, which is needed if the network has no attribute `activation`.
+
+        Raises:
+          TypeError: if a layer is of another type.
+          ValueError: if part of the network has no moments here, or would be lost or invented.
+        """
+        check_kind(cls, network)
+        new = cls(**cls.options_of(network, settings))
+        new.load(network)
+        return new
+
+    @classmethod
+    def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a module with the sizes of this plain network, and these settings."""
+        raise AttributeError(f"{cls.__name__} has to define `options_of`, or use `load`.")
+
+    def load(self, network: Any) -> None:
+        """Take the weights of a plain network of the same sizes as means."""
+        check_kind(type(self), network)
+        if not self.parts:
+            raise AttributeError(f"{type(self).__name__} has to define `parts` or `load`.")
+        for name in self.parts:
+            getattr(self, name).load(getattr(network, name))
+        check_loaded(f"{type(self).__name__}.load", self, network)
+
     def kl(self) -> Array:
         """KL(posterior || prior) of all weights, a scalar in nats: the complexity loss (Eq. 12)."""
         return total_kl(self)
@@ -57,14 +90,17 @@ class BayesianModule(nnx.Module):
         """The plain Flax network of one draw of the weights."""
         return self.network(sample_params(self.params, key))
 
+    def mean_network(self) -> nnx.Module:
+        """The plain Flax network at the means of the weights."""
+        means = jax.tree.map(
+            lambda belief: belief.mean, self.params, is_leaf=lambda x: isinstance(x, Posterior)
+        )
+        return self.network(means)
+
     @property
     def stages(self) -> list[Stage]:
-        """The sublayers, as `reference.closure_report` takes them; here the module as a whole."""
-
-        def draw(key: Array, x: Array) -> Array:
-            return self.sample(key)(x)
-
-        return [Stage(type(self).__name__, self, draw)]
+        """The sublayers, as `reference.closure_report` takes them; by default the whole module."""
+        return [Stage(type(self).__name__, self, lambda key, x: self.sample(key)(x))]
 
     def sequence(self, x: Array) -> Array:
         """One input as the sequence (T, D) that the first stage takes."""
@@ -73,21 +109,14 @@ class BayesianModule(nnx.Module):
     def _over_batch(
         self, layer: Callable[..., Any], *sequences: tuple[Any, ...], cache: Any = None
     ) -> Any:
-        """`over_batch`, where inputs that are certain start in the module's structure."""
+        """`over_batch` in the module's structure."""
         structure = self.settings.structure
 
         def run(layer: Callable[..., Any]) -> Any:
             return over_batch(layer, structure, *sequences, cache=cache)
 
-        num_axes = getattr(sequences[0][0], "ndim", 2) - 2  # what is no array `over_batch` refuses
+        num_axes = getattr(sequences[0][0], "ndim", 2) - 2  # `over_batch` refuses what is no array
         return over_statistics(self, layer, run, num_axes)
-
-    def mean_network(self) -> nnx.Module:
-        """The plain Flax network at the means of the weights."""
-        means = jax.tree.map(
-            lambda belief: belief.mean, self.params, is_leaf=lambda x: isinstance(x, Posterior)
-        )
-        return self.network(means)
 
 
 class Composite(BayesianModule):
@@ -96,7 +125,6 @@ class Composite(BayesianModule):
     Subclasses name their parts, in the order in which `plain_type` takes the parts' plain networks.
     """
 
-    parts: ClassVar[tuple[str, ...]]
     plain_type: ClassVar[Any]
 
     @property
@@ -107,40 +135,3 @@ class Composite(BayesianModule):
     def network(self, params: dict[str, Any]) -> Any:
         """The plain network with these arrays."""
         return self.plain_type(*(getattr(self, name).network(params[name]) for name in self.parts))
-
-    def load(self, network: Any) -> None:
-        """Take the weights of a plain network of the same sizes as means."""
-        for name in self.parts:
-            getattr(self, name).load(getattr(network, name))
-
-
-def set_mean(belief: Belief, value: Array) -> None:
-    """Start a belief at another mean, for instance a trained weight."""
-    if value.shape != belief.mean.shape:
-        raise ValueError(
-            f"A belief about an array of shape {tuple(belief.mean.shape)} needs a mean of that "
-            f"shape. Got {tuple(value.shape)}."
-        )
-    belief.mean.set_value(value.astype(belief.mean.dtype))
-
-
-def with_structure(module: M, structure: type[Covariance]) -> M:
-    """The same module in another covariance structure, on the same variables.
-
-    So a network that trains in `BatchSeparable` predicts in `Separable`, and what one call trains the
-    other sees.
-
-    Args:
-      module: a module of `mj.nn`, or of your own with such modules in it.
-      structure: of every one of them.
-
-    Raises:
-      TypeError: if `structure` is none.
-    """
-    copy = nnx.clone(module, variables=False)
-    parts: list[Any] = [part for _, part in nnx.iter_modules(copy)]
-    for part in parts:
-        settings = getattr(part, "settings", None)
-        if isinstance(settings, Settings):
-            part.settings = dataclasses.replace(settings, structure=structure)
-    return copy

@@ -21,20 +21,20 @@ def over_batch(
     *sequences: tuple[Any, ...],
     cache: Any = None,
 ) -> Any:
-    """Apply `layer` to every sequence of a batch, or to one and what goes with it, such as a memory.
+    """`layer` of every sequence in a batch, together with its memory, padding mask and cache.
 
     Args:
-      layer: a function of what `sequences` hold, one after another, without their leading axes, and of
-        the cache where there is one.
-      structure: the structure in which a certain input starts.
+      layer: a function of the contents of `sequences` in order, without their leading axes, and of the
+        cache where there is one.
+      structure: of the zero covariance of a certain input.
       sequences: (mean, cov) or (mean, cov, valid), all with the same leading axes: a mean (..., T, D);
-        its covariance, None where the input is certain; (..., T) boolean, True for the tokens that
-        exist, None for all.
+        its covariance, None where the input is certain; (..., T) boolean, False for padding, None for
+        no padding.
       cache: with the same leading axes.
     """
     for mean, cov, *valid in sequences:
         check_sequences(mean, cov)
-        check_valid(mean, *valid)
+        _check_valid(mean, *valid)
     shapes = [tuple(mean.shape) for mean, *_ in sequences]
     if len({shape[:-2] for shape in shapes}) > 1:
         raise ValueError(
@@ -72,13 +72,10 @@ def check_sequences(mean: Array, cov: Covariance | None = None) -> None:
         )
 
 
-def check_valid(mean: Array, valid: Array | None = None) -> None:
-    """Raise unless `valid` says True or False of every token of a (..., T, D) batch."""
-    if valid is None:
-        return
-    if not is_boolean(valid, tuple(mean.shape[:-1])):
+def _check_valid(mean: Array, valid: Array | None = None) -> None:
+    if valid is not None and not is_boolean(valid, tuple(mean.shape[:-1])):
         raise ValueError(
-            "`valid` needs a boolean for each token, (..., T), True for those that exist and False "
-            f"for padding; with a mean of shape {tuple(mean.shape)}, {tuple(mean.shape[:-1])}. Got "
-            f"{described(valid)}. For lengths, use jnp.arange(T) < lengths[..., None]."
+            "`valid` needs one boolean per token, (..., T), False for padding; for a mean of shape "
+            f"{tuple(mean.shape)}, {tuple(mean.shape[:-1])}. Got {described(valid)}. For lengths, use "
+            "jnp.arange(T) < lengths[..., None]."
         )

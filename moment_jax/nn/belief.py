@@ -1,4 +1,4 @@
-"""A Gaussian belief about one weight array: its variational parameters, and its prior."""
+"""A Gaussian belief about one weight array: its variational parameters and its prior."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ class VariationalMean(nnx.Param):
 
 
 class VariationalScale(nnx.Param):
-    """What the spread of a Gaussian belief is computed from; unconstrained."""
+    """The unconstrained parameter of a Gaussian belief's spread."""
 
 
 class PriorScale(nnx.Param):
-    """The logarithm of the standard deviation of a prior that is learned (empirical Bayes)."""
+    """The log standard deviation of a learned prior (empirical Bayes)."""
 
 
 class Belief(nnx.Module):
     """Variational parameters of one array, and its prior N(0, prior_scale^2).
 
-    Standard deviations are softplus of what is stored; covariances are L L^T of what is stored, L lower
-    triangular with a positive diagonal. So all parameters are unconstrained.
+    All parameters are unconstrained: standard deviations are the softplus of a parameter, covariances
+    L L^T with L lower triangular and softplus on its diagonal.
 
     Args:
-      mean: where the mean starts, of any shape.
+      mean: initial mean, of any shape.
       family: `Point`, `Factorized`, `OutputShared`, `MatrixNormal` or `FullNormal` of
-        `mj.posterior`; `OutputShared` and `MatrixNormal` are about matrices only.
-      scale: where the standard deviation of every entry starts.
-      prior_scale: standard deviation of the prior, or where it starts.
-      learn_prior: learn the standard deviation of the prior by the same objective.
+        `mj.posterior`; `OutputShared` and `MatrixNormal` are for matrices only.
+      scale: initial standard deviation of every entry.
+      prior_scale: standard deviation of the prior; its initial value if learned.
+      learn_prior: learn the prior's standard deviation by the same objective.
 
     Raises:
-      ValueError: if a scale is not positive, or the family does not fit the array. TypeError: if the
-        family is of another kind.
+      ValueError: if a scale is not positive, or the family does not fit the array.
+      TypeError: if `family` is none of these.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Belief(nnx.Module):
         return families.Factorized(mean, variance)
 
     def hold(self, posterior: Posterior) -> None:
-        """Take a belief about the array as one's own: family, mean and covariance; the prior stays.
+        """Take over family, mean and covariance of a belief about the same array; keep the prior.
 
         Raises:
-          ValueError: if the family is another one, or a covariance singular; then nothing is changed.
+          ValueError: if the family is not supported, or a covariance is singular. Nothing is changed.
         """
         raw, dtype = stored_form(posterior), self.mean.dtype
         self.family = next(f for f in MATRIX_FAMILIES if isinstance(posterior, f))
@@ -122,9 +122,14 @@ class Belief(nnx.Module):
         return self.posterior.kl(self.prior)
 
 
+def owned_beliefs(module: nnx.Module) -> list[Belief]:
+    """All beliefs in a module."""
+    return [node for _, node in nnx.iter_graph(module) if isinstance(node, Belief)]
+
+
 def total_kl(module: nnx.Module) -> Array:
     """The sum of the KL divergences of all beliefs in a module: the complexity loss, in nats."""
-    beliefs = [node for _, node in nnx.iter_graph(module) if isinstance(node, Belief)]
+    beliefs = owned_beliefs(module)
     if not beliefs:
         raise ValueError(
             f"`total_kl` needs a module that owns beliefs. Got {type(module).__name__} without any; "
@@ -134,7 +139,7 @@ def total_kl(module: nnx.Module) -> Array:
 
 
 def stored_form(belief: Posterior) -> dict[str, np.ndarray]:
-    """What a module stores of the belief: inverses of softplus and of L L^T."""
+    """The unconstrained parameters of a belief: inverses of softplus and of L L^T."""
     if isinstance(belief, families.Point):
         return {}
     if isinstance(belief, families.Factorized | families.OutputShared):
@@ -161,7 +166,7 @@ def _root(cov: Array) -> np.ndarray:
 
 
 def _inverse_softplus(x: np.ndarray) -> np.ndarray:
-    """log(exp(x) - 1); -inf at zero, of which softplus makes zero again."""
+    """log(exp(x) - 1); -inf at zero, where softplus gives zero again."""
     with np.errstate(divide="ignore"):
         return np.asarray(x + np.log(-np.expm1(-x)))
 
@@ -185,6 +190,6 @@ def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str
 
 
 def _covariance(raw: Array) -> Array:
-    """L L^T, L with the strictly lower triangle of `raw` and softplus of its diagonal."""
+    """L L^T; L has the strictly lower triangle of `raw` and the softplus of its diagonal."""
     factor = jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
     return factor @ factor.T

@@ -1,4 +1,4 @@
-"""Checks that a plain network can be converted without losing or inventing weights."""
+"""Checks that a plain network is converted without losing or inventing weights."""
 
 from __future__ import annotations
 
@@ -6,45 +6,47 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from moment_jax.nn.activations import ACTIVATIONS, find_activation
-from moment_jax.nn.belief import Belief
+from moment_jax.nn.belief import Belief, owned_beliefs
 
 Array = jax.Array
 NO_WEIGHTS = (nnx.RngState, nnx.Cache, nnx.Intermediate)
 
 
-def check_kind(name: str, layer: object, kind: type) -> None:
-    """Raise unless `layer` is of this very type: a subclass may compute something else."""
-    if type(layer) is not kind:
+def check_kind(cls: Any, layer: object) -> None:
+    """Raise unless `layer` has exactly the type that `cls` needs: subclasses compute other things."""
+    kind = cls.flax_type
+    if kind is not None and type(layer) is not kind:
         raise TypeError(
-            f"`{name}` needs an nnx.{kind.__name__}. Got {type(layer).__name__}, which computes "
-            "something else."
+            f"`{cls.__name__}` takes the weights of an nnx.{kind.__name__}. Got "
+            f"{type(layer).__name__}, which computes something else."
         )
 
 
 def check_same(name: str, layer: object, **expected: Any) -> None:
-    """Raise unless the attributes that `layer` has are these."""
+    """Raise if an attribute of `layer` has another value; missing attributes are ignored."""
     for attribute, wanted in expected.items():
-        came = getattr(layer, attribute, wanted)
-        if came != wanted:
+        found = getattr(layer, attribute, wanted)
+        if found != wanted:
             raise ValueError(
-                f"`{name}` needs a {type(layer).__name__} with {attribute} == {wanted}. Got {came}. "
-                "There are no moments of another one."
+                f"`{name}` needs a {type(layer).__name__} with {attribute} == {wanted}. Got {found}, "
+                "whose moments are not implemented."
             )
 
 
 def activation_name(name: str, network: object, given: str | None) -> str:
-    """The name of a plain network's activation, found by the values of its function.
+    """The name of a plain network's activation, identified by the values of its function.
 
     Args:
-      name: what the messages are about.
-      network: a plain network, with its `activation` or without.
-      given: the name that it must have; None for any.
+      name: of the caller, for messages.
+      network: a plain network, with or without an attribute `activation`.
+      given: the expected name; None for any.
 
     Raises:
-      ValueError: if the function is none of those that have a name, or not the one that was given.
+      ValueError: if no known activation has these values, or if they differ from the given one's.
     """
     fn = getattr(network, "activation", None)
     known = ", ".join(ACTIVATIONS)
@@ -53,8 +55,8 @@ def activation_name(name: str, network: object, given: str | None) -> str:
     if not callable(fn):
         if given is None:
             raise ValueError(
-                f"`{name}` needs a network with an `activation`. Got {type(network).__name__} without. "
-                f"Say activation=..., one of {known}."
+                f"`{name}` needs a network with an `activation`. Got {type(network).__name__} without "
+                f"one. Pass activation=..., one of {known}."
             )
         return given
     for candidate in ACTIVATIONS if given is None else (given,):
@@ -62,22 +64,22 @@ def activation_name(name: str, network: object, given: str | None) -> str:
             return candidate
     wanted = f"one of {known}" if given is None else f"the activation {given!r}"
     raise ValueError(
-        f"`{name}` needs {wanted}. Got {getattr(fn, '__name__', fn)}, of other values. GELU is the "
-        "exact one, jax.nn.gelu(x, approximate=False)."
+        f"`{name}` needs {wanted}. Got {getattr(fn, '__name__', fn)}, which has other values. GELU is "
+        "the exact one, jax.nn.gelu(x, approximate=False)."
     )
 
 
 def _same_function(a: Any, b: Any) -> bool:
     with jax.ensure_compile_time_eval():
         x = jnp.linspace(-6, 6, 49, dtype=jnp.float32)
-        return bool(jnp.allclose(a(x), b(x), atol=1e-5, rtol=1e-5))
+        return np.allclose(a(x), b(x), atol=1e-5, rtol=1e-5)
 
 
 def check_loaded(name: str, module: nnx.Module, network: nnx.Module) -> None:
-    """Raise unless a plain network has as many arrays, of the same sizes, as the module has beliefs."""
-    beliefs = [node for _, node in nnx.iter_graph(module) if isinstance(node, Belief)]
+    """Raise unless the sizes of a plain network's arrays are those of the module's beliefs."""
     arrays = jax.tree.leaves(nnx.state(network, nnx.Not(nnx.Any(*NO_WEIGHTS))))
-    mine, theirs = sorted(b.mean.size for b in beliefs), sorted(array.size for array in arrays)
+    mine = sorted(belief.mean.size for belief in owned_beliefs(module))
+    theirs = sorted(array.size for array in arrays)
     if mine != theirs:
         raise ValueError(
             f"`{name}` needs a network of the same arrays, {len(mine)} with {sum(mine)} numbers. Got "
@@ -90,6 +92,16 @@ def check_bias(name: str, what: str, mine: object, theirs: object, neutral: str 
     if (mine is None) != (theirs is None):
         has, lacks = ("has none", "one") if mine is None else ("has one", "none")
         raise ValueError(
-            f"`{name}` needs a layer that has a {what} where the module has one. The module {has}. Got "
+            f"`{name}` needs a layer that has a {what} if the module has one. The module {has}. Got "
             f"{lacks}. A {what} of {neutral} computes the same as none."
         )
+
+
+def set_mean(belief: Belief, value: Array) -> None:
+    """Start a belief at another mean, for instance a trained weight."""
+    if value.shape != belief.mean.shape:
+        raise ValueError(
+            f"A belief about an array of shape {tuple(belief.mean.shape)} needs a mean of that "
+            f"shape. Got {tuple(value.shape)}."
+        )
+    belief.mean.set_value(value.astype(belief.mean.dtype))

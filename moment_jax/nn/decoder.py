@@ -16,10 +16,9 @@ from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_ste
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.block import Block
 from moment_jax.nn.dense import LayerNorm
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
-from moment_jax.nn.stack import Stack, stack_caches
+from moment_jax.nn.stack import Block, Stack, stack_caches
 
 Array = jax.Array
 Moments = tuple[Array, Covariance]
@@ -27,30 +26,11 @@ Masks = tuple[Array | None, Array | None]  # of the sequence, and of the memory
 
 
 class WithMemory(BayesianModule):
-    """A module that looks at a memory; subclasses give `masked_moments`."""
+    """A module that attends to a memory."""
 
     @abc.abstractmethod
-    def masked_moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
-        """Moments of one sequence with one memory; the masks say which tokens exist, too."""
-
-    def moments(
-        self,
-        mean: Array,
-        cov: Covariance,
-        memory_mean: Array,
-        memory_cov: Covariance,
-        params: Any,
-        mask: Array | None,
-        memory_mask: Array | None,
-        valid: Array | None = None,
-        memory_valid: Array | None = None,
-    ) -> Moments:
-        """Moments of one sequence (T, D) with one memory (S, D) and these beliefs."""
-        masks = (
-            look_at_valid(mask, valid),
-            look_at_valid(memory_mask, memory_valid),
-        )
-        return self.masked_moments((mean, cov), (memory_mean, memory_cov), params, masks)
+    def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
+        """Moments of one sequence (T, D) with one memory (S, D); the masks include padding."""
 
     def __call__(
         self,
@@ -65,21 +45,22 @@ class WithMemory(BayesianModule):
     ) -> tuple[Array, Covariance]:
         """Moments of the output, (..., T, D), with a memory (..., S, D).
 
-        Masks are as `decoder_block`'s, the same for the batch; `valid` (..., T) and `memory_valid`
-        (..., S) are True for tokens that exist and False for padding.
+        Masks are as for `decoder_block`, the same for the batch; `valid` (..., T) and `memory_valid`
+        (..., S) are False for padding.
         """
         params = self.params
-        return self._over_batch(
-            lambda m, c, v, n, d, w: self.moments(m, c, n, d, params, mask, memory_mask, v, w),
-            (mean, cov, valid),
-            (memory_mean, memory_cov, memory_valid),
-        )
+
+        def run(m: Array, c: Any, v: Any, memory: Array, memory_cov: Any, w: Any) -> Moments:
+            masks = look_at_valid(mask, v), look_at_valid(memory_mask, w)
+            return self.moments((m, c), (memory, memory_cov), params, masks)
+
+        return self._over_batch(run, (mean, cov, valid), (memory_mean, memory_cov, memory_valid))
 
 
 class DecoderBlock(WithMemory, Block):
     """A Transformer decoder block with beliefs about all its weights.
 
-    Arguments and errors are those of `EncoderBlock`; D is the width of the memory too.
+    Arguments and errors are those of `EncoderBlock`; the memory has D features too.
     """
 
     parts = ("self_attention", "norm1", "cross_attention", "norm2", "hidden", "output", "norm3")
@@ -105,15 +86,16 @@ class DecoderBlock(WithMemory, Block):
             self.norm3.params,
         )
 
-    def masked_moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
+    def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
         """See `WithMemory`."""
         mask, memory_mask = masks
-        options = {"mask": mask, "memory_mask": memory_mask, **self.options}
-        return decoder_block(*x, *memory, params, **options)
+        return decoder_block(
+            *x, *memory, params, mask=mask, memory_mask=memory_mask, **self.options
+        )
 
 
 class Decoder(WithMemory, Stack):
-    """A stack of decoder blocks that look at one memory; with pre-norm, a final normalisation follows.
+    """A stack of decoder blocks with one memory; with pre-norm, a final normalisation follows.
 
     Assumes that the sequence and the memory are independent, in every block: see `mj.decoder_block`.
 
@@ -124,18 +106,18 @@ class Decoder(WithMemory, Stack):
       norm_first: pre-norm if True.
       remat: as for `Encoder`.
       rngs: Flax random streams.
-      options: the other keyword arguments of `DecoderBlock`, those of `Settings` among them.
+      options: the other keyword arguments of `DecoderBlock`, including those of `Settings`.
     """
 
     block_type = DecoderBlock
     plain_type = PlainDecoder
 
-    def masked_moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
+    def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
         """See `WithMemory`."""
         memory = memory[0], pool_seen(memory[1], masks[1], memory=True)
 
         def step(block: DecoderBlock, mean: Array, cov: Covariance, beliefs: Any) -> Moments:
-            return block.masked_moments((mean, cov), memory, beliefs, masks)
+            return block.moments((mean, cov), memory, beliefs, masks)
 
         return self._through(step, x[0], pool_seen(x[1], masks[0]), params)
 
@@ -146,12 +128,12 @@ class Decoder(WithMemory, Stack):
         memory_cov: Covariance | None = None,
         memory_valid: Array | None = None,
     ) -> DecoderBlockCache:
-        """A cache for causal sequences of up to `max_length` tokens that look at a memory (..., S, D).
+        """A cache for causal sequences of up to `max_length` tokens with a memory (..., S, D).
 
         Keys and values of the memory are computed here, once.
 
         Raises:
-          ValueError: if there is no room for a token. TypeError: if the structure correlates tokens.
+          ValueError: if `max_length` is below one. TypeError: if the structure correlates tokens.
         """
         blocks, structure = self.params[0], self.settings.structure
 

@@ -10,8 +10,8 @@ from flax import nnx
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, NormParams, dense, layer_norm
-from moment_jax.nn.base import BayesianModule, set_mean
-from moment_jax.nn.conversion import check_bias, check_kind, check_same
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.conversion import check_bias, check_kind, check_same, set_mean
 from moment_jax.nn.plain import plain_linear, plain_norm
 from moment_jax.nn.settings import Settings
 
@@ -37,6 +37,8 @@ class Dense(BayesianModule):
     ((5, 4, 2), (5, 4, 2))
     """
 
+    flax_type = nnx.Linear
+
     def __init__(
         self,
         in_features: int,
@@ -51,22 +53,19 @@ class Dense(BayesianModule):
         self.bias = nnx.data(self.settings.vector(out_features) if use_bias else None)
 
     @classmethod
-    def from_deterministic(cls, layer: nnx.Linear, **settings: Any) -> Dense:
-        """A belief that starts at the weights of a trained `nnx.Linear`."""
-        check_kind("Dense.from_deterministic", layer, nnx.Linear)
-        in_features, out_features = layer.kernel.shape
-        use_bias = layer.bias is not None
-        new = cls(in_features, out_features, use_bias=use_bias, rngs=nnx.Rngs(0), **settings)
-        new.load(layer)
-        return new
+    def options_of(cls, network: nnx.Linear, settings: dict[str, Any]) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        in_features, out_features = network.kernel.shape
+        sizes = {"in_features": in_features, "out_features": out_features}
+        return {**sizes, "use_bias": network.bias is not None, "rngs": nnx.Rngs(0), **settings}
 
-    def load(self, layer: nnx.Linear) -> None:
-        """Take the weights of an `nnx.Linear` as means; see `from_deterministic`."""
-        check_kind("Dense.load", layer, nnx.Linear)
-        check_bias("Dense.load", "bias", self.bias, layer.bias)
-        set_mean(self.kernel, layer.kernel[...])
-        if self.bias is not None and layer.bias is not None:
-            set_mean(self.bias, layer.bias[...])
+    def load(self, network: nnx.Linear) -> None:
+        """Take the weights of an `nnx.Linear` of the same sizes as means."""
+        check_kind(Dense, network)
+        check_bias("Dense.load", "bias", self.bias, network.bias)
+        set_mean(self.kernel, network.kernel[...])
+        if self.bias is not None and network.bias is not None:
+            set_mean(self.bias, network.bias[...])
 
     @property
     def params(self) -> DenseParams:
@@ -93,6 +92,8 @@ class LayerNorm(BayesianModule):
       settings: keyword arguments of `Settings`.
     """
 
+    flax_type = nnx.LayerNorm
+
     def __init__(self, num_features: int, *, epsilon: float = 1e-6, **settings: Any) -> None:
         self.settings = Settings.of(self, settings)
         self.epsilon = epsilon
@@ -100,27 +101,24 @@ class LayerNorm(BayesianModule):
         self.bias = self.settings.vector(num_features)
 
     @classmethod
-    def from_deterministic(cls, layer: nnx.LayerNorm, **settings: Any) -> LayerNorm:
-        """A belief that starts at the gain and bias of a trained `nnx.LayerNorm`."""
-        check_kind("LayerNorm.from_deterministic", layer, nnx.LayerNorm)
-        new = cls(layer.num_features, epsilon=layer.epsilon, **settings)
-        new.load(layer)
-        return new
+    def options_of(cls, network: nnx.LayerNorm, settings: dict[str, Any]) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        return {"num_features": network.num_features, "epsilon": network.epsilon, **settings}
 
-    def load(self, layer: nnx.LayerNorm) -> None:
+    def load(self, network: nnx.LayerNorm) -> None:
         """Take gain and bias of an `nnx.LayerNorm` of the same epsilon as means."""
         name = "LayerNorm.load"
-        check_kind(name, layer, nnx.LayerNorm)
-        check_same(name, layer, epsilon=self.epsilon, axis_name=None)
+        check_kind(LayerNorm, network)
+        check_same(name, network, epsilon=self.epsilon, axis_name=None)
         for axes in ("reduction_axes", "feature_axes"):
-            if getattr(layer, axes) != (-1,):
-                check_same(name, layer, **{axes: -1})
-        check_bias(name, "scale", self.scale, layer.scale, "ones")
-        check_bias(name, "bias", self.bias, layer.bias)
-        assert layer.scale is not None
-        assert layer.bias is not None
-        set_mean(self.scale, layer.scale[...])
-        set_mean(self.bias, layer.bias[...])
+            if getattr(network, axes) != (-1,):
+                check_same(name, network, **{axes: -1})
+        check_bias(name, "scale", self.scale, network.scale, "ones")
+        check_bias(name, "bias", self.bias, network.bias)
+        assert network.scale is not None
+        assert network.bias is not None
+        set_mean(self.scale, network.scale[...])
+        set_mean(self.bias, network.bias[...])
 
     @property
     def params(self) -> NormParams:

@@ -19,9 +19,7 @@ from moment_jax.nn.plain_discrete_autoencoder import (
     NegativeElbo,
     PixelLikelihood,
     PlainDiscreteAutoencoder,
-    code_terms,
     log_noise,
-    over_images,
 )
 from moment_jax.nn.token_transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
@@ -33,17 +31,17 @@ Array = jax.Array
 class DiscreteAutoencoder(CodedImages, Composite):
     """x -> Transformer -> pi -> z ~ Categorical(pi) -> Transformer -> x_hat, with random weights.
 
-    The image's patches are T tokens, each gets one of K codes, and the prior of the codes is uniform.
-    Given the weights, codes are independent: q(z | x, w) = prod_t Categorical(z_t | softmax(f_t)), f the
-    encoder's output, of which `encode` gives mean and covariance. What the decoder is given is drawn
-    from q(z | x) = prod_t Categorical(z_t | E[pi_t]). That is the exact law of every code under
-    random weights, P(z_t = k) = E[P(z_t = k | w)] = E[pi_tk]; a draw from the softmax of the mean logits
-    would not be (E[softmax(f)] is flatter). Dependence between the codes of one image that comes from
-    their common weights is left out of q. That is a choice of q, and no approximation of the bound.
+    An image's patches are T tokens with one of K codes each; the codes' prior is uniform. Given the
+    weights, codes are independent: q(z | x, w) = prod_t Categorical(z_t | softmax(f_t)), where `encode`
+    returns mean and covariance of f. The decoder's input is drawn from q(z | x) = prod_t
+    Categorical(z_t | E[pi_t]), which is the exact law of every single code under random weights,
+    P(z_t = k) = E[P(z_t = k | w)] = E[pi_tk]. The softmax of the mean logits is not: E[softmax(f)] is
+    flatter. q omits the dependence between the codes of one image through their common weights; that is
+    a choice of q, not an approximation of the bound.
 
     Against 2,000 sampled networks (D 16, relative_scale 0.1), means of logits, pi and pixels are within
-    0.02 sd and sds within 1 % on average. At D 4 and relative_scale 0.3, where normalisations and hidden
-    layers average over next to nothing, means are 0.05 sd off and sds 5 % too small.
+    0.02 sd, and sds within 1 % on average. At D 4 and relative_scale 0.3, where normalisations and
+    hidden layers average over very few features, means are 0.05 sd off and sds 5 % too small.
 
     Args:
       image_size: height and width of the images.
@@ -52,11 +50,11 @@ class DiscreteAutoencoder(CodedImages, Composite):
       channels: channels of the images.
       num_encoder_blocks: blocks before the codes.
       num_decoder_blocks: blocks after the codes.
-      likelihood: `mj.objectives.Bernoulli()`, or `Gaussian(noise_variance)` with the one variance at
-        which the noise starts; it is learned.
+      likelihood: `mj.objectives.Bernoulli()`, or `Gaussian(noise_variance)` with one initial variance,
+        which is learned.
       rngs: Flax random streams.
       options: the other keyword arguments of `TokenTransformer`: num_features, num_heads,
-        hidden_features, norm_first, activation, and those of `Settings` among them.
+        hidden_features, norm_first, activation, and those of `Settings`.
 
     Raises:
       ValueError: if patches do not divide the image, heads do not divide the features, or there are
@@ -105,7 +103,7 @@ class DiscreteAutoencoder(CodedImages, Composite):
         self.log_noise = nnx.data(log_noise(likelihood or objectives.Bernoulli()))
 
     def load(self, network: PlainDiscreteAutoencoder) -> None:
-        """Take the weights of a trained plain network (as `mean_network` makes them) as means."""
+        """Take the weights of a plain autoencoder of the same sizes as means, and its noise variance."""
         name = "DiscreteAutoencoder.load"
         check_same(name, network, patches=self.patches, image_size=self.image_size)
         if (self.log_noise is None) != (network.log_noise is None):
@@ -113,7 +111,8 @@ class DiscreteAutoencoder(CodedImages, Composite):
                 f"`{name}` needs the same kind of likelihood. Got {network.likelihood}, not "
                 f"{self.likelihood}."
             )
-        super().load(network)
+        for part in self.parts:
+            getattr(self, part).load(getattr(network, part))
         if self.log_noise is not None and network.log_noise is not None:
             self.log_noise.set_value(network.log_noise[...])
 
@@ -132,18 +131,18 @@ class DiscreteAutoencoder(CodedImages, Composite):
         return self.encoder(self.cut(images))
 
     def probabilities(self, images: Array) -> tuple[Array, Covariance]:
-        """Moments of pi, the codes' probabilities: mean (..., T, K), and covariance alike."""
+        """Moments of the codes' probabilities pi: mean (..., T, K) and covariance."""
         return self._over_batch(category_moments, self.encode(images))
 
     def code_log_probs(self, images: Array) -> Array:
-        """Log E[pi], the logarithm of q(z_t = k | x), (..., T, K)."""
+        """Log q(z_t = k | x) = log E[pi_tk], (..., T, K)."""
         return self._over_batch(log_category_probabilities, self.encode(images))
 
     def decode(self, z: Array) -> tuple[Array, Covariance]:
         """Moments of the patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P).
 
-        Of the logits of pixels for `Bernoulli`, of the pixels for `Gaussian` (without their noise). The
-        codes are certain: what is random are the weights.
+        Moments of the pixels' logits for `Bernoulli`, of the pixels without their noise for `Gaussian`.
+        Codes are certain, weights random.
         """
         return self.decoder(z)
 
@@ -155,7 +154,7 @@ class DiscreteAutoencoder(CodedImages, Composite):
         *,
         straight_through: bool = False,
     ) -> tuple[Array, Covariance]:
-        """`decode` of one draw of the codes of every image (`mj.discrete.gumbel_softmax`)."""
+        """Moments of the patches, given one draw of every image's codes by `gumbel_softmax`."""
         log_probs = self.code_log_probs(images)
         return self.decode(
             gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
@@ -171,15 +170,15 @@ class DiscreteAutoencoder(CodedImages, Composite):
         kl_weight: Array | float = 1.0,
         straight_through: bool = False,
     ) -> NegativeElbo:
-        """The negative ELBO in nats for each image, by one draw of its codes and no draw of weights.
+        """The negative ELBO in nats for each image, from one draw of its codes and no draw of weights.
 
         -E[log p(x | z, w)] + KL(q(z | x) || uniform) + kl_weight KL(q(w) || p(w)) / dataset_size,
 
-        the expectation over the decoder's weights by their moments, with exact KL divergences. As
+        The expectation over the decoder's weights uses their moments; the KL divergences are exact. As
         q(z | x) is a function of the beliefs about the encoder's weights, a bound on the evidence needs
-        the decoder's KL alone; that of the encoder's weights keeps it a bound, and regularises them.
-        With straight_through the codes are hard, and the result is an unbiased estimate of the bound;
-        with relaxed ones it is a surrogate, whose gradients vary less.
+        only the decoder's KL; adding the encoder's keeps it a bound, and regularises. With
+        straight_through the codes are hard and the result is an unbiased estimate of the bound; with
+        relaxed codes it is a surrogate with less noisy gradients.
 
         Args:
           images: (..., height, width[, channels]); numbers in [0, 1] for `Bernoulli`.
@@ -187,38 +186,34 @@ class DiscreteAutoencoder(CodedImages, Composite):
           temperature: of the relaxation.
           dataset_size: the number of training images.
           kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior.
-          straight_through: hard codes, with the relaxed ones' gradient.
+          straight_through: hard codes with the gradient of the relaxed ones.
 
         Raises:
           ValueError: if shapes do not fit, dataset_size is below the batch, or kl_weight negative.
         """
-        target = self.cut(images)
-        if dataset_size < max(1, math.prod(target.shape[:-2])):
+        if dataset_size < max(1, math.prod(self.cut(images).shape[:-2])):
             raise ValueError(
-                "`negative_elbo` needs dataset_size >= 1, the training images, and not less than the "
-                f"images given. Got {dataset_size} for images {tuple(images.shape)}."
+                "`negative_elbo` needs dataset_size >= 1, the number of training images, and not below "
+                f"the number of images given. Got {dataset_size} for images {tuple(images.shape)}."
             )
         check_weight("negative_elbo", "kl_weight", kl_weight)
-        expected = partial(objectives.expected_log_likelihood, self.likelihood)
-        fit, code_kl = code_terms(
-            self.code_log_probs(images),
-            lambda z: over_images(expected, target, *self.decode(z)),
-            key,
-            temperature,
-            straight_through,
-        )
+        log_probs = self.code_log_probs(images)
+        fit, code_kl = self._code_terms(images, log_probs, key, temperature, straight_through)
         return NegativeElbo(fit, code_kl, kl_weight * self.kl() / dataset_size)
 
+    def _log_likelihood(self, target: Array, z: Array) -> Array:
+        return self._over_images(target, *self.decode(z))
+
     def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array, Covariance]:
-        """Images from the prior (`sample` draws networks): uniform codes (N, T), and them decoded."""
+        """Codes (N, T) from the uniform prior, and moments of their images (`sample` draws networks)."""
         codes = self.prior_codes(key, num_images)
         return codes, *self.decode(jax.nn.one_hot(codes, self.num_codes, dtype=self.settings.dtype))
 
     @property
     def stages(self) -> list[Stage]:
-        """The encoder's sublayers, up to the logits of the codes: given z, the decoder has its own."""
+        """The encoder's sublayers, up to the logits of the codes; the decoder's are `decoder.stages`."""
         return self.encoder.stages
 
     def sequence(self, x: Array) -> Array:
-        """One image as its patches."""
+        """The patches of one image."""
         return self.patches(x)

@@ -1,4 +1,4 @@
-"""`Embedding` and `LearnedPositions`: random tables whose rows are looked up."""
+"""`Embedding` and `LearnedPositions`: tables of random rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense, embedding
 from moment_jax.layers.embedding import check_known_ids
-from moment_jax.nn.base import BayesianModule, set_mean
+from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.batching import check_sequences
-from moment_jax.nn.conversion import check_kind
+from moment_jax.nn.conversion import check_kind, set_mean
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior
@@ -24,8 +24,8 @@ Array = jax.Array
 class Embedding(BayesianModule):
     """A table of random rows, one for each token id.
 
-    `attend` gives logits by the same table (tied weights), transposed; it assumes that what it is given
-    is independent of the table, though the sequence began with its rows.
+    `attend` returns logits from the transposed table (tied weights). It assumes that its input is
+    independent of the table, even though the sequence started from the table's rows.
 
     Args:
       num_embeddings: V, the size of the vocabulary.
@@ -46,6 +46,8 @@ class Embedding(BayesianModule):
     ((2, 3, 4), (2, 3, 10))
     """
 
+    flax_type = nnx.Embed
+
     def __init__(
         self, num_embeddings: int, num_features: int, *, rngs: nnx.Rngs, **settings: Any
     ) -> None:
@@ -58,17 +60,15 @@ class Embedding(BayesianModule):
         self.table = self.settings.table((num_embeddings, num_features), rngs)
 
     @classmethod
-    def from_deterministic(cls, layer: nnx.Embed, **settings: Any) -> Embedding:
-        """A belief that starts at the rows of a trained `nnx.Embed`."""
-        check_kind("Embedding.from_deterministic", layer, nnx.Embed)
-        new = cls(layer.num_embeddings, layer.features, rngs=nnx.Rngs(0), **settings)
-        new.load(layer)
-        return new
+    def options_of(cls, network: nnx.Embed, settings: dict[str, Any]) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        sizes = {"num_embeddings": network.num_embeddings, "num_features": network.features}
+        return {**sizes, "rngs": nnx.Rngs(0), **settings}
 
-    def load(self, layer: nnx.Embed) -> None:
-        """Take the rows of an `nnx.Embed` as means."""
-        check_kind("Embedding.load", layer, nnx.Embed)
-        set_mean(self.table, layer.embedding[...])
+    def load(self, network: nnx.Embed) -> None:
+        """Take the rows of an `nnx.Embed` of the same size as means."""
+        check_kind(Embedding, network)
+        set_mean(self.table, network.embedding[...])
 
     @property
     def params(self) -> Posterior:
@@ -82,7 +82,7 @@ class Embedding(BayesianModule):
     def __call__(self, ids: Array) -> tuple[Array, Covariance]:
         """Moments of the tokens' rows, (..., T) integers -> (..., T, D).
 
-        Ids out of range are an error where they are known, and NaN in compiled code.
+        Ids out of range raise an error outside `jit`, and give NaN inside.
         """
         ids = jnp.asarray(ids)
         table, structure = self.params, self.settings.structure
@@ -102,7 +102,7 @@ class Embedding(BayesianModule):
 
 
 class LearnedPositions(BayesianModule):
-    """Adds a random vector to every place of a sequence.
+    """Adds a random vector to every position of a sequence.
 
     Args:
       max_length: the longest sequence.
@@ -122,16 +122,14 @@ class LearnedPositions(BayesianModule):
         self.settings = self.embedding.settings
 
     @classmethod
-    def from_deterministic(cls, layer: PlainPositions, **settings: Any) -> LearnedPositions:
-        """A belief that starts at trained positions."""
-        table = layer.table
-        new = cls(table.num_embeddings, table.features, rngs=nnx.Rngs(0), **settings)
-        new.load(layer)
-        return new
+    def options_of(cls, network: PlainPositions, settings: dict[str, Any]) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        sizes = {"max_length": network.table.num_embeddings, "num_features": network.table.features}
+        return {**sizes, "rngs": nnx.Rngs(0), **settings}
 
-    def load(self, layer: PlainPositions) -> None:
-        """Take the positions of a plain network as means."""
-        self.embedding.load(layer.table)
+    def load(self, network: PlainPositions) -> None:
+        """Take the positions of a plain network of the same size as means."""
+        self.embedding.load(network.table)
 
     @property
     def params(self) -> Posterior:
@@ -150,8 +148,8 @@ class LearnedPositions(BayesianModule):
         Args:
           mean: of a sequence (..., T, D).
           cov: its covariance; None where it is certain.
-          start: the place of its first token, one for all or one for each sequence, (...). As an array
-            it is not checked: places beyond the last one are NaN.
+          start: the position of its first token, one for all or one per sequence, (...). An array is
+            not checked: positions beyond the last one give NaN.
 
         Raises:
           ValueError: if the sequence ends beyond the last position.
@@ -164,13 +162,13 @@ class LearnedPositions(BayesianModule):
                 f"`LearnedPositions` of {params.shape[0]} places needs a sequence within them. Got "
                 f"places {first} to {first + num_tokens - 1}."
             )
-        if not isinstance(start, int) and start.ndim:  # a place of its own in every sequence
+        if not isinstance(start, int) and start.ndim:  # one start per sequence
             axes = (0, None if cov is None else 0, 0)
             return jax.vmap(lambda m, c, s: self(m, c, start=s), in_axes=axes)(mean, cov, start)
         places = start + jnp.arange(num_tokens)
 
         def add(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
-            # In the structure of the sequence, which need not be that of the settings.
+            # The sequence's structure may differ from that of the settings.
             position, noise = embedding(places, params, type(cov))
             return mean + position, cov.add(noise)
 

@@ -16,12 +16,10 @@ from moment_jax.layers.cached_blocks import encoder_block_step
 from moment_jax.layers.feed_forward import feed_forward_and_tangent
 from moment_jax.layers.residual import Tangent
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.nn.activations import find_activation
 from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import Stage
-from moment_jax.nn.block import Block
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
-from moment_jax.nn.stack import Stack, stack_caches
+from moment_jax.nn.stack import Block, Stack, stack_caches
 from moment_jax.posterior import sample_params
 
 Array = jax.Array
@@ -65,8 +63,11 @@ class EncoderBlock(Block):
     @property
     def stages(self) -> list[Stage]:
         """Attention and feed-forward, each with its residual and its normalisation."""
-        params, norm = self.params, Normalization(self.norm_first, self.epsilon)
-        activation = find_activation(self.activation).moments
+        params, norm, options = (
+            self.params,
+            Normalization(self.norm_first, self.epsilon),
+            self.options,
+        )
 
         def look(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
             heads, order = self.num_heads, norm.order
@@ -75,21 +76,23 @@ class EncoderBlock(Block):
             )
 
         def feed(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
-            return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
+            return feed_forward_and_tangent(mean, cov, params.feed_forward, options["activation"])
 
-        def attend(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
-            return sublayer(mean, cov, look, params.norm1, norm)
-
-        def transform(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
-            return sublayer(mean, cov, feed, params.norm2, norm)
+        def drawn(key: Array) -> PlainEncoderBlock:
+            return self.network(sample_params(self.params, key))
 
         return [
-            Stage("attention", attend, lambda key, x: self._drawn(key).attend(x)),
-            Stage("feed-forward", transform, lambda key, x: self._drawn(key).feed_forward(x)),
+            Stage(
+                "attention",
+                lambda mean, cov: sublayer(mean, cov, look, params.norm1, norm),
+                lambda key, x: drawn(key).attend(x),
+            ),
+            Stage(
+                "feed-forward",
+                lambda mean, cov: sublayer(mean, cov, feed, params.norm2, norm),
+                lambda key, x: drawn(key).feed_forward(x),
+            ),
         ]
-
-    def _drawn(self, key: Array) -> PlainEncoderBlock:
-        return self.network(sample_params(self.params, key))
 
     def moments(
         self, mean: Array, cov: Covariance, params: EncoderBlockParams, mask: Array | None
@@ -113,10 +116,10 @@ class Encoder(Stack):
       num_features: D.
       num_heads: H, a divisor of D.
       norm_first: pre-norm if True.
-      remat: recompute every block's moments in the backward pass instead of storing them:
-        memory does not grow with L but for the blocks' inputs, a train step takes about a third longer.
+      remat: recompute each block's moments in the backward pass instead of storing them. Only the
+        blocks' inputs are kept, and a training step takes about a third longer.
       rngs: Flax random streams.
-      options: the other keyword arguments of `EncoderBlock`, those of `Settings` among them.
+      options: the other keyword arguments of `EncoderBlock`, including those of `Settings`.
     """
 
     block_type = EncoderBlock
@@ -124,7 +127,7 @@ class Encoder(Stack):
 
     @property
     def stages(self) -> list[Stage]:
-        """Those of the blocks, and the final normalisation."""
+        """The stages of all blocks, and the final normalisation."""
         stages = [
             stage._replace(name=f"block {i} {stage.name}")
             for i, block in enumerate(self.blocks)
@@ -154,7 +157,7 @@ class Encoder(Stack):
         """An empty cache for causal sequences of up to `max_length` tokens, with these leading axes.
 
         Raises:
-          ValueError: if there is no room for a token. TypeError: if the structure correlates tokens.
+          ValueError: if `max_length` is below one. TypeError: if the structure correlates tokens.
         """
         settings = self.settings
         caches = [
@@ -176,8 +179,8 @@ class Encoder(Stack):
           mean: of the input, (..., T, D).
           cov: covariance with the same leading axes; None where the input is certain.
           mask: (T, T) or (H, T, T) boolean, True where a query may look, the same for the batch.
-          valid: (..., T) boolean, True for tokens that exist and False for padding; None for all. The
-            moments of those that exist are what they would be without padding.
+          valid: (..., T) boolean, False for padding; None for no padding. Padding does not change the
+            moments of the other tokens.
 
         Returns:
           Mean (..., T, D) and covariance.

@@ -1,4 +1,4 @@
-"""`beliefs` and `set_beliefs`: posteriors of a plain network out of a module of `mj.nn` and into it."""
+"""`beliefs` and `set_beliefs`: exchange of posteriors between a module and its plain network."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from flax import nnx
 
 from moment_jax import posterior as families
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.belief import Belief, stored_form
+from moment_jax.nn.belief import Belief, owned_beliefs, stored_form
 from moment_jax.posterior import Posterior, Reshaped
 
 Array = jax.Array
 Path = tuple[str | int, ...]
-FIRST = 2.5  # a belief's number in a probe; zeros and ones are constants of plain networks
+FIRST = 2.5  # the first number of a probe: not 0 or 1, the constants of plain networks
 
 
 def beliefs(module: BayesianModule) -> dict[Any, Any]:
-    """What a module believes, as a tree for its plain network, `module.mean_network()`.
+    """The beliefs of a module, as a tree for its plain network, `module.mean_network()`.
 
-    `mj.bayesian(plain, tree)` and `mj.linearised` take it, as a tree from `mj.posterior.laplace`.
+    `mj.bayesian(plain, tree)` and `mj.linearised` take it, like a tree from `mj.posterior.laplace`.
 
     Args:
       module: a module of `mj.nn`.
 
     Returns:
-      A tree as `nnx.to_pure_dict(nnx.state(plain, nnx.Param))`, with a `Posterior` at each array, and
-      an array where the plain network has a constant.
+      A tree like `nnx.to_pure_dict(nnx.state(plain, nnx.Param))`, with a `Posterior` for each array, or
+      the array itself if it is a constant of the plain network.
 
     Raises:
-      TypeError: for another module. ValueError: if an array of the plain network is not one belief's.
+      TypeError: for another module. ValueError: if an array does not belong to exactly one belief.
 
     >>> import moment_jax as mj
     >>> net = mj.nn.MLP([3, 8, 2], rngs=nnx.Rngs(0))
@@ -45,7 +45,7 @@ def beliefs(module: BayesianModule) -> dict[Any, Any]:
     twice = [p for p, b in found.items() if sum(b is other for other in found.values()) > 1]
     if twice:
         raise ValueError(
-            "`beliefs` needs a belief for each array of the plain network. Got one for all of "
+            "`beliefs` needs one belief per array of the plain network. Got one shared by "
             f"{', '.join(map(_name, twice))}. Use the module itself."
         )
     taken = {
@@ -56,18 +56,18 @@ def beliefs(module: BayesianModule) -> dict[Any, Any]:
 
 
 def set_beliefs(module: BayesianModule, tree: Any) -> None:
-    """Put beliefs about the plain network into a module: means, covariances and families.
+    """Set a module's beliefs from beliefs about its plain network: means, covariances and families.
 
-    Arrays without a belief become certain. Priors stay. As families may change, make optimisers after.
+    Arrays without a belief become certain. Priors stay. Families may change, so create optimisers after.
 
     Args:
       module: a module of `mj.nn`, which is changed.
-      tree: beliefs about its plain network's arrays, of that one's structure: from
+      tree: beliefs about the arrays of its plain network, in that network's structure: from
         `mj.posterior.laplace(plain, ...)`, `swag`, or `beliefs(module)`.
 
     Raises:
-      TypeError: for another module. ValueError: if a leaf is missing or unknown, of another shape, of a
-        family that the module cannot hold, or singular; then nothing is changed.
+      TypeError: for another module. ValueError: if a leaf is missing, unknown, of another shape, of a
+        family that the module does not support, or singular. Nothing is changed then.
 
     >>> import moment_jax as mj
     >>> net = mj.nn.MLP([3, 8, 2], rngs=nnx.Rngs(0))
@@ -95,8 +95,8 @@ def set_beliefs(module: BayesianModule, tree: Any) -> None:
             fixed = not isinstance(leaf, Posterior) and np.array_equal(leaf, plain[path])
             if not fixed:
                 raise ValueError(
-                    f"`set_beliefs` needs the plain network's constant at '{name}', about which the "
-                    f"module has no belief. Got {_said(leaf)}."
+                    f"`set_beliefs` needs the plain network's constant at '{name}', where the module "
+                    f"has no belief. Got {_said(leaf)}."
                 )
             continue
         belief = _shaped(name, leaf, found[path].mean.shape)
@@ -110,19 +110,20 @@ def set_beliefs(module: BayesianModule, tree: Any) -> None:
 
 
 def _places(module: Any) -> tuple[dict[Path, Array], dict[Path, Belief]]:
-    """The arrays of the plain network, and whose each is: found by a probe with numbers for means."""
+    """The arrays of the plain network, and their beliefs: found by means that are unique numbers."""
     if not isinstance(module, BayesianModule):
-        raise TypeError(f"Beliefs are of a module of mj.nn. Got {type(module).__name__}.")
-    owners = _owners(module)
+        raise TypeError(f"Beliefs belong to a module of mj.nn. Got {type(module).__name__}.")
+    owners = owned_beliefs(module)
 
     def probe(numbers: Any) -> dict[Path, Array]:
         copy: Any = nnx.merge(*nnx.split(module), copy=True)
-        for i, owner in enumerate(_owners(copy)):
-            owner.mean.set_value(numbers(i, owner.mean.shape).astype(owner.mean.dtype))
+        for i, owner in enumerate(owned_beliefs(copy)):
+            mean = numbers(i, owner.mean.shape) + FIRST
+            owner.mean.set_value(jnp.asarray(mean, owner.mean.dtype))
         return _arrays(copy.mean_network())
 
-    whose = probe(lambda i, shape: jnp.full(shape, i + FIRST))
-    order = probe(lambda i, shape: jnp.arange(np.prod(shape, dtype=int)).reshape(shape) + FIRST)
+    whose = probe(lambda i, shape: np.full(shape, float(i)))
+    order = probe(lambda i, shape: np.arange(float(np.prod(shape))).reshape(shape))
     plain, found = _arrays(module.mean_network()), {}
     for path, value in plain.items():
         number = float(whose[path].ravel()[0]) - FIRST
@@ -133,15 +134,11 @@ def _places(module: Any) -> tuple[dict[Path, Array], dict[Path, Belief]]:
             np.all(whose[path] == number + FIRST) and np.array_equal(order[path].ravel(), in_order)
         ):
             raise ValueError(
-                f"A belief about an array of the plain network has to be one of the module's. Got one "
-                f"that the module computes at '{_name(path)}'. Use the module itself."
+                "Each array of the plain network needs a belief of the module. Got one that the module "
+                f"computes at '{_name(path)}'. Use the module itself."
             )
         found[path] = owners[int(number)]
     return plain, found
-
-
-def _owners(module: nnx.Module) -> list[Belief]:
-    return [node for _, node in nnx.iter_graph(module) if isinstance(node, Belief)]
 
 
 def _arrays(network: nnx.Module) -> dict[Path, Array]:
@@ -151,7 +148,7 @@ def _arrays(network: nnx.Module) -> dict[Path, Array]:
 
 
 def _shaped(name: str, leaf: Any, shape: tuple[int, ...]) -> Posterior:
-    """The belief with its entries in this shape."""
+    """The belief, reshaped."""
     if not isinstance(leaf, Posterior):
         leaf = families.Point(jnp.asarray(leaf))
     if isinstance(leaf, Reshaped):

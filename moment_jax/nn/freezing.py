@@ -1,4 +1,4 @@
-"""`freeze_features`: average feature correlations once, and use them in every prediction."""
+"""`freeze_features`: average feature correlations once, for all later predictions."""
 
 from __future__ import annotations
 
@@ -14,36 +14,33 @@ from flax import nnx
 
 from moment_jax.covariance import FrozenSeparable
 from moment_jax.covariance.statistics import averaged, with_feature_statistics
+from moment_jax.nn.settings import with_structure
 
 M = TypeVar("M", bound=nnx.Module)
-Found = dict[int, Any]  # statistics of the modules, by their identity
-NAME = "feature_statistics"  # a module's attribute that holds them
+Found = dict[int, Any]  # statistics by the `id` of their module
+NAME = "feature_statistics"  # the module's attribute that holds them
 
 _recording: ContextVar[Found | None] = ContextVar("recording", default=None)
 
 
 class FeatureStatistics(nnx.Variable[Any]):
-    """What `FrozenSeparable` reads in a module: no parameter, saved with the other state."""
+    """The statistics that `FrozenSeparable` reads: state of a module, and no parameters."""
 
 
 def freeze_features(module: M, batches: Iterable[Any]) -> M:
-    """The same module in `FrozenSeparable`, feature correlations averaged over these inputs.
+    """The same module in `FrozenSeparable`, with feature correlations averaged over these inputs.
 
-    To be called once, after training, with some hundred training inputs: correlations averaged while the
-    weights still moved would belong to none of them. Parameters are the same variables as the module's;
-    train them further, and the statistics are old: call it anew.
+    Call it once, after training, with some hundred training inputs. Parameters are shared with the
+    module; after further training the statistics are out of date, so call it again.
 
     Args:
-      module: a module of `mj.nn`, or of your own with such modules in it, each called once in a pass.
-      batches: inputs of the module, or tuples of them where it takes several. All of one shape, or the
-        pass is compiled for each.
+      module: a module of `mj.nn`, or your own with such modules in it, each called once per pass.
+      batches: inputs of the module, or tuples of them where it takes several. Equal shapes avoid
+        recompilation.
 
     Raises:
-      ValueError: if there is no batch, no module of `mj.nn` was called, or one was called twice.
+      ValueError: if there is no batch, or no module of `mj.nn` was called, or one was called twice.
     """
-    # Here, for `base` imports this file.
-    from moment_jax.nn.base import with_structure
-
     frozen = with_structure(module, FrozenSeparable)
     graph, state = nnx.split(frozen)
 
@@ -70,7 +67,7 @@ def freeze_features(module: M, batches: Iterable[Any]) -> M:
 def over_statistics(
     module: Any, layer: Callable[..., Any], run: Callable[[Callable[..., Any]], Any], num_axes: int
 ) -> Any:
-    """`run(layer)`, which maps the layer over `num_axes` leading axes, with the module's statistics."""
+    """`run(layer)` with the module's statistics; `run` maps the layer over `num_axes` leading axes."""
     if module.settings.structure is not FrozenSeparable:
         return run(layer)
     found = _recording.get()
@@ -78,14 +75,14 @@ def over_statistics(
         stored = getattr(module, NAME, None)
         if stored is None:
             raise ValueError(
-                f"`FrozenSeparable` needs feature statistics, and this {type(module).__name__} has "
-                "none. Make the module by `mj.nn.freeze_features(module, batches)`."
+                f"`FrozenSeparable` needs feature statistics. Got a {type(module).__name__} without "
+                "any. Use `mj.nn.freeze_features(module, batches)`."
             )
         return run(lambda *args: with_feature_statistics(layer)(stored.get_value(), *args)[0])
     if id(module) in found:
         raise ValueError(
-            f"`freeze_features` needs every module called once in a pass. Got {type(module).__name__} "
-            "a second time. Predict with `Separable`."
+            f"`freeze_features` needs every module called once per pass. Got {type(module).__name__} "
+            "a second time. Predict in `Separable` instead."
         )
     result, written = run(partial(with_feature_statistics(layer), None))
     axes = tuple(range(num_axes))

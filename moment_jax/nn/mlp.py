@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -25,9 +25,8 @@ Array = jax.Array
 class MLP(BayesianModule):
     """A multilayer perceptron with beliefs about all its weights.
 
-    The rows of its input are the tokens of the structures: with `TokenCorrelated` or `Full` the output
-    covariance holds how the predictions of different rows vary together; with `TokenBlock` each row has
-    the full covariance of its outputs.
+    Rows of the input are tokens of the structure: with `TokenCorrelated` or `Full` the output covariance
+    includes that between rows; with `TokenBlock` each row has the full covariance of its outputs.
 
     Args:
       features: widths, from the input's to the output's.
@@ -54,8 +53,8 @@ class MLP(BayesianModule):
     ) -> None:
         if len(features) < 2:
             raise ValueError(
-                "`MLP` needs the widths of its input and its output at least, such as [8, 50, 1]. "
-                f"Got {list(features)}."
+                "`MLP` needs the widths of its input and its output at least, such as [8, 50, 1]. Got "
+                f"{list(features)}."
             )
         self.settings = Settings.of(self, settings)
         self.activation = activation
@@ -63,20 +62,24 @@ class MLP(BayesianModule):
         self.layers = nnx.List(Dense(a, b, rngs=rngs, **settings) for a, b in pairwise(features))
 
     @classmethod
-    def from_deterministic(
-        cls, mlp: PlainMLP, *, activation: str | None = None, **settings: Any
-    ) -> MLP:
-        """Beliefs that start at the weights of a plain MLP (anything with `layers` of nnx.Linear).
-
-        The activation is found by the values of `mlp.activation`, or named where there is none.
-        """
-        activation = activation_name("MLP.from_deterministic", mlp, activation)
-        widths = [layer.kernel.shape[0] for layer in mlp.layers]
-        widths.append(mlp.layers[-1].kernel.shape[1])
+    def from_deterministic(cls, network: PlainMLP, **settings: Any) -> Self:
+        """See `BayesianModule`; each layer of the network, an nnx.Linear, may have a bias or not."""
+        name = "MLP.from_deterministic"
+        activation = activation_name(name, network, settings.pop("activation", None))
+        layers = nnx.List(Dense.from_deterministic(layer, **settings) for layer in network.layers)
+        widths = [layer.kernel.mean.shape[0] for layer in layers]
+        widths.append(layers[-1].kernel.mean.shape[1])
         new = cls(widths, activation=activation, rngs=nnx.Rngs(0), **settings)
-        new.layers = nnx.List(Dense.from_deterministic(layer, **settings) for layer in mlp.layers)
-        check_loaded("MLP.from_deterministic", new, mlp)
+        new.layers = layers
+        check_loaded(name, new, network)
         return new
+
+    def load(self, network: PlainMLP) -> None:
+        """Take the weights of a plain MLP of the same sizes as means."""
+        activation_name("MLP.load", network, self.activation)
+        for mine, theirs in zip(self.layers, network.layers, strict=True):
+            mine.load(theirs)
+        check_loaded("MLP.load", self, network)
 
     @property
     def params(self) -> list[DenseParams]:
@@ -106,15 +109,14 @@ class MLP(BayesianModule):
 
         return [stage(i, layer) for i, layer in enumerate(self.layers)]
 
-    def _moments(
-        self, mean: Array, cov: Covariance, params: list[DenseParams]
-    ) -> tuple[Array, Covariance]:
-        activation = find_activation(self.activation).moments
-        for layer in params[:-1]:
-            mean, cov = activation(*dense(mean, cov, layer))
-        return dense(mean, cov, params[-1])
-
     def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
-        params = self.params
-        return self._over_batch(lambda m, c: self._moments(m, c, params), (mean, cov))
+        *hidden, last = self.params
+        activation = find_activation(self.activation).moments
+
+        def moments(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            for layer in hidden:
+                mean, cov = activation(*dense(mean, cov, layer))
+            return dense(mean, cov, last)
+
+        return self._over_batch(moments, (mean, cov))

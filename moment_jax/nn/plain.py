@@ -1,8 +1,8 @@
-"""Plain Flax networks of one draw of the weights, built of Flax's own layers alone.
+"""Plain networks of one draw of the weights, made of Flax's own layers.
 
 They are the deterministic networks that Monte Carlo samples, so they share no code with the moment
-transforms. Each is built from the same parameter groups as the transforms (`DenseParams`, `NormParams`,
-`AttentionParams`, `EncoderBlockParams`), with arrays where those have beliefs.
+transforms. Builders take the parameter groups of the transforms (`DenseParams`, `NormParams`,
+`AttentionParams`, `EncoderBlockParams`), with arrays in place of beliefs.
 """
 
 from __future__ import annotations
@@ -16,86 +16,75 @@ from flax import nnx
 
 Array = jax.Array
 ScalarFunction = Callable[[Array], Array]
-# A parameter group with arrays in place of its beliefs.
-Arrays = Any
+Arrays = Any  # a parameter group with arrays in place of its beliefs
 
 
 def plain_linear(params: Arrays) -> nnx.Linear:
     """`nnx.Linear` with this (in, out) kernel and this bias."""
     kernel, bias = params.kernel, params.bias
-    layer = nnx.Linear(
+    return nnx.Linear(
         *kernel.shape,
         use_bias=bias is not None,
         param_dtype=kernel.dtype,
+        kernel_init=lambda *_: kernel,
+        bias_init=lambda *_: bias,
         rngs=nnx.Rngs(0),
     )
-    layer.kernel.set_value(kernel)
-    if layer.bias is not None:
-        layer.bias.set_value(bias)
-    return layer
 
 
 def plain_embed(table: Array) -> nnx.Embed:
     """`nnx.Embed` with this (V, D) table."""
-    layer = nnx.Embed(*table.shape, param_dtype=table.dtype, rngs=nnx.Rngs(0))
-    layer.embedding.set_value(table)
-    return layer
-
-
-class PlainPositions(nnx.Module):
-    """Adds its place's row of a table to every token."""
-
-    def __init__(self, table: nnx.Embed) -> None:
-        self.table = table
-
-    def __call__(self, x: Array, start: int = 0) -> Array:
-        """(..., T, D) -> (..., T, D), the first token at place `start`."""
-        return x + self.table(start + jnp.arange(x.shape[-2]))
+    return nnx.Embed(
+        *table.shape, param_dtype=table.dtype, embedding_init=lambda *_: table, rngs=nnx.Rngs(0)
+    )
 
 
 def plain_norm(params: Arrays, num_features: int, epsilon: float) -> nnx.LayerNorm:
     """`nnx.LayerNorm` with this gain and bias."""
-    gain, bias = params.scale, params.bias
-    layer = nnx.LayerNorm(
+    return nnx.LayerNorm(
         num_features,
         epsilon=epsilon,
-        use_scale=gain is not None,
-        use_bias=bias is not None,
+        use_scale=params.scale is not None,
+        use_bias=params.bias is not None,
+        scale_init=lambda *_: params.scale,
+        bias_init=lambda *_: params.bias,
         use_fast_variance=False,
         rngs=nnx.Rngs(0),
     )
-    if layer.scale is not None:
-        layer.scale.set_value(gain)
-    if layer.bias is not None:
-        layer.bias.set_value(bias)
-    return layer
 
 
 def plain_attention(params: Arrays, num_heads: int) -> nnx.MultiHeadAttention:
     """`nnx.MultiHeadAttention` with these kernels, heads outermost in (D, H K) and (H K, D)."""
     features, width = params.query.kernel.shape
-    out_features = params.output.kernel.shape[1]
     layer = nnx.MultiHeadAttention(
         num_heads,
         features,
         qkv_features=width,
-        out_features=out_features,
+        out_features=params.output.kernel.shape[1],
         use_bias=params.query.bias is not None,
         param_dtype=params.query.kernel.dtype,
+        kernel_init=nnx.initializers.zeros,
         decode=False,
         rngs=nnx.Rngs(0),
     )
-    head = width // num_heads
-    for name in ("query", "key", "value"):
-        dense: Arrays = getattr(params, name)
+    for name in ("query", "key", "value", "out"):
+        dense: Arrays = params.output if name == "out" else getattr(params, name)
         target = getattr(layer, name)
-        target.kernel.set_value(dense.kernel.reshape(features, num_heads, head))
+        target.kernel.set_value(dense.kernel.reshape(target.kernel.shape))
         if dense.bias is not None:
-            target.bias.set_value(dense.bias.reshape(num_heads, head))
-    layer.out.kernel.set_value(params.output.kernel.reshape(num_heads, head, out_features))
-    if layer.out.bias is not None:
-        layer.out.bias.set_value(params.output.bias)
+            target.bias.set_value(dense.bias.reshape(target.bias.shape))
     return layer
+
+
+class PlainPositions(nnx.Module):
+    """Adds the row of its position in a table to every token."""
+
+    def __init__(self, table: nnx.Embed) -> None:
+        self.table = table
+
+    def __call__(self, x: Array, start: int = 0) -> Array:
+        """(..., T, D) -> (..., T, D), the first token at position `start`."""
+        return x + self.table(start + jnp.arange(x.shape[-2]))
 
 
 class PlainMLP(nnx.Module):
@@ -113,7 +102,7 @@ class PlainMLP(nnx.Module):
 
 
 class PlainBlock(nnx.Module):
-    """What encoder and decoder blocks share: normalisations and the feed-forward layer.
+    """Base of encoder and decoder blocks: normalisations and the feed-forward layer.
 
     Subclasses name their attentions. The feed-forward layer comes last; every sublayer has its own
     normalisation, `norm1`, `norm2`, ..., after it (post-norm) or before it (pre-norm).
@@ -142,7 +131,7 @@ class PlainBlock(nnx.Module):
 
     @property
     def num_heads(self) -> int:
-        """Heads of its attentions."""
+        """Number of attention heads."""
         return getattr(self, self.attentions[0]).num_heads
 
     def sublayer(self, x: Array, norm: nnx.LayerNorm, branch: ScalarFunction) -> Array:
@@ -202,14 +191,14 @@ class PlainDecoderBlock(PlainBlock):
 
 
 class PlainStack(nnx.Module):
-    """Blocks one after another, with a final normalisation where there is one."""
+    """Blocks one after another, with a final normalisation if there is one."""
 
     def __init__(self, blocks: Sequence[PlainBlock], final_norm: nnx.LayerNorm | None) -> None:
         self.blocks: nnx.List[Any] = nnx.List(blocks)
         self.final_norm = nnx.data(final_norm)
 
     def __call__(self, x: Array, *given: Any, **options: Any) -> Array:
-        """(..., T, D) -> (..., T, D), with what each block takes beside x: a memory, masks."""
+        """(..., T, D) -> (..., T, D), with the other arguments of each block: a memory, masks."""
         for block in self.blocks:
             x = block(x, *given, **options)
         return x if self.final_norm is None else self.final_norm(x)
@@ -240,6 +229,22 @@ class PlainTransformer(nnx.Module):
     ) -> Array:
         """(..., S, D) and (..., T, D) -> (..., T, D)."""
         return self.decoder(target, self.encoder(source, source_mask), mask, memory_mask)
+
+
+class PlainTokenTransformer(nnx.Module):
+    """Embedding, positions, encoder, and a linear head at every token."""
+
+    def __init__(
+        self, embed: nnx.Linear, positions: PlainPositions, encoder: PlainEncoder, head: nnx.Linear
+    ) -> None:
+        self.embed = embed
+        self.positions = positions
+        self.encoder = encoder
+        self.head = head
+
+    def __call__(self, x: Array) -> Array:
+        """(..., T, in) -> (..., T, out)."""
+        return self.head(self.encoder(self.positions(self.embed(x))))
 
 
 class PlainVisionTransformer(nnx.Module):

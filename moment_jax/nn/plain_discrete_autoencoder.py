@@ -1,8 +1,7 @@
-"""Autoencoders with categorical codes: the parts of plain and Bayesian ones, and the plain one."""
+"""The plain discrete autoencoder, and its base class, which the Bayesian one shares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +21,9 @@ class NegativeElbo(NamedTuple):
     """The parts of the negative ELBO, in nats for each image; lower is better.
 
     Attributes:
-      reconstruction: -E[log p(x | z, weights)] under the codes and the decoder's weights, (...,).
+      reconstruction: -E[log p(x | z, weights)] over the codes and the decoder's weights, (...,).
       code_kl: KL(q(z | x) || uniform), summed over the grid of codes, (...,).
-      weight_kl: the image's share of KL(q(weights) || prior), a scalar; 0 for plain networks.
+      weight_kl: an image's share of KL(q(weights) || prior), a scalar; 0 for plain networks.
     """
 
     reconstruction: Array
@@ -38,7 +37,7 @@ class NegativeElbo(NamedTuple):
 
 
 class CodedImages:
-    """Images cut into patches, of which each has one of `num_codes` codes, and their likelihood."""
+    """Images cut into patches with one of `num_codes` codes each, and the pixels' likelihood."""
 
     patches: Patches
     image_size: int
@@ -47,22 +46,18 @@ class CodedImages:
 
     @property
     def likelihood(self) -> PixelLikelihood:
-        """The pixels' observation model, with the current noise."""
+        """The pixels' observation model at the current noise variance."""
         if self.log_noise is None:
             return objectives.Bernoulli()
         return objectives.Gaussian(jnp.exp(self.log_noise[...]))
 
     @property
     def num_tokens(self) -> int:
-        """T, the patches of an image."""
+        """T, the number of patches of an image."""
         return (self.image_size // self.patches.size) ** 2
 
     def cut(self, images: Array) -> Array:
-        """The patches of images of this size, (..., T, P).
-
-        Raises:
-          ValueError: for images of another size.
-        """
+        """The patches of images, (..., T, P); ValueError for images of another size."""
         tokens = self.patches(images)
         if tokens.shape[-2] != self.num_tokens:
             raise ValueError(
@@ -72,7 +67,7 @@ class CodedImages:
         return tokens
 
     def pixels(self, tokens: Array) -> Array:
-        """Patches (..., T, P), such as a mean or a variance that `decode` gives, as images."""
+        """Patches (..., T, P), such as a mean or a variance from `decode`, as images."""
         batch, size, channels = tokens.shape[:-2], self.patches.size, self.patches.channels
         side = self.image_size // size
         images = jnp.moveaxis(tokens.reshape(*batch, side, side, size, size, channels), -3, -4)
@@ -85,45 +80,42 @@ class CodedImages:
             raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
         return jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
 
+    def _log_likelihood(self, target: Array, z: Array) -> Array:
+        """(Expected) log p(x | z), (...,), of patches (..., T, P) given codes (..., T, K)."""
+        raise NotImplementedError
 
-def code_terms(
-    log_probs: Array,
-    log_likelihood: Callable[[Array], Array],
-    key: Array,
-    temperature: Array | float,
-    straight_through: bool,
-) -> tuple[Array, Array]:
-    """Reconstruction and KL of the codes of images.
+    def _over_images(self, target: Array, *moments: Any) -> Array:
+        """The expected log-likelihood of every image's patches under moments of the decoder's output."""
+        fn = partial(objectives.expected_log_likelihood, self.likelihood)
+        for _ in target.shape[:-2]:
+            fn = jax.vmap(fn)
+        return fn(target, *moments)
 
-    Args:
-      log_probs: log q(z_t = k | x), (..., T, K).
-      log_likelihood: codes (..., T, K) -> (expected) log p(x | z), (...,).
-      key: of `gumbel_softmax`, which draws the codes, as the next two.
-      temperature: of the relaxation.
-      straight_through: hard codes, with the relaxed ones' gradient.
-    """
-    z = gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
-    return -log_likelihood(z), jnp.sum(categorical_kl(log_probs), axis=-1)
-
-
-def over_images(fn: Callable[..., Array], target: Array, *moments: Any) -> Array:
-    """`fn` of every image's patches (..., T, P) and what belongs to them."""
-    for _ in target.shape[:-2]:
-        fn = jax.vmap(fn)
-    return fn(target, *moments)
+    def _code_terms(
+        self,
+        images: Array,
+        log_probs: Array,
+        key: Array,
+        temperature: Array | float,
+        straight_through: bool,
+    ) -> tuple[Array, Array]:
+        """Reconstruction and KL of the codes of images, log q(z_t = k | x) being (..., T, K)."""
+        z = gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
+        kl = jnp.sum(categorical_kl(log_probs), axis=-1)
+        return -self._log_likelihood(self.cut(images), z), kl
 
 
 class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
-    """x -> encoder -> pi -> z ~ Categorical(pi) -> decoder -> x_hat, without beliefs about weights.
+    """x -> encoder -> pi -> z ~ Categorical(pi) -> decoder -> x_hat, with certain weights.
 
     Args:
       encoder: a module, patches (..., T, P) -> logits of the codes (..., T, K).
       decoder: a module, codes (..., T, K) -> patches (..., T, P): logits of the pixels for
         `Bernoulli`, their means for `Gaussian`.
-      patches: how images are cut.
+      patches: cuts the images.
       image_size: height and width of the images.
       num_codes: K.
-      likelihood: of the pixels; the noise variance of a `Gaussian` is where it starts, and is learned.
+      likelihood: of the pixels; the noise variance of a `Gaussian` is an initial value, and is learned.
     """
 
     def __init__(
@@ -159,37 +151,26 @@ class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
         *,
         straight_through: bool = False,
     ) -> NegativeElbo:
-        """The negative ELBO in nats for each image: `DiscreteAutoencoder.negative_elbo`."""
-        target = self.cut(images)
-
-        def log_likelihood(z: Array) -> Array:
-            mean = self.decoder(z)
-            if isinstance(self.likelihood, objectives.Bernoulli):
-                # Without uncertainty no quadrature is needed.
-                return jnp.sum(target * mean - jax.nn.softplus(mean), axis=(-2, -1))
-            return over_images(
-                partial(objectives.expected_log_likelihood, self.likelihood),
-                target,
-                mean,
-                jnp.zeros_like(mean),
-            )
-
-        log_probs = log_probabilities(self.encoder(target))
-        fit, code_kl = code_terms(log_probs, log_likelihood, key, temperature, straight_through)
+        """The negative ELBO in nats for each image: see `DiscreteAutoencoder.negative_elbo`."""
+        log_probs = self.code_log_probs(images)
+        fit, code_kl = self._code_terms(images, log_probs, key, temperature, straight_through)
         return NegativeElbo(fit, code_kl, jnp.zeros((), fit.dtype))
 
+    def _log_likelihood(self, target: Array, z: Array) -> Array:
+        mean = self.decoder(z)
+        if isinstance(self.likelihood, objectives.Bernoulli):
+            # No quadrature without uncertainty.
+            return jnp.sum(target * mean - jax.nn.softplus(mean), axis=(-2, -1))
+        return self._over_images(target, mean, jnp.zeros_like(mean))
+
     def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array]:
-        """Codes (N, T) from the uniform prior, and what `decode` makes of them."""
+        """Codes (N, T) from the uniform prior, and the patches that they decode to."""
         codes = self.prior_codes(key, num_images)
         return codes, self.decode(jax.nn.one_hot(codes, self.num_codes))
 
 
 def log_noise(likelihood: PixelLikelihood) -> nnx.Param | None:
-    """The logarithm of a Gaussian's noise variance as a parameter; None for `Bernoulli`.
-
-    Raises:
-      TypeError: for another likelihood. ValueError: unless the noise variance is one positive number.
-    """
+    """The log noise variance of a `Gaussian` as a parameter; None for `Bernoulli`."""
     if isinstance(likelihood, objectives.Bernoulli):
         return None
     if not isinstance(likelihood, objectives.Gaussian):

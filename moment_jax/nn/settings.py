@@ -1,10 +1,10 @@
-"""Settings of all Bayesian modules: structure, posterior family, initial spread, prior."""
+"""Settings of Bayesian modules: structure, posterior family, initial spread, prior."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from moment_jax.nn.belief import Belief
 from moment_jax.posterior import Posterior
 
 Array = jax.Array
+M = TypeVar("M", bound=nnx.Module)
 
 DEFAULT_STRUCTURE: type[Covariance] = Separable
-"""The structure that modules use when none is named."""
+"""The structure of modules that name none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Settings:
     Args:
       structure: the covariance structure in which moments are propagated.
       posterior: the family of the beliefs about weights.
-      relative_scale: where standard deviations start: relative_scale / sqrt(fan_in) for a kernel,
-        and relative_scale / sqrt(D) for a bias, a gain, a position or an embedding of D numbers.
+      relative_scale: initial standard deviations are relative_scale / sqrt(fan_in) for a kernel, and
+        relative_scale / sqrt(D) for a bias, a gain, a position or an embedding of D numbers.
       prior_scale: standard deviation of the prior N(0, prior_scale^2) of every parameter.
-      learn_prior: learn one prior standard deviation for each array (empirical Bayes).
+      learn_prior: learn one prior standard deviation per array (empirical Bayes).
       dtype: floating-point type of the parameters.
 
     Raises:
-      TypeError: if the structure or the family is not one.
+      TypeError: if `structure` is no covariance structure.
     """
 
     structure: type[Covariance] = DEFAULT_STRUCTURE
@@ -54,11 +55,7 @@ class Settings:
 
     @classmethod
     def of(cls, module: object, settings: dict[str, Any]) -> Settings:
-        """The settings of a module, from the keyword arguments that it does not know itself.
-
-        Raises:
-          TypeError: if they are no settings either.
-        """
+        """The settings of a module, from its other keyword arguments; TypeError for unknown ones."""
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [name for name in settings if name not in known]
         if unknown:
@@ -71,12 +68,12 @@ class Settings:
         return cls(**settings)
 
     def kernel(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:
-        """A belief about an (in, out) kernel, its mean drawn as Flax does (LeCun normal)."""
+        """A belief about an (in, out) kernel, its mean drawn as in Flax (LeCun normal)."""
         mean = nnx.initializers.lecun_normal()(rngs.params(), shape, self.dtype)
         return self._belief(mean, self.posterior, shape[0])
 
     def table(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:
-        """A belief about the (V, D) rows of an embedding, its mean drawn as Flax does."""
+        """A belief about the (V, D) rows of an embedding, its mean drawn as in Flax."""
         start = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
         return self._belief(start(rngs.params(), shape, self.dtype), self.posterior, shape[1])
 
@@ -86,12 +83,12 @@ class Settings:
         return self._belief(jnp.full((size,), value, self.dtype), family, size)
 
     def entries(self, mean: Array, fan_in: int) -> Belief:
-        """A belief about an array that multiplies nothing, such as positions, entry by entry."""
+        """An entrywise belief about an array that multiplies nothing, such as positions."""
         return self._belief(mean, self._entrywise, fan_in)
 
     @property
     def _entrywise(self) -> type[Posterior]:
-        """`OutputShared` and `MatrixNormal` are about matrices; other arrays are `Factorized`."""
+        """The family of arrays that are no matrices, for which some families have no meaning."""
         return families.Point if self.posterior is families.Point else families.Factorized
 
     def _belief(self, mean: Array, family: type[Posterior], fan_in: int) -> Belief:
@@ -102,3 +99,24 @@ class Settings:
             prior_scale=self.prior_scale,
             learn_prior=self.learn_prior,
         )
+
+
+def with_structure(module: M, structure: type[Covariance]) -> M:
+    """The same module in another covariance structure, sharing its variables.
+
+    So a network trained in `BatchSeparable` predicts in `Separable`, and training one trains the other.
+
+    Args:
+      module: a module of `mj.nn`, or your own with such modules in it.
+      structure: for all of them.
+
+    Raises:
+      TypeError: if `structure` is no covariance structure.
+    """
+    copy = nnx.clone(module, variables=False)
+    parts: list[Any] = [part for _, part in nnx.iter_modules(copy)]
+    for part in parts:
+        settings = getattr(part, "settings", None)
+        if isinstance(settings, Settings):
+            part.settings = dataclasses.replace(settings, structure=structure)
+    return copy

@@ -1,10 +1,11 @@
-"""Stacks of blocks: scanned if they differ only in their beliefs, otherwise a loop."""
+"""Base classes of encoders and decoders: `Block`, and `Stack` of blocks, scanned if they are alike."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +14,107 @@ from flax import nnx
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.statistics import checkpoint, scan
 from moment_jax.layers import NormParams, layer_norm
+from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.block import sizes_of
-from moment_jax.nn.conversion import check_loaded
-from moment_jax.nn.dense import LayerNorm
+from moment_jax.nn.conversion import activation_name, check_loaded, check_same
+from moment_jax.nn.dense import Dense, LayerNorm
 from moment_jax.nn.plain import plain_norm
 from moment_jax.nn.settings import Settings
 
 Array = jax.Array
 
 
+class Block(BayesianModule):
+    """A Transformer block with beliefs about all its weights.
+
+    Subclasses name their `parts`, `plain_type` and `step_moments`, and create their attention; the
+    feed-forward layer and two normalisations are created here.
+    """
+
+    plain_type: ClassVar[Any]
+    step_moments: ClassVar[Any]  # the transform of the newest tokens, with a cache
+
+    def __init__(
+        self,
+        num_features: int,
+        num_heads: int,
+        *,
+        hidden_features: int | None = None,
+        norm_first: bool = False,
+        activation: str = "relu",
+        epsilon: float = 1e-6,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        self.settings = Settings.of(self, settings)
+        self.num_heads = num_heads
+        self.norm_first = norm_first
+        self.activation = activation
+        find_activation(activation)
+        self.epsilon = epsilon
+        self.make_attention(num_features, rngs, settings)
+        hidden = 4 * num_features if hidden_features is None else hidden_features
+        self.norm1 = LayerNorm(num_features, epsilon=epsilon, **settings)
+        self.hidden = Dense(num_features, hidden, rngs=rngs, **settings)
+        self.output = Dense(hidden, num_features, rngs=rngs, **settings)
+        self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
+
+    @abc.abstractmethod
+    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
+        """Create the sublayers before the feed-forward layer."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the block's transform."""
+        return {
+            "num_heads": self.num_heads,
+            "norm_first": self.norm_first,
+            "activation": find_activation(self.activation).moments,
+            "epsilon": self.epsilon,
+        }
+
+    def step(
+        self, mean: Array, cov: Covariance, cache: Any, params: Any
+    ) -> tuple[Array, Covariance, Any]:
+        """Moments of the newest tokens (N, D) of a causal sequence, and the updated cache."""
+        return type(self).step_moments(mean, cov, cache, params, **self.options)
+
+    @classmethod
+    def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        return {**block_options(cls, network, settings), "rngs": nnx.Rngs(0)}
+
+    def load(self, network: Any) -> None:
+        """Take the weights of a plain block of the same sizes as means."""
+        name = f"{type(self).__name__}.load"
+        check_same(name, network, num_heads=self.num_heads, norm_first=self.norm_first)
+        activation_name(name, network, self.activation)
+        super().load(network)
+
+    def network(self, params: Any) -> Any:
+        """The plain block with these arrays."""
+        activation = find_activation(self.activation).plain
+        return self.plain_type(params, **{**self.options, "activation": activation})
+
+
+def block_options(cls: type, block: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a module `cls` with blocks like this plain one, and these settings."""
+    name = f"{cls.__name__}.from_deterministic"
+    return {
+        "num_features": block.hidden.in_features,
+        "num_heads": block.num_heads,
+        "hidden_features": block.hidden.out_features,
+        "norm_first": block.norm_first,
+        "epsilon": block.norm1.epsilon,
+        **settings,
+        "activation": activation_name(name, block, settings.get("activation")),
+    }
+
+
 class Stack(BayesianModule):
     """Blocks one after another; with pre-norm, a final normalisation follows.
 
-    Subclasses say of which `block_type`, and which `plain_type` holds plain blocks.
+    Subclasses name the type of their blocks and of the plain stack.
     """
 
     block_type: ClassVar[Any]
@@ -60,30 +148,28 @@ class Stack(BayesianModule):
         )
 
     @classmethod
-    def from_deterministic(
-        cls, stack: Any, *, activation: str | None = None, **settings: Any
-    ) -> Self:
-        """Beliefs that start at the weights of a trained plain stack; see `Block.from_deterministic`."""
-        sizes = sizes_of(cls, stack.blocks[0], activation)
-        new = cls(len(stack.blocks), **sizes, rngs=nnx.Rngs(0), **settings)
-        new.load(stack)
-        return new
+    def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        own = {"num_blocks": len(network.blocks), "rngs": nnx.Rngs(0)}
+        return {**own, **block_options(cls, network.blocks[0], settings)}
 
-    def load(self, stack: Any) -> None:
-        """Take the weights of a plain stack as means."""
+    def load(self, network: Any) -> None:
+        """Take the weights of a plain stack of the same sizes as means."""
         name = f"{type(self).__name__}.load"
-        if len(self.blocks) != len(stack.blocks):
-            raise ValueError(f"`{name}` needs {len(self.blocks)} blocks. Got {len(stack.blocks)}.")
-        if (self.final_norm is None) != (stack.final_norm is None):
+        if len(self.blocks) != len(network.blocks):
+            raise ValueError(
+                f"`{name}` needs {len(self.blocks)} blocks. Got {len(network.blocks)}."
+            )
+        if (self.final_norm is None) != (network.final_norm is None):
             raise ValueError(
                 f"`{name}` needs a final normalisation with pre-norm, and none with post-norm. Got "
-                f"final_norm={stack.final_norm}."
+                f"final_norm={network.final_norm}."
             )
-        for mine, theirs in zip(self.blocks, stack.blocks, strict=True):
+        for mine, theirs in zip(self.blocks, network.blocks, strict=True):
             mine.load(theirs)
         if self.final_norm is not None:
-            self.final_norm.load(stack.final_norm)
-        check_loaded(name, self, stack)
+            self.final_norm.load(network.final_norm)
+        check_loaded(name, self, network)
 
     @property
     def params(self) -> tuple[list[Any], NormParams | None]:
@@ -107,7 +193,7 @@ class Stack(BayesianModule):
         cov: Covariance,
         params: tuple[list[Any], NormParams | None],
     ) -> tuple[Array, Covariance]:
-        """Moments after all blocks, by `step` (block, mean, cov, beliefs), and the normalisation."""
+        """Moments after `step` (block, mean, cov, beliefs) of all blocks and the normalisation."""
         beliefs, final = params
 
         def step_of(block: Any) -> Callable[..., tuple[Array, Covariance]]:
@@ -123,14 +209,19 @@ class Stack(BayesianModule):
         else:
             for block, own in zip(self.blocks, beliefs, strict=True):
                 mean, cov = step_of(block)(mean, cov, own)
+        return self._normalised(mean, cov, final)
+
+    def _normalised(
+        self, mean: Array, cov: Covariance, final: NormParams | None
+    ) -> tuple[Array, Covariance]:
         return (mean, cov) if final is None else layer_norm(mean, cov, final, epsilon=self.epsilon)
 
     def step(
         self, mean: Array, cov: Covariance | None, cache: Any
     ) -> tuple[Array, Covariance, Any]:
-        """Moments of the newest tokens alone, as the whole pass with a causal mask would give them.
+        """Moments of the newest tokens only, equal to those of a whole pass with a causal mask.
 
-        A step costs as much as there is room in the cache. A whole prompt can come in one step.
+        A step's cost grows with the size of the cache. A whole prompt can be one step.
 
         Args:
           mean: of the newest tokens, (..., N, D).
@@ -138,55 +229,39 @@ class Stack(BayesianModule):
           cache: from `start`, or from the step before.
 
         Returns:
-          Mean (..., N, D), covariance, and the next step's cache.
+          Mean (..., N, D), covariance, and the cache for the next step.
         """
-        blocks, final = self.params
+        beliefs, final = self.params
 
-        def run(mean: Array, cov: Covariance, cache: Any) -> Any:
-            mean, cov, cache = through_steps(self.blocks, blocks, cache, mean, cov)
-            if final is not None:
-                mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
-            return mean, cov, cache
+        def run(mean: Array, cov: Covariance, caches: Any) -> Any:
+            if _alike(self.blocks, beliefs):
+                stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
+
+                def scanned(carry: Any, own: Any) -> Any:
+                    mean, cov, cache = self.blocks[0].step(*carry, *own)
+                    return (mean, cov), cache
+
+                (mean, cov), caches = scan(scanned, (mean, cov), (caches, stacked))
+            else:
+                new = []
+                for i, (block, own) in enumerate(zip(self.blocks, beliefs, strict=True)):
+                    cache = jax.tree.map(lambda leaf, i=i: leaf[i], caches)
+                    mean, cov, cache = block.step(mean, cov, cache, own)
+                    new.append(cache)
+                caches = stack_caches(new)
+            return *self._normalised(mean, cov, final), caches
 
         return self._over_batch(run, (mean, cov), cache=cache)
 
 
-def through_steps(
-    blocks: Sequence[Any], beliefs: Sequence[Any], caches: Any, mean: Array, cov: Covariance
-) -> tuple[Array, Covariance, Any]:
-    """Moments of the newest tokens after all blocks, and the blocks' caches with them.
-
-    Args:
-      blocks: modules with a `step`.
-      beliefs: each block's.
-      caches: of all blocks, on a leading axis.
-      mean: of the newest tokens, (N, D).
-      cov: its covariance.
-    """
-    if _alike(blocks, beliefs):
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
-
-        def scanned(carry: Any, own: Any) -> Any:
-            mean, cov, cache = blocks[0].step(*carry, *own)
-            return (mean, cov), cache
-
-        (mean, cov), caches = scan(scanned, (mean, cov), (caches, stacked))
-        return mean, cov, caches
-    new = []
-    for i, (block, own) in enumerate(zip(blocks, beliefs, strict=True)):
-        mean, cov, cache = block.step(mean, cov, jax.tree.map(lambda c, i=i: c[i], caches), own)
-        new.append(cache)
-    return mean, cov, stack_caches(new)
-
-
 def stack_caches(caches: Sequence[Any], batch: tuple[int, ...] = ()) -> Any:
-    """The caches of all blocks on one axis, after the leading axes of a batch."""
+    """The caches of all blocks on one axis, which follows the leading axes of a batch."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*batch, *leaf.shape)), stacked)
 
 
 def _alike(blocks: Sequence[Any], beliefs: Sequence[Any]) -> bool:
-    """Whether the blocks differ by numbers alone; blocks with pruned heads do not."""
+    """Whether the blocks differ only in numbers; blocks with pruned heads do not."""
     layouts = {
         (
             block.num_heads,

@@ -9,40 +9,21 @@ import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.nn.base import Composite, Stage, set_mean
+from moment_jax.nn.base import Composite, Stage
 from moment_jax.nn.batching import check_sequences
+from moment_jax.nn.conversion import set_mean
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.embedding import LearnedPositions
 from moment_jax.nn.encoder import Encoder
-from moment_jax.nn.plain import PlainEncoder, PlainPositions
+from moment_jax.nn.plain import PlainTokenTransformer
 
 Array = jax.Array
-
-
-class PlainTokenTransformer(nnx.Module):
-    """Embedding, positions, encoder, and a linear head at every token, of Flax's own layers."""
-
-    def __init__(
-        self,
-        embed: nnx.Linear,
-        positions: PlainPositions,
-        encoder: PlainEncoder,
-        head: nnx.Linear,
-    ) -> None:
-        self.embed = embed
-        self.positions = positions
-        self.encoder = encoder
-        self.head = head
-
-    def __call__(self, x: Array) -> Array:
-        """(..., T, in) -> (..., T, out)."""
-        return self.head(self.encoder(self.positions(self.embed(x))))
 
 
 class TokenTransformer(Composite):
     """Dense embedding + learned positions -> encoder -> dense head at every token.
 
-    With one-hot inputs the embedding's kernel is a table of random rows.
+    For one-hot inputs the embedding's kernel is a table of random rows.
 
     Args:
       num_tokens: T.
@@ -52,11 +33,10 @@ class TokenTransformer(Composite):
       num_features: D.
       num_heads: H, a divisor of D.
       norm_first: pre-norm if True.
-      position_scale: sd of the positions' means at the start. As large as the tokens by default: with
-        Flax's customary 0.02 a small network takes long to tell places apart.
+      position_scale: initial sd of the positions' means. By default positions are as large as tokens:
+        with Flax's customary 0.02 a small network is slow to tell positions apart.
       rngs: Flax random streams.
-      dtype: floating-point type of the parameters.
-      options: the other keyword arguments of `Encoder`, those of `Settings` among them.
+      options: the other keyword arguments of `Encoder`, including those of `Settings`.
 
     Raises:
       ValueError: if a size is below one, the heads do not divide the features, or the activation is
@@ -110,7 +90,4 @@ class TokenTransformer(Composite):
                 f"`TokenTransformer` needs sequences of shape (..., T, in), (T, in) == {size}. Got "
                 f"{tuple(mean.shape)}."
             )
-        mean, cov = self.embed(mean, cov)
-        mean, cov = self.positions(mean, cov)
-        mean, cov = self.encoder(mean, cov)
-        return self.head(mean, cov)
+        return self.head(*self.encoder(*self.positions(*self.embed(mean, cov))))

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from moment_jax.covariance import Covariance
+from moment_jax.layers.seen import look_at_valid
 from moment_jax.nn.base import Composite
 from moment_jax.nn.decoder import Decoder
 from moment_jax.nn.encoder import Encoder
@@ -17,21 +18,21 @@ Array = jax.Array
 
 
 class Transformer(Composite):
-    """An encoder of the source and a decoder of the target, between embeddings and a head of yours.
+    """An encoder of the source and a decoder of the target, between your own embeddings and head.
 
-    The moments of the encoder's output are the decoder's memory, with its covariance. A decoder that
-    must not see later tokens needs a mask, `jnp.tril(jnp.ones((T, T), bool))`.
+    The decoder's memory is the encoder's output, mean and covariance. A causal decoder needs a mask,
+    `jnp.tril(jnp.ones((T, T), bool))`.
 
-    Assumes that the decoder's sequence and its memory are independent, as `mj.decoder_block` says.
+    Assumes that the decoder's sequence and its memory are independent: see `mj.decoder_block`.
 
     Args:
       num_features: D.
       num_heads: H, a divisor of D.
       num_encoder_blocks: L.
-      num_decoder_blocks: blocks of the decoder; as many as the encoder's where None.
+      num_decoder_blocks: blocks of the decoder; as many as the encoder has where None.
       norm_first: pre-norm if True, with a final normalisation after encoder and decoder.
       rngs: Flax random streams.
-      options: the other keyword arguments of `Encoder` and `Decoder`, those of `Settings` among them.
+      options: the other keyword arguments of `Encoder` and `Decoder`, including those of `Settings`.
 
     Source: Transformer derivation, section 1.1.
 
@@ -84,24 +85,22 @@ class Transformer(Composite):
           source: mean of the embedded source, (..., S, D).
           target: mean of the embedded target, (..., T, D).
           source_cov: covariance with the same leading axes; None where the source is certain.
-          target_cov: the same of the target.
+          target_cov: the same for the target.
           source_mask: (S, S) or (H, S, S) boolean, of the encoder's attention, the same for the batch.
           mask: (T, T) or (H, T, T), of the decoder's self-attention.
           memory_mask: (T, S) or (H, T, S), of its attention to the memory.
-          source_valid: (..., S) boolean, True for tokens that exist and False for padding.
-          target_valid: (..., T), the same of the target.
+          source_valid: (..., S) boolean, False for padding; None for no padding.
+          target_valid: (..., T), the same for the target.
 
         Returns:
           Mean (..., T, D) and covariance.
         """
         encoder, decoder = self.params.values()
 
-        def moments(source: Any, cov: Any, known: Any, *target: Any) -> tuple[Array, Covariance]:
+        def moments(source: Any, cov: Any, known: Any, mean: Any, own: Any, valid: Any) -> Any:
             memory = self.encoder.moments(source, cov, encoder, source_mask, known)
-            mean, cov, valid = target
-            return self.decoder.moments(
-                mean, cov, *memory, decoder, mask, memory_mask, valid, known
-            )
+            masks = look_at_valid(mask, valid), look_at_valid(memory_mask, known)
+            return self.decoder.moments((mean, own), memory, decoder, masks)
 
         return self._over_batch(
             moments, (source, source_cov, source_valid), (target, target_cov, target_valid)

@@ -15,14 +15,14 @@ from moment_jax.covariance import BATCH_AXIS, Covariance, TokenBlock
 from moment_jax.covariance.fields import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
-from moment_jax.nn.base import BayesianModule, Stage, set_mean
-from moment_jax.nn.block import sizes_of
-from moment_jax.nn.conversion import check_loaded, check_same
+from moment_jax.nn.base import BayesianModule, Stage
+from moment_jax.nn.conversion import check_same, set_mean
 from moment_jax.nn.dense import Dense
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.freezing import over_statistics
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
 from moment_jax.nn.settings import Settings
+from moment_jax.nn.stack import block_options
 from moment_jax.posterior import Point, Posterior, sample_params
 
 Array = jax.Array
@@ -32,22 +32,18 @@ Array = jax.Array
 class Patches:
     """Cuts images into the tokens of a sequence, patch by patch in rows.
 
-    Integers, such as uint8, become float32 of the same size: divide by 255 for numbers up to one.
+    Integers become float32 without scaling: divide uint8 by 255 for numbers up to one.
 
     Args:
       size: height and width of a patch.
-      channels: number of channels; images of one channel may leave the axis out.
+      channels: number of channels; images of one channel may omit the axis.
     """
 
     size: int
     channels: int = 1
 
     def count(self, name: str, image_size: int) -> int:
-        """How many tokens a square image has.
-
-        Raises:
-          ValueError: of `name`, unless patches divide the image.
-        """
+        """The number of tokens of a square image; ValueError unless patches divide it."""
         if self.size < 1 or image_size < 1 or image_size % self.size:
             raise ValueError(
                 f"`{name}` needs patch_size to divide image_size. Got {self.size} and {image_size}."
@@ -91,8 +87,8 @@ class VisionTransformerParams:
 class VisionTransformer(BayesianModule):
     """Patches -> dense embedding + learned positions -> encoder -> mean over tokens -> linear head.
 
-    All its weights are random, the positions too. The head sees each image's own feature covariance, so
-    the covariance of the logits between classes is kept whatever the structure of the encoder.
+    All weights are random, including the positions. The head sees each image's own feature covariance,
+    so the logits' covariance between classes is kept, whatever the structure of the encoder.
 
     Args:
       image_size: height and width of the images.
@@ -113,6 +109,8 @@ class VisionTransformer(BayesianModule):
     Raises:
       ValueError: if patches do not divide the image or heads do not divide the features.
     """
+
+    parts = ("embed", "encoder", "head")
 
     def __init__(
         self,
@@ -154,10 +152,10 @@ class VisionTransformer(BayesianModule):
         self.head = Dense(num_features, num_classes, rngs=rngs, **settings)
 
     @classmethod
-    def from_deterministic(
-        cls, network: PlainVisionTransformer, *, activation: str | None = None, **settings: Any
-    ) -> VisionTransformer:
-        """Beliefs that start at the weights of a plain network; see `Block.from_deterministic`."""
+    def options_of(
+        cls, network: PlainVisionTransformer, settings: dict[str, Any]
+    ) -> dict[str, Any]:
+        """See `BayesianModule`."""
         patches = network.patches
         if not isinstance(patches, Patches):
             raise TypeError(
@@ -165,27 +163,21 @@ class VisionTransformer(BayesianModule):
                 f"`mj.nn.Patches`. Got {type(patches).__name__}."
             )
         side = round(network.position.shape[0] ** 0.5)
-        new = cls(
-            image_size=side * patches.size,
-            patch_size=patches.size,
-            num_classes=network.head.out_features,
-            channels=patches.channels,
-            num_blocks=len(network.encoder.blocks),
-            **sizes_of(cls, network.encoder.blocks[0], activation),
-            rngs=nnx.Rngs(0),
-            **settings,
-        )
-        new.load(network)
-        return new
+        return {
+            "image_size": side * patches.size,
+            "patch_size": patches.size,
+            "num_classes": network.head.out_features,
+            "channels": patches.channels,
+            "num_blocks": len(network.encoder.blocks),
+            "rngs": nnx.Rngs(0),
+            **block_options(cls, network.encoder.blocks[0], settings),
+        }
 
     def load(self, network: PlainVisionTransformer) -> None:
-        """Take the weights of a trained plain network as means."""
+        """Take the weights of a plain network of the same sizes as means."""
         check_same("VisionTransformer.load", network, patches=self.patches)
-        self.embed.load(network.embed)
         set_mean(self.position, network.position[...])
-        self.encoder.load(network.encoder)
-        self.head.load(network.head)
-        check_loaded("VisionTransformer.load", self, network)
+        super().load(network)
 
     @property
     def params(self) -> VisionTransformerParams:
@@ -226,7 +218,7 @@ class VisionTransformer(BayesianModule):
 
     @property
     def stages(self) -> list[Stage]:
-        """Embedding, the encoder's, and the head on the mean over the tokens."""
+        """Embedding, the encoder's stages, and the head on the mean over the tokens."""
         params = self.params
 
         def embed(key: Array, x: Array) -> Array:
@@ -243,7 +235,7 @@ class VisionTransformer(BayesianModule):
         ]
 
     def sequence(self, x: Array) -> Array:
-        """One image as its patches."""
+        """The patches of one image."""
         return self.patches(x)
 
     def _moments(self, tokens: Array, params: VisionTransformerParams) -> tuple[Array, Array]:

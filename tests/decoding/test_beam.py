@@ -94,7 +94,7 @@ def test_an_ended_hypothesis_is_kept_though_others_look_better_for_a_while():
         mean = jnp.where((node < 0)[:, None], start[None, :], 0.0)
         return mean, jnp.zeros_like(mean), node + 1
 
-    beams = beam_search(step, root(1), 0, 3, 2, end=1)
+    beams = jax.jit(lambda: beam_search(step, root(1), 0, 3, 2, end=1))()
     assert beams.tokens[0].tolist() == [1, -1, -1]
     np.testing.assert_allclose(np.exp(beams.scores[0]), 0.3)
 
@@ -117,15 +117,22 @@ def test_the_state_follows_its_hypothesis():
         }  # fmt: skip
 
     state = {"node": root(1), "kept": jnp.zeros((1, LENGTH + 1), int), "count": jnp.zeros(1, int)}
-    beams = beam_search(step, state, 0, LENGTH, 5, num_points=POINTS)
-    # All hypotheses again, side by side and each with a state of its own.
-    row = jax.tree.map(lambda leaf: jnp.repeat(leaf, 5, axis=0), state)
-    last, total = jnp.zeros(5, jnp.int32), 0.0
-    for position in range(LENGTH):
-        m, c, row = step(row, last)
-        last = beams.tokens[:, position]
-        total += table(m, c)[jnp.arange(5), last]
-    np.testing.assert_allclose(beams.log_probs, total, atol=1e-12)
+
+    @jax.jit
+    def search_and_follow(state):
+        beams = beam_search(step, state, 0, LENGTH, 5, num_points=POINTS)
+
+        # All hypotheses again, side by side and each with a state of its own.
+        def follow(carry, tokens):
+            row, last = carry
+            m, c, row = step(row, last)
+            return (row, tokens), table(m, c)[jnp.arange(5), tokens]
+
+        row = jax.tree.map(lambda leaf: jnp.repeat(leaf, 5, axis=0), state)
+        _, gains = jax.lax.scan(follow, (row, jnp.zeros(5, jnp.int32)), beams.tokens.T)
+        return beams.log_probs, gains.sum(axis=0)
+
+    np.testing.assert_allclose(*search_and_follow(state), atol=1e-12)
 
 
 def test_fewer_sequences_than_beams_leave_padding():

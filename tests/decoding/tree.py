@@ -10,7 +10,7 @@ from moment_jax.objectives import log_class_probabilities
 
 V, LENGTH = 3, 4
 NUM_NODES = sum(V**depth for depth in range(LENGTH))
-POINTS = 64
+POINTS = 16
 
 
 def logits(seed, scale=1.5):
@@ -20,7 +20,7 @@ def logits(seed, scale=1.5):
 
 
 def step_of(mean, cov):
-    """The state is the node (B,), -1 before the first token; node n has the children n V + 1 + token."""
+    """A step whose state is the node (B,), -1 before the first token; children are n V + 1 + token."""
 
     def step(node, tokens):
         node = jnp.where(node < 0, 0, node * V + 1 + tokens)
@@ -40,7 +40,7 @@ def table(mean, cov):
 
 
 def log_prob(sequence, log_probs):
-    """Of one sequence, one token after another."""
+    """The log-probability of one sequence, token by token."""
     node, total = 0, 0.0
     for token in sequence:
         total += log_probs[node, token]

@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one batch: what exists does not see the padding."""
+"""Sequences of different lengths in one batch: padding does not change the other tokens."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class Translator(nnx.Module):
             target_valid=target_valid,
         )
         mean, cov = self.tokens.attend(mean, cov)
-        return mean, jax.vmap(lambda c: c.variance())(cov)
+        return mean, cov.variances
 
 
 def test_a_padded_sequence_in_a_batch_is_what_it_is_alone():
+    """The single sequence has no batch axis, so this also shows that a batch equals a loop."""
     model, run = Translator(mj.Diagonal), nnx.jit(Translator.__call__)
     source, target = IDS[0], IDS[1, :, :4]
     valid = [
@@ -52,16 +53,16 @@ def test_a_padded_sequence_in_a_batch_is_what_it_is_alone():
         for ids, lengths in ((source, SOURCE_LENGTHS), (target, TARGET_LENGTHS))
     ]
     mean, variance = run(model, source, target, *valid)
-    # Alone it is a batch of one; in the batch other ids stand where the padding is.
+    # In the batch, other ids stand where the padding is.
     s, t = SOURCE_LENGTHS[1], TARGET_LENGTHS[1]
-    single, single_variance = run(model, source[1:, :s], target[1:, :t])
-    assert_close(mean[1, :t], single[0], 1e-5)
-    assert_close(variance[1, :t], single_variance[0], 1e-5)
+    single, single_variance = run(model, source[1, :s], target[1, :t])
+    assert_close(mean[1, :t], single, 1e-5)
+    assert_close(variance[1, :t], single_variance, 1e-5)
 
 
 @pytest.mark.parametrize("structure", [mj.Diagonal, mj.DEFAULT_STRUCTURE])
 def test_padding_of_an_encoder(structure):
-    """What is padded is not seen; in an empty sequence nobody looks at anything: finite moments."""
+    """Padding changes nothing, and an empty sequence has finite moments."""
     encoder = mj.nn.Encoder(
         1, FEATURES, HEADS, hidden_features=6, structure=structure, rngs=nnx.Rngs(0)
     )
@@ -69,10 +70,10 @@ def test_padding_of_an_encoder(structure):
     x = jax.random.normal(jax.random.key(1), (2, 3, FEATURES), jnp.float32)
     mean, cov = run(encoder, x, jnp.array([[True, True, False], [False] * 3]))
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((mean, cov)))
-    single, single_cov = run(encoder, x[:1, :2], None)
-    assert_close(mean[0, :2], single[0], 1e-5)
+    single, single_cov = run(encoder, x[0, :2], None)
+    assert_close(mean[0, :2], single, 1e-5)
     variances = jax.vmap(lambda c: c.variance())
-    assert_close(variances(cov)[0, :2], variances(single_cov)[0], 1e-5)
+    assert_close(variances(cov)[0, :2], single_cov.variance(), 1e-5)
 
 
 def test_messages():

@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer: its functions composed, batches, and sampled truth."""
+"""The encoder-decoder Transformer against sampled networks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import assert_close
 
 pytestmark = pytest.mark.slow
 
@@ -35,25 +34,8 @@ def transformer(structure=mj.DEFAULT_STRUCTURE, blocks=2):
     )
 
 
-def test_batch_equals_loop_of_functions():
-    model = transformer(mj.Diagonal, 1)
-    mean, cov = nnx.jit(lambda m, s, t: m(s, t, mask=CAUSAL))(model, SOURCE, TARGET)
-    encoder, decoder = model.params.values()
-    memory = [mj.Diagonal.zeros(SOURCE.shape[1:]), mj.Diagonal.zeros(TARGET.shape[1:])]
-
-    @jax.jit
-    def one(source, target):
-        read = model.encoder.moments(source, memory[0], encoder, None)
-        return model.decoder.moments(target, memory[1], *read, decoder, CAUSAL, None)
-
-    for row in range(2):
-        single, single_cov = one(SOURCE[row], TARGET[row])
-        assert_close(mean[row], single, 1e-5)
-        assert_close(cov.variances[row], single_cov.variance(), 1e-5)
-
-
 def test_two_and_two_random_blocks_against_samples():
-    """Sampled networks are Flax's own layers; the target looks at the source through all blocks."""
+    """Sampled networks are Flax's own layers; the target attends to the source in all blocks."""
     model = transformer()
     source, target = SOURCE[0], TARGET[0]
     with jax.numpy_rank_promotion("allow"):
