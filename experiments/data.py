@@ -61,14 +61,19 @@ def pixels() -> np.ndarray:
     return (load_digits().images / 16).astype(np.float32)
 
 
-def mini_batch(key: Array, step: Array, part: Images, size: int) -> tuple[Array, Array]:
-    """The images and labels of update `step`: each epoch is a new order of all of them.
+def batch_indices(key: Array, step: Array, count: int, size: int) -> Array:
+    """Which of `count` examples update `step` takes: each epoch is a new order of all of them.
 
-    It depends on the key and the step alone, so a resumed run sees what an unbroken one sees.
+    Depends on key and step alone, so a resumed run sees the batches of an unbroken one.
     """
-    num_batches = part.labels.size // size
-    order = jax.random.permutation(jax.random.fold_in(key, step // num_batches), part.labels.size)
-    chosen = jax.lax.dynamic_slice(order, ((step % num_batches) * size,), (size,))
+    num_batches = count // size
+    order = jax.random.permutation(jax.random.fold_in(key, step // num_batches), count)
+    return jax.lax.dynamic_slice(order, ((step % num_batches) * size,), (size,))
+
+
+def mini_batch(key: Array, step: Array, part: Images, size: int) -> tuple[Array, Array]:
+    """The images and labels of update `step`."""
+    chosen = batch_indices(key, step, part.labels.size, size)
     return jnp.asarray(part.images)[chosen], jnp.asarray(part.labels)[chosen]
 
 

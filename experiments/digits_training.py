@@ -18,7 +18,7 @@ from experiments.checkpoints import Checkpoints
 from experiments.classifiers import Belief
 from experiments.command_line import InputError
 from experiments.data import Digits
-from experiments.training import Compiled, Task, fit
+from experiments.training import Compiled, Task, TrainState, fit_saved
 
 
 class Training(NamedTuple):
@@ -40,10 +40,16 @@ class Training(NamedTuple):
         """The programs, for all seeds."""
         return self.task.compile(self.task.start(self.params, jax.random.key(0)))
 
-    def checkpoints(self, args: argparse.Namespace, seed: int, *, resume: bool) -> Checkpoints:
-        """Those of one seed."""
-        folder = args.out / "checkpoints" / self.name / f"seed_{seed}"
-        return Checkpoints(folder, {"seed": seed, **self.settings}, resume=resume)
+    def fit(
+        self, args: argparse.Namespace, params: Any, seed: int, key: int, save_every: int,
+        compiled: Callable[[], Compiled],
+    ) -> TrainState:  # fmt: skip
+        """Train from `params`; the random key is that of `seed` + `key`."""
+        own = argparse.Namespace(**{**vars(args), "seed": seed})
+        name = f"{self.name}/seed_{seed}"
+        return fit_saved(
+            self.task, params, own, name, self.settings, seed + key, save_every, compiled
+        )
 
 
 def plain(args: argparse.Namespace, digits: Digits) -> Training:
@@ -83,12 +89,11 @@ def train_plain(
     args: argparse.Namespace, training: Training, compiled: Callable[[], Compiled], seed: int
 ) -> tuple[Any, float]:
     """The best parameters by the validation NLL, and the seconds."""
-    params = nnx.state(classifiers.plain_network(seed))
     start = time.perf_counter()
-    state = training.task.start(params, jax.random.key(seed))
-    with training.checkpoints(args, seed, resume=args.resume) as store:
-        # Its updates are so cheap that half a run is all that a checkpoint is worth.
-        state = fit(training.task, state, store, max(1, args.plain_steps // 2), compiled)
+    # Its updates are so cheap that half a run is all that a checkpoint is worth.
+    every = max(1, args.plain_steps // 2)
+    params = nnx.state(classifiers.plain_network(seed))
+    state = training.fit(args, params, seed, 0, every, compiled)
     assert state.best is not None
     return state.best.params, time.perf_counter() - start
 
@@ -104,9 +109,7 @@ def train_bayesian(
     network = _network(args, seed)
     network.load(plain)
     start = time.perf_counter()
-    state = training.task.start(nnx.state(network), jax.random.key(seed + 1))
-    with training.checkpoints(args, seed, resume=args.resume) as store:
-        state = fit(training.task, state, store, args.save_every, compiled)
+    state = training.fit(args, nnx.state(network), seed, 1, args.save_every, compiled)
     return state.params, time.perf_counter() - start
 
 
@@ -127,7 +130,8 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
             f"python -m experiments digits --out {run_folder}"
         ) from error
     start = training.task.start(training.params, jax.random.key(args.seed + 1))
-    with training.checkpoints(args, args.seed, resume=True) as store:
+    folder = run_folder / "checkpoints" / training.name / f"seed_{args.seed}"
+    with Checkpoints(folder, {"seed": args.seed, **training.settings}, resume=True) as store:
         state = store.restore(start)
     if state is None:
         raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")

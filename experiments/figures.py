@@ -1,4 +1,4 @@
-"""The figures of the main job."""
+"""The figures of the main job, and what the figures of all experiments share."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ def save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
+def histograms(panels: dict[str, dict[str, np.ndarray]], unit: str) -> Figure:
+    """A panel for each name: how its values are distributed on each set of examples."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 2.6), squeeze=False)
+        for axis, (name, given) in zip(axes[0], panels.items(), strict=True):
+            bins = np.linspace(0, max(map(np.max, given.values())), 24)
+            for which, values in given.items():
+                axis.hist(values, bins, density=True, histtype="step", label=which)
+            axis.set(title=name, xlabel=unit)
+        axes[0, 0].legend(fontsize=6)
+    return figure
+
+
 def certainty(test: Images, analytic: Prediction, samples: Prediction, count: int = 7) -> Figure:
     """The most and the least certain test images, by the entropy of their class probabilities."""
     p = analytic.probabilities
@@ -56,7 +69,7 @@ def certainty(test: Images, analytic: Prediction, samples: Prediction, count: in
             half.suptitle(title, x=0.01, ha="left", fontweight="bold")
             axes = half.subplots(2, count, height_ratios=(1, 0.8))
             for column, image in zip(axes.T, chosen, strict=True):
-                _image(column[0], test.images[image])
+                show_image(column[0], test.images[image])
                 label, said = int(test.labels[image]), int(p[image].argmax())
                 verdict = "" if label == said else f", said {said}"
                 column[0].set_title(f"{label}{verdict}", color=RIGHT if label == said else WRONG)
@@ -69,7 +82,8 @@ def certainty(test: Images, analytic: Prediction, samples: Prediction, count: in
     return figure
 
 
-def _image(axes: Axes, image: np.ndarray) -> None:
+def show_image(axes: Axes, image: np.ndarray) -> None:
+    """An image of digits, without ticks."""
     axes.imshow(image, cmap="gray_r", interpolation="nearest")
     axes.set_xticks([])
     axes.set_yticks([])
@@ -98,7 +112,7 @@ def rotation(
         strip, below = figure.subfigures(2, 1, height_ratios=(1, 5.2))
         shown = np.linspace(0, len(angles) - 1, 13).round().astype(int)
         for axes, i in zip(strip.subplots(1, len(shown)), shown, strict=True):
-            _image(axes, images[i])
+            show_image(axes, images[i])
             axes.set_title(f"{angles[i]:.0f}°", fontsize=8)
         strip.suptitle(f"A {label} of the test set, turned", x=0.01, ha="left", fontweight="bold")
         top, bottom = below.subplots(2, 1, sharex=True)

@@ -82,7 +82,7 @@ def the_only(task: Task) -> Task:
 
 def plain_networks(task: Task, seeds: int, steps: int) -> list[nnx.Module]:
     """Trained networks, in inference mode."""
-    network = Network.of(task, num_blocks=1)
+    network = Network.of(task)
     keys = jax.random.split(jax.random.key(0), seeds)
     budget = Budget(plain_steps=steps, weight_decay=WEIGHT_DECAY)
     copies = Trainer(network, stacked(task.train, seeds), budget, keys).plain().params

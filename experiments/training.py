@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import signal
 from collections.abc import Callable
@@ -156,3 +157,30 @@ def fit(
             f"{checkpoints.folder}; run the same command with --resume to go on"
         )
     return state
+
+
+def fit_saved(
+    task: Task,
+    params: Params,
+    args: argparse.Namespace,
+    name: str,
+    settings: dict[str, Any],
+    seed: int,
+    save_every: int,
+    compiled: Callable[[], Compiled] | None = None,
+) -> TrainState:
+    """`fit` from `params`, with checkpoints in a folder `name` below --out, as --resume says.
+
+    Args:
+      task: what to train.
+      params: where to start if there is no checkpoint.
+      args: with `out`, `resume` and `seed`.
+      name: of the folder.
+      settings: what a checkpoint has to agree with, beside the seed.
+      seed: of the run's random key.
+      save_every: updates between checkpoints.
+      compiled: see `fit`.
+    """
+    settings = {"seed": args.seed, **settings}
+    with Checkpoints(args.out / "checkpoints" / name, settings, resume=args.resume) as store:
+        return fit(task, task.start(params, jax.random.key(seed)), store, save_every, compiled)

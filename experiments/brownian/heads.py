@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import moment_jax as mj
 from experiments.brownian.pruning import (
@@ -37,12 +38,22 @@ def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
       module: an `Encoder` or `VisionTransformer` of `mj.nn`.
       inputs: a batch (N, ...) of what it takes.
     """
-    blocks = blocks_of(module).blocks
+    blocks_of(module)  # or its error
+    rows = _all_signals(*nnx.split(module), jnp.asarray(inputs))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = [np.asarray(s.sum(axis=0)) / np.asarray(n.sum(axis=0)) for s, n in rows]
+    return [np.nan_to_num(ratio, nan=0.0, posinf=np.inf) for ratio in ratios]
+
+
+@partial(jax.jit, static_argnums=0)
+def _all_signals(graph: Any, state: Any, inputs: Array) -> list[tuple[Array, Array]]:
+    """Signal and noise of every head, (N, H) each, for each block."""
+    module = nnx.merge(graph, state)
 
     def one(x: Array) -> list[tuple[Array, Array]]:
         mean, cov = enter(module, x, module.settings.structure)
         rows = []
-        for block in blocks:
+        for block in blocks_of(module).blocks:
             params: mj.EncoderBlockParams = block.params
             seen = mean, cov
             if block.norm_first:
@@ -51,10 +62,7 @@ def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
             mean, cov = block.moments(mean, cov, params, None)
         return rows
 
-    rows = jax.jit(lambda batch: jax.lax.map(one, batch))(jnp.asarray(inputs))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = [np.asarray(s.sum(axis=0)) / np.asarray(n.sum(axis=0)) for s, n in rows]
-    return [np.nan_to_num(ratio, nan=0.0, posinf=np.inf) for ratio in ratios]
+    return jax.lax.map(one, inputs)
 
 
 def _signals(
@@ -94,16 +102,16 @@ def head_predictions(module: Any, inputs: Array, kept: Kept) -> tuple[Array, Arr
     many = masks[0].ndim == 2
     stacked = masks if many else [mask[None] for mask in masks]
     check_kept("head_predictions", module.encoder.blocks, [np.asarray(m[0]) for m in stacked])
-
-    @jax.jit
-    def run(batch: Array, stacked: list[Array]) -> tuple[Array, Array]:
-        return jax.lax.map(
-            lambda one: jax.lax.map(lambda x: _logits(module, x, one), batch, batch_size=50),
-            stacked,
-        )
-
-    mean, cov = run(jnp.asarray(inputs), stacked)
+    mean, cov = _masked_logits(*nnx.split(module), jnp.asarray(inputs), stacked)
     return (mean, cov) if many else (mean[0], cov[0])
+
+
+@partial(jax.jit, static_argnums=0)
+def _masked_logits(graph: Any, state: Any, inputs: Array, masks: list[Array]) -> Any:
+    module = nnx.merge(graph, state)
+    return jax.lax.map(
+        lambda mask: jax.lax.map(lambda x: _logits(module, x, mask), inputs, batch_size=50), masks
+    )
 
 
 def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]:

@@ -1,8 +1,7 @@
 """Classify images with a Bayesian vision Transformer, against what people use for uncertainty.
 
 Compares it with the plain network, an ensemble of five, MC dropout, sampled variational inference and
-Laplace approximations, on test images, on the same turned and blurred, and on images that are none of
-the classes. Every seed has a division of its own into training, validation and test images. What a
+Laplace approximations, on test images, on the same turned, and on images that are none of the classes. Every seed has a division of its own into training, validation and test images. What a
 method leaves open, and a temperature for each, is chosen on validation images. Prints means and standard
 errors over the seeds, of the scores and of their differences from the plain network's; writes
 metrics.json and figures.
@@ -27,14 +26,14 @@ from experiments.classify.images import Task
 from experiments.classify.methods import Answers, Budget, Trainer
 from experiments.classify.networks import Network
 from experiments.command_line import Parser
-from experiments.figures import save
+from experiments.figures import histograms, save
 from experiments.outputs import writable_folder, write_json
 from experiments.predictions import CaughtUp
 from experiments.report import aligned, duration, with_error
 
 __all__ = ["add_arguments", "run"]
 
-SHIFTED = 250  # images of each shift and of each kind of other images
+SHIFTED = 250  # images at each angle and of each kind of other images
 
 
 def add_arguments(parser: Parser) -> None:
@@ -54,7 +53,6 @@ def add_arguments(parser: Parser) -> None:
     parser.whole(
         "--seeds", 5, "how many times all is done, with this seed and those that follow it"
     )
-    parser.whole("--blocks", 1, "of the Transformer")
     parser.whole(
         "--members", 5, "plain networks in the ensemble (Bayesian ones: three, or as many)"
     )
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)
     keys = jnp.stack([jax.random.split(jax.random.key(seed), args.members) for seed in seeds])
     given, labels = (np.concatenate([part] * args.members) for part in task.train)
-    trainer = Trainer(Network.of(task, args.blocks), (given, labels), budget, keys.T.ravel())
+    trainer = Trainer(Network.of(task), (given, labels), budget, keys.T.ravel())
     methods = train_all(trainer, args.seeds, task.validation, args.samples)
     said, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():
@@ -102,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
         "seconds": time.perf_counter() - start,
     }
     write_json(out / "metrics.json", metrics)
-    _draw(out, task, records, said)
+    _draw(out, records, said)
     _print(records)
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and figures in {out}")
 
@@ -112,7 +110,7 @@ class Said(NamedTuple):
 
     validation: np.ndarray
     test: np.ndarray
-    shifts: dict[str, dict[float, np.ndarray]]
+    turned: dict[float, np.ndarray]
     others: dict[str, np.ndarray]
 
 
@@ -122,13 +120,10 @@ def _say(method: Compared, task: Task) -> tuple[Said, dict[str, float]]:
     said, seconds = _timed(method.predict, test)
     assert isinstance(method.predict, Answers)
     costs = {"seconds_per_image": seconds, "bytes_of_prediction": method.predict.bytes(test)}
-    shifts: dict[str, Any] = {
-        "angle": {a: images.turned(some, a, task.background) for a in images.ANGLES},
-        "blur": {strength: images.blurred(some, strength) for strength in images.BLURS},
-    }
-    more = task.validation.images, shifts, images.others(task, SHIFTED)
-    validation, shifted, others = jax.tree.map(method.predict, more)
-    return Said(validation, said, shifted, others), costs
+    turned = {angle: images.turned(some, angle, task.background) for angle in images.ANGLES}
+    more = task.validation.images, turned, images.others(task, SHIFTED)
+    validation, answers, others = jax.tree.map(method.predict, more)
+    return Said(validation, said, answers, others), costs
 
 
 def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
@@ -164,11 +159,10 @@ def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
         return {
             "validation": predictions.scores(said.validation[seed], task.validation.labels[seed]),
             "test": score(said.test),
-            "shifts": jax.tree.map(score, said.shifts),
+            "angle": jax.tree.map(score, said.turned),
             "others": found,
             "auroc": float(np.mean([one["auroc"] for one in found.values()])),
             "calibrated_ece": scores.calibrated_ece(said.test[seed]),
-            "area_under_risk": float(scores.risk_by_coverage(said.test[seed], labels).mean()),
         }
 
     return [of_seed(seed) for seed in range(len(said.test))]
@@ -181,23 +175,8 @@ def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str
     return {**scores.over_seeds(each), "minus_plain": scores.over_seeds(differences)}
 
 
-def _draw(out: Path, task: Task, records: dict[str, Any], said: dict[str, Said]) -> None:
-    curves = {
-        shift: {
-            name: {
-                score: {s: found[score] for s, found in record["shifts"][shift].items()}
-                for score in ("accuracy", "nll", "ece")
-            }
-            for name, record in records.items()
-        }
-        for shift in ("angle", "blur")
-    }
-    save(figures.shifts(curves), out / "shifts.png")
-    risks = {
-        name: np.stack(list(map(scores.risk_by_coverage, one.test, task.test.labels)))
-        for name, one in said.items()
-    }
-    save(figures.rejection(risks), out / "rejection.png")
+def _draw(out: Path, records: dict[str, Any], said: dict[str, Said]) -> None:
+    save(figures.rotation({n: one["angle"] for n, one in records.items()}), out / "shifts.png")
     entropies = {
         name: {
             which: predictions.entropy(p).ravel()
@@ -205,7 +184,7 @@ def _draw(out: Path, task: Task, records: dict[str, Any], said: dict[str, Said])
         }
         for name, one in said.items()
     }
-    save(figures.histograms(entropies), out / "others.png")
+    save(histograms(entropies, "entropy (nats)"), out / "others.png")
 
 
 def _print(records: dict[str, Any]) -> None:
@@ -246,7 +225,7 @@ def _print(records: dict[str, Any]) -> None:
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
-    test, turned = record["test"], record["shifts"]["angle"]
+    test, turned = record["test"], record["angle"]
     found = [record["validation"]["nll"], test["accuracy"], test["nll"], test["brier"], test["ece"]]
     found += [turned[45]["nll"], turned[60]["nll"], record["auroc"]]
     return [with_error(one, ".3f") for one in found]

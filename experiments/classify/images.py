@@ -1,4 +1,4 @@
-"""Images to classify, the same turned and blurred, and images of something else."""
+"""Images to classify, the same turned, and images of something else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from experiments.command_line import InputError
 from experiments.data import Images
 
 ANGLES = (0, 15, 30, 45, 60, 75, 90)
-BLURS = (0.0, 0.5, 1.0, 1.5, 2.0)  # standard deviation in eighths of the image's side
 FASHION = 5000  # the first training images of Fashion-MNIST: as many as mnist5k has
 LETTERS = "ABCEFGHJKLMNPRTUVWXY"  # none that is also a digit's shape
 
@@ -103,12 +102,6 @@ def turned(images: np.ndarray, angle: float, background: np.ndarray) -> np.ndarr
         ndimage.rotate(some, angle, axes=(2, 1), reshape=False, order=1, cval=empty)
         for some, empty in zip(images, background, strict=True)
     ]).astype(np.float32)  # fmt: skip
-
-
-def blurred(images: np.ndarray, strength: float) -> np.ndarray:
-    """Images (L, N, H, W) after a Gaussian filter of this many eighths of their side."""
-    sd = strength * images.shape[-1] / 8
-    return ndimage.gaussian_filter(images, (0, 0, sd, sd)).astype(np.float32)
 
 
 def others(task: Task, count: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Scores of class probabilities: in distribution, under a shift, on other images, by rejection."""
+"""Scores of class probabilities, of their calibration, and of how they tell other images."""
 
 from __future__ import annotations
 
@@ -51,13 +51,6 @@ def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
     found = minimize_scalar(nll, bounds=(-np.log(4), np.log(4)), method="bounded")
     return float(np.exp(found.x))
-
-
-def risk_by_coverage(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """The share of wrong answers among the k most confident ones, k = 1 to N."""
-    order = np.argsort(-probabilities.max(axis=1), kind="stable")
-    wrong = (probabilities.argmax(axis=1) != labels)[order]
-    return np.cumsum(wrong) / np.arange(1, len(labels) + 1)
 
 
 def summary(values: list[float]) -> dict[str, float]:

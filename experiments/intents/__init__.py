@@ -19,10 +19,9 @@ import numpy as np
 from experiments import predictions
 from experiments.classify import scores
 from experiments.classify.compared import Compared
-from experiments.classify.figures import histograms
 from experiments.classify.methods import Budget, Trainer, stacked
-from experiments.command_line import Parser, number
-from experiments.figures import save
+from experiments.command_line import Parser
+from experiments.figures import histograms, save
 from experiments.intents.compared import logistic_regression, transformers
 from experiments.intents.files import IntentSet, read_set
 from experiments.intents.networks import TextNetwork
@@ -46,16 +45,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.out("runs/intents", "metrics.json and the figure")
     parser.seed("random seed of weights, batches and samples")
-    parser.add_argument(
-        "--kl-weight",
-        type=number(float, least=0),
-        nargs="+",
-        default=[0.01, 0.03, 0.1],
-        metavar="X",
-        help="weights of the KL to choose from (default: 0.01 0.03 0.1)",
-    )
     parser.whole("--seeds", 3, "how many times all is done")
-    parser.whole("--blocks", 1, "of the Transformer")
     parser.whole("--plain-steps", 3000, "updates of a plain network, the best of which is kept")
     parser.whole("--steps", 1500, "updates of a Bayesian network")
     parser.whole("--samples", 30, "networks drawn by MC dropout to predict", least=2)
@@ -68,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     out = writable_folder(args.out, "--out")
     vocabulary = Vocabulary.of(given.train[0])
     encoded = given.encoded(vocabulary.encode)
-    network = TextNetwork(vocabulary.size, vocabulary.length, len(given.intents), args.blocks)
+    network = TextNetwork(vocabulary.size, vocabulary.length, len(given.intents))
     budget = Budget(args.plain_steps, steps=args.steps, batch_size=64, weight_decay=1e-2)
     keys = jax.random.split(jax.random.key(args.seed), args.seeds)
     lose = partial(with_lost_words, rate=LOST)
@@ -83,11 +73,11 @@ def run(args: argparse.Namespace) -> None:
     records, entropies = {}, {}
     name = "TF-IDF, logistic regression"
     records[name], entropies[name] = _measure(logistic_regression(given), given)
-    for name, method in transformers(trainer, encoded.validation, args.kl_weight, args.samples):
+    for name, method in transformers(trainer, encoded.validation, args.samples):
         records[name], entropies[name] = _measure(method, encoded)
     metrics |= {"methods": records, "seconds": time.perf_counter() - start}
     write_json(out / "metrics.json", metrics)
-    save(histograms(entropies), out / "entropy.png")
+    save(histograms(entropies, "entropy (nats)"), out / "entropy.png")
     _print(records)
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and entropy.png in {out}")
 

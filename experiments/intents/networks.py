@@ -57,14 +57,12 @@ class TextNetwork(BayesianNetwork):
       num_ids: of the vocabulary.
       length: of the sequences.
       num_classes: intents.
-      num_blocks: of the encoder.
       structure: in which moments are propagated.
     """
 
     num_ids: int
     length: int
     num_classes: int
-    num_blocks: int = 1
 
     def build(self, key: Array) -> TextClassifier:
         """A new module."""
@@ -72,7 +70,7 @@ class TextNetwork(BayesianNetwork):
             self.num_ids,
             self.length,
             self.num_classes,
-            self.num_blocks,
+            1,
             structure=mj.STRUCTURES[self.structure],
             relative_scale=RELATIVE_SCALE,
             rngs=nnx.Rngs(key),
