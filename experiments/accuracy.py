@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The records of one case, in the order of the structures asked for."""
+    """The records of one case, in the order of --structure."""
     records: list[dict[str, Any]] = []
     forwards = {"": propagation.deterministic(case)}
     for name in dict.fromkeys(args.structure):

@@ -82,7 +82,7 @@ def read_case(path: Path) -> Case:
 
 
 class _Reader:
-    """The arrays of one file; every look at them checks what it sees."""
+    """The arrays of one file, checked as they are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +130,7 @@ class _Reader:
         return array
 
     def belief(self, mean: np.ndarray, name: str) -> mj.posterior.Posterior:
-        """A belief with the standard deviations of that name, kernels turned to (in, out)."""
+        """A belief with the standard deviations `name`; kernels are transposed to (in, out)."""
         sd = self.array(name, *mean.shape)
         if (sd < 0).any():
             raise self.wrong(
@@ -197,7 +197,7 @@ class _Reader:
         return Case(self.path.stem, [], blocks, num_heads, head, rows, others, truth, logits)
 
     def rows(self, inputs: np.ndarray, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
-        """The inputs whose truth is known, which are the first, and the others."""
+        """The first inputs, whose truth is known, and the others."""
         if len(truth.mean) > len(inputs):
             raise self.wrong(
                 f"mc_mean is of {len(truth.mean)} inputs, X holds {len(inputs)}", "write them all"

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: a thin wrapper, so that only this file knows the storage library."""
+"""Checkpoints of a training run, in Orbax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT = 2
 
 
 def run_folder(args: argparse.Namespace) -> Path:
-    """The --out of a run, made if need be; its checkpoints are below.
+    """Create the run's --out folder if needed and return it.
 
     Raises:
       InputError: if it cannot be written, or with --resume if there is nothing there to go on from.
@@ -81,7 +81,7 @@ class Checkpoints:
         return self.manager.latest_step()
 
     def save(self, step: int, state: Any, **facts: Any) -> None:
-        """Save the state after `step` updates, and facts for its JSON beside the settings."""
+        """Save the state after `step` updates; settings and `facts` go into its JSON."""
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             settings=ocp.args.JsonSave({**self.settings, **facts}),
@@ -89,7 +89,7 @@ class Checkpoints:
         self.manager.save(step, args=items, force=True)
 
     def wait(self) -> None:
-        """Return when all that was saved is on disk."""
+        """Wait until all saves are on disk."""
         self.manager.wait_until_finished()
 
     def facts(self, step: int) -> dict[str, Any]:

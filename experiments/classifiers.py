@@ -1,4 +1,4 @@
-"""The two networks for the digits, the plain and the Bayesian one, and what each is trained by."""
+"""The plain and the Bayesian network for the digits, and their training tasks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def bayesian_network(belief: Belief, seed: int) -> mj.nn.VisionTransformer:
 
 
 def plain_network(seed: int) -> mj.nn.PlainVisionTransformer:
-    """The same network of Flax's own layers, untrained."""
+    """The same network in Flax's own layers, untrained."""
     network = bayesian_network(Belief(), seed).mean_network()
     assert isinstance(network, mj.nn.PlainVisionTransformer)
     shape = network.position[...].shape
@@ -131,6 +131,6 @@ def bayesian_task(
 
 
 def predicting(network: mj.nn.VisionTransformer) -> mj.nn.VisionTransformer:
-    """What is said of an image depends on no other, whatever the batches of the training shared."""
+    """The network for prediction: images must not share statistics, as batches do in training."""
     shared = network.settings.structure is mj.BatchSeparable
     return mj.nn.with_structure(network, mj.Separable) if shared else network

@@ -1,4 +1,4 @@
-"""Tell apart what a covariance structure cannot hold and what a transform gets wrong.
+"""Separate the error of a covariance structure from the error of a transform.
 
 Takes the network of a finished main job and a few test images. After every sublayer it prints, for each
 structure: the sd over the sampled sd (mean |ratio - 1| in brackets) of the closure experiment (exact

@@ -13,19 +13,19 @@ PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
 
 
 class InputError(Exception):
-    """Something from outside (a file, a folder, an option) is wrong; the message says the mend."""
+    """A file, folder or option is wrong; the message says how to fix it."""
 
 
 class PartError(Exception):
-    """A part of the work failed, and the message says which; the rest is done and written."""
+    """A part of the work failed; the message says which. The rest is done and written."""
 
 
 class PreemptedError(Exception):
-    """Asked to leave before the end; what is done is saved, and the same command goes on from there."""
+    """Preempted: progress is saved, and the same command continues from there."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with the exit status 2."""
+    """An argument parser that reports errors as `InputError`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
@@ -33,13 +33,13 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise what was wrong with the command line as an `InputError`."""
+        """Raise an `InputError`."""
         raise InputError(f"{message}; see {self.prog} --help")
 
     def option(
         self, name: str, default: Any, what: str, kind: Callable[[str], Any], unit: str
     ) -> None:
-        """An option whose help ends with its default, where there is one."""
+        """Add an option; its help ends with the default, if any."""
         shown = "" if default is None else " (default: %(default)s)"
         self.add_argument(name, type=kind, default=default, metavar=unit, help=what + shown)
 
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
     def choice(
         self, name: str, table: Iterable[str], default: str | Sequence[str] | None, what: str
     ) -> None:
-        """One key of a table; several where the default is a list of keys, or None for all."""
+        """One key of a table; several if the default is a list, or None (all)."""
         names = list(table)
         self.add_argument(
             name,
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         self.option(name, None if default is None else Path(default), what, path, unit)
 
     def source(self, name: str, what: str) -> None:
-        """A folder to read from, which has to be named."""
+        """A required input folder."""
         self.add_argument(name, type=path, required=True, metavar="DIR", help=f"{what} (required)")
 
     def seed(self, what: str = "random seed") -> None:
@@ -136,7 +136,7 @@ def number(
 
 
 def path(text: str) -> Path:
-    """A type for `add_argument`: a file or folder; no text is none, and not the working directory."""
+    """A type for `add_argument`: a path; '' is an error, not the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("needs the path of a file or folder, got ''")
     return Path(text)

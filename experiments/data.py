@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, split once and for all."""
+"""Scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, with a fixed split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Images(NamedTuple):
 
 
 class Digits(NamedTuple):
-    """The three parts, each with every class in the same share, and the value of an empty pixel."""
+    """The stratified parts, and the value of an empty pixel."""
 
     train: Images
     validation: Images
@@ -57,7 +57,7 @@ def load() -> Digits:
 
 
 def pixels() -> np.ndarray:
-    """All images, (1797, 8, 8), as they are but for the range [0, 1]."""
+    """All images, (1797, 8, 8), in [0, 1]."""
     return (load_digits().images / 16).astype(np.float32)
 
 
@@ -78,7 +78,7 @@ def mini_batch(key: Array, step: Array, part: Images, size: int) -> tuple[Array,
 
 
 def shifted(key: Array, images: Array, background: float, most: int = 1) -> Array:
-    """Every image moved by up to `most` pixels in both directions, at random."""
+    """Images shifted at random by up to `most` pixels in both directions."""
     size = images.shape[1:]
     edge = ((0, 0), (most, most), (most, most))
     padded = jnp.pad(images, edge, constant_values=background)

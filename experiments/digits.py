@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Programs(NamedTuple):
-    """What is compiled, for all seeds: functions that wait for it, those for predictions in a tuple."""
+    """Compiled programs for all seeds; each function waits for its programs."""
 
     plain: Callable[[], Compiled]
     bayesian: Callable[[], Compiled]
@@ -124,7 +124,7 @@ class Programs(NamedTuple):
 def _compile(
     args: argparse.Namespace, plain: Training, bayesian: Training, num_drawn: int
 ) -> Programs:
-    """Compile in the order of need, beside the training of the plain network."""
+    """Compile in the background, in the order of use."""
 
     def predictors() -> tuple[Any, Any, Any]:
         key = jax.random.key(0)
@@ -142,14 +142,14 @@ def _compile(
 
 
 def _turned(digits: Digits) -> tuple[np.ndarray, int]:
-    """One test image at every angle of the sweep."""
+    """One test image at every angle, and its label."""
     image = digits.test.images[np.flatnonzero(digits.test.labels == TURNED_DIGIT)[0]]
     turned = np.concatenate([_turn(image[None], angle, digits) for angle in ANGLES])
     return turned, TURNED_DIGIT
 
 
 def _turn(images: np.ndarray, angle: float, digits: Digits) -> np.ndarray:
-    """Images (N, 8, 8), turned by `angle` degrees; what comes into view is empty."""
+    """Images (N, 8, 8), rotated by `angle` degrees; new corners are empty."""
     options = {"axes": (2, 1), "reshape": False, "order": 1, "cval": digits.background}
     return np.asarray(ndimage.rotate(images, angle, **options), np.float32)
 
@@ -162,9 +162,9 @@ def _predict(
     images: np.ndarray,
     every: np.ndarray,
 ) -> tuple[dict[str, Prediction], dict[str, Prediction], np.ndarray]:
-    """Every predictor's word on the images, that of the two cheap ones on what `every` has beyond.
+    """Predictions for `images`, the two cheap ones' for the rest of `every`, and each drawn network's.
 
-    And the class probabilities of every drawn network (samples, N, C).
+    The last are class probabilities (samples, N, C).
     """
     plain, analytic, drawn = programs.predictors()
     both = {
@@ -193,7 +193,7 @@ def _rotation(digits: Digits, sweeps: dict[str, Prediction]) -> dict[str, dict[s
 
 
 def _catch_up(digits: Digits, results: dict[str, Prediction], each: np.ndarray) -> CaughtUp:
-    """How many drawn networks are as good as the analytic pass on the test images."""
+    """How many drawn networks match the analytic pass on the test images."""
     _, analytic, samples = (result.at(_parts(digits)[0]) for result in results.values())
     of_one = samples.seconds_per_image / len(each) / analytic.seconds_per_image
     labels = digits.test.labels
@@ -215,7 +215,7 @@ def _compare(digits: Digits, results: dict[str, Prediction]) -> dict[str, Any]:
 
 
 def _parts(digits: Digits) -> tuple[slice, slice, slice]:
-    """Where the test images, the validation images and the turned digit are among the predictions."""
+    """Slices of the predictions: test images, validation images, the rotated digit."""
     first = len(digits.test.labels)
     second = first + len(digits.validation.labels)
     return slice(first), slice(first, second), slice(second, None)

@@ -1,4 +1,4 @@
-"""The main job's two networks: how each is trained, checkpointed, and found again."""
+"""Training, checkpoints and loading of the main job's two networks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.training import Compiled, Task, TrainState, fit_saved
 
 
 class Training(NamedTuple):
-    """One of the two networks, whatever its parameters, and how it is trained."""
+    """One of the two networks and its training."""
 
     name: str
     graph: Any
@@ -31,7 +31,7 @@ class Training(NamedTuple):
     settings: dict[str, Any]  # of a checkpoint
 
     def network(self, params: Any) -> Any:
-        """The network that predicts: of one image, whatever the batches of the training shared."""
+        """The network for prediction."""
         network = nnx.merge(self.graph, params)
         is_plain = isinstance(network, mj.nn.PlainVisionTransformer)
         return network if is_plain else classifiers.predicting(network)
@@ -114,7 +114,7 @@ def train_bayesian(
 
 
 def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
-    """The first seed's Bayesian network that a finished main job has left in its --out, and its data.
+    """The first seed's Bayesian network in the --out of a finished main job, and its data.
 
     Raises:
       InputError: if there is none.

@@ -34,7 +34,7 @@ RIGHT, WRONG, OTHER, PLAIN, BAYES = "#2a9d5c", "#c8442f", "#b9c0c8", "#d1852b", 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure, whole or not at all, and close it."""
+    """Write a figure atomically, and close it."""
     with whole_file(path) as temporary:
         figure.savefig(temporary)
     plt.close(figure)
@@ -150,10 +150,7 @@ def rotation(
 
 
 def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]]]) -> Figure:
-    """Means over all test images, turned: accuracy, NLL and entropy of each network by the angle.
-
-    With the standard errors over seeds.
-    """
+    """Accuracy, NLL and entropy on the rotated test images against the angle, with standard errors."""
     titles = {"accuracy": "accuracy", "nll": "NLL (nats)", "entropy": "entropy (nats)"}
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 3, figsize=(9, 2.8))
@@ -171,7 +168,7 @@ def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]
 
 
 def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: int = 10) -> Figure:
-    """Accuracy against confidence, and how often each confidence is claimed."""
+    """Accuracy against confidence, and a histogram of confidence."""
     with plt.rc_context(STYLE):
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(4.6, 5.6), height_ratios=(3, 1), sharex=True

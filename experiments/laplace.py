@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def the_only(task: Task) -> Task:
-    """That of a single division, without the axis of divisions."""
+    """The task of a single division, without the axis of divisions."""
     arrays: tuple[Images, Images, Images, np.ndarray] = jax.tree.map(lambda x: x[0], task[:4])
     return Task(*arrays, task.patch_size)
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.command_line import InputError
 
 
 def writable_folder(path: Path, option: str) -> Path:
-    """Make the folder, check that a file can be made in it, and return it.
+    """Create a writable folder and return it.
 
     Raises:
       InputError: if it cannot be written; nothing is left behind.
@@ -33,7 +33,7 @@ def writable_folder(path: Path, option: str) -> Path:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, which takes its place only if the block ends well.
+    """A temporary path that replaces `path` if the block succeeds.
 
     Raises:
       InputError: if the file cannot be written.
@@ -52,7 +52,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def writable_file(path: Path, option: str) -> Path:
-    """Check, before long work, that the file can be written; nothing of it is left behind.
+    """Check, before long work, that a file can be written.
 
     Raises:
       InputError: if not.
@@ -64,7 +64,7 @@ def writable_file(path: Path, option: str) -> Path:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all; arrays and records too; paths as text, NaN as null."""
+    """Write a JSON file atomically; arrays and records as lists and objects, NaN as null."""
     text = json.dumps(_in_json(content), indent=2, allow_nan=False)
     with whole_file(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ class Skip(Exception):  # noqa: N818 (it is no error)
 
 
 def failure(error: Exception) -> dict[str, str]:
-    """What a record says of what did not run, in one line; a lack of memory is no failure."""
+    """Status and reason of a program that did not run; too little memory is no failure."""
     said = " ".join(str(error).split())[:300]
     if isinstance(error, Skip) or "RESOURCE_EXHAUSTED" in said:
         return {"status": "skipped", "reason": said}
@@ -27,13 +27,13 @@ def failure(error: Exception) -> dict[str, str]:
 
 
 def check_memory(needed: int, limit: float) -> None:
-    """Raise `Skip` where so many bytes are more than `limit` GiB."""
+    """Raise `Skip` if `needed` bytes are more than `limit` GiB."""
     if needed > limit * GIB:
         raise Skip(f"{needed / GIB:.3g} GiB of memory are over --memory-limit {limit:g}")
 
 
 class Size(NamedTuple):
-    """Of a program before the compiler has changed it; the body of a loop counts once.
+    """Size of a program before optimisation; the body of a loop counts once.
 
     Args:
       operations: of StableHLO, with functions counted wherever they are called.
@@ -81,14 +81,14 @@ def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
 
 
 def needed_bytes(program: jax.stages.Compiled) -> int:
-    """The arguments and results of a compiled function, and what it needs beside them."""
+    """Bytes of a compiled function's arguments, results and temporaries."""
     memory: Any = program.memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
     return int(sum(sizes))
 
 
 def warm_up() -> None:
-    """Compile something, so that the first program that counts does not start the compiler."""
+    """Start the compiler, so that the first timed compilation does not."""
     compile_program(lambda x: jax.nn.gelu(x @ x), jnp.ones((8, 8)))
 
 

@@ -20,7 +20,7 @@ INTERRUPTED = 130  # what a shell makes of SIGINT
 
 
 class StopRequest:
-    """Notices signals within the block; a second Ctrl-C ends the process at once.
+    """Notes signals within the block; a second Ctrl-C ends the process at once.
 
     In another thread than the main one it notices nothing. A signal that is ignored stays ignored.
 
@@ -58,7 +58,7 @@ class StopRequest:
         self.received = signal.Signals(number)
 
     def _listen(self, reading: int) -> None:
-        """Every byte in the pipe is the number of a signal, from the moment that it came."""
+        """Read signal numbers from the pipe as they come."""
         asked = self._at_once
         while heard := os.read(reading, 1):
             if heard[0] != signal.SIGINT:
@@ -71,6 +71,6 @@ class StopRequest:
 
 
 def _end() -> NoReturn:
-    """End without taking anything down: XLA's threads may be at work, and need what would go."""
+    """End without interpreter shutdown: XLA's threads may still be running."""
     os.write(2, END)
     os._exit(INTERRUPTED)

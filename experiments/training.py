@@ -1,4 +1,4 @@
-"""The training loop: compiled updates, progress, checkpoints, Ctrl-C, and the best of a validation."""
+"""The training loop: compiled updates, progress, checkpoints, Ctrl-C, early stopping."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SHOW_EVERY = 10
 
 
 class Best(NamedTuple):
-    """The parameters that a validation liked most so far, and their score; lower is better."""
+    """The best parameters so far by validation, and their score; lower is better."""
 
     params: Params
     score: Array
 
 
 class TrainState(NamedTuple):
-    """All that a run needs to go on: parameters, optimiser, number of updates made, random key."""
+    """The state of a run: parameters, optimiser, number of updates made, random key."""
 
     params: Params
     optimizer: Any
@@ -44,7 +44,7 @@ class TrainState(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """The programs of a task; they donate the state that they are given."""
+    """The programs of a task; they donate their state."""
 
     update: Callable[[TrainState], tuple[TrainState, Report]]
     keep_best: Callable[[TrainState], TrainState] | None

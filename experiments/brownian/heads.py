@@ -68,7 +68,7 @@ def _all_signals(graph: Any, state: Any, inputs: Array) -> list[tuple[Array, Arr
 def _signals(
     mean: Array, cov: mj.Covariance, params: mj.AttentionParams, num_heads: int
 ) -> tuple[Array, Array]:
-    """Sum of squared means and of variances of what each head alone adds, (H,) each."""
+    """Sums of squared means and of variances of each head's output, (H,) each."""
     output = mj.DenseParams(params.output.kernel, None)
     params = mj.AttentionParams(params.query, params.key, params.value, output)
 
@@ -131,7 +131,7 @@ def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]
 
 
 class HeadImportance(NamedTuple):
-    """What each head is worth: for each block (H,).
+    """Importance of each head: (H,) for each block.
 
     Attributes:
       signal: `head_signal`.
@@ -212,15 +212,20 @@ def _one_out(heads: list[int]) -> list[np.ndarray]:
     return np.split(every, np.cumsum(heads)[:-1], axis=1)
 
 
+@jax.jit
+def _kl(belief: Any, prior: Any) -> Array:
+    return jnp.asarray(belief.kl(prior))
+
+
 def _kl_of_heads(layer: Any, num_heads: int) -> np.ndarray:
-    """What the KL becomes smaller by without each head: all of it less that of the marginal left."""
+    """By how much the KL falls without each head: the whole less that of the remaining marginal."""
     saved = np.zeros(num_heads)
     for belief, axis in parts_of_heads(layer):
         whole, prior = belief.posterior, belief.prior
         for head in range(num_heads):
             kept = entries_of(np.arange(num_heads) != head, belief.mean.shape[axis])
-            rest = marginal(whole, kept, axis).kl(prior) if len(kept) else 0.0
-            saved[head] += float(whole.kl(prior)) - float(rest)
+            rest = _kl(marginal(whole, kept, axis), prior) if len(kept) else 0.0
+            saved[head] += float(_kl(whole, prior)) - float(rest)
     return saved
 
 
@@ -241,7 +246,7 @@ class HeadCurve(NamedTuple):
 
 
 def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.ndarray]) -> HeadCurve:
-    """Accuracy as heads are masked one after the other, those of least worth first.
+    """Accuracy as heads are masked one after the other, the least important first.
 
     Args:
       module: a `VisionTransformer` of `mj.nn`.

@@ -1,10 +1,10 @@
 """Classify images with a Bayesian vision Transformer, against what people use for uncertainty.
 
 Compares it with the plain network, an ensemble of five, MC dropout, sampled variational inference and
-Laplace approximations, on test images, on the same turned, and on images that are none of the classes. Every seed has a division of its own into training, validation and test images. What a
-method leaves open, and a temperature for each, is chosen on validation images. Prints means and standard
-errors over the seeds, of the scores and of their differences from the plain network's; writes
-metrics.json and figures.
+Laplace approximations, on test images, on the same turned, and on images of none of the classes. Every
+seed has a division of its own into training, validation and test images. What a method leaves open, and
+a temperature for each, is chosen on validation images. Prints means and standard errors over the seeds,
+of the scores and of their differences from the plain network's; writes metrics.json and figures.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train all methods, compare them, write what came out."""
+    """Train and compare all methods; write the results."""
     start = time.perf_counter()
     seeds = range(args.seed, args.seed + args.seeds)
     task = images.load(args.data, seeds, args.data_dir)
@@ -115,7 +115,7 @@ class Said(NamedTuple):
 
 
 def _say(method: Compared, task: Task) -> tuple[Said, dict[str, float]]:
-    """What a method says of all images, its seconds for one, and the bytes that a chunk needs."""
+    """A method's predictions for all images, with seconds per image and bytes per chunk."""
     some, test = task.test.images[:, :SHIFTED], task.test.images
     said, seconds = _timed(method.predict, test)
     assert isinstance(method.predict, Answers)
@@ -127,7 +127,7 @@ def _say(method: Compared, task: Task) -> tuple[Said, dict[str, float]]:
 
 
 def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
-    """What is said of images (L, N, H, W), and the seconds for one."""
+    """Predictions for images (L, N, H, W), and the seconds for one image."""
     predict(given[:, :1])  # compiled before it is timed
     start = time.perf_counter()
     said = predict(given)

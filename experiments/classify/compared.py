@@ -1,4 +1,4 @@
-"""The methods that are compared: how each is trained, and what it says of images."""
+"""The compared methods: training and prediction."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
 
 
 def compared(predict: Predict, trained: Trained, keys: Array, **chosen: Any) -> Compared:
-    """A method whose training and prediction are these."""
+    """A trained method with its prediction function."""
     answers = Answers.of(predict, trained.params, keys)
     return Compared(answers, trained.seconds, chosen, trained.bytes)
 
@@ -115,7 +115,7 @@ def _analytic(trainer: Trainer, trained: Trained) -> Compared:
 def mc_dropout(
     trainer: Trainer, validation: Part, samples: int, score: Callable[[Any, Part], float]
 ) -> Compared:
-    """MC dropout at the rate of the best (lowest) score on the validation part, over all seeds."""
+    """MC dropout at the rate with the lowest validation score over all seeds."""
     found = {}
     for rate in RATES:
         kind = partial(draws.dropout, rate=rate)

@@ -1,4 +1,4 @@
-"""Images to classify, the same turned, and images of something else."""
+"""Images to classify, rotated images, and images outside all classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LETTERS = "ABCEFGHJKLMNPRTUVWXY"  # none that is also a digit's shape
 
 
 class Task(NamedTuple):
-    """What is learned, L times, each time from a random division of its own into three parts."""
+    """A data set divided at random into three parts, L times."""
 
     train: Images  # images (L, N, H, W), labels (L, N)
     validation: Images

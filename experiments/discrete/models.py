@@ -161,8 +161,8 @@ def plain_task(
     name: str, graph: Any, images: Binary, training: Training, num_steps: int, batch_size: int
 ) -> Task:
     """The negative ELBO with relaxed codes, stopped where the validation's with hard codes is best."""
-    rate, decay, *temperatures = training
-    temperature = mj.discrete.exponential_annealing(*temperatures, max(1, int(0.7 * num_steps)))
+    rate, decay, start, floor = training
+    temperature = mj.discrete.exponential_annealing(start, floor, max(1, int(0.7 * num_steps)))
 
     def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
         order_key, draw_key = jax.random.split(key)

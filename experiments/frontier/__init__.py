@@ -19,10 +19,10 @@ import time
 from typing import Any
 
 import moment_jax as mj
-from experiments.command_line import Parser, PartError, one_of
-from experiments.frontier import figure, tables
+from experiments.command_line import Parser, PartError
+from experiments.frontier import tables
 from experiments.frontier.measure import Limits, measure
-from experiments.frontier.networks import DEFAULT, LARGE, NETWORKS, QUICK
+from experiments.frontier.problem import DEFAULT, NETWORKS
 from experiments.frontier.problems import Problems
 from experiments.outputs import writable_file, writable_folder, write_json
 from experiments.programs import failure, warm_up
@@ -32,28 +32,11 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: Parser) -> None:
     """The options of the frontier."""
-    sets = parser.add_mutually_exclusive_group()
-    sets.add_argument(
-        "--networks",
-        type=one_of(NETWORKS, "network"),
-        nargs="+",
-        metavar="NAME",
-        help=f"networks to measure, see --list (default: {len(DEFAULT)} small and middling ones)",
-    )
-    sets.add_argument(
-        "--quick", action="store_true", help=f"{' and '.join(QUICK)} alone: some minutes"
-    )
-    sets.add_argument(
-        "--large",
-        action="store_true",
-        help=f"the {len(LARGE)} networks of up to 1,024 tokens, 768 features and 12 blocks: hours",
-    )
-    parser.flag("--list", "print the networks and stop; nothing is compiled")
+    parser.choice("--networks", NETWORKS, DEFAULT, "networks")
     parser.choice("--structure", mj.STRUCTURES, None, "structures")
     parser.out(
         "runs/frontier",
-        "frontier.json, frontier.png, trained posteriors and sampled truths; what is there already is "
-        "used again",
+        "frontier.json, trained posteriors and sampled truths; what is there already is used again",
     )
     parser.json()
     parser.whole(
@@ -87,12 +70,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure network by network; write the figures after each, print the tables at the end."""
-    names = _chosen(args)
-    if args.list:
-        width = max(map(len, NETWORKS))
-        print("\n".join(f"{name:{width}s}  {NETWORKS[name].described()}" for name in names))
-        return
+    """Measure every network; write the figures after each and print the tables at the end."""
+    names = [name for name in NETWORKS if name in args.networks]
     out = writable_folder(args.out, "--out")
     if args.json is not None:
         writable_file(args.json, "--json")
@@ -109,8 +88,6 @@ def run(args: argparse.Namespace) -> None:
             if path is not None:
                 write_json(path, records)
     _report(records)
-    if any(record["status"] == "ok" for record in records):
-        figure.save(figure.error_over_cost(records), out / "frontier.png")
     failed = list(
         dict.fromkeys(record["network"] for record in records if record["status"] == "failed")
     )
@@ -118,21 +95,10 @@ def run(args: argparse.Namespace) -> None:
         raise PartError(f"failed: {', '.join(failed)}; the reasons are in {out / 'frontier.json'}")
 
 
-def _chosen(args: argparse.Namespace) -> list[str]:
-    """Names of the networks, in the order in which they are listed."""
-    if args.networks is not None:
-        chosen = set(args.networks)
-    elif args.list and not (args.quick or args.large):
-        chosen = set(NETWORKS)
-    else:
-        chosen = set(QUICK if args.quick else LARGE if args.large else DEFAULT)
-    return [name for name in NETWORKS if name in chosen]
-
-
 def _measured(
     name: str, problems: Problems, structures: dict[str, type[mj.Covariance]], limits: Limits
 ) -> list[dict[str, Any]]:
-    """The records of one network, with what it is; a failure is a record too."""
+    """The records of one network; a failure is a record too."""
     spec = NETWORKS[name]
     about = {
         "blocks": spec.num_blocks,
@@ -157,7 +123,7 @@ def _measured(
 def _report(records: list[dict[str, Any]]) -> None:
     print("Agreement with the sampled truth\n" + tables.accuracy_table(records))
     print(
-        "\nOver the plain network (compilation: over the scanned one); Monte Carlo samples of the same "
+        "\nOver the plain network; Monte Carlo samples of the same "
         "sd error, and those over the cost of the forward\n" + tables.cost_table(records)
     )
     said = tables.reasons(records)

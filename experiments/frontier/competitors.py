@@ -1,4 +1,4 @@
-"""What users have without moments: the linearised network, and a few sampled networks.
+"""Alternatives to moments: the linearised network, and a few sampled networks.
 
 The linearised network has the outputs of the mean weights as its mean, and as covariance that of the
 weights between Jacobians at those weights: one backward pass for each logit.
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import moment_jax as mj
+from experiments import draws
 from experiments.frontier import cost
 from experiments.frontier.passes import Head, Moments, classify, plain_tokens
 from experiments.frontier.problem import Problem
@@ -46,13 +47,13 @@ def linearised(problem: Problem) -> Program:
         return jax.lax.map(one, x)
 
     head, x = cost.certain(problem)
-    return cost.compiled(forward, cost.means(problem.blocks), _variances(problem), head, x)
+    return cost.compiled(forward, draws.means(problem.blocks), _variances(problem), head, x)
 
 
 def linearised_tokens(problem: Problem) -> tuple[Array, Array]:
     """Mean and sd of the tokens, (N, T, D)."""
     x = jnp.asarray(problem.inputs)
-    means, variances = cost.means(problem.blocks), jax.tree.leaves(_variances(problem))
+    means, variances = draws.means(problem.blocks), jax.tree.leaves(_variances(problem))
 
     def one(x: Array) -> tuple[Array, Array]:
         tokens, pull = jax.vjp(lambda means: plain_tokens(problem.spec, means, x), means)
@@ -74,7 +75,7 @@ def linearised_moments(problem: Problem, program: Program) -> Moments:
 
 
 def sampled(problem: Problem, count: int, seed: int) -> tuple[Moments, Truth]:
-    """Moments of so many networks drawn by themselves, and their predictive probabilities."""
+    """Moments and predictive probabilities of `count` sampled networks."""
     drawn = sample(problem, count, seed)
     parts = drawn.tokens.mean, drawn.tokens.sd, drawn.logits.mean, drawn.logit_cov
     moments = Moments(*map(jnp.asarray, parts))

@@ -25,7 +25,7 @@ SLOW = 30.0  # seconds for all timed runs of one kind
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What is run and what is skipped.
+    """Limits beyond which a program is skipped.
 
     Args:
       repeats: the most timed runs of each function.
@@ -79,7 +79,6 @@ def measure(
     """
     spec = problem.spec
     plain = Programs(cost.plain_forward(problem), cost.plain_step(problem))
-    scanned = Programs(cost.scanned_forward(problem), cost.scanned_step(problem))
     records: dict[str, Record] = {}
     programs: dict[str, Programs] = {}
     for name, structure in structures.items():
@@ -93,7 +92,7 @@ def measure(
             programs.pop(name, None)
     times = _times({"": plain, **programs}, limits.repeats)
     for name, these in programs.items():
-        records[name]["cost"] = _cost(these, plain, scanned, times, name)
+        records[name]["cost"] = _cost(these, plain, times, name)
         _add_advantages(records[name], truth)
     return [*records.values(), *_competitors(problem, truth, plain.forward, limits, seed)]
 
@@ -147,7 +146,7 @@ def _programs(problem: Problem, structure: type[mj.Covariance], limits: Limits) 
 def _accuracies(
     output: Moments, truth: Truth, problem: Problem, probabilities: np.ndarray | None = None
 ) -> Record:
-    """Of tokens and logits, of the logits' covariance over the classes, and of what is predicted.
+    """Errors of tokens, logits, the logits' covariance over the classes, and predictive probabilities.
 
     Args:
       output: the moments.
@@ -198,13 +197,12 @@ def _times(programs: dict[str, Programs], repeats: int) -> dict[str, dict[str, f
 def _cost(
     these: Programs,
     plain: Programs,
-    scanned: Programs,
     times: dict[str, dict[str, float]],
     name: str,
 ) -> Record:
     record: Record = {}
     for kind in Programs._fields:
-        mine, yardstick, rolled = (getattr(each, kind) for each in (these, plain, scanned))
+        mine, yardstick = getattr(these, kind), getattr(plain, kind)
         taken = times[kind]
         record[kind] = {
             "seconds": taken[name],
@@ -213,7 +211,6 @@ def _cost(
             "memory_ratio": mine.bytes / yardstick.bytes,
             "compile_seconds": mine.seconds,
             "compile_ratio": mine.seconds / yardstick.seconds,
-            "compile_ratio_scanned": mine.seconds / rolled.seconds,
         }
     return record
 

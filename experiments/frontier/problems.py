@@ -49,7 +49,7 @@ def random_problem(spec: Spec, seed: int) -> Problem:
 
 
 class Problems:
-    """Makes what is missing in a folder, and reads what is not.
+    """Reads problems and truths from a folder, and makes the missing ones.
 
     `trained/NAME.npz` are case files for `accuracy`: the posterior, its inputs, and the truth once it
     has been sampled. `random/NAME.npz` hold the truth alone, for the posteriors come from the seed.
@@ -71,7 +71,7 @@ class Problems:
         return spec.samples if self.samples is None else self.samples
 
     def problem(self, spec: Spec) -> Problem:
-        """The network and its inputs; trained now, if it has to be."""
+        """The network and its inputs; trained now if necessary."""
         if spec.training is None:
             return random_problem(spec, self.seed)
         settings = storage.posterior_settings(spec)
@@ -83,7 +83,7 @@ class Problems:
         return problem
 
     def truth(self, problem: Problem) -> Truth:
-        """Its sampled truth; sampled now, if it has to be."""
+        """Its sampled truth; sampled now if necessary."""
         spec = problem.spec
         store = self.stores[spec.training is not None]
         settings = storage.posterior_settings(spec)

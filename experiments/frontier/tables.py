@@ -11,7 +11,7 @@ from experiments.report import aligned
 Record = dict[str, Any]
 FIGURES = mj.reference.Agreement._fields
 SHORT = ("mean err", "sd ratio", "|r-1|", "corr")
-_COSTS = ("time_ratio", "memory_ratio", "compile_ratio_scanned")
+_COSTS = ("time_ratio", "memory_ratio", "compile_ratio")
 
 
 def accuracy_table(records: list[Record]) -> str:
@@ -55,7 +55,7 @@ def cost_table(records: list[Record]) -> str:
 
 
 def _table(records: list[Record], header: list[str], cells: Callable[[Record], list[str]]) -> str:
-    """Network and structure to the left; where there are no figures the reason is below the table."""
+    """A row for each record."""
     label = max(len(record["network"]) for record in records)
     rows = [["network".ljust(label) + "  structure", *header]]
     for record in records:

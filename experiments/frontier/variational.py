@@ -32,7 +32,7 @@ VECTOR_PRIOR_SD = 0.5  # of biases and gains; a kernel's is 1 / sqrt(fan_in)
 
 
 class Weights(NamedTuple):
-    """All that is trained."""
+    """All trained arrays."""
 
     means: Any  # of the blocks' weights, stacked
     raws: Any  # their sds before softplus

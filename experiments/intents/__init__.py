@@ -1,4 +1,4 @@
-"""Tell the intents of texts, and texts that have none of them: CLINC150's files.
+"""Classify the intents of texts, and detect texts out of scope: CLINC150's files.
 
 Compares a small Bayesian Transformer over words, predicted by moments, with the plain one, MC dropout,
 and logistic regression on TF-IDF. What a method leaves open is chosen on the validation part. Of the
@@ -52,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read the file before anything is computed, train all methods, write what came out."""
+    """Read the file, train all methods, and write the results."""
     start = time.perf_counter()
     given = read_set(args.data_dir, args.set)
     out = writable_folder(args.out, "--out")
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _facts(given: IntentSet, vocabulary: Vocabulary) -> dict[str, Any]:
-    """What was read."""
+    """Facts about the data for metrics.json."""
     sizes = {key: len(getattr(given, key)[1]) for key in ("train", "validation", "test")}
     return {
         "set": given.name,
@@ -96,7 +96,7 @@ def _facts(given: IntentSet, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """All scores of one method, and the entropies of its predictions; texts are as it takes them."""
+    """All scores of one method, and the entropies of its predictions."""
     texts, labels = given.test
     method.predict(texts[:50])  # compiled before it is timed
     start = time.perf_counter()

@@ -42,7 +42,7 @@ def logistic_regression(given: IntentSet) -> Compared:
 def transformers(
     trainer: Trainer, validation: Part, samples: int
 ) -> Iterator[tuple[str, Compared]]:
-    """The Transformers, one method after the other; what one leaves open has the best validation NLL."""
+    """Train the Transformers one after the other; open settings have the best validation NLL."""
     held_out = stacked(validation, len(trainer.keys))
     plain = trainer.plain("plain Transformers")
     method = compared(by_means(trainer.network), plain, trainer.keys)

@@ -30,7 +30,7 @@ Part = tuple[np.ndarray, np.ndarray]
 
 
 class IntentSet(NamedTuple):
-    """One file. Of what is out of scope only the test part is kept: nothing may be chosen by the others.
+    """The content of one file; of the texts out of scope, the test part alone.
 
     Texts are arrays (N,) of strings, or (N, ...) of what they are encoded as.
     """
@@ -114,7 +114,7 @@ def _check_rows(path: Path, key: str, rows: Any) -> None:
 
 
 def _check_intents(path: Path, key: str, found: set[str], numbers: dict[str, int]) -> None:
-    """Intents of the parts in scope are those of train; of the others none is."""
+    """Check that intents in scope are those of train, and that the others are not."""
     wrong = found - numbers.keys() if key in IN_SCOPE else found & numbers.keys()
     if wrong:
         rule = "does not have" if key in IN_SCOPE else "has too"

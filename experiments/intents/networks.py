@@ -1,4 +1,4 @@
-"""A Bayesian Transformer that reads a text and says its intent, and the plain one of a draw of it."""
+"""The Bayesian Transformer for intents, and the plain network of one draw."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train both networks, compare them, write what came out."""
+    """Train and compare both networks; write the results."""
     start = time.perf_counter()
     out = run_folder(args)
     texts, vocabulary = load()
@@ -135,7 +135,7 @@ def _predict(
     texts: Texts,
     vocabulary: Vocabulary,
 ) -> Results:
-    """Every network's word on every text, the test first."""
+    """Scores of every network on every text, the test first."""
     cut = {}
     for name, text in {KNOWN: texts.test, **texts.foreign}.items():
         cut[name] = windows(vocabulary.encode(text), CONTEXT, args.windows)
@@ -165,7 +165,7 @@ def _continue(
 
 
 def _compare(results: Results) -> dict[str, Any]:
-    """Averages of every network on every text, and how well each part tells the foreign windows."""
+    """Average scores, and the AUROC of each score for foreign windows."""
     averages = {
         name: {
             text: {part: float(value.mean()) for part, value in scores._asdict().items()}

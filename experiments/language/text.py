@@ -1,4 +1,4 @@
-"""Text that Python brings along: the documentation of its topics, and text that is foreign to it."""
+"""Python's own documentation of its topics, and foreign text to compare with."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ from flax import nnx
 Array = jax.Array
 Batch = tuple[Array, ...]
 Report = dict[str, Array]
-PRECISIONS = {"float32": "float32", "bfloat16": "bfloat16"}
-"""How accelerators multiply matrices; parameters, moments and optimiser stay in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Job:
       batch_size: examples of an update, over all devices.
       num_steps: number of updates.
       accumulate: parts into which a batch is cut, one after the other; their gradients are averaged.
-      precision: of matrix products, a key of `PRECISIONS`.
       seed: of weights, order of examples and noise.
       settings: what else a checkpoint has to agree with, in JSON's types.
     """
@@ -46,7 +43,6 @@ class Job:
     batch_size: int
     num_steps: int
     accumulate: int = 1
-    precision: str = "float32"
     seed: int = 0
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -58,7 +54,6 @@ class Job:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "accumulate": self.accumulate,
-            "precision": self.precision,
             "num_steps": self.num_steps,
             **self.settings,
         }

@@ -58,7 +58,7 @@ class Layout:
         return max(1, total // self.model) if self.data is None else self.data
 
     def environment(self) -> dict[str, str]:
-        """What a worker has to find in its environment before it imports JAX."""
+        """Environment variables of a worker, set before it imports JAX."""
         return {
             "JAX_NUM_CPU_DEVICES": str(self.devices),
             "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
@@ -95,7 +95,7 @@ class Layout:
 
 
 def check_batch(size: int, accumulate: int, axes: Mapping[str, int]) -> None:
-    """Refuse a batch that does not divide into parts of the same size, one for each device.
+    """Check that a batch divides evenly over accumulated parts and devices.
 
     Raises:
       InputError: if so.

@@ -1,4 +1,4 @@
-"""The training loop of one process among many, and its preemption by SIGTERM."""
+"""The training loop of one process, and its preemption by SIGTERM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Preemption(StopRequest):
         super().__init__(*([signal.SIGTERM] if jax.process_count() == 1 else []))
 
     def reached(self, step: int) -> bool:
-        """Whether to save and leave after this update; to be asked after every one, in all processes."""
+        """Whether to save and leave after this update. Call after every update, in all processes."""
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
         return self.received is not None
@@ -59,7 +59,7 @@ class Saving:
 
 
 def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainState:
-    """Train to the end, from the latest checkpoint if there is one. To be called in every process.
+    """Train to the end, from the latest checkpoint if there is one. Call in every process.
 
     Args:
       job: what to train, the same in every process.
@@ -134,12 +134,12 @@ class _Log:
         )
 
     def add(self, step: int, outcome: Any) -> None:
-        """Take an update's figures, and go through those of the one before."""
+        """Take an update's outcome, and process that of the update before."""
         self._finish()
         self.pending = (step, outcome)
 
     def flush(self) -> None:
-        """Have all figures checked, and on disk."""
+        """Check all outcomes, and sync them to disk."""
         self._finish()
         if self.metrics is not None:
             self.metrics.sync()

@@ -22,13 +22,13 @@ KeyPath = tuple[Any, ...]
 
 
 def names_of(path: KeyPath) -> tuple[Any, ...]:
-    """Names and indices on the way to a leaf, without the variable's own `value`."""
+    """Names and indices on the path to a leaf, without the variable's own `value`."""
     parts = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
     return tuple(parts[:-1] if parts and parts[-1] == "value" else parts)
 
 
 def leaf_name(path: KeyPath) -> str:
-    """The way to a leaf, as text."""
+    """The path of a leaf, as text."""
     return ".".join(str(part) for part in names_of(path))
 
 
@@ -107,12 +107,12 @@ def _initial(job: Job) -> TrainState:
 
 @jax.jit
 def copied(state: TrainState) -> TrainState:
-    """Buffers of its own, which no update takes away while they are being written."""
+    """A copy whose buffers no update donates while they are written."""
     return jax.tree.map(jnp.copy, state)
 
 
 def digest(state: TrainState, mesh: Mesh) -> str:
-    """A short name for the bits of every leaf, the same on every mesh.
+    """A checksum of all leaves, independent of the mesh.
 
     For each leaf a sum of integers modulo 2^32, whose order does not matter, over mixed entries with odd
     weights, so that they cannot change places. It notices damage; it does not resist an attacker.

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop: written in the background, checked before they are taken up, never code.
+"""Checkpoints of a loop: written in the background, verified when restored, never code.
 
 What is on disk are arrays (Orbax, OCDBT) and JSON; reading them runs nothing.
 """
@@ -58,7 +58,7 @@ class Store:
         )
 
     def save(self, step: int, state: TrainState, position: int) -> str:
-        """Begin to save; the state may be donated as soon as this returns. Returns its digest."""
+        """Start saving and return the state's digest; the state may then be donated."""
         self.checkpoints.wait()  # one at a time: the last one is whole before another begins
         bits = digest(state, self.blueprint.mesh)
         self.checkpoints.save(
@@ -142,7 +142,7 @@ def _version(name: str) -> str:
 
 
 def steps_on_disk(folder: Path) -> list[int]:
-    """The updates of which there are whole checkpoints, by the names of their folders."""
+    """The updates with complete checkpoints."""
     places = folder / CHECKPOINTS
     if not places.is_dir():
         return []

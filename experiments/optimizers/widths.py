@@ -73,7 +73,7 @@ def cost_of_update(width: int, name: str, method: Method, settings: Settings) ->
 
 
 def _with(state: Any, says: dict[str, Any]) -> Any:
-    """An optimiser's state with some scalars replaced, wherever it has them."""
+    """An optimiser's state with some scalars replaced by name."""
 
     def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
         name = getattr(path[-1], "name", None) if path else None

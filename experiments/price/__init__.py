@@ -1,4 +1,4 @@
-"""What a moment pass costs on this machine, over the plain network: time, memory, compilation, program.
+"""Cost of a moment pass on this machine over the plain network's: time, memory, compilation, program.
 
 One pre-norm encoder block with Gaussian beliefs about all weights, and each of its layers, in every
 structure: a forward, and the gradient by parameters and inputs. Inputs have a covariance of the

@@ -14,7 +14,6 @@ from pathlib import Path
 import moment_jax as mj
 from experiments.command_line import InputError, Parser
 from experiments.loop import Layout, Order, Saving, supervise
-from experiments.loop.job import PRECISIONS
 from experiments.loop.layout import check_batch
 from experiments.loop.records import METRICS, read_lines
 from experiments.outputs import writable_file, writable_folder, write_json
@@ -24,7 +23,6 @@ __all__ = ["add_arguments", "run"]
 
 SETTINGS = (
     "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate",
-    "precision",
 )  # fmt: skip
 
 
@@ -38,13 +36,6 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--batch-size", 32, "images for each update, over all devices")
     parser.whole("--accumulate", 1, "parts of a batch whose gradients are averaged, in turn")
     parser.real("--learning-rate", 3e-3, "peak of the cosine schedule")
-    parser.choice(
-        "--precision",
-        PRECISIONS,
-        "float32",
-        "precision of matrix products on accelerators (moments, parameters and optimiser stay in "
-        "float32, and CPUs multiply in float32 whatever is asked)",
-    )
     _add_machines(parser)
     _add_saving(parser)
     parser.whole(
@@ -113,7 +104,7 @@ def _add_saving(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check what can be checked, then train, or check by killing."""
+    """Check the options, then train, or run the checks asked for."""
     layout = Layout(args.processes, args.devices, args.data, args.model, args.fsdp)
     check_batch(args.batch_size, args.accumulate, {"data": layout.rows})
     if args.stop_at is not None and args.stop_at > args.steps:
@@ -136,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def order_of(args: argparse.Namespace, layout: Layout, folder: Path) -> Order:
-    """What the options order."""
+    """The order for the supervisor."""
     return Order(
         job=REFERENCE,
         settings={name: getattr(args, name) for name in SETTINGS},

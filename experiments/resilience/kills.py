@@ -46,19 +46,19 @@ class Kill:
 
     @property
     def lost(self) -> int:
-        """Updates lost although they were in a whole checkpoint; None may be."""
+        """Updates lost although a complete checkpoint had them; must be 0."""
         return max(0, self.checkpoint - (self.resumed or 0))
 
 
 def plan(count: int, rng: np.random.Generator) -> list[Kill]:
-    """So many kills; victims and moments come up equally often, in a random order."""
+    """Plan `count` kills; victims and moments occur equally often, in random order."""
     victims = rng.permutation([VICTIMS[i % len(VICTIMS)] for i in range(count)])
     moments = rng.permutation([MOMENTS[i % len(MOMENTS)] for i in range(count)])
     return [Kill(str(victim), str(moment)) for victim, moment in zip(victims, moments, strict=True)]
 
 
 def disturb(run: Run, kills: list[Kill], num_steps: int, rng: np.random.Generator) -> None:
-    """Carry out the kills, starting the command again where its supervisor is among the dead.
+    """Carry out the kills, and restart the command where its supervisor was killed.
 
     Raises:
       PartError: if the run ends before, or otherwise than by our doing.
@@ -86,7 +86,7 @@ def _launched(run: Run, lives: int) -> bool:
 
 
 def settle(run: Run, kills: list[Kill]) -> None:
-    """Look up what each kill's next life went on from, once the run is over."""
+    """Look up the update from which each next life continued, once the run is over."""
     starts = run.events("start")
     for kill in kills:
         assert kill.resumed is not None
@@ -142,7 +142,7 @@ def _strike(run: Run, victim: str) -> None:
 
 
 def preempt(run: Run) -> dict[str, Any]:
-    """SIGTERM to the supervisor while the run trains, and what it takes.
+    """Send SIGTERM to the supervisor during training, and measure the time to save and leave.
 
     Raises:
       PartError: if it does not end with the status of a preempted run, all its updates saved.

@@ -32,14 +32,6 @@ def add_arguments(parser: Parser) -> None:
     parser.choice("--part", PARTS, None, "parts")
     parser.choice("--structure", mj.STRUCTURES, None, "structures")
     parser.choice("--network", tpu.NETWORKS, None, "networks of part tpu")
-    parser.choice("--topology", tpu.TOPOLOGIES, ["4x4", "16x16"], "v5e chips of part tpu")
-    parser.whole("--columns", 2, "chips that share heads and hidden units in part tpu")
-    parser.real(
-        "--effort",
-        -1.0,
-        "of the compiler in part tpu, -1 to 1; 0 takes several times as long as -1",
-        least=-1,
-    )
     parser.json()
     parser.place("--out", None, "folder for the exported function (default: none)")
 
@@ -66,27 +58,11 @@ def _check(args: argparse.Namespace) -> None:
         writable_file(args.json, "--json")
     if args.out is not None:
         writable_folder(args.out, "--out")
-    if args.effort > 1:
-        raise InputError(f"--effort needs a number from -1 to 1; got {args.effort:g}")
     if "export" in args.part and not export.can_save():
         raise InputError(
             "part export needs the package flatbuffers; pip install 'moment_jax[experiments]', or name "
             "other parts with --part"
         )
-    if "tpu" not in args.part:
-        return
-    for name in args.topology:
-        rows, columns = (int(n) for n in name.split("x"))
-        if rows * columns % args.columns:
-            raise InputError(
-                f"--columns must divide the {rows * columns} chips of {name}; got {args.columns}"
-            )
-    for name in args.network:
-        if tpu.NETWORKS[name].num_heads % args.columns:
-            raise InputError(
-                f"--columns must divide the {tpu.NETWORKS[name].num_heads} heads of {name}; got "
-                f"{args.columns}"
-            )
 
 
 def _part(part: str, args: argparse.Namespace) -> Any:
@@ -98,4 +74,4 @@ def _part(part: str, args: argparse.Namespace) -> Any:
         return weak.run(compiled)
     if part == "export":
         return export.run(every[0] if len(every) == 1 else mj.DEFAULT_STRUCTURE.__name__, args.out)
-    return tpu.run(args.network, args.topology, compiled, args.columns, args.effort)
+    return tpu.run(args.network, compiled)

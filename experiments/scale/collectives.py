@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: kinds, bytes, and those that gather what should stay split."""
+"""The collectives of a compiled program: kinds, bytes, and gathers of arrays that should stay split."""
 
 from __future__ import annotations
 

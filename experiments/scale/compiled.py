@@ -15,8 +15,7 @@ import moment_jax as mj
 from experiments.scale import hlo, work
 from experiments.scale.collectives import STACK, by_kind, collectives, whole_arrays
 from experiments.scale.layout import STACKED, Layout, names_of
-from experiments.scale.networks import Size
-from experiments.scale.steps import PLAIN, make_step
+from experiments.scale.networks import PLAIN, Size, make_step
 
 
 def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:

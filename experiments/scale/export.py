@@ -50,7 +50,7 @@ def small_network(structure: str) -> mj.nn.VisionTransformer:
         patch_size=2,
         num_classes=10,
         num_features=16,
-        num_blocks=2,
+        num_blocks=1,
         rngs=nnx.Rngs(0),
         structure=mj.STRUCTURES[structure],
     )

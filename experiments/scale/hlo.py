@@ -1,4 +1,4 @@
-"""Reading a compiled program: what is computed, moved and sent, loops counted as often as they run.
+"""Parse a compiled program's text, with the number of rounds of its loops.
 
 XLA's own cost analysis counts the body of a loop once. Here the text of the compiled module is read:
 computations, the loops that call them with their numbers of rounds, and in them matrix products, arrays
@@ -170,7 +170,7 @@ def _instruction(row: str) -> Instruction | None:
 
 
 def _until_closed(text: str) -> str:
-    """Up to the bracket that closes the one before the text."""
+    """The text up to the closing bracket."""
     depth = 1
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

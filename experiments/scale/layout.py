@@ -1,4 +1,4 @@
-"""Where the arrays of a scanned network lie: by the rules of `mj.parallel`, below an axis of blocks."""
+"""Sharding of a scanned network: the rules of `mj.parallel`, below an axis of blocks."""
 
 from __future__ import annotations
 

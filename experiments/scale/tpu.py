@@ -12,11 +12,10 @@ from typing import Any
 
 from experiments import report
 from experiments.command_line import PartError
-from experiments.scale.networks import SIZES
-from experiments.scale.steps import PLAIN
+from experiments.scale.networks import PLAIN, SIZES
 
 NETWORKS = {name: size for name, size in SIZES.items() if name != "tiny"}
-TOPOLOGIES = {"4x4": "v5e:4x4", "16x16": "v5e:16x16", "2x2": "v5e:2x2"}
+TOPOLOGIES = ("v5e:4x4", "v5e:16x16")
 MEMORY_RATIO = 3.0  # what the moments' step may take of the plain step's memory
 TIMEOUT = 3600
 MISSING = (
@@ -29,13 +28,7 @@ def installed() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def run(
-    networks: Sequence[str],
-    topologies: Sequence[str],
-    structures: Sequence[str],
-    columns: int,
-    effort: float,
-) -> list[dict[str, Any]]:
+def run(networks: Sequence[str], structures: Sequence[str]) -> list[dict[str, Any]]:
     """Compile each step in a process of its own, and print what it takes.
 
     Raises:
@@ -47,10 +40,10 @@ def run(
         return [{"skipped": "libtpu is not installed"}]
     records, wrong = [], []
     for network in networks:
-        for topology in topologies:
+        for topology in TOPOLOGIES:
             plain: dict[str, Any] | None = None
             for structure in (PLAIN, *structures):
-                record = compile_one(network, structure, topology, columns, effort)
+                record = compile_one(network, structure, topology)
                 records.append(record)
                 if "failed" not in record:
                     plain = record if structure == PLAIN else plain
@@ -62,12 +55,10 @@ def run(
     return records
 
 
-def compile_one(
-    network: str, structure: str, topology: str, columns: int, effort: float
-) -> dict[str, Any]:
+def compile_one(network: str, structure: str, topology: str) -> dict[str, Any]:
     """The record of one compilation; {"failed": why} with its names if there is none."""
-    words = [network, structure, TOPOLOGIES[topology], str(columns), str(effort)]
-    named = {"network": network, "structure": structure, "topology": TOPOLOGIES[topology]}
+    words = [network, structure, topology]
+    named = {"network": network, "structure": structure, "topology": topology}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "experiments.scale.tpu_program", *words],
@@ -107,7 +98,7 @@ def over_plain(
 
 
 def faults(record: Mapping[str, Any]) -> list[str]:
-    """What a record must not say."""
+    """Faults of a record."""
     name = f"{record['network']} {record['structure']} on {record['topology']}"
     if "failed" in record:
         return [f"{name}: {record['failed']}"]

@@ -80,7 +80,7 @@ def sent(record: dict[str, Any]) -> float:
 
 
 def faults(record: dict[str, Any]) -> list[str]:
-    """What has grown."""
+    """Faults: quantities of a device that grow with their number."""
     return [
         f"{record['structure']} on {record['devices']} devices: {what} of a device are "
         f"{record[f'{what}_growth']:.3f} times those of one alone"

@@ -1,8 +1,7 @@
-"""Forecasts to be compared with: yesterday again, and ridge regression, with Gaussian residuals."""
+"""Baselines: yesterday's values and ridge regression, with Gaussian residuals."""
 
 from __future__ import annotations
 
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ def with_residual_spread(validation: np.ndarray, part: np.ndarray, truth: Window
 
 
 def calendar_regressors(part: Windows) -> np.ndarray:
-    """The 72 temperatures, and two harmonics of the first hour's time of day, (N, 76).
+    """The 72 temperatures and two harmonics of the first hour's time of day, (N, 76).
 
     Without the day of the year, as the network: in days that no earlier part has, it does harm (with its
     harmonic the root mean square error on the validation part rises from 0.119 to 0.127 degrees).
@@ -124,9 +123,3 @@ def scores(forecast: Forecast, part: Windows) -> dict[str, float]:
         "mean_sd": float(jnp.mean(jnp.sqrt(variance))),
         **coverage,
     }
-
-
-def coverage_by_horizon(forecast: Forecast, part: Windows, level: float) -> np.ndarray:
-    """Share of the truths inside the central interval at each horizon, (24,)."""
-    width = NormalDist().inv_cdf((1 + level) / 2)
-    return np.mean(np.abs(part.future - forecast.mean) <= width * forecast.sd, axis=0)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.command_line import InputError
+from experiments.data import batch_indices
 
 Array = jax.Array
 
@@ -103,7 +104,7 @@ def load() -> Series:
 
 
 def _package_folder() -> Path | None:
-    """Where vega_datasets is, found without importing it, for that would import pandas."""
+    """The folder of vega_datasets, found without importing it (it imports pandas)."""
     try:
         found = importlib.util.find_spec("vega_datasets")
     except ValueError:  # what stands in its place is no package
@@ -173,10 +174,7 @@ def _calendar(origin: np.ndarray, place: np.ndarray, distance: np.ndarray) -> np
 
 def mini_batch(key: Array, step: Array, part: Tokens, size: int) -> Tokens:
     """The windows of update `step`: each epoch is a new order of all of them."""
-    total = len(part.correction)
-    num_batches = total // size
-    order = jax.random.permutation(jax.random.fold_in(key, step // num_batches), total)
-    chosen = jax.lax.dynamic_slice(order, ((step % num_batches) * size,), (size,))
+    chosen = batch_indices(key, step, len(part.correction), size)
     return Tokens(*(jnp.asarray(array)[chosen] for array in part))
 
 

@@ -1,4 +1,4 @@
-"""The figures of the forecasts."""
+"""The figure of the forecasts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures import BAYES, OTHER, PLAIN, RIGHT, STYLE
-from experiments.seq2seq.baselines import LEVELS, Forecast, coverage_by_horizon, seasonal_naive
+from experiments.figures import BAYES, STYLE
+from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
 from experiments.seq2seq.data import DAY, PAST, START, Windows
 
 HORIZON = np.arange(1, DAY + 1)
-COLOURS = (OTHER, PLAIN, RIGHT, BAYES)
 
 
 def forecasts(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:
@@ -49,25 +48,3 @@ def _bands(axes: Axes, mean: np.ndarray, sd: np.ndarray) -> None:
             HORIZON, mean - width, mean + width, color=BAYES, alpha=shade, lw=0, label=label
         )
     axes.plot(HORIZON, mean, color=BAYES, lw=1, label="forecast")
-
-
-def by_horizon(part: Windows, each: dict[str, Forecast]) -> Figure:
-    """Coverage of both bands, and the root mean square error, at each horizon."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 1 + len(LEVELS), figsize=(3.2 * (1 + len(LEVELS)), 3))
-        for (name, forecast), colour in zip(each.items(), COLOURS, strict=True):
-            for column, level in zip(axes, LEVELS, strict=False):
-                share = coverage_by_horizon(forecast, part, level)
-                column.plot(HORIZON, share, color=colour, label=name)
-            error = np.sqrt(np.mean((part.future - forecast.mean) ** 2, axis=0))
-            axes[-1].plot(HORIZON, error, color=colour, label=name)
-        for column, level in zip(axes, LEVELS, strict=False):
-            column.axhline(level, color="0.2", lw=0.8, ls=":")
-            column.set_title(f"share inside the {100 * level:.0f} % band")
-            column.set_ylim(0, 1)
-        axes[-1].set_title("root mean square error (°F)")
-        axes[-1].set_ylim(bottom=0)
-        for column in axes:
-            column.set_xlabel("hours ahead")
-        axes[-1].legend(fontsize=7)
-    return figure

@@ -1,6 +1,5 @@
 """The training loop: resumed is unbroken, bad checkpoints are refused, lost processes start again."""
 
-import dataclasses
 import json
 import os
 import pickle
@@ -20,13 +19,11 @@ pytest.importorskip("orbax.checkpoint")
 
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.loop import Layout, Order, Saving, fit, store, supervise, supervisor
-from experiments.loop.job import PRECISIONS
 from experiments.loop.reader import Reader
 from experiments.loop.records import EVENTS, METRICS, Metrics, read_lines
 from experiments.loop.run import Preemption
-from experiments.loop.state import Blueprint, digest
+from experiments.loop.state import digest
 from experiments.loop.store import CHECKPOINTS, steps_on_disk
-from experiments.loop.update import compiled_update
 from tests.experiments.loop_job import job
 
 ROOT = Path(__file__).parents[2]
@@ -82,22 +79,6 @@ def test_accumulated_gradients_are_those_of_the_batch(tmp_path):
     one, two = (train(tmp_path / str(n), accumulate=n, noise=0.0, steps=3, every=3) for n in (1, 2))
     for left, right in zip(raw(one)[:-1], raw(two)[:-1], strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
-
-
-def test_the_precision_of_products_is_the_one_asked_for():
-    mesh = Layout().mesh()
-    texts = {}
-    for name in PRECISIONS:
-        chosen = dataclasses.replace(job({}), precision=name)
-        blueprint = Blueprint.of(chosen, mesh)
-        batch = Reader(chosen.arrays, batch_size=8, accumulate=1, seed=0, mesh=mesh).next()
-        lowered = compiled_update(chosen, blueprint).lower(blueprint.abstract, batch)
-        assert all(
-            leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(lowered.out_info[0].params)
-        )
-        texts[name] = lowered.as_text()
-    assert "HIGHEST" in texts["float32"]
-    assert "HIGHEST" not in texts["bfloat16"]
 
 
 def test_what_is_not_finite_is_named_and_not_saved(tmp_path):

@@ -40,7 +40,6 @@ def test_it_needs_a_finished_run(tmp_path, capsys):
     for arguments, word in [
         (["--run", str(tmp_path)], "no finished run"),
         (["--images", "3"], "20 or more"),
-        (["--structure", "Foo"], "Separable"),
     ]:
         assert main(["brownian", *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
