@@ -10,8 +10,7 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.command_line import InputError
-from experiments.outputs import writable_folder
+from experiments.command_line import InputError, writable_folder
 
 KEPT = 2
 """How many of the latest checkpoints are kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,7 +105,8 @@ class Parser(argparse.ArgumentParser):
 
     def json(self) -> None:
         """`--json FILE`."""
-        self.place("--json", None, "write the figures there too (default: nowhere)", unit="FILE")
+        what = "write the figures there too (default: nowhere)"
+        self.option("--json", None, what, _json_file, "FILE")
 
 
 def _shown(default: str | Sequence[str] | None) -> str:
@@ -153,3 +155,25 @@ def one_of(table: dict[str, Any], what: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def writable_folder(path: Path, option: str) -> Path:
+    """Create a writable folder and return it; `option` is named in the error (an `InputError`)."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"cannot write into {option} {path} ({error.strerror}); name a folder that you may write to"
+        ) from error
+    return path
+
+
+def _json_file(text: str) -> Path:
+    """A type for `add_argument`: a file that can be written, checked before long work."""
+    file = path(text)
+    if file.is_dir():
+        raise InputError(f"--json {file} is a folder; name a file in it")
+    writable_folder(file.parent, "--json")
+    return file

@@ -26,12 +26,10 @@ from experiments.classifiers import POSTERIORS
 from experiments.classify.scores import over_seeds
 from experiments.command_line import Parser
 from experiments.data import Digits
-from experiments.digits_training import Training, trained
+from experiments.digits_training import Training
 from experiments.outputs import write_json
 from experiments.predictions import CaughtUp, Prediction
 from experiments.training import Compiled
-
-__all__ = ["add_arguments", "run", "trained"]
 
 TURNED_DIGIT = 6  # upside down it is a nine
 ANGLES = np.linspace(0.0, 180.0, 37)
@@ -238,7 +236,6 @@ def _draw(
 ) -> None:
     test, _, sweep = _parts(digits)
     plain, analytic, samples = (result.at(test) for result in results.values())
-    figures.save(figures.certainty(digits.test, analytic, samples), out / "certainty.png")
     both = {"plain": plain, "Bayesian, analytic": analytic}
     figures.save(figures.reliability(both, digits.test.labels), out / "reliability.png")
     figures.save(figures.spread(analytic, samples), out / "spread.png")

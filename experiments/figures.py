@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import moment_jax as mj
-from experiments.data import NUM_CLASSES, Images
+from experiments.data import NUM_CLASSES
 from experiments.outputs import whole_file
-from experiments.predictions import Prediction, entropy
+from experiments.predictions import Prediction
 
 STYLE = {
     "figure.dpi": 140,
@@ -53,35 +53,6 @@ def histograms(panels: dict[str, dict[str, np.ndarray]], unit: str) -> Figure:
     return figure
 
 
-def certainty(test: Images, analytic: Prediction, samples: Prediction, count: int = 7) -> Figure:
-    """The most and the least certain test images, by the entropy of their class probabilities."""
-    p = analytic.probabilities
-    order = np.argsort(entropy(p), kind="stable")
-    with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(1.5 * count, 5.4))
-        halves = figure.subfigures(2, 1)
-        for half, chosen, title in zip(
-            halves,
-            (order[:count], order[::-1][:count]),
-            ("Most certain", "Least certain"),
-            strict=True,
-        ):
-            half.suptitle(title, x=0.01, ha="left", fontweight="bold")
-            axes = half.subplots(2, count, height_ratios=(1, 0.8))
-            for column, image in zip(axes.T, chosen, strict=True):
-                show_image(column[0], test.images[image])
-                label, said = int(test.labels[image]), int(p[image].argmax())
-                verdict = "" if label == said else f", said {said}"
-                column[0].set_title(f"{label}{verdict}", color=RIGHT if label == said else WRONG)
-                _bars(column[1], p[image], samples.probabilities[image], label, said)
-            axes[1, 0].set_ylabel("probability")
-        halves[1].supxlabel(
-            "class; bars: analytic (green: the label, red: a wrong answer), dots: sampled networks",
-            fontsize=8,
-        )
-    return figure
-
-
 def show_image(axes: Axes, image: np.ndarray) -> None:
     """An image of digits, without ticks."""
     axes.imshow(image, cmap="gray_r", interpolation="nearest")
@@ -90,17 +61,6 @@ def show_image(axes: Axes, image: np.ndarray) -> None:
     for side in axes.spines.values():
         side.set_visible(True)
         side.set_color("0.8")
-
-
-def _bars(axes: Axes, analytic: np.ndarray, samples: np.ndarray, label: int, said: int) -> None:
-    colours = [OTHER] * NUM_CLASSES
-    colours[said], colours[label] = WRONG, RIGHT
-    classes = np.arange(NUM_CLASSES)
-    axes.bar(classes, analytic, color=colours, width=0.8)
-    axes.plot(classes, samples, "o", color="0.15", markersize=2.2)
-    axes.set(ylim=(0, 1.03), xlim=(-0.6, 9.6), xticks=classes, yticks=(0, 0.5, 1))
-    axes.tick_params(labelsize=6, length=2)
-    axes.tick_params(axis="x", length=0)
 
 
 def rotation(

@@ -30,7 +30,7 @@ from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.classify.networks import Network
 from experiments.command_line import InputError, Parser
 from experiments.data import Images
-from experiments.outputs import writable_file, write_json
+from experiments.outputs import write_json
 from experiments.report import aligned
 
 Array = jax.Array
@@ -57,8 +57,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train, compare, print a table."""
-    if args.json:
-        writable_file(args.json, "--json")
     if args.laplax:
         _laplax()
     records: list[list[dict[str, dict[str, float]]]] = []
@@ -70,8 +68,7 @@ def run(args: argparse.Namespace) -> None:
             nll = {name: f"{found['nll']:.4f}" for name, found in records[-1][-1].items()}
             print(f"division {division}, seed {seed}, NLL: {nll}")
     show(records)
-    if args.json:
-        write_json(args.json, {"settings": vars(args) | {"json": None}, "networks": records})
+    write_json(args.json, {"settings": vars(args) | {"json": None}, "networks": records})
 
 
 def the_only(task: Task) -> Task:

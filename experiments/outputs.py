@@ -6,29 +6,11 @@ import contextlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments.command_line import InputError
-
-
-def writable_folder(path: Path, option: str) -> Path:
-    """Create a writable folder and return it.
-
-    Raises:
-      InputError: if it cannot be written; nothing is left behind.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"cannot write into {option} {path} ({error.strerror}); name a folder that you may write to"
-        ) from error
-    return path
 
 
 @contextlib.contextmanager
@@ -51,20 +33,10 @@ def whole_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def writable_file(path: Path, option: str) -> Path:
-    """Check, before long work, that a file can be written.
-
-    Raises:
-      InputError: if not.
-    """
-    if path.is_dir():
-        raise InputError(f"{option} {path} is a folder; name a file in it")
-    writable_folder(path.parent, option)
-    return path
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically; arrays and records as lists and objects, NaN as null."""
+def write_json(path: Path | None, content: Any) -> None:
+    """Write a JSON file atomically (nothing for no path); arrays become lists, NaN null."""
+    if path is None:
+        return
     text = json.dumps(_in_json(content), indent=2, allow_nan=False)
     with whole_file(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

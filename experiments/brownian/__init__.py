@@ -25,11 +25,11 @@ from experiments.brownian.model_sphere import model_sphere
 from experiments.brownian.motion import token_motion
 from experiments.brownian.reversibility import split_projections, split_scores
 from experiments.brownian.stream import residual_stream
-from experiments.command_line import Parser
+from experiments.command_line import Parser, writable_folder
 from experiments.data import Digits
-from experiments.digits import trained
+from experiments.digits_training import trained
 from experiments.figures import save
-from experiments.outputs import writable_folder, write_json
+from experiments.outputs import write_json
 
 NUM_COORDINATES = 2
 

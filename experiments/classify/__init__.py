@@ -20,19 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import predictions
-from experiments.classify import figures, images, scores
+from experiments.classify import images, scores
 from experiments.classify.compared import CATCH_UP, Answer, Compared, train_all
 from experiments.classify.images import Task
 from experiments.classify.methods import Answers, Budget, Trainer
 from experiments.classify.networks import Network
-from experiments.command_line import Parser
-from experiments.figures import histograms, save
-from experiments.outputs import writable_folder, write_json
+from experiments.command_line import Parser, writable_folder
+from experiments.figures import STYLE, Figure, histograms, plt, save
+from experiments.outputs import write_json
 from experiments.predictions import CaughtUp
 from experiments.report import aligned, duration, with_error
 
-__all__ = ["add_arguments", "run"]
-
+DRAWN = ("accuracy", "nll", "ece")
 SHIFTED = 250  # images at each angle and of each kind of other images
 
 
@@ -176,7 +175,7 @@ def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str
 
 
 def _draw(out: Path, records: dict[str, Any], said: dict[str, Said]) -> None:
-    save(figures.rotation({n: one["angle"] for n, one in records.items()}), out / "shifts.png")
+    save(_rotation({n: one["angle"] for n, one in records.items()}), out / "shifts.png")
     entropies = {
         name: {
             which: predictions.entropy(p).ravel()
@@ -185,6 +184,20 @@ def _draw(out: Path, records: dict[str, Any], said: dict[str, Said]) -> None:
         for name, one in said.items()
     }
     save(histograms(entropies, "entropy (nats)"), out / "others.png")
+
+
+def _rotation(methods: dict[str, dict[float, dict[str, dict[str, float]]]]) -> Figure:
+    """Scores against the angle: `methods[name][angle][score]` has "mean" and "error" over seeds."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(DRAWN), figsize=(10, 3))
+        for axis, score in zip(axes, DRAWN, strict=True):
+            for name, found in methods.items():
+                mean, error = ([one[score][k] for one in found.values()] for k in ("mean", "error"))
+                line = {"marker": "o", "markersize": 3, "label": name}
+                axis.errorbar(list(found), mean, np.nan_to_num(error), **line)
+            axis.set(xlabel="angle (degrees)", ylabel=score)
+        axes[0].legend(fontsize=6)
+    return figure
 
 
 def _print(records: dict[str, Any]) -> None:

@@ -27,8 +27,6 @@ from experiments.outputs import write_json
 from experiments.report import aligned
 from experiments.training import Task, fit_saved
 
-__all__ = ["add_arguments", "run"]
-
 BAYESIAN, TRANSFORMER, DENSE = "Bayesian Transformer", "plain Transformer", "dense VAE"
 SAVE_EVERY = 100  # updates of the Bayesian network
 NUM_SHOWN = 12

@@ -84,7 +84,7 @@ def sample(problem: Problem, num_samples: int, seed: int) -> Truth:
         moments(draws[:, :tokens], problem.inputs.shape),
         moments(draws[:, tokens:], (inputs, problem.head[1].size)),
     ]
-    curves = []
+    curves: list[np.ndarray] = []
     for part, true in zip((draws[:, kept], draws[:, tokens:]), every, strict=True):
         sd = true.sd.ravel()[kept] if len(curves) == 0 else true.sd.ravel()
         errors = [_subsampled(part, sd, int(size)).mean() for size in sizes]

@@ -20,16 +20,14 @@ from experiments import predictions
 from experiments.classify import scores
 from experiments.classify.compared import Compared
 from experiments.classify.methods import Budget, Trainer, stacked
-from experiments.command_line import Parser
+from experiments.command_line import Parser, writable_folder
 from experiments.figures import histograms, save
 from experiments.intents.compared import logistic_regression, transformers
 from experiments.intents.files import IntentSet, read_set
 from experiments.intents.networks import TextNetwork
 from experiments.intents.words import Vocabulary, with_lost_words
-from experiments.outputs import writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.report import aligned, duration
-
-__all__ = ["add_arguments", "run"]
 
 LOST = 0.1  # share of a training text's words that are replaced by random buckets
 COLUMNS = ("accuracy", "nll", "ece", "brier", "oos_auroc", "oos_aupr")

@@ -30,8 +30,6 @@ from experiments.outputs import write_json
 from experiments.report import aligned
 from experiments.training import fit_saved
 
-__all__ = ["add_arguments", "run"]
-
 NUM_VALIDATION = 100  # windows by which the plain network is stopped
 LENGTH = 200  # of the continuation
 SAVE_EVERY = 250  # updates of either network

@@ -23,7 +23,7 @@ from experiments.optimizers.methods import tuned, untuned
 from experiments.optimizers.runs import Course, Method, Settings, Spent, Training, timings
 from experiments.optimizers.tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
 from experiments.optimizers.widths import cost_of_update
-from experiments.outputs import writable_file, write_json
+from experiments.outputs import write_json
 
 DEFAULT_TASKS = ("autoencoder", "transformer", "bayesian")
 MORE_TASKS = ("attention", "convolution")
@@ -65,8 +65,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Go through the tasks."""
-    if args.json is not None:
-        writable_file(args.json, "--json")
     if args.widths:
         _widths(args)
         return
@@ -76,8 +74,7 @@ def run(args: argparse.Namespace) -> None:
     records = []
     for task in tasks:
         records.append(_compare(task, args, chosen))
-        if args.json is not None:
-            write_json(args.json, records)
+        write_json(args.json, records)
 
 
 def _known(args: argparse.Namespace) -> dict[str, Method]:
@@ -110,8 +107,7 @@ def _widths(args: argparse.Namespace) -> None:
             shown = [f"{each.seconds:.3g} ({each.cpu:.3g})" for each in times]
             rows.append([str(width), name, f"{cost.megabytes:.0f}", *shown])
     print(report.aligned(rows), flush=True)
-    if args.json is not None:
-        write_json(args.json, costs)
+    write_json(args.json, costs)
 
 
 def _compare(

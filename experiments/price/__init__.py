@@ -21,7 +21,7 @@ import jax
 
 from experiments.accuracy import STRUCTURES
 from experiments.command_line import Parser, PartError
-from experiments.outputs import writable_file, write_json
+from experiments.outputs import write_json
 from experiments.price.parts import (
     NETWORKS,
     PARTS,
@@ -99,8 +99,6 @@ def _shape(text: str) -> Shape:
 
 def run(args: argparse.Namespace) -> None:
     """Measure shape by shape; print each table and write the figures so far."""
-    if args.json is not None:
-        writable_file(args.json, "--json")
     device = jax.devices()[0]
     machine = {"device": device.device_kind, "cores": os.cpu_count()}
     has = (device.memory_stats() or {}).get("bytes_limit", CPU_GIB * GIB)
@@ -117,8 +115,7 @@ def run(args: argparse.Namespace) -> None:
         ]
         print(f"\n{shape}\n{table(found)}", flush=True)
         records += found
-        if args.json is not None:
-            write_json(args.json, {**machine, "jax": jax.__version__, "records": records})
+        write_json(args.json, {**machine, "jax": jax.__version__, "records": records})
     if any(record["status"] == "failed" for record in records):
         raise PartError("some functions failed; the reasons are below their tables")
 

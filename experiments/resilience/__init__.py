@@ -12,14 +12,12 @@ import argparse
 from pathlib import Path
 
 import moment_jax as mj
-from experiments.command_line import InputError, Parser
+from experiments.command_line import InputError, Parser, writable_folder
 from experiments.loop import Layout, Order, Saving, supervise
 from experiments.loop.layout import check_batch
 from experiments.loop.records import METRICS, read_lines
-from experiments.outputs import writable_file, writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.resilience.job import NETWORKS, REFERENCE
-
-__all__ = ["add_arguments", "run"]
 
 SETTINGS = (
     "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate",
@@ -109,8 +107,6 @@ def run(args: argparse.Namespace) -> None:
     check_batch(args.batch_size, args.accumulate, {"data": layout.rows})
     if args.stop_at is not None and args.stop_at > args.steps:
         raise InputError(f"--stop-at {args.stop_at} is beyond --steps {args.steps}")
-    if args.json is not None:
-        writable_file(args.json, "--json")
     folder = writable_folder(args.out, "--out")
     if args.compile_cache is not None:
         writable_folder(args.compile_cache, "--compile-cache")
@@ -121,8 +117,7 @@ def run(args: argparse.Namespace) -> None:
         return
     supervise(order_of(args, layout, folder))
     last = read_lines(folder / METRICS)[-1]
-    if args.json is not None:
-        write_json(args.json, {"metrics": last})
+    write_json(args.json, {"metrics": last})
     print(f"{last['step']} updates, loss {last['loss']:.4f}; checkpoints and metrics in {folder}")
 
 

@@ -20,8 +20,7 @@ from experiments.loop.store import Store
 from experiments.outputs import write_json
 from experiments.report import aligned
 from experiments.resilience.job import digits_job
-from experiments.resilience.kills import Kill, disturb, plan, preempt, settle
-from experiments.resilience.runs import Run
+from experiments.resilience.kills import Kill, Run, disturb, plan, preempt, settle
 from experiments.training import TrainState
 
 KEPT_OPTIONS = (
@@ -61,8 +60,7 @@ def check(args: argparse.Namespace, layout: Layout) -> None:
             _moved(args, common, name, *layouts, whole, failures) for name, layouts in MOVES.items()
         ]
     results["seconds"] = time.perf_counter() - start
-    if args.json is not None:
-        write_json(args.json, results)
+    write_json(args.json, results)
     print(f"{results['seconds']:.0f} s in all; everything is in {args.out}")
     if failures:
         raise PartError("; ".join(failures))

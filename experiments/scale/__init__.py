@@ -15,11 +15,9 @@ import argparse
 from typing import Any
 
 import moment_jax as mj
-from experiments.command_line import InputError, Parser, PartError
-from experiments.outputs import writable_file, writable_folder, write_json
+from experiments.command_line import InputError, Parser, PartError, writable_folder
+from experiments.outputs import write_json
 from experiments.scale import devices, export, tpu, weak
-
-__all__ = ["add_arguments", "run"]
 
 PARTS = ("devices", "export", "weak", "tpu")
 COMPILED = (
@@ -47,15 +45,12 @@ def run(args: argparse.Namespace) -> None:
         except PartError as error:
             failed.append(str(error))
             records[part] = {"failed": str(error)}
-        if args.json is not None:
-            write_json(args.json, records)
+        write_json(args.json, records)
     if failed:
         raise PartError("; ".join(failed))
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.json is not None:
-        writable_file(args.json, "--json")
     if args.out is not None:
         writable_folder(args.out, "--out")
     if "export" in args.part and not export.can_save():

@@ -15,6 +15,7 @@ import argparse
 import datetime
 import time
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import jax
@@ -25,19 +26,28 @@ import moment_jax as mj
 from experiments import report
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
-from experiments.figures import save
+from experiments.figures import BAYES, STYLE, Axes, Figure, plt, save
 from experiments.outputs import write_json
-from experiments.seq2seq import baselines, figures
+from experiments.seq2seq import baselines
 from experiments.seq2seq import training as forecast_training
-from experiments.seq2seq.baselines import Forecast
-from experiments.seq2seq.data import START, Parts, day_difference_scale, load, split, tokens
+from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
+from experiments.seq2seq.data import (
+    DAY,
+    PAST,
+    START,
+    Parts,
+    Windows,
+    day_difference_scale,
+    load,
+    split,
+    tokens,
+)
 from experiments.seq2seq.forecaster import Forecaster, Size
 from experiments.training import fit_saved
 
-__all__ = ["add_arguments", "run"]
-
 NETWORK = "Bayesian Transformer"
 NUM_SHOWN = 5
+HORIZON = np.arange(1, DAY + 1)
 SAVE_EVERY = 250  # updates
 NUM_SAMPLED = 60  # test windows that the analytic moments are judged on by sampling
 
@@ -96,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
         "seconds": {"training": trained - begin},
     }
     shown = np.linspace(0, len(parts.test.origin) - 1, NUM_SHOWN).round().astype(int)
-    save(figures.forecasts(parts.test, each[NETWORK][1], shown), out / "forecasts.png")
+    save(_figure(parts.test, each[NETWORK][1], shown), out / "forecasts.png")
     metrics["seconds"]["total"] = time.perf_counter() - begin
     write_json(out / "metrics.json", metrics)
     _print(out, metrics)
@@ -174,6 +184,39 @@ def _sampled(
         jax.random.key(args.seed + 2),
         args.samples,
     )
+
+
+def _figure(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:
+    """Some windows: the temperatures above, and below what differs from yesterday, with both bands."""
+    yesterday = seasonal_naive(part)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            2, len(shown), figsize=(2.7 * len(shown), 4.6), height_ratios=(1, 1.4), squeeze=False
+        )
+        for column, i in zip(axes.T, shown, strict=True):
+            start = START + datetime.timedelta(hours=int(part.origin[i]))
+            column[0].set_title(f"{start:%d %b, from %H:%M}")
+            column[0].plot(np.arange(-PAST, 0) + 1, part.past[i], color="0.6", lw=1)
+            column[0].plot(HORIZON, part.future[i], "k.", ms=3)
+            column[0].plot(HORIZON, forecast.mean[i], color=BAYES, lw=1)
+            _bands(column[1], forecast.mean[i] - yesterday[i], forecast.sd[i])
+            column[1].plot(HORIZON, part.future[i] - yesterday[i], "k.", ms=4, label="truth")
+            column[1].axhline(0, color="0.6", lw=0.7)
+            column[1].set_xlabel("hours ahead")
+        axes[0, 0].set_ylabel("temperature (°F)")
+        axes[1, 0].set_ylabel("minus yesterday's (°F)")
+        axes[1, 0].legend(fontsize=7)
+    return figure
+
+
+def _bands(axes: Axes, mean: np.ndarray, sd: np.ndarray) -> None:
+    for level, shade in zip(LEVELS, (0.45, 0.2), strict=True):
+        width = NormalDist().inv_cdf((1 + level) / 2) * sd
+        label = f"{100 * level:.0f} % band"
+        axes.fill_between(
+            HORIZON, mean - width, mean + width, color=BAYES, alpha=shade, lw=0, label=label
+        )
+    axes.plot(HORIZON, mean, color=BAYES, lw=1, label="forecast")
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:

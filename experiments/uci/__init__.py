@@ -16,16 +16,14 @@ from typing import Any
 import jax
 
 from experiments.classify.scores import summary
-from experiments.command_line import InputError, Parser
-from experiments.outputs import writable_folder, write_json
+from experiments.command_line import InputError, Parser, writable_folder
+from experiments.outputs import write_json
 from experiments.report import aligned
 from experiments.uci import splits
 from experiments.uci.files import RegressionSet, read_sets
 from experiments.uci.methods import METHODS
 from experiments.uci.networks import NETWORKS
 from experiments.uci.training import Budget, Trained, choose_and_fit
-
-__all__ = ["add_arguments", "run"]
 
 NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
 """The noise models, with the number of outputs that each needs."""

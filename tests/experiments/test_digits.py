@@ -22,12 +22,12 @@ pytest.importorskip("orbax.checkpoint")
 from experiments import data, predictions
 from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
-from experiments.digits import trained as of_main_job
+from experiments.digits_training import trained as of_main_job
 from experiments.outputs import whole_file, write_json
 from experiments.training import Task, fit
 
 ROOT = Path(__file__).parents[2]
-FIGURES = ("certainty.png", "doubt.png", "reliability.png", "rotation.png", "spread.png")
+FIGURES = ("doubt.png", "reliability.png", "rotation.png", "spread.png")
 
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
