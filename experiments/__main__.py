@@ -43,8 +43,8 @@ TIME_THE_COMPILER = ("frontier", "price", "scale")
 def main(argv: list[str] | None = None) -> int:
     """Run one experiment.
 
-    Exit status 1 for a part that failed, 2 for bad input, 75 for a run that was asked to leave (SIGTERM)
-    and is to be started again, 130 for Ctrl-C.
+    Exit status: 1 if a part failed, 2 for bad input, 75 for a preempted run (SIGTERM) to be restarted,
+    130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:

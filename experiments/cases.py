@@ -106,8 +106,8 @@ class _Reader:
                 "arrays: copy it anew"
             ) from error
 
-    def wrong(self, what: str, mend: str) -> InputError:
-        return InputError(f"case file {self.path}: {what}; {mend}")
+    def wrong(self, what: str, fix: str) -> InputError:
+        return InputError(f"case file {self.path}: {what}; {fix}")
 
     def array(self, name: str, *shape: int | None) -> np.ndarray:
         """A finite float32 array of this shape; None is any length."""
@@ -122,7 +122,7 @@ class _Reader:
             raise self.wrong(f"{name} has the shape {array.shape}", f"it needs ({wanted})")
         if array.dtype.kind not in "fiu":
             raise self.wrong(f"{name} is of type {array.dtype}", "it needs real numbers")
-        # Numbers too large for float32 are no numbers here.
+        # Numbers that overflow float32 count as infinite.
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
         if not np.isfinite(array).all():

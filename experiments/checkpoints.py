@@ -22,7 +22,7 @@ def run_folder(args: argparse.Namespace) -> Path:
     Raises:
       InputError: if it cannot be written, or with --resume if there is nothing there to go on from.
     """
-    folder = args.out / "checkpoints"  # of one training, or of several in folders of their own
+    folder = args.out / "checkpoints"  # of one training, or of several in subfolders
     if args.resume and not any(path.name.isdigit() for path in folder.glob("**/*")):
         raise InputError(
             f"--resume: {args.out} holds no checkpoint to go on from; give the --out of the run, or "
@@ -43,7 +43,7 @@ class Checkpoints:
       resume: go on from the latest checkpoint; otherwise those of an earlier run are removed.
       background: write while the run goes on. What is saved must then not be donated to an update, so
         give a copy; otherwise `save` returns when all is on disk.
-      option: what the error about other settings begins with, and mend: what it advises.
+      option: beginning of the error about other settings, and fix: its advice.
 
     Raises:
       InputError: if the folder holds a checkpoint of other settings.
@@ -57,12 +57,12 @@ class Checkpoints:
         resume: bool,
         background: bool = False,
         option: str = "--resume",
-        mend: str = "give what it was made with, or leave out --resume to start anew",
+        fix: str = "give what it was made with, or leave out --resume to start again",
     ) -> None:
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
         self.settings = settings
-        self.option, self.mend = option, mend
+        self.option, self.fix = option, fix
         self.folder = folder.absolute()
         self.manager = ocp.CheckpointManager(
             self.folder,
@@ -105,7 +105,7 @@ class Checkpoints:
             if before != value:
                 raise InputError(
                     f"{self.option}: {self.folder} was made with {name} {before}, not {value}; "
-                    f"{self.mend}"
+                    f"{self.fix}"
                 )
         return stored
 

@@ -16,7 +16,7 @@ IMAGE_SIZE = 8
 NUM_CLASSES = 10
 NUM_VALIDATION = 150
 NUM_TEST = 500
-SPLIT_SEED = 0  # never --seed: runs of different seeds are to be compared on the same images
+SPLIT_SEED = 0  # not --seed: all runs share one split
 
 
 class Images(NamedTuple):

@@ -71,7 +71,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train both networks for every seed, compare them, write what came out."""
+    """Train and compare both networks for every seed; write the results."""
     start = time.perf_counter()
     out = run_folder(args)
     digits = data.load()
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     turned, label = _turned(digits)
     images = np.concatenate([digits.test.images, digits.validation.images, turned])
     programs = _compile(args, plain, bayesian, len(images))
-    # Of the two that are cheap enough, all test images, turned.
+    # The two cheap predictors also see all rotated test images.
     every = np.concatenate([images, *(_turn(digits.test.images, a, digits) for a in TEST_ANGLES)])
     records = []
     for seed in range(args.seed, args.seed + args.seeds):

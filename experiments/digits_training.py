@@ -90,7 +90,7 @@ def train_plain(
 ) -> tuple[Any, float]:
     """The best parameters by the validation NLL, and the seconds."""
     start = time.perf_counter()
-    # Its updates are so cheap that half a run is all that a checkpoint is worth.
+    # Its updates are cheap: one checkpoint halfway.
     every = max(1, args.plain_steps // 2)
     params = nnx.state(classifiers.plain_network(seed))
     state = training.fit(args, params, seed, 0, every, compiled)

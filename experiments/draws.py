@@ -72,7 +72,7 @@ def outputs(
     network: Callable[[Arrays, Array], Array], draw: Draw, key: Array, x: Array, groups: int
 ) -> Array:
     """Outputs of a mini-batch (N, ...); each of `groups` equal parts uses its own drawn network."""
-    if groups == 1:  # products of matrices alone are faster than batches of them
+    if groups == 1:  # single matrix products are faster than batched ones
         return network(draw(key), x)
     parts = x.reshape(groups, x.shape[0] // groups, *x.shape[1:])
     result = jax.vmap(lambda key, part: network(draw(key), part))(

@@ -131,7 +131,7 @@ def catch_up(
 
     Args:
       each: class probabilities of drawn networks, (samples, N, C). The NLL of a count, of 1, 2, 3, 5,
-        10, 20, 30, 50, ..., is the mean over all groups of so many.
+        10, 20, 30, 50, ..., is the mean over all groups of that size.
       labels: (N,).
       analytic: class probabilities (N, C) of the analytic pass.
       time_of_one: of a drawn network, over that of the analytic pass.

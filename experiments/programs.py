@@ -15,15 +15,15 @@ GIB = 2**30
 
 
 class Skip(Exception):  # noqa: N818 (it is no error)
-    """Something does not fit; the message says why."""
+    """A program does not fit; the message says why."""
 
 
 def failure(error: Exception) -> dict[str, str]:
     """Status and reason of a program that did not run; too little memory is no failure."""
-    said = " ".join(str(error).split())[:300]
-    if isinstance(error, Skip) or "RESOURCE_EXHAUSTED" in said:
-        return {"status": "skipped", "reason": said}
-    return {"status": "failed", "reason": f"{type(error).__name__}: {said}"}
+    message = " ".join(str(error).split())[:300]
+    if isinstance(error, Skip) or "RESOURCE_EXHAUSTED" in message:
+        return {"status": "skipped", "reason": message}
+    return {"status": "failed", "reason": f"{type(error).__name__}: {message}"}
 
 
 def check_memory(needed: int, limit: float) -> None:

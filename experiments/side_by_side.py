@@ -88,7 +88,7 @@ class SideBySide:
 
     def _start(self, params: Any) -> Any:
         """Parameters, state of the optimiser, and the best parameters so far with their score."""
-        # Of weak types, as of Python's numbers, every update but the first would be compiled once more.
+        # Weak types, as of Python's numbers, would compile the update a second time.
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), params)
         best = None if self.validate is None else (params, jnp.full((), jnp.inf, jnp.float32))
         return params, self.optimizer.init(params), best

@@ -1,9 +1,8 @@
 """Stop requests: Ctrl-C and SIGTERM set a flag, which a loop reads between two updates.
 
-Nothing is raised where the program happens to be. An exception would be lost in the callbacks of the
-garbage collector; and out of the wait for XLA's compiler it would leave that compiler's thread at work
-while the interpreter is taken down, which crashes. And while the main thread waits for XLA, minutes at
-times, Python runs no handler; so a thread of our own hears of the signal and says so.
+No exception is raised in the running code: it could be lost in a callback of the garbage collector, and
+during a compilation it would shut the interpreter down while XLA's compiler thread runs, which crashes.
+And while the main thread waits for XLA, minutes at times, Python runs no handler; so a thread of our own reads the signal and prints a message.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ INTERRUPTED = 130  # what a shell makes of SIGINT
 class StopRequest:
     """Notes signals within the block; a second Ctrl-C ends the process at once.
 
-    In another thread than the main one it notices nothing. A signal that is ignored stays ignored.
+    Does nothing outside the main thread. A signal that is ignored stays ignored.
 
     Args:
       numbers: the signals.
-      at_once: end at the first Ctrl-C already, for there is nothing to save. A block within this one
-        has its own way.
+      at_once: end at the first Ctrl-C, for there is nothing to save. A nested block overrides this.
     """
 
     def __init__(self, *numbers: signal.Signals, at_once: bool = False) -> None:

@@ -88,7 +88,7 @@ class Task:
         return new, {"loss": value, **report}
 
     def compile(self, state: TrainState) -> Compiled:
-        """The programs for all states of the shapes of this one, of whatever seed."""
+        """The programs for states of these shapes, for all seeds."""
         update = jax.jit(self.update, donate_argnums=0).lower(state).compile()
         if self.validate is None:
             return Compiled(update, None)
@@ -136,7 +136,7 @@ def fit(
     if first >= task.num_steps:
         return state
     with Progress(task.name, task.num_steps, initial=first) as progress:
-        # What takes long to compile comes before there is anything that Ctrl-C would have to save.
+        # Compile first: there is nothing yet that Ctrl-C would have to save.
         update, keep_best = compiled() if compiled else task.compile(state)
         with StopRequest(*([] if checkpoints is None else [signal.SIGINT])) as request:
             for step in range(first + 1, task.num_steps + 1):

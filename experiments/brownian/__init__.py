@@ -150,7 +150,7 @@ def _map(
 
 
 def _explained(values: np.ndarray, classes: np.ndarray) -> float:
-    """Share of the variance that lies between classes."""
+    """Share of the variance between classes."""
     means = np.array([values[classes == c].mean() for c in np.unique(classes)])
     counts = np.array([(classes == c).sum() for c in np.unique(classes)])
     return float(

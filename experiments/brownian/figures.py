@@ -92,7 +92,7 @@ def increments(quantiles: np.ndarray, found: list[np.ndarray], motion: TokenMoti
             left.plot(quantiles, values, ".", markersize=3, color=colour, label=f"block {i + 1}")
         left.legend(loc="upper left")
         left.set(xlabel="normal quantile", ylabel="quantile of the standardised steps")
-        left.set_title("Steps of the tokens, each coordinate by itself")
+        left.set_title("Steps of the tokens by coordinate")
         growth = motion.growth
         depth = np.arange(len(growth.variance))
         right.plot(depth, growth.variance, "o-", color=BAYES, label="Var[x_l - x_0]")

@@ -22,7 +22,7 @@ from experiments.brownian.stream import (
 Array = jax.Array
 
 FEWEST = 20
-"""Below so many inputs the approximations of the normality test do not hold."""
+"""Minimum number of inputs for the approximations of the normality test."""
 
 LEVEL = 0.01
 """Level of all tests of a report together; each has its share of it (Bonferroni)."""

@@ -16,8 +16,8 @@ Array = jax.Array
 def residual_stream(module: Any, inputs: Array) -> Array:
     """Tokens before the first block and after every block: (L + 1, N, T, D).
 
-    The module is called once, as it is; its blocks only tell what goes in and out. A Bayesian module of
-    `mj.nn` is taken at the means of its weights.
+    The module is called once, with its blocks recorded. A Bayesian module of `mj.nn` is used at the means
+    of its weights.
 
     Args:
       module: a callable with `blocks`, a sequence of callables whose first argument and output are the
@@ -78,7 +78,7 @@ def _recording(network: Any, stream: list[Array]) -> Any:
     """A shallow copy of the network with recorders in place of its blocks."""
     owner = blocks_of(network)
     watched = copy.copy(owner)
-    # Modules check what is assigned to them; recorders are no modules, and need not be.
+    # Modules reject attributes that are no modules, so bypass their check.
     object.__setattr__(watched, "blocks", [_Recorder(block, stream) for block in owner.blocks])
     if owner is network:
         return watched

@@ -2,8 +2,8 @@
 
 Compares it with the plain network, an ensemble of five, MC dropout, sampled variational inference and
 Laplace approximations, on test images, on the same turned, and on images of none of the classes. Every
-seed has a division of its own into training, validation and test images. What a method leaves open, and
-a temperature for each, is chosen on validation images. Prints means and standard errors over the seeds,
+seed has a division of its own into training, validation and test images. Open settings, and
+a temperature for each method, are chosen on validation images. Prints means and standard errors over the seeds,
 of the scores and of their differences from the plain network's; writes metrics.json and figures.
 """
 
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> None:
     given, labels = (np.concatenate([part] * args.members) for part in task.train)
     trainer = Trainer(Network.of(task), (given, labels), budget, keys.T.ravel())
     methods = train_all(trainer, args.seeds, task.validation, args.samples)
-    said, before, after, rest = {}, {}, {}, {}
+    predicted, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():
-        raw, costs = _say(method, task)
+        raw, costs = _predicted(method, task)
         temperature = scores.best_temperature(raw.validation, task.validation.labels)
-        said[name] = jax.tree.map(partial(scores.tempered, temperature=temperature), raw)
-        before[name], after[name] = _scored(raw, task), _scored(said[name], task)
+        predicted[name] = jax.tree.map(partial(scores.tempered, temperature=temperature), raw)
+        before[name], after[name] = _scored(raw, task), _scored(predicted[name], task)
         rest[name] = {
             **costs,
             "seconds_of_training": method.seconds / args.seeds,
@@ -99,12 +99,12 @@ def run(args: argparse.Namespace) -> None:
         "seconds": time.perf_counter() - start,
     }
     write_json(out / "metrics.json", metrics)
-    _draw(out, records, said)
+    _draw(out, records, predicted)
     _print(records)
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and figures in {out}")
 
 
-class Said(NamedTuple):
+class Predicted(NamedTuple):
     """Class probabilities of one method, for every seed (L, N, C)."""
 
     validation: np.ndarray
@@ -113,24 +113,24 @@ class Said(NamedTuple):
     others: dict[str, np.ndarray]
 
 
-def _say(method: Compared, task: Task) -> tuple[Said, dict[str, float]]:
+def _predicted(method: Compared, task: Task) -> tuple[Predicted, dict[str, float]]:
     """A method's predictions for all images, with seconds per image and bytes per chunk."""
     some, test = task.test.images[:, :SHIFTED], task.test.images
-    said, seconds = _timed(method.predict, test)
+    predicted, seconds = _timed(method.predict, test)
     assert isinstance(method.predict, Answers)
     costs = {"seconds_per_image": seconds, "bytes_of_prediction": method.predict.bytes(test)}
     turned = {angle: images.turned(some, angle, task.background) for angle in images.ANGLES}
     more = task.validation.images, turned, images.others(task, SHIFTED)
     validation, answers, others = jax.tree.map(method.predict, more)
-    return Said(validation, said, answers, others), costs
+    return Predicted(validation, predicted, answers, others), costs
 
 
 def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
     """Predictions for images (L, N, H, W), and the seconds for one image."""
     predict(given[:, :1])  # compiled before it is timed
     start = time.perf_counter()
-    said = predict(given)
-    return said, (time.perf_counter() - start) / (given.shape[0] * given.shape[1])
+    predicted = predict(given)
+    return predicted, (time.perf_counter() - start) / (given.shape[0] * given.shape[1])
 
 
 def _catch_up(method: Compared, task: Task, analytic: np.ndarray, seconds: float) -> list[CaughtUp]:
@@ -143,7 +143,7 @@ def _catch_up(method: Compared, task: Task, analytic: np.ndarray, seconds: float
     return [predictions.catch_up(*part, of_one) for part in parts]
 
 
-def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
+def _scored(predicted: Predicted, task: Task) -> list[dict[str, Any]]:
     """All scores of each seed."""
 
     def of_seed(seed: int) -> dict[str, Any]:
@@ -153,18 +153,21 @@ def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
             return predictions.scores(given[seed], labels[: given.shape[1]])
 
         found = {
-            name: scores.detection(said.test[seed], p[seed]) for name, p in said.others.items()
+            name: scores.detection(predicted.test[seed], p[seed])
+            for name, p in predicted.others.items()
         }
         return {
-            "validation": predictions.scores(said.validation[seed], task.validation.labels[seed]),
-            "test": score(said.test),
-            "angle": jax.tree.map(score, said.turned),
+            "validation": predictions.scores(
+                predicted.validation[seed], task.validation.labels[seed]
+            ),
+            "test": score(predicted.test),
+            "angle": jax.tree.map(score, predicted.turned),
             "others": found,
             "auroc": float(np.mean([one["auroc"] for one in found.values()])),
-            "calibrated_ece": scores.calibrated_ece(said.test[seed]),
+            "calibrated_ece": scores.calibrated_ece(predicted.test[seed]),
         }
 
-    return [of_seed(seed) for seed in range(len(said.test))]
+    return [of_seed(seed) for seed in range(len(predicted.test))]
 
 
 def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
@@ -174,14 +177,14 @@ def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str
     return {**scores.over_seeds(each), "minus_plain": scores.over_seeds(differences)}
 
 
-def _draw(out: Path, records: dict[str, Any], said: dict[str, Said]) -> None:
+def _draw(out: Path, records: dict[str, Any], predicted: dict[str, Predicted]) -> None:
     save(_rotation({n: one["angle"] for n, one in records.items()}), out / "shifts.png")
     entropies = {
         name: {
             which: predictions.entropy(p).ravel()
             for which, p in {"test": one.test, **one.others}.items()
         }
-        for name, one in said.items()
+        for name, one in predicted.items()
     }
     save(histograms(entropies, "entropy (nats)"), out / "others.png")
 
@@ -233,7 +236,7 @@ def _print(records: dict[str, Any]) -> None:
         print(aligned([[title, *rows[0]], *rows[1:]]), end="\n\n")
     for name, record in records.items():
         if record["catch_up"]:
-            counts = ", ".join(found.said(CATCH_UP) for found in record["catch_up"])
+            counts = ", ".join(found.predicted(CATCH_UP) for found in record["catch_up"])
             print(f"{name}: drawn networks with its NLL on the test images, seed by seed: {counts}")
 
 

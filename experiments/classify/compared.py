@@ -152,8 +152,8 @@ def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> C
         return jax.vmap(mj.objectives.class_probabilities)(mean, dense)
 
     took = plain.seconds + (time.perf_counter() - start)
-    said = Answers(predict, [(belief,) for belief in beliefs])
-    return Compared(said, took, {"prior_precision": precisions})
+    predictions = Answers(predict, [(belief,) for belief in beliefs])
+    return Compared(predictions, took, {"prior_precision": precisions})
 
 
 def nll(predict: Answer, part: Part) -> float:

@@ -54,7 +54,7 @@ def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    """Mean and standard error over the seeds; of one seed there is no error."""
+    """Mean and standard error over the seeds; NaN for the error of a single seed."""
     spread = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
     return {"mean": float(np.mean(values)), "error": float(spread)}
 

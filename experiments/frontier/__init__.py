@@ -114,7 +114,7 @@ def _measured(
         noise = {"samples": problems.samples_of(spec), **truth.noise()}
         records = measure(problem, truth, structures, limits, problems.seed + 1)
         return [{**record, "about": about, "truth": noise} for record in records]
-    except Exception as error:  # a bad network is not to stop the others
+    except Exception as error:  # go on with the other networks
         return [
             {"network": name, "structure": structure, "about": about, **failure(error)}
             for structure in structures
@@ -127,9 +127,9 @@ def _report(records: list[dict[str, Any]]) -> None:
         "\nOver the plain network; Monte Carlo samples of the same "
         "sd error, and those over the cost of the forward\n" + _cost_table(records)
     )
-    said = _reasons(records)
-    if said:
-        print("\n" + said)
+    reasons = _reasons(records)
+    if reasons:
+        print("\n" + reasons)
 
 
 def _accuracy_table(records: list[Record]) -> str:
@@ -178,10 +178,10 @@ def _table(records: list[Record], header: list[str], cells: Callable[[Record], l
     rows = [["network".ljust(label) + "  structure", *header]]
     for record in records:
         name = f"{record['network']:{label}s}  {record['structure']}"
-        said = (
+        reasons = (
             cells(record) if record["status"] == "ok" else [record["status"]] + [""] * len(header)
         )
-        rows.append([name, *said[: len(header)]])
+        rows.append([name, *reasons[: len(header)]])
     return aligned(rows)
 
 

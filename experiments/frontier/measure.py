@@ -87,7 +87,7 @@ def measure(
         try:
             programs[name] = _programs(problem, structure, limits)
             record |= _accuracies(programs[name].forward.run(), truth, problem)
-        except Exception as error:  # one structure's failure is not to hide the others' figures
+        except Exception as error:  # keep the other structures' figures
             record |= failure(error)
             programs.pop(name, None)
     times = _times({"": plain, **programs}, limits.repeats)
@@ -105,7 +105,7 @@ def _competitors(
     for count in competitors.NETWORKS:
         moments, drawn = competitors.sampled(problem, count, seed)
         found = _accuracies(moments, truth, problem, drawn.probabilities)
-        # A network of its own costs a plain forward, the drawing of its weights not counted.
+        # A sampled network costs a plain forward; drawing its weights is not counted.
         forward = {"time_ratio": float(count), "memory_ratio": 1.0}
         records.append(found | {"structure": f"{count} sampled", "cost": {"forward": forward}})
     for record in records:

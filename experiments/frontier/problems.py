@@ -17,7 +17,7 @@ from experiments.training import fit
 
 RELATIVE_SD = 0.1
 NUM_CLASSES = 10
-# Mean's deviation and sd of what multiplies nothing, and of the gains.
+# Spread of the means, and sd, of biases and of gains.
 BIAS, BIAS_SD, GAIN, GAIN_SD = 0.02, 0.01, 0.1, 0.1
 COMMON, OWN = 0.8, 0.6  # real tokens are alike: a part that they share, and their own
 

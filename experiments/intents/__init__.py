@@ -2,7 +2,7 @@
 
 Compares a small Bayesian Transformer over words, predicted by moments, with the plain one, MC dropout,
 and logistic regression on TF-IDF. What a method leaves open is chosen on the validation part. Of the
-texts out of scope only the test part is used, to be told apart by the entropy of the prediction. Prints
+texts out of scope only the test part is used, and detected by the entropy of the prediction. Prints
 a table with means and standard errors over the seeds; writes metrics.json and a figure.
 """
 

@@ -1,8 +1,7 @@
 """CLINC150's JSON files: texts with their intents, and texts that have none of these.
 
 An object with the keys train, val, test, oos_train, oos_val and oos_test; each is a list of [text,
-intent] pairs. What is out of scope, `oos_*`, has a label of its own there ("oos"), which is no intent
-of train.
+intent] pairs. Texts out of scope, `oos_*`, have a label ("oos") that is no intent of train.
 
 Source: Larson et al. (2019), An evaluation dataset for intent classification and out-of-scope
 prediction.

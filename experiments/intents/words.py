@@ -16,7 +16,7 @@ Array = jax.Array
 
 PADDING = 0  # the id of places after the end of a text
 BUCKETS = 64  # ids 1 to 64: words that training texts have once at most
-LEAST = 2  # times that training texts have a word with an id of its own
+LEAST = 2  # occurrences in training texts for a word to get its own id
 LONGEST = 32  # words of a text that are read
 WORD = re.compile(r"\w+(?:'\w+)*")
 

@@ -171,7 +171,7 @@ def _compare(results: Results) -> dict[str, Any]:
         }
         for name, texts in results.items()
     }
-    told = {
+    detected = {
         name: {
             foreign: {
                 part: auroc(getattr(texts[KNOWN], part), getattr(scores, part))
@@ -184,7 +184,7 @@ def _compare(results: Results) -> dict[str, Any]:
     }
     plain = averages["plain network"][KNOWN]["bits"]
     ratio = averages["Bayesian, analytic"][KNOWN]["bits"] / plain
-    return {"averages": averages, "auroc": told, "bits_over_plain": ratio}
+    return {"averages": averages, "auroc": detected, "bits_over_plain": ratio}
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:

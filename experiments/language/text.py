@@ -85,8 +85,8 @@ def load() -> tuple[Texts, Vocabulary]:
 def windows(tokens: np.ndarray, length: int, most: int | None = None) -> np.ndarray:
     """Windows (N, length + 1) of a text, each beginning with the last token of the one before it.
 
-    All tokens but the first of each are to be predicted, so every token of the text is predicted once,
-    less a rest. At most `most` of them, evenly spread.
+    All tokens but the first of each are predicted, so every token of the text is predicted once, except
+    for a remainder. At most `most` of them, evenly spread.
     """
     count = (len(tokens) - 1) // length
     starts = length * np.arange(count)

@@ -13,7 +13,7 @@ import moment_jax as mj
 from experiments.command_line import InputError
 
 HOST = "127.0.0.1"
-START_TIMEOUT = 120  # seconds in which all processes have to be there
+START_TIMEOUT = 120  # seconds for all processes to join
 HEARTBEAT_TIMEOUT = 30  # seconds of silence after which a process counts as lost
 SHUTDOWN_TIMEOUT = 30
 

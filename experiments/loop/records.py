@@ -68,7 +68,7 @@ def add_event(folder: Path, event: str, **facts: Any) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file, none if there is no file."""
+    """All complete lines of a file; none if there is no file."""
     if not path.exists():
         return []
     rows = (_parsed(line) for line in path.read_text(encoding="utf-8").splitlines())

@@ -104,7 +104,7 @@ def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainStat
                 last = step == job.num_steps
                 leave = preemption.reached(step) or step == saving.stop_at
                 if last or leave or step % saving.every == 0:
-                    log.flush()  # stops here if this update is not finite, before it is saved
+                    log.flush()  # raises before saving if this update is not finite
                     bits = store.save(step, state, reader.position)
                     if is_main_process():
                         add_event(saving.folder, "save", step=step, digest=bits)

@@ -34,7 +34,7 @@ def leaf_name(path: KeyPath) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """The form of a job's state, and where it lies on a mesh.
+    """The structure of a job's state, and its sharding on a mesh.
 
     Args:
       graph: of the module, to be merged with parameters.
@@ -53,7 +53,7 @@ class Blueprint:
         sizes = dict(mesh.shape)
 
         def place(path: KeyPath, leaf: Any) -> jax.ShapeDtypeStruct:
-            # Counters and keys have no rule, and lie whole on every device.
+            # Counters and keys are replicated.
             spec = PartitionSpec()
             if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 spec = mj.parallel.partition_spec(names_of(path), leaf.shape, sizes, fsdp=fsdp)
@@ -73,7 +73,7 @@ class Blueprint:
         specs = jax.tree.map(lambda place: place.spec, self.shardings.params)
         places = (PartitionSpec(), specs, specs)
 
-        # By hand, because the compiler would ask all devices once for each leaf.
+        # By hand: the compiler would communicate once for each leaf.
         @partial(
             jax.shard_map,
             mesh=self.mesh,
@@ -136,7 +136,7 @@ def _raw(leaf: Array) -> Array:
 def _digests(leaves: list[Array], specs: tuple[PartitionSpec, ...], mesh: Mesh) -> Array:
     shapes = [leaf.shape for leaf in leaves]
 
-    # By hand, because the compiler would sum over the devices once for each leaf.
+    # By hand: the compiler would reduce once for each leaf.
     @partial(
         jax.shard_map,
         mesh=mesh,
@@ -146,7 +146,7 @@ def _digests(leaves: list[Array], specs: tuple[PartitionSpec, ...], mesh: Mesh) 
     )
     def summed(parts: list[Array]) -> Array:
         sums = [_digest(*given) for given in zip(parts, shapes, specs, strict=True)]
-        # A leaf that an axis of the mesh does not split is whole on each of its devices: one counts.
+        # A leaf that an axis does not split is replicated along it; count one copy.
         owned = [_is_first(mesh, spec) for spec in specs]
         return jax.lax.psum(jnp.stack(sums) * jnp.stack(owned), mesh.axis_names)
 

@@ -1,6 +1,6 @@
 """Checkpoints of a loop: written in the background, verified when restored, never code.
 
-What is on disk are arrays (Orbax, OCDBT) and JSON; reading them runs nothing.
+On disk are arrays (Orbax, OCDBT) and JSON; reading them executes nothing.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Store:
             resume=True,
             background=True,
             option="--out",
-            mend=ANEW,
+            fix=ANEW,
         )
 
     def save(self, step: int, state: TrainState, position: int) -> str:
         """Start saving and return the state's digest; the state may then be donated."""
-        self.checkpoints.wait()  # one at a time: the last one is whole before another begins
+        self.checkpoints.wait()  # one save at a time
         bits = digest(state, self.blueprint.mesh)
         self.checkpoints.save(
             step,

@@ -39,7 +39,7 @@ class Order:
       layout: processes and devices.
       saving: where and when to save.
       restarts: how often the processes are started again before the run is given up.
-      grace: seconds from SIGTERM to SIGKILL, in which a checkpoint has to be written.
+      grace: seconds from SIGTERM to SIGKILL, for writing a checkpoint.
       compile_cache: a folder for compiled programs, which spares their compilation at each start. What
         is in it is executed, so it belongs where only you can write, and not among checkpoints.
     """
@@ -148,7 +148,7 @@ def _start(
     return subprocess.Popen(
         [*command, json.dumps(order.to_json())],
         env={**os.environ, **order.layout.environment(), "PYTHONPATH": path},
-        stdin=subprocess.PIPE,  # closes with us, however we end, and then the worker ends
+        stdin=subprocess.PIPE,  # closes when we end, which ends the worker
         stdout=subprocess.DEVNULL,
         stderr=log,
         pass_fds=(lock,),
@@ -174,7 +174,7 @@ def _wait(workers: list[subprocess.Popen[bytes]], grace: float, request: StopReq
 
 
 def _message(folder: Path, attempt: int) -> str:
-    """What the first worker said at its end."""
+    """The first worker's final message."""
     said = [row for row in read_lines(folder / EVENTS) if row["event"] == "ended"]
     if said and said[-1].get("attempt") == attempt:
         return str(said[-1]["message"])

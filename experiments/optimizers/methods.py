@@ -45,7 +45,7 @@ def _others(factor: Callable[[Array], Array]) -> optax.GradientTransformation:
 def _first_order(
     method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int, *, learning_rate: Any
 ) -> optax.GradientTransformation:
-    """By `method`, positions at a rate of their own."""
+    """Apply `method`; positions have their own rate."""
     factor = _falling(task, num_steps)
     owned = {leaf for block in mj.optim.find_blocks(model) for leaf in block.leaves}
     owned |= {scale.path for scale in mj.optim.find_scales(model)}

@@ -36,7 +36,7 @@ class Method:
     Args:
       optimizer: (model, task, number of updates of a run, **settings) -> the Optax transformation;
         settings may be arrays.
-      grid: values to try of every setting; empty for a method that runs as it is.
+      grid: values to try of every setting; empty for a method without settings.
       curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
     """
 
@@ -70,7 +70,7 @@ Settings = Mapping[str, Any]
 
 
 class Training:
-    """Training on one task by one method in so many updates, compiled once for all settings and seeds.
+    """Training on one task by one method, compiled once for all settings and seeds.
 
     Compilation of a second-order update of a Bayesian network takes a minute or more, so tuning, the
     final runs and the timing share one program.
@@ -88,7 +88,7 @@ class Training:
     def courses(
         self, settings: Settings, seeds: list[int], evaluate_every: int = 1
     ) -> list[Course]:
-        """Train from every seed, the loss evaluated after every so many updates.
+        """Train from every seed, and evaluate the loss every `evaluate_every` updates.
 
         Between evaluations the last loss is repeated.
         """
@@ -108,7 +108,7 @@ class Training:
         return Course(np.asarray(losses))
 
     def timed(self, settings: Settings) -> Callable[[int], Spent]:
-        """A function that goes on training by so many updates and returns the time they took."""
+        """A function that continues training by a number of updates and returns their time."""
         values = jax.tree.map(jnp.float32, dict(settings))
         params: Any = nnx.split(self.task.create(0))[1]
         now = (params, self._start(params, values))

@@ -41,7 +41,7 @@ class OptimizerTask:
       target: the loss to be reached; None for Adam's own last one.
       num_steps: updates.
       num_second_order_steps: the same of methods other than Adam.
-      curvature_every: updates between new curvature, which the first so many updates all have.
+      curvature_every: updates between curvature estimates; the first ones all have one.
       evaluate_every: updates between evaluations of the loss, in the runs that are reported.
       falling: whether rates and bounds fall to zero by a cosine over the run.
       scale_rate: of the spreads' natural gradient; 1 is Newton's step on the KL term.

@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[..., Any]] = {"forward": lambda forward: forward, "gra
 DEFAULT = Shape(64, 128, 4, 4)
 QUEUED = 20  # calls that an accelerator is given before the host waits
 SLOW = 4.0  # seconds for the timed runs of one function, unless three take longer
-CPU_GIB = 4.0  # that a program may need where there is no accelerator
+CPU_GIB = 4.0  # memory limit without an accelerator
 OVER_PLAIN = {
     "time": "seconds",
     "memory": "bytes",
@@ -159,7 +159,7 @@ def measure(
             check_memory(program.bytes, limit)
             runs[name] = partial(_queued, program.call, arguments(), calls)
             runs[name]()
-        except Exception as error:  # one structure's failure is not to hide the others' figures
+        except Exception as error:  # keep the other structures' figures
             records[name] |= failure(error)
             runs.pop(name, None)
     for name, seconds in interleaved(runs, repeats, SLOW).items():

@@ -39,14 +39,14 @@ def add_arguments(parser: Parser) -> None:
     parser.whole(
         "--check",
         None,
-        "train undisturbed, then again with so many SIGKILLs at random moments (a worker, the "
+        "train undisturbed, then again with N SIGKILLs at random moments (a worker, the "
         "coordinator, all workers, the supervisor, everything; while starting, training and saving) and "
-        "one SIGTERM, and compare bit for bit; --out has to be empty",
+        "one SIGTERM, and compare bit for bit; --out must be empty",
     )
     parser.flag(
         "--topologies",
         "train undisturbed, then half on 4 devices and half on 1, and half on 2 x 2 and half on "
-        "1 x 4, and compare; --out has to be empty",
+        "1 x 4, and compare; --out must be empty",
     )
     parser.json()
 

@@ -30,7 +30,7 @@ LEAVE_FOR_LAST = 0.85  # no kill is planned beyond this share of the updates
 
 
 class Run:
-    """One `python -m experiments resilience` in a process group of its own, dead when the block ends.
+    """One `python -m experiments resilience` in its own process group, killed when the block ends.
 
     Args:
       options: of the command line.
@@ -175,7 +175,7 @@ def disturb(run: Run, kills: list[Kill], num_steps: int, rng: np.random.Generato
         if kill.victim in ("supervisor", "everything"):
             run.end()
             run.start()
-        kill.resumed = starts  # until the next start is known, its number; see `settle`
+        kill.resumed = starts  # number of the next start; see `settle`
 
 
 def _launched(run: Run, lives: int) -> bool:

@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """All parts, one after another; what failed is said at the end."""
+    """Run all parts, then report failures."""
     _check(args)
     records: dict[str, Any] = {}
     failed = []

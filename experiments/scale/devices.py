@@ -28,7 +28,7 @@ TWO = "2x2"  # two processes of two devices, a row each
 PROCESSES = 2
 COUNTS = (2, 8)  # devices of a process
 TOLERANCE = 1e-5  # of the largest entry, in float32
-ROUNDING = 3  # or so many times one device's own rounding, where that is larger
+ROUNDING = 3  # or this many times one device's own rounding, if larger
 WHAT = ("loss", "mean", "variance", "gradient", "update")
 TIMEOUT = 1800
 
@@ -88,12 +88,12 @@ def compute(
       environment: more variables of the processes.
 
     Raises:
-      PartError: if a process fails, with the end of what it said.
+      PartError: if a process fails, with the end of its output.
     """
     known = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),  # a process cannot be told later
+        "JAX_NUM_CPU_DEVICES": str(devices),  # cannot be set later
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         **(environment or {}),
     }
@@ -114,13 +114,13 @@ def compute(
             for i in range(processes)
         ]
         try:
-            said = [process.communicate(timeout=TIMEOUT)[0] for process in started]
+            printed = [process.communicate(timeout=TIMEOUT)[0] for process in started]
         except subprocess.TimeoutExpired:
             raise PartError(f"devices: no result after {TIMEOUT} s") from None
         finally:
             for process in started:
                 process.kill()
-        for process, text in zip(started, said, strict=True):
+        for process, text in zip(started, printed, strict=True):
             if process.returncode:
                 raise PartError(f"devices: a process failed: {text[-1500:]}")
         with np.load(out) as file:

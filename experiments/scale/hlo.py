@@ -38,7 +38,7 @@ class Array:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it lies in the large memory; S(1) and above are on the chip."""
+        """Whether it is in HBM; memory spaces S(1) and above are on the chip."""
         return re.search(r"S\([1-9]", self.layout) is None
 
 

@@ -29,7 +29,7 @@ def installed() -> bool:
 
 
 def run(networks: Sequence[str], structures: Sequence[str]) -> list[dict[str, Any]]:
-    """Compile each step in a process of its own, and print what it takes.
+    """Compile each step in a separate process, and print its cost.
 
     Raises:
       PartError: if a compilation fails, a step of moments takes more than its share of memory or does
@@ -73,16 +73,16 @@ def compile_one(network: str, structure: str, topology: str) -> dict[str, Any]:
     if done.returncode:
         return {**named, "failed": why(done.stderr)}
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    # The partitioner says on the standard error where it could do no better than gather and split anew.
+    # The partitioner warns on standard error where it had to gather and reshard.
     record["rematerializations"] = done.stderr.count("Involuntary full rematerialization")
     return record
 
 
-def why(said: str) -> str:
+def why(printed: str) -> str:
     """The line of a traceback that names the error, or the last one."""
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line or "RESOURCE_EXHAUSTED" in line]
-    return (errors or lines or ["nothing was said"])[-1][:300]
+    return (errors or lines or ["no output"])[-1][:300]
 
 
 def over_plain(

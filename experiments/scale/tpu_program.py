@@ -1,4 +1,4 @@
-"""One train step compiled for a TPU that is not here; `tpu` starts it as a process of its own.
+"""One train step compiled for a TPU that is not here; `tpu` starts it as a separate process.
 
 `python -m experiments.scale.tpu_program NETWORK STRUCTURE TOPOLOGY` prints a JSON object.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.scale.hlo import Instruction, Module
 
-# What moves nothing by itself.
+# Instructions that move no data.
 FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "iota"}
 )

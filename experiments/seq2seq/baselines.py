@@ -80,7 +80,7 @@ def ridge(parts: Parts, *, on_changes: bool = False) -> Regression:
 
     Args:
       parts: fitted on the training part, chosen on the validation part.
-      on_changes: in place of the temperatures and the calendar with an intercept, the change since
+      on_changes: instead of the temperatures and the calendar with an intercept, the change since
         yesterday on the two differences of the days, without intercept: the linear model of which the
         network's is the nonlinear one, and which, like it, takes warming and cooling for mirror images.
     """

@@ -81,7 +81,7 @@ class Tokens(NamedTuple):
     changes: Any  # (N, 24, 2): of the last 24 hours from the 24 before, and of those from theirs
     source_calendar: Any  # (N, 24, C)
     target_calendar: Any  # (N, 24, C)
-    correction: Any  # (N, 24): what is to be predicted, the change since the last 24 hours
+    correction: Any  # (N, 24): the target, the change since the last 24 hours
 
 
 def load() -> Series:
@@ -96,7 +96,7 @@ def load() -> Series:
     try:
         text = (package / "_data" / "seattle-temps.csv").read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{MISSING}; the one that is there has no seattle-temps.csv") from error
+        raise InputError(f"{MISSING}; the installed one has no seattle-temps.csv") from error
     rows = list(csv.reader(text.splitlines()))[1:]
     times = [datetime.datetime.strptime(row[0], "%Y/%m/%d %H:%M") for row in rows]
     hours = [round((time - START) / datetime.timedelta(hours=1)) for time in times]
@@ -107,7 +107,7 @@ def _package_folder() -> Path | None:
     """The folder of vega_datasets, found without importing it (it imports pandas)."""
     try:
         found = importlib.util.find_spec("vega_datasets")
-    except ValueError:  # what stands in its place is no package
+    except ValueError:  # not a package
         return None
     if found is None or not found.submodule_search_locations:
         return None
@@ -115,7 +115,7 @@ def _package_folder() -> Path | None:
 
 
 def windows(series: Series, first: int, last: int) -> Windows:
-    """Every window that lies wholly in the hours [first, last), one for each hour it may start at.
+    """All windows within the hours [first, last), one for each starting hour.
 
     One that an hour is missing in (the clock skipped one in March) is left out.
     """
@@ -179,7 +179,7 @@ def mini_batch(key: Array, step: Array, part: Tokens, size: int) -> Tokens:
 
 
 def mirrored(key: Array, batch: Tokens) -> Tokens:
-    """Each window as it is or, with probability one half, with all changes of the opposite sign.
+    """Flip the sign of all changes of each window with probability one half.
 
     So a day that follows two colder ones also teaches what follows two warmer ones. Without it a network
     trained from winter to summer forecasts that autumn gets warmer.

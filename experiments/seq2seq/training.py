@@ -22,7 +22,7 @@ Array = jax.Array
 LIKELIHOOD = mj.objectives.HeteroscedasticGaussian()
 LEARNING_RATE = 3e-3
 KL_WARM_UP = 0.25  # share of the updates in which the weight of the KL rises
-VALIDATED = 3  # one in so many validation windows judges the best parameters
+VALIDATED = 3  # every third validation window selects the best parameters
 CHUNK = 128
 
 

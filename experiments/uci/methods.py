@@ -58,7 +58,7 @@ class Method(abc.ABC):
         return draws.weights(module.params)
 
     def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
-        """The mean log-likelihood of a mini-batch, each part of it by a network of its own."""
+        """The mean log-likelihood of a mini-batch; each part of it uses its own drawn network."""
         module = self.network.module(params)
         outputs_of, draw = self.network.outputs(module), self.draw(module, setting)
         given = draws.outputs(outputs_of, draw, key, batch[0], GROUPS)

@@ -40,45 +40,67 @@ def kernel_cov(kernel: Posterior):
     return kernel.noise_block(unit).transpose(0, 2, 1, 3)
 
 
-@pytest.mark.parametrize("family", KERNEL_FAMILIES)
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_dense_is_the_projection_of_the_exact_moments(
-    structure: type[Covariance], family: type[Posterior]
-):
-    cov = random_cov(KEYS[1], structure, SHAPE)
-    params = random_dense_params(KEYS[2], family, (SHAPE[1], OUT))
-    mean, result = jax.jit(mj.dense)(MEAN, cov, params)
-    expected_mean, expected = textbook_product(
-        MEAN, cov.to_dense(), params.kernel.mean, kernel_cov(params.kernel)
-    )
-    bias = params.bias.vector_cov()
-    bias = jnp.diag(bias) if bias.ndim == 1 else bias
-    expected = expected + bias[None, :, None, :]
-    assert type(result) is structure
-    assert_close(mean, expected_mean + params.bias.mean[None])
-    assert_close(result.to_dense(), structure.project(expected).to_dense())
-    assert_close(result.variance(), jnp.einsum("tdtd->td", expected))
+def test_dense_is_the_projection_of_the_exact_moments(structure: type[Covariance]):
+    layers = [random_dense_params(KEYS[2], family, (SHAPE[1], OUT)) for family in KERNEL_FAMILIES]
+
+    @jax.jit
+    def both(cov):
+        def one(params):
+            mean, result = mj.dense(MEAN, cov, params)
+            assert type(result) is structure
+            expected_mean, expected = textbook_product(
+                MEAN, cov.to_dense(), params.kernel.mean, kernel_cov(params.kernel)
+            )
+            bias = params.bias.vector_cov()
+            bias = jnp.diag(bias) if bias.ndim == 1 else bias
+            expected = expected + bias[None, :, None, :]
+            projected = structure.project(expected).to_dense()
+            return (mean, result.to_dense(), result.variance()), (
+                expected_mean + params.bias.mean[None],
+                projected,
+                jnp.einsum("tdtd->td", expected),
+            )
+
+        return [one(params) for params in layers]
+
+    for family, pair in zip(
+        KERNEL_FAMILIES, both(random_cov(KEYS[1], structure, SHAPE)), strict=True
+    ):
+        assert_all_close(*pair, family.__name__)
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-@pytest.mark.parametrize("other", ALL_STRUCTURES)
-def test_matmul_is_the_projection_of_the_exact_moments(
-    structure: type[Covariance], other: type[Covariance]
-):
-    cov_a = random_cov(KEYS[1], structure, SHAPE)
-    cov_b = random_cov(KEYS[3], other, (SHAPE[1], OUT))
+def test_matmul_is_the_projection_of_the_exact_moments(structure: type[Covariance]):
+    others = [random_cov(KEYS[3], other, (SHAPE[1], OUT)) for other in ALL_STRUCTURES]
     mean_b = jax.random.normal(KEYS[4], (SHAPE[1], OUT))
-    mean, result = jax.jit(mj.matmul)(MEAN, cov_a, mean_b, cov_b)
-    expected_mean, expected = textbook_product(MEAN, cov_a.to_dense(), mean_b, cov_b.to_dense())
-    assert_close(mean, expected_mean)
-    assert_close(result.to_dense(), structure.project(expected).to_dense())
+
+    @jax.jit
+    def both(cov_a):
+        def one(cov_b):
+            mean, result = mj.matmul(MEAN, cov_a, mean_b, cov_b)
+            expected_mean, expected = textbook_product(
+                MEAN, cov_a.to_dense(), mean_b, cov_b.to_dense()
+            )
+            projected = structure.project(expected).to_dense()
+            return (mean, result.to_dense()), (expected_mean, projected)
+
+        return [one(cov_b) for cov_b in others]
+
+    for other, pair in zip(ALL_STRUCTURES, both(random_cov(KEYS[1], structure, SHAPE)), strict=True):
+        assert_all_close(*pair, other.__name__)
+
+
+def assert_all_close(actual, expected, name: str) -> None:
+    for ours, textbook in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, textbook, rtol=0, atol=1e-10, err_msg=name)
 
 
 def test_matmul_agrees_with_samples_of_full_operands():
     """Cross-covariance blocks of `random_dense` are not symmetric: the printed trace would fail."""
     cov_a, cov_b = random_dense(KEYS[1], SHAPE), random_dense(KEYS[3], (SHAPE[1], 2))
     mean_b = jax.random.normal(KEYS[4], (SHAPE[1], 2))
-    _, cov = mj.matmul(MEAN, Full(cov_a), mean_b, Full(cov_b))
+    _, cov = jax.jit(mj.matmul)(MEAN, Full(cov_a), mean_b, Full(cov_b))
 
     rng = np.random.default_rng(0)
 

@@ -17,23 +17,35 @@ IDS = jnp.array([3, 0, 3, 4, 0, 3])
 KEY = jax.random.key(4)
 
 
-@pytest.mark.parametrize("family", KERNEL_FAMILIES)
+TABLES = {family: random_kernel(KEY, family, (ROWS, FEATURES)) for family in KERNEL_FAMILIES}
+
+
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_the_covariance_is_that_of_the_rows(structure, family):
+def test_the_covariance_is_that_of_the_rows(structure):
     """Cov[x_td, x_se] = Cov[w_(ids t)d, w_(ids s)e]: equal ids have equal rows."""
-    table = random_kernel(KEY, family, (ROWS, FEATURES))
-    mean, cov = mj.embedding(IDS, table, structure)
     ids = np.asarray(IDS)
-    expected = dense_kernel_cov(table)[ids][:, :, ids]
-    assert_close(mean, table.mean[IDS])
-    assert_close(cov.to_dense(), structure.project(jnp.asarray(expected)).to_dense())
-    # What the rows' and the features' correlations do not tell apart.
-    assert_close(cov.variance(), jnp.einsum("tdtd->td", expected))
+    exact = [dense_kernel_cov(table)[ids][:, :, ids] for table in TABLES.values()]
+
+    @jax.jit
+    def both(tables, exact):
+        found = [mj.embedding(IDS, table, structure) for table in tables]
+        return [
+            (mean, cov.to_dense(), cov.variance(), structure.project(dense).to_dense())
+            for (mean, cov), dense in zip(found, exact, strict=True)
+        ]
+
+    found = both(list(TABLES.values()), exact)
+    for table, dense, moments in zip(TABLES.values(), exact, found, strict=True):
+        mean, cov, variance, expected = moments
+        assert_close(mean, table.mean[IDS])
+        assert_close(cov, expected)
+        # What the rows' and the features' correlations do not tell apart.
+        assert_close(variance, np.einsum("tdtd->td", dense))
 
 
 @pytest.mark.parametrize("family", KERNEL_FAMILIES)
 def test_rows_and_transpose_of_a_belief(family):
-    table = random_kernel(KEY, family, (ROWS, FEATURES))
+    table = TABLES[family]
     chosen, dense = np.array([4, 1, 2]), dense_kernel_cov(table)
     rows, turned = table.rows(chosen), table.transpose()
     assert_close(rows.mean, table.mean[chosen])
@@ -57,24 +69,34 @@ def test_modules_are_their_networks():
     embed = mj.nn.Embedding(ROWS, 4, structure=mj.TokenCorrelated, rngs=nnx.Rngs(0))
     places = mj.nn.LearnedPositions(8, 4, structure=mj.TokenCorrelated, rngs=nnx.Rngs(1))
     batch = jnp.stack([IDS, IDS[::-1]])
-    mean, cov = embed(batch)
-    single, single_cov = mj.embedding(IDS[::-1], embed.params, mj.TokenCorrelated)
-    assert_close(mean, embed.mean_network()(batch))
-    assert_close(mean[1], single)
-    assert_close(cov.correlation[1], single_cov.correlation, 1e-6)
-    moved, moved_cov = places(mean, cov)
-    with jax.numpy_rank_promotion("allow"):
-        assert_close(moved, places.mean_network()(mean))
-        later = places.mean_network()(mean[:, 2:], 2)
-    assert_close(places(mean[:, 2:], start=2)[0], later)
-    assert_close(places(mean[:, 2:], start=jnp.array([2, 0]))[0][0], later[0])
-    total = jax.vmap(lambda c: c.variance())(cov) + places.params.variance[None, : IDS.shape[0]]
-    assert_close(jax.vmap(lambda c: c.variance())(moved_cov), total, 1e-6)
-    # A sequence in another structure than the module's own keeps it.
-    certain = mj.Full.zeros(mean.shape[1:])
-    assert_close(
-        places(mean[0], certain)[1].variance(), places.params.variance[: IDS.shape[0]], 1e-6
-    )
+    variances = jax.vmap(lambda c: c.variance())
+
+    @jax.jit
+    def both(batch):
+        """What modules give, and what it is to be."""
+        mean, cov = embed(batch)
+        single, single_cov = mj.embedding(batch[1], embed.params, mj.TokenCorrelated)
+        moved, moved_cov = places(mean, cov)
+        with jax.numpy_rank_promotion("allow"):
+            expected = places.mean_network()(mean)
+            later = places.mean_network()(mean[:, 2:], 2)
+        own = places.params.variance[: IDS.shape[0]]
+        # A sequence in another structure than the module's own keeps it.
+        kept = places(mean[0], mj.Full.zeros(mean.shape[1:]))[1]
+        assert type(kept) is mj.Full
+        return [
+            (mean, embed.mean_network()(batch), 1e-10),
+            (mean[1], single, 1e-10),
+            (cov.correlation[1], single_cov.correlation, 1e-6),
+            (moved, expected, 1e-10),
+            (places(mean[:, 2:], start=2)[0], later, 1e-10),
+            (places(mean[:, 2:], start=jnp.array([2, 0]))[0][0], later[0], 1e-10),
+            (variances(moved_cov), variances(cov) + own[None], 1e-6),
+            (kept.variance(), own, 1e-6),
+        ]
+
+    for actual, expected, tolerance in both(batch):
+        assert_close(actual, expected, tolerance)
     for module in (embed, places):
         again = type(module).from_deterministic(module.mean_network())
         assert_close(again.params.mean, module.params.mean)
@@ -89,15 +111,20 @@ def test_sinusoidal_positions():
         np.testing.assert_allclose(actual[place, feature], wave, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", [mj.posterior.Point, mj.posterior.Factorized])
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_ids_out_of_range_are_nan_in_compiled_code(structure, family):
-    table = random_kernel(KEY, family, (ROWS, FEATURES))
-    look_up = jax.jit(lambda ids: mj.embedding(ids, table, structure))
-    mean, cov = look_up(jnp.array([-1, 2, ROWS]))
-    assert_close(mean[1], table.mean[2])
-    assert jnp.isnan(mean[jnp.array([0, 2])]).all()
-    assert not (cov.variance()[jnp.array([0, 2])] > 0).any()
+def test_ids_out_of_range_are_nan_in_compiled_code(structure):
+    tables = [TABLES[family] for family in (mj.posterior.Point, mj.posterior.Factorized)]
+
+    @jax.jit
+    def look_up(ids):
+        found = [mj.embedding(ids, table, structure) for table in tables]
+        return [(mean, cov.variance()) for mean, cov in found]
+
+    for table, moments in zip(tables, look_up(np.array([-1, 2, ROWS])), strict=True):
+        mean, variance = map(np.asarray, moments)
+        assert_close(mean[1], table.mean[2])
+        assert np.isnan(mean[[0, 2]]).all()
+        assert not (variance[[0, 2]] > 0).any()
 
 
 def test_places_beyond_the_last_are_nan_in_compiled_code():
