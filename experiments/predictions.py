@@ -16,7 +16,7 @@ from experiments.data import IMAGE_SIZE
 
 Array = jax.Array
 
-CHUNK = 100  # images at a time, so that memory does not grow with their number
+CHUNK = 100  # images at a time, to bound memory
 
 
 class Prediction(NamedTuple):

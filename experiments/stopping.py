@@ -1,8 +1,9 @@
 """Stop requests: Ctrl-C and SIGTERM set a flag, which a loop reads between two updates.
 
 No exception is raised in the running code: it could be lost in a callback of the garbage collector, and
-during a compilation it would shut the interpreter down while XLA's compiler thread runs, which crashes.
-And while the main thread waits for XLA, minutes at times, Python runs no handler; so a thread of our own reads the signal and prints a message.
+during a compilation it would shut the interpreter down while XLA's thread runs, which crashes. And while
+the main thread waits for XLA, minutes at times, Python runs no handler; so a thread of our own reads the
+signal and prints a message.
 """
 
 from __future__ import annotations

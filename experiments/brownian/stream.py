@@ -16,8 +16,8 @@ Array = jax.Array
 def residual_stream(module: Any, inputs: Array) -> Array:
     """Tokens before the first block and after every block: (L + 1, N, T, D).
 
-    The module is called once, with its blocks recorded. A Bayesian module of `mj.nn` is used at the means
-    of its weights.
+    The module is called once, with its blocks recorded. A Bayesian module of `mj.nn` is used at its
+    means.
 
     Args:
       module: a callable with `blocks`, a sequence of callables whose first argument and output are the

@@ -178,10 +178,9 @@ def _table(records: list[Record], header: list[str], cells: Callable[[Record], l
     rows = [["network".ljust(label) + "  structure", *header]]
     for record in records:
         name = f"{record['network']:{label}s}  {record['structure']}"
-        reasons = (
-            cells(record) if record["status"] == "ok" else [record["status"]] + [""] * len(header)
-        )
-        rows.append([name, *reasons[: len(header)]])
+        measured = record["status"] == "ok"
+        figures = cells(record) if measured else [record["status"], *[""] * (len(header) - 1)]
+        rows.append([name, *figures])
     return aligned(rows)
 
 

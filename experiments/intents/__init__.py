@@ -1,7 +1,7 @@
 """Classify the intents of texts, and detect texts out of scope: CLINC150's files.
 
 Compares a small Bayesian Transformer over words, predicted by moments, with the plain one, MC dropout,
-and logistic regression on TF-IDF. What a method leaves open is chosen on the validation part. Of the
+and logistic regression on TF-IDF. Open settings are chosen on the validation part. Of the
 texts out of scope only the test part is used, and detected by the entropy of the prediction. Prints
 a table with means and standard errors over the seeds; writes metrics.json and a figure.
 """

@@ -2,8 +2,9 @@
 
 Trains a Bayesian network by moments, with noise that is a share of each weight, and the same network by
 the ELBO at KL weight 1, from moments and from draws, and by MC dropout, with one noise variance and with
-one that depends on the input. Open settings (shares, priors, dropout rates, a factor on the
-noise variance) are chosen for each split on a fifth of its training rows. Prints errors, negative log-likelihoods and paired differences; writes metrics.json.
+one that depends on the input. Open settings (shares, priors, dropout rates, a factor on the noise
+variance) are chosen for each split on a fifth of its training rows. Prints errors, negative
+log-likelihoods and paired differences; writes metrics.json.
 """
 
 from __future__ import annotations
