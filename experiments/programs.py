@@ -33,17 +33,11 @@ def check_memory(needed: int, limit: float) -> None:
 
 
 class Size(NamedTuple):
-    """Size of a program before optimisation; the body of a loop counts once.
+    """Size of a program before optimisation; the body of a loop counts once."""
 
-    Args:
-      operations: of StableHLO, with functions counted wherever they are called.
-      products: how many of them are matrix products.
-      product_shapes: how many different products, by the types of operands and result.
-    """
-
-    operations: int
-    products: int
-    product_shapes: int
+    operations: int  # of StableHLO, with functions counted wherever they are called
+    products: int  # how many of them are matrix products
+    product_shapes: int  # how many different products, by the types of operands and result
 
 
 class Program(NamedTuple):

@@ -230,19 +230,12 @@ def _kl_of_heads(layer: Any, num_heads: int) -> np.ndarray:
 
 
 class HeadCurve(NamedTuple):
-    """Scores against the number of heads kept, from all of them down to none.
+    """Scores against the number of heads kept, from all of them down to none."""
 
-    Attributes:
-      kept: (M,) how many heads.
-      accuracy: (M,).
-      nll: (M,), negative log-likelihood of the labels in nats.
-      order: (block, head) pairs in the order in which they were removed.
-    """
-
-    kept: np.ndarray
-    accuracy: np.ndarray
-    nll: np.ndarray
-    order: list[tuple[int, int]]
+    kept: np.ndarray  # (M,) how many heads
+    accuracy: np.ndarray  # (M,)
+    nll: np.ndarray  # (M,), negative log-likelihood of the labels in nats
+    order: list[tuple[int, int]]  # (block, head) pairs in the order in which they were removed
 
 
 def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.ndarray]) -> HeadCurve:

@@ -248,15 +248,10 @@ def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Predictor: inputs (L, N, ...) -> class probabilities (L, N, C), each copy with its own inputs.
+    """Predictor: inputs (L, N, ...) -> class probabilities (L, N, C), each copy with its own inputs."""
 
-    Args:
-      predict: of one copy; its last argument are inputs.
-      copies: for each copy its other arguments, alike in shape.
-    """
-
-    predict: Callable[..., Array]
-    copies: list[Any]
+    predict: Callable[..., Array]  # of one copy; its last argument are inputs
+    copies: list[Any]  # for each copy its other arguments, alike in shape
 
     @classmethod
     def of(cls, predict: Predict, params: Params, keys: Array) -> Answers:

@@ -25,17 +25,11 @@ SLOW = 30.0  # seconds for all timed runs of one kind
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits beyond which a program is skipped.
+    """Limits beyond which a program is skipped."""
 
-    Args:
-      repeats: the most timed runs of each function.
-      array_gib: the largest array that a structure may need.
-      memory_gib: the most that a compiled function may need.
-    """
-
-    repeats: int
-    array_gib: float
-    memory_gib: float
+    repeats: int  # the most timed runs of each function
+    array_gib: float  # the largest array that a structure may need
+    memory_gib: float  # the most that a compiled function may need
 
 
 class Programs(NamedTuple):

@@ -32,27 +32,16 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Specification of a network.
+    """Specification of a network."""
 
-    Args:
-      name: unique; what `--networks` takes.
-      num_blocks: L.
-      num_tokens: T.
-      num_features: D; the hidden layers have 4 D.
-      batch: sequences measured together.
-      training: None for a random posterior.
-      samples: the most networks drawn for the truth; the command line may ask for fewer.
-      num_heads: H.
-    """
-
-    name: str
-    num_blocks: int
-    num_tokens: int
-    num_features: int
-    batch: int
-    training: Training | None = None
-    samples: int = 4000
-    num_heads: int = 4
+    name: str  # unique; what `--networks` takes
+    num_blocks: int  # L
+    num_tokens: int  # T
+    num_features: int  # D; the hidden layers have 4 D
+    batch: int  # sequences measured together
+    training: Training | None = None  # None for a random posterior
+    samples: int = 4000  # the most networks drawn for the truth; the command line may ask for fewer
+    num_heads: int = 4  # H
 
     @property
     def hidden_features(self) -> int:

@@ -43,19 +43,12 @@ class Preemption(StopRequest):
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """Where and when a run saves.
+    """Where and when a run saves."""
 
-    Args:
-      folder: of the run; it exists.
-      every: updates between checkpoints; the last update is saved too.
-      stop_at: leave after this update, as if asked to; None to stay to the end.
-      any_version: see `Store`.
-    """
-
-    folder: Path
-    every: int = 100
-    stop_at: int | None = None
-    any_version: bool = False
+    folder: Path  # of the run; it exists
+    every: int = 100  # updates between checkpoints; the last update is saved too
+    stop_at: int | None = None  # leave after this update, as if asked to; None to stay to the end
+    any_version: bool = False  # see `Store`
 
 
 def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainState:

@@ -34,17 +34,11 @@ def leaf_name(path: KeyPath) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """The structure of a job's state, and its sharding on a mesh.
+    """The structure of a job's state, and its sharding on a mesh."""
 
-    Args:
-      graph: of the module, to be merged with parameters.
-      abstract: the state's shapes and dtypes with their shardings.
-      mesh: where it lies.
-    """
-
-    graph: Any
-    abstract: TrainState
-    mesh: Mesh
+    graph: Any  # of the module, to be merged with parameters
+    abstract: TrainState  # the state's shapes and dtypes with their shardings
+    mesh: Mesh  # where it lies
 
     @classmethod
     def of(cls, job: Job, mesh: Mesh, *, fsdp: bool = True) -> Blueprint:

@@ -118,8 +118,6 @@ def tuned() -> dict[str, Method]:
     """The methods whose settings are tuned on a grid, by name."""
     curvature: dict[str, Any] = {"fisher": mj.optim.SampledFisher()}
     kfac = partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)
-    # Exact damping: what factored damping adds on top costs the autoencoder a quarter more steps.
-    kfac_eigh = partial(kfac, inversion=mj.optim.Eigh())
     cg_fac = partial(
         mj.optim.cg_fac,
         max_iterations=CG_ITERATIONS,
@@ -136,5 +134,4 @@ def tuned() -> dict[str, Method]:
     return first | {
         "cg_fac": second_order(cg_fac),
         "kfac": second_order(kfac),
-        "kfac_eigh": second_order(kfac_eigh),
     }

@@ -121,25 +121,15 @@ class Run:
 
 @dataclasses.dataclass
 class Kill:
-    """One kill: its victim, its phase, and its consequences.
+    """One kill: its victim, its phase, and its consequences."""
 
-    Args:
-      victim: one of `VICTIMS`.
-      moment: the phase that was aimed at, one of `MOMENTS`.
-      step: the last update with metrics at the kill.
-      checkpoint: the latest whole checkpoint at the kill.
-      mid_save: whether a checkpoint lay half written after it.
-      resumed: the update that the next life went on from.
-      digest: of what it restored.
-    """
-
-    victim: str
-    moment: str
-    step: int = 0
-    checkpoint: int = 0
-    mid_save: bool = False
-    resumed: int | None = None
-    digest: str | None = None
+    victim: str  # one of `VICTIMS`
+    moment: str  # the phase that was aimed at, one of `MOMENTS`
+    step: int = 0  # the last update with metrics at the kill
+    checkpoint: int = 0  # the latest whole checkpoint at the kill
+    mid_save: bool = False  # whether a checkpoint lay half written after it
+    resumed: int | None = None  # the update that the next life went on from
+    digest: str | None = None  # of what it restored
 
     @property
     def lost(self) -> int:

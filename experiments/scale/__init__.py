@@ -5,7 +5,7 @@ compiles whole train steps for TPU v5e without one (skipped with a word where li
 is no failure); `export` saves a predictive function for CPU, CUDA and TPU and calls it from a fresh
 process; `weak` compiles for 1 to 8 devices with the batch growing. `weak` and `tpu` take `Diagonal`
 unless structures are named. Exit status 1 if a part does not show what it should: a difference of 1e-5,
-more than three times the plain step's memory, a gather of a whole array, a device's share that grows;
+more than three times the plain step's memory, a device's share that grows;
 the other parts are done and written all the same.
 """
 

@@ -33,7 +33,7 @@ def run(networks: Sequence[str], structures: Sequence[str]) -> list[dict[str, An
 
     Raises:
       PartError: if a compilation fails, a step of moments takes more than its share of memory or does
-        not fit, or a gather makes an array whole. The others are done and printed before.
+        not fit. The others are done and printed before.
     """
     if not installed():
         print(MISSING, flush=True)
@@ -110,8 +110,6 @@ def faults(record: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: {worst:.2f} times the memory of the plain step")
     if not record["fits"]:
         found.append(f"{name}: does not fit into the memory of a chip")
-    if record["whole_arrays"]:
-        found.append(f"{name}: {len(record['whole_arrays'])} gathers of whole arrays")
     return found
 
 
@@ -150,6 +148,4 @@ def _print(record: Mapping[str, Any]) -> None:
         print(f"  over the plain step: {text}")
     if record["rematerializations"]:
         print(f"  involuntary full rematerializations: {record['rematerializations']}")
-    for gather in record["whole_arrays"]:
-        print(f"  gathers {gather['what']} ({gather['times']} times): {gather['line']}")
     print(flush=True)

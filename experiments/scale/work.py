@@ -142,19 +142,12 @@ def _written(inner: dict[str, Instruction], size: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip.
+    """Peaks of one chip."""
 
-    Args:
-      flops: operations of matrix products a second.
-      hbm: bytes a second from and to its memory.
-      link: bytes a second over one link in one direction.
-      memory: bytes of memory.
-    """
-
-    flops: float
-    hbm: float
-    link: float
-    memory: float
+    flops: float  # operations of matrix products a second
+    hbm: float  # bytes a second from and to its memory
+    link: float  # bytes a second over one link in one direction
+    memory: float  # bytes of memory
 
 
 # 197 TFLOP/s in bfloat16, 16 GiB at 819 GB/s, four links of 400 Gbit/s each, both directions counted.

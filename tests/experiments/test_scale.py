@@ -86,19 +86,6 @@ def test_collectives_by_kind():
     assert kinds["all-reduce"] == {"lines": 1, "runs": 1, "bytes": 2 * 256 * 3 / 4}
 
 
-def test_gathers_of_whole_arrays_are_named():
-    found = collectives.collectives(hlo.parse(PROGRAM), 8)
-    (gather,) = collectives.whole_arrays(found, {"a kernel": (8, 8)}, {}, 4, rows=4)
-    assert gather.what == "a kernel"
-    assert gather.times == 5
-    assert gather.line.startswith("%whole = ")
-    assert not collectives.whole_arrays(
-        found, {"all blocks": (5, 8, 8)}, {"cov": (8, 8)}, 4, rows=4
-    )
-    # Over the two rows of devices that hold it: the gather of FSDP.
-    assert not collectives.whole_arrays(found, {"a kernel": (8, 8)}, {}, 4, rows=2)
-
-
 @pytest.mark.parametrize(
     ("groups", "size"),
     [
@@ -208,10 +195,9 @@ def test_what_a_tpu_record_must_not_say():
         "structure": "Diagonal",
         "topology": "t",
         "fits": False,
-        "whole_arrays": [{}],
         "over_plain": {"memory_reserved": 3.5, "memory_peak": 1.0},
     }
-    assert len(tpu.faults(record)) == 3
+    assert len(tpu.faults(record)) == 2
     assert tpu.faults({**record, "failed": "why"}) == ["n Diagonal on t: why"]
     assert tpu.why("Traceback\n  x\njax.errors.JaxRuntimeError: out\nend") == (
         "jax.errors.JaxRuntimeError: out"
