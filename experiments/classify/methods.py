@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -277,15 +277,17 @@ class Answers:
     def bytes(self, inputs: np.ndarray) -> int:
         """The bytes that the program for a chunk of such inputs needs."""
         self(inputs[:, :1])
-        return needed_bytes(self._programs[inputs.shape[2:]])
+        return needed_bytes(_programs[self.predict][inputs.shape[2:]])
 
     def _program(self, *arguments: Any) -> Array:
+        known = _programs.setdefault(self.predict, {})
         shape = arguments[-1].shape[1:]
-        if shape not in self._programs:
-            self._programs[shape] = jax.jit(self.predict).lower(*arguments).compile()
-        result: Array = self._programs[shape](*arguments)
+        if shape not in known:
+            known[shape] = jax.jit(self.predict).lower(*arguments).compile()
+        result: Array = known[shape](*arguments)
         return result
 
-    @cached_property
-    def _programs(self) -> dict[tuple[int, ...], jax.stages.Compiled]:
-        return {}
+
+_programs: Any = (
+    weakref.WeakKeyDictionary()
+)  # predictor -> {shape of an input: compiled for a chunk}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import jax
 import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
@@ -63,7 +62,7 @@ def _alike(method: Compared, copies: int) -> Compared:
 
 def _bayesian(trainer: Trainer, validation: Part, plain: Trained) -> Compared:
     """From the plain networks by the ELBO of drawn networks, predicted by moments."""
-    predict, found = jax.jit(by_moments(trainer.network)), {}
+    predict, found = by_moments(trainer.network), {}
     for weight in KL_WEIGHTS:
         trained = trainer.elbo(weight, plain.params, f"Bayesian, KL weight {weight:g}")
         trained = trained._replace(seconds=plain.seconds + trained.seconds)
