@@ -60,7 +60,7 @@ class Store:
     def save(self, step: int, state: TrainState, position: int) -> str:
         """Start saving and return the state's digest; the state may then be donated."""
         self.checkpoints.wait()  # one save at a time
-        bits = digest(state, self.blueprint.mesh)
+        bits = digest(state)
         self.checkpoints.save(
             step,
             copied(state),
@@ -88,7 +88,7 @@ class Store:
         self._check_versions(facts)
         self._check_leaves(facts)
         state = self._read(step, lambda: self.checkpoints.restore(self.blueprint.abstract))
-        bits = digest(state, self.blueprint.mesh)
+        bits = digest(state)
         if bits != facts["digest"] or int(state.step) != step:
             raise self._damaged(step, "its content is not what was saved")
         return Restored(state, int(facts["position"]), bits)

@@ -32,7 +32,7 @@ class Guard:
         ]
 
     def check(self, step: int, flags: Array) -> None:
-        """Raise an error that names the arrays that are not finite; `flags` from `Blueprint.all_finite`.
+        """Raise an error that names the arrays that are not finite; `flags` from `all_finite`.
 
         Raises:
           PartError: if anything is not.
@@ -45,6 +45,11 @@ class Guard:
             f"update {step}: {', '.join(bad[:3])}{more} not finite; nothing of this update is saved. "
             "Lower the learning rate, or clip the gradients"
         )
+
+
+def all_finite(*trees: Any) -> Array:
+    """Whether each leaf is finite, as one vector."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(trees)])
 
 
 def compiled_update(job: Job, blueprint: Blueprint) -> Update:
@@ -73,7 +78,7 @@ def compiled_update(job: Job, blueprint: Blueprint) -> Update:
         changes, optimizer = job.optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, changes)
         new = TrainState(params, optimizer, state.step + 1, key)
-        return new, ({"loss": loss, **report}, blueprint.all_finite(loss, grads, params))
+        return new, ({"loss": loss, **report}, all_finite(loss, grads, params))
 
     return jax.jit(update, donate_argnums=0, out_shardings=(blueprint.shardings, None))
 
