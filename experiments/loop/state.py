@@ -39,7 +39,6 @@ class Blueprint:
 
     graph: Any  # of the module, to be merged with parameters
     abstract: TrainState  # the state's shapes and dtypes with their shardings
-    mesh: Mesh  # where it lies
 
     @classmethod
     def of(cls, job: Job, mesh: Mesh, *, fsdp: bool = True) -> Blueprint:
@@ -56,7 +55,7 @@ class Blueprint:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         shapes = jax.eval_shape(partial(_initial, job))
-        return cls(graph, jax.tree_util.tree_map_with_path(place, shapes), mesh)
+        return cls(graph, jax.tree_util.tree_map_with_path(place, shapes))
 
     @property
     def shardings(self) -> TrainState:
