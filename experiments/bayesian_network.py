@@ -26,11 +26,7 @@ class Params(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BayesianNetwork(abc.ABC):
-    """A classifier without its parameters; inputs have the axis of the examples first.
-
-    Args:
-      structure: in which moments are propagated.
-    """
+    """A classifier without its parameters; inputs have the axis of the examples first."""
 
     structure: str = dataclasses.field(default="Separable", kw_only=True)
 

@@ -37,37 +37,21 @@ class Truth:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A network of random weights, an input, and the sampled truth of the output.
+    """A network of random weights, an input, and the sampled truth of the output."""
 
-    Args:
-      name: the file's.
-      layers: of an MLP.
-      blocks: of an encoder; one of the two is empty.
-      num_heads: of the blocks.
-      head: certain dense layer on the mean over tokens, or None.
-      inputs: (N, T, D), T = 1 for an MLP.
-      others: inputs without truth, (M, T, D), from which `FrozenSeparable` takes its statistics.
-      truth: of the output, (N, T, O).
-      logits: truth of the head's output, (N, C), or None.
-    """
-
-    name: str
-    layers: list[mj.DenseParams]
-    blocks: list[mj.EncoderBlockParams]
-    num_heads: int
-    head: mj.DenseParams | None
-    inputs: np.ndarray
-    others: np.ndarray
-    truth: Truth
-    logits: Truth | None
+    name: str  # the file's
+    layers: list[mj.DenseParams]  # of an MLP
+    blocks: list[mj.EncoderBlockParams]  # of an encoder; one of the two is empty
+    num_heads: int  # of the blocks
+    head: mj.DenseParams | None  # certain dense layer on the mean over tokens, or None
+    inputs: np.ndarray  # (N, T, D), T = 1 for an MLP
+    others: np.ndarray  # inputs without truth, (M, T, D), for `FrozenSeparable`
+    truth: Truth  # of the output, (N, T, O)
+    logits: Truth | None  # truth of the head's output, (N, C), or None
 
 
 def read_folder(folder: Path) -> list[Case]:
-    """Read and check every `.npz` file of a folder, by name.
-
-    Raises:
-      InputError: if there is no folder, no case in it, or something wrong with one.
-    """
+    """Read and check every `.npz` file of a folder, by name."""
     if not folder.is_dir():
         raise InputError(f"--cases {folder} is no folder; name one with .npz case files")
     files = sorted(folder.glob("*.npz"))

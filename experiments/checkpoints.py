@@ -17,11 +17,7 @@ KEPT = 2
 
 
 def run_folder(args: argparse.Namespace) -> Path:
-    """Create the run's --out folder if needed and return it.
-
-    Raises:
-      InputError: if it cannot be written, or with --resume if there is nothing there to go on from.
-    """
+    """Create the run's --out folder if needed and return it."""
     folder = args.out / "checkpoints"  # of one training, or of several in subfolders
     if args.resume and not any(path.name.isdigit() for path in folder.glob("**/*")):
         raise InputError(
@@ -44,9 +40,6 @@ class Checkpoints:
       background: write while the run goes on. What is saved must then not be donated to an update, so
         give a copy; otherwise `save` returns when all is on disk.
       option: beginning of the error about other settings, and fix: its advice.
-
-    Raises:
-      InputError: if the folder holds a checkpoint of other settings.
     """
 
     def __init__(
@@ -92,11 +85,7 @@ class Checkpoints:
         self.manager.wait_until_finished()
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The JSON of a checkpoint.
-
-        Raises:
-          InputError: if it was made with other settings.
-        """
+        """The JSON of a checkpoint."""
         stored = self.manager.restore(
             step, args=ocp.args.Composite(settings=ocp.args.JsonRestore())
         ).settings

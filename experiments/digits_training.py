@@ -114,11 +114,7 @@ def train_bayesian(
 
 
 def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
-    """The first seed's Bayesian network in the --out of a finished main job, and its data.
-
-    Raises:
-      InputError: if there is none.
-    """
+    """The first seed's Bayesian network in the --out of a finished main job, and its data."""
     try:
         stored = json.loads((run_folder / "metrics.json").read_text())["settings"]
         args = argparse.Namespace(**{**stored, "out": run_folder})

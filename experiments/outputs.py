@@ -15,11 +15,7 @@ from experiments.command_line import InputError
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces `path` if the block succeeds.
-
-    Raises:
-      InputError: if the file cannot be written.
-    """
+    """A temporary path that replaces `path` if the block succeeds."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield temporary

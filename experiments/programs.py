@@ -41,22 +41,13 @@ class Size(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled function.
+    """A compiled function."""
 
-    Args:
-      call: the function; its result need not be there when it returns.
-      seconds: what tracing and compiling took.
-      bytes: its arguments, its results, and what it needs beside them.
-      bytes_accessed: what XLA's cost analysis says is read and written, loops counted once; NaN where it
-        does not say.
-      lowered: before the compiler, for `size_of`.
-    """
-
-    call: Callable[..., Any]
-    seconds: float
-    bytes: int
-    bytes_accessed: float
-    lowered: jax.stages.Lowered
+    call: Callable[..., Any]  # returns before its result is ready
+    seconds: float  # what tracing and compiling took
+    bytes: int  # of arguments, results and temporaries
+    bytes_accessed: float  # by XLA's cost analysis, loops counted once; may be NaN
+    lowered: jax.stages.Lowered  # before the compiler, for `size_of`
 
     def run(self, *arguments: Any) -> Any:
         """The result, once it is there."""

@@ -13,15 +13,7 @@ SECONDS = 10.0  # between two lines
 
 
 class Progress:
-    """Progress of one loop, on standard error.
-
-    Args:
-      name: of what the loop does.
-      total: steps in all.
-      initial: steps made before.
-      unit: what a step is called.
-      hidden: show nothing, as processes do but one.
-    """
+    """Progress of one loop, on standard error."""
 
     def __init__(
         self, name: str, total: int, *, initial: int = 0, unit: str = "step", hidden: bool = False

@@ -53,14 +53,7 @@ class SideBySide:
         self._init = jax.jit(self._start if in_turn else jax.vmap(self._start))
 
     def fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
-        """The parameters of every copy after training.
-
-        Args:
-          params: where to start; the copies are its leading axis, as of what follows.
-          given: what each copy's loss needs.
-          keys: random keys.
-          label: shown with the progress.
-        """
+        """The parameters of every copy after training."""
         given = jax.tree.map(jnp.asarray, given)
         if not self.in_turn:
             return self._fit(params, given, keys, label)

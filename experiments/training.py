@@ -56,12 +56,10 @@ class Task:
 
     Args:
       name: shown with the progress.
-      loss: (params, key, step) -> the loss to minimise and what else to show; it draws its own
-        mini-batch from the key, which is the same for the whole run, and the step.
+      loss: (params, key, step) -> loss, figures to show; it draws its own mini-batch
       optimizer: an optax transformation.
       num_steps: number of updates.
-      validate: parameters -> a score, lower is better; then the best parameters seen are kept, not the
-        last. None to keep the last.
+      validate: parameters -> a score to minimise, by which the best are kept
     """
 
     name: str
@@ -169,18 +167,7 @@ def fit_saved(
     save_every: int,
     compiled: Callable[[], Compiled] | None = None,
 ) -> TrainState:
-    """`fit` from `params`, with checkpoints in a folder `name` below --out, as --resume says.
-
-    Args:
-      task: what to train.
-      params: where to start if there is no checkpoint.
-      args: with `out`, `resume` and `seed`.
-      name: of the folder.
-      settings: what a checkpoint has to agree with, beside the seed.
-      seed: of the run's random key.
-      save_every: updates between checkpoints.
-      compiled: see `fit`.
-    """
+    """`fit` from `params`, with checkpoints in a folder `name` below --out, as --resume says."""
     settings = {"seed": args.seed, **settings}
     with Checkpoints(args.out / "checkpoints" / name, settings, resume=args.resume) as store:
         return fit(task, task.start(params, jax.random.key(seed)), store, save_every, compiled)

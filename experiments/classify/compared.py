@@ -52,8 +52,7 @@ class Compared(NamedTuple):
       seconds: of training, all seeds.
       chosen: on validation data.
       bytes: that an update of its training needs; 0 where that was not measured.
-      each: inputs -> the class probabilities (L, N, S, C) of networks drawn from the same beliefs, where
-        `predict` is by moments.
+      each: inputs -> class probabilities (L, N, S, C) of networks drawn from the same beliefs
     """
 
     predict: Answer

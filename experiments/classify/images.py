@@ -34,11 +34,7 @@ class Task(NamedTuple):
 
 
 def load(name: str, divisions: Iterable[int], folder: Path | None = None) -> Task:
-    """The images of a data set, divided with each of these random seeds.
-
-    Raises:
-      InputError: if the package that ships it is not there, or the folder does not hold it.
-    """
+    """The images of a data set, divided with each of these random seeds."""
     if (name in IN_FOLDERS) != (folder is not None):
         raise InputError(
             f"--data-dir names the folder of {', '.join(IN_FOLDERS)}, and of no other set; "

@@ -20,13 +20,7 @@ RELATIVE_SCALE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Network(BayesianNetwork):
-    """A vision Transformer without its parameters.
-
-    Args:
-      image_size: height and width of the images.
-      patch_size: of the patches.
-      structure: in which moments are propagated.
-    """
+    """A vision Transformer without its parameters."""
 
     image_size: int
     patch_size: int

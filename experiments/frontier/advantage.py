@@ -11,28 +11,16 @@ from experiments.frontier.truth import Sampled
 
 
 class Accuracy(NamedTuple):
-    """Agreement of one output's moments with its truth.
+    """Agreement of one output's moments with its truth."""
 
-    Args:
-      agreement: the library's four figures.
-      rms_sd_error: root mean square of sd / true sd - 1, less what the truth's own noise adds to it;
-        never below that noise.
-      resolution: that noise, root mean square of the truth's relative standard errors.
-      at_resolution: whether the error is within the truth's noise.
-    """
-
-    agreement: mj.reference.Agreement
-    rms_sd_error: float
-    resolution: float
-    at_resolution: bool
+    agreement: mj.reference.Agreement  # the library's four figures
+    rms_sd_error: float  # of sd / true sd - 1, less the truth's own noise; never below that
+    resolution: float  # that noise (rms of the truth's relative standard errors)
+    at_resolution: bool  # whether the error is within the truth's noise
 
     @classmethod
     def of(cls, mean: np.ndarray, sd: np.ndarray, truth: Sampled) -> Accuracy:
-        """Compare arrays of one shape.
-
-        Raises:
-          ValueError: if a moment is not finite.
-        """
+        """Compare arrays of one shape."""
         if not (np.isfinite(mean).all() and np.isfinite(sd).all()):
             raise ValueError("a moment is not finite")
         agreement = mj.reference.Agreement.of(mean, sd, truth.mean, truth.sd)
@@ -44,29 +32,15 @@ class Accuracy(NamedTuple):
 
 
 class Advantage(NamedTuple):
-    """What Monte Carlo needs for the same root mean square relative sd error e.
+    """What Monte Carlo needs for the same root mean square relative sd error e."""
 
-    Args:
-      formula: 1 + 1/(2 e^2), the number of Gaussian draws.
-      samples: the number by actual subsamples of the truth's draws; beyond the largest of them the
-        error falls as 1 / sqrt(N - 1).
-      ratio: samples over the cost of a pass of moments, in plain forwards without the drawing.
-    """
-
-    formula: float
-    samples: float
-    ratio: float
+    formula: float  # 1 + 1/(2 e^2), the number of Gaussian draws
+    samples: float  # by subsamples of the truth's draws, extrapolated as 1 / sqrt(N - 1)
+    ratio: float  # samples over the cost of a moment pass in plain forwards
 
 
 def advantage(error: float, sizes: np.ndarray, curve: np.ndarray, cost: float) -> Advantage:
-    """The advantage at a relative sd error, from the errors (`curve`) of subsamples of `sizes`.
-
-    Args:
-      error: e, positive.
-      sizes: numbers of draws, rising.
-      curve: root mean square relative sd error of each.
-      cost: seconds of the pass of moments over those of a plain forward.
-    """
+    """The advantage at a relative sd error, from the errors (`curve`) of subsamples of `sizes`."""
     # In these terms the curve of Gaussian draws is the straight line n - 1 = 1 / (2 e^2).
     precision = np.maximum.accumulate(1 / (2 * curve**2))
     wanted = 1 / (2 * error**2)

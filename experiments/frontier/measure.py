@@ -62,15 +62,7 @@ def measure(
     limits: Limits,
     seed: int,
 ) -> list[Record]:
-    """One record for each structure, in their order, and one for each competitor.
-
-    Args:
-      problem: the network.
-      truth: its sampled truth.
-      structures: by name.
-      limits: what is skipped.
-      seed: of the networks that competitors draw; another than the truth's.
-    """
+    """One record for each structure, in their order, and one for each competitor."""
     spec = problem.spec
     plain = Programs(cost.plain_forward(problem), cost.plain_step(problem))
     records: dict[str, Record] = {}
@@ -140,14 +132,7 @@ def _programs(problem: Problem, structure: type[mj.Covariance], limits: Limits) 
 def _accuracies(
     output: Moments, truth: Truth, problem: Problem, probabilities: np.ndarray | None = None
 ) -> Record:
-    """Errors of tokens, logits, the logits' covariance over the classes, and predictive probabilities.
-
-    Args:
-      output: the moments.
-      truth: sampled.
-      problem: with the labels.
-      probabilities: E[softmax], (N, C); by default that of Gaussian logits with these moments.
-    """
+    """Errors of tokens, logits, the logits' class covariance, and predictive probabilities."""
     cov = np.asarray(output.logit_cov)
     pairs = {
         "tokens": (output.mean, output.sd, truth.tokens),

@@ -17,17 +17,11 @@ EPSILON = 1e-5  # of the normalisations; the case files' value
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How a posterior is trained by sampled variational inference.
+    """How a posterior is trained by sampled variational inference."""
 
-    Args:
-      kl_weight: weight of the KL divergence: 1 is Bayes' rule, less a cold posterior.
-      seed: of the initial weights, the mini-batches and the draws; the data are split once and for all.
-      steps: updates.
-    """
-
-    kl_weight: float
-    seed: int = 0
-    steps: int = 3000
+    kl_weight: float  # weight of the KL divergence: 1 is Bayes' rule, less a cold posterior
+    seed: int = 0  # of the initial weights, the mini-batches and the draws
+    steps: int = 3000  # updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +91,7 @@ class Problem:
     Args:
       spec: what it is.
       blocks: beliefs about all blocks, stacked: every array has a leading axis of L.
-      head: certain dense layer on the mean over tokens, kernel (D, C) and bias (C,), as arrays.
+      head: certain kernel (D, C) and bias (C,), on the mean over tokens
       inputs: (N, T, D), certain.
       labels: (N,) classes.
     """

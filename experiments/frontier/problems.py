@@ -53,11 +53,6 @@ class Problems:
 
     `trained/NAME.npz` are case files for `accuracy`: the posterior, its inputs, and the truth once it
     has been sampled. `random/NAME.npz` hold the truth alone, for the posteriors come from the seed.
-
-    Args:
-      out: the folder.
-      samples: networks drawn for a truth, or None for each network's own number.
-      seed: of random posteriors, and of the draws.
     """
 
     def __init__(self, out: Path, samples: int | None, seed: int) -> None:

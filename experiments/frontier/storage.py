@@ -28,9 +28,6 @@ class Store:
     """The `.npz` files of one folder, each with the settings that it was made with.
 
     A file of other settings, or one that cannot be read, counts as none: it is made anew.
-
-    Args:
-      folder: made if need be.
     """
 
     def __init__(self, folder: Path) -> None:

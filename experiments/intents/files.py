@@ -50,11 +50,7 @@ class IntentSet(NamedTuple):
 
 
 def read_set(folder: Path, name: str | None) -> IntentSet:
-    """The named file (without .json), or the only one.
-
-    Raises:
-      InputError: if it is missing, cannot be read, or does not hold what the form says.
-    """
+    """The named file (without .json), or the only one."""
     if not folder.is_dir():
         raise InputError(f"--data-dir {folder} is no folder; name one of CLINC150's .json files")
     there = sorted(path.stem for path in folder.glob("*.json"))

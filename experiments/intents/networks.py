@@ -51,14 +51,7 @@ class TextClassifier(TextTransformer):
 
 @dataclasses.dataclass(frozen=True)
 class TextNetwork(BayesianNetwork):
-    """A text classifier without its parameters.
-
-    Args:
-      num_ids: of the vocabulary.
-      length: of the sequences.
-      num_classes: intents.
-      structure: in which moments are propagated.
-    """
+    """A text classifier without its parameters."""
 
     num_ids: int
     length: int

@@ -41,11 +41,7 @@ class Vocabulary:
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens, int32.
-
-        Raises:
-          ValueError: if the text has a character that is not in the vocabulary.
-        """
+        """Tokens, int32."""
         tokens = {character: i for i, character in enumerate(self.characters)}
         for place, character in enumerate(text):
             if character not in tokens:

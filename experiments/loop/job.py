@@ -22,15 +22,13 @@ class Job:
 
     Args:
       name: shown with the progress.
-      create: seed -> the untrained module; it is called inside `jit`, so that each device makes its own
-        part of it.
-      loss: (module, batch, key, step) -> the mean loss of the batch and what else to report. The key is
-        another one for each update and each accumulated part.
+      create: seed -> the untrained module; called inside `jit`
+      loss: (module, batch, key, step) -> mean loss, report
       optimizer: an optax transformation.
       arrays: the training data; their leading axis counts the examples.
       batch_size: examples of an update, over all devices.
       num_steps: number of updates.
-      accumulate: parts into which a batch is cut, one after the other; their gradients are averaged.
+      accumulate: parts of a batch, whose gradients are averaged
       seed: of weights, order of examples and noise.
       settings: what else a checkpoint has to agree with, in JSON's types.
     """

@@ -25,9 +25,6 @@ class Reader:
       accumulate: A.
       seed: of the orders.
       mesh: over all devices.
-
-    Raises:
-      InputError: if the batch does not divide, or there are fewer examples than one batch has.
     """
 
     def __init__(

@@ -54,12 +54,6 @@ class Saving:
 def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainState:
     """Train to the end, from the latest checkpoint if there is one. Call in every process.
 
-    Args:
-      job: what to train, the same in every process.
-      mesh: over all devices of all processes.
-      saving: where and when to save.
-      fsdp: split the parameters and the optimiser's state over `data` too.
-
     Returns:
       The state after the last update, which is on disk.
 

@@ -31,18 +31,7 @@ class Restored(NamedTuple):
 
 
 class Store:
-    """The checkpoints of a run.
-
-    Args:
-      folder: of the run.
-      job: what is trained.
-      blueprint: the form of its state, on the mesh that there is now.
-      any_version: take up checkpoints of other versions of the library or of JAX, which then go on, but
-        not bit for bit.
-
-    Raises:
-      InputError: if a file is where the folder should be.
-    """
+    """The checkpoints of a run."""
 
     def __init__(self, folder: Path, job: Job, blueprint: Blueprint, *, any_version: bool) -> None:
         self.blueprint = blueprint
@@ -76,11 +65,7 @@ class Store:
         self.checkpoints.wait()
 
     def restore(self) -> Restored | None:
-        """The latest checkpoint, on the mesh that there is now; None if there is none.
-
-        Raises:
-          InputError: if it is of another model, other settings or another version, or damaged.
-        """
+        """The latest checkpoint, on the mesh that there is now; None if there is none."""
         step = self.checkpoints.latest
         if step is None:
             return None

@@ -40,8 +40,7 @@ class Order:
       saving: where and when to save.
       restarts: how often the processes are started again before the run is given up.
       grace: seconds from SIGTERM to SIGKILL, for writing a checkpoint.
-      compile_cache: a folder for compiled programs, which spares their compilation at each start. What
-        is in it is executed, so it belongs where only you can write, and not among checkpoints.
+      compile_cache: folder of compiled programs; executed, so only you may write there
     """
 
     job: str

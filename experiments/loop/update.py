@@ -32,11 +32,7 @@ class Guard:
         ]
 
     def check(self, step: int, flags: Array) -> None:
-        """Raise an error that names the arrays that are not finite; `flags` from `all_finite`.
-
-        Raises:
-          PartError: if anything is not.
-        """
+        """Raise an error that names the arrays that are not finite; `flags` from `all_finite`."""
         bad = [self.names[i] for i in np.flatnonzero(~np.asarray(flags))]
         if not bad:
             return

@@ -34,8 +34,7 @@ class Method:
     """An optimiser with its settings.
 
     Args:
-      optimizer: (model, task, number of updates of a run, **settings) -> the Optax transformation;
-        settings may be arrays.
+      optimizer: (model, task, updates of a run, **settings)
       grid: values to try of every setting; empty for a method without settings.
       curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
     """

@@ -41,11 +41,11 @@ class OptimizerTask:
       target: the loss to be reached; None for Adam's own last one.
       num_steps: updates.
       num_second_order_steps: the same of methods other than Adam.
-      curvature_every: updates between curvature estimates; the first ones all have one.
+      curvature_every: updates between curvature estimates
       evaluate_every: updates between evaluations of the loss, in the runs that are reported.
       falling: whether rates and bounds fall to zero by a cosine over the run.
       scale_rate: of the spreads' natural gradient; 1 is Newton's step on the KL term.
-      second_order: values to try of the settings of second-order methods; None for the methods' own.
+      second_order: values to try; None for the methods' own
     """
 
     name: str

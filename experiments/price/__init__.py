@@ -123,16 +123,7 @@ def run(args: argparse.Namespace) -> None:
 def measure(
     shape: Shape, part: str, kind: str, structures: list[str], repeats: int, limit: float
 ) -> list[Record]:
-    """A record for the plain part, for each structure, and for sampled networks.
-
-    Args:
-      shape: of the inputs.
-      part: of `PARTS`.
-      kind: of `KINDS`.
-      structures: by name.
-      repeats: the most timed runs.
-      limit: GiB that a program may need.
-    """
+    """A record for the plain part, for each structure, and for sampled networks."""
     start = time.perf_counter()
     names = [PLAIN, *dict.fromkeys(structures)]
     if (part, kind) == ("block", "forward"):

@@ -30,12 +30,7 @@ LEAVE_FOR_LAST = 0.85  # no kill is planned beyond this share of the updates
 
 
 class Run:
-    """One `python -m experiments resilience` in its own process group, killed when the block ends.
-
-    Args:
-      options: of the command line.
-      folder: its --out.
-    """
+    """One `python -m experiments resilience` in its own process group, killed when the block ends."""
 
     def __init__(self, options: Sequence[str], folder: Path) -> None:
         self.options = [*options, "--out", str(folder)]
@@ -76,11 +71,7 @@ class Run:
         return int(self.process.returncode)
 
     def expect(self, status: int) -> None:
-        """Wait for its end.
-
-        Raises:
-          PartError: if it ends otherwise.
-        """
+        """Wait for its end."""
         if self.end() != status:
             raise PartError(f"the run in {self.folder} ended with {self.status()}: {self.said()}")
 
@@ -104,11 +95,7 @@ class Run:
         return int(rows[-1]["step"]) if rows else 0
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
-        """Wait until the condition holds; False if the command has ended without.
-
-        Raises:
-          PartError: if it takes too long.
-        """
+        """Wait until the condition holds; False if the command has ended without."""
         deadline = time.monotonic() + TIMEOUT
         while not condition():
             if self.status() is not None:
@@ -145,11 +132,7 @@ def plan(count: int, rng: np.random.Generator) -> list[Kill]:
 
 
 def disturb(run: Run, kills: list[Kill], num_steps: int, rng: np.random.Generator) -> None:
-    """Carry out the kills, and restart the command where its supervisor was killed.
-
-    Raises:
-      PartError: if the run ends before, or otherwise than by our doing.
-    """
+    """Carry out the kills, and restart the command where its supervisor was killed."""
     run.start()
     lives = 0
     for index, kill in enumerate(kills):
@@ -229,11 +212,7 @@ def _strike(run: Run, victim: str) -> None:
 
 
 def preempt(run: Run) -> dict[str, Any]:
-    """Send SIGTERM to the supervisor during training, and measure the time to save and leave.
-
-    Raises:
-      PartError: if it does not end with the status of a preempted run, all its updates saved.
-    """
+    """Send SIGTERM to the supervisor during training, and measure the time to save and leave."""
     starts = len(run.events("start"))
     launches = len(run.events("launch"))
     if starts < launches:  # still on its way

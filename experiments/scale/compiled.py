@@ -20,11 +20,6 @@ from experiments.scale.networks import Size, make_step
 def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
     """Compile a step for the devices of a mesh, which need not be here, and describe the program.
 
-    Args:
-      size: the network and its batch.
-      structure: name of a covariance structure, or "plain".
-      layout: of a mesh.
-
     Returns:
       Bytes of memory, operations, and bytes moved and sent by one device.
     """

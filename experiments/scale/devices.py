@@ -34,11 +34,7 @@ TIMEOUT = 1800
 
 
 def run(structures: Sequence[str]) -> list[dict[str, Any]]:
-    """Compare all layouts; one record for each structure and layout.
-
-    Raises:
-      PartError: if a process fails, or a difference is above the tolerance.
-    """
+    """Compare all layouts; one record for each structure and layout."""
     print("largest difference from one device, over the largest entry of an array (float32)")
     records, wrong = [], []
     for structure in structures:  # each is printed when it is there
@@ -78,18 +74,7 @@ def compute(
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Results of `device_program`, by "structure/layout/what".
-
-    Args:
-      structures: names.
-      layouts: ROWSxCOLUMNS each.
-      devices: virtual devices of a process.
-      processes: how many there are.
-      environment: more variables of the processes.
-
-    Raises:
-      PartError: if a process fails, with the end of its output.
-    """
+    """Results of `device_program`, by "structure/layout/what"."""
     known = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

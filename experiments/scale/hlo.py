@@ -119,11 +119,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """A module from its text, `compiled.as_text()`.
-
-    Raises:
-      ValueError: if there is no entry computation.
-    """
+    """A module from its text, `compiled.as_text()`."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
     for row in text.splitlines():

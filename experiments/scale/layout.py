@@ -18,11 +18,7 @@ STACKED = "blocks"  # the name of the module whose arrays have a leading axis
 
 
 class Layout:
-    """Shardings on one mesh; without a mesh, no constraints.
-
-    Args:
-      mesh: from `mj.parallel.make_mesh`, or one of devices that are not here.
-    """
+    """Shardings on one mesh; without a mesh, no constraints."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh

@@ -38,8 +38,7 @@ class Size:
       num_tokens: T, a square for images.
       num_classes: C.
       per_row: examples of a batch for each row of devices (the axis `data`).
-      chunks: parts of the batch that go through a block one after another, so that what a block keeps
-        for its backward pass is of one part; the block's parameters are gathered once for all.
+      chunks: parts of the batch that go through a block in turn, to bound memory
       remat: recompute every block in the backward pass.
       patch: height and width of a patch of an image of three channels; 0 for sequences of words.
       vocabulary: number of words; 0 for images.

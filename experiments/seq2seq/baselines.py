@@ -32,13 +32,7 @@ def seasonal_naive(part: Windows) -> np.ndarray:
 
 
 def with_residual_spread(validation: np.ndarray, part: np.ndarray, truth: Windows) -> Forecast:
-    """Means with, at each horizon, the root mean square of the validation part's residuals.
-
-    Args:
-      validation: means for the validation part, (M, 24).
-      part: means for the part to forecast, (N, 24).
-      truth: the validation part.
-    """
+    """Means with, at each horizon, the root mean square of the validation part's residuals."""
     spread = np.sqrt(np.mean((truth.future - validation) ** 2, axis=0))
     return Forecast(part, np.broadcast_to(spread, part.shape))
 

@@ -85,11 +85,7 @@ class Tokens(NamedTuple):
 
 
 def load() -> Series:
-    """Read the file inside the package (nothing is downloaded, and pandas is not needed).
-
-    Raises:
-      InputError: if the package is missing.
-    """
+    """Read the file inside the package (nothing is downloaded, and pandas is not needed)."""
     package = _package_folder()
     if package is None:
         raise InputError(MISSING)

@@ -59,11 +59,6 @@ class Forecaster(mj.nn.Composite):
 
     All weights are random. The straight path and the Transformer have independent weights, so their
     moments add.
-
-    Args:
-      size: of the network.
-      num_calendar: features of an hour that are known beforehand.
-      rngs: Flax random streams.
     """
 
     parts = ("source", "target", "transformer", "head", "linear")

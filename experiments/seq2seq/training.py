@@ -120,14 +120,6 @@ def against_samples(
 
     The sampled forecast has the mean of the drawn networks' means; its variance is that of these means
     plus the mean noise variance. `total_sd` compares these, `parameter_sd` those without the noise.
-
-    Args:
-      network: the belief to draw from.
-      part: what is forecast.
-      analytic: the result of `forecast` for it.
-      scale: the units of the network, in degrees.
-      key: a random key.
-      num_samples: networks to draw.
     """
     graph, params = nnx.split(network)
 
