@@ -22,11 +22,10 @@ import moment_jax as mj
 from experiments import data, digits_training, figures, predictions, report
 from experiments.background import Background
 from experiments.checkpoints import run_folder
-from experiments.classifiers import POSTERIORS
 from experiments.classify.scores import over_seeds
 from experiments.command_line import Parser
 from experiments.data import Digits
-from experiments.digits_training import Training
+from experiments.digits_training import POSTERIORS, Training
 from experiments.outputs import write_json
 from experiments.predictions import CaughtUp, Prediction
 from experiments.training import Compiled

@@ -27,10 +27,10 @@ class Finished(NamedTuple):
 @pytest.fixture(scope="session")
 def one_block():
     """The main job's networks have one block: half the compilation."""
-    from experiments import classifiers
+    from experiments import digits_training
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classifiers, "NUM_BLOCKS", 1)
+        patch.setattr(digits_training, "NUM_BLOCKS", 1)
         yield
 
 

@@ -15,8 +15,7 @@ from experiments import frontier
 from experiments.__main__ import main
 from experiments.cases import read_case
 from experiments.frontier import problems, storage, truth
-from experiments.frontier.advantage import Accuracy, advantage
-from experiments.frontier.measure import largest_array_gib
+from experiments.frontier.measure import Accuracy, advantage, largest_array_gib
 from experiments.frontier.passes import plain_tokens
 from experiments.frontier.problem import NETWORKS, Spec, Training
 from experiments.frontier.problems import Problems, random_problem
