@@ -276,18 +276,23 @@ class Answers:
 
     def bytes(self, inputs: np.ndarray) -> int:
         """The bytes that the program for a chunk of such inputs needs."""
-        self(inputs[:, :1])
-        return needed_bytes(_programs[self.predict][inputs.shape[2:]])
+        chunk = np.repeat(inputs[0, :1], CHUNK, axis=0)
+        return needed_bytes(_compiled(self.predict, (*self.copies[0], jnp.asarray(chunk))))
 
     def _program(self, *arguments: Any) -> Array:
-        known = _programs.setdefault(self.predict, {})
-        shape = arguments[-1].shape[1:]
-        if shape not in known:
-            known[shape] = jax.jit(self.predict).lower(*arguments).compile()
-        result: Array = known[shape](*arguments)
+        result: Array = _compiled(self.predict, arguments)(*arguments)
         return result
 
 
-_programs: Any = (
-    weakref.WeakKeyDictionary()
-)  # predictor -> {shape of an input: compiled for a chunk}
+def _compiled(predict: Callable[..., Array], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    """The program for arguments of this form, compiled once for all that share the predictor."""
+    leaves, form = jax.tree.flatten(arguments)
+    key = form, tuple(jax.typeof(leaf) for leaf in leaves)
+    known = _programs.setdefault(predict, {})
+    if key not in known:
+        known[key] = jax.jit(predict).lower(*arguments).compile()
+    program: jax.stages.Compiled = known[key]
+    return program
+
+
+_programs: Any = weakref.WeakKeyDictionary()  # predictor -> {form of its arguments: program}
