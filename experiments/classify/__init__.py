@@ -236,7 +236,7 @@ def _print(records: dict[str, Any]) -> None:
         print(aligned([[title, *rows[0]], *rows[1:]]), end="\n\n")
     for name, record in records.items():
         if record["catch_up"]:
-            counts = ", ".join(found.predicted(CATCH_UP) for found in record["catch_up"])
+            counts = ", ".join(found.said(CATCH_UP) for found in record["catch_up"])
             print(f"{name}: drawn networks with its NLL on the test images, seed by seed: {counts}")
 
 
