@@ -43,8 +43,8 @@ TIME_THE_COMPILER = ("frontier", "price", "scale")
 def main(argv: list[str] | None = None) -> int:
     """Run one experiment.
 
-    Exit status 1 for a part that failed, 2 for bad input, 75 for a run that was asked to leave (SIGTERM)
-    and is to be started again, 130 for Ctrl-C.
+    Exit status: 1 if a part failed, 2 for bad input, 75 for a preempted run (SIGTERM) to be restarted,
+    130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         return _say(error, PREEMPTED)
     except KeyboardInterrupt as error:
         return _say(error, INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has closed it, as `head` does
+    except BrokenPipeError:  # the reader of our output is gone, as with `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
@@ -86,10 +86,10 @@ def _run(arguments: list[str]) -> None:
 
 
 def _keep_compiled_programs(arguments: list[str]) -> None:
-    """Have JAX, not imported yet, keep what took a second or more to compile, for later runs.
+    """Turn on JAX's persistent compilation cache. Call before JAX is imported.
 
-    Where the environment names a folder for it, or switches it off, that stays. What is in the folder is
-    executed, so it is one of the user's own. Commands that time the compiler keep and find nothing.
+    Settings of the environment win. Cached programs are executed, so the folder is the user's own.
+    Commands that time the compiler use no cache.
     """
     if arguments and arguments[0] in TIME_THE_COMPILER:
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
@@ -99,7 +99,7 @@ def _keep_compiled_programs(arguments: list[str]) -> None:
 
 
 def _say(message: object, status: int) -> int:
-    """One line on the standard error."""
+    """Print one line to standard error."""
     print(f"experiments: {' '.join(str(message).split())}", file=sys.stderr)
     return status
 

@@ -16,7 +16,7 @@ import moment_jax as mj
 from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
 from experiments.command_line import InputError, Parser
-from experiments.outputs import writable_file, write_json
+from experiments.outputs import write_json
 from experiments.programs import interleaved
 
 STRUCTURES: dict[str, type[mj.Covariance]] = {
@@ -46,8 +46,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Read and check all files before anything is computed, then go through them."""
-    if args.json is not None:
-        writable_file(args.json, "--json")
     cases = read_folder(args.cases)
     records: list[dict[str, Any]] = []
     width = max(len(case.name) for case in cases) + len(" logits")
@@ -56,12 +54,11 @@ def run(args: argparse.Namespace) -> None:
         for record in _measure(case, args):
             records.append(record)
             print(_line(_cells(record), width), flush=True)
-    if args.json is not None:
-        write_json(args.json, records)
+    write_json(args.json, records)
 
 
 def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The records of one case, in the order of the structures asked for."""
+    """The records of one case, in the order of --structure."""
     records: list[dict[str, Any]] = []
     forwards = {"": propagation.deterministic(case)}
     for name in dict.fromkeys(args.structure):

@@ -1,4 +1,4 @@
-"""Work beside the main thread: compiling, which leaves Python's lock to others."""
+"""Background work: compilation, which releases Python's lock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _given: list[Future[Any]] = []  # in this process
 
 
 def end(status: int) -> NoReturn:
-    """End the process. While a thread compiles, take nothing down: it would crash for want of it."""
+    """End the process; without interpreter shutdown while a thread compiles, which would crash."""
     if all(future.done() for future in _given):
         sys.exit(status)
     sys.stdout.flush()
@@ -25,10 +25,10 @@ def end(status: int) -> NoReturn:
 
 
 class Background:
-    """Does what it is given one after the other, in a thread that nothing waits for.
+    """Runs functions one after the other in a daemon thread.
 
-    `concurrent.futures` has no such thread: Ctrl-C would have to wait for a compilation. A process that
-    may end earlier has to leave by `end`.
+    `concurrent.futures` has no daemon threads: Ctrl-C would wait for a compilation. Leave the process by
+    `end`.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Background:
         threading.Thread(target=self._work, daemon=True).start()
 
     def start(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Have it done; the result of the call it returns is waited for, and its error raised."""
+        """Queue a function. Calling the result waits for its value and raises its error."""
         future: Future[T] = Future()
         _given.append(future)
         self._tasks.put((future, function))
@@ -47,5 +47,5 @@ class Background:
             future, function = self._tasks.get()
             try:
                 future.set_result(function())
-            except BaseException as error:  # whoever waits for the result has to know
+            except BaseException as error:  # raised where the result is asked for
                 future.set_exception(error)

@@ -1,4 +1,4 @@
-"""A classifier as one set of beliefs, which every method trains its way."""
+"""A Bayesian classifier, apart from its parameters; every method trains it in its own way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 class Params(NamedTuple):
-    """Means and spreads of all beliefs, as Flax states."""
+    """Means and spreads of all beliefs: Flax states."""
 
     means: Any
     spreads: Any
@@ -26,11 +26,7 @@ class Params(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BayesianNetwork(abc.ABC):
-    """A classifier without its parameters; inputs have the axis of the examples first.
-
-    Args:
-      structure: in which moments are propagated.
-    """
+    """A classifier without its parameters; inputs have the axis of the examples first."""
 
     structure: str = dataclasses.field(default="Separable", kw_only=True)
 
@@ -60,13 +56,13 @@ class BayesianNetwork(abc.ABC):
     def drawn_logits(
         self, draw: Draw, params: Params, key: Array, inputs: Array, groups: int
     ) -> Array:
-        """Logits (N, C), each of `groups` parts of the inputs by a network of its own."""
+        """Logits (N, C); each of `groups` parts of the inputs uses its own drawn network."""
         return draws.outputs(self._plain(params), draw, key, inputs, groups)
 
     def many_logits(
         self, draw: Draw, params: Params, key: Array, inputs: Array, count: int
     ) -> Array:
-        """Logits (count, N, C) of so many networks."""
+        """Logits (count, N, C) of `count` drawn networks."""
         return draws.many(self._plain(params), draw, key, inputs, count)
 
     def _plain(self, params: Params) -> Any:

@@ -37,37 +37,21 @@ class Truth:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A network of random weights, an input, and the sampled truth of the output.
+    """A network of random weights, an input, and the sampled truth of the output."""
 
-    Args:
-      name: the file's.
-      layers: of an MLP.
-      blocks: of an encoder; one of the two is empty.
-      num_heads: of the blocks.
-      head: certain dense layer on the mean over tokens, or None.
-      inputs: (N, T, D), T = 1 for an MLP.
-      others: inputs without truth, (M, T, D), from which `FrozenSeparable` takes its statistics.
-      truth: of the output, (N, T, O).
-      logits: truth of the head's output, (N, C), or None.
-    """
-
-    name: str
-    layers: list[mj.DenseParams]
-    blocks: list[mj.EncoderBlockParams]
-    num_heads: int
-    head: mj.DenseParams | None
-    inputs: np.ndarray
-    others: np.ndarray
-    truth: Truth
-    logits: Truth | None
+    name: str  # the file's
+    layers: list[mj.DenseParams]  # of an MLP
+    blocks: list[mj.EncoderBlockParams]  # of an encoder; one of the two is empty
+    num_heads: int  # of the blocks
+    head: mj.DenseParams | None  # certain dense layer on the mean over tokens, or None
+    inputs: np.ndarray  # (N, T, D), T = 1 for an MLP
+    others: np.ndarray  # inputs without truth, (M, T, D), for `FrozenSeparable`
+    truth: Truth  # of the output, (N, T, O)
+    logits: Truth | None  # truth of the head's output, (N, C), or None
 
 
 def read_folder(folder: Path) -> list[Case]:
-    """Read and check every `.npz` file of a folder, by name.
-
-    Raises:
-      InputError: if there is no folder, no case in it, or something wrong with one.
-    """
+    """Read and check every `.npz` file of a folder, by name."""
     if not folder.is_dir():
         raise InputError(f"--cases {folder} is no folder; name one with .npz case files")
     files = sorted(folder.glob("*.npz"))
@@ -82,7 +66,7 @@ def read_case(path: Path) -> Case:
 
 
 class _Reader:
-    """The arrays of one file; every look at them checks what it sees."""
+    """The arrays of one file, checked as they are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,8 +90,8 @@ class _Reader:
                 "arrays: copy it anew"
             ) from error
 
-    def wrong(self, what: str, mend: str) -> InputError:
-        return InputError(f"case file {self.path}: {what}; {mend}")
+    def wrong(self, what: str, fix: str) -> InputError:
+        return InputError(f"case file {self.path}: {what}; {fix}")
 
     def array(self, name: str, *shape: int | None) -> np.ndarray:
         """A finite float32 array of this shape; None is any length."""
@@ -122,7 +106,7 @@ class _Reader:
             raise self.wrong(f"{name} has the shape {array.shape}", f"it needs ({wanted})")
         if array.dtype.kind not in "fiu":
             raise self.wrong(f"{name} is of type {array.dtype}", "it needs real numbers")
-        # Numbers too large for float32 are no numbers here.
+        # Numbers that overflow float32 count as infinite.
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
         if not np.isfinite(array).all():
@@ -130,7 +114,7 @@ class _Reader:
         return array
 
     def belief(self, mean: np.ndarray, name: str) -> mj.posterior.Posterior:
-        """A belief with the standard deviations of that name, kernels turned to (in, out)."""
+        """A belief with the standard deviations `name`; kernels are transposed to (in, out)."""
         sd = self.array(name, *mean.shape)
         if (sd < 0).any():
             raise self.wrong(
@@ -197,7 +181,7 @@ class _Reader:
         return Case(self.path.stem, [], blocks, num_heads, head, rows, others, truth, logits)
 
     def rows(self, inputs: np.ndarray, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
-        """The inputs whose truth is known, which are the first, and the others."""
+        """The first inputs, whose truth is known, and the others."""
         if len(truth.mean) > len(inputs):
             raise self.wrong(
                 f"mc_mean is of {len(truth.mean)} inputs, X holds {len(inputs)}", "write them all"

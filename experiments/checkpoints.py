@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: a thin wrapper, so that only this file knows the storage library."""
+"""Checkpoints of a training run, in Orbax."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.command_line import InputError
-from experiments.outputs import writable_folder
+from experiments.command_line import InputError, writable_folder
 
 KEPT = 2
 """How many of the latest checkpoints are kept."""
 
 
 def run_folder(args: argparse.Namespace) -> Path:
-    """The --out of a run, made if need be; its checkpoints are below.
-
-    Raises:
-      InputError: if it cannot be written, or with --resume if there is nothing there to go on from.
-    """
-    folder = args.out / "checkpoints"  # of one training, or of several in folders of their own
+    """Create the run's --out folder if needed and return it."""
+    folder = args.out / "checkpoints"  # of one training, or of several in subfolders
     if args.resume and not any(path.name.isdigit() for path in folder.glob("**/*")):
         raise InputError(
             f"--resume: {args.out} holds no checkpoint to go on from; give the --out of the run, or "
@@ -44,10 +39,7 @@ class Checkpoints:
       resume: go on from the latest checkpoint; otherwise those of an earlier run are removed.
       background: write while the run goes on. What is saved must then not be donated to an update, so
         give a copy; otherwise `save` returns when all is on disk.
-      option: what the error about other settings begins with, and mend: what it advises.
-
-    Raises:
-      InputError: if the folder holds a checkpoint of other settings.
+      option: beginning of the error about other settings, and fix: its advice.
     """
 
     def __init__(
@@ -58,12 +50,12 @@ class Checkpoints:
         resume: bool,
         background: bool = False,
         option: str = "--resume",
-        mend: str = "give what it was made with, or leave out --resume to start anew",
+        fix: str = "give what it was made with, or leave out --resume to start again",
     ) -> None:
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
         self.settings = settings
-        self.option, self.mend = option, mend
+        self.option, self.fix = option, fix
         self.folder = folder.absolute()
         self.manager = ocp.CheckpointManager(
             self.folder,
@@ -81,7 +73,7 @@ class Checkpoints:
         return self.manager.latest_step()
 
     def save(self, step: int, state: Any, **facts: Any) -> None:
-        """Save the state after `step` updates, and facts for its JSON beside the settings."""
+        """Save the state after `step` updates; settings and `facts` go into its JSON."""
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             settings=ocp.args.JsonSave({**self.settings, **facts}),
@@ -89,15 +81,11 @@ class Checkpoints:
         self.manager.save(step, args=items, force=True)
 
     def wait(self) -> None:
-        """Return when all that was saved is on disk."""
+        """Wait until all saves are on disk."""
         self.manager.wait_until_finished()
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The JSON of a checkpoint.
-
-        Raises:
-          InputError: if it was made with other settings.
-        """
+        """The JSON of a checkpoint."""
         stored = self.manager.restore(
             step, args=ocp.args.Composite(settings=ocp.args.JsonRestore())
         ).settings
@@ -106,7 +94,7 @@ class Checkpoints:
             if before != value:
                 raise InputError(
                     f"{self.option}: {self.folder} was made with {name} {before}, not {value}; "
-                    f"{self.mend}"
+                    f"{self.fix}"
                 )
         return stored
 

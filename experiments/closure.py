@@ -1,4 +1,4 @@
-"""Tell apart what a covariance structure cannot hold and what a transform gets wrong.
+"""Separate the error of a covariance structure from the error of a transform.
 
 Takes the network of a finished main job and a few test images. After every sublayer it prints, for each
 structure: the sd over the sampled sd (mean |ratio - 1| in brackets) of the closure experiment (exact
@@ -20,8 +20,8 @@ import numpy as np
 
 import moment_jax as mj
 from experiments.command_line import Parser
-from experiments.digits import trained
-from experiments.outputs import writable_file, write_json
+from experiments.digits_training import trained
+from experiments.outputs import write_json
 from experiments.programs import interleaved
 from experiments.report import aligned
 
@@ -47,8 +47,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Load the network, run the experiment image by image, print the averages."""
-    if args.json is not None:
-        writable_file(args.json, "--json")
     network, digits = trained(args.run)
     structures = [mj.STRUCTURES[name] for name in dict.fromkeys(args.structure)]
     images = [jnp.asarray(image) for image in digits.test.images[: args.images]]
@@ -69,8 +67,7 @@ def run(args: argparse.Namespace) -> None:
     table = [["logits of", *(figure.replace("_", " ") for figure in figures)]]
     table += [[name, *(f"{row[figure]:.3f}" for figure in figures)] for name, row in beside.items()]
     print("\n" + aligned(table))
-    if args.json is not None:
-        write_json(args.json, {"stages": [_record(row) for row in rows], "logits": beside})
+    write_json(args.json, {"stages": [_record(row) for row in rows], "logits": beside})
 
 
 def _logits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,19 +14,19 @@ PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
 
 
 class InputError(Exception):
-    """Something from outside (a file, a folder, an option) is wrong; the message says the mend."""
+    """A file, folder or option is wrong; the message says how to fix it."""
 
 
 class PartError(Exception):
-    """A part of the work failed, and the message says which; the rest is done and written."""
+    """A part of the work failed; the message says which. The rest is done and written."""
 
 
 class PreemptedError(Exception):
-    """Asked to leave before the end; what is done is saved, and the same command goes on from there."""
+    """Preempted: progress is saved, and the same command continues from there."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with the exit status 2."""
+    """An argument parser that reports errors as `InputError`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
@@ -33,13 +34,13 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise what was wrong with the command line as an `InputError`."""
+        """Raise an `InputError`."""
         raise InputError(f"{message}; see {self.prog} --help")
 
     def option(
         self, name: str, default: Any, what: str, kind: Callable[[str], Any], unit: str
     ) -> None:
-        """An option whose help ends with its default, where there is one."""
+        """Add an option; its help ends with the default, if any."""
         shown = "" if default is None else " (default: %(default)s)"
         self.add_argument(name, type=kind, default=default, metavar=unit, help=what + shown)
 
@@ -63,7 +64,7 @@ class Parser(argparse.ArgumentParser):
     def choice(
         self, name: str, table: Iterable[str], default: str | Sequence[str] | None, what: str
     ) -> None:
-        """One key of a table; several where the default is a list of keys, or None for all."""
+        """One key of a table; several if the default is a list, or None (all)."""
         names = list(table)
         self.add_argument(
             name,
@@ -83,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         self.option(name, None if default is None else Path(default), what, path, unit)
 
     def source(self, name: str, what: str) -> None:
-        """A folder to read from, which has to be named."""
+        """A required input folder."""
         self.add_argument(name, type=path, required=True, metavar="DIR", help=f"{what} (required)")
 
     def seed(self, what: str = "random seed") -> None:
@@ -104,7 +105,8 @@ class Parser(argparse.ArgumentParser):
 
     def json(self) -> None:
         """`--json FILE`."""
-        self.place("--json", None, "write the figures there too (default: nowhere)", unit="FILE")
+        what = "write the figures there too (default: nowhere)"
+        self.option("--json", None, what, _json_file, "FILE")
 
 
 def _shown(default: str | Sequence[str] | None) -> str:
@@ -136,7 +138,7 @@ def number(
 
 
 def path(text: str) -> Path:
-    """A type for `add_argument`: a file or folder; no text is none, and not the working directory."""
+    """A type for `add_argument`: a path; '' is an error, not the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("needs the path of a file or folder, got ''")
     return Path(text)
@@ -153,3 +155,25 @@ def one_of(table: dict[str, Any], what: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def writable_folder(path: Path, option: str) -> Path:
+    """Create a writable folder and return it; `option` is named in the error (an `InputError`)."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"cannot write into {option} {path} ({error.strerror}); name a folder that you may write to"
+        ) from error
+    return path
+
+
+def _json_file(text: str) -> Path:
+    """A type for `add_argument`: a file that can be written, checked before long work."""
+    file = path(text)
+    if file.is_dir():
+        raise InputError(f"--json {file} is a folder; name a file in it")
+    writable_folder(file.parent, "--json")
+    return file

@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, split once and for all."""
+"""Scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, with a fixed split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGE_SIZE = 8
 NUM_CLASSES = 10
 NUM_VALIDATION = 150
 NUM_TEST = 500
-SPLIT_SEED = 0  # never --seed: runs of different seeds are to be compared on the same images
+SPLIT_SEED = 0  # not --seed: all runs share one split
 
 
 class Images(NamedTuple):
@@ -31,7 +31,7 @@ class Images(NamedTuple):
 
 
 class Digits(NamedTuple):
-    """The three parts, each with every class in the same share, and the value of an empty pixel."""
+    """The stratified parts, and the value of an empty pixel."""
 
     train: Images
     validation: Images
@@ -57,23 +57,28 @@ def load() -> Digits:
 
 
 def pixels() -> np.ndarray:
-    """All images, (1797, 8, 8), as they are but for the range [0, 1]."""
+    """All images, (1797, 8, 8), in [0, 1]."""
     return (load_digits().images / 16).astype(np.float32)
 
 
-def mini_batch(key: Array, step: Array, part: Images, size: int) -> tuple[Array, Array]:
-    """The images and labels of update `step`: each epoch is a new order of all of them.
+def batch_indices(key: Array, step: Array, count: int, size: int) -> Array:
+    """Which of `count` examples update `step` takes: each epoch is a new order of all of them.
 
-    It depends on the key and the step alone, so a resumed run sees what an unbroken one sees.
+    Depends on key and step alone, so a resumed run sees the batches of an unbroken one.
     """
-    num_batches = part.labels.size // size
-    order = jax.random.permutation(jax.random.fold_in(key, step // num_batches), part.labels.size)
-    chosen = jax.lax.dynamic_slice(order, ((step % num_batches) * size,), (size,))
+    num_batches = count // size
+    order = jax.random.permutation(jax.random.fold_in(key, step // num_batches), count)
+    return jax.lax.dynamic_slice(order, ((step % num_batches) * size,), (size,))
+
+
+def mini_batch(key: Array, step: Array, part: Images, size: int) -> tuple[Array, Array]:
+    """The images and labels of update `step`."""
+    chosen = batch_indices(key, step, part.labels.size, size)
     return jnp.asarray(part.images)[chosen], jnp.asarray(part.labels)[chosen]
 
 
 def shifted(key: Array, images: Array, background: float, most: int = 1) -> Array:
-    """Every image moved by up to `most` pixels in both directions, at random."""
+    """Images shifted at random by up to `most` pixels in both directions."""
     size = images.shape[1:]
     edge = ((0, 0), (most, most), (most, most))
     padded = jnp.pad(images, edge, constant_values=background)

@@ -22,16 +22,13 @@ import moment_jax as mj
 from experiments import data, digits_training, figures, predictions, report
 from experiments.background import Background
 from experiments.checkpoints import run_folder
-from experiments.classifiers import POSTERIORS
 from experiments.classify.scores import over_seeds
 from experiments.command_line import Parser
 from experiments.data import Digits
-from experiments.digits_training import Training, trained
+from experiments.digits_training import POSTERIORS, Training
 from experiments.outputs import write_json
 from experiments.predictions import CaughtUp, Prediction
 from experiments.training import Compiled
-
-__all__ = ["add_arguments", "run", "trained"]
 
 TURNED_DIGIT = 6  # upside down it is a nine
 ANGLES = np.linspace(0.0, 180.0, 37)
@@ -73,7 +70,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train both networks for every seed, compare them, write what came out."""
+    """Train and compare both networks for every seed; write the results."""
     start = time.perf_counter()
     out = run_folder(args)
     digits = data.load()
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     turned, label = _turned(digits)
     images = np.concatenate([digits.test.images, digits.validation.images, turned])
     programs = _compile(args, plain, bayesian, len(images))
-    # Of the two that are cheap enough, all test images, turned.
+    # The two cheap predictors also see all rotated test images.
     every = np.concatenate([images, *(_turn(digits.test.images, a, digits) for a in TEST_ANGLES)])
     records = []
     for seed in range(args.seed, args.seed + args.seeds):
@@ -114,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 class Programs(NamedTuple):
-    """What is compiled, for all seeds: functions that wait for it, those for predictions in a tuple."""
+    """Compiled programs for all seeds; each function waits for its programs."""
 
     plain: Callable[[], Compiled]
     bayesian: Callable[[], Compiled]
@@ -124,7 +121,7 @@ class Programs(NamedTuple):
 def _compile(
     args: argparse.Namespace, plain: Training, bayesian: Training, num_drawn: int
 ) -> Programs:
-    """Compile in the order of need, beside the training of the plain network."""
+    """Compile in the background, in the order of use."""
 
     def predictors() -> tuple[Any, Any, Any]:
         key = jax.random.key(0)
@@ -142,14 +139,14 @@ def _compile(
 
 
 def _turned(digits: Digits) -> tuple[np.ndarray, int]:
-    """One test image at every angle of the sweep."""
+    """One test image at every angle, and its label."""
     image = digits.test.images[np.flatnonzero(digits.test.labels == TURNED_DIGIT)[0]]
     turned = np.concatenate([_turn(image[None], angle, digits) for angle in ANGLES])
     return turned, TURNED_DIGIT
 
 
 def _turn(images: np.ndarray, angle: float, digits: Digits) -> np.ndarray:
-    """Images (N, 8, 8), turned by `angle` degrees; what comes into view is empty."""
+    """Images (N, 8, 8), rotated by `angle` degrees; new corners are empty."""
     options = {"axes": (2, 1), "reshape": False, "order": 1, "cval": digits.background}
     return np.asarray(ndimage.rotate(images, angle, **options), np.float32)
 
@@ -162,9 +159,9 @@ def _predict(
     images: np.ndarray,
     every: np.ndarray,
 ) -> tuple[dict[str, Prediction], dict[str, Prediction], np.ndarray]:
-    """Every predictor's word on the images, that of the two cheap ones on what `every` has beyond.
+    """Predictions for `images`, the two cheap ones' for the rest of `every`, and each drawn network's.
 
-    And the class probabilities of every drawn network (samples, N, C).
+    The last are class probabilities (samples, N, C).
     """
     plain, analytic, drawn = programs.predictors()
     both = {
@@ -193,7 +190,7 @@ def _rotation(digits: Digits, sweeps: dict[str, Prediction]) -> dict[str, dict[s
 
 
 def _catch_up(digits: Digits, results: dict[str, Prediction], each: np.ndarray) -> CaughtUp:
-    """How many drawn networks are as good as the analytic pass on the test images."""
+    """How many drawn networks match the analytic pass on the test images."""
     _, analytic, samples = (result.at(_parts(digits)[0]) for result in results.values())
     of_one = samples.seconds_per_image / len(each) / analytic.seconds_per_image
     labels = digits.test.labels
@@ -215,7 +212,7 @@ def _compare(digits: Digits, results: dict[str, Prediction]) -> dict[str, Any]:
 
 
 def _parts(digits: Digits) -> tuple[slice, slice, slice]:
-    """Where the test images, the validation images and the turned digit are among the predictions."""
+    """Slices of the predictions: test images, validation images, the rotated digit."""
     first = len(digits.test.labels)
     second = first + len(digits.validation.labels)
     return slice(first), slice(first, second), slice(second, None)
@@ -238,7 +235,6 @@ def _draw(
 ) -> None:
     test, _, sweep = _parts(digits)
     plain, analytic, samples = (result.at(test) for result in results.values())
-    figures.save(figures.certainty(digits.test, analytic, samples), out / "certainty.png")
     both = {"plain": plain, "Bayesian, analytic": analytic}
     figures.save(figures.reliability(both, digits.test.labels), out / "reliability.png")
     figures.save(figures.spread(analytic, samples), out / "spread.png")

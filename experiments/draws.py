@@ -1,4 +1,4 @@
-"""Networks drawn at random, as the methods without moments have them: dropout and sampled weights.
+"""Random networks for the methods without moments: dropout and sampled weights.
 
 Every method here is a draw: key -> arrays in place of the beliefs of a parameter group. Training and
 prediction are then the same for all of them.
@@ -47,7 +47,7 @@ def relative(params: Any, spread: float) -> Draw:
 
 
 def dropout(params: Any, rate: Array | float) -> Draw:
-    """The mean network without a random share of the inputs of every kernel (in, out).
+    """The mean network with a random share of the inputs of every kernel (in, out) dropped.
 
     An input that is dropped is dropped from all tokens of an example (Gal and Ghahramani, 2016); what is
     left is scaled up, so the mean stays. Vectors are kept whole.
@@ -71,8 +71,8 @@ def dropout(params: Any, rate: Array | float) -> Draw:
 def outputs(
     network: Callable[[Arrays, Array], Array], draw: Draw, key: Array, x: Array, groups: int
 ) -> Array:
-    """Outputs of a mini-batch (N, ...), each of `groups` equal parts of it by a network of its own."""
-    if groups == 1:  # products of matrices alone are faster than batches of them
+    """Outputs of a mini-batch (N, ...); each of `groups` equal parts uses its own drawn network."""
+    if groups == 1:  # single matrix products are faster than batched ones
         return network(draw(key), x)
     parts = x.reshape(groups, x.shape[0] // groups, *x.shape[1:])
     result = jax.vmap(lambda key, part: network(draw(key), part))(
@@ -95,7 +95,7 @@ def _is_belief(leaf: Any) -> bool:
 
 
 def learned_prior_kl(module: Any) -> Array:
-    """KL of all beliefs of a module to priors N(0, s^2), each array's s the best there is (nats).
+    """KL (nats) of all beliefs to priors N(0, s^2), with the optimal s of each array.
 
     The best s^2 of an array (empirical Bayes, type II) is the mean of mean^2 + variance; there the KL is
     the half of sum log(s^2 / variance). `Factorized` beliefs only.

@@ -1,4 +1,4 @@
-"""The figures of the main job."""
+"""The figures of the main job, and what the figures of all experiments share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import moment_jax as mj
-from experiments.data import NUM_CLASSES, Images
+from experiments.data import NUM_CLASSES
 from experiments.outputs import whole_file
-from experiments.predictions import Prediction, entropy
+from experiments.predictions import Prediction
 
 STYLE = {
     "figure.dpi": 140,
@@ -34,59 +34,33 @@ RIGHT, WRONG, OTHER, PLAIN, BAYES = "#2a9d5c", "#c8442f", "#b9c0c8", "#d1852b", 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure, whole or not at all, and close it."""
+    """Write a figure atomically, and close it."""
     with whole_file(path) as temporary:
         figure.savefig(temporary)
     plt.close(figure)
 
 
-def certainty(test: Images, analytic: Prediction, samples: Prediction, count: int = 7) -> Figure:
-    """The most and the least certain test images, by the entropy of their class probabilities."""
-    p = analytic.probabilities
-    order = np.argsort(entropy(p), kind="stable")
+def histograms(panels: dict[str, dict[str, np.ndarray]], unit: str) -> Figure:
+    """A panel for each name: how its values are distributed on each set of examples."""
     with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(1.5 * count, 5.4))
-        halves = figure.subfigures(2, 1)
-        for half, chosen, title in zip(
-            halves,
-            (order[:count], order[::-1][:count]),
-            ("Most certain", "Least certain"),
-            strict=True,
-        ):
-            half.suptitle(title, x=0.01, ha="left", fontweight="bold")
-            axes = half.subplots(2, count, height_ratios=(1, 0.8))
-            for column, image in zip(axes.T, chosen, strict=True):
-                _image(column[0], test.images[image])
-                label, said = int(test.labels[image]), int(p[image].argmax())
-                verdict = "" if label == said else f", said {said}"
-                column[0].set_title(f"{label}{verdict}", color=RIGHT if label == said else WRONG)
-                _bars(column[1], p[image], samples.probabilities[image], label, said)
-            axes[1, 0].set_ylabel("probability")
-        halves[1].supxlabel(
-            "class; bars: analytic (green: the label, red: a wrong answer), dots: sampled networks",
-            fontsize=8,
-        )
+        figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 2.6), squeeze=False)
+        for axis, (name, given) in zip(axes[0], panels.items(), strict=True):
+            bins = np.linspace(0, max(map(np.max, given.values())), 24)
+            for which, values in given.items():
+                axis.hist(values, bins, density=True, histtype="step", label=which)
+            axis.set(title=name, xlabel=unit)
+        axes[0, 0].legend(fontsize=6)
     return figure
 
 
-def _image(axes: Axes, image: np.ndarray) -> None:
+def show_image(axes: Axes, image: np.ndarray) -> None:
+    """An image of digits, without ticks."""
     axes.imshow(image, cmap="gray_r", interpolation="nearest")
     axes.set_xticks([])
     axes.set_yticks([])
     for side in axes.spines.values():
         side.set_visible(True)
         side.set_color("0.8")
-
-
-def _bars(axes: Axes, analytic: np.ndarray, samples: np.ndarray, label: int, said: int) -> None:
-    colours = [OTHER] * NUM_CLASSES
-    colours[said], colours[label] = WRONG, RIGHT
-    classes = np.arange(NUM_CLASSES)
-    axes.bar(classes, analytic, color=colours, width=0.8)
-    axes.plot(classes, samples, "o", color="0.15", markersize=2.2)
-    axes.set(ylim=(0, 1.03), xlim=(-0.6, 9.6), xticks=classes, yticks=(0, 0.5, 1))
-    axes.tick_params(labelsize=6, length=2)
-    axes.tick_params(axis="x", length=0)
 
 
 def rotation(
@@ -98,7 +72,7 @@ def rotation(
         strip, below = figure.subfigures(2, 1, height_ratios=(1, 5.2))
         shown = np.linspace(0, len(angles) - 1, 13).round().astype(int)
         for axes, i in zip(strip.subplots(1, len(shown)), shown, strict=True):
-            _image(axes, images[i])
+            show_image(axes, images[i])
             axes.set_title(f"{angles[i]:.0f}°", fontsize=8)
         strip.suptitle(f"A {label} of the test set, turned", x=0.01, ha="left", fontweight="bold")
         top, bottom = below.subplots(2, 1, sharex=True)
@@ -136,10 +110,7 @@ def rotation(
 
 
 def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]]]) -> Figure:
-    """Means over all test images, turned: accuracy, NLL and entropy of each network by the angle.
-
-    With the standard errors over seeds.
-    """
+    """Accuracy, NLL and entropy on the rotated test images against the angle, with standard errors."""
     titles = {"accuracy": "accuracy", "nll": "NLL (nats)", "entropy": "entropy (nats)"}
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 3, figsize=(9, 2.8))
@@ -157,7 +128,7 @@ def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]
 
 
 def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: int = 10) -> Figure:
-    """Accuracy against confidence, and how often each confidence is claimed."""
+    """Accuracy against confidence, and a histogram of confidence."""
     with plt.rc_context(STYLE):
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(4.6, 5.6), height_ratios=(3, 1), sharex=True

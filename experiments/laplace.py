@@ -30,7 +30,7 @@ from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.classify.networks import Network
 from experiments.command_line import InputError, Parser
 from experiments.data import Images
-from experiments.outputs import writable_file, write_json
+from experiments.outputs import write_json
 from experiments.report import aligned
 
 Array = jax.Array
@@ -57,8 +57,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train, compare, print a table."""
-    if args.json:
-        writable_file(args.json, "--json")
     if args.laplax:
         _laplax()
     records: list[list[dict[str, dict[str, float]]]] = []
@@ -70,19 +68,18 @@ def run(args: argparse.Namespace) -> None:
             nll = {name: f"{found['nll']:.4f}" for name, found in records[-1][-1].items()}
             print(f"division {division}, seed {seed}, NLL: {nll}")
     show(records)
-    if args.json:
-        write_json(args.json, {"settings": vars(args) | {"json": None}, "networks": records})
+    write_json(args.json, {"settings": vars(args) | {"json": None}, "networks": records})
 
 
 def the_only(task: Task) -> Task:
-    """That of a single division, without the axis of divisions."""
+    """The task of a single division, without the axis of divisions."""
     arrays: tuple[Images, Images, Images, np.ndarray] = jax.tree.map(lambda x: x[0], task[:4])
     return Task(*arrays, task.patch_size)
 
 
 def plain_networks(task: Task, seeds: int, steps: int) -> list[nnx.Module]:
     """Trained networks, in inference mode."""
-    network = Network.of(task, num_blocks=1)
+    network = Network.of(task)
     keys = jax.random.split(jax.random.key(0), seeds)
     budget = Budget(plain_steps=steps, weight_decay=WEIGHT_DECAY)
     copies = Trainer(network, stacked(task.train, seeds), budget, keys).plain().params

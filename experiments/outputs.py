@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,9 @@ from typing import Any
 from experiments.command_line import InputError
 
 
-def writable_folder(path: Path, option: str) -> Path:
-    """Make the folder, check that a file can be made in it, and return it.
-
-    Raises:
-      InputError: if it cannot be written; nothing is left behind.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"cannot write into {option} {path} ({error.strerror}); name a folder that you may write to"
-        ) from error
-    return path
-
-
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, which takes its place only if the block ends well.
-
-    Raises:
-      InputError: if the file cannot be written.
-    """
+    """A temporary path that replaces `path` if the block succeeds."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield temporary
@@ -51,20 +29,10 @@ def whole_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def writable_file(path: Path, option: str) -> Path:
-    """Check, before long work, that the file can be written; nothing of it is left behind.
-
-    Raises:
-      InputError: if not.
-    """
-    if path.is_dir():
-        raise InputError(f"{option} {path} is a folder; name a file in it")
-    writable_folder(path.parent, option)
-    return path
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all; arrays and records too; paths as text, NaN as null."""
+def write_json(path: Path | None, content: Any) -> None:
+    """Write a JSON file atomically (nothing for no path); arrays become lists, NaN null."""
+    if path is None:
+        return
     text = json.dumps(_in_json(content), indent=2, allow_nan=False)
     with whole_file(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the networks say about images: class probabilities, moments of the logits, and what it costs."""
+"""Predictions for images: class probabilities, moments of the logits, and their time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.data import IMAGE_SIZE
 
 Array = jax.Array
 
-CHUNK = 100  # images at a time, so that memory does not grow with their number
+CHUNK = 100  # images at a time, to bound memory
 
 
 class Prediction(NamedTuple):
@@ -77,7 +77,7 @@ def drawn(graph: Any, num_samples: int) -> Callable[[Any, Array, Array], Array]:
 
 
 def compiled(predict: Callable[..., Any], params: Any, count: int, *more: Any) -> Any:
-    """The program for `count` images and all parameters of the shapes of these, of whatever seed."""
+    """The program for `count` images and parameters of these shapes."""
     images = jax.ShapeDtypeStruct((count, IMAGE_SIZE, IMAGE_SIZE), jnp.float32)
     return jax.jit(predict).lower(params, images, *more).compile()
 
@@ -118,7 +118,7 @@ class CaughtUp(NamedTuple):
     time_ratio: float | None
 
     def said(self, most: int) -> str:
-        """In words; `most` were drawn."""
+        """As text; `most` were drawn."""
         if self.samples is None:
             return f"over {most:,}"
         return f"{self.samples:,} ({self.time_ratio:.2g} times the time)"
@@ -131,7 +131,7 @@ def catch_up(
 
     Args:
       each: class probabilities of drawn networks, (samples, N, C). The NLL of a count, of 1, 2, 3, 5,
-        10, 20, 30, 50, ..., is the mean over all groups of so many.
+        10, 20, 30, 50, ..., is the mean over all groups of that size.
       labels: (N,).
       analytic: class probabilities (N, C) of the analytic pass.
       time_of_one: of a drawn network, over that of the analytic pass.

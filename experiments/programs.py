@@ -15,54 +15,39 @@ GIB = 2**30
 
 
 class Skip(Exception):  # noqa: N818 (it is no error)
-    """Something does not fit; the message says why."""
+    """A program does not fit; the message says why."""
 
 
 def failure(error: Exception) -> dict[str, str]:
-    """What a record says of what did not run, in one line; a lack of memory is no failure."""
-    said = " ".join(str(error).split())[:300]
-    if isinstance(error, Skip) or "RESOURCE_EXHAUSTED" in said:
-        return {"status": "skipped", "reason": said}
-    return {"status": "failed", "reason": f"{type(error).__name__}: {said}"}
+    """Status and reason of a program that did not run; too little memory is no failure."""
+    message = " ".join(str(error).split())[:300]
+    if isinstance(error, Skip) or "RESOURCE_EXHAUSTED" in message:
+        return {"status": "skipped", "reason": message}
+    return {"status": "failed", "reason": f"{type(error).__name__}: {message}"}
 
 
 def check_memory(needed: int, limit: float) -> None:
-    """Raise `Skip` where so many bytes are more than `limit` GiB."""
+    """Raise `Skip` if `needed` bytes are more than `limit` GiB."""
     if needed > limit * GIB:
         raise Skip(f"{needed / GIB:.3g} GiB of memory are over --memory-limit {limit:g}")
 
 
 class Size(NamedTuple):
-    """Of a program before the compiler has changed it; the body of a loop counts once.
+    """Size of a program before optimisation; the body of a loop counts once."""
 
-    Args:
-      operations: of StableHLO, with functions counted wherever they are called.
-      products: how many of them are matrix products.
-      product_shapes: how many different products, by the types of operands and result.
-    """
-
-    operations: int
-    products: int
-    product_shapes: int
+    operations: int  # of StableHLO, with functions counted wherever they are called
+    products: int  # how many of them are matrix products
+    product_shapes: int  # how many different products, by the types of operands and result
 
 
 class Program(NamedTuple):
-    """A compiled function.
+    """A compiled function."""
 
-    Args:
-      call: the function; its result need not be there when it returns.
-      seconds: what tracing and compiling took.
-      bytes: its arguments, its results, and what it needs beside them.
-      bytes_accessed: what XLA's cost analysis says is read and written, loops counted once; NaN where it
-        does not say.
-      lowered: before the compiler, for `size_of`.
-    """
-
-    call: Callable[..., Any]
-    seconds: float
-    bytes: int
-    bytes_accessed: float
-    lowered: jax.stages.Lowered
+    call: Callable[..., Any]  # returns before its result is ready
+    seconds: float  # what tracing and compiling took
+    bytes: int  # of arguments, results and temporaries
+    bytes_accessed: float  # by XLA's cost analysis, loops counted once; may be NaN
+    lowered: jax.stages.Lowered  # before the compiler, for `size_of`
 
     def run(self, *arguments: Any) -> Any:
         """The result, once it is there."""
@@ -81,14 +66,14 @@ def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
 
 
 def needed_bytes(program: jax.stages.Compiled) -> int:
-    """The arguments and results of a compiled function, and what it needs beside them."""
+    """Bytes of a compiled function's arguments, results and temporaries."""
     memory: Any = program.memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
     return int(sum(sizes))
 
 
 def warm_up() -> None:
-    """Compile something, so that the first program that counts does not start the compiler."""
+    """Start the compiler, so that the first timed compilation does not."""
     compile_program(lambda x: jax.nn.gelu(x @ x), jnp.ones((8, 8)))
 
 

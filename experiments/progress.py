@@ -1,4 +1,4 @@
-"""How far a loop has come: a bar on a terminal, and a line now and then where the output is kept."""
+"""Progress of a loop: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ SECONDS = 10.0  # between two lines
 
 
 class Progress:
-    """Of one loop; on the standard error.
-
-    Args:
-      name: of what the loop does.
-      total: steps in all.
-      initial: steps made before.
-      unit: what a step is called.
-      hidden: show nothing, as processes do but one.
-    """
+    """Progress of one loop, on standard error."""
 
     def __init__(
         self, name: str, total: int, *, initial: int = 0, unit: str = "step", hidden: bool = False
@@ -36,7 +28,7 @@ class Progress:
         self._write()
 
     def update(self, count: int = 1, figures: Mapping[str, float] | None = None) -> None:
-        """So many more steps were made; show these figures from now on."""
+        """Count `count` more steps; show these figures from now on."""
         self.done += count
         if figures is not None:
             self.figures = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())

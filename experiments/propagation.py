@@ -79,7 +79,7 @@ def _frozen(one: Callable[..., Any], case: Case, params: Any) -> Forward:
 
 
 def deterministic(case: Case) -> Forward:
-    """Compile the same network of Flax's layers, at the means of the weights: the yardstick of time."""
+    """Compile the same network in Flax's layers at the mean weights, to compare times with."""
     gelu, relu = (mj.nn.find_activation(name).plain for name in ("gelu", "relu"))
 
     def batch(x: Array, params: tuple[Any, Any, Any]) -> Array:

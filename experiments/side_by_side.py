@@ -1,4 +1,4 @@
-"""Training of many copies of one network side by side: splits, seeds, members of an ensemble."""
+"""Train many copies of one network: splits, seeds, members of an ensemble."""
 
 from __future__ import annotations
 
@@ -49,17 +49,11 @@ class SideBySide:
         self.in_turn = in_turn
         steps = self._steps if in_turn else jax.vmap(self._steps, in_axes=(0, None, 0, 0))
         self._chunk = jax.jit(steps)
+        self._programs: dict[str, jax.stages.Compiled] = {}
         self._init = jax.jit(self._start if in_turn else jax.vmap(self._start))
 
     def fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
-        """The parameters of every copy after training.
-
-        Args:
-          params: where to start; the copies are its leading axis, as of what follows.
-          given: what each copy's loss needs.
-          keys: random keys.
-          label: shown with the progress.
-        """
+        """The parameters of every copy after training."""
         given = jax.tree.map(jnp.asarray, given)
         if not self.in_turn:
             return self._fit(params, given, keys, label)
@@ -74,21 +68,26 @@ class SideBySide:
         carry = self._init(params)
         size = min(CHUNK, self.num_steps)
         with Progress(label, self.num_steps) as progress:
+            shapes = str(jax.tree.map(jnp.shape, (carry, given, keys)))
+            if shapes not in self._programs:
+                lowered = self._chunk.lower(carry, jnp.int32(0), given, keys)
+                self._programs[shapes] = lowered.compile()
+            program = self._programs[shapes]
             for first in range(0, self.num_steps, size):
-                carry = jax.block_until_ready(self._chunk(carry, first, given, keys))
+                carry = jax.block_until_ready(program(carry, jnp.int32(first), given, keys))
                 progress.update(min(size, self.num_steps - first))
-        self.bytes = needed_bytes(self._chunk.lower(carry, 0, given, keys).compile())
+        self.bytes = needed_bytes(program)
         return carry[0] if self.validate is None else carry[2][0]
 
     def _start(self, params: Any) -> Any:
         """Parameters, state of the optimiser, and the best parameters so far with their score."""
-        # Of weak types, as of Python's numbers, every update but the first would be compiled once more.
+        # Weak types, as of Python's numbers, would compile the update a second time.
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), params)
         best = None if self.validate is None else (params, jnp.full((), jnp.inf, jnp.float32))
         return params, self.optimizer.init(params), best
 
     def _steps(self, carry: Any, first: Array, given: Any, key: Array) -> Any:
-        """A chunk of updates of one copy, none of those beyond the last, and its score."""
+        """A chunk of updates of one copy (none beyond the last), and its score."""
 
         def update(carry: Any, step: Array) -> tuple[Any, None]:
             params, state = carry

@@ -1,9 +1,9 @@
 """Stop requests: Ctrl-C and SIGTERM set a flag, which a loop reads between two updates.
 
-Nothing is raised where the program happens to be. An exception would be lost in the callbacks of the
-garbage collector; and out of the wait for XLA's compiler it would leave that compiler's thread at work
-while the interpreter is taken down, which crashes. And while the main thread waits for XLA, minutes at
-times, Python runs no handler; so a thread of our own hears of the signal and says so.
+No exception is raised in the running code: it could be lost in a callback of the garbage collector, and
+during a compilation it would shut the interpreter down while XLA's thread runs, which crashes. And while
+the main thread waits for XLA, minutes at times, Python runs no handler; so a thread of our own reads the
+signal and prints a message.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ INTERRUPTED = 130  # what a shell makes of SIGINT
 
 
 class StopRequest:
-    """Notices signals within the block; a second Ctrl-C ends the process at once.
+    """Notes signals within the block; a second Ctrl-C ends the process at once.
 
-    In another thread than the main one it notices nothing. A signal that is ignored stays ignored.
+    Does nothing outside the main thread. A signal that is ignored stays ignored.
 
     Args:
       numbers: the signals.
-      at_once: end at the first Ctrl-C already, for there is nothing to save. A block within this one
-        has its own way.
+      at_once: end at the first Ctrl-C, for there is nothing to save. A nested block overrides this.
     """
 
     def __init__(self, *numbers: signal.Signals, at_once: bool = False) -> None:
@@ -58,7 +57,7 @@ class StopRequest:
         self.received = signal.Signals(number)
 
     def _listen(self, reading: int) -> None:
-        """Every byte in the pipe is the number of a signal, from the moment that it came."""
+        """Read signal numbers from the pipe as they come."""
         asked = self._at_once
         while heard := os.read(reading, 1):
             if heard[0] != signal.SIGINT:
@@ -71,6 +70,6 @@ class StopRequest:
 
 
 def _end() -> NoReturn:
-    """End without taking anything down: XLA's threads may be at work, and need what would go."""
+    """End without interpreter shutdown: XLA's threads may still be running."""
     os.write(2, END)
     os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Score `mj.fit` and Laplace approximations on two small tables, against well-known methods.
+"""Compare `mj.fit` and Laplace approximations with well-known methods on two small tables.
 
 Five divisions into 80 % training and 20 % test data. Inputs (and real targets) are
 standardised by the training data; early stopping and weight decay are chosen on a part of those. Scores
@@ -115,13 +115,13 @@ def methods(classes: bool) -> dict[str, Callable[[Split], Predict]]:
 
 
 def fit(split: Split) -> Predict:
-    """The front door, with its defaults."""
+    """`mj.fit` with its defaults."""
     likelihood = mj.objectives.Categorical if split.classes else mj.objectives.Gaussian
     return mj.fit(None, split.train, likelihood, seed=split.seed).log_prob
 
 
 def laplace(split: Split, *, kind: str, linearised: bool, by_held_out: bool = False) -> Predict:
-    """Of a plain network; prior precision by the evidence or held-out data, noise by the evidence."""
+    """Laplace approximation of a plain network; prior precision by evidence or held-out data."""
     model, _ = plain(split, split.seed)
     held, rest = parts(split, split.seed)
     options: dict[str, Any] = {"kind": kind, "receipt": True}
@@ -216,13 +216,13 @@ def _log_density(outputs: np.ndarray, y: np.ndarray, noise: float) -> np.ndarray
 
 
 def logistic(split: Split) -> Predict:
-    """scikit-learn's, with its defaults."""
+    """scikit-learn's logistic regression."""
     model = LogisticRegression(max_iter=1000).fit(*split.train)
     return lambda x, y: model.predict_log_proba(x)[np.arange(len(y)), y]
 
 
 def regression(split: Split, *, model: Any) -> Predict:
-    """One of scikit-learn's that says its standard deviation."""
+    """A scikit-learn model that predicts a standard deviation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a length scale of a process at its bound
         model = model.fit(split.train[0], split.train[1][:, 0])

@@ -1,7 +1,8 @@
-"""The training loop: compiled updates, progress, checkpoints, Ctrl-C, and the best of a validation."""
+"""The training loop: compiled updates, progress, checkpoints, Ctrl-C, early stopping."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import signal
 from collections.abc import Callable
@@ -26,14 +27,14 @@ SHOW_EVERY = 10
 
 
 class Best(NamedTuple):
-    """The parameters that a validation liked most so far, and their score; lower is better."""
+    """The best parameters so far by validation, and their score; lower is better."""
 
     params: Params
     score: Array
 
 
 class TrainState(NamedTuple):
-    """All that a run needs to go on: parameters, optimiser, number of updates made, random key."""
+    """The state of a run: parameters, optimiser, number of updates made, random key."""
 
     params: Params
     optimizer: Any
@@ -43,7 +44,7 @@ class TrainState(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """The programs of a task; they donate the state that they are given."""
+    """The programs of a task; they donate their state."""
 
     update: Callable[[TrainState], tuple[TrainState, Report]]
     keep_best: Callable[[TrainState], TrainState] | None
@@ -55,12 +56,10 @@ class Task:
 
     Args:
       name: shown with the progress.
-      loss: (params, key, step) -> the loss to minimise and what else to show; it draws its own
-        mini-batch from the key, which is the same for the whole run, and the step.
+      loss: (params, key, step) -> loss, figures to show; it draws its own mini-batch
       optimizer: an optax transformation.
       num_steps: number of updates.
-      validate: parameters -> a score, lower is better; then the best parameters seen are kept, not the
-        last. None to keep the last.
+      validate: parameters -> a score to minimise, by which the best are kept
     """
 
     name: str
@@ -87,7 +86,7 @@ class Task:
         return new, {"loss": value, **report}
 
     def compile(self, state: TrainState) -> Compiled:
-        """The programs for all states of the shapes of this one, of whatever seed."""
+        """The programs for states of these shapes, for all seeds."""
         update = jax.jit(self.update, donate_argnums=0).lower(state).compile()
         if self.validate is None:
             return Compiled(update, None)
@@ -135,7 +134,7 @@ def fit(
     if first >= task.num_steps:
         return state
     with Progress(task.name, task.num_steps, initial=first) as progress:
-        # What takes long to compile comes before there is anything that Ctrl-C would have to save.
+        # Compile first: there is nothing yet that Ctrl-C would have to save.
         update, keep_best = compiled() if compiled else task.compile(state)
         with StopRequest(*([] if checkpoints is None else [signal.SIGINT])) as request:
             for step in range(first + 1, task.num_steps + 1):
@@ -156,3 +155,19 @@ def fit(
             f"{checkpoints.folder}; run the same command with --resume to go on"
         )
     return state
+
+
+def fit_saved(
+    task: Task,
+    params: Params,
+    args: argparse.Namespace,
+    name: str,
+    settings: dict[str, Any],
+    seed: int,
+    save_every: int,
+    compiled: Callable[[], Compiled] | None = None,
+) -> TrainState:
+    """`fit` from `params`, with checkpoints in a folder `name` below --out, as --resume says."""
+    settings = {"seed": args.seed, **settings}
+    with Checkpoints(args.out / "checkpoints" / name, settings, resume=args.resume) as store:
+        return fit(task, task.start(params, jax.random.key(seed)), store, save_every, compiled)

@@ -25,11 +25,11 @@ from experiments.brownian.model_sphere import model_sphere
 from experiments.brownian.motion import token_motion
 from experiments.brownian.reversibility import split_projections, split_scores
 from experiments.brownian.stream import residual_stream
-from experiments.command_line import Parser, one_of
+from experiments.command_line import Parser, writable_folder
 from experiments.data import Digits
-from experiments.digits import trained
+from experiments.digits_training import trained
 from experiments.figures import save
-from experiments.outputs import writable_folder, write_json
+from experiments.outputs import write_json
 
 NUM_COORDINATES = 2
 
@@ -38,13 +38,6 @@ def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
     parser.place("--run", "runs/digits", "the --out of a finished main job")
     parser.place("--out", None, "folder for metrics.json and figures (default: brownian/ in --run)")
-    parser.add_argument(
-        "--structure",
-        type=one_of(mj.STRUCTURES, "structure"),
-        metavar="NAME",
-        help=f"structure in which the residual stream is predicted: {', '.join(mj.STRUCTURES)} "
-        "(default: the network's own)",
-    )
     parser.whole(
         "--images",
         300,
@@ -53,13 +46,11 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.whole("--head-images", 300, "training images for the importance of the heads", least=2)
     parser.whole("--samples", 400, "networks drawn to judge the predicted stream by", least=2)
-    parser.whole("--image", 0, "test image whose attention is drawn", least=0)
-    parser.whole("--block", 1, "its block, from 1")
     parser.seed()
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load the network, take it apart, write what came out."""
+    """Load the network, analyse it, and write the results."""
     network, digits = trained(args.run)
     out = writable_folder(args.run / "brownian" if args.out is None else args.out, "--out")
     rng = np.random.default_rng(args.seed)
@@ -70,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     stream = residual_stream(plain, jnp.asarray(test.images))
     metrics = {
         "settings": vars(args),
-        "attention": _attention(args, out, plain, digits),
+        "attention": _attention(out, plain, digits),
         "sphere": _sphere(plain, jnp.asarray(test.images)),
         "diffusion_map": _map(out, stream, test.labels, rng),
         "motion": _motion(args, out, network, test.images, stream),
@@ -80,15 +71,11 @@ def run(args: argparse.Namespace) -> None:
     _print(out, metrics)
 
 
-def _attention(
-    args: argparse.Namespace, out: Path, plain: mj.nn.PlainVisionTransformer, digits: Digits
-) -> dict[str, Any]:
-    """The chain of every head of every block on one image, and the figure of one block."""
-    index = args.image % len(digits.test.labels)
-    image = digits.test.images[index]
+def _attention(out: Path, plain: mj.nn.PlainVisionTransformer, digits: Digits) -> dict[str, Any]:
+    """The chain of every head of every block on the first image, and the figure of the first block."""
+    image = digits.test.images[0]
     stream = residual_stream(plain, jnp.asarray(image)[None])
     rows, drawn = [], {}
-    shown = min(args.block, len(plain.encoder.blocks)) - 1
     for i, block in enumerate(plain.encoder.blocks):
         x = stream[i, 0]
         tokens = block.norm1(x) if block.norm_first else x
@@ -105,7 +92,7 @@ def _attention(
         for name, chain in chains.items():
             law = mj.brownian.stationary(chain)
             rows.append({"block": i, "chain": name, **_chain_figures(chain, law)})
-            if i == shown:
+            if i == 0:
                 drawn[name] = (np.asarray(chain), np.asarray(law))
         forms = jax.vmap(split_projections, in_axes=1)(
             layer.query.kernel[...], layer.key.kernel[...]
@@ -115,8 +102,8 @@ def _attention(
             row["form_antisymmetric_share"] = float(forms.antisymmetric_share[h])
             row["score_cyclic_share"] = float(parts.cyclic_share)
             row["score_symmetric_share"] = float(parts.symmetric_share)
-    save(draw.attention(image, drawn, shown), out / "attention.png")
-    return {"image": index, "label": int(digits.test.labels[index]), "chains": rows}
+    save(draw.attention(image, drawn), out / "attention.png")
+    return {"label": int(digits.test.labels[0]), "chains": rows}
 
 
 def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, float]:
@@ -131,7 +118,7 @@ def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, float]:
 
 
 def _sphere(plain: mj.nn.PlainVisionTransformer, images: jax.Array) -> list[dict[str, Any]]:
-    """How far from the sphere the tokens are that attention sees, step by step."""
+    """Distance of attention's inputs from the sphere, by cause."""
     return [
         {"block": i, "tokens": name, **gap._asdict()}
         for i, gaps in enumerate(model_sphere(plain, images))
@@ -142,7 +129,7 @@ def _sphere(plain: mj.nn.PlainVisionTransformer, images: jax.Array) -> list[dict
 def _map(
     out: Path, stream: jax.Array, labels: np.ndarray, rng: np.random.Generator
 ) -> dict[str, Any]:
-    """Diffusion map of the tokens after the last block, all images together."""
+    """Diffusion map of all images' tokens after the last block."""
     count = stream.shape[2]
     tokens = mj.brownian.to_sphere(stream[-1]).reshape(-1, stream.shape[-1])
     classes = np.repeat(labels, count)
@@ -163,7 +150,7 @@ def _map(
 
 
 def _explained(values: np.ndarray, classes: np.ndarray) -> float:
-    """Share of the variance that lies between classes."""
+    """Share of the variance between classes."""
     means = np.array([values[classes == c].mean() for c in np.unique(classes)])
     counts = np.array([(classes == c).sum() for c in np.unique(classes)])
     return float(
@@ -178,13 +165,11 @@ def _motion(
     images: np.ndarray,
     stream: jax.Array,
 ) -> dict[str, Any]:
-    """The statistics of the steps, the moments predicted, and the verdict."""
-    structure = None if args.structure is None else mj.STRUCTURES[args.structure]
+    """Statistics of the steps, predicted moments, and the verdict."""
     motion = token_motion(
         network,
         jnp.asarray(images),
         key=jax.random.key(args.seed),
-        structure=structure,
         num_samples=args.samples,
     )
     assert motion.agreement is not None

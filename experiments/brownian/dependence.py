@@ -26,7 +26,7 @@ class Dependence(NamedTuple):
 
 @partial(jax.jit, static_argnames=("permutations",))
 def independence_test(x: Array, y: Array, key: Array, *, permutations: int = 199) -> Dependence:
-    """Are the rows of x and y independent of each other? Any kind of dependence is seen.
+    """Test whether the rows of x and y are independent; detects any dependence.
 
     Args:
       x: (N, T, D): N independent rows, each of T vectors; vector t of x is compared with vector t of y,

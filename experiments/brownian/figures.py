@@ -21,17 +21,15 @@ EDGES = 40
 """Attention steps drawn in a graph: the most frequent ones."""
 
 
-def attention(
-    image: np.ndarray, chains: dict[str, tuple[np.ndarray, np.ndarray]], block: int
-) -> Figure:
-    """Each head's attention graph over the image: edges by how often they are walked, nodes by law."""
+def attention(image: np.ndarray, chains: dict[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
+    """Each head's attention graph over the image: edges show the flow, discs the stationary law."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(chains), figsize=(2.5 * len(chains), 3.0), squeeze=False)
         for axis, (name, (chain, law)) in zip(axes[0], chains.items(), strict=True):
             _graph(axis, image, chain, law)
             axis.set_title(name)
         figure.suptitle(
-            f"Attention as a walk, block {block + 1}; discs: stationary law, "
+            f"Attention as a walk, first block; discs: stationary law, "
             f"lines: the {EDGES} steps walked most",
             x=0.01, ha="left", fontweight="bold",
         )  # fmt: skip
@@ -94,7 +92,7 @@ def increments(quantiles: np.ndarray, found: list[np.ndarray], motion: TokenMoti
             left.plot(quantiles, values, ".", markersize=3, color=colour, label=f"block {i + 1}")
         left.legend(loc="upper left")
         left.set(xlabel="normal quantile", ylabel="quantile of the standardised steps")
-        left.set_title("Steps of the tokens, each coordinate by itself")
+        left.set_title("Steps of the tokens by coordinate")
         growth = motion.growth
         depth = np.arange(len(growth.variance))
         right.plot(depth, growth.variance, "o-", color=BAYES, label="Var[x_l - x_0]")
@@ -118,7 +116,7 @@ def increments(quantiles: np.ndarray, found: list[np.ndarray], motion: TokenMoti
 
 
 def heads(importance: HeadImportance, curves: dict[str, HeadCurve]) -> Figure:
-    """What each head is worth, and accuracy as heads are taken away."""
+    """Importance of each head, and accuracy as heads are removed."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.0))
         names = [f"{i + 1}.{h + 1}" for i, w in enumerate(importance.signal) for h in range(len(w))]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import moment_jax as mj
 from experiments.brownian.pruning import (
@@ -37,12 +38,22 @@ def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
       module: an `Encoder` or `VisionTransformer` of `mj.nn`.
       inputs: a batch (N, ...) of what it takes.
     """
-    blocks = blocks_of(module).blocks
+    blocks_of(module)  # or its error
+    rows = _all_signals(*nnx.split(module), jnp.asarray(inputs))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = [np.asarray(s.sum(axis=0)) / np.asarray(n.sum(axis=0)) for s, n in rows]
+    return [np.nan_to_num(ratio, nan=0.0, posinf=np.inf) for ratio in ratios]
+
+
+@partial(jax.jit, static_argnums=0)
+def _all_signals(graph: Any, state: Any, inputs: Array) -> list[tuple[Array, Array]]:
+    """Signal and noise of every head, (N, H) each, for each block."""
+    module = nnx.merge(graph, state)
 
     def one(x: Array) -> list[tuple[Array, Array]]:
         mean, cov = enter(module, x, module.settings.structure)
         rows = []
-        for block in blocks:
+        for block in blocks_of(module).blocks:
             params: mj.EncoderBlockParams = block.params
             seen = mean, cov
             if block.norm_first:
@@ -51,16 +62,13 @@ def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
             mean, cov = block.moments(mean, cov, params, None)
         return rows
 
-    rows = jax.jit(lambda batch: jax.lax.map(one, batch))(jnp.asarray(inputs))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = [np.asarray(s.sum(axis=0)) / np.asarray(n.sum(axis=0)) for s, n in rows]
-    return [np.nan_to_num(ratio, nan=0.0, posinf=np.inf) for ratio in ratios]
+    return jax.lax.map(one, inputs)
 
 
 def _signals(
     mean: Array, cov: mj.Covariance, params: mj.AttentionParams, num_heads: int
 ) -> tuple[Array, Array]:
-    """Sum of squared means and of variances of what each head alone adds, (H,) each."""
+    """Sums of squared means and of variances of each head's output, (H,) each."""
     output = mj.DenseParams(params.output.kernel, None)
     params = mj.AttentionParams(params.query, params.key, params.value, output)
 
@@ -94,16 +102,16 @@ def head_predictions(module: Any, inputs: Array, kept: Kept) -> tuple[Array, Arr
     many = masks[0].ndim == 2
     stacked = masks if many else [mask[None] for mask in masks]
     check_kept("head_predictions", module.encoder.blocks, [np.asarray(m[0]) for m in stacked])
-
-    @jax.jit
-    def run(batch: Array, stacked: list[Array]) -> tuple[Array, Array]:
-        return jax.lax.map(
-            lambda one: jax.lax.map(lambda x: _logits(module, x, one), batch, batch_size=50),
-            stacked,
-        )
-
-    mean, cov = run(jnp.asarray(inputs), stacked)
+    mean, cov = _masked_logits(*nnx.split(module), jnp.asarray(inputs), stacked)
     return (mean, cov) if many else (mean[0], cov[0])
+
+
+@partial(jax.jit, static_argnums=0)
+def _masked_logits(graph: Any, state: Any, inputs: Array, masks: list[Array]) -> Any:
+    module = nnx.merge(graph, state)
+    return jax.lax.map(
+        lambda mask: jax.lax.map(lambda x: _logits(module, x, mask), inputs, batch_size=50), masks
+    )
 
 
 def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]:
@@ -123,7 +131,7 @@ def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]
 
 
 class HeadImportance(NamedTuple):
-    """What each head is worth: for each block (H,).
+    """Importance of each head: (H,) for each block.
 
     Attributes:
       signal: `head_signal`.
@@ -204,36 +212,34 @@ def _one_out(heads: list[int]) -> list[np.ndarray]:
     return np.split(every, np.cumsum(heads)[:-1], axis=1)
 
 
+@jax.jit
+def _kl(belief: Any, prior: Any) -> Array:
+    return jnp.asarray(belief.kl(prior))
+
+
 def _kl_of_heads(layer: Any, num_heads: int) -> np.ndarray:
-    """What the KL becomes smaller by without each head: all of it less that of the marginal left."""
+    """By how much the KL falls without each head: the whole less that of the remaining marginal."""
     saved = np.zeros(num_heads)
     for belief, axis in parts_of_heads(layer):
         whole, prior = belief.posterior, belief.prior
         for head in range(num_heads):
             kept = entries_of(np.arange(num_heads) != head, belief.mean.shape[axis])
-            rest = marginal(whole, kept, axis).kl(prior) if len(kept) else 0.0
-            saved[head] += float(whole.kl(prior)) - float(rest)
+            rest = _kl(marginal(whole, kept, axis), prior) if len(kept) else 0.0
+            saved[head] += float(_kl(whole, prior)) - float(rest)
     return saved
 
 
 class HeadCurve(NamedTuple):
-    """Scores against the number of heads kept, from all of them down to none.
+    """Scores against the number of heads kept, from all of them down to none."""
 
-    Attributes:
-      kept: (M,) how many heads.
-      accuracy: (M,).
-      nll: (M,), negative log-likelihood of the labels in nats.
-      order: (block, head) pairs in the order in which they were removed.
-    """
-
-    kept: np.ndarray
-    accuracy: np.ndarray
-    nll: np.ndarray
-    order: list[tuple[int, int]]
+    kept: np.ndarray  # (M,) how many heads
+    accuracy: np.ndarray  # (M,)
+    nll: np.ndarray  # (M,), negative log-likelihood of the labels in nats
+    order: list[tuple[int, int]]  # (block, head) pairs in the order in which they were removed
 
 
 def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.ndarray]) -> HeadCurve:
-    """Accuracy as heads are masked one after the other, those of least worth first.
+    """Accuracy as heads are masked one after the other, the least important first.
 
     Args:
       module: a `VisionTransformer` of `mj.nn`.

@@ -14,7 +14,7 @@ Array = jax.Array
 
 
 def model_sphere(module: Any, inputs: Array) -> list[dict[str, mj.brownian.SphereGap]]:
-    """Gaps to the sphere of radius sqrt(D) of what each block's attention sees, cause by cause.
+    """Distances of each block's attention inputs from the sphere of radius sqrt(D), by cause.
 
     For each block, in this order: "normalised", where epsilon alone keeps tokens inside the sphere;
     "gain", after LayerNorm's gain; "attended", after its bias too, which is what queries and keys are

@@ -22,7 +22,7 @@ from experiments.brownian.stream import (
 Array = jax.Array
 
 FEWEST = 20
-"""Below so many inputs the approximations of the normality test do not hold."""
+"""Minimum number of inputs for the approximations of the normality test."""
 
 LEVEL = 0.01
 """Level of all tests of a report together; each has its share of it (Bonferroni)."""
@@ -86,7 +86,7 @@ class TokenMotion(NamedTuple):
 
     @property
     def is_brownian(self) -> bool:
-        """Whether no test refutes it: with few inputs that says little."""
+        """Whether no test rejects it; weak evidence with few inputs."""
         return not self.failures
 
     @property
@@ -154,7 +154,7 @@ def _agreement(
 
 
 def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
-    """The report on a residual stream that you have recorded yourself.
+    """The report on a recorded residual stream.
 
     All tests together have the level `LEVEL`; an independence test can refute only if
     1 / (permutations + 1) is below its share of that, which is checked.
@@ -268,7 +268,7 @@ def _mean_angle(x: Array, y: Array) -> Array:
 
 
 def _failures(blocks: list[BlockMotion], growth: VarianceGrowth, share: float) -> list[str]:
-    """What refutes the claim, the worst block for each reason."""
+    """Reasons to reject the claim, each with its worst block."""
     failures = []
     drifting = [b.drift_share for b in blocks if b.drift_p < share]
     if drifting:

@@ -19,7 +19,7 @@ Kept = Sequence[Array | np.ndarray | Sequence[bool]]
 
 
 def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
-    """Beliefs about attention whose heads outside `kept` are zero for certain: no queries, keys, values.
+    """Beliefs about attention with the queries, keys and values of heads outside `kept` set to zero.
 
     A head enters the output through its values alone; queries and keys are taken out with them, because
     some structures keep one token correlation for the queries of all heads. So the moments are those of
@@ -53,7 +53,7 @@ def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
 
 
 def _scaled(belief: mj.posterior.Posterior, factor: Array) -> mj.posterior.Posterior:
-    """The belief about an array times these factors of its last axis."""
+    """The belief about an array scaled along its last axis."""
     mean = belief.mean * factor.reshape(*(1,) * (belief.mean.ndim - 1), -1)
     if isinstance(belief, mj.posterior.Point):
         return mj.posterior.Point(mean)
@@ -107,7 +107,7 @@ def marginal(
 
 
 def parts_of_heads(attention: Any) -> list[tuple[Any, int]]:
-    """The beliefs of an `mj.nn.MultiHeadAttention` that heads own a share of, and along which axis."""
+    """The beliefs of an `mj.nn.MultiHeadAttention` that are split by head, and the axis of the split."""
     parts = []
     for dense in (attention.query, attention.key, attention.value):
         parts += [(belief, -1) for belief in (dense.kernel, dense.bias) if belief is not None]
@@ -132,7 +132,7 @@ def check_kept(name: str, blocks: Sequence[Any], kept: Kept) -> list[np.ndarray]
 
 
 def prune_heads(module: Any, kept: Kept) -> Any:
-    """A smaller module without the heads that are not kept; the module given stays as it is.
+    """A copy of the module without the heads that are not kept.
 
     The beliefs that remain are the marginals of those there were, so moments and samples are those of
     the module whose heads are masked, at the cost of a smaller one.

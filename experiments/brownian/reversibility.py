@@ -32,7 +32,7 @@ class ScoreParts(NamedTuple):
 
 
 def split_scores(scores: Array) -> ScoreParts:
-    """Split scores (T, T) into what a reversible chain may have and what makes it irreversible.
+    """Split scores (T, T) into the parts of a reversible chain and the part that makes it irreversible.
 
     The rows of scores are centred first: a softmax does not see a constant in its row.
     Detailed balance pi_i P_ij = pi_j P_ji for P = softmax(s) says s_ij - s_ji = g_j - g_i for some

@@ -14,10 +14,10 @@ Array = jax.Array
 
 
 def residual_stream(module: Any, inputs: Array) -> Array:
-    """Where the tokens are before the first block and after every block: (L + 1, N, T, D).
+    """Tokens before the first block and after every block: (L + 1, N, T, D).
 
-    The module is called once, as it is; its blocks only tell what goes in and out. A Bayesian module of
-    `mj.nn` is taken at the means of its weights.
+    The module is called once, with its blocks recorded. A Bayesian module of `mj.nn` is used at its
+    means.
 
     Args:
       module: a callable with `blocks`, a sequence of callables whose first argument and output are the
@@ -42,7 +42,7 @@ def residual_stream(module: Any, inputs: Array) -> Array:
 
 
 def blocks_of(module: Any) -> Any:
-    """The part of a module that owns the blocks: itself, or its encoder.
+    """The owner of the blocks: the module or its encoder.
 
     Raises:
       TypeError: if there is none.
@@ -57,7 +57,7 @@ def blocks_of(module: Any) -> Any:
 
 
 class _Recorder:
-    """A block that writes down what passes it."""
+    """A block that records its inputs and outputs."""
 
     def __init__(self, block: Any, stream: list[Array]) -> None:
         self.block = block
@@ -78,7 +78,7 @@ def _recording(network: Any, stream: list[Array]) -> Any:
     """A shallow copy of the network with recorders in place of its blocks."""
     owner = blocks_of(network)
     watched = copy.copy(owner)
-    # Modules check what is assigned to them; recorders are no modules, and need not be.
+    # Modules reject attributes that are no modules, so bypass their check.
     object.__setattr__(watched, "blocks", [_Recorder(block, stream) for block in owner.blocks])
     if owner is network:
         return watched
@@ -97,7 +97,7 @@ class StreamMoments(NamedTuple):
 def predicted_stream(
     module: Any, inputs: Array, structure: type[mj.Covariance] | None = None
 ) -> StreamMoments:
-    """The moments that the analytic pass gives the residual stream, the inputs certain.
+    """Moments of the residual stream by the analytic pass, for certain inputs.
 
     Args:
       module: an `Encoder` or a `VisionTransformer` of `mj.nn`, with beliefs.
@@ -135,7 +135,7 @@ def enter(module: Any, x: Array, structure: type[mj.Covariance]) -> tuple[Array,
 
 
 def sampled_stream(module: Any, inputs: Array, key: Array, num_samples: int) -> StreamMoments:
-    """The same moments from networks drawn from the beliefs, the truth that predictions answer to.
+    """Moments of the residual stream over sampled networks.
 
     Standard errors are sd / sqrt(num_samples) of a mean and 1 / sqrt(2 num_samples) of a sd.
 

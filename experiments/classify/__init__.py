@@ -1,11 +1,10 @@
 """Classify images with a Bayesian vision Transformer, against what people use for uncertainty.
 
 Compares it with the plain network, an ensemble of five, MC dropout, sampled variational inference and
-Laplace approximations, on test images, on the same turned and blurred, and on images that are none of
-the classes. Every seed has a division of its own into training, validation and test images. What a
-method leaves open, and a temperature for each, is chosen on validation images. Prints means and standard
-errors over the seeds, of the scores and of their differences from the plain network's; writes
-metrics.json and figures.
+Laplace approximations, on test images, on the same turned, and on images of none of the classes. Every
+seed has its own division into training, validation and test images. Open settings, and a temperature for
+each method, are chosen on validation images. Prints means and standard errors over the seeds, of the
+scores and of their differences from the plain network's; writes metrics.json and figures.
 """
 
 from __future__ import annotations
@@ -21,20 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import predictions
-from experiments.classify import figures, images, scores
+from experiments.classify import images, scores
 from experiments.classify.compared import CATCH_UP, Answer, Compared, train_all
 from experiments.classify.images import Task
 from experiments.classify.methods import Answers, Budget, Trainer
 from experiments.classify.networks import Network
-from experiments.command_line import Parser
-from experiments.figures import save
-from experiments.outputs import writable_folder, write_json
+from experiments.command_line import Parser, writable_folder
+from experiments.figures import STYLE, Figure, histograms, plt, save
+from experiments.outputs import write_json
 from experiments.predictions import CaughtUp
 from experiments.report import aligned, duration, with_error
 
-__all__ = ["add_arguments", "run"]
-
-SHIFTED = 250  # images of each shift and of each kind of other images
+DRAWN = ("accuracy", "nll", "ece")
+SHIFTED = 250  # images at each angle and of each kind of other images
 
 
 def add_arguments(parser: Parser) -> None:
@@ -54,7 +52,6 @@ def add_arguments(parser: Parser) -> None:
     parser.whole(
         "--seeds", 5, "how many times all is done, with this seed and those that follow it"
     )
-    parser.whole("--blocks", 1, "of the Transformer")
     parser.whole(
         "--members", 5, "plain networks in the ensemble (Bayesian ones: three, or as many)"
     )
@@ -64,7 +61,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train all methods, compare them, write what came out."""
+    """Train and compare all methods; write the results."""
     start = time.perf_counter()
     seeds = range(args.seed, args.seed + args.seeds)
     task = images.load(args.data, seeds, args.data_dir)
@@ -72,14 +69,14 @@ def run(args: argparse.Namespace) -> None:
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)
     keys = jnp.stack([jax.random.split(jax.random.key(seed), args.members) for seed in seeds])
     given, labels = (np.concatenate([part] * args.members) for part in task.train)
-    trainer = Trainer(Network.of(task, args.blocks), (given, labels), budget, keys.T.ravel())
+    trainer = Trainer(Network.of(task), (given, labels), budget, keys.T.ravel())
     methods = train_all(trainer, args.seeds, task.validation, args.samples)
-    said, before, after, rest = {}, {}, {}, {}
+    predicted, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():
-        raw, costs = _say(method, task)
+        raw, costs = _predicted(method, task)
         temperature = scores.best_temperature(raw.validation, task.validation.labels)
-        said[name] = jax.tree.map(partial(scores.tempered, temperature=temperature), raw)
-        before[name], after[name] = _scored(raw, task), _scored(said[name], task)
+        predicted[name] = jax.tree.map(partial(scores.tempered, temperature=temperature), raw)
+        before[name], after[name] = _scored(raw, task), _scored(predicted[name], task)
         rest[name] = {
             **costs,
             "seconds_of_training": method.seconds / args.seeds,
@@ -102,41 +99,38 @@ def run(args: argparse.Namespace) -> None:
         "seconds": time.perf_counter() - start,
     }
     write_json(out / "metrics.json", metrics)
-    _draw(out, task, records, said)
+    _draw(out, records, predicted)
     _print(records)
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and figures in {out}")
 
 
-class Said(NamedTuple):
+class Predicted(NamedTuple):
     """Class probabilities of one method, for every seed (L, N, C)."""
 
     validation: np.ndarray
     test: np.ndarray
-    shifts: dict[str, dict[float, np.ndarray]]
+    turned: dict[float, np.ndarray]
     others: dict[str, np.ndarray]
 
 
-def _say(method: Compared, task: Task) -> tuple[Said, dict[str, float]]:
-    """What a method says of all images, its seconds for one, and the bytes that a chunk needs."""
+def _predicted(method: Compared, task: Task) -> tuple[Predicted, dict[str, float]]:
+    """A method's predictions for all images, with seconds per image and bytes per chunk."""
     some, test = task.test.images[:, :SHIFTED], task.test.images
-    said, seconds = _timed(method.predict, test)
+    predicted, seconds = _timed(method.predict, test)
     assert isinstance(method.predict, Answers)
     costs = {"seconds_per_image": seconds, "bytes_of_prediction": method.predict.bytes(test)}
-    shifts: dict[str, Any] = {
-        "angle": {a: images.turned(some, a, task.background) for a in images.ANGLES},
-        "blur": {strength: images.blurred(some, strength) for strength in images.BLURS},
-    }
-    more = task.validation.images, shifts, images.others(task, SHIFTED)
-    validation, shifted, others = jax.tree.map(method.predict, more)
-    return Said(validation, said, shifted, others), costs
+    turned = {angle: images.turned(some, angle, task.background) for angle in images.ANGLES}
+    more = task.validation.images, turned, images.others(task, SHIFTED)
+    validation, answers, others = jax.tree.map(method.predict, more)
+    return Predicted(validation, predicted, answers, others), costs
 
 
 def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
-    """What is said of images (L, N, H, W), and the seconds for one."""
+    """Predictions for images (L, N, H, W), and the seconds for one image."""
     predict(given[:, :1])  # compiled before it is timed
     start = time.perf_counter()
-    said = predict(given)
-    return said, (time.perf_counter() - start) / (given.shape[0] * given.shape[1])
+    predicted = predict(given)
+    return predicted, (time.perf_counter() - start) / (given.shape[0] * given.shape[1])
 
 
 def _catch_up(method: Compared, task: Task, analytic: np.ndarray, seconds: float) -> list[CaughtUp]:
@@ -149,7 +143,7 @@ def _catch_up(method: Compared, task: Task, analytic: np.ndarray, seconds: float
     return [predictions.catch_up(*part, of_one) for part in parts]
 
 
-def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
+def _scored(predicted: Predicted, task: Task) -> list[dict[str, Any]]:
     """All scores of each seed."""
 
     def of_seed(seed: int) -> dict[str, Any]:
@@ -159,19 +153,21 @@ def _scored(said: Said, task: Task) -> list[dict[str, Any]]:
             return predictions.scores(given[seed], labels[: given.shape[1]])
 
         found = {
-            name: scores.detection(said.test[seed], p[seed]) for name, p in said.others.items()
+            name: scores.detection(predicted.test[seed], p[seed])
+            for name, p in predicted.others.items()
         }
         return {
-            "validation": predictions.scores(said.validation[seed], task.validation.labels[seed]),
-            "test": score(said.test),
-            "shifts": jax.tree.map(score, said.shifts),
+            "validation": predictions.scores(
+                predicted.validation[seed], task.validation.labels[seed]
+            ),
+            "test": score(predicted.test),
+            "angle": jax.tree.map(score, predicted.turned),
             "others": found,
             "auroc": float(np.mean([one["auroc"] for one in found.values()])),
-            "calibrated_ece": scores.calibrated_ece(said.test[seed]),
-            "area_under_risk": float(scores.risk_by_coverage(said.test[seed], labels).mean()),
+            "calibrated_ece": scores.calibrated_ece(predicted.test[seed]),
         }
 
-    return [of_seed(seed) for seed in range(len(said.test))]
+    return [of_seed(seed) for seed in range(len(predicted.test))]
 
 
 def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,31 +177,30 @@ def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str
     return {**scores.over_seeds(each), "minus_plain": scores.over_seeds(differences)}
 
 
-def _draw(out: Path, task: Task, records: dict[str, Any], said: dict[str, Said]) -> None:
-    curves = {
-        shift: {
-            name: {
-                score: {s: found[score] for s, found in record["shifts"][shift].items()}
-                for score in ("accuracy", "nll", "ece")
-            }
-            for name, record in records.items()
-        }
-        for shift in ("angle", "blur")
-    }
-    save(figures.shifts(curves), out / "shifts.png")
-    risks = {
-        name: np.stack(list(map(scores.risk_by_coverage, one.test, task.test.labels)))
-        for name, one in said.items()
-    }
-    save(figures.rejection(risks), out / "rejection.png")
+def _draw(out: Path, records: dict[str, Any], predicted: dict[str, Predicted]) -> None:
+    save(_rotation({n: one["angle"] for n, one in records.items()}), out / "shifts.png")
     entropies = {
         name: {
             which: predictions.entropy(p).ravel()
             for which, p in {"test": one.test, **one.others}.items()
         }
-        for name, one in said.items()
+        for name, one in predicted.items()
     }
-    save(figures.histograms(entropies), out / "others.png")
+    save(histograms(entropies, "entropy (nats)"), out / "others.png")
+
+
+def _rotation(methods: dict[str, dict[float, dict[str, dict[str, float]]]]) -> Figure:
+    """Scores against the angle: `methods[name][angle][score]` has "mean" and "error" over seeds."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(DRAWN), figsize=(10, 3))
+        for axis, score in zip(axes, DRAWN, strict=True):
+            for name, found in methods.items():
+                mean, error = ([one[score][k] for one in found.values()] for k in ("mean", "error"))
+                line = {"marker": "o", "markersize": 3, "label": name}
+                axis.errorbar(list(found), mean, np.nan_to_num(error), **line)
+            axis.set(xlabel="angle (degrees)", ylabel=score)
+        axes[0].legend(fontsize=6)
+    return figure
 
 
 def _print(records: dict[str, Any]) -> None:
@@ -246,7 +241,7 @@ def _print(records: dict[str, Any]) -> None:
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
-    test, turned = record["test"], record["shifts"]["angle"]
+    test, turned = record["test"], record["angle"]
     found = [record["validation"]["nll"], test["accuracy"], test["nll"], test["brier"], test["ece"]]
     found += [turned[45]["nll"], turned[60]["nll"], record["auroc"]]
     return [with_error(one, ".3f") for one in found]

@@ -1,4 +1,4 @@
-"""The methods that are compared: how each is trained, and what it says of images."""
+"""The compared methods: training and prediction."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ class Compared(NamedTuple):
       seconds: of training, all seeds.
       chosen: on validation data.
       bytes: that an update of its training needs; 0 where that was not measured.
-      each: inputs -> the class probabilities (L, N, S, C) of networks drawn from the same beliefs, where
-        `predict` is by moments.
+      each: inputs -> class probabilities (L, N, S, C) of networks drawn from the same beliefs
     """
 
     predict: Answer
@@ -88,34 +87,35 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     learned = learned._replace(seconds=learned.seconds + plain.seconds)
     by_samples = by_draws(network, draws.weights, samples)
     result["ELBO, drawn"] = compared(by_samples, learned, first.keys)
-    result["ELBO, analytic"] = _analytic(first, learned)
+    by = by_moments(network), by_each_draw(network, draws.weights, CATCH_UP)  # compiled once
+    result["ELBO, analytic"] = _analytic(first, learned, by)
     count = min(BAYESIAN_MEMBERS, count)
     noise = partial(draws.relative, spread=SPREAD)
     every = trainer.first(count * seeds).noisy(noise, "Bayesian networks", groups=1)
     every = every._replace(params=relative(every.params, SPREAD))
     average = by_average_moments(network)
-    result["Bayesian, analytic"] = _analytic(first, every.first(seeds))
+    result["Bayesian, analytic"] = _analytic(first, every.first(seeds), by)
     result[f"{count} Bayesian, analytic"] = compared(average, every.members(seeds), first.keys)
     return result
 
 
 def compared(predict: Predict, trained: Trained, keys: Array, **chosen: Any) -> Compared:
-    """A method whose training and prediction are these."""
+    """A trained method with its prediction function."""
     answers = Answers.of(predict, trained.params, keys)
     return Compared(answers, trained.seconds, chosen, trained.bytes)
 
 
-def _analytic(trainer: Trainer, trained: Trained) -> Compared:
+def _analytic(trainer: Trainer, trained: Trained, by: tuple[Predict, Predict]) -> Compared:
     """Predicted by moments, with networks drawn from the same beliefs to compare with."""
-    network, keys = trainer.network, trainer.keys
-    each = Answers.of(by_each_draw(network, draws.weights, CATCH_UP), trained.params, keys)
-    return compared(by_moments(network), trained, keys)._replace(each=each)
+    moments, each = by
+    answers = Answers.of(each, trained.params, trainer.keys)
+    return compared(moments, trained, trainer.keys)._replace(each=answers)
 
 
 def mc_dropout(
     trainer: Trainer, validation: Part, samples: int, score: Callable[[Any, Part], float]
 ) -> Compared:
-    """MC dropout at the rate of the best (lowest) score on the validation part, over all seeds."""
+    """MC dropout at the rate with the lowest validation score over all seeds."""
     found = {}
     for rate in RATES:
         kind = partial(draws.dropout, rate=rate)
@@ -152,8 +152,8 @@ def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> C
         return jax.vmap(mj.objectives.class_probabilities)(mean, dense)
 
     took = plain.seconds + (time.perf_counter() - start)
-    said = Answers(predict, [(belief,) for belief in beliefs])
-    return Compared(said, took, {"prior_precision": precisions})
+    predictions = Answers(predict, [(belief,) for belief in beliefs])
+    return Compared(predictions, took, {"prior_precision": precisions})
 
 
 def nll(predict: Answer, part: Part) -> float:

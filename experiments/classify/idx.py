@@ -12,11 +12,7 @@ from experiments.command_line import InputError
 
 
 def read(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, H, W) and labels (N,), bytes both, of the part "train" or "t10k".
-
-    Raises:
-      InputError: if a file is missing, cannot be read, or holds something else.
-    """
+    """Images (N, H, W) and labels (N,), bytes both, of the part "train" or "t10k"."""
     pixels = _array(folder, f"{part}-images-idx3-ubyte", 3)
     labels = _array(folder, f"{part}-labels-idx1-ubyte", 1)
     if len(pixels) != len(labels):

@@ -1,4 +1,4 @@
-"""Images to classify, the same turned and blurred, and images of something else."""
+"""Images to classify, rotated images, and images outside all classes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from experiments.command_line import InputError
 from experiments.data import Images
 
 ANGLES = (0, 15, 30, 45, 60, 75, 90)
-BLURS = (0.0, 0.5, 1.0, 1.5, 2.0)  # standard deviation in eighths of the image's side
 FASHION = 5000  # the first training images of Fashion-MNIST: as many as mnist5k has
 LETTERS = "ABCEFGHJKLMNPRTUVWXY"  # none that is also a digit's shape
 
 
 class Task(NamedTuple):
-    """What is learned, L times, each time from a random division of its own into three parts."""
+    """A data set divided at random into three parts, L times."""
 
     train: Images  # images (L, N, H, W), labels (L, N)
     validation: Images
@@ -35,11 +34,7 @@ class Task(NamedTuple):
 
 
 def load(name: str, divisions: Iterable[int], folder: Path | None = None) -> Task:
-    """The images of a data set, divided with each of these random seeds.
-
-    Raises:
-      InputError: if the package that ships it is not there, or the folder does not hold it.
-    """
+    """The images of a data set, divided with each of these random seeds."""
     if (name in IN_FOLDERS) != (folder is not None):
         raise InputError(
             f"--data-dir names the folder of {', '.join(IN_FOLDERS)}, and of no other set; "
@@ -103,12 +98,6 @@ def turned(images: np.ndarray, angle: float, background: np.ndarray) -> np.ndarr
         ndimage.rotate(some, angle, axes=(2, 1), reshape=False, order=1, cval=empty)
         for some, empty in zip(images, background, strict=True)
     ]).astype(np.float32)  # fmt: skip
-
-
-def blurred(images: np.ndarray, strength: float) -> np.ndarray:
-    """Images (L, N, H, W) after a Gaussian filter of this many eighths of their side."""
-    sd = strength * images.shape[-1] / 8
-    return ndimage.gaussian_filter(images, (0, 0, sd, sd)).astype(np.float32)
 
 
 def others(task: Task, count: int, seed: int = 0) -> dict[str, np.ndarray]:

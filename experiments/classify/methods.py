@@ -1,11 +1,11 @@
-"""How each method trains the network and predicts with it; copies side by side, one for each seed."""
+"""Training and prediction of each method, for one copy per seed."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ CHUNK = 50  # inputs at a time in prediction
 
 
 class Budget(NamedTuple):
-    """How long to train: updates and peaks of the learning rate, of plain and of Bayesian networks."""
+    """Numbers of updates and peak learning rates of plain and Bayesian networks."""
 
     plain_steps: int = 2200
     plain_rate: float = 5e-3
@@ -40,7 +40,7 @@ class Budget(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Parameters of every copy, the seconds of all, and the bytes that one's updates need."""
+    """Trained parameters of every copy, seconds in total, and bytes needed by an update."""
 
     params: Params
     seconds: float
@@ -165,12 +165,12 @@ class Trainer:
 
 
 def _faster(params: Params, factor: float) -> Params:
-    """Stored spreads times a factor: Adam's steps do not depend on the scale, so they count for more."""
+    """Scale the stored spreads; Adam's steps do not depend on scale, so this sets their speed."""
     return params._replace(spreads=jax.tree.map(lambda raw: factor * raw, params.spreads))
 
 
 def relative(params: Params, spread: float) -> Params:
-    """Spreads (standard deviations) of so many times the means' magnitude; `Factorized` beliefs only."""
+    """Set standard deviations to `spread` times the means' magnitude; `Factorized` beliefs only."""
     tiny = jnp.finfo(jnp.float32).tiny
     stored = [
         jnp.log(jnp.expm1(jnp.maximum(spread * jnp.abs(mean), tiny)))
@@ -230,7 +230,7 @@ def by_average_moments(network: BayesianNetwork) -> Predict:
 def by_each_draw(
     network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int
 ) -> Predict:
-    """The softmax of each of so many drawn networks, (N, count, C)."""
+    """The softmax of each of `count` drawn networks, (N, count, C)."""
 
     def predict(params: Params, key: Array, inputs: Array) -> Array:
         draw = kind(network.module(params).params)
@@ -241,22 +241,17 @@ def by_each_draw(
 
 
 def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
-    """The average softmax of so many drawn networks."""
+    """The average softmax of `count` drawn networks."""
     each = by_each_draw(network, kind, count)
     return lambda params, key, inputs: each(params, key, inputs).mean(axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Inputs (L, N, ...) -> class probabilities (L, N, C), of every copy for its own.
+    """Predictor: inputs (L, N, ...) -> class probabilities (L, N, C), each copy with its own inputs."""
 
-    Args:
-      predict: of one copy; its last argument are inputs.
-      copies: for each copy its other arguments, alike in shape.
-    """
-
-    predict: Callable[..., Array]
-    copies: list[Any]
+    predict: Callable[..., Array]  # of one copy; its last argument are inputs
+    copies: list[Any]  # for each copy its other arguments, alike in shape
 
     @classmethod
     def of(cls, predict: Predict, params: Params, keys: Array) -> Answers:
@@ -272,7 +267,7 @@ class Answers:
         filled = np.concatenate([inputs, np.repeat(inputs[:, -1:], more, axis=1)], axis=1)
         parts = [
             np.stack([
-                np.asarray(self._compiled(*copy, jnp.asarray(own[first : first + CHUNK])))
+                np.asarray(self._program(*copy, jnp.asarray(own[first : first + CHUNK])))
                 for copy, own in zip(self.copies, filled, strict=True)
             ])
             for first in range(0, filled.shape[1], CHUNK)
@@ -280,10 +275,24 @@ class Answers:
         return np.concatenate(parts, axis=1)[:, : inputs.shape[1]]
 
     def bytes(self, inputs: np.ndarray) -> int:
-        """What the program for a chunk of these inputs needs."""
-        chunk = jnp.asarray(inputs[0, :CHUNK])
-        return needed_bytes(self._compiled.lower(*self.copies[0], chunk).compile())
+        """The bytes that the program for a chunk of such inputs needs."""
+        chunk = np.repeat(inputs[0, :1], CHUNK, axis=0)
+        return needed_bytes(_compiled(self.predict, (*self.copies[0], jnp.asarray(chunk))))
 
-    @cached_property
-    def _compiled(self) -> Any:
-        return jax.jit(self.predict)
+    def _program(self, *arguments: Any) -> Array:
+        result: Array = _compiled(self.predict, arguments)(*arguments)
+        return result
+
+
+def _compiled(predict: Callable[..., Array], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    """The program for arguments of this form, compiled once for all that share the predictor."""
+    leaves, form = jax.tree.flatten(arguments)
+    key = form, tuple(jax.typeof(leaf) for leaf in leaves)
+    known = _programs.setdefault(predict, {})
+    if key not in known:
+        known[key] = jax.jit(predict).lower(*arguments).compile()
+    program: jax.stages.Compiled = known[key]
+    return program
+
+
+_programs: Any = weakref.WeakKeyDictionary()  # predictor -> {form of its arguments: program}

@@ -20,23 +20,15 @@ RELATIVE_SCALE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Network(BayesianNetwork):
-    """A vision Transformer without its parameters.
-
-    Args:
-      image_size: height and width of the images.
-      patch_size: of the patches.
-      num_blocks: of the encoder.
-      structure: in which moments are propagated.
-    """
+    """A vision Transformer without its parameters."""
 
     image_size: int
     patch_size: int
-    num_blocks: int = 1
 
     @classmethod
-    def of(cls, task: Task, num_blocks: int) -> Network:
+    def of(cls, task: Task) -> Network:
         """The network for these images."""
-        return cls(task.test.images.shape[-1], task.patch_size, num_blocks)
+        return cls(task.test.images.shape[-1], task.patch_size)
 
     def build(self, key: Array) -> mj.nn.VisionTransformer:
         """A new module."""
@@ -46,7 +38,7 @@ class Network(BayesianNetwork):
             num_classes=NUM_CLASSES,
             num_features=32,
             num_heads=4,
-            num_blocks=self.num_blocks,
+            num_blocks=1,
             hidden_features=64,
             structure=mj.STRUCTURES[self.structure],
             relative_scale=RELATIVE_SCALE,

@@ -1,4 +1,4 @@
-"""Scores of class probabilities: in distribution, under a shift, on other images, by rejection."""
+"""Scores of class probabilities, of their calibration, and of how they tell other images."""
 
 from __future__ import annotations
 
@@ -53,15 +53,8 @@ def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
     return float(np.exp(found.x))
 
 
-def risk_by_coverage(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """The share of wrong answers among the k most confident ones, k = 1 to N."""
-    order = np.argsort(-probabilities.max(axis=1), kind="stable")
-    wrong = (probabilities.argmax(axis=1) != labels)[order]
-    return np.cumsum(wrong) / np.arange(1, len(labels) + 1)
-
-
 def summary(values: list[float]) -> dict[str, float]:
-    """Mean and standard error over the seeds; of one seed there is no error."""
+    """Mean and standard error over the seeds; NaN for the error of a single seed."""
     spread = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
     return {"mean": float(np.mean(values)), "error": float(spread)}
 

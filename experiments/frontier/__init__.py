@@ -16,44 +16,31 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import moment_jax as mj
-from experiments.command_line import Parser, PartError, one_of
-from experiments.frontier import figure, tables
+from experiments.command_line import Parser, PartError, writable_folder
 from experiments.frontier.measure import Limits, measure
-from experiments.frontier.networks import DEFAULT, LARGE, NETWORKS, QUICK
+from experiments.frontier.problem import DEFAULT, NETWORKS
 from experiments.frontier.problems import Problems
-from experiments.outputs import writable_file, writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.programs import failure, warm_up
+from experiments.report import aligned
 
-__all__ = ["add_arguments", "run"]
+Record = dict[str, Any]
+FIGURES = mj.reference.Agreement._fields
+SHORT = ("mean err", "sd ratio", "|r-1|", "corr")
+_COSTS = ("time_ratio", "memory_ratio", "compile_ratio")
 
 
 def add_arguments(parser: Parser) -> None:
     """The options of the frontier."""
-    sets = parser.add_mutually_exclusive_group()
-    sets.add_argument(
-        "--networks",
-        type=one_of(NETWORKS, "network"),
-        nargs="+",
-        metavar="NAME",
-        help=f"networks to measure, see --list (default: {len(DEFAULT)} small and middling ones)",
-    )
-    sets.add_argument(
-        "--quick", action="store_true", help=f"{' and '.join(QUICK)} alone: some minutes"
-    )
-    sets.add_argument(
-        "--large",
-        action="store_true",
-        help=f"the {len(LARGE)} networks of up to 1,024 tokens, 768 features and 12 blocks: hours",
-    )
-    parser.flag("--list", "print the networks and stop; nothing is compiled")
+    parser.choice("--networks", NETWORKS, DEFAULT, "networks")
     parser.choice("--structure", mj.STRUCTURES, None, "structures")
     parser.out(
         "runs/frontier",
-        "frontier.json, frontier.png, trained posteriors and sampled truths; what is there already is "
-        "used again",
+        "frontier.json, trained posteriors and sampled truths; what is there already is used again",
     )
     parser.json()
     parser.whole(
@@ -87,15 +74,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure network by network; write the figures after each, print the tables at the end."""
-    names = _chosen(args)
-    if args.list:
-        width = max(map(len, NETWORKS))
-        print("\n".join(f"{name:{width}s}  {NETWORKS[name].described()}" for name in names))
-        return
+    """Measure every network; write the figures after each and print the tables at the end."""
+    names = [name for name in NETWORKS if name in args.networks]
     out = writable_folder(args.out, "--out")
-    if args.json is not None:
-        writable_file(args.json, "--json")
     structures = {name: mj.STRUCTURES[name] for name in dict.fromkeys(args.structure)}
     limits = Limits(args.repeats, args.array_limit, args.memory_limit)
     problems = Problems(out, args.samples, args.seed)
@@ -105,12 +86,9 @@ def run(args: argparse.Namespace) -> None:
         start = time.perf_counter()
         records += _measured(name, problems, structures, limits)
         print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-        for path in (out / "frontier.json", args.json):
-            if path is not None:
-                write_json(path, records)
+        write_json(out / "frontier.json", records)
+        write_json(args.json, records)
     _report(records)
-    if any(record["status"] == "ok" for record in records):
-        figure.save(figure.error_over_cost(records), out / "frontier.png")
     failed = list(
         dict.fromkeys(record["network"] for record in records if record["status"] == "failed")
     )
@@ -118,21 +96,10 @@ def run(args: argparse.Namespace) -> None:
         raise PartError(f"failed: {', '.join(failed)}; the reasons are in {out / 'frontier.json'}")
 
 
-def _chosen(args: argparse.Namespace) -> list[str]:
-    """Names of the networks, in the order in which they are listed."""
-    if args.networks is not None:
-        chosen = set(args.networks)
-    elif args.list and not (args.quick or args.large):
-        chosen = set(NETWORKS)
-    else:
-        chosen = set(QUICK if args.quick else LARGE if args.large else DEFAULT)
-    return [name for name in NETWORKS if name in chosen]
-
-
 def _measured(
     name: str, problems: Problems, structures: dict[str, type[mj.Covariance]], limits: Limits
 ) -> list[dict[str, Any]]:
-    """The records of one network, with what it is; a failure is a record too."""
+    """The records of one network; a failure is a record too."""
     spec = NETWORKS[name]
     about = {
         "blocks": spec.num_blocks,
@@ -147,7 +114,7 @@ def _measured(
         noise = {"samples": problems.samples_of(spec), **truth.noise()}
         records = measure(problem, truth, structures, limits, problems.seed + 1)
         return [{**record, "about": about, "truth": noise} for record in records]
-    except Exception as error:  # a bad network is not to stop the others
+    except Exception as error:  # go on with the other networks
         return [
             {"network": name, "structure": structure, "about": about, **failure(error)}
             for structure in structures
@@ -155,11 +122,72 @@ def _measured(
 
 
 def _report(records: list[dict[str, Any]]) -> None:
-    print("Agreement with the sampled truth\n" + tables.accuracy_table(records))
+    print("Agreement with the sampled truth\n" + _accuracy_table(records))
     print(
-        "\nOver the plain network (compilation: over the scanned one); Monte Carlo samples of the same "
-        "sd error, and those over the cost of the forward\n" + tables.cost_table(records)
+        "\nOver the plain network; Monte Carlo samples of the same "
+        "sd error, and those over the cost of the forward\n" + _cost_table(records)
     )
-    said = tables.reasons(records)
-    if said:
-        print("\n" + said)
+    reasons = _reasons(records)
+    if reasons:
+        print("\n" + reasons)
+
+
+def _accuracy_table(records: list[Record]) -> str:
+    """The four figures of the library at the tokens and at the logits, and the truth's own noise.
+
+    Also the relative error of the logits' covariance over the classes (Frobenius), the mean error of
+    the predictive probabilities, and the negative log-likelihood beside that of the sampled truth. The
+    noise is the mean standard error, at the tokens, of a mean in sd and of a sd relative to it.
+    """
+    header = [*(f"tok {name}" for name in SHORT), *(f"log {name}" for name in SHORT)]
+    header += ["class cov", "p err", "nll", "MC nll", "mean noise", "sd noise"]
+
+    def cells(record: Record) -> list[str]:
+        parts = (record["tokens"], record["logits"])
+        figures = [part[name] for part in parts for name in FIGURES]
+        figures += [record["logits"]["cov_error"], *record["predictive"].values()]
+        figures += [record["truth"]["tokens_mean_error"], record["truth"]["tokens_sd_error"]]
+        return [f"{figure:.4f}" for figure in figures]
+
+    return _table(records, header, cells)
+
+
+def _cost_table(records: list[Record]) -> str:
+    """Ratios to the plain network, and what sampling would need."""
+    header = ["fwd time", "fwd mem", "fwd comp", "step time", "step mem", "step comp"]
+    header += ["tok MC", "tok adv", "log MC", "log adv"]
+
+    def cells(record: Record) -> list[str]:
+        parts = (record["cost"]["forward"], record["cost"].get("step", {}))
+        ratios = [
+            f"{part[name]:.1f}x" if name in part else "-" for part in parts for name in _COSTS
+        ]
+        for part in (record["tokens"], record["logits"]):
+            # Errors within the truth's own noise bound the advantage from below.
+            sign = ">" if part["at_resolution"] else ""
+            found = part["monte_carlo"]
+            ratios += [f"{sign}{found['samples']:.0f}", f"{sign}{found['ratio']:.1f}"]
+        return ratios
+
+    return _table(records, header, cells)
+
+
+def _table(records: list[Record], header: list[str], cells: Callable[[Record], list[str]]) -> str:
+    """A row for each record."""
+    label = max(len(record["network"]) for record in records)
+    rows = [["network".ljust(label) + "  structure", *header]]
+    for record in records:
+        name = f"{record['network']:{label}s}  {record['structure']}"
+        measured = record["status"] == "ok"
+        figures = cells(record) if measured else [record["status"], *[""] * (len(header) - 1)]
+        rows.append([name, *figures])
+    return aligned(rows)
+
+
+def _reasons(records: list[Record]) -> str:
+    """One line for each record without figures."""
+    return "\n".join(
+        f"{record['network']} {record['structure']} {record['status']}: {record['reason']}"
+        for record in records
+        if record["status"] != "ok"
+    )

@@ -1,4 +1,4 @@
-"""What users have without moments: the linearised network, and a few sampled networks.
+"""Alternatives to moments: the linearised network, and a few sampled networks.
 
 The linearised network has the outputs of the mean weights as its mean, and as covariance that of the
 weights between Jacobians at those weights: one backward pass for each logit.
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import moment_jax as mj
+from experiments import draws
 from experiments.frontier import cost
 from experiments.frontier.passes import Head, Moments, classify, plain_tokens
 from experiments.frontier.problem import Problem
@@ -27,32 +28,27 @@ MOST_OUTPUTS = 2**17
 
 
 def linearised(problem: Problem) -> Program:
-    """Mean (N, C) and covariance (N, C, C) of the logits, of beliefs with uncorrelated entries."""
+    """Mean (N, C) and covariance (N, C, C) of the logits."""
 
-    def forward(means: Any, variances: Any, head: Head, x: Array) -> tuple[Array, Array]:
+    def forward(blocks: Any, head: Head, x: Array) -> tuple[Array, Array]:
+        logits = mj.linearised(
+            lambda arrays, x: classify(plain_tokens(problem.spec, arrays, x), head)
+        )
+
         def one(x: Array) -> tuple[Array, Array]:
-            def logits(means: Any) -> Array:
-                return classify(plain_tokens(problem.spec, means, x), head)
-
-            rows = jax.jacrev(logits)(means)
-            parts = [
-                jnp.einsum(
-                    "ci,i,ei->ce", row.reshape(len(row), -1), v.ravel(), row.reshape(len(row), -1)
-                )
-                for row, v in zip(jax.tree.leaves(rows), jax.tree.leaves(variances), strict=True)
-            ]
-            return logits(means), sum(parts[1:], parts[0])
+            mean, cov = logits(blocks, x)
+            return mean[0], cov.to_dense()[0, :, 0]
 
         return jax.lax.map(one, x)
 
-    head, x = cost.certain(problem)
-    return cost.compiled(forward, cost.means(problem.blocks), _variances(problem), head, x)
+    return cost.compiled(forward, problem.blocks, *cost.certain(problem))
 
 
 def linearised_tokens(problem: Problem) -> tuple[Array, Array]:
     """Mean and sd of the tokens, (N, T, D)."""
     x = jnp.asarray(problem.inputs)
-    means, variances = cost.means(problem.blocks), jax.tree.leaves(_variances(problem))
+    means = draws.means(problem.blocks)
+    variances = [belief.marginal_variance() for belief in draws.beliefs(problem.blocks)]
 
     def one(x: Array) -> tuple[Array, Array]:
         tokens, pull = jax.vjp(lambda means: plain_tokens(problem.spec, means, x), means)
@@ -74,16 +70,8 @@ def linearised_moments(problem: Problem, program: Program) -> Moments:
 
 
 def sampled(problem: Problem, count: int, seed: int) -> tuple[Moments, Truth]:
-    """Moments of so many networks drawn by themselves, and their predictive probabilities."""
+    """Moments and predictive probabilities of `count` sampled networks."""
     drawn = sample(problem, count, seed)
     parts = drawn.tokens.mean, drawn.tokens.sd, drawn.logits.mean, drawn.logit_cov
     moments = Moments(*map(jnp.asarray, parts))
     return moments, drawn
-
-
-def _variances(problem: Problem) -> Any:
-    return jax.tree.map(
-        lambda belief: belief.marginal_variance(),
-        problem.blocks,
-        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
-    )

@@ -1,4 +1,4 @@
-"""Compiled forwards and train steps: how long they take to compile, and the memory that they need."""
+"""Compiled forwards and train steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
-from experiments.frontier.passes import Head, classify, encoder_of, moments, plain_tokens
+from experiments import draws
+from experiments.frontier.passes import Head, classify, encoder_of, moments
 from experiments.frontier.problem import Problem
 from experiments.programs import Program, compile_program
 
@@ -36,21 +37,10 @@ def moment_forward(problem: Problem, structure: type[mj.Covariance]) -> Program:
 def plain_forward(problem: Problem) -> Program:
     """Tokens and logits of the library's plain encoder at the means."""
     encoder = encoder_of(problem.spec, mj.Diagonal)
-    at_means = means(problem.each_block())
+    at_means = draws.means(problem.each_block())
 
     def forward(arrays: Any, head: Head, x: Array) -> tuple[Array, Array]:
         tokens = encoder.network((arrays, None))(x)
-        return tokens, classify(tokens, head)
-
-    return compiled(forward, at_means, *certain(problem))
-
-
-def scanned_forward(problem: Problem) -> Program:
-    """The same, one block compiled and scanned over the stacked weights."""
-    at_means = means(problem.blocks)
-
-    def forward(arrays: Any, head: Head, x: Array) -> tuple[Array, Array]:
-        tokens = plain_tokens(problem.spec, arrays, x)
         return tokens, classify(tokens, head)
 
     return compiled(forward, at_means, *certain(problem))
@@ -74,25 +64,12 @@ def moment_step(problem: Problem, structure: type[mj.Covariance]) -> Program:
 def plain_step(problem: Problem) -> Program:
     """Cross-entropy of the same plain network, its gradient, and Adam's update."""
     graph, params = nnx.split(encoder_of(problem.spec, mj.Diagonal).mean_network())
-    return _step(problem, params, _cross_entropy(lambda params, x: nnx.merge(graph, params)(x)))
 
-
-def scanned_step(problem: Problem) -> Program:
-    """The same, one block compiled and scanned over the stacked weights."""
-    at_means = means(problem.blocks)
-    return _step(
-        problem, at_means, _cross_entropy(lambda arrays, x: plain_tokens(problem.spec, arrays, x))
-    )
-
-
-def _cross_entropy(
-    tokens_of: Callable[[Any, Array], Array],
-) -> Callable[[tuple[Any, Head], Array, Array], Array]:
     def loss(trained: tuple[Any, Head], x: Array, labels: Array) -> Array:
-        logits = classify(tokens_of(trained[0], x), trained[1])
+        logits = classify(nnx.merge(graph, trained[0])(x), trained[1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    return loss
+    return _step(problem, params, loss)
 
 
 def _step(problem: Problem, params: Any, loss: Callable[..., Array]) -> Program:
@@ -118,12 +95,3 @@ def certain(problem: Problem) -> tuple[Head, Array]:
     """Head and inputs as arrays."""
     head = jnp.asarray(problem.head[0]), jnp.asarray(problem.head[1])
     return head, jnp.asarray(problem.inputs)
-
-
-def means(blocks: Any) -> Any:
-    """The means in the place of the beliefs."""
-    return jax.tree.map(
-        lambda belief: belief.mean,
-        blocks,
-        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
-    )

@@ -11,7 +11,6 @@ import numpy as np
 
 import moment_jax as mj
 from experiments.frontier import competitors, cost
-from experiments.frontier.advantage import Accuracy, advantage
 from experiments.frontier.passes import Moments
 from experiments.frontier.problem import Problem, Spec
 from experiments.frontier.truth import Sampled, Truth
@@ -25,17 +24,11 @@ SLOW = 30.0  # seconds for all timed runs of one kind
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What is run and what is skipped.
+    """Limits beyond which a program is skipped."""
 
-    Args:
-      repeats: the most timed runs of each function.
-      array_gib: the largest array that a structure may need.
-      memory_gib: the most that a compiled function may need.
-    """
-
-    repeats: int
-    array_gib: float
-    memory_gib: float
+    repeats: int  # the most timed runs of each function
+    array_gib: float  # the largest array that a structure may need
+    memory_gib: float  # the most that a compiled function may need
 
 
 class Programs(NamedTuple):
@@ -43,6 +36,50 @@ class Programs(NamedTuple):
 
     forward: Program
     step: Program
+
+
+class Accuracy(NamedTuple):
+    """Agreement of one output's moments with its truth."""
+
+    agreement: mj.reference.Agreement  # the library's four figures
+    rms_sd_error: float  # of sd / true sd - 1, less the truth's own noise; never below that
+    resolution: float  # that noise (rms of the truth's relative standard errors)
+    at_resolution: bool  # whether the error is within the truth's noise
+
+    @classmethod
+    def of(cls, mean: np.ndarray, sd: np.ndarray, truth: Sampled) -> Accuracy:
+        """Compare arrays of one shape."""
+        if not (np.isfinite(mean).all() and np.isfinite(sd).all()):
+            raise ValueError("a moment is not finite")
+        agreement = mj.reference.Agreement.of(mean, sd, truth.mean, truth.sd)
+        true_sd = truth.sd.astype(np.float64)
+        noise = float(np.mean((truth.sd_error / true_sd) ** 2))
+        square = float(np.mean((sd / true_sd - 1) ** 2)) - noise
+        error = max(square, noise) ** 0.5
+        return cls(agreement, error, noise**0.5, square <= noise)
+
+
+class Advantage(NamedTuple):
+    """What Monte Carlo needs for the same root mean square relative sd error e."""
+
+    formula: float  # 1 + 1/(2 e^2), the number of Gaussian draws
+    samples: float  # by subsamples of the truth's draws, extrapolated as 1 / sqrt(N - 1)
+    ratio: float  # samples over the cost of a moment pass in plain forwards
+
+
+def advantage(error: float, sizes: np.ndarray, curve: np.ndarray, cost: float) -> Advantage:
+    """The advantage at a relative sd error, from the errors (`curve`) of subsamples of `sizes`."""
+    # In these terms the curve of Gaussian draws is the straight line n - 1 = 1 / (2 e^2).
+    precision = np.maximum.accumulate(1 / (2 * curve**2))
+    wanted = 1 / (2 * error**2)
+    if wanted <= precision[0]:
+        samples = 1 + (sizes[0] - 1) * wanted / precision[0]
+    elif wanted >= precision[-1]:
+        samples = 1 + (sizes[-1] - 1) * wanted / precision[-1]
+    else:
+        samples = 1 + float(np.interp(wanted, precision, sizes - 1))
+    samples = max(2.0, float(samples))
+    return Advantage(1 + wanted, samples, samples / cost)
 
 
 def largest_array_gib(spec: Spec, structure: type[mj.Covariance]) -> float:
@@ -68,18 +105,9 @@ def measure(
     limits: Limits,
     seed: int,
 ) -> list[Record]:
-    """One record for each structure, in their order, and one for each competitor.
-
-    Args:
-      problem: the network.
-      truth: its sampled truth.
-      structures: by name.
-      limits: what is skipped.
-      seed: of the networks that competitors draw; another than the truth's.
-    """
+    """One record for each structure, in their order, and one for each competitor."""
     spec = problem.spec
     plain = Programs(cost.plain_forward(problem), cost.plain_step(problem))
-    scanned = Programs(cost.scanned_forward(problem), cost.scanned_step(problem))
     records: dict[str, Record] = {}
     programs: dict[str, Programs] = {}
     for name, structure in structures.items():
@@ -88,12 +116,12 @@ def measure(
         try:
             programs[name] = _programs(problem, structure, limits)
             record |= _accuracies(programs[name].forward.run(), truth, problem)
-        except Exception as error:  # one structure's failure is not to hide the others' figures
+        except Exception as error:  # keep the other structures' figures
             record |= failure(error)
             programs.pop(name, None)
     times = _times({"": plain, **programs}, limits.repeats)
     for name, these in programs.items():
-        records[name]["cost"] = _cost(these, plain, scanned, times, name)
+        records[name]["cost"] = _cost(these, plain, times, name)
         _add_advantages(records[name], truth)
     return [*records.values(), *_competitors(problem, truth, plain.forward, limits, seed)]
 
@@ -106,7 +134,7 @@ def _competitors(
     for count in competitors.NETWORKS:
         moments, drawn = competitors.sampled(problem, count, seed)
         found = _accuracies(moments, truth, problem, drawn.probabilities)
-        # A network of its own costs a plain forward, the drawing of its weights not counted.
+        # A sampled network costs a plain forward; drawing its weights is not counted.
         forward = {"time_ratio": float(count), "memory_ratio": 1.0}
         records.append(found | {"structure": f"{count} sampled", "cost": {"forward": forward}})
     for record in records:
@@ -147,14 +175,7 @@ def _programs(problem: Problem, structure: type[mj.Covariance], limits: Limits) 
 def _accuracies(
     output: Moments, truth: Truth, problem: Problem, probabilities: np.ndarray | None = None
 ) -> Record:
-    """Of tokens and logits, of the logits' covariance over the classes, and of what is predicted.
-
-    Args:
-      output: the moments.
-      truth: sampled.
-      problem: with the labels.
-      probabilities: E[softmax], (N, C); by default that of Gaussian logits with these moments.
-    """
+    """Errors of tokens, logits, the logits' class covariance, and predictive probabilities."""
     cov = np.asarray(output.logit_cov)
     pairs = {
         "tokens": (output.mean, output.sd, truth.tokens),
@@ -198,13 +219,12 @@ def _times(programs: dict[str, Programs], repeats: int) -> dict[str, dict[str, f
 def _cost(
     these: Programs,
     plain: Programs,
-    scanned: Programs,
     times: dict[str, dict[str, float]],
     name: str,
 ) -> Record:
     record: Record = {}
     for kind in Programs._fields:
-        mine, yardstick, rolled = (getattr(each, kind) for each in (these, plain, scanned))
+        mine, yardstick = getattr(these, kind), getattr(plain, kind)
         taken = times[kind]
         record[kind] = {
             "seconds": taken[name],
@@ -213,7 +233,6 @@ def _cost(
             "memory_ratio": mine.bytes / yardstick.bytes,
             "compile_seconds": mine.seconds,
             "compile_ratio": mine.seconds / yardstick.seconds,
-            "compile_ratio_scanned": mine.seconds / rolled.seconds,
         }
     return record
 

@@ -25,7 +25,7 @@ class Moments(NamedTuple):
 
 
 def encoder_of(spec: Spec, structure: type[mj.Covariance], seed: int = 0) -> mj.nn.Encoder:
-    """The library's own encoder, so that what is measured is what its users get."""
+    """The library's own encoder."""
     encoder = mj.nn.Encoder(
         spec.num_blocks,
         spec.num_features,

@@ -17,7 +17,7 @@ from experiments.training import fit
 
 RELATIVE_SD = 0.1
 NUM_CLASSES = 10
-# Mean's deviation and sd of what multiplies nothing, and of the gains.
+# Spread of the means, and sd, of biases and of gains.
 BIAS, BIAS_SD, GAIN, GAIN_SD = 0.02, 0.01, 0.1, 0.1
 COMMON, OWN = 0.8, 0.6  # real tokens are alike: a part that they share, and their own
 
@@ -49,15 +49,10 @@ def random_problem(spec: Spec, seed: int) -> Problem:
 
 
 class Problems:
-    """Makes what is missing in a folder, and reads what is not.
+    """Reads problems and truths from a folder, and makes the missing ones.
 
     `trained/NAME.npz` are case files for `accuracy`: the posterior, its inputs, and the truth once it
     has been sampled. `random/NAME.npz` hold the truth alone, for the posteriors come from the seed.
-
-    Args:
-      out: the folder.
-      samples: networks drawn for a truth, or None for each network's own number.
-      seed: of random posteriors, and of the draws.
     """
 
     def __init__(self, out: Path, samples: int | None, seed: int) -> None:
@@ -71,7 +66,7 @@ class Problems:
         return spec.samples if self.samples is None else self.samples
 
     def problem(self, spec: Spec) -> Problem:
-        """The network and its inputs; trained now, if it has to be."""
+        """The network and its inputs; trained now if necessary."""
         if spec.training is None:
             return random_problem(spec, self.seed)
         settings = storage.posterior_settings(spec)
@@ -83,7 +78,7 @@ class Problems:
         return problem
 
     def truth(self, problem: Problem) -> Truth:
-        """Its sampled truth; sampled now, if it has to be."""
+        """Its sampled truth; sampled now if necessary."""
         spec = problem.spec
         store = self.stores[spec.training is not None]
         settings = storage.posterior_settings(spec)

@@ -28,9 +28,6 @@ class Store:
     """The `.npz` files of one folder, each with the settings that it was made with.
 
     A file of other settings, or one that cannot be read, counts as none: it is made anew.
-
-    Args:
-      folder: made if need be.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,14 +50,14 @@ class Store:
         return arrays if all(kept.get(key) == value for key, value in settings.items()) else None
 
     def save(self, name: str, settings: dict[str, Any], arrays: Arrays) -> None:
-        """Write all, whole or not at all."""
+        """Write the arrays atomically."""
         with whole_file(self.path(name)) as temporary:
             stored: dict[str, Any] = {**arrays, SETTINGS: np.array(json.dumps(settings))}
             np.savez(temporary, **stored)
 
 
 def posterior_settings(spec: Spec) -> dict[str, Any]:
-    """What a trained posterior depends on."""
+    """The settings that a trained posterior depends on."""
     return {"network": dataclasses.asdict(spec) | {"samples": 0}}
 
 

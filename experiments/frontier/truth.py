@@ -1,8 +1,7 @@
-"""Sampled truth of a problem's output, with standard errors, and what fewer samples would have given."""
+"""Sampled truth of a problem's output, with standard errors, and the error of fewer samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -16,7 +15,8 @@ from experiments.progress import Progress
 
 Array = jax.Array
 
-CHUNK_NUMBERS = 2**24  # numbers in the draws of one chunk, 64 MiB
+CHUNK_NUMBERS = 2**24  # numbers in the draws of one compiled call, 64 MiB
+COLUMNS = 2**12  # entries whose moments are taken together
 KEPT = 1024  # entries of the tokens whose draws are kept, for the subsamples
 
 
@@ -54,41 +54,19 @@ class Truth(NamedTuple):
         return figures
 
 
-class Sums:
-    """Sums of the first four powers about the first draw, in double precision."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.centre: np.ndarray | None = None
-        self.powers: list[np.ndarray] = []
-
-    def add(self, draws: np.ndarray) -> None:
-        """Draws (n, entries)."""
-        if self.centre is None:
-            self.centre = draws[0].astype(np.float64)
-            self.powers = [np.zeros_like(self.centre) for _ in range(4)]
-        # A row of draws at a time: float64 copies of a whole chunk would be eight of it.
-        for row in draws:
-            shifted = row - self.centre
-            power = shifted
-            for i in range(4):
-                self.powers[i] += power
-                power = power * shifted
-        self.count += len(draws)
-
-    def moments(self, shape: tuple[int, ...], part: slice) -> Sampled:
-        """Mean, sd, and their standard errors whatever the distribution."""
-        assert self.centre is not None
-        n = self.count
-        d, second, third, fourth = (power[part] / n for power in self.powers)
-        variance = np.maximum(second - d**2, 0)
-        kurtosis = fourth - 4 * d * third + 6 * d**2 * second - 3 * d**4
-        unbiased = variance * n / (n - 1)
-        sd = np.sqrt(unbiased)
-        square = np.maximum(kurtosis - variance**2 * (n - 3) / (n - 1), 0) / n
+def moments(draws: np.ndarray, shape: tuple[int, ...]) -> Sampled:
+    """Mean and sd of draws (n, entries), in `shape`; their standard errors for any distribution."""
+    n, parts = len(draws), []
+    for first in range(0, draws.shape[1], COLUMNS):  # in double precision, a part at a time
+        part = draws[:, first : first + COLUMNS].astype(np.float64)
+        mean, variance = part.mean(axis=0), part.var(axis=0)
+        fourth = ((part - mean) ** 4).mean(axis=0)
+        sd = np.sqrt(variance * n / (n - 1))
+        square = np.maximum(fourth - variance**2 * (n - 3) / (n - 1), 0) / n
         sd_error = np.sqrt(square) / np.where(sd > 0, 2 * sd, 1)
-        parts = (self.centre[part] + d, sd, sd / n**0.5, sd_error)
-        return Sampled(*(array.reshape(shape).astype(np.float32) for array in parts))
+        parts.append((mean, sd, sd / n**0.5, sd_error))
+    columns = (np.concatenate(same).astype(np.float32) for same in zip(*parts, strict=True))
+    return Sampled(*(column.reshape(shape) for column in columns))
 
 
 def sample(problem: Problem, num_samples: int, seed: int) -> Truth:
@@ -96,41 +74,31 @@ def sample(problem: Problem, num_samples: int, seed: int) -> Truth:
 
     Draw i has the key `fold_in(key(seed), i)`, whatever the chunk.
     """
-    spec = problem.spec
-    tokens = problem.inputs.size
-    entries = tokens + len(problem.inputs) * problem.head[1].size
+    tokens, inputs = problem.inputs.size, len(problem.inputs)
+    draws = _draws(problem, num_samples, seed)
     rng = np.random.default_rng(seed)
     kept = np.sort(rng.choice(tokens, min(KEPT, tokens), replace=False))
-    kept = np.concatenate([kept, np.arange(tokens, entries)])
-    sums, stored = Sums(), []
-    with Progress(f"sampling {spec.name}", num_samples, unit="network") as progress:
-        for draws in _chunks(problem, num_samples, max(1, CHUNK_NUMBERS // entries), seed):
-            sums.add(draws)
-            stored.append(draws[:, kept])
-            progress.update(len(draws))
-    draws = np.concatenate(stored)
-    truths = sums.moments((entries,), slice(None)).sd[kept]
     sizes = 2 ** np.arange(1, max(2, int(np.log2(num_samples / 4)) + 1))
     sizes = sizes[sizes <= num_samples]
-    errors = np.stack([_subsampled(draws, truths, int(size)) for size in sizes])
-    split = len(kept) - (entries - tokens)
-    curves = (np.sqrt(part.mean(axis=1)) for part in (errors[:, :split], errors[:, split:]))
-    logits = draws[:, split:].reshape(len(draws), len(problem.inputs), -1)
+    every = [
+        moments(draws[:, :tokens], problem.inputs.shape),
+        moments(draws[:, tokens:], (inputs, problem.head[1].size)),
+    ]
+    curves: list[np.ndarray] = []
+    for part, true in zip((draws[:, kept], draws[:, tokens:]), every, strict=True):
+        sd = true.sd.ravel()[kept] if len(curves) == 0 else true.sd.ravel()
+        errors = [_subsampled(part, sd, int(size)).mean() for size in sizes]
+        curves.append(np.sqrt(errors))
+    logits = draws[:, tokens:].reshape(num_samples, inputs, -1)
     centred = logits - logits.mean(axis=0)
-    logit_cov = np.einsum("snc,sne->nce", centred, centred) / (len(draws) - 1)
-    return Truth(
-        sums.moments(problem.inputs.shape, slice(tokens)),
-        sums.moments((len(problem.inputs), problem.head[1].size), slice(tokens, None)),
-        logit_cov,
-        np.asarray(jax.nn.softmax(logits)).mean(axis=0),
-        sizes,
-        *curves,
-    )
+    logit_cov = np.einsum("snc,sne->nce", centred, centred) / (num_samples - 1)
+    probabilities = np.asarray(jax.nn.softmax(logits)).mean(axis=0)
+    return Truth(every[0], every[1], logit_cov, probabilities, sizes, *curves)
 
 
-def _chunks(problem: Problem, num_samples: int, size: int, seed: int) -> Iterator[np.ndarray]:
-    """Draws of the flattened tokens followed by the logits, (n, entries), of at most `size` networks."""
-    size = min(size, num_samples)
+def _draws(problem: Problem, num_samples: int, seed: int) -> np.ndarray:
+    """The flattened tokens followed by the logits of each network, (num_samples, entries)."""
+    size = min(num_samples, max(1, CHUNK_NUMBERS // problem.inputs.size))
 
     def chunk(first: Array, blocks: object, head: tuple[Array, Array], x: Array) -> Array:
         def draw(i: Array) -> Array:
@@ -143,9 +111,14 @@ def _chunks(problem: Problem, num_samples: int, size: int, seed: int) -> Iterato
     head = jnp.asarray(problem.head[0]), jnp.asarray(problem.head[1])
     arguments = problem.blocks, head, jnp.asarray(problem.inputs)
     compiled = jax.jit(chunk).lower(jnp.int32(0), *arguments).compile()
-    for first in range(0, num_samples, size):
-        draws = np.asarray(compiled(jnp.int32(first), *arguments))
-        yield draws[: num_samples - first]
+    parts = []
+    name = f"sampling {problem.spec.name}"
+    with Progress(name, num_samples, unit="network") as progress:
+        for first in range(0, num_samples, size):
+            drawn = np.asarray(compiled(jnp.int32(first), *arguments))
+            parts.append(drawn[: num_samples - first])
+            progress.update(len(parts[-1]))
+    return np.concatenate(parts)
 
 
 def _subsampled(draws: np.ndarray, truth: np.ndarray, size: int) -> np.ndarray:

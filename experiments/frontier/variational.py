@@ -32,7 +32,7 @@ VECTOR_PRIOR_SD = 0.5  # of biases and gains; a kernel's is 1 / sqrt(fan_in)
 
 
 class Weights(NamedTuple):
-    """All that is trained."""
+    """All trained arrays."""
 
     means: Any  # of the blocks' weights, stacked
     raws: Any  # their sds before softplus
@@ -42,11 +42,7 @@ class Weights(NamedTuple):
 
 
 def patch_size(spec: Spec) -> int:
-    """Side of the patches that cut a digit into as many tokens.
-
-    Raises:
-      ValueError: if there is no such side.
-    """
+    """Side of the patches that cut a digit into as many tokens."""
     side = math.isqrt(spec.num_tokens)
     if side**2 != spec.num_tokens or data.IMAGE_SIZE % side:
         raise ValueError(f"digits of {data.IMAGE_SIZE} pixels have no {spec.num_tokens} patches")

@@ -1,8 +1,8 @@
-"""Tell the intents of texts, and texts that have none of them: CLINC150's files.
+"""Classify the intents of texts, and detect texts out of scope: CLINC150's files.
 
 Compares a small Bayesian Transformer over words, predicted by moments, with the plain one, MC dropout,
-and logistic regression on TF-IDF. What a method leaves open is chosen on the validation part. Of the
-texts out of scope only the test part is used, to be told apart by the entropy of the prediction. Prints
+and logistic regression on TF-IDF. Open settings are chosen on the validation part. Of the
+texts out of scope only the test part is used, and detected by the entropy of the prediction. Prints
 a table with means and standard errors over the seeds; writes metrics.json and a figure.
 """
 
@@ -19,18 +19,15 @@ import numpy as np
 from experiments import predictions
 from experiments.classify import scores
 from experiments.classify.compared import Compared
-from experiments.classify.figures import histograms
 from experiments.classify.methods import Budget, Trainer, stacked
-from experiments.command_line import Parser, number
-from experiments.figures import save
+from experiments.command_line import Parser, writable_folder
+from experiments.figures import histograms, save
 from experiments.intents.compared import logistic_regression, transformers
 from experiments.intents.files import IntentSet, read_set
 from experiments.intents.networks import TextNetwork
 from experiments.intents.words import Vocabulary, with_lost_words
-from experiments.outputs import writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.report import aligned, duration
-
-__all__ = ["add_arguments", "run"]
 
 LOST = 0.1  # share of a training text's words that are replaced by random buckets
 COLUMNS = ("accuracy", "nll", "ece", "brier", "oos_auroc", "oos_aupr")
@@ -46,29 +43,20 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.out("runs/intents", "metrics.json and the figure")
     parser.seed("random seed of weights, batches and samples")
-    parser.add_argument(
-        "--kl-weight",
-        type=number(float, least=0),
-        nargs="+",
-        default=[0.01, 0.03, 0.1],
-        metavar="X",
-        help="weights of the KL to choose from (default: 0.01 0.03 0.1)",
-    )
     parser.whole("--seeds", 3, "how many times all is done")
-    parser.whole("--blocks", 1, "of the Transformer")
     parser.whole("--plain-steps", 3000, "updates of a plain network, the best of which is kept")
     parser.whole("--steps", 1500, "updates of a Bayesian network")
     parser.whole("--samples", 30, "networks drawn by MC dropout to predict", least=2)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read the file before anything is computed, train all methods, write what came out."""
+    """Read the file, train all methods, and write the results."""
     start = time.perf_counter()
     given = read_set(args.data_dir, args.set)
     out = writable_folder(args.out, "--out")
     vocabulary = Vocabulary.of(given.train[0])
     encoded = given.encoded(vocabulary.encode)
-    network = TextNetwork(vocabulary.size, vocabulary.length, len(given.intents), args.blocks)
+    network = TextNetwork(vocabulary.size, vocabulary.length, len(given.intents))
     budget = Budget(args.plain_steps, steps=args.steps, batch_size=64, weight_decay=1e-2)
     keys = jax.random.split(jax.random.key(args.seed), args.seeds)
     lose = partial(with_lost_words, rate=LOST)
@@ -83,17 +71,17 @@ def run(args: argparse.Namespace) -> None:
     records, entropies = {}, {}
     name = "TF-IDF, logistic regression"
     records[name], entropies[name] = _measure(logistic_regression(given), given)
-    for name, method in transformers(trainer, encoded.validation, args.kl_weight, args.samples):
+    for name, method in transformers(trainer, encoded.validation, args.samples):
         records[name], entropies[name] = _measure(method, encoded)
     metrics |= {"methods": records, "seconds": time.perf_counter() - start}
     write_json(out / "metrics.json", metrics)
-    save(histograms(entropies), out / "entropy.png")
+    save(histograms(entropies, "entropy (nats)"), out / "entropy.png")
     _print(records)
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and entropy.png in {out}")
 
 
 def _facts(given: IntentSet, vocabulary: Vocabulary) -> dict[str, Any]:
-    """What was read."""
+    """Facts about the data for metrics.json."""
     sizes = {key: len(getattr(given, key)[1]) for key in ("train", "validation", "test")}
     return {
         "set": given.name,
@@ -106,7 +94,7 @@ def _facts(given: IntentSet, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """All scores of one method, and the entropies of its predictions; texts are as it takes them."""
+    """All scores of one method, and the entropies of its predictions."""
     texts, labels = given.test
     method.predict(texts[:50])  # compiled before it is timed
     start = time.perf_counter()

@@ -1,8 +1,7 @@
 """CLINC150's JSON files: texts with their intents, and texts that have none of these.
 
 An object with the keys train, val, test, oos_train, oos_val and oos_test; each is a list of [text,
-intent] pairs. What is out of scope, `oos_*`, has a label of its own there ("oos"), which is no intent
-of train.
+intent] pairs. Texts out of scope, `oos_*`, have a label ("oos") that is no intent of train.
 
 Source: Larson et al. (2019), An evaluation dataset for intent classification and out-of-scope
 prediction.
@@ -30,7 +29,7 @@ Part = tuple[np.ndarray, np.ndarray]
 
 
 class IntentSet(NamedTuple):
-    """One file. Of what is out of scope only the test part is kept: nothing may be chosen by the others.
+    """The content of one file; of the texts out of scope, the test part alone.
 
     Texts are arrays (N,) of strings, or (N, ...) of what they are encoded as.
     """
@@ -51,11 +50,7 @@ class IntentSet(NamedTuple):
 
 
 def read_set(folder: Path, name: str | None) -> IntentSet:
-    """The named file (without .json), or the only one.
-
-    Raises:
-      InputError: if it is missing, cannot be read, or does not hold what the form says.
-    """
+    """The named file (without .json), or the only one."""
     if not folder.is_dir():
         raise InputError(f"--data-dir {folder} is no folder; name one of CLINC150's .json files")
     there = sorted(path.stem for path in folder.glob("*.json"))
@@ -114,7 +109,7 @@ def _check_rows(path: Path, key: str, rows: Any) -> None:
 
 
 def _check_intents(path: Path, key: str, found: set[str], numbers: dict[str, int]) -> None:
-    """Intents of the parts in scope are those of train; of the others none is."""
+    """Check that intents in scope are those of train, and that the others are not."""
     wrong = found - numbers.keys() if key in IN_SCOPE else found & numbers.keys()
     if wrong:
         rule = "does not have" if key in IN_SCOPE else "has too"

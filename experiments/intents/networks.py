@@ -1,4 +1,4 @@
-"""A Bayesian Transformer that reads a text and says its intent, and the plain one of a draw of it."""
+"""The Bayesian Transformer for intents, and the plain network of one draw."""
 
 from __future__ import annotations
 
@@ -51,20 +51,11 @@ class TextClassifier(TextTransformer):
 
 @dataclasses.dataclass(frozen=True)
 class TextNetwork(BayesianNetwork):
-    """A text classifier without its parameters.
-
-    Args:
-      num_ids: of the vocabulary.
-      length: of the sequences.
-      num_classes: intents.
-      num_blocks: of the encoder.
-      structure: in which moments are propagated.
-    """
+    """A text classifier without its parameters."""
 
     num_ids: int
     length: int
     num_classes: int
-    num_blocks: int = 1
 
     def build(self, key: Array) -> TextClassifier:
         """A new module."""
@@ -72,7 +63,7 @@ class TextNetwork(BayesianNetwork):
             self.num_ids,
             self.length,
             self.num_classes,
-            self.num_blocks,
+            1,
             structure=mj.STRUCTURES[self.structure],
             relative_scale=RELATIVE_SCALE,
             rngs=nnx.Rngs(key),

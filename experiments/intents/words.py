@@ -1,4 +1,4 @@
-"""Texts as sequences of token ids: words that training texts repeat, hashed buckets for the others."""
+"""Texts as token ids: repeated training words have their own, others share hashed buckets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Array = jax.Array
 
 PADDING = 0  # the id of places after the end of a text
 BUCKETS = 64  # ids 1 to 64: words that training texts have once at most
-LEAST = 2  # times that training texts have a word with an id of its own
+LEAST = 2  # occurrences in training texts for a word to get its own id
 LONGEST = 32  # words of a text that are read
 WORD = re.compile(r"\w+(?:'\w+)*")
 
 
 def words(text: str) -> list[str]:
-    """In lower case; a text without any is one empty word.
+    """The words of a text in lower case; one empty word if there is none.
 
     >>> words("What's up, Doc?"), words("?!")
     (["what's", 'up', 'doc'], [''])
@@ -75,7 +75,7 @@ class Vocabulary:
 
 
 def with_lost_words(key: Array, ids: Array, rate: float) -> Array:
-    """A share of the words replaced by random buckets, as if training texts did not repeat them."""
+    """Replace a share of the words by random buckets, as if they were rare."""
     choice, other = jax.random.split(key)
     lost = jax.random.bernoulli(choice, rate, ids.shape) & (ids != PADDING)
     return jnp.where(lost, jax.random.randint(other, ids.shape, 1, 1 + BUCKETS, ids.dtype), ids)

@@ -1,7 +1,7 @@
 """Train a Bayesian language model of characters on Python's own documentation by the analytic ELBO.
 
 Compares it with the same plain network, and asks whether its uncertainty tells foreign text from
-held-out text. Writes metrics.json and figures, and prints two tables and a continuation.
+held-out text. Writes metrics.json and a figure, and prints two tables and a continuation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import numpy as np
 from flax import nnx
 
 import moment_jax as mj
-from experiments.checkpoints import Checkpoints, run_folder
+from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
-from experiments.figures import save
-from experiments.language import figures
+from experiments.figures import histograms, save
 from experiments.language import model as language_model
 from experiments.language import predictions as language_predictions
 from experiments.language.model import CONTEXT, CharacterModel, PlainCharacterModel
@@ -29,12 +28,11 @@ from experiments.language.predictions import Scores, auroc
 from experiments.language.text import Texts, Vocabulary, load, windows
 from experiments.outputs import write_json
 from experiments.report import aligned
-from experiments.training import fit
-
-__all__ = ["add_arguments", "run"]
+from experiments.training import fit_saved
 
 NUM_VALIDATION = 100  # windows by which the plain network is stopped
 LENGTH = 200  # of the continuation
+SAVE_EVERY = 250  # updates of either network
 KNOWN = "test"
 Results = dict[str, dict[str, Scores]]
 
@@ -50,20 +48,15 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--steps", 150, "updates of the Bayesian network")
     parser.whole("--plain-steps", 2000, "updates of the plain network")
     parser.whole("--batch-size", 16, "windows for each update, of both networks")
-    parser.real("--learning-rate", 2e-3, "peak of the Bayesian network's schedule")
-    parser.real("--plain-learning-rate", 3e-3, "peak of the plain network's schedule")
-    parser.real("--weight-decay", 1e-2, "AdamW weight decay of the plain network", least=0)
     parser.real(
         "--kl-weight", 0.3, "final weight of the KL: 1 is Bayes' rule, less is cold", least=0
     )
-    parser.whole("--warm-up", 50, "updates in which the KL's weight rises", least=0)
     parser.whole("--samples", 10, "sampled networks to compare with", least=2)
     parser.whole("--windows", 100, "windows of each text to score, at most", least=2)
-    parser.whole("--save-every", 250, "updates of either network between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train both networks, compare them, write what came out."""
+    """Train and compare both networks; write the results."""
     start = time.perf_counter()
     out = run_folder(args)
     texts, vocabulary = load()
@@ -84,9 +77,11 @@ def run(args: argparse.Namespace) -> None:
         **_compare(results),
         "continuation": sample,
     }
-    figure = figures.uncertainty(results, "Bayesian, analytic")
-    save(figure, out / "uncertainty.png")
-    save(figures.bits(results), out / "bits.png")
+    texts_of = results["Bayesian, analytic"]
+    parts = {
+        p: {t: getattr(s, p) for t, s in texts_of.items()} for p in ("epistemic", "total", "bits")
+    }
+    save(histograms(parts, "nats; bits per character"), out / "uncertainty.png")
     metrics["seconds"] = {
         "plain": plain_seconds,
         "bayesian": bayesian_seconds,
@@ -100,23 +95,14 @@ def _train_plain(
     args: argparse.Namespace, train: np.ndarray, texts: Texts, vocabulary: Vocabulary
 ) -> tuple[PlainCharacterModel, float]:
     start = time.perf_counter()
-    untrained = language_model.bayesian_network(
-        len(vocabulary.characters), args.structure, args.seed
-    )
+    count = len(vocabulary.characters)
+    untrained = language_model.bayesian_network(count, args.structure, args.seed)
     graph, params = nnx.split(untrained.plain())
     validation = windows(vocabulary.encode(texts.validation), CONTEXT, NUM_VALIDATION)
-    options: dict[str, Any] = {
-        "num_steps": args.plain_steps,
-        "batch_size": args.batch_size,
-        "learning_rate": args.plain_learning_rate,
-        "weight_decay": args.weight_decay,
-    }
+    options = {"num_steps": args.plain_steps, "batch_size": args.batch_size}
     given = jnp.asarray(train), jnp.asarray(validation)
     task = language_model.plain_task(graph, *given, **options)
-    settings = {"seed": args.seed, **options}
-    with Checkpoints(args.out / "checkpoints" / "plain", settings, resume=args.resume) as store:
-        first = task.start(params, jax.random.key(args.seed))
-        state = fit(task, first, store, args.save_every)
+    state = fit_saved(task, params, args, "plain", options, args.seed, SAVE_EVERY)
     assert state.best is not None
     return nnx.merge(graph, state.best.params), time.perf_counter() - start
 
@@ -129,20 +115,14 @@ def _train_bayesian(
     network = language_model.bayesian_network(len(vocabulary.characters), args.structure, args.seed)
     network.load(plain)
     graph, params = nnx.split(network)
-    options: dict[str, Any] = {
+    options = {
         "num_steps": args.steps,
         "batch_size": args.batch_size,
-        "learning_rate": args.learning_rate,
         "kl_weight": args.kl_weight,
-        "warm_up_steps": args.warm_up,
     }
     task = language_model.bayesian_task(graph, jnp.asarray(train), **options)
-    settings = {
-        "seed": args.seed, "structure": args.structure, "plain_steps": args.plain_steps, **options
-    }  # fmt: skip
-    with Checkpoints(args.out / "checkpoints" / "bayesian", settings, resume=args.resume) as store:
-        first = task.start(params, jax.random.key(args.seed + 1))
-        state = fit(task, first, store, args.save_every)
+    settings = {"structure": args.structure, "plain_steps": args.plain_steps, **options}
+    state = fit_saved(task, params, args, "bayesian", settings, args.seed + 1, SAVE_EVERY)
     return nnx.merge(graph, state.params), time.perf_counter() - start
 
 
@@ -153,7 +133,7 @@ def _predict(
     texts: Texts,
     vocabulary: Vocabulary,
 ) -> Results:
-    """Every network's word on every text, the test first."""
+    """Scores of every network on every text, the test first."""
     cut = {}
     for name, text in {KNOWN: texts.test, **texts.foreign}.items():
         cut[name] = windows(vocabulary.encode(text), CONTEXT, args.windows)
@@ -183,7 +163,7 @@ def _continue(
 
 
 def _compare(results: Results) -> dict[str, Any]:
-    """Averages of every network on every text, and how well each part tells the foreign windows."""
+    """Average scores, and the AUROC of each score for foreign windows."""
     averages = {
         name: {
             text: {part: float(value.mean()) for part, value in scores._asdict().items()}
@@ -191,7 +171,7 @@ def _compare(results: Results) -> dict[str, Any]:
         }
         for name, texts in results.items()
     }
-    told = {
+    detected = {
         name: {
             foreign: {
                 part: auroc(getattr(texts[KNOWN], part), getattr(scores, part))
@@ -204,7 +184,7 @@ def _compare(results: Results) -> dict[str, Any]:
     }
     plain = averages["plain network"][KNOWN]["bits"]
     ratio = averages["Bayesian, analytic"][KNOWN]["bits"] / plain
-    return {"averages": averages, "auroc": told, "bits_over_plain": ratio}
+    return {"averages": averages, "auroc": detected, "bits_over_plain": ratio}
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:
@@ -220,5 +200,5 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
     drawn = metrics["continuation"]
     print(f"{drawn['prompt']}|{drawn['drawn']}\n")
     print(f"bits over those of the plain network: {metrics['bits_over_plain']:.4f}; KL weight "
-          f"{metrics['settings']['kl_weight']:g}; {metrics['seconds']['total']:.0f} s in all; figures "
-          f"and metrics.json in {out}")  # fmt: skip
+          f"{metrics['settings']['kl_weight']:g}; {metrics['seconds']['total']:.0f} s in all; all of it "
+          f"in {out}")  # fmt: skip

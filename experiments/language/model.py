@@ -18,6 +18,8 @@ Array = jax.Array
 
 CONTEXT = 64
 NUM_BLOCKS = 2
+RATE, PLAIN_RATE, WEIGHT_DECAY = 2e-3, 3e-3, 1e-2
+WARM_UP = 50  # updates in which the KL's weight rises
 
 
 def causal_mask(num_tokens: int) -> Array:
@@ -84,8 +86,6 @@ def plain_task(
     *,
     num_steps: int,
     batch_size: int,
-    learning_rate: float,
-    weight_decay: float,
 ) -> Task:
     """Cross-entropy with weight decay; the parameters of the best validation loss are kept."""
 
@@ -99,7 +99,7 @@ def plain_task(
     def validate(params: Any) -> Array:
         return average(params, validation[:, :-1], validation[:, 1:])
 
-    optimizer = clipped_adam(learning_rate, num_steps, norm=1.0, weight_decay=weight_decay)
+    optimizer = clipped_adam(PLAIN_RATE, num_steps, norm=1.0, weight_decay=WEIGHT_DECAY)
     return Task("plain network", loss, optimizer, num_steps, validate)
 
 
@@ -109,9 +109,7 @@ def bayesian_task(
     *,
     num_steps: int,
     batch_size: int,
-    learning_rate: float,
     kl_weight: float,
-    warm_up_steps: int,
 ) -> Task:
     """The negative ELBO for each character, by one pass of moments a step.
 
@@ -127,8 +125,8 @@ def bayesian_task(
         size = mean.shape[-1]
         fits = fit_of(targets.reshape(-1), mean.reshape(-1, size), variance.reshape(-1, size))
         kl = network.kl()
-        weight = mj.objectives.kl_warmup(step, warm_up_steps, kl_weight)
+        weight = mj.objectives.kl_warmup(step, WARM_UP, kl_weight)
         bound = mj.objectives.elbo(fits, kl, dataset_size=text.size, kl_weight=weight)
         return -bound / text.size, {"fit": fits.mean(), "kl": kl}
 
-    return Task("Bayesian network", loss, clipped_adam(learning_rate, num_steps), num_steps)
+    return Task("Bayesian network", loss, clipped_adam(RATE, num_steps), num_steps)

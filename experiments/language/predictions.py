@@ -18,7 +18,7 @@ from experiments.language.model import CONTEXT, CharacterModel, PlainCharacterMo
 Array = jax.Array
 
 NUM_POINTS = 512
-CHUNK = 8  # windows at a time, so that memory does not grow with their number
+CHUNK = 8  # windows at a time, to bound memory
 
 
 class Scores(NamedTuple):

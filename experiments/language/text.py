@@ -1,4 +1,4 @@
-"""Text that Python brings along: the documentation of its topics, and text that is foreign to it."""
+"""Python's own documentation of its topics, and foreign text to compare with."""
 
 from __future__ import annotations
 
@@ -41,11 +41,7 @@ class Vocabulary:
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens, int32.
-
-        Raises:
-          ValueError: if the text has a character that is not in the vocabulary.
-        """
+        """Tokens, int32."""
         tokens = {character: i for i, character in enumerate(self.characters)}
         for place, character in enumerate(text):
             if character not in tokens:
@@ -85,8 +81,8 @@ def load() -> tuple[Texts, Vocabulary]:
 def windows(tokens: np.ndarray, length: int, most: int | None = None) -> np.ndarray:
     """Windows (N, length + 1) of a text, each beginning with the last token of the one before it.
 
-    All tokens but the first of each are to be predicted, so every token of the text is predicted once,
-    less a rest. At most `most` of them, evenly spread.
+    All tokens but the first of each are predicted, so every token of the text is predicted once, except
+    for a remainder. At most `most` of them, evenly spread.
     """
     count = (len(tokens) - 1) // length
     starts = length * np.arange(count)

@@ -1,4 +1,4 @@
-"""A training loop that survives: many processes, sharded state, checkpoints, preemption, relaunch.
+"""A fault-tolerant training loop: processes, sharded state, checkpoints, preemption, relaunch.
 
 A `Job` says what to train, a `Layout` on which processes and devices; `fit` trains it in the processes
 that there are, and `supervise` starts those processes, and starts them again when one is lost. A run is

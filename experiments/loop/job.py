@@ -14,8 +14,6 @@ from flax import nnx
 Array = jax.Array
 Batch = tuple[Array, ...]
 Report = dict[str, Array]
-PRECISIONS = {"float32": "float32", "bfloat16": "bfloat16"}
-"""How accelerators multiply matrices; parameters, moments and optimiser stay in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +22,13 @@ class Job:
 
     Args:
       name: shown with the progress.
-      create: seed -> the untrained module; it is called inside `jit`, so that each device makes its own
-        part of it.
-      loss: (module, batch, key, step) -> the mean loss of the batch and what else to report. The key is
-        another one for each update and each accumulated part.
+      create: seed -> the untrained module; called inside `jit`
+      loss: (module, batch, key, step) -> mean loss, report
       optimizer: an optax transformation.
       arrays: the training data; their leading axis counts the examples.
       batch_size: examples of an update, over all devices.
       num_steps: number of updates.
-      accumulate: parts into which a batch is cut, one after the other; their gradients are averaged.
-      precision: of matrix products, a key of `PRECISIONS`.
+      accumulate: parts of a batch, whose gradients are averaged
       seed: of weights, order of examples and noise.
       settings: what else a checkpoint has to agree with, in JSON's types.
     """
@@ -46,7 +41,6 @@ class Job:
     batch_size: int
     num_steps: int
     accumulate: int = 1
-    precision: str = "float32"
     seed: int = 0
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -58,7 +52,6 @@ class Job:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "accumulate": self.accumulate,
-            "precision": self.precision,
             "num_steps": self.num_steps,
             **self.settings,
         }

@@ -13,31 +13,22 @@ import moment_jax as mj
 from experiments.command_line import InputError
 
 HOST = "127.0.0.1"
-START_TIMEOUT = 120  # seconds in which all processes have to be there
+START_TIMEOUT = 120  # seconds for all processes to join
 HEARTBEAT_TIMEOUT = 30  # seconds of silence after which a process counts as lost
 SHUTDOWN_TIMEOUT = 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How many processes and devices there are, and how many of them share batches and features.
+    """How many processes and devices there are, and how many of them share batches and features."""
 
-    Args:
-      processes: of this run, on this machine.
-      devices: of each process; on CPU they are virtual.
-      data: devices along which batches are split; None for all that `model` leaves.
-      model: devices along which heads and hidden units are split.
-      fsdp: split the parameters and the optimiser's state over `data` too.
-
-    Raises:
-      InputError: if the mesh is not of as many devices as there are.
-    """
-
-    processes: int = 1
-    devices: int = 1
-    data: int | None = None
-    model: int = 1
-    fsdp: bool = True
+    processes: int = 1  # of this run, on this machine
+    devices: int = 1  # of each process; on CPU they are virtual
+    data: int | None = (
+        None  # devices along which batches are split; None for all that `model` leaves
+    )
+    model: int = 1  # devices along which heads and hidden units are split
+    fsdp: bool = True  # split the parameters and the optimiser's state over `data` too
 
     def __post_init__(self) -> None:
         total = self.processes * self.devices
@@ -58,7 +49,7 @@ class Layout:
         return max(1, total // self.model) if self.data is None else self.data
 
     def environment(self) -> dict[str, str]:
-        """What a worker has to find in its environment before it imports JAX."""
+        """Environment variables of a worker, set before it imports JAX."""
         return {
             "JAX_NUM_CPU_DEVICES": str(self.devices),
             "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
@@ -81,11 +72,7 @@ class Layout:
         )
 
     def mesh(self) -> Mesh:
-        """The mesh over the devices of all processes.
-
-        Raises:
-          InputError: if JAX finds another number of devices than asked for.
-        """
+        """The mesh over the devices of all processes."""
         try:
             return mj.parallel.make_mesh(self.rows, self.model)
         except ValueError as error:
@@ -95,11 +82,7 @@ class Layout:
 
 
 def check_batch(size: int, accumulate: int, axes: Mapping[str, int]) -> None:
-    """Refuse a batch that does not divide into parts of the same size, one for each device.
-
-    Raises:
-      InputError: if so.
-    """
+    """Check that a batch divides evenly over accumulated parts and devices."""
     rows = axes["data"]
     if size % (accumulate * rows):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Batches: every process reads its own rows of them, and no others."""
+"""Batches, of which every process reads only its own rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = jax.Array
 
 
 class Reader:
-    """The batches of a data set, each epoch in a new order; what is left over of an epoch is skipped.
+    """The batches of a data set, each epoch in a new order; an incomplete last batch is skipped.
 
     A batch of B examples comes as arrays (A, B / A, ...): A parts, to be gone through one after the
     other, each split over `data`. Which examples come next depends on the seed and the position alone,
@@ -25,9 +25,6 @@ class Reader:
       accumulate: A.
       seed: of the orders.
       mesh: over all devices.
-
-    Raises:
-      InputError: if the batch does not divide, or there are fewer examples than one batch has.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class Reader:
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Array, ...]:
-        """The batch at the position, which moves on by one batch."""
+        """The next batch; advances the position."""
         per_epoch = self.num_examples // self.batch_size
         epoch, within = divmod(self.position // self.batch_size, per_epoch)
         start = within * self.batch_size
@@ -78,7 +75,7 @@ class Reader:
 
 
 def _columns_here(sharding: NamedSharding, parts: tuple[int, int]) -> np.ndarray:
-    """The examples of each part that the devices of this process need, in order."""
+    """Indices, in each part, of the examples for this process's devices."""
     every = np.arange(parts[1])
     places = sharding.addressable_devices_indices_map(parts).values()
     return np.unique(np.concatenate([every[place[1]] for place in places if place is not None]))

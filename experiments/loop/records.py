@@ -1,4 +1,4 @@
-"""Lines of JSON, appended: the metrics of every update, once, and the events of a run."""
+"""JSON lines: the metrics of every update and the events of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
 
 class Metrics:
-    """One line for each update; lines beyond where a run goes on from are cut off first.
+    """One line for each update; lines after the resumed update are cut off first.
 
     Args:
       folder: of the run.
@@ -27,16 +27,16 @@ class Metrics:
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Append the line of an update; whoever reads the file finds it at once."""
+        """Append and flush the line of an update."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Have all lines on disk, as they must be before a checkpoint that counts on them."""
+        """Sync to disk; call before saving a checkpoint."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -52,7 +52,7 @@ def _length_until(file: Any, last: int) -> int:
 
 
 def _parsed(line: bytes | str) -> dict[str, Any] | None:
-    """The object of a line, or None of a line that a crash has cut."""
+    """The object of a line; None for a truncated line."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -61,14 +61,14 @@ def _parsed(line: bytes | str) -> dict[str, Any] | None:
 
 
 def add_event(folder: Path, event: str, **facts: Any) -> None:
-    """Append one event; a single short write, so that processes do not mix their lines."""
+    """Append one event in a single write, so that lines of processes do not mix."""
     line = json.dumps({"event": event, "time": round(time.time(), 3), **facts}) + "\n"
     with (folder / EVENTS).open("ab", buffering=0) as file:
         file.write(line.encode())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file, none if there is no file."""
+    """All complete lines of a file; none if there is no file."""
     if not path.exists():
         return []
     rows = (_parsed(line) for line in path.read_text(encoding="utf-8").splitlines())

@@ -1,4 +1,4 @@
-"""The training loop of one process among many, and its preemption by SIGTERM."""
+"""The training loop of one process, and its preemption by SIGTERM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Preemption(StopRequest):
         super().__init__(*([signal.SIGTERM] if jax.process_count() == 1 else []))
 
     def reached(self, step: int) -> bool:
-        """Whether to save and leave after this update; to be asked after every one, in all processes."""
+        """Whether to save and leave after this update. Call after every update, in all processes."""
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
         return self.received is not None
@@ -43,29 +43,16 @@ class Preemption(StopRequest):
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """Where and when a run saves.
+    """Where and when a run saves."""
 
-    Args:
-      folder: of the run; it exists.
-      every: updates between checkpoints; the last update is saved too.
-      stop_at: leave after this update, as if asked to; None to stay to the end.
-      any_version: see `Store`.
-    """
-
-    folder: Path
-    every: int = 100
-    stop_at: int | None = None
-    any_version: bool = False
+    folder: Path  # of the run; it exists
+    every: int = 100  # updates between checkpoints; the last update is saved too
+    stop_at: int | None = None  # leave after this update, as if asked to; None to stay to the end
+    any_version: bool = False  # see `Store`
 
 
 def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainState:
-    """Train to the end, from the latest checkpoint if there is one. To be called in every process.
-
-    Args:
-      job: what to train, the same in every process.
-      mesh: over all devices of all processes.
-      saving: where and when to save.
-      fsdp: split the parameters and the optimiser's state over `data` too.
+    """Train to the end, from the latest checkpoint if there is one. Call in every process.
 
     Returns:
       The state after the last update, which is on disk.
@@ -104,7 +91,7 @@ def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainStat
                 last = step == job.num_steps
                 leave = preemption.reached(step) or step == saving.stop_at
                 if last or leave or step % saving.every == 0:
-                    log.flush()  # stops here if this update is not finite, before it is saved
+                    log.flush()  # raises before saving if this update is not finite
                     bits = store.save(step, state, reader.position)
                     if is_main_process():
                         add_event(saving.folder, "save", step=step, digest=bits)
@@ -134,12 +121,12 @@ class _Log:
         )
 
     def add(self, step: int, outcome: Any) -> None:
-        """Take an update's figures, and go through those of the one before."""
+        """Take an update's outcome, and process that of the update before."""
         self._finish()
         self.pending = (step, outcome)
 
     def flush(self) -> None:
-        """Have all figures checked, and on disk."""
+        """Check all outcomes, and sync them to disk."""
         self._finish()
         if self.metrics is not None:
             self.metrics.sync()

@@ -1,6 +1,6 @@
-"""Checkpoints of a loop: written in the background, checked before they are taken up, never code.
+"""Checkpoints of a loop: written in the background, verified when restored, never code.
 
-What is on disk are arrays (Orbax, OCDBT) and JSON; reading them runs nothing.
+On disk are arrays (Orbax, OCDBT) and JSON; reading them executes nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +31,7 @@ class Restored(NamedTuple):
 
 
 class Store:
-    """The checkpoints of a run.
-
-    Args:
-      folder: of the run.
-      job: what is trained.
-      blueprint: the form of its state, on the mesh that there is now.
-      any_version: take up checkpoints of other versions of the library or of JAX, which then go on, but
-        not bit for bit.
-
-    Raises:
-      InputError: if a file is where the folder should be.
-    """
+    """The checkpoints of a run."""
 
     def __init__(self, folder: Path, job: Job, blueprint: Blueprint, *, any_version: bool) -> None:
         self.blueprint = blueprint
@@ -54,13 +43,13 @@ class Store:
             resume=True,
             background=True,
             option="--out",
-            mend=ANEW,
+            fix=ANEW,
         )
 
     def save(self, step: int, state: TrainState, position: int) -> str:
-        """Begin to save; the state may be donated as soon as this returns. Returns its digest."""
-        self.checkpoints.wait()  # one at a time: the last one is whole before another begins
-        bits = digest(state, self.blueprint.mesh)
+        """Start saving and return the state's digest; the state may then be donated."""
+        self.checkpoints.wait()  # one save at a time
+        bits = digest(state)
         self.checkpoints.save(
             step,
             copied(state),
@@ -76,11 +65,7 @@ class Store:
         self.checkpoints.wait()
 
     def restore(self) -> Restored | None:
-        """The latest checkpoint, on the mesh that there is now; None if there is none.
-
-        Raises:
-          InputError: if it is of another model, other settings or another version, or damaged.
-        """
+        """The latest checkpoint, on the mesh that there is now; None if there is none."""
         step = self.checkpoints.latest
         if step is None:
             return None
@@ -88,7 +73,7 @@ class Store:
         self._check_versions(facts)
         self._check_leaves(facts)
         state = self._read(step, lambda: self.checkpoints.restore(self.blueprint.abstract))
-        bits = digest(state, self.blueprint.mesh)
+        bits = digest(state)
         if bits != facts["digest"] or int(state.step) != step:
             raise self._damaged(step, "its content is not what was saved")
         return Restored(state, int(facts["position"]), bits)
@@ -142,7 +127,7 @@ def _version(name: str) -> str:
 
 
 def steps_on_disk(folder: Path) -> list[int]:
-    """The updates of which there are whole checkpoints, by the names of their folders."""
+    """The updates with complete checkpoints."""
     places = folder / CHECKPOINTS
     if not places.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""Starts the processes of a run, and starts all of them again when one is lost."""
+"""Start the processes of a run, and restart all of them when one is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOCK, LOGS = ".lock", "logs"
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What a supervisor has its workers do.
+    """A supervisor's order to its workers.
 
     Args:
       job: "module:function", which makes a `Job` of the settings.
@@ -39,9 +39,8 @@ class Order:
       layout: processes and devices.
       saving: where and when to save.
       restarts: how often the processes are started again before the run is given up.
-      grace: seconds from SIGTERM to SIGKILL, in which a checkpoint has to be written.
-      compile_cache: a folder for compiled programs, which spares their compilation at each start. What
-        is in it is executed, so it belongs where only you can write, and not among checkpoints.
+      grace: seconds from SIGTERM to SIGKILL, for writing a checkpoint.
+      compile_cache: folder of compiled programs; executed, so only you may write there
     """
 
     job: str
@@ -66,7 +65,7 @@ class Order:
 
 
 def supervise(order: Order) -> None:
-    """Run to the end, through the loss of processes.
+    """Run to the end; restart all processes when one is lost.
 
     A process that dies takes the others with it, and all are started anew from the latest checkpoint.
     One folder has one run: a lock, which every process holds, keeps a second one out, also while
@@ -133,7 +132,7 @@ def _attempt(order: Order, attempt: int, lock: int, request: StopRequest) -> tup
 
 
 def _log_file(stack: contextlib.ExitStack, logs: Path, rank: int) -> IO[bytes] | None:
-    """Where a worker's standard error goes; None for ours, which shows the progress bar."""
+    """Log file for a worker's standard error; None to inherit ours, for the progress bar."""
     if rank == 0 and sys.stderr.isatty():
         return None
     return stack.enter_context((logs / f"worker-{rank}.log").open("ab"))
@@ -148,7 +147,7 @@ def _start(
     return subprocess.Popen(
         [*command, json.dumps(order.to_json())],
         env={**os.environ, **order.layout.environment(), "PYTHONPATH": path},
-        stdin=subprocess.PIPE,  # closes with us, however we end, and then the worker ends
+        stdin=subprocess.PIPE,  # closes when we end, which ends the worker
         stdout=subprocess.DEVNULL,
         stderr=log,
         pass_fds=(lock,),
@@ -156,7 +155,7 @@ def _start(
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], grace: float, request: StopRequest) -> None:
-    """Until all have ended, or one is lost, or those that were asked to leave take too long."""
+    """Wait until all have ended, one is lost, or the grace period is over."""
     deadline = None
     while any(worker.poll() is None for worker in workers):
         codes = [worker.returncode for worker in workers if worker.returncode is not None]
@@ -174,7 +173,7 @@ def _wait(workers: list[subprocess.Popen[bytes]], grace: float, request: StopReq
 
 
 def _message(folder: Path, attempt: int) -> str:
-    """What the first worker said at its end."""
+    """The first worker's final message."""
     said = [row for row in read_lines(folder / EVENTS) if row["event"] == "ended"]
     if said and said[-1].get("attempt") == attempt:
         return str(said[-1]["message"])
@@ -183,7 +182,7 @@ def _message(folder: Path, attempt: int) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """The lock of a folder; the system opens it when the last process that holds it is gone."""
+    """Hold the lock of a folder; the system releases it with the last process that holds it."""
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT

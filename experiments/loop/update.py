@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from experiments.command_line import PartError
-from experiments.loop.job import PRECISIONS, Batch, Job, Report
+from experiments.loop.job import Batch, Job, Report
 from experiments.loop.state import Blueprint, leaf_name
 from experiments.training import TrainState
 
@@ -21,7 +21,7 @@ Update = Callable[[TrainState, Batch], tuple[TrainState, tuple[Report, Array]]]
 
 
 class Guard:
-    """Finds what is not finite, and stops the run with its name."""
+    """Stops the run where an array is not finite, and names it."""
 
     def __init__(self, params: Any) -> None:
         paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -32,11 +32,7 @@ class Guard:
         ]
 
     def check(self, step: int, flags: Array) -> None:
-        """Raise the names of what is not finite; `flags` are of `Blueprint.all_finite`.
-
-        Raises:
-          PartError: if anything is not.
-        """
+        """Raise an error that names the arrays that are not finite; `flags` from `all_finite`."""
         bad = [self.names[i] for i in np.flatnonzero(~np.asarray(flags))]
         if not bad:
             return
@@ -47,11 +43,16 @@ class Guard:
         )
 
 
+def all_finite(*trees: Any) -> Array:
+    """Whether each leaf is finite, as one vector."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(trees)])
+
+
 def compiled_update(job: Job, blueprint: Blueprint) -> Update:
-    """The jitted update; it takes the state's buffers, and lays the new state where the old one lay."""
+    """The jitted update; donates the state and keeps its layout."""
 
     def loss_of(params: Any, batch: Batch, key: Array, step: Array) -> tuple[Array, Report]:
-        with jax.default_matmul_precision(PRECISIONS[job.precision]):
+        with jax.default_matmul_precision("float32"):
             return job.loss(nnx.merge(blueprint.graph, params), batch, key, step)
 
     compute = jax.value_and_grad(loss_of, has_aux=True)
@@ -73,13 +74,13 @@ def compiled_update(job: Job, blueprint: Blueprint) -> Update:
         changes, optimizer = job.optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, changes)
         new = TrainState(params, optimizer, state.step + 1, key)
-        return new, ({"loss": loss, **report}, blueprint.all_finite(loss, grads, params))
+        return new, ({"loss": loss, **report}, all_finite(loss, grads, params))
 
     return jax.jit(update, donate_argnums=0, out_shardings=(blueprint.shardings, None))
 
 
 def _averaged(part: Any, batch: Batch, count: int) -> Any:
-    """The mean over the parts, with room for one gradient and not for `count` of them."""
+    """The mean over the parts, in the memory of one gradient."""
     first = (jnp.int32(0), jax.tree.map(lambda x: x[0], batch))
     shapes = jax.eval_shape(lambda given: part(None, given)[1], first)
     start = jax.tree.map(

@@ -1,7 +1,6 @@
 """One process of a run, started by a supervisor: `-m experiments.loop.worker RANK PORT ATTEMPT ORDER`.
 
-Exit status 0 for a finished run, 1 for one that is not finite, 2 for bad input, 75 for one that was
-asked to leave, 70 for one that lost another process; then it is worth starting all of them again.
+Exit status: 0 finished, 1 not finite, 2 bad input, 75 preempted, 70 lost another process (restart all).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def main(arguments: list[str]) -> int:
     """Join the others, train, and say how it ended."""
     rank, port, attempt = (int(word) for word in arguments[:3])
     order = Order.from_json(json.loads(arguments[3]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the supervisor, which asks us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
     if order.compile_cache is not None:
         jax.config.update("jax_compilation_cache_dir", order.compile_cache)
@@ -44,22 +43,20 @@ def main(arguments: list[str]) -> int:
         add_event(folder, "ended", attempt=attempt, rank=rank, message=str(error))
         codes = {InputError: BAD_INPUT, PartError: FAILED, PreemptedError: PREEMPTED}
         status = codes[type(error)]
-    except (
-        Exception
-    ) as error:  # a lost process shows itself as whatever the step or a barrier raises
+    except Exception as error:  # a lost process shows as an error of the step or a barrier
         traceback.print_exc()
         sys.stderr.flush()
         message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         add_event(order.saving.folder, "error", attempt=attempt, rank=rank, message=message)
-        os._exit(LOST)  # and not through JAX's own shutdown, which would wait for who is lost
+        os._exit(LOST)  # JAX's own shutdown would wait for the lost process
     if order.layout.processes > 1:
         jax.distributed.shutdown()
     return status
 
 
 def _end_with_supervisor() -> None:
-    """Leave when the supervisor is gone: it holds the other end of our standard input."""
-    os.read(0, 1)  # not sys.stdin, whose lock would be held at our own end
+    """Exit when the supervisor is gone: it holds the other end of our standard input."""
+    os.read(0, 1)  # not sys.stdin, whose lock would block our exit
     os._exit(LOST)
 
 

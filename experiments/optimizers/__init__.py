@@ -5,8 +5,7 @@ Every method is tuned on the first seed over a grid of the same size, then run f
 is that of the first 512 training examples, evaluated after every update outside of the timing. Prints
 one table for each task: the time is that of the median number of updates to the target, from the start
 and without compilation; "update" is one of the updates that come later. Both are on the clock and, in
-parentheses, of this process on all cores. With --out, figures of the loss against steps and against
-seconds.
+parentheses, of this process on all cores.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import jax
 import numpy as np
 
 from experiments import report
-from experiments.command_line import InputError, Parser, number, one_of, path
-from experiments.optimizers.figures import draw
+from experiments.command_line import InputError, Parser, number, one_of
 from experiments.optimizers.methods import tuned, untuned
 from experiments.optimizers.runs import Course, Method, Settings, Spent, Training, timings
 from experiments.optimizers.tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
 from experiments.optimizers.widths import cost_of_update
-from experiments.outputs import writable_file, writable_folder, write_json
+from experiments.outputs import write_json
 
 DEFAULT_TASKS = ("autoencoder", "transformer", "bayesian")
 MORE_TASKS = ("attention", "convolution")
@@ -35,8 +33,7 @@ TUNING_STRIDE = 5
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--task",
         type=one_of(TASKS, "task"),
         nargs="+",
@@ -44,33 +41,18 @@ def add_arguments(parser: Parser) -> None:
         help=f"tasks: {', '.join(TASKS)} (default: {', '.join(DEFAULT_TASKS)}; with --untuned "
         f"{' and '.join(MORE_TASKS)} too)",
     )
-    add(
-        "--method",
-        type=one_of(tuned() | untuned(), "method"),
-        nargs="+",
-        metavar="NAME",
-        help=f"methods: {', '.join(tuned() | untuned())} (default: all; adam always runs)",
+    parser.choice(
+        "--method", tuned() | untuned(), (), "methods, all if none is named; adam always runs"
     )
-    add(
+    parser.flag(
         "--untuned",
-        action="store_true",
-        help="second order with its defaults: kfac and cg_fac against adam, adamw and muon",
+        "second order with its defaults: kfac and cg_fac against adam, adamw and muon",
     )
-    add(
-        "--steps",
-        type=number(int, least=1),
-        default=None,
-        metavar="N",
-        help="updates of a run (default: each task's own, fewer for second-order methods)",
+    parser.whole(
+        "--steps", None, "updates of a run (default: each task's own, fewer in second order)"
     )
-    add(
-        "--seeds",
-        type=number(int, least=1),
-        default=3,
-        metavar="N",
-        help="seeds of weights and batches (default: %(default)s)",
-    )
-    add(
+    parser.whole("--seeds", 3, "seeds of weights and batches")
+    parser.add_argument(
         "--widths",
         type=number(int, least=4),
         nargs="+",
@@ -79,15 +61,10 @@ def add_arguments(parser: Parser) -> None:
         help="instead: memory and time of an update of the Transformer at these widths, multiples of 4",
     )
     parser.json()
-    add("--out", type=path, metavar="DIR", help="folder for drawings (default: none are made)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Go through the tasks."""
-    if args.json is not None:
-        writable_file(args.json, "--json")
-    if args.out is not None:
-        writable_folder(args.out, "--out")
     if args.widths:
         _widths(args)
         return
@@ -96,12 +73,8 @@ def run(args: argparse.Namespace) -> None:
     chosen: dict[str, dict[str, Settings]] = {}
     records = []
     for task in tasks:
-        record, courses = _compare(task, args, chosen)
-        records.append(record)
-        if args.out is not None:
-            draw(args.out / f"{task.name}.png", task.name, record, courses)
-        if args.json is not None:
-            write_json(args.json, records)
+        records.append(_compare(task, args, chosen))
+        write_json(args.json, records)
 
 
 def _known(args: argparse.Namespace) -> dict[str, Method]:
@@ -134,13 +107,12 @@ def _widths(args: argparse.Namespace) -> None:
             shown = [f"{each.seconds:.3g} ({each.cpu:.3g})" for each in times]
             rows.append([str(width), name, f"{cost.megabytes:.0f}", *shown])
     print(report.aligned(rows), flush=True)
-    if args.json is not None:
-        write_json(args.json, costs)
+    write_json(args.json, costs)
 
 
 def _compare(
     task: OptimizerTask, args: argparse.Namespace, chosen: dict[str, dict[str, Settings]]
-) -> tuple[dict[str, Any], dict[str, list[Course]]]:
+) -> dict[str, Any]:
     """All methods on one task; Adam first, for its last loss may be the target."""
     known = _known(args)
     names = _names(args, known)
@@ -172,7 +144,7 @@ def _compare(
     }
     record = {"task": task.name, "target": target, "device": str(jax.devices()[0]), "methods": rows}
     _print(record)
-    return record, courses
+    return record
 
 
 def _best(training: Training, target: float | None) -> Settings:
@@ -195,7 +167,7 @@ def _best(training: Training, target: float | None) -> Settings:
 
 
 def _median_steps(courses: list[Course], target: float) -> float:
-    """Of the updates to the target; infinite where half of the runs or more do not reach it."""
+    """The median number of updates to the target; infinite if half of the runs miss it."""
     reached = [course.steps_to(target) for course in courses]
     return float(np.median([np.inf if steps is None else steps for steps in reached]))
 
@@ -213,28 +185,13 @@ def _row(
         "cpu_seconds_per_step": updates.cpu / TIMED_STEPS,
         "last_loss": float(np.median([course.last_loss for course in courses])),
         "diverged": sum(course.diverged for course in courses),
-        "iterations": _mean_iterations(courses),
         "losses": [course.losses.tolist() for course in courses],
     }
 
 
-def _mean_iterations(courses: list[Course]) -> float | None:
-    counts = [course.iterations.mean() for course in courses if course.iterations.size]
-    return float(np.mean(counts)) if counts else None
-
-
 def _print(record: dict[str, Any]) -> None:
     rows = [
-        [
-            "",
-            "settings",
-            "steps",
-            "seconds",
-            "over Adam's",
-            "update / Adam's",
-            "last loss",
-            "diverged",
-        ]
+        ["", "settings", "steps", "seconds", "over Adam's", "update / Adam's", "last", "diverged"]
     ]
     adam = record["methods"]["adam"]
 

@@ -28,7 +28,7 @@ DECAY = 0.9
 
 
 def _falling(task: OptimizerTask, num_steps: int, power: int = 1) -> Callable[[Array], Array]:
-    """What the steps of a run are multiplied by: a cosine down to zero if the task asks for it, or 1."""
+    """The schedule's factor: a cosine down to zero if the task asks for it, else 1."""
 
     def factor(step: Array) -> Array:
         if not task.falling:
@@ -45,7 +45,7 @@ def _others(factor: Callable[[Array], Array]) -> optax.GradientTransformation:
 def _first_order(
     method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int, *, learning_rate: Any
 ) -> optax.GradientTransformation:
-    """By `method`, positions at a rate of their own."""
+    """Apply `method`; positions have their own rate."""
     factor = _falling(task, num_steps)
     owned = {leaf for block in mj.optim.find_blocks(model) for leaf in block.leaves}
     owned |= {scale.path for scale in mj.optim.find_scales(model)}
@@ -96,7 +96,7 @@ def _second_order(
 def _untuned(
     method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int
 ) -> optax.GradientTransformation:
-    """As a user gets it: what a Bayesian model is told is the size of its data, which is no setting."""
+    """With the library's defaults; a Bayesian model is given the size of its data."""
     del num_steps
     if not mj.optim.find_scales(model):
         return mj.optim.for_model(model, method)
@@ -108,7 +108,7 @@ FIRST = {"adam": optax.adam, "adamw": optax.adamw, "muon": optax.contrib.muon}
 
 
 def untuned() -> dict[str, Method]:
-    """The defaults of second order, and what has the best of nine learning rates."""
+    """Second-order methods with defaults, and first-order ones with the best of nine rates."""
     first = {name: Method(partial(_first_order, each), FIRST_ORDER) for name, each in FIRST.items()}
     ours = {"kfac": mj.optim.kfac, "cg_fac": mj.optim.cg_fac}
     return first | {name: Method(partial(_untuned, each), {}, {}) for name, each in ours.items()}
@@ -118,8 +118,6 @@ def tuned() -> dict[str, Method]:
     """The methods whose settings are tuned on a grid, by name."""
     curvature: dict[str, Any] = {"fisher": mj.optim.SampledFisher()}
     kfac = partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)
-    # Exact damping: what factored damping adds on top costs the autoencoder a quarter more steps.
-    kfac_eigh = partial(kfac, inversion=mj.optim.Eigh())
     cg_fac = partial(
         mj.optim.cg_fac,
         max_iterations=CG_ITERATIONS,
@@ -136,5 +134,4 @@ def tuned() -> dict[str, Method]:
     return first | {
         "cg_fac": second_order(cg_fac),
         "kfac": second_order(kfac),
-        "kfac_eigh": second_order(kfac_eigh),
     }

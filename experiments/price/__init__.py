@@ -1,4 +1,4 @@
-"""What a moment pass costs on this machine, over the plain network: time, memory, compilation, program.
+"""Cost of a moment pass on this machine over the plain network's: time, memory, compilation, program.
 
 One pre-norm encoder block with Gaussian beliefs about all weights, and each of its layers, in every
 structure: a forward, and the gradient by parameters and inputs. Inputs have a covariance of the
@@ -21,7 +21,7 @@ import jax
 
 from experiments.accuracy import STRUCTURES
 from experiments.command_line import Parser, PartError
-from experiments.outputs import writable_file, write_json
+from experiments.outputs import write_json
 from experiments.price.parts import (
     NETWORKS,
     PARTS,
@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[..., Any]] = {"forward": lambda forward: forward, "gra
 DEFAULT = Shape(64, 128, 4, 4)
 QUEUED = 20  # calls that an accelerator is given before the host waits
 SLOW = 4.0  # seconds for the timed runs of one function, unless three take longer
-CPU_GIB = 4.0  # that a program may need where there is no accelerator
+CPU_GIB = 4.0  # memory limit without an accelerator
 OVER_PLAIN = {
     "time": "seconds",
     "memory": "bytes",
@@ -99,8 +99,6 @@ def _shape(text: str) -> Shape:
 
 def run(args: argparse.Namespace) -> None:
     """Measure shape by shape; print each table and write the figures so far."""
-    if args.json is not None:
-        writable_file(args.json, "--json")
     device = jax.devices()[0]
     machine = {"device": device.device_kind, "cores": os.cpu_count()}
     has = (device.memory_stats() or {}).get("bytes_limit", CPU_GIB * GIB)
@@ -117,8 +115,7 @@ def run(args: argparse.Namespace) -> None:
         ]
         print(f"\n{shape}\n{table(found)}", flush=True)
         records += found
-        if args.json is not None:
-            write_json(args.json, {**machine, "jax": jax.__version__, "records": records})
+        write_json(args.json, {**machine, "jax": jax.__version__, "records": records})
     if any(record["status"] == "failed" for record in records):
         raise PartError("some functions failed; the reasons are below their tables")
 
@@ -126,16 +123,7 @@ def run(args: argparse.Namespace) -> None:
 def measure(
     shape: Shape, part: str, kind: str, structures: list[str], repeats: int, limit: float
 ) -> list[Record]:
-    """A record for the plain part, for each structure, and for sampled networks.
-
-    Args:
-      shape: of the inputs.
-      part: of `PARTS`.
-      kind: of `KINDS`.
-      structures: by name.
-      repeats: the most timed runs.
-      limit: GiB that a program may need.
-    """
+    """A record for the plain part, for each structure, and for sampled networks."""
     start = time.perf_counter()
     names = [PLAIN, *dict.fromkeys(structures)]
     if (part, kind) == ("block", "forward"):
@@ -162,7 +150,7 @@ def measure(
             check_memory(program.bytes, limit)
             runs[name] = partial(_queued, program.call, arguments(), calls)
             runs[name]()
-        except Exception as error:  # one structure's failure is not to hide the others' figures
+        except Exception as error:  # keep the other structures' figures
             records[name] |= failure(error)
             runs.pop(name, None)
     for name, seconds in interleaved(runs, repeats, SLOW).items():

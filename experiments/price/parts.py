@@ -1,4 +1,4 @@
-"""What `price` compiles: an encoder block and its layers, plain, sampled, and as moments."""
+"""The programs of `price`: an encoder block and its layers, plain, sampled, and as moments."""
 
 from __future__ import annotations
 

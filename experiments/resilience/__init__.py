@@ -12,19 +12,15 @@ import argparse
 from pathlib import Path
 
 import moment_jax as mj
-from experiments.command_line import InputError, Parser
+from experiments.command_line import InputError, Parser, writable_folder
 from experiments.loop import Layout, Order, Saving, supervise
-from experiments.loop.job import PRECISIONS
 from experiments.loop.layout import check_batch
 from experiments.loop.records import METRICS, read_lines
-from experiments.outputs import writable_file, writable_folder, write_json
+from experiments.outputs import write_json
 from experiments.resilience.job import NETWORKS, REFERENCE
-
-__all__ = ["add_arguments", "run"]
 
 SETTINGS = (
     "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate",
-    "precision",
 )  # fmt: skip
 
 
@@ -38,26 +34,19 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--batch-size", 32, "images for each update, over all devices")
     parser.whole("--accumulate", 1, "parts of a batch whose gradients are averaged, in turn")
     parser.real("--learning-rate", 3e-3, "peak of the cosine schedule")
-    parser.choice(
-        "--precision",
-        PRECISIONS,
-        "float32",
-        "precision of matrix products on accelerators (moments, parameters and optimiser stay in "
-        "float32, and CPUs multiply in float32 whatever is asked)",
-    )
     _add_machines(parser)
     _add_saving(parser)
     parser.whole(
         "--check",
         None,
-        "train undisturbed, then again with so many SIGKILLs at random moments (a worker, the "
+        "train undisturbed, then again with N SIGKILLs at random moments (a worker, the "
         "coordinator, all workers, the supervisor, everything; while starting, training and saving) and "
-        "one SIGTERM, and compare bit for bit; --out has to be empty",
+        "one SIGTERM, and compare bit for bit; --out must be empty",
     )
     parser.flag(
         "--topologies",
         "train undisturbed, then half on 4 devices and half on 1, and half on 2 x 2 and half on "
-        "1 x 4, and compare; --out has to be empty",
+        "1 x 4, and compare; --out must be empty",
     )
     parser.json()
 
@@ -113,13 +102,11 @@ def _add_saving(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check what can be checked, then train, or check by killing."""
+    """Check the options, then train, or run the checks asked for."""
     layout = Layout(args.processes, args.devices, args.data, args.model, args.fsdp)
     check_batch(args.batch_size, args.accumulate, {"data": layout.rows})
     if args.stop_at is not None and args.stop_at > args.steps:
         raise InputError(f"--stop-at {args.stop_at} is beyond --steps {args.steps}")
-    if args.json is not None:
-        writable_file(args.json, "--json")
     folder = writable_folder(args.out, "--out")
     if args.compile_cache is not None:
         writable_folder(args.compile_cache, "--compile-cache")
@@ -130,13 +117,12 @@ def run(args: argparse.Namespace) -> None:
         return
     supervise(order_of(args, layout, folder))
     last = read_lines(folder / METRICS)[-1]
-    if args.json is not None:
-        write_json(args.json, {"metrics": last})
+    write_json(args.json, {"metrics": last})
     print(f"{last['step']} updates, loss {last['loss']:.4f}; checkpoints and metrics in {folder}")
 
 
 def order_of(args: argparse.Namespace, layout: Layout, folder: Path) -> Order:
-    """What the options order."""
+    """The order for the supervisor."""
     return Order(
         job=REFERENCE,
         settings={name: getattr(args, name) for name in SETTINGS},

@@ -1,4 +1,4 @@
-"""Compares runs that were killed, preempted or moved to other devices with one that was left alone."""
+"""Compare killed, preempted and moved runs with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from experiments.loop.store import Store
 from experiments.outputs import write_json
 from experiments.report import aligned
 from experiments.resilience.job import digits_job
-from experiments.resilience.kills import Kill, disturb, plan, preempt, settle
-from experiments.resilience.runs import Run
+from experiments.resilience.kills import Kill, Run, disturb, plan, preempt, settle
 from experiments.training import TrainState
 
 KEPT_OPTIONS = (
     "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate",
-    "precision", "save_every", "grace",
+    "save_every", "grace",
 )  # fmt: skip
 MOVES = {
     "1 x 4 devices, mesh 2 x 2, to 1 device": (Layout(1, 4, 2, 2), Layout(1, 1)),
@@ -36,7 +35,7 @@ MOVES = {
 
 
 def check(args: argparse.Namespace, layout: Layout) -> None:
-    """Run what was asked for, print the figures, and fail if a run differs from the undisturbed one.
+    """Run the checks asked for, print the figures, and fail if a run differs from the undisturbed one.
 
     Raises:
       InputError: if --out holds something already.
@@ -44,7 +43,7 @@ def check(args: argparse.Namespace, layout: Layout) -> None:
     """
     if any(args.out.iterdir()):
         raise InputError(f"--check: {args.out} is not empty; name a new folder by --out")
-    cache = args.compile_cache or args.out / "compiled"  # ours, and from this very moment
+    cache = args.compile_cache or args.out / "compiled"  # our own, made just now
     common = [f"--compile-cache={cache.absolute()}"]
     common += [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in KEPT_OPTIONS]
     start = time.perf_counter()
@@ -61,8 +60,7 @@ def check(args: argparse.Namespace, layout: Layout) -> None:
             _moved(args, common, name, *layouts, whole, failures) for name, layouts in MOVES.items()
         ]
     results["seconds"] = time.perf_counter() - start
-    if args.json is not None:
-        write_json(args.json, results)
+    write_json(args.json, results)
     print(f"{results['seconds']:.0f} s in all; everything is in {args.out}")
     if failures:
         raise PartError("; ".join(failures))
@@ -77,7 +75,7 @@ def _layout_options(layout: Layout) -> list[str]:
 def _killed(
     args: argparse.Namespace, layout: Layout, common: list[str], whole: Run, failures: list[str]
 ) -> dict[str, Any]:
-    """The run that is killed: its figures."""
+    """Figures of the killed run."""
     rng = np.random.default_rng(args.seed)
     kills = plan(args.check, rng)
     start = time.perf_counter()

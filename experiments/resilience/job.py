@@ -93,7 +93,6 @@ def digits_job(settings: dict[str, Any]) -> Job:
         batch_size=settings["batch_size"],
         num_steps=steps,
         accumulate=settings["accumulate"],
-        precision=settings["precision"],
         seed=settings["seed"],
         settings={
             name: settings[name] for name in ("network", "structure", "blocks", "learning_rate")

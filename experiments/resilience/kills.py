@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: victim, moment and cost of each."""
+"""Runs of the experiment as a user starts them, and SIGKILL at random moments."""
 
 from __future__ import annotations
 
@@ -6,63 +6,133 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from experiments.command_line import PREEMPTED, PartError
+from experiments.loop.records import EVENTS, METRICS, read_lines
 from experiments.loop.store import saving_now, steps_on_disk
-from experiments.resilience.runs import Run
 
+POLL = 0.005
+TIMEOUT = 600.0  # seconds for anything that is waited for
+ROOT = Path(__file__).parents[2]
 VICTIMS = ("worker", "coordinator", "workers", "supervisor", "everything")
 MOMENTS = ("train", "save", "train", "save", "start")
 MOST_SAVE_SECONDS = 0.15  # a kill within a save comes up to so long after its beginning
 LEAVE_FOR_LAST = 0.85  # no kill is planned beyond this share of the updates
 
 
+class Run:
+    """One `python -m experiments resilience` in its own process group, killed when the block ends."""
+
+    def __init__(self, options: Sequence[str], folder: Path) -> None:
+        self.options = [*options, "--out", str(folder)]
+        self.folder = folder
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the command, or start it again."""
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "experiments", "resilience", *self.options],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def status(self) -> int | None:
+        """Its exit status, or None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    def end(self) -> int:
+        """Wait for its end, and return its exit status."""
+        self.wait_for(lambda: self.status() is not None)
+        assert self.process is not None
+        return int(self.process.returncode)
+
+    def expect(self, status: int) -> None:
+        """Wait for its end."""
+        if self.end() != status:
+            raise PartError(f"the run in {self.folder} ended with {self.status()}: {self.said()}")
+
+    def said(self) -> str:
+        """The end of its standard error, once it has ended."""
+        if self.process is None or self.process.stderr is None:
+            return ""
+        return self.process.stderr.read().decode(errors="replace")[-300:]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Its events of this name."""
+        return [row for row in read_lines(self.folder / EVENTS) if row["event"] == name]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A line for each update."""
+        return read_lines(self.folder / METRICS)
+
+    def last_step(self) -> int:
+        """The last update of which there are metrics."""
+        rows = self.metrics()
+        return int(rows[-1]["step"]) if rows else 0
+
+    def wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Wait until the condition holds; False if the command has ended without."""
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
+            if self.status() is not None:
+                return condition()
+            if time.monotonic() > deadline:
+                raise PartError(f"the run in {self.folder} did not go on for {TIMEOUT:.0f} s")
+            time.sleep(POLL)
+        return True
+
+
 @dataclasses.dataclass
 class Kill:
-    """One kill: its victim, its phase, and its consequences.
+    """One kill: its victim, its phase, and its consequences."""
 
-    Args:
-      victim: one of `VICTIMS`.
-      moment: the phase that was aimed at, one of `MOMENTS`.
-      step: the last update with metrics at the kill.
-      checkpoint: the latest whole checkpoint at the kill.
-      mid_save: whether a checkpoint lay half written after it.
-      resumed: the update that the next life went on from.
-      digest: of what it restored.
-    """
-
-    victim: str
-    moment: str
-    step: int = 0
-    checkpoint: int = 0
-    mid_save: bool = False
-    resumed: int | None = None
-    digest: str | None = None
+    victim: str  # one of `VICTIMS`
+    moment: str  # the phase that was aimed at, one of `MOMENTS`
+    step: int = 0  # the last update with metrics at the kill
+    checkpoint: int = 0  # the latest whole checkpoint at the kill
+    mid_save: bool = False  # whether a checkpoint lay half written after it
+    resumed: int | None = None  # the update that the next life went on from
+    digest: str | None = None  # of what it restored
 
     @property
     def lost(self) -> int:
-        """Updates lost although they were in a whole checkpoint; None may be."""
+        """Updates lost although a complete checkpoint had them; must be 0."""
         return max(0, self.checkpoint - (self.resumed or 0))
 
 
 def plan(count: int, rng: np.random.Generator) -> list[Kill]:
-    """So many kills; victims and moments come up equally often, in a random order."""
+    """Plan `count` kills; victims and moments occur equally often, in random order."""
     victims = rng.permutation([VICTIMS[i % len(VICTIMS)] for i in range(count)])
     moments = rng.permutation([MOMENTS[i % len(MOMENTS)] for i in range(count)])
     return [Kill(str(victim), str(moment)) for victim, moment in zip(victims, moments, strict=True)]
 
 
 def disturb(run: Run, kills: list[Kill], num_steps: int, rng: np.random.Generator) -> None:
-    """Carry out the kills, starting the command again where its supervisor is among the dead.
-
-    Raises:
-      PartError: if the run ends before, or otherwise than by our doing.
-    """
+    """Carry out the kills, and restart the command where its supervisor was killed."""
     run.start()
     lives = 0
     for index, kill in enumerate(kills):
@@ -78,7 +148,7 @@ def disturb(run: Run, kills: list[Kill], num_steps: int, rng: np.random.Generato
         if kill.victim in ("supervisor", "everything"):
             run.end()
             run.start()
-        kill.resumed = starts  # until the next start is known, its number; see `settle`
+        kill.resumed = starts  # number of the next start; see `settle`
 
 
 def _launched(run: Run, lives: int) -> bool:
@@ -86,7 +156,7 @@ def _launched(run: Run, lives: int) -> bool:
 
 
 def settle(run: Run, kills: list[Kill]) -> None:
-    """Look up what each kill's next life went on from, once the run is over."""
+    """Look up the update from which each next life continued, once the run is over."""
     starts = run.events("start")
     for kill in kills:
         assert kill.resumed is not None
@@ -142,11 +212,7 @@ def _strike(run: Run, victim: str) -> None:
 
 
 def preempt(run: Run) -> dict[str, Any]:
-    """SIGTERM to the supervisor while the run trains, and what it takes.
-
-    Raises:
-      PartError: if it does not end with the status of a preempted run, all its updates saved.
-    """
+    """Send SIGTERM to the supervisor during training, and measure the time to save and leave."""
     starts = len(run.events("start"))
     launches = len(run.events("launch"))
     if starts < launches:  # still on its way

@@ -5,7 +5,7 @@ compiles whole train steps for TPU v5e without one (skipped with a word where li
 is no failure); `export` saves a predictive function for CPU, CUDA and TPU and calls it from a fresh
 process; `weak` compiles for 1 to 8 devices with the batch growing. `weak` and `tpu` take `Diagonal`
 unless structures are named. Exit status 1 if a part does not show what it should: a difference of 1e-5,
-more than three times the plain step's memory, a gather of a whole array, a device's share that grows;
+more than three times the plain step's memory, a device's share that grows;
 the other parts are done and written all the same.
 """
 
@@ -15,11 +15,9 @@ import argparse
 from typing import Any
 
 import moment_jax as mj
-from experiments.command_line import InputError, Parser, PartError
-from experiments.outputs import writable_file, writable_folder, write_json
+from experiments.command_line import InputError, Parser, PartError, writable_folder
+from experiments.outputs import write_json
 from experiments.scale import devices, export, tpu, weak
-
-__all__ = ["add_arguments", "run"]
 
 PARTS = ("devices", "export", "weak", "tpu")
 COMPILED = (
@@ -32,20 +30,12 @@ def add_arguments(parser: Parser) -> None:
     parser.choice("--part", PARTS, None, "parts")
     parser.choice("--structure", mj.STRUCTURES, None, "structures")
     parser.choice("--network", tpu.NETWORKS, None, "networks of part tpu")
-    parser.choice("--topology", tpu.TOPOLOGIES, ["4x4", "16x16"], "v5e chips of part tpu")
-    parser.whole("--columns", 2, "chips that share heads and hidden units in part tpu")
-    parser.real(
-        "--effort",
-        -1.0,
-        "of the compiler in part tpu, -1 to 1; 0 takes several times as long as -1",
-        least=-1,
-    )
     parser.json()
     parser.place("--out", None, "folder for the exported function (default: none)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """All parts, one after another; what failed is said at the end."""
+    """Run all parts, then report failures."""
     _check(args)
     records: dict[str, Any] = {}
     failed = []
@@ -55,38 +45,19 @@ def run(args: argparse.Namespace) -> None:
         except PartError as error:
             failed.append(str(error))
             records[part] = {"failed": str(error)}
-        if args.json is not None:
-            write_json(args.json, records)
+        write_json(args.json, records)
     if failed:
         raise PartError("; ".join(failed))
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.json is not None:
-        writable_file(args.json, "--json")
     if args.out is not None:
         writable_folder(args.out, "--out")
-    if args.effort > 1:
-        raise InputError(f"--effort needs a number from -1 to 1; got {args.effort:g}")
     if "export" in args.part and not export.can_save():
         raise InputError(
             "part export needs the package flatbuffers; pip install 'moment_jax[experiments]', or name "
             "other parts with --part"
         )
-    if "tpu" not in args.part:
-        return
-    for name in args.topology:
-        rows, columns = (int(n) for n in name.split("x"))
-        if rows * columns % args.columns:
-            raise InputError(
-                f"--columns must divide the {rows * columns} chips of {name}; got {args.columns}"
-            )
-    for name in args.network:
-        if tpu.NETWORKS[name].num_heads % args.columns:
-            raise InputError(
-                f"--columns must divide the {tpu.NETWORKS[name].num_heads} heads of {name}; got "
-                f"{args.columns}"
-            )
 
 
 def _part(part: str, args: argparse.Namespace) -> Any:
@@ -98,4 +69,4 @@ def _part(part: str, args: argparse.Namespace) -> Any:
         return weak.run(compiled)
     if part == "export":
         return export.run(every[0] if len(every) == 1 else mj.DEFAULT_STRUCTURE.__name__, args.out)
-    return tpu.run(args.network, args.topology, compiled, args.columns, args.effort)
+    return tpu.run(args.network, compiled)

@@ -1,19 +1,14 @@
-"""The collectives of a compiled program: kinds, bytes, and those that gather what should stay split."""
+"""The collectives of a compiled program: their kinds and bytes."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from experiments.scale.hlo import Instruction, Module
 
-Dims = tuple[int, ...]
-
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-FLOATS = ("f32", "bf16", "f16", "f64")
-STACK = "all blocks"
 SCATTERED = "all-reduce-scatter"  # how XLA for TPU names a fused reduce-scatter
 
 
@@ -25,15 +20,6 @@ class Collective(NamedTuple):
     times: int
     group: int  # devices that take part together
     line: Instruction
-
-
-class Gather(NamedTuple):
-    """A line that makes an array whole on every device, and what that is."""
-
-    what: str
-    line: str
-    bytes: int
-    times: int
 
 
 def collectives(module: Module, devices: int) -> list[Collective]:
@@ -101,46 +87,3 @@ def by_kind(found: list[Collective]) -> dict[str, dict[str, float]]:
                 "bytes": sum(one.times * one.bytes for one in own),
             }
     return table
-
-
-def whole_arrays(
-    found: list[Collective],
-    parameters: Mapping[str, Dims],
-    covariances: Mapping[str, Dims],
-    batch: int,
-    rows: int,
-) -> list[Gather]:
-    """Gathers that make whole, on each device, an array of which a part would do.
-
-    Args:
-      found: from `collectives`.
-      parameters: what it is -> the shape that no gather may have.
-      covariances: what it is -> the shape for one example.
-      batch: how many examples a row of devices has.
-      rows: devices along `data`. To gather over these what nothing else splits is how FSDP works.
-    """
-    kernels = {_core(dims): what for what, dims in parameters.items()}
-    covs = {_core(dims): what for what, dims in covariances.items()}
-    gathers = []
-    for one in found:
-        if one.kind != "all-gather":
-            continue
-        for array in one.line.results:
-            if array.dtype not in FLOATS:  # numbers of words have the shape of positions
-                continue
-            dims = tuple(n for n in array.dims if n > 1)
-            what = kernels.get(_core(dims))
-            if what is not None and one.group == rows and not what.startswith(STACK):
-                what = None
-            if what is None and len(dims) > 2:  # one axis of examples, wherever XLA has put it
-                rest = [(n, dims[:i] + dims[i + 1 :]) for i, n in enumerate(dims) if n <= batch]
-                what = next((covs[_core(own)] for _, own in rest if _core(own) in covs), None)
-            if what is not None:
-                gathers.append(Gather(what, one.line.text[:160], array.bytes, one.times))
-                break
-    return gathers
-
-
-def _core(dims: Dims) -> Dims:
-    """The axes of a shape that are longer than one, in order of length: XLA may transpose."""
-    return tuple(sorted(n for n in dims if n > 1))

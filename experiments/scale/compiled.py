@@ -11,24 +11,17 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import moment_jax as mj
 from experiments.scale import hlo, work
-from experiments.scale.collectives import STACK, by_kind, collectives, whole_arrays
-from experiments.scale.layout import STACKED, Layout, names_of
-from experiments.scale.networks import Size
-from experiments.scale.steps import PLAIN, make_step
+from experiments.scale.collectives import by_kind, collectives
+from experiments.scale.layout import Layout
+from experiments.scale.networks import Size, make_step
 
 
 def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
     """Compile a step for the devices of a mesh, which need not be here, and describe the program.
 
-    Args:
-      size: the network and its batch.
-      structure: name of a covariance structure, or "plain".
-      layout: of a mesh.
-
     Returns:
-      Bytes of memory, operations, bytes moved and sent by one device, and the gathers of whole arrays.
+      Bytes of memory, operations, and bytes moved and sent by one device.
     """
     assert layout.mesh is not None
     step = make_step(size, structure, layout)
@@ -45,14 +38,6 @@ def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
     end = time.perf_counter()
     module = hlo.parse(program.as_text() or "")
     devices = layout.mesh.size
-    sent = collectives(module, devices)
-    gathers = whole_arrays(
-        sent,
-        _parameters(state[0], layout),
-        _covariances(size, structure),
-        size.per_row,
-        layout.rows,
-    )
     return {
         "structure": structure,
         "devices": devices,
@@ -65,8 +50,7 @@ def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
         "all_flops": float((program.cost_analysis() or {}).get("flops", math.nan)),
         "model_flops": model_flops(size, structure) * layout.rows / devices,
         "hbm_bytes": work.hbm_bytes(module),
-        "collectives": by_kind(sent),
-        "whole_arrays": [gather._asdict() for gather in gathers],
+        "collectives": by_kind(collectives(module, devices)),
     }
 
 
@@ -116,41 +100,3 @@ def _inner(params: dict[str, Any]) -> Iterator[Any]:
                 yield one.jaxpr
             elif isinstance(one, jax.extend.core.Jaxpr):
                 yield one
-
-
-def _parameters(params: Any, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Shapes that no gather may have: all blocks' kernels, and one block's where `model` splits it.
-
-    To gather one block's kernel over `data`, where it is used, is how FSDP works.
-    """
-    assert layout.mesh is not None
-    columns = layout.mesh.shape["model"]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = names_of(path)
-        stacked = STACKED in names
-        own = leaf.shape[1:] if stacked else leaf.shape
-        if len(own) < 2 or leaf.sharding.is_fully_replicated:
-            continue
-        spec = tuple(layout.place(names, leaf.shape, fsdp=False).spec)[stacked:]
-        parts = [n // columns if axis == "model" else n for n, axis in zip(own, spec, strict=True)]
-        name = "/".join(str(part) for part in names)
-        if stacked:
-            shapes[f"{STACK} of {name}"] = leaf.shape
-            shapes[f"{STACK} of {name}, over data"] = (leaf.shape[0], *parts)
-        if parts != list(own):
-            shapes[f"all of {name}"] = own
-    return shapes
-
-
-def _covariances(size: Size, structure: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of one example's covariances between features."""
-    if structure == PLAIN or mj.STRUCTURES[structure] not in (mj.Separable, mj.TokenBlock, mj.Full):
-        return {}
-    t = size.num_tokens
-    shapes: dict[str, tuple[int, ...]] = {}
-    for width in (size.num_features, size.hidden_features):
-        shapes[f"covariance of {width} features"] = (width, width)
-        shapes[f"each token's covariance of {width} features"] = (t, width, width)
-        shapes[f"covariance of all entries of {width} features"] = (t, width, t, width)
-    return shapes

@@ -1,4 +1,4 @@
-"""Results on a mesh of devices; part `devices` runs this in processes of their own.
+"""Results on a mesh of devices; part `devices` runs this in separate processes.
 
 `python -m experiments.scale.device_program OUT LAYOUT,... STRUCTURE,... [ADDRESS PROCESS PROCESSES]`
 writes the loss, the gradients, the state after an update and the output's moments of every case, whole,

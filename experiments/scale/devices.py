@@ -28,17 +28,13 @@ TWO = "2x2"  # two processes of two devices, a row each
 PROCESSES = 2
 COUNTS = (2, 8)  # devices of a process
 TOLERANCE = 1e-5  # of the largest entry, in float32
-ROUNDING = 3  # or so many times one device's own rounding, where that is larger
+ROUNDING = 3  # or this many times one device's own rounding, if larger
 WHAT = ("loss", "mean", "variance", "gradient", "update")
 TIMEOUT = 1800
 
 
 def run(structures: Sequence[str]) -> list[dict[str, Any]]:
-    """Compare all layouts; one record for each structure and layout.
-
-    Raises:
-      PartError: if a process fails, or a difference is above the tolerance.
-    """
+    """Compare all layouts; one record for each structure and layout."""
     print("largest difference from one device, over the largest entry of an array (float32)")
     records, wrong = [], []
     for structure in structures:  # each is printed when it is there
@@ -78,22 +74,11 @@ def compute(
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Results of `device_program`, by "structure/layout/what".
-
-    Args:
-      structures: names.
-      layouts: ROWSxCOLUMNS each.
-      devices: virtual devices of a process.
-      processes: how many there are.
-      environment: more variables of the processes.
-
-    Raises:
-      PartError: if a process fails, with the end of what it said.
-    """
+    """Results of `device_program`, by "structure/layout/what"."""
     known = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),  # a process cannot be told later
+        "JAX_NUM_CPU_DEVICES": str(devices),  # cannot be set later
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         **(environment or {}),
     }
@@ -114,13 +99,13 @@ def compute(
             for i in range(processes)
         ]
         try:
-            said = [process.communicate(timeout=TIMEOUT)[0] for process in started]
+            printed = [process.communicate(timeout=TIMEOUT)[0] for process in started]
         except subprocess.TimeoutExpired:
             raise PartError(f"devices: no result after {TIMEOUT} s") from None
         finally:
             for process in started:
                 process.kill()
-        for process, text in zip(started, said, strict=True):
+        for process, text in zip(started, printed, strict=True):
             if process.returncode:
                 raise PartError(f"devices: a process failed: {text[-1500:]}")
         with np.load(out) as file:

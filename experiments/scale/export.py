@@ -50,7 +50,7 @@ def small_network(structure: str) -> mj.nn.VisionTransformer:
         patch_size=2,
         num_classes=10,
         num_features=16,
-        num_blocks=2,
+        num_blocks=1,
         rngs=nnx.Rngs(0),
         structure=mj.STRUCTURES[structure],
     )
@@ -64,11 +64,7 @@ def exported(function: Callable[[Array], Array], image_size: int) -> export.Expo
 
 
 def run(structure: str, out: Path | None) -> dict[str, Any]:
-    """Export, save, load in a process that knows no `moment_jax`, and compare with the direct call.
-
-    Raises:
-      PartError: if the loaded function fails or differs.
-    """
+    """Export, save, load in a process that knows no `moment_jax`, and compare with the direct call."""
     function = predictive(small_network(structure))
     whole = exported(function, IMAGE_SIZE)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Reading a compiled program: what is computed, moved and sent, loops counted as often as they run.
+"""Parse a compiled program's text, with the number of rounds of its loops.
 
 XLA's own cost analysis counts the body of a loop once. Here the text of the compiled module is read:
 computations, the loops that call them with their numbers of rounds, and in them matrix products, arrays
@@ -38,7 +38,7 @@ class Array:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it lies in the large memory; S(1) and above are on the chip."""
+        """Whether it is in HBM; memory spaces S(1) and above are on the chip."""
         return re.search(r"S\([1-9]", self.layout) is None
 
 
@@ -119,11 +119,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """A module from its text, `compiled.as_text()`.
-
-    Raises:
-      ValueError: if there is no entry computation.
-    """
+    """A module from its text, `compiled.as_text()`."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
     for row in text.splitlines():
@@ -170,7 +166,7 @@ def _instruction(row: str) -> Instruction | None:
 
 
 def _until_closed(text: str) -> str:
-    """Up to the bracket that closes the one before the text."""
+    """The text up to the closing bracket."""
     depth = 1
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

@@ -1,4 +1,4 @@
-"""Where the arrays of a scanned network lie: by the rules of `mj.parallel`, below an axis of blocks."""
+"""Sharding of a scanned network: the rules of `mj.parallel`, below an axis of blocks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ STACKED = "blocks"  # the name of the module whose arrays have a leading axis
 
 
 class Layout:
-    """Layouts on one mesh; without a mesh nothing is said of any array.
-
-    Args:
-      mesh: from `mj.parallel.make_mesh`, or one of devices that are not here.
-    """
+    """Shardings on one mesh; without a mesh, no constraints."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
@@ -72,7 +68,7 @@ class Layout:
             return jax.lax.with_sharding_constraint(leaf, self.place(names_of(path), leaf.shape))
 
         over = jax.tree_util.tree_map_with_path
-        return over(copies, over(split, block))  # the gradient passes `split` last, and lies so
+        return over(copies, over(split, block))  # so the gradient is sharded as by `split`
 
     def in_chunks(self, fn: Callable[..., Any], weights: Any, batch: Any, count: int) -> Any:
         """`fn(weights, part)` of `count` parts of a batch in turn, recomputed in the backward pass.

@@ -12,11 +12,10 @@ from typing import Any
 
 from experiments import report
 from experiments.command_line import PartError
-from experiments.scale.networks import SIZES
-from experiments.scale.steps import PLAIN
+from experiments.scale.networks import PLAIN, SIZES
 
 NETWORKS = {name: size for name, size in SIZES.items() if name != "tiny"}
-TOPOLOGIES = {"4x4": "v5e:4x4", "16x16": "v5e:16x16", "2x2": "v5e:2x2"}
+TOPOLOGIES = ("v5e:4x4", "v5e:16x16")
 MEMORY_RATIO = 3.0  # what the moments' step may take of the plain step's memory
 TIMEOUT = 3600
 MISSING = (
@@ -29,28 +28,22 @@ def installed() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def run(
-    networks: Sequence[str],
-    topologies: Sequence[str],
-    structures: Sequence[str],
-    columns: int,
-    effort: float,
-) -> list[dict[str, Any]]:
-    """Compile each step in a process of its own, and print what it takes.
+def run(networks: Sequence[str], structures: Sequence[str]) -> list[dict[str, Any]]:
+    """Compile each step in a separate process, and print its cost.
 
     Raises:
       PartError: if a compilation fails, a step of moments takes more than its share of memory or does
-        not fit, or a gather makes an array whole. The others are done and printed before.
+        not fit. The others are done and printed before.
     """
     if not installed():
         print(MISSING, flush=True)
         return [{"skipped": "libtpu is not installed"}]
     records, wrong = [], []
     for network in networks:
-        for topology in topologies:
+        for topology in TOPOLOGIES:
             plain: dict[str, Any] | None = None
             for structure in (PLAIN, *structures):
-                record = compile_one(network, structure, topology, columns, effort)
+                record = compile_one(network, structure, topology)
                 records.append(record)
                 if "failed" not in record:
                     plain = record if structure == PLAIN else plain
@@ -62,12 +55,10 @@ def run(
     return records
 
 
-def compile_one(
-    network: str, structure: str, topology: str, columns: int, effort: float
-) -> dict[str, Any]:
+def compile_one(network: str, structure: str, topology: str) -> dict[str, Any]:
     """The record of one compilation; {"failed": why} with its names if there is none."""
-    words = [network, structure, TOPOLOGIES[topology], str(columns), str(effort)]
-    named = {"network": network, "structure": structure, "topology": TOPOLOGIES[topology]}
+    words = [network, structure, topology]
+    named = {"network": network, "structure": structure, "topology": topology}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "experiments.scale.tpu_program", *words],
@@ -82,16 +73,16 @@ def compile_one(
     if done.returncode:
         return {**named, "failed": why(done.stderr)}
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    # The partitioner says on the standard error where it could do no better than gather and split anew.
+    # The partitioner warns on standard error where it had to gather and reshard.
     record["rematerializations"] = done.stderr.count("Involuntary full rematerialization")
     return record
 
 
-def why(said: str) -> str:
+def why(printed: str) -> str:
     """The line of a traceback that names the error, or the last one."""
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line or "RESOURCE_EXHAUSTED" in line]
-    return (errors or lines or ["nothing was said"])[-1][:300]
+    return (errors or lines or ["no output"])[-1][:300]
 
 
 def over_plain(
@@ -107,7 +98,7 @@ def over_plain(
 
 
 def faults(record: Mapping[str, Any]) -> list[str]:
-    """What a record must not say."""
+    """Faults of a record."""
     name = f"{record['network']} {record['structure']} on {record['topology']}"
     if "failed" in record:
         return [f"{name}: {record['failed']}"]
@@ -119,8 +110,6 @@ def faults(record: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: {worst:.2f} times the memory of the plain step")
     if not record["fits"]:
         found.append(f"{name}: does not fit into the memory of a chip")
-    if record["whole_arrays"]:
-        found.append(f"{name}: {len(record['whole_arrays'])} gathers of whole arrays")
     return found
 
 
@@ -159,6 +148,4 @@ def _print(record: Mapping[str, Any]) -> None:
         print(f"  over the plain step: {text}")
     if record["rematerializations"]:
         print(f"  involuntary full rematerializations: {record['rematerializations']}")
-    for gather in record["whole_arrays"]:
-        print(f"  gathers {gather['what']} ({gather['times']} times): {gather['line']}")
     print(flush=True)

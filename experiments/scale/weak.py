@@ -27,11 +27,7 @@ UNEVEN = 1.1  # what the bytes sent, over (n - 1) / n, may differ by
 
 
 def run(structures: Sequence[str], counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
-    """Compile for all numbers of devices, one the first, in a process that has as many as the last.
-
-    Raises:
-      PartError: if the process fails, or a device's share grows.
-    """
+    """Compile for all numbers of devices, one the first, in a process that has as many as the last."""
     done = subprocess.run(
         [sys.executable, "-m", "experiments.scale.weak", json.dumps(counts), *structures],
         cwd=Path(__file__).parents[2],
@@ -80,7 +76,7 @@ def sent(record: dict[str, Any]) -> float:
 
 
 def faults(record: dict[str, Any]) -> list[str]:
-    """What has grown."""
+    """Faults: quantities of a device that grow with their number."""
     return [
         f"{record['structure']} on {record['devices']} devices: {what} of a device are "
         f"{record[f'{what}_growth']:.3f} times those of one alone"

@@ -1,14 +1,17 @@
-"""Operations and memory traffic of a compiled program, loops counted as often as they run."""
+"""Operations and memory traffic of a compiled program, and its least time on a chip."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from experiments.scale.hlo import Instruction, Module
 
-# What moves nothing by itself.
+# Instructions that move no data.
 FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "iota"}
 )
@@ -55,7 +58,7 @@ def _window(text: str) -> dict[str, list[str]]:
 
 
 def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
-    """How many pairs of a place in the output and in the kernel meet an entry that is no padding."""
+    """Number of (output, kernel) positions that meet an entry that is not padding."""
     low = int(window.get("pad", "0_0").split("_")[0])
     stride = int(window.get("stride", 1))
     spread, step = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
@@ -106,7 +109,7 @@ def _parameter(inner: dict[str, Instruction], index: int) -> str | None:
 
 
 def _readers(inner: dict[str, Instruction], name: str) -> list[tuple[Instruction, str]]:
-    """What reads an array, through changes of its shape alone, and by which name."""
+    """Instructions that read an array, also through bitcasts, and the name they use."""
     found = []
     for line in inner.values():
         if name in line.operands:
@@ -135,3 +138,42 @@ def _written(inner: dict[str, Instruction], size: float) -> float:
     whole = sum(line.bytes for line in updates)
     parts = sum(inner[line.operands[1]].bytes for line in updates if line.operands[1] in inner)
     return max(size - whole, 0) + parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peaks of one chip."""
+
+    flops: float  # operations of matrix products a second
+    hbm: float  # bytes a second from and to its memory
+    link: float  # bytes a second over one link in one direction
+    memory: float  # bytes of memory
+
+
+# 197 TFLOP/s in bfloat16, 16 GiB at 819 GB/s, four links of 400 Gbit/s each, both directions counted.
+V5E = Chip(flops=197e12, hbm=819e9, link=45e9, memory=16 * 2**30)
+
+
+def roofline(record: Mapping[str, Any], chip: Chip = V5E) -> dict[str, Any]:
+    """Seconds of each resource, the one that bounds, and the model-FLOPs utilisation that it allows.
+
+    Assumed: matrix products run at the peak of bfloat16 (XLA's default precision on a TPU; storage stays
+    float32); all else takes the time of its memory traffic; a collective uses one link in one direction;
+    each of the three runs at its peak all the time. "Overlapped": all three at once, so that the slowest
+    counts. "In turn": none overlaps another.
+    """
+    sent = sum(kind["bytes"] for kind in record["collectives"].values())
+    seconds = {
+        "matrix products": record["flops"] / chip.flops,
+        "memory": record["hbm_bytes"] / chip.hbm,
+        "links": sent / chip.link,
+    }
+    ideal = record["model_flops"] / chip.flops
+    bound = max(seconds, key=lambda name: seconds[name])
+    return {
+        "seconds": seconds,
+        "bound": bound,
+        "mfu_overlapped": ideal / seconds[bound],
+        "mfu_in_turn": ideal / sum(seconds.values()),
+        "fits": record["memory"]["reserved"] <= chip.memory,
+    }

@@ -6,7 +6,7 @@ is the correction to yesterday's value at the same hour and its noise, from the 
 days; in training half of the windows have the signs of all changes turned (warming is taken for the
 mirror image of cooling). Nothing is sampled, neither to train nor to predict. Compared with yesterday's
 value and with two ridge regressions, all with spreads from the validation part, which also gives the one
-factor on the network's standard deviations. Writes metrics.json and figures, and prints one table.
+factor on the network's standard deviations. Writes metrics.json and a figure, and prints one table.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import datetime
 import time
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import jax
@@ -23,22 +24,31 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments import report
-from experiments.checkpoints import Checkpoints, run_folder
+from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
-from experiments.figures import save
+from experiments.figures import BAYES, STYLE, Axes, Figure, plt, save
 from experiments.outputs import write_json
-from experiments.seq2seq import baselines, figures
+from experiments.seq2seq import baselines
 from experiments.seq2seq import training as forecast_training
-from experiments.seq2seq.baselines import Forecast
-from experiments.seq2seq.data import START, Parts, day_difference_scale, load, split, tokens
+from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
+from experiments.seq2seq.data import (
+    DAY,
+    PAST,
+    START,
+    Parts,
+    Windows,
+    day_difference_scale,
+    load,
+    split,
+    tokens,
+)
 from experiments.seq2seq.forecaster import Forecaster, Size
-from experiments.seq2seq.sampling import against_samples
-from experiments.training import fit
-
-__all__ = ["add_arguments", "run"]
+from experiments.training import fit_saved
 
 NETWORK = "Bayesian Transformer"
 NUM_SHOWN = 5
+HORIZON = np.arange(1, DAY + 1)
+SAVE_EVERY = 250  # updates
 NUM_SAMPLED = 60  # test windows that the analytic moments are judged on by sampling
 
 
@@ -52,7 +62,6 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.whole("--steps", 600, "updates")
     parser.whole("--batch-size", 32, "training windows for each update")
-    parser.real("--learning-rate", 3e-3, "peak of the cosine schedule")
     parser.real(
         "--kl-weight",
         4.0,
@@ -66,11 +75,10 @@ def add_arguments(parser: Parser) -> None:
         "networks sampled from the posterior to judge the analytic moments by",
         least=2,
     )
-    parser.whole("--save-every", 250, "updates between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Fit the baselines, train the network, compare them, write what came out."""
+    """Fit the baselines, train the network, compare them, and write the results."""
     begin = time.perf_counter()
     parts = split(load())
     out = run_folder(args)
@@ -94,14 +102,11 @@ def run(args: argparse.Namespace) -> None:
         "test": _scores(each, parts, 1),
         "sd_factor": factor,
         "without_sd_factor": baselines.scores(test, parts.test),
-        "test_coverage_by_horizon": _coverage(each, parts),
         "sampled": _sampled(args, network, parts, scale, (test, parameter_sd[count:])),
         "seconds": {"training": trained - begin},
     }
-    tested = {name: both[1] for name, both in each.items()}
     shown = np.linspace(0, len(parts.test.origin) - 1, NUM_SHOWN).round().astype(int)
-    save(figures.forecasts(parts.test, tested[NETWORK], shown), out / "forecasts.png")
-    save(figures.by_horizon(parts.test, tested), out / "by_horizon.png")
+    save(_figure(parts.test, each[NETWORK][1], shown), out / "forecasts.png")
     metrics["seconds"]["total"] = time.perf_counter() - begin
     write_json(out / "metrics.json", metrics)
     _print(out, metrics)
@@ -112,7 +117,7 @@ Both = tuple[Forecast, ...]
 
 
 def _baselines(parts: Parts) -> tuple[dict[str, Both], dict[str, Any]]:
-    """Every baseline's forecasts by name, and what the validation part chose."""
+    """Every baseline's forecasts by name, and the alphas chosen on the validation part."""
     fits = {
         "ridge": baselines.ridge(parts),
         "ridge on changes": baselines.ridge(parts, on_changes=True),
@@ -137,14 +142,11 @@ def _train(args: argparse.Namespace, parts: Parts, scale: float) -> Forecaster:
     options: dict[str, Any] = {
         "num_steps": args.steps,
         "batch_size": min(args.batch_size, len(train.correction)),
-        "learning_rate": args.learning_rate,
         "kl_weight": args.kl_weight,
     }
     task = forecast_training.task(graph, train, validation, **options)
-    settings = {"seed": args.seed, "structure": args.structure, **options}
-    with Checkpoints(args.out / "checkpoints", settings, resume=args.resume) as store:
-        start = task.start(params, jax.random.key(args.seed + 1))
-        state = fit(task, start, store, args.save_every)
+    settings = {"structure": args.structure, **options}
+    state = fit_saved(task, params, args, "", settings, args.seed + 1, SAVE_EVERY)
     assert state.best is not None
     return nnx.merge(graph, state.best.params)
 
@@ -164,16 +166,6 @@ def _scores(each: dict[str, Both], parts: Parts, which: int) -> dict[str, dict[s
     return {name: baselines.scores(both[which], part) for name, both in each.items()}
 
 
-def _coverage(each: dict[str, Both], parts: Parts) -> dict[str, dict[str, list[float]]]:
-    return {
-        name: {
-            str(level): baselines.coverage_by_horizon(both[1], parts.test, level).tolist()
-            for level in baselines.LEVELS
-        }
-        for name, both in each.items()
-    }
-
-
 def _sampled(
     args: argparse.Namespace,
     network: Forecaster,
@@ -184,7 +176,7 @@ def _sampled(
     """The analytic forecast beside that of sampled networks, on some of the test windows."""
     chosen = np.unique(np.linspace(0, len(parts.test.origin) - 1, NUM_SAMPLED).round().astype(int))
     forecast, parameter_sd = analytic
-    return against_samples(
+    return forecast_training.against_samples(
         network,
         parts.test.part(chosen),
         (forecast.part(chosen), parameter_sd[chosen]),
@@ -192,6 +184,39 @@ def _sampled(
         jax.random.key(args.seed + 2),
         args.samples,
     )
+
+
+def _figure(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:
+    """Some windows: the temperatures above, and below what differs from yesterday, with both bands."""
+    yesterday = seasonal_naive(part)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            2, len(shown), figsize=(2.7 * len(shown), 4.6), height_ratios=(1, 1.4), squeeze=False
+        )
+        for column, i in zip(axes.T, shown, strict=True):
+            start = START + datetime.timedelta(hours=int(part.origin[i]))
+            column[0].set_title(f"{start:%d %b, from %H:%M}")
+            column[0].plot(np.arange(-PAST, 0) + 1, part.past[i], color="0.6", lw=1)
+            column[0].plot(HORIZON, part.future[i], "k.", ms=3)
+            column[0].plot(HORIZON, forecast.mean[i], color=BAYES, lw=1)
+            _bands(column[1], forecast.mean[i] - yesterday[i], forecast.sd[i])
+            column[1].plot(HORIZON, part.future[i] - yesterday[i], "k.", ms=4, label="truth")
+            column[1].axhline(0, color="0.6", lw=0.7)
+            column[1].set_xlabel("hours ahead")
+        axes[0, 0].set_ylabel("temperature (°F)")
+        axes[1, 0].set_ylabel("minus yesterday's (°F)")
+        axes[1, 0].legend(fontsize=7)
+    return figure
+
+
+def _bands(axes: Axes, mean: np.ndarray, sd: np.ndarray) -> None:
+    for level, shade in zip(LEVELS, (0.45, 0.2), strict=True):
+        width = NormalDist().inv_cdf((1 + level) / 2) * sd
+        label = f"{100 * level:.0f} % band"
+        axes.fill_between(
+            HORIZON, mean - width, mean + width, color=BAYES, alpha=shade, lw=0, label=label
+        )
+    axes.plot(HORIZON, mean, color=BAYES, lw=1, label="forecast")
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:
@@ -210,6 +235,5 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
     )
     print(
         f"sds times {metrics['sd_factor']:.3f} by the validation part; KL weight "
-        f"{metrics['settings']['kl_weight']:g}; {metrics['seconds']['total']:.0f} s in all; figures "
-        f"and metrics.json in {out}"
+        f"{metrics['settings']['kl_weight']:g}; {metrics['seconds']['total']:.0f} s in all; in {out}"
     )

@@ -1,8 +1,7 @@
-"""Forecasts to be compared with: yesterday again, and ridge regression, with Gaussian residuals."""
+"""Baselines: yesterday's values and ridge regression, with Gaussian residuals."""
 
 from __future__ import annotations
 
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -33,19 +32,13 @@ def seasonal_naive(part: Windows) -> np.ndarray:
 
 
 def with_residual_spread(validation: np.ndarray, part: np.ndarray, truth: Windows) -> Forecast:
-    """Means with, at each horizon, the root mean square of the validation part's residuals.
-
-    Args:
-      validation: means for the validation part, (M, 24).
-      part: means for the part to forecast, (N, 24).
-      truth: the validation part.
-    """
+    """Means with, at each horizon, the root mean square of the validation part's residuals."""
     spread = np.sqrt(np.mean((truth.future - validation) ** 2, axis=0))
     return Forecast(part, np.broadcast_to(spread, part.shape))
 
 
 def calendar_regressors(part: Windows) -> np.ndarray:
-    """The 72 temperatures, and two harmonics of the first hour's time of day, (N, 76).
+    """The 72 temperatures and two harmonics of the first hour's time of day, (N, 76).
 
     Without the day of the year, as the network: in days that no earlier part has, it does harm (with its
     harmonic the root mean square error on the validation part rises from 0.119 to 0.127 degrees).
@@ -81,7 +74,7 @@ def ridge(parts: Parts, *, on_changes: bool = False) -> Regression:
 
     Args:
       parts: fitted on the training part, chosen on the validation part.
-      on_changes: in place of the temperatures and the calendar with an intercept, the change since
+      on_changes: instead of the temperatures and the calendar with an intercept, the change since
         yesterday on the two differences of the days, without intercept: the linear model of which the
         network's is the nonlinear one, and which, like it, takes warming and cooling for mirror images.
     """
@@ -124,9 +117,3 @@ def scores(forecast: Forecast, part: Windows) -> dict[str, float]:
         "mean_sd": float(jnp.mean(jnp.sqrt(variance))),
         **coverage,
     }
-
-
-def coverage_by_horizon(forecast: Forecast, part: Windows, level: float) -> np.ndarray:
-    """Share of the truths inside the central interval at each horizon, (24,)."""
-    width = NormalDist().inv_cdf((1 + level) / 2)
-    return np.mean(np.abs(part.future - forecast.mean) <= width * forecast.sd, axis=0)

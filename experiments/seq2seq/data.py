@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.command_line import InputError
+from experiments.data import batch_indices
 
 Array = jax.Array
 
@@ -80,22 +81,18 @@ class Tokens(NamedTuple):
     changes: Any  # (N, 24, 2): of the last 24 hours from the 24 before, and of those from theirs
     source_calendar: Any  # (N, 24, C)
     target_calendar: Any  # (N, 24, C)
-    correction: Any  # (N, 24): what is to be predicted, the change since the last 24 hours
+    correction: Any  # (N, 24): the target, the change since the last 24 hours
 
 
 def load() -> Series:
-    """Read the file inside the package (nothing is downloaded, and pandas is not needed).
-
-    Raises:
-      InputError: if the package is missing.
-    """
+    """Read the file inside the package (nothing is downloaded, and pandas is not needed)."""
     package = _package_folder()
     if package is None:
         raise InputError(MISSING)
     try:
         text = (package / "_data" / "seattle-temps.csv").read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{MISSING}; the one that is there has no seattle-temps.csv") from error
+        raise InputError(f"{MISSING}; the installed one has no seattle-temps.csv") from error
     rows = list(csv.reader(text.splitlines()))[1:]
     times = [datetime.datetime.strptime(row[0], "%Y/%m/%d %H:%M") for row in rows]
     hours = [round((time - START) / datetime.timedelta(hours=1)) for time in times]
@@ -103,10 +100,10 @@ def load() -> Series:
 
 
 def _package_folder() -> Path | None:
-    """Where vega_datasets is, found without importing it, for that would import pandas."""
+    """The folder of vega_datasets, found without importing it (it imports pandas)."""
     try:
         found = importlib.util.find_spec("vega_datasets")
-    except ValueError:  # what stands in its place is no package
+    except ValueError:  # not a package
         return None
     if found is None or not found.submodule_search_locations:
         return None
@@ -114,7 +111,7 @@ def _package_folder() -> Path | None:
 
 
 def windows(series: Series, first: int, last: int) -> Windows:
-    """Every window that lies wholly in the hours [first, last), one for each hour it may start at.
+    """All windows within the hours [first, last), one for each starting hour.
 
     One that an hour is missing in (the clock skipped one in March) is left out.
     """
@@ -173,15 +170,12 @@ def _calendar(origin: np.ndarray, place: np.ndarray, distance: np.ndarray) -> np
 
 def mini_batch(key: Array, step: Array, part: Tokens, size: int) -> Tokens:
     """The windows of update `step`: each epoch is a new order of all of them."""
-    total = len(part.correction)
-    num_batches = total // size
-    order = jax.random.permutation(jax.random.fold_in(key, step // num_batches), total)
-    chosen = jax.lax.dynamic_slice(order, ((step % num_batches) * size,), (size,))
+    chosen = batch_indices(key, step, len(part.correction), size)
     return Tokens(*(jnp.asarray(array)[chosen] for array in part))
 
 
 def mirrored(key: Array, batch: Tokens) -> Tokens:
-    """Each window as it is or, with probability one half, with all changes of the opposite sign.
+    """Flip the sign of all changes of each window with probability one half.
 
     So a day that follows two colder ones also teaches what follows two warmer ones. Without it a network
     trained from winter to summer forecasts that autumn gets warmer.

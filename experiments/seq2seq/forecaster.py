@@ -47,7 +47,7 @@ class PlainForecaster(nnx.Module):
 
 
 class Forecaster(mj.nn.Composite):
-    """What the 24 hours to come will differ from yesterday by, hour by hour, and how uncertain that is.
+    """The change from yesterday of the next 24 hours, with its uncertainty.
 
     The encoder reads the last 24 hours, a token each, with their changes since the day before and that
     day's since its own. The decoder has a token for each hour to come, with its place, its time of day
@@ -59,11 +59,6 @@ class Forecaster(mj.nn.Composite):
 
     All weights are random. The straight path and the Transformer have independent weights, so their
     moments add.
-
-    Args:
-      size: of the network.
-      num_calendar: features of an hour that are known beforehand.
-      rngs: Flax random streams.
     """
 
     parts = ("source", "target", "transformer", "head", "linear")

@@ -1,4 +1,4 @@
-"""The forecaster's objective, and its forecasts."""
+"""The forecaster's objective, its forecasts, and those of networks sampled from its posterior."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments.schedules import clipped_adam
-from experiments.seq2seq.baselines import Forecast, seasonal_naive
+from experiments.seq2seq.baselines import Forecast, scores, seasonal_naive
 from experiments.seq2seq.data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
 from experiments.seq2seq.forecaster import Forecaster
 from experiments.training import Report, Task
@@ -20,8 +20,9 @@ from experiments.training import Report, Task
 Array = jax.Array
 
 LIKELIHOOD = mj.objectives.HeteroscedasticGaussian()
+LEARNING_RATE = 3e-3
 KL_WARM_UP = 0.25  # share of the updates in which the weight of the KL rises
-VALIDATED = 3  # one in so many validation windows judges the best parameters
+VALIDATED = 3  # every third validation window selects the best parameters
 CHUNK = 128
 
 
@@ -32,7 +33,6 @@ def task(
     *,
     num_steps: int,
     batch_size: int,
-    learning_rate: float,
     kl_weight: float,
 ) -> Task:
     """The negative analytic ELBO for each hour, by one pass of moments a step; best on validation kept.
@@ -61,7 +61,7 @@ def task(
         variance = variance * jnp.mean((truth - mean) ** 2 / variance)
         return mj.objectives.gaussian_negative_log_likelihood(truth, mean=mean, variance=variance)
 
-    optimizer = clipped_adam(learning_rate, num_steps)
+    optimizer = clipped_adam(LEARNING_RATE, num_steps)
     return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)
 
 
@@ -106,3 +106,44 @@ def calibration(forecast: Forecast, part: Windows) -> float:
 def calibrated(forecast: Forecast, factor: float) -> Forecast:
     """The same means, the standard deviations times a factor."""
     return forecast._replace(sd=factor * forecast.sd)
+
+
+def against_samples(
+    network: Forecaster,
+    part: Windows,
+    analytic: tuple[Forecast, np.ndarray],
+    scale: float,
+    key: Array,
+    num_samples: int,
+) -> dict[str, Any]:
+    """Scores of the analytic and of the sampled Gaussian forecasts, and how their sds agree.
+
+    The sampled forecast has the mean of the drawn networks' means; its variance is that of these means
+    plus the mean noise variance. `total_sd` compares these, `parameter_sd` those without the noise.
+    """
+    graph, params = nnx.split(network)
+
+    @jax.jit
+    def moments(params: Any, given: Tokens) -> mj.reference.MonteCarloMoments:
+        model = nnx.merge(graph, params)
+
+        def outputs(draw: Any) -> Array:
+            correction, log_noise = jnp.moveaxis(model.network(draw)(*given[:3]), -1, 0)
+            return jnp.stack([correction, jnp.exp(log_noise)], axis=-1)
+
+        return mj.monte_carlo(outputs, model.params, key, num_samples, batch_size=1)
+
+    truth = moments(params, tokens(part, scale))  # of correction and noise variance, (N, 24, 2)
+    mean, spread = np.asarray(truth.mean), np.asarray(truth.standard_deviation)
+    center = seasonal_naive(part) + scale * mean[..., 0]
+    parameter_sd = scale * spread[..., 0]
+    drawn = Forecast(center, np.sqrt(parameter_sd**2 + scale**2 * mean[..., 1]))
+    own, own_parameter_sd = analytic
+    agreement = mj.reference.Agreement.of
+    return {
+        "windows": len(part.origin),
+        "analytic": scores(own, part),
+        "sampled": scores(drawn, part),
+        "total_sd": agreement(*own, *drawn)._asdict(),
+        "parameter_sd": agreement(own.mean, own_parameter_sd, center, parameter_sd)._asdict(),
+    }

@@ -2,10 +2,9 @@
 
 Trains a Bayesian network by moments, with noise that is a share of each weight, and the same network by
 the ELBO at KL weight 1, from moments and from draws, and by MC dropout, with one noise variance and with
-one that depends on the input. What a method leaves open (shares, priors, dropout rates, a factor on the
-noise variance) is chosen for each split on a fifth of its own
-training rows. Prints errors and negative log-likelihoods, paired differences, and the published results;
-writes metrics.json.
+one that depends on the input. Open settings (shares, priors, dropout rates, a factor on the noise
+variance) are chosen for each split on a fifth of its training rows. Prints errors, negative
+log-likelihoods and paired differences; writes metrics.json.
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ from typing import Any
 import jax
 
 from experiments.classify.scores import summary
-from experiments.command_line import InputError, Parser
-from experiments.outputs import writable_folder, write_json
+from experiments.command_line import InputError, Parser, writable_folder
+from experiments.outputs import write_json
 from experiments.report import aligned
-from experiments.uci import published, splits
+from experiments.uci import splits
 from experiments.uci.files import RegressionSet, read_sets
 from experiments.uci.methods import METHODS
 from experiments.uci.networks import NETWORKS
 from experiments.uci.training import Budget, Trained, choose_and_fit
-
-__all__ = ["add_arguments", "run"]
 
 NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
 """The noise models, with the number of outputs that each needs."""
@@ -53,7 +50,6 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--splits", 20, "splits of each set, the first ones")
     parser.whole("--steps", 4000, "updates of every training")
     parser.whole("--batch-size", 128, "rows for each update, a multiple of 16")
-    parser.real("--learning-rate", 0.02, "peak of the cosine schedule")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,8 +61,7 @@ def run(args: argparse.Namespace) -> None:
     out = writable_folder(args.out, "--out")
     metrics: dict[str, Any] = {"settings": vars(args), "sets": {}}
     for given in sets:
-        record = {noise: _compare(args, given, noise) for noise in NOISES}
-        metrics["sets"][given.name] = {**record, "published": published.of(given.name)}
+        metrics["sets"][given.name] = {noise: _compare(args, given, noise) for noise in NOISES}
         metrics["seconds"] = time.perf_counter() - start
         write_json(out / "metrics.json", metrics)
         _print(given.name, metrics["sets"][given.name])
@@ -75,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict[str, Any]:
     """Every method's scores on every split."""
-    budget = Budget(args.steps, args.batch_size, args.learning_rate)
+    budget = Budget(args.steps, args.batch_size)
     network = NETWORKS[args.network](given.x.shape[1], NOISES[noise])
     parts = splits.held_out(given, args.seed), splits.whole(given)
     results = {}
@@ -109,7 +104,4 @@ def _print(name: str, record: dict[str, Any]) -> None:
             keys = ("nll", "rmse", "nll_above_first")
             cells = [f"{found[key]['mean']:.3f} ± {found[key]['error']:.3f}" for key in keys]
             rows.append([f"{noise}: {method}", *cells])
-    for who, values in record["published"].items():
-        rmse = format(values["rmse"], ".2f") if "rmse" in values else ""
-        rows.append([f"published: {who}", format(values["nll"], ".2f"), rmse, ""])
     print(aligned(rows) + "\n")

@@ -32,11 +32,7 @@ class RegressionSet:
 
 
 def read_sets(folder: Path, names: list[str] | None, splits: int) -> list[RegressionSet]:
-    """The named sets, or all, with their first `splits` splits.
-
-    Raises:
-      InputError: if a file is missing, cannot be read, or does not hold what the form says.
-    """
+    """The named sets, or all, with their first `splits` splits."""
     if not folder.is_dir():
         raise InputError(f"--data-dir {folder} is no folder; name one of .npz regression sets")
     there = sorted(path.stem for path in folder.glob("*.npz"))

@@ -1,4 +1,4 @@
-"""One network trained and predicted by relative weight noise, by the ELBO, and by MC dropout."""
+"""The methods: relative weight noise, the ELBO, and MC dropout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.uci.predictive import Mixture
 
 Array = jax.Array
 Setting = dict[str, Array]
-"""What is chosen on validation rows, by name; scalars within a split."""
+"""Settings chosen on validation rows, by name; scalars within a split."""
 
 GROUPS = 16  # networks that share a mini-batch
 NUM_DRAWS = 200  # networks that predict
@@ -51,14 +51,14 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
-        """What all weights cost."""
+        """The penalty of all weights."""
 
     def draw(self, module: Any, setting: Setting) -> draws.Draw:
-        """How networks are drawn: here from the beliefs."""
+        """How networks are drawn: from the beliefs by default."""
         return draws.weights(module.params)
 
     def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
-        """The mean log-likelihood of a mini-batch, each part of it by a network of its own."""
+        """The mean log-likelihood of a mini-batch; each part of it uses its own drawn network."""
         module = self.network.module(params)
         outputs_of, draw = self.network.outputs(module), self.draw(module, setting)
         given = draws.outputs(outputs_of, draw, key, batch[0], GROUPS)

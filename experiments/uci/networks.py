@@ -26,15 +26,10 @@ START_LOG_NOISE = -1.0
 
 @dataclasses.dataclass(frozen=True)
 class Network(abc.ABC):
-    """A module without its parameters, and what may be asked of it.
+    """A module without its parameters, and what may be asked of it."""
 
-    Args:
-      num_features: D.
-      num_outputs: O: 1, the mean, or 2, the mean and the logarithm of the noise variance.
-    """
-
-    num_features: int
-    num_outputs: int
+    num_features: int  # D
+    num_outputs: int  # O: 1, the mean, or 2, the mean and the logarithm of the noise variance
 
     @abc.abstractmethod
     def build(self, key: Array) -> Any:

@@ -1,4 +1,4 @@
-"""What a method says of a target: a mixture of Gaussians, whatever the method."""
+"""The predictive distribution of a target: a mixture of Gaussians for every method."""
 
 from __future__ import annotations
 

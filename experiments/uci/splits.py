@@ -1,4 +1,4 @@
-"""All splits of a set side by side: standardised by their training rows, filled up to one length."""
+"""All splits of a set, standardised by their training rows and padded to one length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on all splits at once, and the choice of settings on validation rows."""
+"""Training on all splits at once, and selection of settings on validation rows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from experiments.uci.splits import Rows, Splits, mean_over_rows
 Array = jax.Array
 
 RISE = 0.5  # share of the updates in which the KL's weight rises from 0 to 1
-FACTORS = np.geomspace(1 / 16, 16, 17).astype(
-    np.float32
-)  # on the noise variance, one chosen for each split
-
+LEARNING_RATE = 0.02
+# Candidate factors on the noise variance; one is chosen for each split.
+FACTORS = np.geomspace(1 / 16, 16, 17).astype(np.float32)
 
 Settings = dict[str, np.ndarray]
 
@@ -30,7 +29,6 @@ class Budget(NamedTuple):
 
     num_steps: int
     batch_size: int
-    learning_rate: float
 
 
 class Scores(NamedTuple):
@@ -86,7 +84,7 @@ class Trainer:
 
     def __init__(self, method: Method, budget: Budget, key: Array) -> None:
         self.method, self.budget, self.key = method, budget, key
-        self.training = SideBySide(self._loss, budget.num_steps, budget.learning_rate)
+        self.training = SideBySide(self._loss, budget.num_steps, LEARNING_RATE)
         self._score = jax.jit(jax.vmap(self._score_one))
 
     def fit(self, setting: Settings, rows: Rows, label: str) -> Params:

@@ -19,16 +19,15 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import classifiers, data, predictions
-from experiments.__main__ import main
+from experiments import data, predictions
 from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
-from experiments.digits import trained as of_main_job
+from experiments.digits_training import trained as of_main_job
 from experiments.outputs import whole_file, write_json
 from experiments.training import Task, fit
 
 ROOT = Path(__file__).parents[2]
-FIGURES = ("certainty.png", "doubt.png", "reliability.png", "rotation.png", "spread.png")
+FIGURES = ("doubt.png", "reliability.png", "rotation.png", "spread.png")
 
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
@@ -208,20 +207,11 @@ def test_an_epoch_sees_every_image_once():
 
 
 @pytest.mark.slow
-def test_the_main_job(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(classifiers, "NUM_BLOCKS", 1)  # half the compilation
-    counts = {"--steps": 3, "--plain-steps": 4, "--batch-size": 4, "--samples": 3}
-    arguments = [str(word) for option in counts.items() for word in option]
-    arguments += ["--structure", "Diagonal", "--seeds", "2"]
-    compiled = []
-    compile_task = Task.compile
-    monkeypatch.setattr(Task, "compile", lambda *a: compiled.append(a) or compile_task(*a))
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
-    assert len(compiled) == 2  # one for each network, whatever the number of seeds
-    said = capsys.readouterr().out
-    assert "plain network" in said
-    assert "3 samples" in said
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
+def test_the_main_job(main_job):
+    assert main_job.compiled == 2  # one for each network, whatever the number of seeds
+    assert "plain network" in main_job.printed
+    assert "3 samples" in main_job.printed
+    metrics = json.loads((main_job.folder / "metrics.json").read_text())
     assert len(metrics["test"]) == 3
     figures = [value for row in metrics["test"].values() for value in row.values()]
     assert all(np.isfinite([figure["mean"], figure["error"]]).all() for figure in figures)
@@ -232,7 +222,7 @@ def test_the_main_job(tmp_path, capsys, monkeypatch):
         assert curve["nll"][0]["mean"] == pytest.approx(upright, rel=1e-4)
         assert 0 < curve["entropy"][0]["mean"] <= np.log(10)
     for name in FIGURES:
-        assert (tmp_path / name).stat().st_size > 10_000
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    network, _ = of_main_job(tmp_path)
+        assert (main_job.folder / name).stat().st_size > 10_000
+    assert not [path for path in main_job.folder.iterdir() if path.name.startswith(".")]
+    network, _ = of_main_job(main_job.folder)
     assert float(network.kl()) == pytest.approx(first, rel=1e-4)

@@ -14,7 +14,7 @@ import moment_jax as mj
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from experiments import draws, text_network
+from experiments import draws, intents, text_network
 from experiments.__main__ import main
 from experiments.bayesian_network import Params
 from experiments.classify import compared as classify_compared
@@ -146,9 +146,11 @@ def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(text_network, "HIDDEN_FEATURES", 8)
     monkeypatch.setattr(classify_compared, "RATES", (0.1,))
     monkeypatch.setattr(compared, "STRENGTHS", (10.0,))
+    monkeypatch.setattr(compared, "KL_WEIGHTS", (0.1,))
+    monkeypatch.setattr(intents, "TextNetwork", partial(TextNetwork, structure="Diagonal"))
     write_intents(tmp_path / "a.json", TINY)
     command = ["intents", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
-    counts = ["--seeds", 2, "--plain-steps", 3, "--steps", 2, "--samples", 2, "--kl-weight", 0.1]
+    counts = ["--seeds", 2, "--plain-steps", 3, "--steps", 2, "--samples", 2]
     assert main([*command, *map(str, counts)]) == 0
     assert "Bayesian Transformer, analytic" in capsys.readouterr().out
     assert (tmp_path / "out" / "entropy.png").stat().st_size > 10_000

@@ -42,7 +42,7 @@ def test_the_comparison(tmp_path, capsys, monkeypatch):
     def small(name, divisions):
         sizes = zip(whole[:3], (64, 20, 50), strict=True)
         parts = (Images(part.images[:, :n], part.labels[:, :n]) for part, n in sizes)
-        return Task(*parts, whole.background, 2)
+        return Task(*parts, whole.background, 4)
 
     monkeypatch.setattr(images, "load", small)
     monkeypatch.setattr(laplace, "PRECISIONS", np.array([10.0, 1e3]))

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-pytest.importorskip("orbax.checkpoint")
 
 from experiments import optimizers
 from experiments.__main__ import main
@@ -26,21 +24,19 @@ def settings_of_a_user():
 @pytest.mark.slow
 def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(optimizer_methods, "FIRST_ORDER", {"learning_rate": (1e-3, 3e-3)})
-    monkeypatch.setattr(
-        optimizer_methods, "SECOND_ORDER", {"kl_bound": (1e-3,), "damping": (1e-2,)}
-    )
+    grid = {"kl_bound": (1e-3,), "damping": (1e-2,)}
+    monkeypatch.setattr(optimizer_methods, "SECOND_ORDER", grid)
+    monkeypatch.setattr(optimizer_tasks, "WIDTHS", (64, 16, 12, 16, 64))
     monkeypatch.setattr(optimizers, "TIMED_STEPS", 1)
     file = tmp_path / "figures.json"
     arguments = ["--task", "autoencoder", "--method", "kfac", "--steps", "3", "--seeds", "2"]
-    assert main(["optimizers", *arguments, "--json", str(file), "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "kfac" in said
+    assert main(["optimizers", *arguments, "--json", str(file)]) == 0
+    assert "kfac" in capsys.readouterr().out
     (record,) = json.loads(file.read_text())
     assert set(record["methods"]) == {"adam", "kfac"}
     for time in ("seconds_per_step", "cpu_seconds_per_step"):
         assert 0 < record["methods"]["kfac"][time] < np.inf
     assert np.shape(record["methods"]["kfac"]["losses"]) == (2, 3)
-    assert (tmp_path / "autoencoder.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -49,10 +45,10 @@ def test_defaults_against_the_best_of_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizer_methods, "FIRST_ORDER", {"learning_rate": (3e-3,)})
     monkeypatch.setattr(optimizers, "TIMED_STEPS", 1)
     file = tmp_path / "figures.json"
-    arguments = ["--untuned", "--task", "convolution", "--method", "adamw", "kfac", "--steps", "4"]
+    arguments = ["--untuned", "--task", "convolution", "--method", "kfac", "--steps", "4"]
     assert main(["optimizers", *arguments, "--seeds", "1", "--json", str(file)]) == 0
     (record,) = json.loads(file.read_text())
-    assert set(record["methods"]) == {"adam", "adamw", "kfac"}
+    assert set(record["methods"]) == {"adam", "kfac"}
     ours = record["methods"]["kfac"]
     assert (ours["settings"], ours["diverged"]) == ({}, 0)
     assert ours["losses"][0][-1] < ours["losses"][0][0]
@@ -64,17 +60,17 @@ def test_a_method_that_is_not_compared(capsys):
 
 
 def test_steps_to_a_loss():
-    course = Course(np.array([3.0, 2.0, 1.0, 1.5]), np.zeros((4, 0)))
+    course = Course(np.array([3.0, 2.0, 1.0, 1.5]))
     assert course.steps_to(1.0) == 3
     assert course.steps_to(0.5) is None
     assert not course.diverged
-    assert Course(np.array([1.0, np.nan]), np.zeros((2, 0))).diverged
+    assert Course(np.array([1.0, np.nan])).diverged
 
 
 def test_the_last_loss_is_no_single_update():
     losses = np.ones(2 * LAST_UPDATES)
     losses[-3:] = 7.0
-    assert Course(losses, np.zeros((0, 0))).last_loss == 1.0
+    assert Course(losses).last_loss == 1.0
 
 
 def test_how_often_the_loss_is_evaluated_changes_nothing():

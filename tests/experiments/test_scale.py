@@ -10,9 +10,8 @@ import pytest
 from experiments.__main__ import main
 from experiments.scale import collectives, devices, export, hlo, tpu, weak, work
 from experiments.scale.layout import Layout
-from experiments.scale.networks import SIZES
-from experiments.scale.roofline import Chip, roofline
-from experiments.scale.steps import PLAIN, make_step
+from experiments.scale.networks import PLAIN, SIZES, make_step
+from experiments.scale.work import Chip, roofline
 
 PROGRAM = """
 HloModule step, is_scheduled=true
@@ -85,19 +84,6 @@ def test_collectives_by_kind():
     assert kinds["all-gather"] == {"lines": 1, "runs": 5, "bytes": 5 * 128}
     assert kinds["reduce-scatter"] == {"lines": 1, "runs": 5, "bytes": 5 * 256 / 2}
     assert kinds["all-reduce"] == {"lines": 1, "runs": 1, "bytes": 2 * 256 * 3 / 4}
-
-
-def test_gathers_of_whole_arrays_are_named():
-    found = collectives.collectives(hlo.parse(PROGRAM), 8)
-    (gather,) = collectives.whole_arrays(found, {"a kernel": (8, 8)}, {}, 4, rows=4)
-    assert gather.what == "a kernel"
-    assert gather.times == 5
-    assert gather.line.startswith("%whole = ")
-    assert not collectives.whole_arrays(
-        found, {"all blocks": (5, 8, 8)}, {"cov": (8, 8)}, 4, rows=4
-    )
-    # Over the two rows of devices that hold it: the gather of FSDP.
-    assert not collectives.whole_arrays(found, {"a kernel": (8, 8)}, {}, 4, rows=2)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +195,9 @@ def test_what_a_tpu_record_must_not_say():
         "structure": "Diagonal",
         "topology": "t",
         "fits": False,
-        "whole_arrays": [{}],
         "over_plain": {"memory_reserved": 3.5, "memory_peak": 1.0},
     }
-    assert len(tpu.faults(record)) == 3
+    assert len(tpu.faults(record)) == 2
     assert tpu.faults({**record, "failed": "why"}) == ["n Diagonal on t: why"]
     assert tpu.why("Traceback\n  x\njax.errors.JaxRuntimeError: out\nend") == (
         "jax.errors.JaxRuntimeError: out"
@@ -251,9 +236,6 @@ def test_a_share_that_grows_is_a_fault():
     ("arguments", "message"),
     [
         (["--part", "nothing"], "knows no part"),
-        (["--columns", "3"], "must divide the 16 chips"),
-        (["--columns", "8", "--network", "vit-b16"], "must divide the 12 heads"),
-        (["--effort", "2"], "from -1 to 1"),
         (["--network", "tiny"], "knows no network"),
         (["--structure", "Dense"], "knows no structure"),
     ],

@@ -177,7 +177,6 @@ def test_calibration_makes_the_root_mean_square_one():
     found = baselines.scores(again, part)
     np.testing.assert_allclose(found["rmse"], 0.3, rtol=1e-4)
     assert (found["coverage_50"], found["coverage_90"]) == (0, 1)
-    assert np.all(baselines.coverage_by_horizon(again, part, 0.9) == 1)
 
 
 def test_moments_of_certain_weights_are_those_of_the_plain_network():
@@ -228,12 +227,10 @@ def test_the_whole_with_a_shallow_network(tmp_path, capsys, monkeypatch):
     assert metrics["settings"]["steps"] == 2
     assert metrics["sampled"]["windows"] == 4
     assert metrics["parts"]["train"]["last"] < metrics["parts"]["validation"]["first"]
-    assert np.shape(metrics["test_coverage_by_horizon"]["ridge"]["0.9"]) == (DAY,)
     assert metrics["validation"]["Bayesian Transformer"]["nll"] < 10
     agreement = metrics["sampled"]["total_sd"]
     assert 0.5 < agreement["sd_ratio"] < 2
-    for name in ("forecasts.png", "by_horizon.png"):
-        assert (tmp_path / name).stat().st_size > 10_000
+    assert (tmp_path / "forecasts.png").stat().st_size > 10_000
     assert main([*arguments, "--out", str(tmp_path), "--resume", "--seed", "1"]) == 2
     assert "made with seed 0, not 1" in capsys.readouterr().err
 
@@ -244,7 +241,7 @@ def test_the_whole_with_a_shallow_network(tmp_path, capsys, monkeypatch):
         (["--structure", "Foo"], ("Foo", "Diagonal", "Separable")),
         (["--steps", "0"], ("--steps", "1 or more")),
         (["--samples", "1"], ("--samples", "2 or more")),
-        (["--learning-rate", "0"], ("--learning-rate", "above 0")),
+        (["--kl-weight", "-1"], ("--kl-weight", "0 or more")),
     ],
 )
 def test_bad_options(options, words, capsys):

@@ -11,7 +11,7 @@ pytest.importorskip("tqdm")
 
 from experiments import draws, uci
 from experiments.__main__ import main
-from experiments.uci import methods, networks, predictive, splits
+from experiments.uci import methods, networks, predictive, splits, training
 from experiments.uci.files import read_sets
 from experiments.uci.networks import Perceptron
 
@@ -158,6 +158,9 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 def test_the_regression(network, kinds, noises, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(networks, "HIDDEN", 4)
     monkeypatch.setattr(methods, "NUM_DRAWS", 8)
+    monkeypatch.setattr(training, "FACTORS", training.FACTORS[::8])
+    for method in methods.METHODS.values():
+        monkeypatch.setattr(method, "candidates", method.candidates[:2])
     monkeypatch.setattr(uci, "NOISES", {noise: uci.NOISES[noise] for noise in noises})
     np.savez(tmp_path / "a.npz", **arrays())
     command = ["uci", "--data-dir", str(tmp_path), "--splits", "2", "--out", str(tmp_path / "out")]

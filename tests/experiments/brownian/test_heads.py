@@ -24,8 +24,9 @@ pytestmark = pytest.mark.slow
 
 IMAGES = jax.random.normal(jax.random.key(1), (3, 4, 4))
 LABELS = jnp.array([0, 2, 1])
-KEPT = [np.array([True, False]), np.array([False, True])]
-ALL = [np.ones(2, bool), np.ones(2, bool)]
+ALL = np.ones((2, 2), bool)
+KEPT = np.array([[True, True], [False, True]])
+MASKS = np.stack([ALL, KEPT, ~KEPT, ~ALL, ALL])  # as many as importance and curve take: one program
 
 
 def stirred(model):
@@ -47,45 +48,70 @@ def model():
     return vision()
 
 
+@pytest.fixture(scope="module")
+def smaller(model):
+    return prune_heads(model, KEPT)
+
+
 @nnx.jit
 def moments(model, images):
     return model(images)
 
 
-@pytest.mark.parametrize("family", KERNEL_FAMILIES)
-def test_a_pruned_layer_is_the_masked_one(family):
-    encoder = stirred(
-        mj.nn.Encoder(
-            1, 4, 2, posterior=family, rngs=nnx.Rngs(0), dtype=jnp.float64, relative_scale=0.4
-        )
-    )
-    smaller = prune_heads(encoder, [[False, True]]).blocks[0]
-    masked = mask_heads(encoder.blocks[0].params.attention, jnp.array([0.0, 1.0]))
-    x = IMAGES[0]
-    start = mj.TokenCorrelated.zeros(x.shape, jnp.float64)
-    attend = jax.jit(mj.attention, static_argnames="num_heads")
-    mean, cov = attend(x, start, masked, num_heads=2)
-    mean_small, cov_small = attend(x, start, smaller.params.attention, num_heads=1)
-    assert_close(mean, mean_small)
-    assert_close(cov.variance(), cov_small.variance())
+def layers(family):
+    """An attention layer with one of its two heads pruned, and the same with it masked."""
+    own = {"posterior": family, "dtype": jnp.float64, "relative_scale": 0.4}
+    encoder = stirred(mj.nn.Encoder(1, 4, 2, rngs=nnx.Rngs(0), **own))
+    smaller = prune_heads(encoder, [[True, False]]).blocks[0]
     assert encoder.blocks[0].num_heads == 2
     assert smaller.sample(jax.random.key(2)).attention.num_heads == smaller.num_heads == 1
+    masked = mask_heads(encoder.blocks[0].params.attention, jnp.array([1.0, 0.0]))
+    return smaller.params.attention, masked
 
 
-def test_a_pruned_module_is_the_masked_one(model):
-    smaller = prune_heads(model, KEPT)
-    masks = [np.stack([every, kept]) for every, kept in zip(ALL, KEPT, strict=True)]
-    masked = head_predictions(model, IMAGES, masks)
+@jax.jit
+def projections(x, params):
+    """Moments of queries, keys, values, and of the output of the values alone, in `Full`."""
+    start = mj.Full.zeros(x.shape, jnp.float64)
+    query, key, value = (mj.dense(x, start, p) for p in (params.query, params.key, params.value))
+    return [query, key, value, mj.dense(*value, params.output)]
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES)
+def test_pruned_projections_are_the_masked_ones(family):
+    pruned, masked = (projections(IMAGES[0], params) for params in layers(family))
+    for (mean, cov), (whole, whole_cov) in zip(pruned, masked, strict=True):
+        n = mean.shape[1]
+        assert_close(mean, whole[:, :n])
+        assert_close(cov.to_dense(), whole_cov.to_dense()[:, :n, :, :n])
+        assert not whole[:, n:].any()
+        assert not whole_cov.variance()[:, n:].any()
+
+
+def test_a_pruned_layer_is_the_masked_one():
+    """In a structure that keeps one correlation between tokens for all heads."""
+    start = mj.TokenCorrelated.zeros(IMAGES[0].shape, jnp.float64)
+    attend = jax.jit(mj.attention, static_argnames="num_heads")
+    (mean, cov), (whole, whole_cov) = (
+        attend(IMAGES[0], start, params, num_heads=heads)
+        for heads, params in zip((1, 2), layers(mj.posterior.FullNormal), strict=True)
+    )
+    assert_close(mean, whole)
+    assert_close(cov.variance(), whole_cov.variance())
+
+
+def test_a_pruned_module_is_the_masked_one(model, smaller):
+    masked = head_predictions(model, IMAGES, list(MASKS.swapaxes(0, 1)))
     for mine, theirs in zip(moments(smaller, IMAGES), masked, strict=True):
         assert_close(mine, theirs[1])
     for mine, theirs in zip(moments(model, IMAGES), masked, strict=True):
         assert_close(mine, theirs[0])
         assert jnp.max(jnp.abs(mine - theirs[1])) > 1e-3
     with jax.numpy_rank_promotion("allow"):
-        assert smaller.sample(jax.random.key(2))(IMAGES).shape == (3, 3)
+        assert moments(smaller.sample(jax.random.key(2)), IMAGES).shape == (3, 3)
 
 
-def test_importance_is_the_change_of_the_elbo(model):
+def test_importance_is_the_change_of_the_elbo(model, smaller):
     found = head_importance(model, IMAGES, LABELS, dataset_size=6, kl_weight=0.3)
     fit = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
 
@@ -93,7 +119,6 @@ def test_importance_is_the_change_of_the_elbo(model):
         fits = jax.vmap(fit)(LABELS, *moments(model, IMAGES))
         return mj.objectives.elbo(fits, model.kl(), dataset_size=6, kl_weight=0.3)
 
-    smaller = prune_heads(model, [ALL[0], np.array([False, True])])
     assert_close(found.elbo_change[1][0], bound(smaller) - bound(model))
     assert_close(found.kl_saved[1][0], model.kl() - smaller.kl())
 
