@@ -149,15 +149,17 @@ def check_variances(call: str, array: Any, axes: str = "") -> None:
     """
     if not _is_known(array) or np.ndim(array) < 2 * len(axes) or np.size(array) == 0:
         return
-    values: Any = array
     here = not isinstance(array, jax.Array) or {d.platform for d in array.devices()} == {"cpu"}
     numpy: Any = np if here else jnp  # reduce on the accelerator that holds the array
-    if axes:
-        values = numpy.einsum(f"...{axes}{axes}->...{axes}", values)
-    least, dtype = float(numpy.min(values)), numpy.asarray(values).dtype
+    with jax.ensure_compile_time_eval():  # inside `jit`, a closed-over array is known too
+        values: Any = np.asarray(array) if here else array
+        if axes:
+            values = numpy.einsum(f"...{axes}{axes}->...{axes}", values)
+        least, largest = float(numpy.min(values)), float(numpy.max(numpy.abs(values)))
+        dtype = values.dtype
     # Plain integers, such as axes for `vmap`, have no rounding error.
     eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
-    if least < 0 and least < -(eps**0.5) * float(numpy.max(numpy.abs(values))):
+    if least < 0 and least < -(eps**0.5) * largest:
         raise ValueError(
             f"`{call}` needs variances that are not negative. Got {least:.4g}. For standard "
             "deviations, pass their squares."

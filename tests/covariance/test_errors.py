@@ -91,6 +91,13 @@ def test_transformations_may_put_anything_in_the_fields(structure):
     assert type(cov)(*jax.tree.leaves(stacked)).shape  # a batch, made by hand
 
 
+def test_known_arrays_are_checked_while_tracing():
+    good, bad = jnp.ones((T, D)), jnp.full((T, D), -1.0)
+    assert jnp.array_equal(jax.jit(lambda: Diagonal(good).variance())(), good)
+    with pytest.raises(ValueError, match="not negative"):
+        jax.jit(lambda: Diagonal(bad).variance())()
+
+
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_rounding_below_zero_is_no_error(structure):
     dense = np.float32(_dense())

@@ -87,13 +87,9 @@ def test_matmul_is_the_projection_of_the_exact_moments(structure: type[Covarianc
 
         return [one(cov_b) for cov_b in others]
 
-<<<<<<< HEAD
     for other, pair in zip(
         ALL_STRUCTURES, both(random_cov(KEYS[1], structure, SHAPE)), strict=True
     ):
-=======
-    for other, pair in zip(ALL_STRUCTURES, both(random_cov(KEYS[1], structure, SHAPE)), strict=True):
->>>>>>> exp
         assert_all_close(*pair, other.__name__)
 
 
