@@ -96,6 +96,8 @@ def _keep_compiled_programs(arguments: list[str]) -> None:
     else:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches / "moment_jax"))
+        # jaxlib 0.10 logs a page of machine features, harmless here, for every program that it reads.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def _say(message: object, status: int) -> int:
