@@ -40,10 +40,9 @@ def main(tokens: int, batch: int) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     part = Part(*(array(batch, HEADS, tokens, WIDTH) for _ in range(2)))
-    kernel = array(HEADS, FEATURES, WIDTH)
-    shared = Shared(array(batch, tokens, FEATURES), kernel, kernel)
-    numbers = Heads(part, part, part, shared, kernel, None)
-    axes = Heads(0, 0, 0, Shared(0, None, None), None, None)
+    shared = Shared(array(batch, 1, tokens), array(HEADS, WIDTH, WIDTH))
+    numbers = Heads(part, part, part, shared, array(batch, HEADS, tokens, 1), None)
+    axes = Heads(0, 0, 0, Shared(0, None), 0, None)
 
     def total(numbers: Heads, mask: jax.Array) -> jax.Array:
         def mix(heads: Heads):

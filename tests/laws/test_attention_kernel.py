@@ -22,7 +22,7 @@ from moment_jax.layers.attention.row_kernel import Grid
 from moment_jax.xla import inside_a_kernel, kernels
 from tests.builders import assert_close, random_block, random_cov
 
-FEATURES, HEADS = 6, 2
+HEADS = 2
 
 
 class Case(NamedTuple):
@@ -61,16 +61,16 @@ def heads_of(case: Case, key: jax.Array, dtype: type = jnp.float64, noise: float
         mean, variance = (jax.random.normal(next(keys), shape, dtype) for _ in range(2))
         return Part(mean, noise * variance**2)
 
-    def kernel() -> jax.Array:
-        return 0.3 * jax.random.normal(next(keys), (HEADS, FEATURES, case.width), dtype)
+    def noise_of(*shape: int) -> jax.Array:
+        return noise * jax.random.normal(next(keys), shape, dtype)
 
-    variance = noise * jax.random.normal(next(keys), (case.keys, FEATURES), dtype) ** 2
+    link = jax.random.normal(next(keys), (HEADS, case.width, case.width), dtype)
     return Heads(
         part(case.queries),
         part(case.keys),
         part(case.keys),
-        Shared(variance, kernel(), kernel()),
-        kernel() if case.own else None,
+        Shared(noise_of(1, case.keys) ** 2, link),
+        noise_of(HEADS, case.queries, 1) if case.own else None,
         mask_of(case),
     )
 
@@ -126,11 +126,10 @@ def test_a_batch_in_float32_and_without_noise():
     quiet = heads_of(case, jax.random.key(1), jnp.float32, noise=0.0)
     noisy = heads_of(case, jax.random.key(2), jnp.float32)
     batch = jax.tree.map(lambda *x: jnp.stack(x), quiet, noisy)
-    # Kernels are shared by the batch: only their derivatives have a batch axis.
-    axes = jax.tree.map(lambda _: 0, batch)._replace(query_kernel=None, mask=None)
-    axes = axes._replace(shared=Shared(0, None, None))
-    batch = batch._replace(query_kernel=quiet.query_kernel, mask=quiet.mask)
-    batch = batch._replace(shared=Shared(batch.shared.variance, *quiet.shared[1:]))
+    # Links are shared by the batch: only their derivatives have a batch axis.
+    axes = jax.tree.map(lambda _: 0, batch)._replace(shared=Shared(0, None), mask=None)
+    shared = batch.shared._replace(link=quiet.shared.link)
+    batch = batch._replace(shared=shared, mask=quiet.mask)
 
     def each(mix):
         return lambda heads: jax.vmap(mix, in_axes=(axes,))(heads)

@@ -18,7 +18,7 @@ from tests.builders import random_block
 pytestmark = pytest.mark.slow
 
 BUDGET = {
-    (mj.Diagonal, 16): (Size(1490, 44, 13), Size(3790, 121, 32)),
+    (mj.Diagonal, 16): (Size(1490, 42, 11), Size(3770, 116, 29)),
     (mj.TokenBlock, 16): (Size(1750, 78, 35), Size(4350, 218, 79)),
     (mj.TokenCorrelated, 16): (Size(2360, 73, 10), Size(6100, 195, 21)),
     (mj.Separable, 16): (Size(3850, 158, 45), Size(9920, 437, 105)),

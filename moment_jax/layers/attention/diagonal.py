@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from moment_jax.covariance import Diagonal
 from moment_jax.layers.attention.diagonal_heads import Heads, mix_by_compiler
@@ -15,6 +16,7 @@ from moment_jax.layers.attention.inputs import (
     merge_heads,
     split_heads,
 )
+from moment_jax.layers.attention.places import own_tokens
 
 Array = jax.Array
 
@@ -31,14 +33,18 @@ def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Mixing]:
 
 
 def _heads(inputs: Inputs[Diagonal]) -> Heads:
-    h, shared = inputs.num_heads, inputs.shared
-    kernels = (split_heads(kernel, h) for kernel in (shared.key_kernel, shared.value_kernel))
+    h, shared, noise = inputs.num_heads, inputs.shared, None
+    key, value = (split_heads(kernel, h) for kernel in (shared.key_kernel, shared.value_kernel))
+    variance = shared.cov.variances
+    if shared.query_kernel is not None:
+        linked = jnp.sum(split_heads(shared.query_kernel, h) * key, axis=2)  # (H, D)
+        noise = (own_tokens(variance, shared.places) @ linked.T).T[:, :, None]
     return Heads(
         _part(inputs.query, h),
         _part(inputs.key, h),
         _part(inputs.value, h),
-        Shared(shared.cov.variances, *kernels),
-        None if shared.query_kernel is None else split_heads(shared.query_kernel, h),
+        Shared(jnp.mean(variance, axis=1)[None, :], jnp.swapaxes(key, 1, 2) @ value),
+        noise,
         inputs.mask,
     )
 

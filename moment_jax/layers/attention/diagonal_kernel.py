@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.layers.attention.diagonal_heads import Heads, mix_by_compiler
-from moment_jax.layers.attention.diagonal_rows import Own, Part, Rows, Shared, shared_mean
+from moment_jax.layers.attention.diagonal_rows import Part, Rows, Shared, shared_mean
 from moment_jax.layers.attention.mix import mix
 from moment_jax.layers.attention.row_kernel import MEMORY, Grid, lengthened, padded_size
 from moment_jax.layers.attention.squared_products import products_of_row
@@ -48,7 +48,14 @@ class _Whole(NamedTuple):
     key: Part
     value: Part
     shared: Shared | None  # with order 2
-    query_kernel: Array | None  # with order 2, in self-attention
+
+
+class _Query(NamedTuple):
+    """A program's rows."""
+
+    part: Part
+    noise: Array | None  # in self-attention, (R, 1)
+    mask: Array | None  # (R, S)
 
 
 class _Out(NamedTuple):
@@ -69,20 +76,14 @@ def find_plan(heads: Heads, order: int) -> Plan | None:
             written_out = rows * num_keys <= _NUMBERS or most == _BLOCKS[-1]
             if written_out and _bytes_on_chip(heads, rows, passes) <= MEMORY:
                 grid = Grid(h, -(-num_queries // rows), rows, path == "interpret")
-                own = heads.query_kernel is not None
-                return Plan(order, own, num_keys, grid, passes == 2)
+                return Plan(order, heads.noise is not None, num_keys, grid, passes == 2)
     return None
 
 
 def _bytes_on_chip(heads: Heads, rows: int, passes: int) -> int:
     """On-chip bytes of a program, forward (1 pass) or backward (2), fitted to what Mosaic reserves."""
-    (num_keys, width), features = heads.key.mean.shape[1:], heads.shared.variance.shape[1]
-    numbers = (
-        50 * padded_size(rows, num_keys)
-        + 20 * padded_size(num_keys, width)
-        + 2 * padded_size(num_keys, features)
-        + 3 * padded_size(features, width)
-    )
+    num_keys, width = heads.key.mean.shape[1:]
+    numbers = 50 * padded_size(rows, num_keys) + 20 * padded_size(num_keys, width)
     return passes * numbers * heads.key.mean.dtype.itemsize
 
 
@@ -115,39 +116,35 @@ def _padded(plan: Plan, heads: Heads) -> tuple[Array, Array, Array | None]:
     """Run whole blocks: pad with zero rows, which are cut off, and with masked keys."""
     num_queries = heads.query.mean.shape[1]
     missing = plan.grid.blocks * plan.grid.rows - num_queries
-    query = lengthened(heads.query, missing, 1)
     mask = None if heads.mask is None else heads.mask.astype(jnp.int8)
-    mask = lengthened(mask, missing, 1)
+    query = lengthened(_Query(heads.query, heads.noise, mask), missing, 1)
     key, value, shared = heads.key, heads.value, heads.shared
-    if plan.own:  # keys are read by blocks too
-        mask = lengthened(mask, missing, 2)
+    if plan.own:  # own weights are written by blocks
+        query = query._replace(mask=lengthened(query.mask, missing, 2))
         key, value = lengthened((key, value), missing, 1)
-        shared = shared._replace(variance=lengthened(shared.variance, missing, 0))
-    second = plan.order == 2
-    whole = _Whole(key, value, shared if second else None, heads.query_kernel if second else None)
-    out = _attend(plan, query, whole, mask)
+        shared = shared._replace(energy=lengthened(shared.energy, missing, 1))
+    out = _attend(plan, query, _Whole(key, value, shared if plan.order == 2 else None))
     own_weights = None if out.own is None else out.own[:, 0, :num_queries]
     return out.mean[:, :num_queries], out.variance[:, :num_queries], own_weights
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, query: Part, whole: _Whole, mask: Array | None) -> _Out:
+def _attend(plan: Plan, query: _Query, whole: _Whole) -> _Out:
     grid = plan.grid
 
-    def body(ins: tuple[Part, _Whole, Any], outs: _Out) -> None:
-        query, whole, mask = ins
-        found = _moments(plan, _read(mask), _own_tokens(plan, whole), _read(query), _read(whole))
+    def body(ins: tuple[_Query, _Whole], outs: _Out) -> None:
+        found = _moments(plan, *_read(ins))
         outs.mean[...], outs.variance[...] = found.mean, found.variance
         if found.own is not None:
             grid.add(outs.own, found.own)
 
-    out = _Out(query.mean, query.variance, None)
+    out = _Out(*query.part, None)
     blocks = grid.by_rows(out)
     if plan.own:
         h, s, _ = whole.key.mean.shape
-        own = jax.ShapeDtypeStruct((h, 1, s), query.mean.dtype)
+        own = jax.ShapeDtypeStruct((h, 1, s), whole.key.mean.dtype)
         out, blocks = out._replace(own=own), blocks._replace(own=grid.by_heads(own))
-    ins = query, whole, mask
+    ins = query, whole
     found: _Out = grid.call(body, ins, _blocks(grid, ins), out, blocks, _flops(plan, query, whole))
     return found
 
@@ -156,86 +153,65 @@ def _forward(plan: Plan, *arrays: Any) -> tuple[_Out, tuple[Any, ...]]:
     return _attend(plan, *arrays), arrays
 
 
-def _backward(plan: Plan, saved: tuple[Any, ...], slopes: _Out) -> tuple[Any, Any, None]:
-    grid, (query, whole, _) = plan.grid, saved
+def _backward(plan: Plan, saved: tuple[_Query, _Whole], slopes: _Out) -> tuple[_Query, _Whole]:
+    grid, (query, whole) = plan.grid, saved
 
-    def body(ins: Any, outs: tuple[Part, _Whole]) -> None:
-        (query, whole, mask), slopes = ins
+    def body(ins: Any, outs: tuple[_Query, _Whole]) -> None:
+        (query, whole), slopes = ins
         by_query, by_whole = outs
-        moments = partial(_moments, plan, _read(mask))
-        _, transposed = jax.vjp(moments, _own_tokens(plan, whole), _read(query), _read(whole))
-        from_own, from_query, from_whole = transposed(_read(slopes))
-        by_query.mean[...], by_query.variance[...] = from_query
+        mask, rows = _read(query.mask), _read(query._replace(mask=None))
+        _, transposed = jax.vjp(
+            lambda rows, whole: _moments(plan, rows._replace(mask=mask), whole), rows, _read(whole)
+        )
+        from_query, from_whole = transposed(_read(slopes))
+        for ref, slope in zip(jax.tree.leaves(by_query), jax.tree.leaves(from_query), strict=True):
+            ref[...] = slope
+        energy = None if by_whole.shared is None else by_whole.shared.energy
         for ref, slope in zip(jax.tree.leaves(by_whole), jax.tree.leaves(from_whole), strict=True):
-            grid.add(ref, slope, of_all_heads=ref is _variance_of(by_whole))
-        if from_own is not None:
-            by_whole.key.mean[grid.own_rows(), :] += from_own[0]
-            _variance_of(by_whole)[grid.own_rows(), :] += from_own[1]
+            grid.add(ref, slope, of_all_heads=ref is energy)
 
     rows = grid.by_rows(_Out(slopes.mean, slopes.variance, None))
     blocks = _blocks(grid, saved), rows._replace(own=grid.by_heads(slopes.own))
-    flops = 3 * _flops(plan, query, whole)
-    outs = query, whole
-    by_query, by_whole = grid.call(body, (saved, slopes), blocks, outs, blocks[0][:2], flops)
-    return by_query, by_whole, None
+    outs = query._replace(mask=None), whole
+    by_query, by_whole = grid.call(
+        body, (saved, slopes), blocks, outs, _blocks(grid, outs), 3 * _flops(plan, query, whole)
+    )
+    return by_query, by_whole
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _blocks(grid: Grid, arrays: Any) -> Any:
-    query, whole, mask = arrays
-    return grid.by_rows(query), grid.by_heads(whole), grid.by_rows(mask)
+def _blocks(grid: Grid, arrays: tuple[_Query, _Whole]) -> Any:
+    query, whole = arrays
+    return grid.by_rows(query), grid.by_heads(whole)
 
 
-def _variance_of(whole: _Whole) -> Any:
-    return None if whole.shared is None else whole.shared.variance
-
-
-def _own_tokens(plan: Plan, whole: _Whole) -> tuple[Array, Array] | None:
-    """Keys' mean (R, K) and input variance (R, D) of the program's own tokens."""
-    if whole.query_kernel is None:
-        return None
-    rows = plan.grid.own_rows()
-    return whole.key.mean[rows, :], _variance_of(whole)[rows, :]
-
-
-def _moments(
-    plan: Plan, mask: Any, own: tuple[Array, Array] | None, query: Part, whole: _Whole
-) -> _Out:
+def _moments(plan: Plan, query: _Query, whole: _Whole) -> _Out:
     """One program's rows; the function to differentiate."""
-    shape = query.mean.shape[0], whole.key.mean.shape[0]
+    part, noise, mask = query
+    shape = part.mean.shape[0], whole.key.mean.shape[0]
     key = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     row = plan.grid.first_row() + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     allowed = None if mask is None else mask.astype(jnp.int32) != 0
     if plan.num_keys < shape[1]:
         exists = key < plan.num_keys
         allowed = exists if allowed is None else allowed & exists
-    noise = tokens = own_weights = own_row = None
-    if own is not None and whole.shared is not None and whole.query_kernel is not None:
-        tokens = Own(own[0], own[1], whole.query_kernel)
-        covariance = own[1] @ (whole.query_kernel * whole.shared.key_kernel)
-        noise = jnp.where(row == key, jnp.sum(covariance, axis=1, keepdims=True), 0)
-    rows = Rows(query, whole.key, whole.value, noise)
-    mean, variance, mixing = mix(rows, allowed, plan.order)
+    own, by_own = None, None if noise is None else jnp.where(row == key, noise, 0)
+    mean, variance, mixing = mix(Rows(part, whole.key, whole.value, by_own), allowed, plan.order)
     if plan.own:
-        at_own = jnp.where(row == key, mixing.weights, 0)
-        own_weights = jnp.sum(at_own, axis=1, keepdims=True)
-        own_row = jnp.sum(at_own, axis=0, keepdims=True)
+        own = jnp.sum(jnp.where(row == key, mixing.weights, 0), axis=0, keepdims=True)
     if whole.shared is not None:
         assert mixing.gain is not None
-        shift = shared_mean(query, whole.key, whole.shared, mixing.weights, tokens, own_weights)
-        mean = mean + mixing.gain * shift
-    return _Out(mean, variance, own_row)
+        mean = mean + mixing.gain * shared_mean(part, mixing.weights, whole.shared)
+    return _Out(mean, variance, own)
 
 
 def _read(tree: Any) -> Any:
     return jax.tree.map(lambda ref: ref[...], tree)
 
 
-def _flops(plan: Plan, query: Part, whole: _Whole) -> int:
+def _flops(plan: Plan, query: _Query, whole: _Whole) -> int:
     """Forward operations of all programs' matrix products."""
-    (h, t, k), s = query.mean.shape, whole.key.mean.shape[1]
-    features = 0 if whole.shared is None else whole.shared.variance.shape[1]
-    numbers = 16 * k + features + products_of_row(plan.grid.rows, s, k)
-    return 2 * h * t * s * numbers
+    (h, t, k), s = query.part.mean.shape, whole.key.mean.shape[1]
+    return 2 * h * t * s * (14 * k + products_of_row(plan.grid.rows, s, k))

@@ -34,20 +34,11 @@ class Part(NamedTuple):
     variance: Array  # (T, K)
 
 
-class Own(NamedTuple):
-    """Data of the queries' own tokens."""
-
-    key: Array  # mean, (T, K)
-    variance: Array  # of the input, (T, D)
-    query_kernel: Array  # (D, K)
-
-
 class Shared(NamedTuple):
-    """Variance of the shared input of keys and values, and one head's kernels."""
+    """What one head's keys and values owe to the input that they share."""
 
-    variance: Array  # (S, D)
-    key_kernel: Array  # (D, K)
-    value_kernel: Array  # (D, K)
+    energy: Array  # average variance of each token's features, (1, S)
+    link: Array  # key_kernel^T value_kernel, (K, K)
 
 
 class _Rows(NamedTuple):
@@ -106,24 +97,18 @@ def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> 
     The contribution of the queries' noise is computed as a sum over features, and spread over them as
     for independent keys. Per feature it would take T^2 K^2 products.
     """
-    noise, key_size = of_each(v.variance), of_each(rows.key**2)
+    noise = of_each(v.variance)
     values, ones = of_each(v.mean**2) + noise, jnp.ones_like(noise)  # E |v_c|^2, (1, S)
-    second = v.mean**2 + v.variance
     squared, pulled = weights**2, weights * ((weights @ rows.key) @ rows.key.T)
-    # Sums over keys, with weights W^2 own, W^2 |k|^2 and W (W k) k^T.
-    own_second, own_mean, own_one, own_values = _sums(
-        squared * rows.own, (second, v.mean), (ones, values)
+    # Sums over keys, with weights W^2 Var[S], W^2 own, W^2 and W (W k) k^T.
+    noisy_second, noisy_mean, noisy_one = _sums(
+        squared * rows.variance(), (v.mean**2 + v.variance, v.mean), (ones,)
     )
-    key_second, key_mean, key_one, by_values = _sums(
-        squared, (second, v.mean), (ones,), key_size, (v.variance,)
-    )
+    own_mean, own_one, own_values = _sums(squared * rows.own, (v.mean,), (ones, values))
+    by_values = squared @ v.variance
     pulled_mean, pulled_one = _sums(pulled, (v.mean,), (ones,))
     size = _sum(mean**2) + _sum(by_values)  # E |A_a|^2 of the averages A, (T, 1)
-    pattern = (
-        (own_second + rows.query * key_second)
-        - 2 * mean * (own_mean + rows.query * key_mean)
-        + mean**2 * (own_one + rows.query * key_one)
-    )
+    pattern = noisy_second - 2 * mean * noisy_mean + mean**2 * noisy_one
     pattern = nonnegative(pattern)
 
     def crossed(values: Array, weighing: Array) -> Array:
@@ -148,21 +133,18 @@ def _variance(v: Part, rows: _Rows, weights: Array, mean: Array, order: int) -> 
     return by_values + share * total, gain
 
 
-def shared_mean(
-    q: Part, k: Part, shared: Shared, weights: Array, own: Own | None, own_weights: Array | None
-) -> Array:
+def shared_mean(q: Part, weights: Array, shared: Shared) -> Array:
     """sum_c Cov[W_ac, v_cd]: weights and values share the random input, (T, K).
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f W_ac (1[c=f] - W_af) Cov[S_af, v_cd]; the key k_c shares
-    its token with v_c, the query q_a with v_a. Takes the queries `q` of these rows, all keys `k`, E[W]
-    (T, S), the queries' own tokens `own` (None if queries come from another sequence) and each query's
-    weight on its own token, (T, 1).
+    its token with v_c. Takes the queries `q` of these rows and E[W], (T, S).
+
+    Budget: features of a token count as equally noisy, and what the query shares with the value of its
+    own token is left out. On the sampled cases the mean moves by .003 sd at most, where the structure
+    has it wrong by .01 to .27.
     """
-    shift = (q.mean @ shared.key_kernel.T) * ((weights - weights**2) @ shared.variance)
-    if own is not None and own_weights is not None:
-        offset = own.key - weights @ k.mean
-        shift = shift + (offset @ own.query_kernel.T) * (own_weights * own.variance)
-    return shift @ shared.value_kernel / root_width(q.mean)
+    spread = _sum((weights - weights**2) * shared.energy)
+    return spread * (q.mean @ shared.link) / root_width(q.mean)
 
 
 def _sum(array: Array) -> Array:
@@ -170,27 +152,15 @@ def _sum(array: Array) -> Array:
     return jnp.sum(array, axis=1, keepdims=True)
 
 
-def _sums(
-    weights: Array,
-    columns: tuple[Array, ...],
-    rows: tuple[Array, ...],
-    scale: Array | None = None,
-    unscaled: tuple[Array, ...] = (),
-) -> list[Array]:
-    """sum_c weights_ac scale_c x_c over keys, (T, n) for each x; `unscaled` ones without scale.
+def _sums(weights: Array, columns: tuple[Array, ...], rows: tuple[Array, ...]) -> list[Array]:
+    """sum_c weights_ac x_c over keys, (T, n) for each x: columns (S, n), and rows (1, S).
 
     One wide product for the compiler; one by one on chip, where a single column takes the room of 128.
-    Weights are (T, S), columns and unscaled (S, n), rows and scale (1, S).
     """
     if on_chip():
-        scaled = weights if scale is None else weights * scale
-        sums = [scaled @ column for column in columns]
-        sums += [_sum(scaled * row) for row in rows]
-        return sums + [weights @ column for column in unscaled]
+        return [*(weights @ column for column in columns), *(_sum(weights * row) for row in rows)]
     parts = [*columns, *(row.T for row in rows)]
-    ends = [sum(part.shape[1] for part in (*parts, *unscaled)[:n]) for n in range(1, len(parts))]
-    wide = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-    if scale is not None:
-        ends.append(wide.shape[1])
-        wide = jnp.concatenate([scale.T * wide, *unscaled], axis=1)
-    return jnp.split(weights @ wide, ends, axis=1)
+    if len(parts) == 1:
+        return [weights @ parts[0]]
+    ends = [sum(part.shape[1] for part in parts[:n]) for n in range(1, len(parts))]
+    return jnp.split(weights @ jnp.concatenate(parts, axis=1), ends, axis=1)
