@@ -90,7 +90,10 @@ def as_flax(params: mj.EncoderBlockParams, heads: int):
     return {**norms, "attention": attention, "hidden": dense(f.hidden), "output": dense(f.output)}
 
 
-@pytest.mark.parametrize(("norm_first", "structure"), [(True, mj.Separable), (False, mj.Diagonal)])
+@pytest.mark.parametrize(
+    ("norm_first", "structure"),
+    [(True, mj.Separable), (False, mj.Separable), (False, mj.Diagonal)],
+)
 def test_flax_blocks_have_the_moments_of_the_library(norm_first, structure):
     block = mj.nn.EncoderBlock(
         4, 2, hidden_features=6, norm_first=norm_first, activation="gelu", relative_scale=0.3,
