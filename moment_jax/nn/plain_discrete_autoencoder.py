@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,9 +81,9 @@ class CodedImages:
             raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
         return jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
 
+    @abc.abstractmethod
     def _log_likelihood(self, target: Array, z: Array) -> Array:
         """(Expected) log p(x | z), (...,), of patches (..., T, P) given codes (..., T, K)."""
-        raise NotImplementedError
 
     def _over_images(self, target: Array, *moments: Any) -> Array:
         """The expected log-likelihood of every image's patches under moments of the decoder's output."""

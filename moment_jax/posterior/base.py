@@ -161,20 +161,26 @@ class Posterior(abc.ABC):
                 f"Got {tuple(self.shape)}. For a stack of kernels, use jax.vmap over the belief."
             )
 
+    @abc.abstractmethod
     def _noise_variance(self, mean: Array, variance: Array) -> Array:
-        raise NotImplementedError
+        """See `noise_variance`."""
 
+    @abc.abstractmethod
     def _noise_block(self, moment: Array) -> Array:
-        raise NotImplementedError
+        """See `noise_block`."""
 
+    @abc.abstractmethod
     def _input_metric(self) -> Array:
-        raise NotImplementedError
+        """See `input_metric`."""
 
+    @abc.abstractmethod
     def _rows(self, indices: Array) -> Posterior:
-        raise NotImplementedError
+        """See `rows`."""
 
+    @abc.abstractmethod
     def _transpose(self) -> Posterior:
-        raise NotImplementedError
+        """See `transpose`."""
 
     def _vector_cov(self) -> Array | None:
+        """See `vector_cov`; None if the family holds kernels alone."""
         return None

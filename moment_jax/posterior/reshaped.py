@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +77,12 @@ class Reshaped(Posterior):
 
         return self.belief.kl(GaussianPrior(moved(prior.mean), moved(prior.variance)))
 
-    def _check_kernel(self, method: str) -> None:
+    def _refuse(self, *called: Any, **_: Any) -> NoReturn:
+        """Refuse every method for kernels; `_check_kernel` is called first, with its name."""
         raise ValueError(
-            f"`Reshaped.{method}` needs a belief about a matrix. Got one of shape {self.new_shape}. "
+            f"`Reshaped.{called[0]}` needs a belief about a matrix. Got one of shape {self.new_shape}. "
             f"Use its `belief`, whose shape is {tuple(self.belief.shape)}."
         )
+
+    _check_kernel = _refuse
+    _noise_variance = _noise_block = _input_metric = _rows = _transpose = _refuse

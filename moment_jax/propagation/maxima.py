@@ -1,0 +1,101 @@
+"""Maxima over windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
+from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.windows import pool_places
+
+Array = jax.Array
+
+
+@rule("reduce_window_max")
+def _window_max(propagator: Propagator, node: Node) -> Moments:
+    """Pairwise maxima, by Clark's mean and variance of the larger of two correlated Gaussians.
+
+    Covariances with other entries are weighted by the probability of being the larger.
+    """
+    x = propagator.moments(node.operands[0])
+    tokens, features = x.natural()
+    places = pool_places(node, x)
+    seen = as_rows(places, tokens, features, len(x.shape))
+    # Pad with an entry of the window itself, which leaves the maximum unchanged.
+    seen = np.sort(seen, axis=-1)
+    first = np.min(np.where(seen < 0, x.mean.size, seen), axis=-1, keepdims=True)
+    seen = np.where(seen < 0, first, seen)
+    size, count = seen.shape[1], seen.shape[2]
+    wide = np.concatenate([seen[:, :, i] for i in range(count)], axis=1)
+    cov = gather(x.cov, wide)
+    means = [x.mean.reshape(-1)[seen[:, :, i]] for i in range(count)]
+    between = _between(x.cov, seen)
+    mean, shares, variance = _largest(means, between)
+    gated = cov.rescale(jnp.concatenate(shares, axis=1))
+    linear = gated.map_features(jnp.concatenate([jnp.eye(size, dtype=mean.dtype)] * count))
+    moments = _Exact(variance, linear.variance())
+    propagator.note(node, "maximum over windows", "entries Gaussian, maxima too (Clark)")
+    return fresh(mean, linear.elementwise(moments), node.shape, tokens, features)
+
+
+class _Exact:
+    """Elementwise moments that set the variances; the linear part shrinks where it is too large."""
+
+    def __init__(self, variance: Array, linear: Array) -> None:
+        self.variance = variance
+        ratio = jnp.where(linear > variance, variance / jnp.where(linear > 0, linear, 1), 1)
+        self.gain = jnp.sqrt(ratio)
+        self.second = jnp.zeros_like(variance)
+
+
+def _between(cov: Any, seen: np.ndarray) -> list[list[Array]]:
+    """Covariances of every pair of entries of a window, (T, D) each."""
+    t, d, count = seen.shape
+    flat = seen.reshape(t * d, count)
+    token, feature = np.divmod(flat, cov.shape[1])
+    if hasattr(cov, "variances"):
+        own = cov.variance().reshape(-1)[flat]
+
+        def pair(i: int, j: int) -> Array:
+            return own[:, i] if i == j else jnp.zeros(t * d, own.dtype)
+    elif hasattr(cov, "token_correlation"):
+        scale = cov.scale.reshape(-1)[flat]
+
+        def pair(i: int, j: int) -> Array:
+            return scale[:, i] * scale[:, j] * cov.token_correlation[token[:, i], token[:, j]]
+    else:
+        dense_cov = cov.to_dense()
+
+        def pair(i: int, j: int) -> Array:
+            return dense_cov[token[:, i], feature[:, i], token[:, j], feature[:, j]]
+
+    return [[pair(i, j).reshape(t, d) for j in range(count)] for i in range(count)]
+
+
+def _largest(means: list[Array], between: list[list[Array]]) -> tuple[Array, list[Array], Array]:
+    """The largest of several Gaussians: mean, probability of each being it, and variance."""
+    mean, variance = means[0], between[0][0]
+    cross = list(between[0])  # Cov[largest so far, entry i]
+    shares = [jnp.ones_like(mean)]
+    for i in range(1, len(means)):
+        spread = variance + between[i][i] - 2 * cross[i]
+        positive = spread > jnp.finfo(mean.dtype).tiny
+        theta = jnp.sqrt(jnp.where(positive, spread, 1))
+        gap = mean - means[i]
+        alpha = gap / theta
+        p = jnp.where(positive, jax.scipy.stats.norm.cdf(alpha), (gap >= 0).astype(mean.dtype))
+        density = jnp.where(positive, theta * jax.scipy.stats.norm.pdf(alpha), 0)
+        new = mean * p + means[i] * (1 - p) + density
+        # Clark's variance, arranged so that little cancels.
+        second = variance * p + between[i][i] * (1 - p)
+        second += gap * (gap * p * (1 - p) + density * (1 - 2 * p))
+        variance = jnp.maximum(second - density**2, 0)
+        cross = [p * c + (1 - p) * between[i][j] for j, c in enumerate(cross)]
+        shares = [*(s * p for s in shares), 1 - p]
+        mean = new
+    return mean, shares, variance
