@@ -22,12 +22,10 @@ def mlp(family=families.Factorized, seed=0):
 
 def scattered(module):
     """The module with a different spread for each weight, as after training."""
-    rng = np.random.default_rng(5)
-
-    def moved(raw):
-        return (raw + 0.02 * rng.normal(size=raw.shape)).astype(np.float32)
-
-    nnx.update(module, jax.tree.map(moved, nnx.state(module, mj.nn.VariationalScale)))
+    state = nnx.state(module, mj.nn.VariationalScale)
+    keys = iter(jax.random.split(jax.random.key(5), 100))
+    moved = jax.tree.map(lambda raw: raw + 0.3 * jax.random.normal(next(keys), raw.shape), state)
+    nnx.update(module, moved)
     return module
 
 

@@ -46,6 +46,14 @@ def test_frozen_on_a_batch_it_gives_that_batchs_own_moments():
     frozen = mj.nn.freeze_features(network, [images])
     close(run(frozen, images), run(network, images))
 
+    @nnx.jit
+    def slopes(network):
+        return nnx.grad(lambda net: sum(jnp.sum(part**2) for part in net(images)))(network)
+
+    found = jax.tree.leaves(nnx.state(slopes(frozen), nnx.Param))
+    assert all(jnp.all(jnp.isfinite(slope)) for slope in found)
+    assert sum(bool(jnp.any(slope != 0)) for slope in found) > len(found) // 2
+
 
 class Own(nnx.Module):
     """A user's module with several parts and inputs."""
