@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from moment_jax.covariance.numerics import gram
+
 Array = jax.Array
 
 
@@ -47,6 +49,6 @@ def low_rank_moments(
     near = jnp.einsum("ktd,klts,lse->de", left, pairs[None, None] * reaches, left)
     return (
         jnp.maximum(variance, 0),  # a sum of squares, up to rounding
-        own @ own.T + token_cross + token_cross.T + far,
+        gram(own) + token_cross + token_cross.T + far,
         correlation * (own.T @ summed) + feature_cross + feature_cross.T + near,
     )

@@ -1,9 +1,18 @@
 """Roots and quotients that are finite, with finite gradients, at zero variance; weighted sums."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from moment_jax.xla import diagonal_matrix, diagonal_of, on_diagonal
+from moment_jax.xla import (
+    diagonal_matrix,
+    diagonal_of,
+    materialized,
+    on_diagonal,
+    product_with_transposed,
+    split_by_tokens,
+)
 
 Array = jax.Array
 
@@ -49,13 +58,34 @@ def _infinite_where(void: Array, divisor: Array) -> Array:
     return jnp.where(void, jnp.full((), jnp.inf, divisor.dtype), divisor)
 
 
-def gram(a: Array, b: Array, metric: Array | None = None) -> Array:
-    """The product a A b^T of (T, D) and (S, D) arrays; A is (D, D), (D,) for a diagonal, or None."""
+def gram(rows: Array, metric: Array | None = None) -> Array:
+    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None."""
+    if split_by_tokens():  # a transposed sum would move blocks between devices
+        return product_with_transposed(under(rows, metric), rows)
+    return _gram(rows, metric)
+
+
+def under(rows: Array, metric: Array | None) -> Array:
+    """Rows (T, D) times a matrix (D, D), a diagonal (D,), or None for the identity."""
     if metric is None:
-        return a @ b.T
-    if metric.ndim == 1:
-        return (a * metric[None, :]) @ b.T
-    return (a @ metric) @ b.T
+        return rows
+    return rows * metric[None, :] if metric.ndim == 1 else rows @ metric
+
+
+@jax.custom_jvp
+def _gram(rows: Array, metric: Array | None) -> Array:
+    return under(rows, metric) @ rows.T
+
+
+@_gram.defjvp
+def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    """The derivative is half + half^T, which saves one product of two or of four in a gradient."""
+    (rows, metric), (change, metric_change) = primals, tangents
+    half = under(change, metric)
+    if metric is not None:
+        half = half + 0.5 * under(rows, metric_change)
+    half = half @ rows.T
+    return _gram(rows, metric), materialized(half + half.T)
 
 
 def vector_variance(cov: Array) -> Array:

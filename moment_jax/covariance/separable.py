@@ -175,13 +175,11 @@ class Separable(MadeOfGrams):
         if metric is None:
             known: Grams | None = self.known("grams")
             if known is None:
-                return self.token_correlation * (self.scale @ self.scale.T)
+                return self.token_correlation * gram(self.scale)
             return known.tokens
         if metric.ndim == 1:
             return self.fitted_token_gram(self.variance() @ metric)
-        return self.token_correlation * gram(
-            self.scale, self.scale, self.feature_correlation * metric
-        )
+        return self.token_correlation * gram(self.scale, self.feature_correlation * metric)
 
     def fitted_token_gram(self, energy: Array) -> Array:
         """The token Gram matrix with another diagonal, (T,), and the same correlation, (T, T)."""
@@ -200,7 +198,7 @@ class Separable(MadeOfGrams):
             return known.features
         rows = weighted(self.scale, self.pool)
         if self.sum_variance is None:
-            inner = rows.T @ (self.token_correlation @ rows)
+            inner = gram(rows.T, self.token_correlation)
             return FeatureGram(self.feature_correlation * inner).shared(self.share)
         sign = jnp.where(jnp.sum(rows, axis=0) < 0, -1, 1).astype(self.dtype)
         root = sign * safe_sqrt(self.sum_variance)

@@ -13,6 +13,7 @@ from moment_jax.covariance.fields import FormedLater
 from moment_jax.covariance.numerics import (
     correlation_of,
     definite,
+    gram,
     nonnegative,
     safe_sqrt,
     vector_variance,
@@ -100,9 +101,9 @@ class FeatureGram(NamedTuple):
         if self.inner is None or self.basis is None:
             return FeatureGram.through(self.dense(), kernel)
         basis = self.basis.rows @ kernel
-        whole = basis.T @ (self.inner @ basis)
+        whole = gram(basis.T, self.inner)
         if self.diagonal is not None:
-            whole = whole + kernel.T @ (self.diagonal[:, None] * kernel)
+            whole = whole + gram(materialized(kernel.T), self.diagonal)
         return FeatureGram(whole, reached=basis)
 
     def rescaled(self, gain: Array) -> FeatureGram:
@@ -194,7 +195,7 @@ class MadeOfGrams(FormedLater, Covariance):
         variance = materialized(nonnegative(variance))
         token_gram = materialized(by_tokens(token_gram))
         if not isinstance(feature_gram, FeatureGram):
-            feature_gram = FeatureGram(feature_gram)
+            feature_gram = FeatureGram(materialized(feature_gram))
         feature_gram = feature_gram.shared(cls.share)
         total = nonnegative(feature_gram.diag())
         grams = Grams(variance, token_gram, feature_gram._replace(variance=total))

@@ -23,7 +23,6 @@ from moment_jax.xla import (
     diagonal_matrix,
     diagonal_of,
     materialized,
-    product_with_transposed,
     rows_diagonal,
 )
 
@@ -39,7 +38,7 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
     """The contribution of a random kernel to the covariance: see `Covariance.weight_noise`."""
     metric, features, total = weights.input_metric(), cov.features(), pooled(mean, cov.pool)
     of_noise = cov.token_gram(metric)
-    token_gram = of_noise + gram(mean, mean, metric)
+    token_gram = of_noise + gram(mean, metric)
     if weights.uncorrelated:  # feature correlations are neither needed nor produced
         variance = weights.noise_variance(mean, cov.variance())
         return variance, token_gram, column_noise(weights, features.diag() + total**2)
@@ -67,7 +66,7 @@ def gain(cov: Separable, mean: Array, gain_cov: Array) -> Moments:
     """The contribution of a random gain that all tokens share: see `Covariance.gain_noise`."""
     metric, features, total = vector_variance(gain_cov), cov.features(), pooled(mean, cov.pool)
     variance = (cov.variance() + mean**2) * metric[None, :]
-    token_gram = cov.token_gram(metric) + gram(mean, mean, metric)
+    token_gram = cov.token_gram(metric) + gram(mean, metric)
     if gain_cov.ndim == 1:
         return variance, token_gram, FeatureGram(diagonal=(features.diag() + total**2) * gain_cov)
     moment = features.dense() + total[:, None] * total[None, :]
@@ -84,17 +83,17 @@ def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, Featur
     rest = nonnegative(moments.variance - first**2 - second**2)
     r, correlation, features = cov.token_correlation, cov.feature_correlation, cov.features()
     wide = features.basis is not None
-    token_gram = r * product_with_transposed(first, first)
+    token_gram = r * gram(first)
     if not wide:
-        token_gram = token_gram + r**2 * product_with_transposed(second, second)
+        token_gram = token_gram + r**2 * gram(second)
     own = rest + second**2 if wide else rest
     token_gram = token_gram + diagonal_matrix(jnp.sum(own, axis=1))
     first, second = weighted(first, cov.pool), weighted(second, cov.pool)
     rest = jnp.sum(weighted(weighted(rest, cov.pool), cov.pool), axis=0)
     if not wide:
         return token_gram, FeatureGram(
-            correlation * (first.T @ (r @ first))
-            + correlation**2 * (second.T @ (r**2 @ second))
+            correlation * gram(first.T, r)
+            + correlation**2 * gram(second.T, r**2)
             + diagonal_matrix(rest)
         )
     # One gain per feature; the remaining variance goes to the diagonal.

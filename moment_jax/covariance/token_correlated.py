@@ -28,7 +28,6 @@ from moment_jax.xla import (
     by_tokens,
     diagonal_matrix,
     materialized,
-    product_with_transposed,
     rows_diagonal,
 )
 
@@ -120,8 +119,8 @@ class TokenCorrelated(FormedLater, Covariance):
     def token_gram(self, metric: Array | None = None) -> Array:
         if metric is None:
             known: Array | None = self.known("gram")
-            return self.correlation * (self.scale @ self.scale.T) if known is None else known
-        return self.correlation * gram(self.scale, self.scale, vector_variance(metric))
+            return self.correlation * gram(self.scale) if known is None else known
+        return self.correlation * gram(self.scale, vector_variance(metric))
 
     def token_matvec(self, vectors: Array) -> Array:
         return self.variance() * vectors
@@ -148,7 +147,7 @@ class TokenCorrelated(FormedLater, Covariance):
         straight, bent = self.scale * (gain + both), self.scale * both
         right = right * self.scale[:, :, None]
         inner = jnp.einsum("tik,sil->tskl", left, left) * jnp.einsum("tjk,sjl->tskl", right, right)
-        pattern = straight @ straight.T - bent @ bent.T + jnp.sum(inner, axis=(2, 3))
+        pattern = gram(straight) - gram(bent) + jnp.sum(inner, axis=(2, 3))
         return self.from_moments(variance, self.correlation * pattern)
 
     def add(self, *others: Self) -> Self:
@@ -160,22 +159,22 @@ class TokenCorrelated(FormedLater, Covariance):
         metric = weights.input_metric()
         return self.from_moments(
             weights.noise_variance(mean, self.variance()),
-            self.token_gram(metric) + gram(mean, mean, metric),
+            self.token_gram(metric) + gram(mean, metric),
         )
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         metric = vector_variance(gain_cov)
         return self.from_moments(
             (self.variance() + mean**2) * metric[None, :],
-            self.token_gram(metric) + gram(mean, mean, metric),
+            self.token_gram(metric) + gram(mean, metric),
         )
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         first = self.scale * moments.gain
         rest = nonnegative(moments.variance - first**2 - moments.second**2)
         token_gram = (
-            self.correlation * product_with_transposed(first, first)
-            + self.correlation**2 * product_with_transposed(moments.second, moments.second)
+            self.correlation * gram(first)
+            + self.correlation**2 * gram(moments.second)
             + diagonal_matrix(jnp.sum(rest, axis=1))
         )
         return self.from_moments(moments.variance, token_gram)

@@ -57,7 +57,7 @@ def evaluated(
         )
     mean, variance = materialized(mean.astype(dtype)), materialized(variance.astype(dtype))
     if jnp.finfo(dtype).bits >= 32:
-        return function(mean, variance)
+        return materialized(function(mean, variance))
     moments = function(mean.astype(jnp.float32), variance.astype(jnp.float32))
     return ElementwiseMoments(*(moment.astype(dtype) for moment in moments))
 

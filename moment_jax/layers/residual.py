@@ -22,7 +22,7 @@ from moment_jax.covariance import (
     TokenBlock,
     TokenCorrelated,
 )
-from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import gram, pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.layers.attention.inputs import merge_heads, split_heads
 from moment_jax.layers.attention.landmarks import mixed_by_landmarks
 from moment_jax.layers.attention.tangent import AttentionTangent
@@ -121,7 +121,7 @@ def _add_token_correlated(
     if isinstance(tangent, FeedForwardTangent):
         returned = entering * tangent.diagonal()
         cross = scale * returned
-        gram = cov.correlation * (scale @ returned.T)
+        token_gram = cov.correlation * (scale @ returned.T)
     else:
         value_paths = tangent.value_paths()
         if value_paths is None:
@@ -133,11 +133,11 @@ def _add_token_correlated(
             return variance, product_with_transposed(cov.correlation * (scale @ source.T), weights)
 
         parts = jax.vmap(head)(tangent.mixing.weights, value_paths)
-        cross, gram = (jnp.sum(part, axis=0) for part in parts)
+        cross, token_gram = (jnp.sum(part, axis=0) for part in parts)
     cross = _bounded(cross, cov, branch)
     return TokenCorrelated.from_moments(
         cov.variance() + branch.variance() + 2 * cross,
-        cov.token_gram() + branch.token_gram() + gram + gram.T,
+        cov.token_gram() + branch.token_gram() + token_gram + token_gram.T,
     )
 
 
@@ -259,9 +259,9 @@ def _through_mixing(
     shares = safe_divide(shares, jnp.broadcast_to(energy, shares.shape))
     mixed = jnp.einsum("h,htc->tc", shares, tangent.mixing.weights)
     if tangent.mixing.landmarks is None:
-        gram = product_with_transposed(tokens, mixed)
+        token_gram = product_with_transposed(tokens, mixed)
     else:
-        entered = cov.token_correlation * (entering @ entering.T)
-        gram = mixed_by_landmarks(tokens, entered, mixed, tangent.mixing.landmarks)
-    gram = gram + cov.token_correlation * (scale @ by_scores.T)
-    return variance, gram, feature_gram
+        entered = cov.token_correlation * gram(entering)
+        token_gram = mixed_by_landmarks(tokens, entered, mixed, tangent.mixing.landmarks)
+    token_gram = token_gram + cov.token_correlation * (scale @ by_scores.T)
+    return variance, token_gram, feature_gram

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import pooled, safe_divide, vector_cov, weighted
+from moment_jax.covariance.numerics import gram, pooled, safe_divide, under, vector_cov, weighted
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.layers.attention.inputs import DenseInput
 from moment_jax.posterior import Point
@@ -27,34 +27,32 @@ Array = jax.Array
 
 
 class TokenGram(NamedTuple):
-    """sum_i left_ci right_fi + size pattern_cf + constant, (S, S), symmetric."""
+    """Rows metric rows^T + size pattern_cf + constant, (S, S), symmetric."""
 
-    left: Array | None  # (S, R)
-    right: Array | None  # (S, R)
+    rows: Array | None  # (S, R)
+    metric: Array | None  # symmetric (R, R), or the diagonal of one, (R,)
     size: Array | float = 1.0  # ()
     pattern: Array | None = None  # (S, S)
     constant: Array | None = None  # ()
 
     def dense(self) -> Array:
         """The matrix, (S, S)."""
-        left = None
-        if self.left is not None and self.right is not None:
-            left = materialized(self.left @ self.right.T)
-        return self._sum(left, self.pattern)
+        product = None if self.rows is None else materialized(gram(self.rows, self.metric))
+        return self._sum(product, self.pattern)
 
     def diagonal(self) -> Array:
         """Variances of the tokens, (S,)."""
         own = None
-        if self.left is not None and self.right is not None:
-            own = jnp.sum(self.left * self.right, axis=1)
+        if self.rows is not None:
+            own = jnp.sum(under(self.rows, self.metric) * self.rows, axis=1)
         return self._sum(own, None if self.pattern is None else rows_diagonal(self.pattern))
 
     def averaged(self, weights: Array, reach: Array) -> Array:
         """W K, (T, S), for weights W with rows summing to one; `reach` is W times the pattern."""
-        left = None
-        if self.left is not None and self.right is not None:
-            left = (weights @ self.left) @ self.right.T
-        return self._sum(left, None if self.pattern is None else reach)
+        product = None
+        if self.rows is not None:
+            product = under(weights @ self.rows, self.metric) @ self.rows.T
+        return self._sum(product, None if self.pattern is None else reach)
 
     def _sum(self, product: Array | None, pattern: Array | None) -> Array:
         scaled = None if pattern is None else self.size * pattern
@@ -83,9 +81,8 @@ class HeadNoise(NamedTuple):
         """
         assert self.own is not None
         diagonal = diagonal_of(metric)
-        by_mean = mean * (self.own.kernel @ diagonal)[None, :]
         size, constant = jnp.sum(self.own.shared * diagonal), jnp.sum(self.own.bias * diagonal)
-        return TokenGram(by_mean, mean, size, pattern, constant)
+        return TokenGram(mean, self.own.kernel @ diagonal, size, pattern, constant)
 
     def gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
         """The same from all of the head's noise, (T, T)."""
@@ -183,7 +180,7 @@ class Projected(NamedTuple):
             noise = FeatureGram(diagonal=kernel.noise_variance(0 * moment, moment)).blocks(h)
             result = self.heads.features * energy + noise
         else:
-            noise = FeatureGram(kernel.noise_block(features.dense() + rows.T @ rows)).blocks(h)
+            noise = FeatureGram(kernel.noise_block(features.dense() + gram(rows.T))).blocks(h)
             result = features.map(kernel.mean).blocks(h) + noise
         if count is None or params.bias is None or isinstance(params.bias, Point):
             return result

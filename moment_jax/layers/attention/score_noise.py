@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt
+from moment_jax.covariance.numerics import gram, nonnegative, pooled, safe_divide, safe_sqrt
 from moment_jax.xla import (
     materialized,
     product_of_transposed,
@@ -136,7 +136,7 @@ def sum_noise(
 
     outer, near, far = (total_of(same) for same in zip(*map(parts, terms), strict=True))
     bent = values.T @ (0.5 * (outer @ values) - near.T @ mean)
-    features = bent + bent.T + mean.T @ (far @ mean)
+    features = bent + bent.T + gram(mean.T, far)
     pattern = jnp.sum(outer * noise.values) + jnp.sum(far * noise.averages)
     return SumNoise(features, pattern - 2 * jnp.sum(near * noise.crossed))
 

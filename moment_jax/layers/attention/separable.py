@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import fit_rows, pooled, safe_divide, vector_cov
+from moment_jax.covariance.numerics import fit_rows, gram, pooled, safe_divide, vector_cov
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.covariance.separable_noise import column_noise
 from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
@@ -27,7 +27,7 @@ from moment_jax.layers.attention.values import ValueNoise
 from moment_jax.layers.params import DenseParams
 from moment_jax.layers.seen import pool_scores
 from moment_jax.posterior import Point
-from moment_jax.xla import diagonal_matrix, diagonal_of, rows_diagonal, split_by_tokens
+from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, rows_diagonal, split_by_tokens
 
 Array = jax.Array
 
@@ -36,8 +36,8 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     """Moments of the output: mean (T, D), covariance, and the mixing of the tokens."""
     h, output = inputs.num_heads, inputs.output
     kernel = output.kernel.mean
-    noise_metric = vector_cov(output.kernel.input_metric())
-    metric = kernel @ kernel.T + noise_metric
+    noise_metric = output.kernel.input_metric()
+    metric = gram(kernel) + vector_cov(noise_metric)
     pattern = own_pattern = over_sum(inputs.shared.cov)
     if inputs.query_input.cov is not inputs.shared.cov:
         own_pattern = over_sum(inputs.query_input.cov)
@@ -109,12 +109,13 @@ def _output_cov(
         by_head = by_head + energy[:, :, None] * own[:, None, :]
         mixed = mixed._replace(feature_gram=mixed.feature_gram + diagonal_matrix(own))
     averages = values.feature_gram() + _block_diagonal(like.share(mixed.feature_gram))
-    features = FeatureGram(kernel.T @ (averages @ kernel))
+    averages = materialized(averages)
+    features = FeatureGram(gram(kernel.T, averages))
     token_gram = values.token_gram(metric) + jnp.sum(mixed.token_gram, axis=0)
     if not isinstance(output.kernel, Point):
         mixed_variance = values.variance() + merge_heads(by_head)
         variance = variance + output.kernel.noise_variance(mean, mixed_variance)
-        token_gram = token_gram + (mean @ noise_metric) @ mean.T
+        token_gram = token_gram + gram(mean, noise_metric)
         if output.kernel.uncorrelated:
             moment = diagonal_of(averages) + pooled(mean, pool) ** 2
             features = features.plus(column_noise(output.kernel, moment))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moment_jax.covariance.numerics import nonnegative, safe_divide, weighted
+from moment_jax.covariance.numerics import gram, nonnegative, safe_divide, weighted
 from moment_jax.layers.attention.head_noise import HeadNoise, TokenGram
 from moment_jax.layers.attention.inputs import Centres, root_width
 from moment_jax.layers.attention.mix import Output
@@ -142,21 +142,21 @@ class SeparableHead(NamedTuple):
         used = weighted(jnp.ones_like(means[:, 0]), tokens.score_pool)
         total = jnp.broadcast_to(jnp.sum(used), (1, 1))
         by_query = safe_divide(head.query_features, total)  # of an average token
-        query = weighted(means, tokens.score_pool).T @ means
+        query = gram(means.T, tokens.score_pool)
         moment = safe_divide(query, total) + by_query  # E[q q^T]
-        spread = head.key_spread.T @ head.key_spread
+        spread = gram(head.key_spread.T)
 
         def term(near: Array, keys: TokenGram, size: Array) -> KeyNoise:
             return KeyNoise(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys)
 
         by_keys = head.query_noise.gram(head.contrasts, tokens.queries, tokens.query).dense()
-        by_keys = by_keys + (means @ head.contrasts) @ means.T
+        by_keys = by_keys + gram(means, head.contrasts)
         by_queries = head.query_noise.gram(spread, tokens.queries, tokens.query).dense()
         keys = head.key_noise.gram(moment, tokens.source, tokens.key)
         sizes = jnp.sum(head.contrasts * moment), jnp.sum(spread * by_query)
         terms = (
             term(by_keys, keys, sizes[0]),
-            term(by_queries, TokenGram(key @ by_query, key), sizes[1]),
+            term(by_queries, TokenGram(key, by_query), sizes[1]),
         )
         return terms, sizes
 
@@ -185,15 +185,15 @@ class SeparableHead(NamedTuple):
     def seen(self, rows: Any, weights: Array, mean: Array) -> Seen:
         """Keys and values weighted by attention."""
         head, tokens, links = self
-        value, average = self.centres.value @ head.metric, mean @ head.metric
+        value = self.centres.value
         reach = linked = materialized(rows_product(weights, tokens.value))
         if links.tokens is not tokens.value:
             linked = rows_product(weights, links.tokens)
         noise, own_value = self._noise_products(weights, reach)
         products = Products(
-            self.centres.value @ value.T + noise.values,
-            mean @ value.T + noise.crossed,
-            mean @ average.T + noise.averages,
+            gram(value, head.metric) + noise.values,
+            mean @ (value @ head.metric).T + noise.crossed,
+            gram(mean, head.metric) + noise.averages,
         )
         terms = tuple(term.seen(weights) for term in rows.terms)
         return Seen(terms, products, noise, own_value, reach, linked)

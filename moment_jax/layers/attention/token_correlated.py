@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.covariance import TokenCorrelated
-from moment_jax.covariance.numerics import fit_rows, nonnegative
+from moment_jax.covariance.numerics import fit_rows, gram, nonnegative
 from moment_jax.layers.attention.inputs import (
     Centres,
     Inputs,
@@ -99,15 +99,15 @@ class _Head(NamedTuple):
         if source.query_kernel is None:
             return None
         metric = jnp.sum(source.query_kernel * source.key_kernel, axis=1)
-        return source.correlation * ((source.scale * metric[None]) @ source.scale.T)
+        return source.correlation * gram(source.scale, metric)
 
     def rows(self) -> RowCovariance:
         """Covariance of the scores, from noise in keys and in queries."""
         query, key, _ = self.centres
         size, query_cov = query.shape[1] ** 2, self.query.token_gram()
         terms = (
-            Term.of((query_cov + query @ query.T) / size, self.key.token_gram()),
-            Term.of(query_cov / size, key @ key.T),
+            Term.of((query_cov + gram(query)) / size, self.key.token_gram()),
+            Term.of(query_cov / size, gram(key)),
         )
         return RowCovariance(terms, terms)
 
@@ -117,17 +117,17 @@ class _Head(NamedTuple):
         reach = rows_product(weights, value_cov)
         by_values = product_with_transposed(reach, weights)
         products = Products(
-            value @ value.T + value_cov,
+            gram(value) + value_cov,
             mean @ value.T + reach,
-            mean @ mean.T + by_values,
+            gram(mean) + by_values,
         )
         terms = [term.seen(weights) for term in rows.terms]
         by_scores = score_noise(terms, weights, products, order)
-        gram = by_values + by_scores.token_gram
+        token_gram = by_values + by_scores.token_gram
         pattern = _independent_variance(rows, weights, mean, value, self.value.scale**2)
-        variance = fit_rows(pattern, rows_diagonal(gram))
+        variance = fit_rows(pattern, rows_diagonal(token_gram))
         shared = by_scores.gain[:, None] * self._shared_mean(weights)
-        return Output(_Averages(variance, gram), shared=shared)
+        return Output(_Averages(variance, token_gram), shared=shared)
 
     def _shared_mean(self, weights: Array) -> Array:
         """sum_c Cov[W_ac, v_cd] through the Jacobian at the weights, (T, K).
@@ -141,8 +141,8 @@ class _Head(NamedTuple):
         by_query = query @ key_kernel.T  # q_a Mk^T, (T, D)
         near = weights @ scale**2
         # sum_cf W_ac W_af Cov[x_ci, x_fi], with one token pattern for all features.
-        gram = correlation * (scale @ scale.T)
-        far = fit_rows(near, jnp.sum(weights * rows_product(weights, gram), axis=1))
+        token_gram = correlation * gram(scale)
+        far = fit_rows(near, jnp.sum(weights * rows_product(weights, token_gram), axis=1))
         change = by_query * (near - far)
         if query_kernel is not None:
             by_key = key @ query_kernel.T  # k_f Mq^T, (S, D)
