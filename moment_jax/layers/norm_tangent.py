@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance import Covariance, Diagonal, Separable, TokenCorrelated
 from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt, weighted
-from moment_jax.xla import diagonal_of, product_with_transposed
+from moment_jax.xla import diagonal_of, materialized, product_with_transposed
 
 Array = jax.Array
 
@@ -148,7 +148,8 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     after = diagonal_of(features)[None, :] - 2 * normal * pulled + along * normal**2
     # Lost variance is a factor, which keeps the result positive; gained variance is added.
     kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
-    variance = tangent.inverse**2 * (kept + blocks.energy * nonnegative(after - before))
+    variance = kept + blocks.energy * nonnegative(after - before)
+    variance = materialized(tangent.inverse**2 * variance)
     # Covariance of the sum: over pairs of tokens, each without its lost direction.
     inverse, token_gram = weighted(tangent.inverse, cov.pool), cov.token_gram()
     pairs = inverse * token_gram * inverse.T

@@ -28,7 +28,7 @@ from moment_jax.layers.attention.landmarks import mixed_by_landmarks
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm_tangent import NormTangent
-from moment_jax.xla import diagonal_of, product_with_transposed, rows_diagonal
+from moment_jax.xla import diagonal_of, materialized, product_with_transposed, rows_diagonal
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -178,7 +178,7 @@ def _through_feed_forward(
     # input, which is close to that of x, then shifted to the right sum over the tokens.
     inner = tangent.input_cov.feature_gram()
     pulled = inner @ tangent.hidden_kernel if tangent.pulled is None else tangent.pulled
-    paths = pulled * tangent.output_kernel.T
+    paths = pulled * materialized(tangent.output_kernel.T)
     own = safe_divide(tangent.gain @ paths.T, diagonal_of(inner)[None, :] + 0 * entering)
     with_sum = entering * _with_sum(cov)
     missing = diagonal_of(feature_gram) - jnp.sum(with_sum * own, axis=0)

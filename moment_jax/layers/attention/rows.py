@@ -56,7 +56,7 @@ class SeenTerm(NamedTuple):
         half = rows_product(weights, materialized(self.contrasts * products.values))
         half = materialized(half - 2 * products.crossed * self.pulled)
         half = product_with_transposed(half, weights)
-        return 0.5 * (half + half.T) + products.averages * self.met
+        return 0.5 * materialized(half + half.T) + products.averages * self.met
 
 
 class RowCovariance(NamedTuple):
