@@ -58,7 +58,7 @@ class FeatureGram(NamedTuple):
     @classmethod
     def through(cls, inner: Array, basis: Array) -> FeatureGram:
         """The Gram matrix of x @ basis, from that of x, (R, R)."""
-        return cls(inner, Basis(basis, inner @ basis))
+        return cls(inner, Basis(basis, materialized(inner @ basis)))
 
     def dense(self) -> Array:
         """The matrix itself, (D, D)."""

@@ -62,7 +62,7 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
 
     with in_float32() if few else nullcontext():
         given = (heads, links[1:], inputs.mask)
-        means, mixed, mixing = each_head(mix_one, given, inputs.num_scores())
+        means, mixed, mixing = materialized(each_head(mix_one, given, inputs.num_scores()))
     like = inputs.query.cov
     pool = like.pool
     values = ValueNoise(

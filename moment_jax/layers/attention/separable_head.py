@@ -251,6 +251,7 @@ def _by_independent_keys(
     energy = jnp.sum(by_mean(head.centres.value, mean, noisy_value), axis=1)
     energy = energy + by_noise[:, 0] * jnp.sum(diagonal_of(head.value_features))
     projected = jnp.sum((head.value_features @ head.kernel) * head.kernel, axis=0)
-    variance = by_mean(*(rows @ head.kernel for rows in (head.centres.value, mean, noisy_value)))
+    parts = (head.centres.value, mean, noisy_value)
+    variance = by_mean(*materialized([rows @ head.kernel for rows in parts]))
     variance = variance + by_noise * projected[None, :]
     return nonnegative(energy), nonnegative(variance)
