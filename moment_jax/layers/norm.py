@@ -19,7 +19,7 @@ from moment_jax.layers.norm_tangent import (
 )
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
-from moment_jax.xla import materialized_inputs
+from moment_jax.xla import materialized, materialized_inputs
 
 Array = jax.Array
 S = TypeVar("S", bound=Covariance)
@@ -86,7 +86,7 @@ def layer_norm_and_tangent(
     check_moments(name, mean, cov)
     check_order(name, order)
     check_epsilon(name, epsilon)
-    mean, tangent = _normalize(mean, cov, epsilon, order, centres)
+    mean, tangent = materialized(_normalize(mean, cov, epsilon, order, centres))
     cov = carry(cov, tangent)
     gain, bias = params.scale, params.bias
     parts = []
@@ -100,7 +100,7 @@ def layer_norm_and_tangent(
         check_vector(name, "bias", mean.shape[1], bias)
         if not isinstance(bias, Point):
             parts.append(type(cov).shared(mean.shape[0], bias.vector_cov()))
-    mean = params.mean_output(mean)
+    mean = materialized(params.mean_output(mean))
     return mean, cov.add(*parts) if parts else cov, tangent
 
 

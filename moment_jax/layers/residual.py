@@ -58,7 +58,7 @@ def residual(
 
     Source: Transformer derivation, sections 4.5 and 4.6, without assuming independence.
     """
-    return mean + branch_mean, _add(cov, branch_cov, tangent, norm)
+    return materialized(mean + branch_mean), _add(cov, branch_cov, tangent, norm)
 
 
 @singledispatch
