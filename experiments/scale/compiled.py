@@ -12,7 +12,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.scale import hlo, work
-from experiments.scale.collectives import by_kind, collectives
 from experiments.scale.layout import Layout
 from experiments.scale.networks import Size, make_step
 
@@ -50,7 +49,7 @@ def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
         "all_flops": float((program.cost_analysis() or {}).get("flops", math.nan)),
         "model_flops": model_flops(size, structure) * layout.rows / devices,
         "hbm_bytes": work.hbm_bytes(module),
-        "collectives": by_kind(collectives(module, devices)),
+        "collectives": work.by_kind(work.collectives(module, devices)),
     }
 
 

@@ -28,33 +28,19 @@ PLAIN = "plain"
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A network, and the batch that it is trained with.
+    """A network, and the batch that it is trained with."""
 
-    Args:
-      num_blocks: L.
-      num_features: D.
-      num_heads: H.
-      hidden_features: F, of the feed-forward layers.
-      num_tokens: T, a square for images.
-      num_classes: C.
-      per_row: examples of a batch for each row of devices (the axis `data`).
-      chunks: parts of the batch that go through a block in turn, to bound memory
-      remat: recompute every block in the backward pass.
-      patch: height and width of a patch of an image of three channels; 0 for sequences of words.
-      vocabulary: number of words; 0 for images.
-    """
-
-    num_blocks: int
-    num_features: int
-    num_heads: int
-    hidden_features: int
-    num_tokens: int
-    num_classes: int
-    per_row: int
-    chunks: int = 1
-    remat: bool = True
-    patch: int = 0
-    vocabulary: int = 0
+    num_blocks: int  # L
+    num_features: int  # D
+    num_heads: int  # H
+    hidden_features: int  # F, of the feed-forward layers
+    num_tokens: int  # T, a square for images
+    num_classes: int  # C
+    per_row: int  # examples of a batch for each row of devices (the axis `data`)
+    chunks: int = 1  # parts of the batch that go through a block in turn, to bound memory
+    remat: bool = True  # recompute every block in the backward pass
+    patch: int = 0  # height and width of a patch of an image of three channels; 0 for words
+    vocabulary: int = 0  # number of words; 0 for images
 
     def batch(self, rows: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes of the inputs and labels for this many rows of devices."""
