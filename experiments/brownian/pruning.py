@@ -29,9 +29,6 @@ def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
     Args:
       params: beliefs about attention, heads outermost in its kernels (D, H K).
       kept: (H,) booleans, or zeros and ones.
-
-    Raises:
-      ValueError: if H does not divide the width of the values.
     """
     kept = jnp.asarray(kept)
     width = params.value.kernel.shape[1]
@@ -140,13 +137,6 @@ def prune_heads(module: Any, kept: Kept) -> Any:
     Args:
       module: an `Encoder` or `VisionTransformer` of `mj.nn`.
       kept: for each block, (H,) booleans, at least one of them true.
-
-    Returns:
-      A module of the same type; its blocks have `num_heads` of the heads kept.
-
-    Raises:
-      ValueError: if the shapes do not fit, or a block would lose all its heads.
-      TypeError: if the module shows no blocks.
     """
     masks = check_kept("prune_heads", blocks_of(module).blocks, kept)
     empty = [i for i, mask in enumerate(masks) if not mask.any()]
