@@ -22,7 +22,10 @@ Arrays = dict[str, np.ndarray]
 
 SETTINGS = "settings"
 # A block's beliefs in a case file, in the order of the leaves of `EncoderBlockParams`.
-NAMES = "Wq bq Wk bk Wv bv Wo bo ln1_g ln1_b Wf1 bf1 Wf2 bf2 ln2_g ln2_b".split()
+NAMES = (
+    "Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo", "bo", "ln1_g", "ln1_b",
+    "Wf1", "bf1", "Wf2", "bf2", "ln2_g", "ln2_b",
+)  # fmt: skip
 
 
 class Store:

@@ -18,31 +18,19 @@ Report = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to train, the same in every process.
+    """What to train, the same in every process."""
 
-    Args:
-      name: shown with the progress.
-      create: seed -> the untrained module; called inside `jit`
-      loss: (module, batch, key, step) -> mean loss, report
-      optimizer: an optax transformation.
-      arrays: the training data; their leading axis counts the examples.
-      batch_size: examples of an update, over all devices.
-      num_steps: number of updates.
-      accumulate: parts of a batch, whose gradients are averaged
-      seed: of weights, order of examples and noise.
-      settings: what else a checkpoint has to agree with, in JSON's types.
-    """
-
-    name: str
-    create: Callable[[int], nnx.Module]
-    loss: Callable[[Any, Batch, Array, Array], tuple[Array, Report]]
+    name: str  # shown with the progress
+    create: Callable[[int], nnx.Module]  # seed -> the untrained module; called inside `jit`
+    loss: Callable[[Any, Batch, Array, Array], tuple[Array, Report]]  # (module, batch, key, step)
     optimizer: optax.GradientTransformation
-    arrays: tuple[np.ndarray, ...]
-    batch_size: int
+    arrays: tuple[np.ndarray, ...]  # training data; their leading axis counts the examples
+    batch_size: int  # examples of an update, over all devices
     num_steps: int
-    accumulate: int = 1
-    seed: int = 0
+    accumulate: int = 1  # parts of a batch, whose gradients are averaged
+    seed: int = 0  # of weights, order of examples and noise
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What else a checkpoint has to agree with, in JSON's types."""
 
     @property
     def identity(self) -> dict[str, Any]:

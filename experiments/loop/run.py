@@ -63,11 +63,7 @@ def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainStat
       PreemptedError: if asked to leave. All that was done is on disk.
     """
     reader = Reader(
-        job.arrays,
-        batch_size=job.batch_size,
-        accumulate=job.accumulate,
-        seed=job.seed,
-        mesh=mesh,
+        job.arrays, batch_size=job.batch_size, accumulate=job.accumulate, seed=job.seed, mesh=mesh
     )
     blueprint = Blueprint.of(job, mesh, fsdp=fsdp)
     with (

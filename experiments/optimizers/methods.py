@@ -131,7 +131,4 @@ def tuned() -> dict[str, Method]:
     first = {
         name: Method(partial(_first_order, FIRST[name]), FIRST_ORDER) for name in ("adam", "muon")
     }
-    return first | {
-        "cg_fac": second_order(cg_fac),
-        "kfac": second_order(kfac),
-    }
+    return first | {"cg_fac": second_order(cg_fac), "kfac": second_order(kfac)}

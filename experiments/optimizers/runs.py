@@ -28,20 +28,24 @@ class Spent(NamedTuple):
     seconds: float
     cpu: float
 
+    @classmethod
+    def now(cls) -> Spent:
+        """By both clocks."""
+        return cls(time.perf_counter(), time.process_time())
+
+    @classmethod
+    def since(cls, began: Spent) -> Spent:
+        """What was spent since `now` gave this."""
+        return cls(*np.subtract(cls.now(), began).tolist())
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """An optimiser with its settings.
+    """An optimiser with its settings."""
 
-    Args:
-      optimizer: (model, task, updates of a run, **settings)
-      grid: values to try of every setting; empty for a method without settings.
-      curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
-    """
-
-    optimizer: Callable[..., optax.GradientTransformation]
-    grid: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    curvature: dict[str, Any] | None = None
+    optimizer: Callable[..., optax.GradientTransformation]  # (model, task, num_steps, **settings)
+    grid: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)  # values to try
+    curvature: dict[str, Any] | None = None  # for `value_grad_and_factors`; None in first order
 
 
 class Course(NamedTuple):
@@ -116,24 +120,23 @@ class Training:
         def go_on(count: int) -> Spent:
             nonlocal now, done
             jax.block_until_ready(now)
-            began = Spent(time.perf_counter(), time.process_time())
+            began = Spent.now()
             now = self._advance(*now, values, jax.random.key(0), done, count)
             jax.block_until_ready(now)
             done += count
-            return Spent(time.perf_counter() - began.seconds, time.process_time() - began.cpu)
+            return Spent.since(began)
 
         return go_on
 
     def _start_of(self, params: Any, values: Settings) -> Any:
-        return make_update(self.task, self.method, self.num_steps, values)[1].init(
-            nnx.as_pure(params)
-        )
+        tx, _ = make_update(self.task, self.method, self.num_steps, values)
+        return tx.init(nnx.as_pure(params))
 
     def _advanced(
         self, params: Any, state: Any, values: Settings, key: Array, first: Array, count: Array
     ) -> tuple[Any, Any]:
         """After updates number first to first + count - 1."""
-        update = make_update(self.task, self.method, self.num_steps, values)[2]
+        _, update = make_update(self.task, self.method, self.num_steps, values)
 
         def one(step: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             return update(*carry, key, step)
@@ -149,8 +152,8 @@ Update = Callable[[Any, Any, Array, Array], tuple[Any, Any]]
 
 def make_update(
     task: OptimizerTask, method: Method, num_steps: int, settings: Settings
-) -> tuple[Any, optax.GradientTransformationExtraArgs, Update]:
-    """Graph, transformation, and the update (params, state, key, step) -> (params, state)."""
+) -> tuple[optax.GradientTransformationExtraArgs, Update]:
+    """The transformation, and the update (params, state, key, step) -> (params, state)."""
     model = task.create(0)
     tx = optax.with_extra_args_support(method.optimizer(model, task, num_steps, **settings))
     graph, _ = nnx.split(model)
@@ -177,7 +180,7 @@ def make_update(
         new = optax.apply_updates(nnx.as_pure(params), changes)
         return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(new)), state
 
-    return graph, tx, update
+    return tx, update
 
 
 def timings(

