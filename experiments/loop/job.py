@@ -1,4 +1,7 @@
-"""`Job`: the model, loss, data and settings of a run."""
+"""`Job`, the model, loss, data and settings of a run, and `Reader`, its batches.
+
+Every process reads only its own rows.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,10 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments.command_line import InputError
+from experiments.loop.layout import check_batch
 
 Array = jax.Array
 Batch = tuple[Array, ...]
@@ -43,3 +50,72 @@ class Job:
             "num_steps": self.num_steps,
             **self.settings,
         }
+
+
+class Reader:
+    """The batches of a data set, each epoch in a new order; an incomplete last batch is skipped.
+
+    A batch of B examples comes as arrays (A, B / A, ...): A parts, to be gone through one after the
+    other, each split over `data`. Which examples come next depends on the seed and the position alone,
+    so a reader put back to a saved position goes on as if nothing had happened, on any mesh.
+
+    Args:
+      arrays: NumPy arrays (or memory maps) with one leading axis of examples.
+      batch_size: B.
+      accumulate: A.
+      seed: of the orders.
+      mesh: over all devices.
+    """
+
+    def __init__(
+        self,
+        arrays: tuple[np.ndarray, ...],
+        *,
+        batch_size: int,
+        accumulate: int,
+        seed: int,
+        mesh: Mesh,
+    ) -> None:
+        check_batch(batch_size, accumulate, dict(mesh.shape))
+        self.num_examples = len(arrays[0])
+        if batch_size > self.num_examples:
+            raise InputError(
+                f"a batch of {batch_size} needs as many examples, and there are {self.num_examples}; "
+                "take a smaller --batch-size"
+            )
+        self.arrays = arrays
+        self.batch_size = batch_size
+        self.seed = seed
+        self.position = 0
+        self.parts = (accumulate, batch_size // accumulate)
+        self.sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
+        self.columns = _columns_here(self.sharding, self.parts)
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def next(self) -> tuple[Array, ...]:
+        """The next batch; advances the position."""
+        per_epoch = self.num_examples // self.batch_size
+        epoch, within = divmod(self.position // self.batch_size, per_epoch)
+        start = within * self.batch_size
+        chosen = self._epoch(epoch)[start : start + self.batch_size].reshape(self.parts)
+        local = chosen[:, self.columns]
+        self.position += self.batch_size
+        return tuple(
+            jax.make_array_from_process_local_data(
+                self.sharding, array[local], (*self.parts, *array.shape[1:])
+            )
+            for array in self.arrays
+        )
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            order = np.random.default_rng((self.seed, epoch)).permutation(self.num_examples)
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+def _columns_here(sharding: NamedSharding, parts: tuple[int, int]) -> np.ndarray:
+    """Indices, in each part, of the examples for this process's devices."""
+    every = np.arange(parts[1])
+    places = sharding.addressable_devices_indices_map(parts).values()
+    return np.unique(np.concatenate([every[place[1]] for place in places if place is not None]))

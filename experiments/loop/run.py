@@ -13,8 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from experiments.command_line import PreemptedError
-from experiments.loop.job import Job
-from experiments.loop.reader import Reader
+from experiments.loop.job import Job, Reader
 from experiments.loop.records import Metrics, add_event
 from experiments.loop.state import Blueprint
 from experiments.loop.store import Store, is_main_process

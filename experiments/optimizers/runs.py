@@ -1,4 +1,4 @@
-"""Training a model by one optimiser: the loss after every update, and the time of an update."""
+"""Training by one optimiser: the loss after every update, and an update's time and memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
-from experiments.optimizers.tasks import OptimizerTask
+from experiments.optimizers.tasks import OptimizerTask, transformer
+from experiments.programs import needed_bytes
 
 Array = jax.Array
 
 LAST_UPDATES = 20
-ROUNDS = 5
+ROUNDS = 5  # of timings in which all methods take turns
+WIDTH_ROUNDS = 3  # of all kinds of update at one width
+CURVATURE_EVERY, REFRESH_EVERY = 5, 10  # the defaults, which all methods here have
+# States of the optimiser: next update with new inverses, with new curvature alone, with neither.
+KINDS = {
+    "inverses": {"due": True, "age": REFRESH_EVERY, "interval": REFRESH_EVERY},
+    "curvature": {"due": True, "age": 0, "interval": REFRESH_EVERY},
+    "neither": {"due": False, "age": 0, "interval": REFRESH_EVERY},
+}
 
 
 class Spent(NamedTuple):
@@ -204,3 +213,59 @@ def timings(
             if round_number:  # the first one may compile
                 spent[name].append(taken)
     return {name: Spent(*np.median(each, axis=0).tolist()) for name, each in spent.items()}
+
+
+class Cost(NamedTuple):
+    """One update of one method at one width."""
+
+    width: int
+    method: str
+    megabytes: float  # arguments, results in their place (donated), and what is held between
+    inverses: Spent  # with new curvature and new inverses
+    curvature: Spent  # with new curvature
+    neither: Spent  # with what there is
+
+    @property
+    def mean(self) -> Spent:
+        """Over the updates between two refreshes of the inverses."""
+        shares = [
+            1 / REFRESH_EVERY,
+            1 / CURVATURE_EVERY - 1 / REFRESH_EVERY,
+            1 - 1 / CURVATURE_EVERY,
+        ]
+        return Spent(*np.average([self.inverses, self.curvature, self.neither], 0, shares).tolist())
+
+
+def cost_of_update(width: int, name: str, method: Method, settings: Settings) -> Cost:
+    """Compile the update of the Transformer of this width, and time all kinds of it in turn."""
+    task = transformer(width)
+    tx, update = make_update(task, method, task.num_steps, settings)
+    params: Any = nnx.split(task.create(0))[1]
+    state = tx.init(nnx.as_pure(params))
+    key, step = jax.random.key(0), jnp.int32(0)
+    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, key, step).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None  # every backend here has the analysis
+    held = needed_bytes(compiled) - memory.alias_size_in_bytes
+    params, state = compiled(params, state, key, step)  # the first call of a program is slower
+    spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
+    for _ in range(WIDTH_ROUNDS):
+        for kind, values in KINDS.items():
+            state = _with(state, values)
+            jax.block_until_ready((params, state))
+            began = Spent.now()
+            params, state = compiled(params, state, key, step)
+            jax.block_until_ready((params, state))
+            spent[kind].append(Spent.since(began))
+    medians = [Spent(*np.median(each, axis=0).tolist()) for each in spent.values()]
+    return Cost(width, name, held / 1e6, *medians)
+
+
+def _with(state: Any, values: dict[str, Any]) -> Any:
+    """An optimiser's state with some scalars replaced by name."""
+
+    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = getattr(path[-1], "name", None) if path else None
+        return jnp.asarray(values[name], leaf.dtype) if name in values else leaf
+
+    return jax.tree_util.tree_map_with_path(replaced, state)

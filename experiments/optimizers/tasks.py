@@ -16,6 +16,7 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments import data
+from experiments.data import Images
 
 Array = jax.Array
 Batch = tuple[Array, ...]
@@ -93,8 +94,7 @@ def autoencoder() -> OptimizerTask:
 
 def transformer(num_features: int = 64) -> OptimizerTask:
     """(b) The plain vision Transformer on digits; cross-entropy."""
-    part = data.load().train
-    return _classifier("transformer", part.images, part.labels, 2, num_features)
+    return _classifier("transformer", data.load().train, 2, num_features)
 
 
 def mnist() -> OptimizerTask:
@@ -103,7 +103,7 @@ def mnist() -> OptimizerTask:
     images = pixels.astype(np.float32)
     images = (images - images.mean()) / images.std()
     order = np.random.default_rng(0).permutation(len(labels))
-    return _classifier("mnist", images[order], labels[order].astype(np.int32), 7, 64)
+    return _classifier("mnist", Images(images[order], labels[order].astype(np.int32)), 7, 64)
 
 
 class AttentionBlock(nnx.Module):
@@ -159,39 +159,27 @@ class ConvolutionNetwork(nnx.Module):
 def attention() -> OptimizerTask:
     """(e) A Transformer of `nnx.MultiHeadAttention` on digits; cross-entropy."""
     part = data.load().train
-    return _classification(
-        "attention", part.images, part.labels, lambda seed: AttentionNetwork(32, nnx.Rngs(seed))
-    )
+    return _classification("attention", part, lambda seed: AttentionNetwork(32, nnx.Rngs(seed)))
 
 
 def convolution() -> OptimizerTask:
     """(f) A small convolutional network on digits; cross-entropy."""
     part = data.load().train
-    return _classification(
-        "convolution", part.images, part.labels, lambda seed: ConvolutionNetwork(nnx.Rngs(seed))
-    )
+    return _classification("convolution", part, lambda seed: ConvolutionNetwork(nnx.Rngs(seed)))
 
 
-def _classifier(
-    name: str, images: np.ndarray, labels: np.ndarray, patch_size: int, num_features: int
-) -> OptimizerTask:
-    def create(seed: int) -> nnx.Module:
-        return _vision(
-            seed, images.shape[1], patch_size, num_features, 4 * num_features
-        ).mean_network()
-
-    return _classification(name, images, labels, create)
+def _classifier(name: str, part: Images, patch_size: int, num_features: int) -> OptimizerTask:
+    sizes = part.images.shape[1], patch_size, num_features, 4 * num_features
+    return _classification(name, part, lambda seed: _vision(seed, *sizes).mean_network())
 
 
-def _classification(
-    name: str, images: np.ndarray, labels: np.ndarray, create: Callable[[int], nnx.Module]
-) -> OptimizerTask:
+def _classification(name: str, part: Images, create: Callable[[int], nnx.Module]) -> OptimizerTask:
     def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
         logits = model(images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), mj.optim.CategoricalPrediction(logits)
 
-    return OptimizerTask(name, create, loss, (images, labels), 64, 0.02, 300, 200)
+    return OptimizerTask(name, create, loss, tuple(part), 64, 0.02, 300, 200)
 
 
 def bayesian() -> OptimizerTask:
@@ -233,13 +221,9 @@ def bayesian() -> OptimizerTask:
 
 
 def _vision(
-    seed: int,
-    image_size: int,
-    patch_size: int,
-    num_features: int,
-    hidden_features: int,
+    seed: int, image_size: int, patch_size: int, num_features: int, hidden_features: int,
     **settings: Any,
-) -> mj.nn.VisionTransformer:
+) -> mj.nn.VisionTransformer:  # fmt: skip
     return mj.nn.VisionTransformer(
         image_size=image_size,
         patch_size=patch_size,

@@ -105,7 +105,5 @@ class Forecaster(mj.nn.Composite):
         straight, straight_cov = self.linear(changes.reshape(-1, 1, 2 * DAY))
         variance = jax.vmap(lambda each: each.variance())(straight_cov)
         blocks = jax.vmap(lambda each: each.token_blocks())(cov)
-        return (
-            mean.at[..., 0].add(straight[:, 0]),
-            blocks.at[..., 0, 0].add(variance[:, 0]),
-        )
+        mean = mean.at[..., 0].add(straight[:, 0])
+        return mean, blocks.at[..., 0, 0].add(variance[:, 0])

@@ -19,7 +19,7 @@ pytest.importorskip("orbax.checkpoint")
 
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.loop import Layout, Order, Saving, fit, store, supervise, supervisor
-from experiments.loop.reader import Reader
+from experiments.loop.job import Reader
 from experiments.loop.records import EVENTS, METRICS, Metrics, read_lines
 from experiments.loop.run import Preemption
 from experiments.loop.state import digest
