@@ -167,8 +167,9 @@ def _motion(
     standard = (steps - steps.mean(axis=1, keepdims=True)) / np.maximum(
         steps.std(axis=1, keepdims=True), 1e-12
     )
-    quantiles = stats.norm.ppf((np.arange(200) + 0.5) / 200)
-    found = [np.quantile(step, (np.arange(200) + 0.5) / 200) for step in standard]
+    levels = (np.arange(200) + 0.5) / 200
+    quantiles = stats.norm.ppf(levels)
+    found = [np.quantile(step, levels) for step in standard]
     save(draw.increments(quantiles, found, motion), out / "increments.png")
     return {
         "brownian": motion.is_brownian,
@@ -195,7 +196,7 @@ def _heads(
         jnp.asarray(part.images),
         jnp.asarray(part.labels),
         dataset_size=len(digits.train.labels),
-        kl_weight=_kl_weight(args.run),
+        kl_weight=json.loads((args.run / "metrics.json").read_text())["settings"]["kl_weight"],
     )
     orders = {
         "ELBO": [-change for change in importance.elbo_change],
@@ -207,10 +208,6 @@ def _heads(
     }
     save(draw.heads(importance, curves), out / "heads.png")
     return {"importance": importance, "curves": curves}
-
-
-def _kl_weight(folder: Path) -> float:
-    return float(json.loads((folder / "metrics.json").read_text())["settings"]["kl_weight"])
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:

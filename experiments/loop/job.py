@@ -53,63 +53,45 @@ class Job:
 
 
 class Reader:
-    """The batches of a data set, each epoch in a new order; an incomplete last batch is skipped.
+    """The batches of a job; each epoch has a new order, and an incomplete last batch is skipped.
 
     A batch of B examples comes as arrays (A, B / A, ...): A parts, to be gone through one after the
     other, each split over `data`. Which examples come next depends on the seed and the position alone,
     so a reader put back to a saved position goes on as if nothing had happened, on any mesh.
-
-    Args:
-      arrays: NumPy arrays (or memory maps) with one leading axis of examples.
-      batch_size: B.
-      accumulate: A.
-      seed: of the orders.
-      mesh: over all devices.
     """
 
-    def __init__(
-        self,
-        arrays: tuple[np.ndarray, ...],
-        *,
-        batch_size: int,
-        accumulate: int,
-        seed: int,
-        mesh: Mesh,
-    ) -> None:
-        check_batch(batch_size, accumulate, dict(mesh.shape))
-        self.num_examples = len(arrays[0])
-        if batch_size > self.num_examples:
+    def __init__(self, job: Job, mesh: Mesh) -> None:
+        check_batch(job.batch_size, job.accumulate, dict(mesh.shape))
+        self.num_examples = len(job.arrays[0])
+        if job.batch_size > self.num_examples:
             raise InputError(
-                f"a batch of {batch_size} needs as many examples, and there are {self.num_examples}; "
-                "take a smaller --batch-size"
+                f"a batch of {job.batch_size} needs as many examples, and there are "
+                f"{self.num_examples}; take a smaller --batch-size"
             )
-        self.arrays = arrays
-        self.batch_size = batch_size
-        self.seed = seed
+        self.job = job
         self.position = 0
-        self.parts = (accumulate, batch_size // accumulate)
+        self.parts = (job.accumulate, job.batch_size // job.accumulate)
         self.sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
         self.columns = _columns_here(self.sharding, self.parts)
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Array, ...]:
         """The next batch; advances the position."""
-        per_epoch = self.num_examples // self.batch_size
-        epoch, within = divmod(self.position // self.batch_size, per_epoch)
-        start = within * self.batch_size
-        chosen = self._epoch(epoch)[start : start + self.batch_size].reshape(self.parts)
+        size = self.job.batch_size
+        epoch, within = divmod(self.position // size, self.num_examples // size)
+        chosen = self._epoch(epoch)[within * size : (within + 1) * size].reshape(self.parts)
         local = chosen[:, self.columns]
-        self.position += self.batch_size
+        self.position += size
         return tuple(
             jax.make_array_from_process_local_data(
                 self.sharding, array[local], (*self.parts, *array.shape[1:])
             )
-            for array in self.arrays
+            for array in self.job.arrays
         )
 
     def _epoch(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
-            order = np.random.default_rng((self.seed, epoch)).permutation(self.num_examples)
+            order = np.random.default_rng((self.job.seed, epoch)).permutation(self.num_examples)
             self._order = (epoch, order)
         return self._order[1]
 

@@ -32,12 +32,7 @@ MOVES = {
 
 
 def check(args: argparse.Namespace, layout: Layout) -> None:
-    """Run the checks asked for, print the figures, and fail if a run differs from the undisturbed one.
-
-    Raises:
-      InputError: if --out holds something already.
-      PartError: if a run differs.
-    """
+    """Run the checks asked for, print the figures, and fail if a run is not the undisturbed one."""
     if any(args.out.iterdir()):
         raise InputError(f"--check: {args.out} is not empty; name a new folder by --out")
     cache = args.compile_cache or args.out / "compiled"  # our own, made just now

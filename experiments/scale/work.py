@@ -44,7 +44,8 @@ def _convolution_flops(line: Instruction, lines: dict[str, Instruction]) -> floa
     inputs, kernels, outputs = re.split("_|->", line.attribute("dim_labels"))
     out = line.results[0].dims
     flops = 2.0 * out[outputs.index("b")] * out[outputs.index("f")] * right[kernels.index("i")]
-    window = _window(line.attribute("window"))
+    given = re.findall(r"(\w+)=([\w\-]+)", line.attribute("window"))
+    window = {key: value.split("x") for key, value in given}
     for i in range(len(inputs) - 2):
         axis = str(i)
         flops *= _pairs(
@@ -54,10 +55,6 @@ def _convolution_flops(line: Instruction, lines: dict[str, Instruction]) -> floa
             {key: values[i] for key, values in window.items()},
         )
     return flops
-
-
-def _window(text: str) -> dict[str, list[str]]:
-    return {key: value.split("x") for key, value in re.findall(r"(\w+)=([\w\-]+)", text)}
 
 
 def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:

@@ -91,13 +91,8 @@ class Forecaster(mj.nn.Composite):
     def __call__(self, changes: Array, source: Array, target: Array) -> tuple[Array, Array]:
         """Moments of change and log noise variance, in units of the scale of `data.tokens`.
 
-        Args:
-          changes: (N, 24, 2), certain.
-          source: (N, 24, C), what is known about the last hours.
-          target: (N, 24, C), what is known about the hours to come.
-
-        Returns:
-          Mean (N, 24, 2), and each hour's own covariance (N, 24, 2, 2).
+        Of changes (N, 24, 2), and what is known about the last hours and those to come, (N, 24, C): the
+        mean (N, 24, 2), and each hour's own covariance (N, 24, 2, 2).
         """
         known, known_cov = self.source(jnp.concatenate([changes, source], axis=-1))
         wanted, wanted_cov = self.target(jnp.concatenate([changes, target], axis=-1))

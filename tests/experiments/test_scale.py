@@ -154,7 +154,7 @@ def test_a_step_in_chunks_is_the_step():
     keys = jax.random.split(jax.random.key(0), 3)
 
     def loss(size):
-        step = make_step(size, PLAIN, Layout(None))
+        step = make_step(size, PLAIN, Layout.one_device())
         params, moments = step.state
         params = jax.tree.map(lambda x: 0.1 * jax.random.normal(keys[0], x.shape, x.dtype), params)
         moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), moments)
