@@ -16,9 +16,7 @@ Array = jax.Array
 class Dependence(NamedTuple):
     """A bias-corrected distance correlation and its permutation p value, scalars."""
 
-    correlation: (
-        Array  # about 0 (also below) if independent, 1 if one is the other turned and rescaled
-    )
+    correlation: Array  # about 0 if independent, 1 if one is the other turned and rescaled
     p_value: Array  # at least 1 / (permutations + 1)
 
 

@@ -18,15 +18,11 @@ class VarianceGrowth(NamedTuple):
     """Growth over L blocks, per feature and averaged over tokens; errors by a jackknife over inputs."""
 
     variance: np.ndarray  # (L + 1,), Var[x_l - x_0] over the inputs
-    brownian_variance: (
-        np.ndarray
-    )  # (L + 1,), sum of the steps' variances: that of independent steps
+    brownian_variance: np.ndarray  # (L + 1,), what it would be if steps were independent
     log_ratio: float  # log of the largest variance of a block's steps over the smallest
     log_ratio_error: float
     displacement: np.ndarray  # (L,), mean squared displacement at the lags 1 ... L
-    exponent: (
-        float | None
-    )  # of displacement in lag: 1 Brownian, 2 straight, 0 confined; None if L = 1
+    exponent: float | None  # of displacement: 1 Brownian, 2 straight, 0 confined; None if L = 1
     exponent_error: float | None
 
 

@@ -105,16 +105,12 @@ def _masked_logits(graph: Any, state: Any, inputs: Array, masks: list[Array]) ->
 
 def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]:
     encoder = module.encoder
-    mean, cov = enter(module, x)
-    for block, mask in zip(encoder.blocks, kept, strict=True):
-        whole: mj.EncoderBlockParams = block.params
-        params = mj.EncoderBlockParams(
-            mask_heads(whole.attention, mask), whole.norm1, whole.feed_forward, whole.norm2
-        )
-        mean, cov = block.moments(mean, cov, params, None)
-    final = encoder.params[1]
-    if final is not None:
-        mean, cov = mj.layer_norm(mean, cov, final, epsilon=encoder.epsilon)
+    blocks, final_norm = encoder.params
+    masked = [
+        mj.EncoderBlockParams(mask_heads(b.attention, mask), b.norm1, b.feed_forward, b.norm2)
+        for b, mask in zip(blocks, kept, strict=True)
+    ]
+    mean, cov = encoder.moments(*enter(module, x), (masked, final_norm), None)
     logits, logit_cov = module.stages[-1].moments(mean, cov)
     return logits[0], logit_cov.blocks[0]
 
@@ -123,23 +119,14 @@ class HeadImportance(NamedTuple):
     """Importance of each head: (H,) for each block; changes in nats over the data set."""
 
     signal: list[np.ndarray]  # `head_signal`
-    fit_change: list[
-        np.ndarray
-    ]  # of the ELBO's data term without the head alone: negative if it helps
-    fit_error: list[
-        np.ndarray
-    ]  # its standard error over the inputs given; 0 if they are the data set
-    kl_saved: list[np.ndarray]  # what the KL becomes smaller by when the head's weights are removed
+    fit_change: list[np.ndarray]  # of the ELBO's data term without this head: negative if it helps
+    fit_error: list[np.ndarray]  # its standard error; 0 if the inputs given are the data set
+    kl_saved: list[np.ndarray]  # what the KL becomes smaller by when its weights are removed
     elbo_change: list[np.ndarray]  # fit_change + kl_weight * kl_saved: positive if it does harm
 
 
 def head_importance(
-    module: Any,
-    inputs: Array,
-    labels: Array,
-    *,
-    dataset_size: int,
-    kl_weight: float = 1.0,
+    module: Any, inputs: Array, labels: Array, *, dataset_size: int, kl_weight: float = 1.0
 ) -> HeadImportance:
     """Importance of every head of a classifier, from the posterior.
 

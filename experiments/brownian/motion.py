@@ -38,13 +38,9 @@ class BlockMotion(NamedTuple):
     step_length: float  # mean of |step| / sqrt(D)
     step_spread: float  # sd of |step| over its mean: about 1 / sqrt(2 D) for a Brownian step
     relative_step: float  # mean of |step| / |position|
-    angle_to_position: (
-        float  # mean angle between step and position in degrees: 90 for a Brownian one
-    )
+    angle_to_position: float  # mean, in degrees: 90 for a Brownian step
     angle_to_previous: float | None  # to the block before's step; None for the first block
-    drift_share: (
-        float  # of E|step|^2, by the mean step of each position, less the chance in that mean
-    )
+    drift_share: float  # of E|step|^2, by the positions' mean steps, less the chance in these
     drift_p: float  # of zero mean steps
     on_position: Dependence  # of the step on the position before it
     on_previous: Dependence | None  # on the step before; None for the first block
@@ -61,9 +57,7 @@ class TokenMotion(NamedTuple):
     blocks: list[BlockMotion]
     growth: VarianceGrowth
     predicted: StreamMoments | None  # moments of the stream by propagation, for a Bayesian module
-    agreement: (
-        list[mj.reference.Agreement] | None
-    )  # theirs with samples, at each point of the stream
+    agreement: list[mj.reference.Agreement] | None  # theirs with samples, before and after blocks
     failures: list[str]  # what speaks against the Brownian claim, sentences
 
     @property

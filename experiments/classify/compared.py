@@ -51,9 +51,7 @@ class Compared(NamedTuple):
     seconds: float  # of training, all seeds
     chosen: dict[str, Any]  # on validation data
     bytes: int = 0  # that an update of its training needs; 0 where that was not measured
-    each: Answer | None = (
-        None  # inputs -> those (L, N, S, C) of networks drawn from the same beliefs
-    )
+    each: Answer | None = None  # those (L, N, S, C) of networks drawn from the same beliefs
 
 
 def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> dict[str, Compared]:

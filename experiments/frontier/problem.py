@@ -87,9 +87,7 @@ class Problem:
 
     spec: Spec
     blocks: mj.EncoderBlockParams  # beliefs, stacked: every array has a leading axis of L
-    head: tuple[
-        np.ndarray, np.ndarray
-    ]  # certain kernel (D, C) and bias (C,), on the mean over tokens
+    head: tuple[np.ndarray, np.ndarray]  # certain: (D, C) and (C,), on the mean over tokens
     inputs: np.ndarray  # (N, T, D), certain
     labels: np.ndarray  # (N,) classes
 

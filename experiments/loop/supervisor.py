@@ -39,9 +39,7 @@ class Order:
     saving: Saving
     restarts: int = 3  # how often the processes are started again before the run is given up
     grace: float = 30.0  # seconds from SIGTERM to SIGKILL, for writing a checkpoint
-    compile_cache: str | None = (
-        None  # folder of programs; they are executed, so only you may write there
-    )
+    compile_cache: str | None = None  # programs, which are executed: only you may write there
 
     def to_json(self) -> dict[str, Any]:
         """As JSON's types."""

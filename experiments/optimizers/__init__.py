@@ -45,8 +45,7 @@ def add_arguments(parser: Parser) -> None:
         "--method", tuned() | untuned(), (), "methods, all if none is named; adam always runs"
     )
     parser.flag(
-        "--untuned",
-        "second order with its defaults: kfac and cg_fac against adam, adamw and muon",
+        "--untuned", "second order with its defaults: kfac and cg_fac against adam, adamw and muon"
     )
     parser.whole(
         "--steps", None, "updates of a run (default: each task's own, fewer in second order)"

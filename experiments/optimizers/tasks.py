@@ -41,14 +41,10 @@ class OptimizerTask:
     num_steps: int  # updates
     num_second_order_steps: int  # the same of methods other than Adam
     curvature_every: int = 5  # updates between curvature estimates
-    evaluate_every: int = (
-        1  # updates between evaluations of the loss, in the runs that are reported
-    )
+    evaluate_every: int = 1  # updates between evaluations of the loss in the runs reported
     falling: bool = False  # whether rates and bounds fall to zero by a cosine over the run
     scale_rate: float = 1.0  # of the spreads' natural gradient; 1 is Newton's step on the KL term
-    second_order: Mapping[str, tuple[float, ...]] | None = (
-        None  # values to try; None: the methods' own
-    )
+    second_order: Mapping[str, tuple[float, ...]] | None = None  # to try; None: the methods' own
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
