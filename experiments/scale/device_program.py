@@ -36,17 +36,9 @@ def encoder(structure: type[mj.Covariance]) -> mj.nn.Encoder:
     """
 
     def of(dtype: Any) -> mj.nn.Encoder:
-        return mj.nn.Encoder(
-            1,
-            NUM_FEATURES,
-            NUM_HEADS,
-            hidden_features=HIDDEN_FEATURES,
-            norm_first=True,
-            structure=structure,
-            relative_scale=0.3,
-            dtype=dtype,
-            rngs=nnx.Rngs(0),
-        )
+        belief: dict[str, Any] = {"structure": structure, "relative_scale": 0.3, "dtype": dtype}
+        blocks = {"hidden_features": HIDDEN_FEATURES, "norm_first": True}
+        return mj.nn.Encoder(1, NUM_FEATURES, NUM_HEADS, rngs=nnx.Rngs(0), **belief | blocks)
 
     dtype = jnp.zeros(()).dtype
     model = of(dtype)

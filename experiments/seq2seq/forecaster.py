@@ -74,15 +74,9 @@ class Forecaster(mj.nn.Composite):
         width, num_inputs = size.num_features, 2 + num_calendar
         self.source = mj.nn.Dense(num_inputs, width, rngs=rngs, **settings)
         self.target = mj.nn.Dense(num_inputs, width, rngs=rngs, **settings)
+        blocks = {"hidden_features": size.hidden_features, "norm_first": True, "activation": "gelu"}
         self.transformer = mj.nn.Transformer(
-            width,
-            size.num_heads,
-            size.num_blocks,
-            norm_first=True,
-            hidden_features=size.hidden_features,
-            activation="gelu",
-            rngs=rngs,
-            **settings,
+            width, size.num_heads, size.num_blocks, rngs=rngs, **settings | blocks
         )
         self.head = mj.nn.Dense(width, 2, rngs=rngs, **settings)
         self.linear = mj.nn.Dense(2 * DAY, DAY, use_bias=False, rngs=rngs, **settings)
