@@ -33,16 +33,10 @@ class Moments(NamedTuple):
 
 def encoder_of(spec: Spec, structure: type[mj.Covariance], seed: int = 0) -> mj.nn.Encoder:
     """The library's own encoder."""
+    options: dict[str, Any] = {"norm_first": True, "activation": "gelu", "epsilon": EPSILON}
+    options |= {"hidden_features": spec.hidden_features, "structure": structure}
     encoder = mj.nn.Encoder(
-        spec.num_blocks,
-        spec.num_features,
-        spec.num_heads,
-        hidden_features=spec.hidden_features,
-        norm_first=True,
-        activation="gelu",
-        epsilon=EPSILON,
-        rngs=nnx.Rngs(seed),
-        structure=structure,
+        spec.num_blocks, spec.num_features, spec.num_heads, rngs=nnx.Rngs(seed), **options
     )
     encoder.final_norm = None  # the case files' networks end with the last block
     return encoder

@@ -165,8 +165,9 @@ def convolution() -> OptimizerTask:
 
 
 def _classifier(name: str, part: Images, patch_size: int, num_features: int) -> OptimizerTask:
-    sizes = part.images.shape[1], patch_size, num_features, 4 * num_features
-    return _classification(name, part, lambda seed: _vision(seed, *sizes).mean_network())
+    sizes = {"image_size": part.images.shape[1], "patch_size": patch_size}
+    sizes |= {"num_features": num_features, "hidden_features": 4 * num_features}
+    return _classification(name, part, lambda seed: _vision(seed, sizes).mean_network())
 
 
 def _classification(name: str, part: Images, create: Callable[[int], nnx.Module]) -> OptimizerTask:
@@ -196,9 +197,11 @@ def bayesian() -> OptimizerTask:
         bound = mj.objectives.elbo(fits, model.kl(), dataset_size=size, kl_weight=KL_WEIGHT)
         return -bound / size, mj.optim.BayesianCategoricalPrediction(mean, cov)
 
+    sizes = {"image_size": data.IMAGE_SIZE, "patch_size": 4}
+    sizes |= {"num_features": 32, "hidden_features": 64}
+
     def create(seed: int) -> nnx.Module:
-        settings: dict[str, Any] = {"structure": mj.Diagonal, "activation": "relu"}
-        return _vision(seed, data.IMAGE_SIZE, 4, 32, 64, **settings)
+        return _vision(seed, sizes, structure=mj.Diagonal, activation="relu")
 
     return OptimizerTask(
         "bayesian",
@@ -216,23 +219,10 @@ def bayesian() -> OptimizerTask:
     )
 
 
-def _vision(
-    seed: int, image_size: int, patch_size: int, num_features: int, hidden_features: int,
-    **settings: Any,
-) -> mj.nn.VisionTransformer:  # fmt: skip
-    return mj.nn.VisionTransformer(
-        image_size=image_size,
-        patch_size=patch_size,
-        num_classes=data.NUM_CLASSES,
-        num_features=num_features,
-        num_heads=NUM_HEADS,
-        num_blocks=2,
-        hidden_features=hidden_features,
-        relative_scale=0.05,
-        prior_scale=0.3,
-        rngs=nnx.Rngs(seed),
-        **settings,
-    )
+def _vision(seed: int, sizes: dict[str, Any], **settings: Any) -> mj.nn.VisionTransformer:
+    sizes = sizes | {"num_classes": data.NUM_CLASSES, "num_heads": NUM_HEADS, "num_blocks": 2}
+    spreads: dict[str, Any] = {"relative_scale": 0.05, "prior_scale": 0.3}
+    return mj.nn.VisionTransformer(rngs=nnx.Rngs(seed), **sizes, **spreads, **settings)
 
 
 TUNED_ON = {"mnist": "transformer"}
