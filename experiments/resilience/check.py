@@ -75,7 +75,7 @@ def _killed(
     run = Run(options, args.out / "killed")
     with run:
         disturb(run, kills, args.steps, rng)
-        sigterm = preempt(run)
+        sigterm = preempt(run, kills[-1].resumed or 0)
         run.start()
         run.expect(0)
     settle(run, kills)

@@ -212,12 +212,12 @@ def _strike(run: Run, victim: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def preempt(run: Run) -> dict[str, Any]:
-    """Send SIGTERM to the supervisor during training, and measure the time to save and leave."""
-    starts = len(run.events("start"))
-    launches = len(run.events("launch"))
-    if starts < launches:  # still on its way
-        run.wait_for(lambda: len(run.events("start")) > starts)
+def preempt(run: Run, starts: int) -> dict[str, Any]:
+    """Send SIGTERM to the supervisor during training, and measure the time to save and leave.
+
+    There were `starts` before the last kill: the next one is waited for.
+    """
+    run.wait_for(lambda: len(run.events("start")) > starts)
     begun = int(run.events("start")[-1]["step"])
     run.wait_for(lambda: run.last_step() > begun)
     assert run.process is not None
