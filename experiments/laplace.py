@@ -61,10 +61,12 @@ def run(args: argparse.Namespace) -> None:
         _laplax()
     records: list[list[dict[str, dict[str, float]]]] = []
     for division in range(args.divisions):
-        task = the_only(images.load("digits", [division]))
+        stack = images.load("digits", [division])
+        task = the_only(stack)
+        others = {name: given[0] for name, given in images.others(stack, OTHERS).items()}
         records.append([])
         for seed, model in enumerate(plain_networks(task, args.seeds, args.plain_steps)):
-            records[-1].append(compared(model, task, args.laplax, args.rank))
+            records[-1].append(compared(model, task, others, args.laplax, args.rank))
             nll = {name: f"{found['nll']:.4f}" for name, found in records[-1][-1].items()}
             print(f"division {division}, seed {seed}, NLL: {nll}")
     show(records)
@@ -93,13 +95,9 @@ def plain_networks(task: Task, seeds: int, steps: int) -> list[nnx.Module]:
 
 
 def compared(
-    model: Any, task: Task, curvatures: list[str], rank: int
+    model: Any, task: Task, others: dict[str, np.ndarray], curvatures: list[str], rank: int
 ) -> dict[str, dict[str, float]]:
     """Scores, precision and seconds of every method."""
-    stack = task._replace(
-        test=Images(*(part[None] for part in task.test)), background=task.background[None]
-    )
-    others = {name: given[0] for name, given in images.others(stack, OTHERS).items()}
 
     def scored(moments: Moments, **more: float) -> dict[str, float]:
         predict = jax.jit(lambda x: jax.vmap(mj.objectives.class_probabilities)(*moments(x)))

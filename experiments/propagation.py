@@ -27,6 +27,8 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
       A function of nothing that gives the output's mean and standard deviation, (N, T, O), and the
       logits', (N, C), or None where the case has no head.
     """
+    options: dict[str, Any] = {"norm_first": True, "activation": mj.gelu, "epsilon": EPSILON}
+    options["num_heads"] = case.num_heads
 
     def one(x: Array, params: tuple[Any, Any, Any]) -> Any:
         layers, blocks, head = params
@@ -36,15 +38,7 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
             if i + 1 < len(layers):
                 mean, cov = mj.relu(mean, cov)
         for block in blocks:
-            mean, cov = mj.encoder_block(
-                mean,
-                cov,
-                block,
-                num_heads=case.num_heads,
-                norm_first=True,
-                activation=mj.gelu,
-                epsilon=EPSILON,
-            )
+            mean, cov = mj.encoder_block(mean, cov, block, **options)
         output = mean, jnp.sqrt(cov.variance())
         if head is None:
             return output, None

@@ -39,14 +39,8 @@ class TextTransformer(mj.nn.Composite):
     ) -> None:  # fmt: skip
         self.embed = mj.nn.Embedding(num_ids, NUM_FEATURES, rngs=rngs, **settings)
         self.positions = mj.nn.LearnedPositions(length, NUM_FEATURES, rngs=rngs, **settings)
+        blocks = {"hidden_features": HIDDEN_FEATURES, "norm_first": True, "activation": "gelu"}
         self.encoder = mj.nn.Encoder(
-            num_blocks,
-            NUM_FEATURES,
-            NUM_HEADS,
-            norm_first=True,
-            hidden_features=HIDDEN_FEATURES,
-            activation="gelu",
-            rngs=rngs,
-            **settings,
+            num_blocks, NUM_FEATURES, NUM_HEADS, rngs=rngs, **settings | blocks
         )
         self.head = mj.nn.Dense(NUM_FEATURES, num_outputs, rngs=rngs, **settings)

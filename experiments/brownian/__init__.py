@@ -38,12 +38,8 @@ def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
     parser.place("--run", "runs/digits", "the --out of a finished main job")
     parser.place("--out", None, "folder for metrics.json and figures (default: brownian/ in --run)")
-    parser.whole(
-        "--images",
-        300,
-        "test images for the statistics of the steps, the map and the curve",
-        least=20,
-    )
+    what = "test images for the statistics of the steps, the map and the curve"
+    parser.whole("--images", 300, what, least=20)
     parser.whole("--head-images", 300, "training images for the importance of the heads", least=2)
     parser.whole("--samples", 400, "networks drawn to judge the predicted stream by", least=2)
     parser.seed()
@@ -151,11 +147,9 @@ def _map(
 
 def _explained(values: np.ndarray, classes: np.ndarray) -> float:
     """Share of the variance between classes."""
-    means = np.array([values[classes == c].mean() for c in np.unique(classes)])
-    counts = np.array([(classes == c).sum() for c in np.unique(classes)])
-    return float(
-        (counts * (means - values.mean()) ** 2).sum() / ((values - values.mean()) ** 2).sum()
-    )
+    names, where = np.unique(classes, return_inverse=True)
+    means = np.array([values[classes == name].mean() for name in names])
+    return float(means[where].var() / values.var())
 
 
 def _motion(
@@ -166,19 +160,16 @@ def _motion(
     stream: jax.Array,
 ) -> dict[str, Any]:
     """Statistics of the steps, predicted moments, and the verdict."""
-    motion = token_motion(
-        network,
-        jnp.asarray(images),
-        key=jax.random.key(args.seed),
-        num_samples=args.samples,
-    )
+    key = jax.random.key(args.seed)
+    motion = token_motion(network, jnp.asarray(images), key=key, num_samples=args.samples)
     assert motion.agreement is not None
     steps = np.diff(np.asarray(stream), axis=0)
     standard = (steps - steps.mean(axis=1, keepdims=True)) / np.maximum(
         steps.std(axis=1, keepdims=True), 1e-12
     )
-    quantiles = stats.norm.ppf((np.arange(200) + 0.5) / 200)
-    found = [np.quantile(step, (np.arange(200) + 0.5) / 200) for step in standard]
+    levels = (np.arange(200) + 0.5) / 200
+    quantiles = stats.norm.ppf(levels)
+    found = [np.quantile(step, levels) for step in standard]
     save(draw.increments(quantiles, found, motion), out / "increments.png")
     return {
         "brownian": motion.is_brownian,
@@ -205,7 +196,7 @@ def _heads(
         jnp.asarray(part.images),
         jnp.asarray(part.labels),
         dataset_size=len(digits.train.labels),
-        kl_weight=_kl_weight(args.run),
+        kl_weight=json.loads((args.run / "metrics.json").read_text())["settings"]["kl_weight"],
     )
     orders = {
         "ELBO": [-change for change in importance.elbo_change],
@@ -217,10 +208,6 @@ def _heads(
     }
     save(draw.heads(importance, curves), out / "heads.png")
     return {"importance": importance, "curves": curves}
-
-
-def _kl_weight(folder: Path) -> float:
-    return float(json.loads((folder / "metrics.json").read_text())["settings"]["kl_weight"])
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:

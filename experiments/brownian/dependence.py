@@ -14,29 +14,18 @@ Array = jax.Array
 
 
 class Dependence(NamedTuple):
-    """A bias-corrected distance correlation and its permutation p value, scalars.
+    """A bias-corrected distance correlation and its permutation p value, scalars."""
 
-    The correlation is about 0 for independent vectors (and then may be negative) and 1 for one that is
-    an orthogonal map and a rescaling of the other. The p value is at least 1 / (permutations + 1).
-    """
-
-    correlation: Array
-    p_value: Array
+    correlation: Array  # about 0 if independent, 1 if one is the other turned and rescaled
+    p_value: Array  # at least 1 / (permutations + 1)
 
 
 @partial(jax.jit, static_argnames=("permutations",))
 def independence_test(x: Array, y: Array, key: Array, *, permutations: int = 199) -> Dependence:
-    """Test whether the rows of x and y are independent; detects any dependence.
+    """Test whether the rows of x (N, T, D) and y (N, T, E) are independent; detects any dependence.
 
-    Args:
-      x: (N, T, D): N independent rows, each of T vectors; vector t of x is compared with vector t of y,
-        and all T together permuted, so that what ties the vectors of a row to each other does no harm.
-      y: (N, T, E).
-      key: a JAX random key.
-      permutations: of the rows, for the p value.
-
-    Raises:
-      ValueError: if there are fewer than 4 rows, or shapes do not fit.
+    Vector t of x is compared with vector t of y, and all T together permuted, so that what ties the
+    vectors of a row to each other does no harm.
 
     Source: Szekely and Rizzo, Partial distance correlation with methods for dissimilarities (2014).
     """

@@ -61,15 +61,8 @@ def diffusion(coordinates: np.ndarray, eigenvalues: np.ndarray, classes: np.ndar
     """Tokens in their first two diffusion coordinates by class, and the spectrum of the walk."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.6), width_ratios=(2.4, 1))
-        points = left.scatter(
-            coordinates[:, 0],
-            coordinates[:, 1],
-            c=classes,
-            cmap="tab10",
-            s=5,
-            linewidth=0,
-            alpha=0.7,
-        )
+        style = {"cmap": "tab10", "s": 5, "linewidth": 0, "alpha": 0.7}
+        points = left.scatter(coordinates[:, 0], coordinates[:, 1], c=classes, **style)
         handles, _ = points.legend_elements()
         left.legend(
             handles, [str(c) for c in np.unique(classes)], title="class", loc="best", ncols=2

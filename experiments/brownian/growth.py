@@ -15,36 +15,19 @@ GROUPS = 20
 
 
 class VarianceGrowth(NamedTuple):
-    """Growth over L blocks, per feature and averaged over tokens.
+    """Growth over L blocks, per feature and averaged over tokens; errors by a jackknife over inputs."""
 
-    Attributes:
-      variance: (L + 1,), Var[x_l - x_0] over the inputs.
-      brownian_variance: (L + 1,), the sum of the variances of the steps so far: what it would be if
-        steps were independent.
-      log_ratio: log of the largest variance of a block's steps over the smallest: 0 for a Brownian
-        motion whose time is the number of blocks.
-      log_ratio_error: its standard error by a jackknife over groups of inputs.
-      displacement: (L,), mean squared displacement at the lags 1 ... L, over all starting blocks.
-      exponent: slope of log displacement on log lag: 1 Brownian, 2 a straight line, 0 confined; None for
-        a single block.
-      exponent_error: its standard error by a jackknife over groups of inputs.
-    """
-
-    variance: np.ndarray
-    brownian_variance: np.ndarray
-    log_ratio: float
+    variance: np.ndarray  # (L + 1,), Var[x_l - x_0] over the inputs
+    brownian_variance: np.ndarray  # (L + 1,), what it would be if steps were independent
+    log_ratio: float  # log of the largest variance of a block's steps over the smallest
     log_ratio_error: float
-    displacement: np.ndarray
-    exponent: float | None
+    displacement: np.ndarray  # (L,), mean squared displacement at the lags 1 ... L
+    exponent: float | None  # of displacement: 1 Brownian, 2 straight, 0 confined; None if L = 1
     exponent_error: float | None
 
 
 def variance_growth(stream: Array) -> VarianceGrowth:
-    """Growth of a residual stream (L + 1, N, T, D) with N >= 2 inputs.
-
-    Raises:
-      ValueError: if the shape does not fit.
-    """
+    """Growth of a residual stream (L + 1, N, T, D) with N >= 2 inputs."""
     if stream.ndim != 4 or stream.shape[0] < 2 or stream.shape[1] < 2:
         raise ValueError(
             "`variance_growth` needs a stream (L + 1, N, T, D) with L >= 1 and N >= 2. Got "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments.brownian.pruning import (
-    Kept,
     check_kept,
     entries_of,
     marginal,
@@ -23,7 +22,6 @@ from experiments.brownian.pruning import (
 from experiments.brownian.stream import blocks_of, enter
 
 Array = jax.Array
-Fit = Callable[[Array, Array, Array], Array]
 
 
 def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
@@ -31,12 +29,9 @@ def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
 
     sum of mean^2 over sum of variance, over inputs, tokens and features, of what the head alone adds to
     the residual stream (through the output kernel, without its bias). The variance is that of the
-    weights, and of the tokens that come in; both from one moment pass in the module's structure. A head
-    below one adds more noise than signal; +inf where nothing is random.
-
-    Args:
-      module: an `Encoder` or `VisionTransformer` of `mj.nn`.
-      inputs: a batch (N, ...) of what it takes.
+    weights, and of the tokens that come in; both from one moment pass in the structure of the module, an
+    `Encoder` or `VisionTransformer`. A head below one adds more noise than signal; +inf where nothing is
+    random.
     """
     blocks_of(module)  # or its error
     rows = _all_signals(*nnx.split(module), jnp.asarray(inputs))
@@ -51,7 +46,7 @@ def _all_signals(graph: Any, state: Any, inputs: Array) -> list[tuple[Array, Arr
     module = nnx.merge(graph, state)
 
     def one(x: Array) -> list[tuple[Array, Array]]:
-        mean, cov = enter(module, x, module.settings.structure)
+        mean, cov = enter(module, x)
         rows = []
         for block in blocks_of(module).blocks:
             params: mj.EncoderBlockParams = block.params
@@ -79,31 +74,25 @@ def _signals(
     return jax.vmap(alone)(jnp.eye(num_heads, dtype=mean.dtype))
 
 
-def head_predictions(module: Any, inputs: Array, kept: Kept) -> tuple[Array, Array]:
-    """Moments of the logits with some heads masked, for one mask or for many.
+def head_predictions(
+    module: Any, inputs: Array, masks: Sequence[np.ndarray]
+) -> tuple[Array, Array]:
+    """Mean (M, N, C) and covariance (M, N, C, C) of the logits, under M masks of the heads.
 
     Args:
       module: a `VisionTransformer` of `mj.nn`.
       inputs: a batch (N, ...).
-      kept: for each block, (H,) or (M, H) booleans: M masks of the whole network.
-
-    Returns:
-      Mean ([M,] N, C) and covariance ([M,] N, C, C). One compiled pass serves all masks.
-
-    Raises:
-      TypeError: if the module has no head that classifies.
+      masks: for each block, (M, H) booleans. One compiled pass serves all.
     """
     if blocks_of(module) is module:
         raise TypeError(
             "`head_predictions` needs a module that gives logits, such as mj.nn.VisionTransformer. Got "
             f"{type(module).__name__}."
         )
-    masks = [jnp.asarray(mask) for mask in kept]
-    many = masks[0].ndim == 2
-    stacked = masks if many else [mask[None] for mask in masks]
-    check_kept("head_predictions", module.encoder.blocks, [np.asarray(m[0]) for m in stacked])
-    mean, cov = _masked_logits(*nnx.split(module), jnp.asarray(inputs), stacked)
-    return (mean, cov) if many else (mean[0], cov[0])
+    check_kept("head_predictions", module.encoder.blocks, [mask[0] for mask in masks])
+    given = jnp.asarray(inputs), [jnp.asarray(mask) for mask in masks]
+    mean, cov = _masked_logits(*nnx.split(module), *given)
+    return mean, cov
 
 
 @partial(jax.jit, static_argnums=0)
@@ -116,49 +105,30 @@ def _masked_logits(graph: Any, state: Any, inputs: Array, masks: list[Array]) ->
 
 def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]:
     encoder = module.encoder
-    mean, cov = enter(module, x, module.settings.structure)
-    for block, mask in zip(encoder.blocks, kept, strict=True):
-        whole: mj.EncoderBlockParams = block.params
-        params = mj.EncoderBlockParams(
-            mask_heads(whole.attention, mask), whole.norm1, whole.feed_forward, whole.norm2
-        )
-        mean, cov = block.moments(mean, cov, params, None)
-    final = encoder.params[1]
-    if final is not None:
-        mean, cov = mj.layer_norm(mean, cov, final, epsilon=encoder.epsilon)
+    blocks, final_norm = encoder.params
+    masked = [
+        mj.EncoderBlockParams(mask_heads(b.attention, mask), b.norm1, b.feed_forward, b.norm2)
+        for b, mask in zip(blocks, kept, strict=True)
+    ]
+    mean, cov = encoder.moments(*enter(module, x), (masked, final_norm), None)
     logits, logit_cov = module.stages[-1].moments(mean, cov)
     return logits[0], logit_cov.blocks[0]
 
 
 class HeadImportance(NamedTuple):
-    """Importance of each head: (H,) for each block.
+    """Importance of each head: (H,) for each block; changes in nats over the data set."""
 
-    Attributes:
-      signal: `head_signal`.
-      fit_change: change of the ELBO's data term when the head alone is masked, in nats over the data
-        set: negative where the head helps.
-      fit_error: its standard error, from the spread over the inputs given; 0 if they are the data set.
-      kl_saved: what the KL divergence becomes smaller by when the head's weights are removed, in nats.
-      elbo_change: fit_change + kl_weight * kl_saved: positive where the bound is better without it.
-    """
-
-    signal: list[np.ndarray]
-    fit_change: list[np.ndarray]
-    fit_error: list[np.ndarray]
-    kl_saved: list[np.ndarray]
-    elbo_change: list[np.ndarray]
+    signal: list[np.ndarray]  # `head_signal`
+    fit_change: list[np.ndarray]  # of the ELBO's data term without this head: negative if it helps
+    fit_error: list[np.ndarray]  # its standard error; 0 if the inputs given are the data set
+    kl_saved: list[np.ndarray]  # what the KL becomes smaller by when its weights are removed
+    elbo_change: list[np.ndarray]  # fit_change + kl_weight * kl_saved: positive if it does harm
 
 
 def head_importance(
-    module: Any,
-    inputs: Array,
-    targets: Array,
-    *,
-    dataset_size: int,
-    kl_weight: float = 1.0,
-    fit: Fit | None = None,
+    module: Any, inputs: Array, labels: Array, *, dataset_size: int, kl_weight: float = 1.0
 ) -> HeadImportance:
-    """Importance of every head from the posterior.
+    """Importance of every head of a classifier, from the posterior.
 
     The change of the ELBO is exact in the sense that both bounds are recomputed by the analytic pass,
     and the divergences in closed form: no gradient stands in for the change.
@@ -166,30 +136,21 @@ def head_importance(
     Args:
       module: a `VisionTransformer` of `mj.nn`.
       inputs: (N, ...); the training data, or a random part of it.
-      targets: (N, ...), what `fit` takes.
+      labels: (N,) class indices.
       dataset_size: |D|; the data term is scaled by |D| / N.
       kl_weight: the weight of the KL divergence that the module was trained with.
-      fit: (target, mean, cov) of the logits -> expected log-likelihood; None for class labels.
-
-    Raises:
-      ValueError: if there are fewer than two inputs or dataset_size is below their number.
     """
     count = int(jnp.shape(inputs)[0])
     if not 2 <= count <= dataset_size:
         raise ValueError(
             f"`head_importance` needs 2 <= N <= dataset_size. Got N={count} and {dataset_size}."
         )
-    fit = (
-        partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
-        if fit is None
-        else fit
-    )
+    fit = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
     blocks = blocks_of(module).blocks
     heads = [block.num_heads for block in blocks]
     masks = _one_out(heads)
     means, covs = head_predictions(module, inputs, masks)
-    targets = jnp.asarray(targets)
-    fits = jax.jit(jax.vmap(jax.vmap(fit), (None, 0, 0)))(targets, means, covs)
+    fits = jax.jit(jax.vmap(jax.vmap(fit), (None, 0, 0)))(jnp.asarray(labels), means, covs)
     change = np.asarray(fits[1:] - fits[:1], np.float64)  # the first mask keeps all
     left_out = 1 - count / dataset_size  # of a finite data set: no error where it is all given
     error = dataset_size * change.std(axis=1, ddof=1) * (left_out / count) ** 0.5
@@ -246,9 +207,6 @@ def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.nda
       inputs: (N, ...), images that the worth was not computed from.
       labels: (N,) class indices.
       worth: for each block (H,), such as `-importance.elbo_change` or `importance.signal`.
-
-    Raises:
-      ValueError: if the shapes of `worth` do not fit the heads.
     """
     heads = [len(np.asarray(w)) for w in worth]
     check_kept("head_curve", blocks_of(module).blocks, [np.ones(h, bool) for h in heads])

@@ -20,17 +20,7 @@ def model_sphere(module: Any, inputs: Array) -> list[dict[str, mj.brownian.Spher
     "gain", after LayerNorm's gain; "attended", after its bias too, which is what queries and keys are
     made of. With pre-norm the normalisation is the block's own; with post-norm it is the last of the
     block before, and the first block has "attended" alone: nothing normalises what enters it, so Eq. 12
-    need not hold there.
-
-    Args:
-      module: a module whose blocks have `norm_first`, and `norm1` and `norm2` with `scale`, `bias` and
-        `epsilon`, as those of `mj.nn` and its plain networks have.
-      inputs: a batch of what it takes.
-
-    Raises:
-      TypeError: if the blocks do not show their normalisations.
-
-    Source: The Brownian motion in the Transformer, section 3.1.
+    need not hold there. Source: The Brownian motion in the Transformer, section 3.1.
     """
     network = module.mean_network() if hasattr(module, "mean_network") else module
     blocks = blocks_of(network).blocks

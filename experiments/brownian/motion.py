@@ -31,58 +31,34 @@ LEVEL = 0.01
 class BlockMotion(NamedTuple):
     """The steps of the tokens through one block, over N inputs and T positions.
 
-    Attributes:
-      step_length: mean of |step| / sqrt(D).
-      step_spread: sd of |step| over its mean; for a Brownian step in D dimensions about 1 / sqrt(2 D).
-      relative_step: mean of |step| / |position|.
-      angle_to_position: mean angle between step and position in degrees; 90 for a Brownian one.
-      angle_to_previous: to the block before's step; None for the first block.
-      drift_share: share of E|step|^2 that is the square of the mean step of each position, corrected for
-        the chance in that mean; 0 for a motion without drift.
-      drift_p: p value of zero mean steps, Bonferroni's over all coordinates.
-      on_position: dependence of the step on the position before it.
-      on_previous: dependence on the step before; None for the first block.
-      skewness: root mean square over the coordinates of their skewness over the inputs.
-      excess_kurtosis: mean over the coordinates.
-      not_normal: share of the coordinates that the normality test rejects at 1 %: 0.01 if normal.
-      normality_p: p value of normal coordinates, Bonferroni's over all of them.
-      isotropy: (tr C)^2 / (D tr C^2) for the steps' covariance C, averaged over the positions: 1 if
-        steps go in all directions alike, 1/D if in one.
+    p values are Bonferroni's over all coordinates. Isotropy is (tr C)^2 / (D tr C^2) for the steps'
+    covariance C: 1 if they go in all directions alike, 1/D if in one.
     """
 
-    step_length: float
-    step_spread: float
-    relative_step: float
-    angle_to_position: float
-    angle_to_previous: float | None
-    drift_share: float
-    drift_p: float
-    on_position: Dependence
-    on_previous: Dependence | None
-    skewness: float
-    excess_kurtosis: float
-    not_normal: float
-    normality_p: float
-    isotropy: float
+    step_length: float  # mean of |step| / sqrt(D)
+    step_spread: float  # sd of |step| over its mean: about 1 / sqrt(2 D) for a Brownian step
+    relative_step: float  # mean of |step| / |position|
+    angle_to_position: float  # mean, in degrees: 90 for a Brownian step
+    angle_to_previous: float | None  # to the block before's step; None for the first block
+    drift_share: float  # of E|step|^2, by the positions' mean steps, less the chance in these
+    drift_p: float  # of zero mean steps
+    on_position: Dependence  # of the step on the position before it
+    on_previous: Dependence | None  # on the step before; None for the first block
+    skewness: float  # root mean square over the coordinates of their skewness over the inputs
+    excess_kurtosis: float  # mean over the coordinates
+    not_normal: float  # share of the coordinates that are not normal at 1 %: 0.01 if all are
+    normality_p: float  # of normal coordinates
+    isotropy: float  # averaged over the positions
 
 
 class TokenMotion(NamedTuple):
-    """What `token_motion` reports.
-
-    Attributes:
-      blocks: the steps of each block.
-      growth: variance and mean squared displacement against depth.
-      predicted: moments of the same stream by propagation, for a Bayesian module; else None.
-      agreement: how they agree with sampled networks, before the first block and after each; None
-        where nothing was sampled.
-      failures: what the Brownian claim is refuted in, sentences; none if nothing speaks against it.
-    """
+    """What `token_motion` reports."""
 
     blocks: list[BlockMotion]
     growth: VarianceGrowth
-    predicted: StreamMoments | None
-    agreement: list[mj.reference.Agreement] | None
-    failures: list[str]
+    predicted: StreamMoments | None  # moments of the stream by propagation, for a Bayesian module
+    agreement: list[mj.reference.Agreement] | None  # theirs with samples, before and after blocks
+    failures: list[str]  # what speaks against the Brownian claim, sentences
 
     @property
     def is_brownian(self) -> bool:
@@ -105,7 +81,6 @@ def token_motion(
     inputs: Array,
     *,
     key: Array | None = None,
-    structure: type[mj.Covariance] | None = None,
     num_samples: int = 0,
     permutations: int = 999,
 ) -> TokenMotion:
@@ -114,28 +89,21 @@ def token_motion(
     The inputs are the independent draws: at each position of the sequence, a token's path over the
     blocks is one path for each of N inputs. A Brownian motion has normal steps of zero mean, which do
     not depend on where the token is nor on its earlier steps, and a variance that grows as the number of
-    blocks.
+    blocks. Source: The Brownian motion in the Transformer, section 3.2, whose claim it tests.
 
     Args:
       module: any callable with `blocks` (see `residual_stream`). Not for use inside compiled code.
       inputs: a batch of N >= 20 independent inputs; some hundreds make for sharp tests, whose cost grows
         as N^2.
-      key: a JAX random key for permutations and samples; None for key 0.
-      structure: structure in which a Bayesian module's moments are propagated; None for its own.
-      num_samples: networks to draw to judge those moments by; 0 for none.
-      permutations: of each independence test. Their p values are at least 1 / (permutations + 1), so too
-        few can refute nothing: see `motion_report`.
-
-    Raises:
-      TypeError: if the module shows no blocks. ValueError: if there are too few inputs.
-
-    Source: The Brownian motion in the Transformer, section 3.2, whose claim it tests.
+      key: of permutations and samples; None for key 0.
+      num_samples: networks to draw to judge a Bayesian module's predicted moments by; 0 for none.
+      permutations: of each independence test; too few can refute nothing, see `motion_report`.
     """
     key = jax.random.key(0) if key is None else key
     report = motion_report(residual_stream(module, inputs), key=key, permutations=permutations)
     if not hasattr(module, "mean_network"):
         return report
-    predicted = predicted_stream(module, inputs, structure)
+    predicted = predicted_stream(module, inputs)
     if not num_samples:
         return report._replace(predicted=predicted)
     truth = sampled_stream(module, inputs, jax.random.fold_in(key, 1), num_samples)
@@ -154,18 +122,10 @@ def _agreement(
 
 
 def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
-    """The report on a recorded residual stream.
+    """The report on a recorded residual stream (L + 1, N, T, D), the N inputs independent of each other.
 
     All tests together have the level `LEVEL`; an independence test can refute only if
     1 / (permutations + 1) is below its share of that, which is checked.
-
-    Args:
-      stream: (L + 1, N, T, D), the N inputs independent of each other.
-      key: a JAX random key.
-      permutations: of each independence test.
-
-    Raises:
-      ValueError: if the shape does not fit, there are fewer than 20 inputs, or too few permutations.
     """
     if stream.ndim != 4 or stream.shape[0] < 2 or stream.shape[1] < FEWEST:
         raise ValueError(
@@ -180,16 +140,10 @@ def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> Toke
             f"share of the level {LEVEL} over {depth} blocks. Got {permutations}."
         )
     steps = jnp.diff(stream, axis=0)
-    blocks = [
-        _block_motion(
-            stream[i],
-            steps[i],
-            steps[i - 1] if i else None,
-            jax.random.fold_in(key, i),
-            permutations,
-        )
-        for i in range(depth)
-    ]
+    blocks = []
+    for i in range(depth):
+        previous, own_key = steps[i - 1] if i else None, jax.random.fold_in(key, i)
+        blocks.append(_block_motion(stream[i], steps[i], previous, own_key, permutations))
     growth = variance_growth(stream)
     return TokenMotion(blocks, growth, None, None, _failures(blocks, growth, share))
 

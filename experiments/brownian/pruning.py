@@ -29,9 +29,6 @@ def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
     Args:
       params: beliefs about attention, heads outermost in its kernels (D, H K).
       kept: (H,) booleans, or zeros and ones.
-
-    Raises:
-      ValueError: if H does not divide the width of the values.
     """
     kept = jnp.asarray(kept)
     width = params.value.kernel.shape[1]
@@ -70,11 +67,7 @@ def _scaled(belief: mj.posterior.Posterior, factor: Array) -> mj.posterior.Poste
         entries = jnp.broadcast_to(factor, belief.mean.shape).ravel()
         both = jnp.outer(entries, entries).reshape(belief.cov.shape)
         return mj.posterior.FullNormal(mean, belief.cov * both)
-    raise _unknown(belief)
-
-
-def _unknown(belief: object) -> TypeError:
-    return TypeError(
+    raise TypeError(
         "Heads need beliefs of mj.posterior: Point, Factorized, OutputShared, MatrixNormal or "
         f"FullNormal. Got {type(belief).__name__}."
     )
@@ -83,27 +76,15 @@ def _unknown(belief: object) -> TypeError:
 def marginal(
     belief: mj.posterior.Posterior, chosen: np.ndarray, axis: int
 ) -> mj.posterior.Posterior:
-    """The belief about some of the rows (axis 0) or columns (axis -1) of an array."""
-    mean = jnp.take(belief.mean, chosen, axis=axis)
-    columns = axis == -1 or belief.mean.ndim == 1
-    if isinstance(belief, mj.posterior.Point):
-        return mj.posterior.Point(mean)
-    if isinstance(belief, mj.posterior.Factorized):
-        return mj.posterior.Factorized(mean, jnp.take(belief.variance, chosen, axis=axis))
-    if isinstance(belief, mj.posterior.OutputShared):
-        return mj.posterior.OutputShared(
-            mean, belief.variance[chosen] if columns else belief.variance
-        )
-    if isinstance(belief, mj.posterior.MatrixNormal):
+    """The belief about some rows (axis 0) or columns (axis -1) of a kernel, or entries of a bias."""
+    if belief.mean.ndim == 1:  # of independent entries, or with their covariance
         square = np.ix_(chosen, chosen)
-        if columns:
-            return mj.posterior.MatrixNormal(mean, belief.in_cov, belief.out_cov[square])
-        return mj.posterior.MatrixNormal(mean, belief.in_cov[square], belief.out_cov)
-    if isinstance(belief, mj.posterior.FullNormal):
-        where = axis % belief.mean.ndim
-        cov = jnp.take(belief.cov, chosen, axis=where)
-        return mj.posterior.FullNormal(mean, jnp.take(cov, chosen, axis=where + belief.mean.ndim))
-    raise _unknown(belief)
+        return jax.tree.map(lambda x: x[chosen] if x.ndim == 1 else x[square], belief)
+    if axis == 0:
+        return belief.rows(jnp.asarray(chosen))
+    if isinstance(belief, mj.posterior.OutputShared):  # transposed it is of another family
+        return mj.posterior.OutputShared(belief.mean[:, chosen], belief.variance[chosen])
+    return belief.transpose().rows(jnp.asarray(chosen)).transpose()
 
 
 def parts_of_heads(attention: Any) -> list[tuple[Any, int]]:
@@ -140,13 +121,6 @@ def prune_heads(module: Any, kept: Kept) -> Any:
     Args:
       module: an `Encoder` or `VisionTransformer` of `mj.nn`.
       kept: for each block, (H,) booleans, at least one of them true.
-
-    Returns:
-      A module of the same type; its blocks have `num_heads` of the heads kept.
-
-    Raises:
-      ValueError: if the shapes do not fit, or a block would lose all its heads.
-      TypeError: if the module shows no blocks.
     """
     masks = check_kept("prune_heads", blocks_of(module).blocks, kept)
     empty = [i for i, mask in enumerate(masks) if not mask.any()]

@@ -13,19 +13,13 @@ Array = jax.Array
 class ScoreParts(NamedTuple):
     """A matrix as symmetric + gradient + cyclic, and the share of each in its squared norm.
 
-    Attributes:
-      symmetric: (s + s^T)/2.
-      gradient: the part g_j - g_i of the antisymmetric rest. It leaves a chain reversible.
-      cyclic: what is left: flow around cycles of tokens. The chain softmax(s) is reversible exactly
-        where it is zero.
-      symmetric_share: between 0 and 1; the three shares sum to one.
-      gradient_share: likewise.
-      cyclic_share: likewise; gradient_share + cyclic_share is the antisymmetric part's.
+    The chain softmax(s) is reversible exactly where the cyclic part is zero. All shares are zero where
+    every row is constant; else they sum to one.
     """
 
-    symmetric: Array
-    gradient: Array
-    cyclic: Array
+    symmetric: Array  # (s + s^T)/2
+    gradient: Array  # the part g_j - g_i of the antisymmetric rest
+    cyclic: Array  # what is left: flow around cycles of tokens
     symmetric_share: Array
     gradient_share: Array
     cyclic_share: Array
@@ -37,12 +31,6 @@ def split_scores(scores: Array) -> ScoreParts:
     The rows of scores are centred first: a softmax does not see a constant in its row.
     Detailed balance pi_i P_ij = pi_j P_ji for P = softmax(s) says s_ij - s_ji = g_j - g_i for some
     g, so the antisymmetric part is projected onto such differences; what is left is orthogonal to them.
-
-    Returns:
-      `ScoreParts`; all shares are zero where every row is constant.
-
-    Raises:
-      ValueError: if the scores are not square.
     """
     if scores.ndim != 2 or scores.shape[0] != scores.shape[1]:
         raise ValueError(f"`split_scores` needs scores (T, T). Got {tuple(scores.shape)}.")
@@ -67,18 +55,11 @@ class FormParts(NamedTuple):
 
 
 def split_projections(query_kernel: Array, key_kernel: Array) -> FormParts:
-    """Symmetric and antisymmetric part of the form Wq Wk^T / sqrt(K) of one head.
+    """Symmetric and antisymmetric part of one head's form Wq Wk^T / sqrt(K), of kernels (D, K).
 
     With identity projections all of it is symmetric; with independent random ones about half. The
     form's antisymmetric part is what can make attention's chain irreversible; how much of it the tokens
     see is `split_scores` of their scores.
-
-    Args:
-      query_kernel: (D, K).
-      key_kernel: (D, K).
-
-    Raises:
-      ValueError: if shapes differ or are not (D, K).
     """
     if query_kernel.ndim != 2 or query_kernel.shape != key_kernel.shape:
         raise ValueError(

@@ -24,10 +24,6 @@ def residual_stream(module: Any, inputs: Array) -> Array:
         tokens, each called once in that order; or with an `encoder` that has. A module of `mj.nn`, any
         Flax NNX module.
       inputs: what the module takes, with a leading batch axis N.
-
-    Raises:
-      TypeError: if the module shows no blocks.
-      ValueError: if it does not call its blocks, or they do not return tokens (N, T, D) of one shape.
     """
     network = module.mean_network() if hasattr(module, "mean_network") else module
     stream: list[Array] = []
@@ -42,11 +38,7 @@ def residual_stream(module: Any, inputs: Array) -> Array:
 
 
 def blocks_of(module: Any) -> Any:
-    """The owner of the blocks: the module or its encoder.
-
-    Raises:
-      TypeError: if there is none.
-    """
+    """The owner of the blocks: the module or its encoder."""
     for owner in (module, getattr(module, "encoder", None)):
         if owner is not None and hasattr(owner, "blocks") and len(owner.blocks):
             return owner
@@ -94,29 +86,17 @@ class StreamMoments(NamedTuple):
     variance: Array
 
 
-def predicted_stream(
-    module: Any, inputs: Array, structure: type[mj.Covariance] | None = None
-) -> StreamMoments:
-    """Moments of the residual stream by the analytic pass, for certain inputs.
-
-    Args:
-      module: an `Encoder` or a `VisionTransformer` of `mj.nn`, with beliefs.
-      inputs: a batch of what it takes.
-      structure: covariance structure of the pass; None for the module's own.
-
-    Raises:
-      TypeError: if the module has no beliefs to propagate.
-    """
+def predicted_stream(module: Any, inputs: Array) -> StreamMoments:
+    """Moments of an `Encoder`'s or a `VisionTransformer`'s residual stream, for certain inputs."""
     owner = blocks_of(module)
     if not all(hasattr(block, "moments") for block in owner.blocks):
         raise TypeError(
             "`predicted_stream` needs a Bayesian module of mj.nn, whose blocks propagate moments. Got "
             f"{type(module).__name__}."
         )
-    kind = module.settings.structure if structure is None else structure
 
     def one(x: Array) -> StreamMoments:
-        points = [enter(module, x, kind)]
+        points = [enter(module, x)]
         for block in owner.blocks:
             points.append(block.moments(*points[-1], block.params, None))
         means, variances = zip(*((mean, cov.variance()) for mean, cov in points), strict=True)
@@ -126,10 +106,10 @@ def predicted_stream(
     return StreamMoments(*(jnp.swapaxes(part, 0, 1) for part in per_input))
 
 
-def enter(module: Any, x: Array, structure: type[mj.Covariance]) -> tuple[Array, mj.Covariance]:
+def enter(module: Any, x: Array) -> tuple[Array, mj.Covariance]:
     """Moments of the tokens that enter the first block, for one certain input."""
     mean = module.sequence(x)
-    cov = structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+    cov = module.settings.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
     # What has an encoder has an embedding before it: its first stage.
     return (mean, cov) if blocks_of(module) is module else module.stages[0].moments(mean, cov)
 
@@ -138,9 +118,6 @@ def sampled_stream(module: Any, inputs: Array, key: Array, num_samples: int) -> 
     """Moments of the residual stream over sampled networks.
 
     Standard errors are sd / sqrt(num_samples) of a mean and 1 / sqrt(2 num_samples) of a sd.
-
-    Raises:
-      ValueError: if num_samples is below 2.
     """
     if num_samples < 2:
         raise ValueError(f"`sampled_stream` needs num_samples >= 2. Got {num_samples}.")

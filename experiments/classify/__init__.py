@@ -43,11 +43,8 @@ def add_arguments(parser: Parser) -> None:
         None,
         "folder of Fashion-MNIST's train-images-idx3-ubyte and train-labels-idx1-ubyte, or of their .gz",
     )
-    parser.place(
-        "--out",
-        None,
-        "folder for metrics.json and figures (default: runs/classify/NAME of --data)",
-    )
+    what = "folder for metrics.json and figures (default: runs/classify/NAME of --data)"
+    parser.place("--out", None, what)
     parser.seed("first random seed, of the division too")
     parser.whole(
         "--seeds", 5, "how many times all is done, with this seed and those that follow it"
@@ -204,16 +201,8 @@ def _rotation(methods: dict[str, dict[float, dict[str, dict[str, float]]]]) -> F
 
 
 def _print(records: dict[str, Any]) -> None:
-    heads = [
-        "validation NLL",
-        "accuracy",
-        "NLL",
-        "Brier",
-        "ECE",
-        "NLL at 45°",
-        "NLL at 60°",
-        "AUROC",
-    ]
+    heads = ["validation NLL", "accuracy", "NLL", "Brier", "ECE"]
+    heads += ["NLL at 45°", "NLL at 60°", "AUROC"]
     tables = {
         "": [[*heads, "ECE's floor", "temperature", "training", "an image", "MiB"]],
         "minus plain": [heads],

@@ -45,21 +45,13 @@ CATCH_UP = 300  # drawn networks among which those are sought that are as good a
 
 
 class Compared(NamedTuple):
-    """A trained method.
+    """A trained method."""
 
-    Args:
-      predict: inputs -> class probabilities.
-      seconds: of training, all seeds.
-      chosen: on validation data.
-      bytes: that an update of its training needs; 0 where that was not measured.
-      each: inputs -> class probabilities (L, N, S, C) of networks drawn from the same beliefs
-    """
-
-    predict: Answer
-    seconds: float
-    chosen: dict[str, Any]
-    bytes: int = 0
-    each: Answer | None = None
+    predict: Answer  # inputs -> class probabilities
+    seconds: float  # of training, all seeds
+    chosen: dict[str, Any]  # on validation data
+    bytes: int = 0  # that an update of its training needs; 0 where that was not measured
+    each: Answer | None = None  # those (L, N, S, C) of networks drawn from the same beliefs
 
 
 def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> dict[str, Compared]:

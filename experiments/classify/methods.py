@@ -68,24 +68,16 @@ def stacked(part: tuple[np.ndarray, np.ndarray], copies: int) -> tuple[np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Trains copies of the network on a stack of training sets (L, N, ...).
+    """Trains copies of the network on a stack of training sets (L, N, ...)."""
 
-    Args:
-      network: with Separable moments.
-      given: inputs (L, N, ...) and labels (L, N).
-      budget: how long.
-      keys: a random key for each copy.
-      augment: (key, inputs (n, ...)) -> a random variant of them, for a mini-batch; None for themselves.
-      validation: inputs and labels by whose NLL at the means plain networks, and those with dropout,
-        stop; None for the last update.
-    """
-
-    network: BayesianNetwork
-    given: tuple[np.ndarray, np.ndarray]
+    network: BayesianNetwork  # with Separable moments
+    given: tuple[np.ndarray, np.ndarray]  # inputs (L, N, ...) and labels (L, N)
     budget: Budget
-    keys: Array
+    keys: Array  # a random key for each copy
     augment: Callable[[Array, Array], Array] | None = None
+    """(key, inputs (n, ...)) -> a random variant of them, for a mini-batch; None for themselves."""
     validation: tuple[np.ndarray, np.ndarray] | None = None
+    """By whose NLL at the means plain networks and those with dropout stop; None: the last update."""
 
     def first(self, count: int) -> Trainer:
         """The trainer of the first copies alone."""

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 import moment_jax as mj
 from experiments import draws
-from experiments.frontier import cost
-from experiments.frontier.passes import Head, Moments, classify, plain_tokens
+from experiments.frontier.passes import Head, Moments, certain, classify, compiled, plain_tokens
 from experiments.frontier.problem import Problem
 from experiments.frontier.truth import Truth, sample
 from experiments.programs import Program
@@ -41,7 +40,7 @@ def linearised(problem: Problem) -> Program:
 
         return jax.lax.map(one, x)
 
-    return cost.compiled(forward, problem.blocks, *cost.certain(problem))
+    return compiled(forward, problem.blocks, *certain(problem))
 
 
 def linearised_tokens(problem: Problem) -> tuple[Array, Array]:
@@ -62,11 +61,6 @@ def linearised_tokens(problem: Problem) -> tuple[Array, Array]:
         return tokens, sd.reshape(x.shape)
 
     return jax.jit(lambda x: jax.lax.map(one, x))(x)
-
-
-def linearised_moments(problem: Problem, program: Program) -> Moments:
-    """Of tokens and logits."""
-    return Moments(*linearised_tokens(problem), *program.run())
 
 
 def sampled(problem: Problem, count: int, seed: int) -> tuple[Moments, Truth]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
-from experiments.frontier import competitors, cost
+from experiments.frontier import competitors, passes
 from experiments.frontier.passes import Moments
 from experiments.frontier.problem import Problem, Spec
 from experiments.frontier.truth import Sampled, Truth
@@ -107,7 +107,7 @@ def measure(
 ) -> list[Record]:
     """One record for each structure, in their order, and one for each competitor."""
     spec = problem.spec
-    plain = Programs(cost.plain_forward(problem), cost.plain_step(problem))
+    plain = Programs(passes.plain_forward(problem), passes.plain_step(problem))
     records: dict[str, Record] = {}
     programs: dict[str, Programs] = {}
     for name, structure in structures.items():
@@ -149,7 +149,8 @@ def _linearised(problem: Problem, truth: Truth, plain: Program, limits: Limits) 
     if problem.inputs.size > competitors.MOST_OUTPUTS:
         return record | {"status": "skipped", "reason": f"{problem.inputs.size} backward passes"}
     program = competitors.linearised(problem)
-    record |= _accuracies(competitors.linearised_moments(problem, program), truth, problem)
+    output = Moments(*competitors.linearised_tokens(problem), *program.run())
+    record |= _accuracies(output, truth, problem)
     times = interleaved({"plain": plain.run, "own": program.run}, min(limits.repeats, 5))
     ratios = {
         "seconds": times["own"],
@@ -163,11 +164,11 @@ def _programs(problem: Problem, structure: type[mj.Covariance], limits: Limits) 
     size = largest_array_gib(problem.spec, structure)
     if size > limits.array_gib:
         raise Skip(f"one array of {size:.2g} GiB is over --array-limit {limits.array_gib:g}")
-    forward = cost.moment_forward(problem, structure)
+    forward = passes.moment_forward(problem, structure)
     check_memory(forward.bytes, limits.memory_gib)
-    step = cost.moment_step(problem, structure)
+    step = passes.moment_step(problem, structure)
     check_memory(step.bytes, limits.memory_gib)
-    if not cost.all_finite(step.run()):
+    if not passes.all_finite(step.run()):
         raise FloatingPointError("a train step gives numbers that are not finite")
     return Programs(forward, step)
 
@@ -217,10 +218,7 @@ def _times(programs: dict[str, Programs], repeats: int) -> dict[str, dict[str, f
 
 
 def _cost(
-    these: Programs,
-    plain: Programs,
-    times: dict[str, dict[str, float]],
-    name: str,
+    these: Programs, plain: Programs, times: dict[str, dict[str, float]], name: str
 ) -> Record:
     record: Record = {}
     for kind in Programs._fields:

@@ -83,21 +83,13 @@ DEFAULT = tuple(name for name in NETWORKS if name != TINY and not any(x in name 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A network with its inputs.
-
-    Args:
-      spec: what it is.
-      blocks: beliefs about all blocks, stacked: every array has a leading axis of L.
-      head: certain kernel (D, C) and bias (C,), on the mean over tokens
-      inputs: (N, T, D), certain.
-      labels: (N,) classes.
-    """
+    """A network with its inputs."""
 
     spec: Spec
-    blocks: mj.EncoderBlockParams
-    head: tuple[np.ndarray, np.ndarray]
-    inputs: np.ndarray
-    labels: np.ndarray
+    blocks: mj.EncoderBlockParams  # beliefs, stacked: every array has a leading axis of L
+    head: tuple[np.ndarray, np.ndarray]  # certain: (D, C) and (C,), on the mean over tokens
+    inputs: np.ndarray  # (N, T, D), certain
+    labels: np.ndarray  # (N,) classes
 
     def each_block(self) -> list[mj.EncoderBlockParams]:
         """The beliefs block by block."""

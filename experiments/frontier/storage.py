@@ -13,15 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
-from experiments.frontier.problem import Problem, Spec, factorized
+from experiments import draws
+from experiments.frontier.problem import Problem, Spec, factorized, tree_of
 from experiments.frontier.truth import Sampled, Truth
 from experiments.outputs import whole_file
 
 Arrays = dict[str, np.ndarray]
 
 SETTINGS = "settings"
-LETTERS = {"q": "query", "k": "key", "v": "value", "o": "output"}
-PARTS = {"f1": "hidden", "f2": "output"}
+# A block's beliefs in a case file, in the order of the leaves of `EncoderBlockParams`.
+NAMES = (
+    "Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo", "bo", "ln1_g", "ln1_b",
+    "Wf1", "bf1", "Wf2", "bf2", "ln2_g", "ln2_b",
+)  # fmt: skip
 
 
 class Store:
@@ -71,7 +75,7 @@ def problem_arrays(problem: Problem) -> Arrays:
         "head_b": problem.head[1],
     }
     for i, block in enumerate(problem.each_block()):
-        for name, belief in _named(block).items():
+        for name, belief in zip(NAMES, draws.beliefs(block), strict=True):
             arrays[f"L{i}_{name}"] = np.asarray(belief.mean).T
             arrays[f"L{i}_{name}_s"] = np.sqrt(np.asarray(belief.marginal_variance())).T
     return arrays
@@ -79,38 +83,18 @@ def problem_arrays(problem: Problem) -> Arrays:
 
 def problem_of(spec: Spec, arrays: Arrays) -> Problem:
     """The problem that these arrays are of."""
-    each = [_block(arrays, f"L{i}_") for i in range(spec.num_blocks)]
+
+    def belief(name: str) -> mj.posterior.Factorized:
+        return factorized(arrays[name].T, arrays[f"{name}_s"].T)
+
+    form = jax.tree.structure(tree_of(1, 1, *[lambda *sizes: 0] * 3))
+    each = [
+        jax.tree.unflatten(form, [belief(f"L{i}_{name}") for name in NAMES])
+        for i in range(spec.num_blocks)
+    ]
     blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     head = arrays["head_W"].T, arrays["head_b"]
     return Problem(spec, blocks, head, arrays["X"], arrays["label"])
-
-
-def _named(block: mj.EncoderBlockParams) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for letter, name in LETTERS.items():
-        layer = getattr(block.attention, name)
-        named |= {f"W{letter}": layer.kernel, f"b{letter}": layer.bias}
-    for letter, name in PARTS.items():
-        layer = getattr(block.feed_forward, name)
-        named |= {f"W{letter}": layer.kernel, f"b{letter}": layer.bias}
-    for i, norm in enumerate((block.norm1, block.norm2), start=1):
-        named |= {f"ln{i}_g": norm.scale, f"ln{i}_b": norm.bias}
-    return named
-
-
-def _block(arrays: Arrays, prefix: str) -> mj.EncoderBlockParams:
-    def belief(name: str) -> mj.posterior.Factorized:
-        return factorized(arrays[prefix + name].T, arrays[f"{prefix}{name}_s"].T)
-
-    def dense(letter: str) -> mj.DenseParams:
-        return mj.DenseParams(belief(f"W{letter}"), belief(f"b{letter}"))
-
-    def norm(i: int) -> mj.NormParams:
-        return mj.NormParams(belief(f"ln{i}_g"), belief(f"ln{i}_b"))
-
-    attention = mj.AttentionParams(*(dense(letter) for letter in LETTERS))
-    feed_forward = mj.FeedForwardParams(*(dense(letter) for letter in PARTS))
-    return mj.EncoderBlockParams(attention, norm(1), feed_forward, norm(2))
 
 
 def truth_arrays(truth: Truth) -> Arrays:

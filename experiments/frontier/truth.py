@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
-from experiments.frontier.passes import classify, plain_tokens
+from experiments.frontier.passes import certain, classify, plain_tokens
 from experiments.frontier.problem import Problem
 from experiments.progress import Progress
 
@@ -108,8 +108,7 @@ def _draws(problem: Problem, num_samples: int, seed: int) -> np.ndarray:
 
         return jax.lax.map(draw, first + jnp.arange(size))
 
-    head = jnp.asarray(problem.head[0]), jnp.asarray(problem.head[1])
-    arguments = problem.blocks, head, jnp.asarray(problem.inputs)
+    arguments = problem.blocks, *certain(problem)
     compiled = jax.jit(chunk).lower(jnp.int32(0), *arguments).compile()
     parts = []
     name = f"sampling {problem.spec.name}"

@@ -22,9 +22,8 @@ from experiments.classify.compared import Compared
 from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.command_line import Parser, writable_folder
 from experiments.figures import histograms, save
-from experiments.intents.compared import logistic_regression, transformers
+from experiments.intents.compared import TextNetwork, logistic_regression, transformers
 from experiments.intents.files import IntentSet, read_set
-from experiments.intents.networks import TextNetwork
 from experiments.intents.words import Vocabulary, with_lost_words
 from experiments.outputs import write_json
 from experiments.report import aligned, duration

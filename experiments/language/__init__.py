@@ -96,8 +96,8 @@ def _train_plain(
 ) -> tuple[PlainCharacterModel, float]:
     start = time.perf_counter()
     count = len(vocabulary.characters)
-    untrained = language_model.bayesian_network(count, args.structure, args.seed)
-    graph, params = nnx.split(untrained.plain())
+    untrained: Any = language_model.bayesian_network(count, args.structure, args.seed)
+    graph, params = nnx.split(untrained.mean_network())
     validation = windows(vocabulary.encode(texts.validation), CONTEXT, NUM_VALIDATION)
     options = {"num_steps": args.plain_steps, "batch_size": args.batch_size}
     given = jnp.asarray(train), jnp.asarray(validation)
@@ -115,11 +115,7 @@ def _train_bayesian(
     network = language_model.bayesian_network(len(vocabulary.characters), args.structure, args.seed)
     network.load(plain)
     graph, params = nnx.split(network)
-    options = {
-        "num_steps": args.steps,
-        "batch_size": args.batch_size,
-        "kl_weight": args.kl_weight,
-    }
+    options = {"num_steps": args.steps, "batch_size": args.batch_size, "kl_weight": args.kl_weight}
     task = language_model.bayesian_task(graph, jnp.asarray(train), **options)
     settings = {"structure": args.structure, "plain_steps": args.plain_steps, **options}
     state = fit_saved(task, params, args, "bayesian", settings, args.seed + 1, SAVE_EVERY)

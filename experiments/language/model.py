@@ -41,12 +41,6 @@ class CharacterModel(TextTransformer):
 
     plain_type = PlainCharacterModel
 
-    def plain(self) -> PlainCharacterModel:
-        """The plain network at the means."""
-        network = self.mean_network()
-        assert isinstance(network, PlainCharacterModel)
-        return network
-
     def __call__(self, tokens: Array) -> tuple[Array, Array]:
         """(N, T) tokens -> means and variances (N, T, V) of the logits of the next ones."""
         mean, cov = self.positions(*self.embed(tokens))
@@ -80,12 +74,7 @@ def batch(key: Array, step: Array, text: Array, size: int) -> tuple[Array, Array
 
 
 def plain_task(
-    graph: Any,
-    text: Array,
-    validation: Array,
-    *,
-    num_steps: int,
-    batch_size: int,
+    graph: Any, text: Array, validation: Array, *, num_steps: int, batch_size: int
 ) -> Task:
     """Cross-entropy with weight decay; the parameters of the best validation loss are kept."""
 
@@ -104,12 +93,7 @@ def plain_task(
 
 
 def bayesian_task(
-    graph: Any,
-    text: Array,
-    *,
-    num_steps: int,
-    batch_size: int,
-    kl_weight: float,
+    graph: Any, text: Array, *, num_steps: int, batch_size: int, kl_weight: float
 ) -> Task:
     """The negative ELBO for each character, by one pass of moments a step.
 

@@ -30,9 +30,8 @@ class Scores(NamedTuple):
     epistemic: np.ndarray
 
 
-Parts = tuple[
-    Array, Array, Array
-]  # of one window: log-probabilities (T, V); aleatoric, epistemic (T,)
+Parts = tuple[Array, Array, Array]
+"""Of one window: log-probabilities (T, V); aleatoric and epistemic uncertainty (T,)."""
 
 
 def _entropy(log_probs: Array) -> Array:
@@ -41,57 +40,56 @@ def _entropy(log_probs: Array) -> Array:
 
 def plain(network: PlainCharacterModel, windows: np.ndarray) -> Scores:
     """One deterministic pass."""
-    graph, state = nnx.split(network)
 
-    def predict(state: Any, inputs: Array) -> Parts:
-        log_probs = jax.nn.log_softmax(nnx.merge(graph, state)(inputs))
+    def predict(network: Any, inputs: Array) -> Parts:
+        log_probs = jax.nn.log_softmax(network(inputs))
         entropy = _entropy(log_probs)
         return log_probs, entropy, jnp.zeros_like(entropy)
 
-    return _scores(predict, state, windows)
+    return _scores(predict, network, windows)
 
 
 def analytic(network: CharacterModel, windows: np.ndarray) -> Scores:
     """One pass of moments, and the integral over the logits."""
-    graph, state = nnx.split(network)
 
     def integrate(mean: Array, variance: Array) -> Parts:
         log_probs = mj.objectives.log_class_probabilities(mean, variance, num_points=NUM_POINTS)
         parts = mj.objectives.token_uncertainty(mean, variance, num_points=NUM_POINTS)
         return log_probs, parts.aleatoric, parts.epistemic
 
-    def predict(state: Any, inputs: Array) -> Parts:
-        mean, variance = nnx.merge(graph, state)(inputs[None])
+    def predict(network: Any, inputs: Array) -> Parts:
+        mean, variance = network(inputs[None])
         return jax.vmap(integrate)(mean[0], variance[0])
 
-    return _scores(predict, state, windows)
+    return _scores(predict, network, windows)
 
 
 def sampled(network: CharacterModel, windows: np.ndarray, key: Array, num_samples: int) -> Scores:
     """The average over plain networks drawn from the posterior, the same for all windows."""
-    graph, state = nnx.split(network)
 
-    def predict(state: Any, inputs: Array) -> Parts:
-        model = nnx.merge(graph, state)
-
+    def predict(network: Any, inputs: Array) -> Parts:
         def outputs(draw: Any) -> Array:
-            log_probs = jax.nn.log_softmax(model.network(draw)(inputs))
+            log_probs = jax.nn.log_softmax(network.network(draw)(inputs))
             entropy = _entropy(log_probs)[..., None]
             return jnp.concatenate([jnp.exp(log_probs), entropy], axis=-1)
 
-        mean = mj.monte_carlo(outputs, model.params, key, num_samples, batch_size=1).mean
+        mean = mj.monte_carlo(outputs, network.params, key, num_samples, batch_size=1).mean
         log_probs = jnp.log(jnp.maximum(mean[..., :-1], jnp.finfo(mean.dtype).tiny))
         aleatoric = mean[..., -1]
         return log_probs, aleatoric, _entropy(log_probs) - aleatoric
 
-    return _scores(predict, state, windows)
+    return _scores(predict, network, windows)
 
 
-def _scores(predict: Callable[[Any, Array], Parts], state: Any, windows: np.ndarray) -> Scores:
+def _scores(predict: Callable[[Any, Array], Parts], network: Any, windows: np.ndarray) -> Scores:
+    graph, state = nnx.split(network)
+
     @jax.jit
     def run(state: Any, windows: Array) -> tuple[Array, ...]:
+        network = nnx.merge(graph, state)
+
         def one(window: Array) -> tuple[Array, ...]:
-            log_probs, aleatoric, epistemic = predict(state, window[:-1])
+            log_probs, aleatoric, epistemic = predict(network, window[:-1])
             own = jnp.take_along_axis(log_probs, window[1:, None], axis=-1)
             bits = -own.mean() / math.log(2)
             return bits, (aleatoric + epistemic).mean(), aleatoric.mean(), epistemic.mean()

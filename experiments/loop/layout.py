@@ -24,9 +24,7 @@ class Layout:
 
     processes: int = 1  # of this run, on this machine
     devices: int = 1  # of each process; on CPU they are virtual
-    data: int | None = (
-        None  # devices along which batches are split; None for all that `model` leaves
-    )
+    data: int | None = None  # devices that split a batch; None for all that `model` leaves
     model: int = 1  # devices along which heads and hidden units are split
     fsdp: bool = True  # split the parameters and the optimiser's state over `data` too
 

@@ -12,12 +12,7 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
 
 class Metrics:
-    """One line for each update; lines after the resumed update are cut off first.
-
-    Args:
-      folder: of the run.
-      after: the update that the run goes on from. Updates after it will be made, and written, again.
-    """
+    """One line for each update; lines of updates after `after`, which are made again, are cut off."""
 
     def __init__(self, folder: Path, after: int) -> None:
         path = folder / METRICS

@@ -13,8 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from experiments.command_line import PreemptedError
-from experiments.loop.job import Job
-from experiments.loop.reader import Reader
+from experiments.loop.job import Job, Reader
 from experiments.loop.records import Metrics, add_event
 from experiments.loop.state import Blueprint
 from experiments.loop.store import Store, is_main_process
@@ -54,21 +53,12 @@ class Saving:
 def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainState:
     """Train to the end, from the latest checkpoint if there is one. Call in every process.
 
-    Returns:
-      The state after the last update, which is on disk.
-
     Raises:
       InputError: if the batch does not divide, or the folder holds something else.
       PartError: if something is not finite. The latest checkpoint is of before.
       PreemptedError: if asked to leave. All that was done is on disk.
     """
-    reader = Reader(
-        job.arrays,
-        batch_size=job.batch_size,
-        accumulate=job.accumulate,
-        seed=job.seed,
-        mesh=mesh,
-    )
+    reader = Reader(job, mesh)
     blueprint = Blueprint.of(job, mesh, fsdp=fsdp)
     with (
         Preemption() as preemption,

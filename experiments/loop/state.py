@@ -93,9 +93,14 @@ def digest(state: TrainState) -> str:
     """
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(state):
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        array = jax.random.key_data(leaf) if is_key else leaf
-        if not array.is_fully_addressable:
-            array = multihost_utils.process_allgather(array, tiled=True)
-        found.update(np.asarray(array).tobytes())
+        found.update(bits(leaf))
     return found.hexdigest()[:16]
+
+
+def bits(leaf: Array) -> bytes:
+    """The bytes of a whole leaf, also of random keys. Call in every process."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    array = jax.random.key_data(leaf) if is_key else leaf
+    if not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array).tobytes()

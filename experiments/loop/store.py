@@ -50,14 +50,8 @@ class Store:
         """Start saving and return the state's digest; the state may then be donated."""
         self.checkpoints.wait()  # one save at a time
         bits = digest(state)
-        self.checkpoints.save(
-            step,
-            copied(state),
-            versions=self.versions,
-            leaves=self.blueprint.leaves,
-            position=position,
-            digest=bits,
-        )
+        facts = {"versions": self.versions, "leaves": self.blueprint.leaves}
+        self.checkpoints.save(step, copied(state), **facts, position=position, digest=bits)
         return bits
 
     def wait(self) -> None:

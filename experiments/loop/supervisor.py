@@ -31,25 +31,15 @@ LOCK, LOGS = ".lock", "logs"
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A supervisor's order to its workers.
+    """A supervisor's order to its workers."""
 
-    Args:
-      job: "module:function", which makes a `Job` of the settings.
-      settings: in JSON's types.
-      layout: processes and devices.
-      saving: where and when to save.
-      restarts: how often the processes are started again before the run is given up.
-      grace: seconds from SIGTERM to SIGKILL, for writing a checkpoint.
-      compile_cache: folder of compiled programs; executed, so only you may write there
-    """
-
-    job: str
-    settings: dict[str, Any]
+    job: str  # "module:function", which makes a `Job` of the settings
+    settings: dict[str, Any]  # in JSON's types
     layout: Layout
     saving: Saving
-    restarts: int = 3
-    grace: float = 30.0
-    compile_cache: str | None = None
+    restarts: int = 3  # how often the processes are started again before the run is given up
+    grace: float = 30.0  # seconds from SIGTERM to SIGKILL, for writing a checkpoint
+    compile_cache: str | None = None  # programs, which are executed: only you may write there
 
     def to_json(self) -> dict[str, Any]:
         """As JSON's types."""

@@ -19,10 +19,10 @@ import numpy as np
 
 from experiments import report
 from experiments.command_line import InputError, Parser, number, one_of
+from experiments.optimizers import runs
 from experiments.optimizers.methods import tuned, untuned
-from experiments.optimizers.runs import Course, Method, Settings, Spent, Training, timings
+from experiments.optimizers.runs import Course, Method, Settings, Spent, Training
 from experiments.optimizers.tasks import NUM_HEADS, TASKS, TUNED_ON, OptimizerTask
-from experiments.optimizers.widths import cost_of_update
 from experiments.outputs import write_json
 
 DEFAULT_TASKS = ("autoencoder", "transformer", "bayesian")
@@ -45,8 +45,7 @@ def add_arguments(parser: Parser) -> None:
         "--method", tuned() | untuned(), (), "methods, all if none is named; adam always runs"
     )
     parser.flag(
-        "--untuned",
-        "second order with its defaults: kfac and cg_fac against adam, adamw and muon",
+        "--untuned", "second order with its defaults: kfac and cg_fac against adam, adamw and muon"
     )
     parser.whole(
         "--steps", None, "updates of a run (default: each task's own, fewer in second order)"
@@ -101,7 +100,7 @@ def _widths(args: argparse.Namespace) -> None:
             raise InputError(f"--widths must be multiples of {NUM_HEADS} heads; got {width}")
         for name in _names(args, known):
             settings = {key: values[0] for key, values in known[name].grid.items()}
-            cost = cost_of_update(width, name, known[name], settings)
+            cost = runs.cost_of_update(width, name, known[name], settings)
             costs.append(cost._asdict() | {"mean": cost.mean})
             times = (cost.mean, cost.inverses, cost.curvature, cost.neither)
             shown = [f"{each.seconds:.3g} ({each.cpu:.3g})" for each in times]
@@ -132,11 +131,11 @@ def _compare(
             target = float(np.median([course.last_loss for course in courses[name]]))
     chosen[task.name] = settings
     assert target is not None
-    runs = {name: (trainings[name], settings[name]) for name in names}
-    update = timings(runs, dict.fromkeys(names, TIMED_STEPS), anew=False)
+    each = {name: (trainings[name], settings[name]) for name in names}
+    update = runs.timings(each, dict.fromkeys(names, TIMED_STEPS), anew=False)
     reached = {name: _median_steps(courses[name], target) for name in names}
     counts = {name: int(np.ceil(steps)) for name, steps in reached.items() if steps < np.inf}
-    whole = timings({name: runs[name] for name in counts}, counts, anew=True)
+    whole = runs.timings({name: each[name] for name in counts}, counts, anew=True)
     never = Spent(np.inf, np.inf)
     rows = {
         name: _row(courses[name], settings[name], target, whole.get(name, never), update[name])

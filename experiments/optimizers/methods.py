@@ -65,28 +65,20 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _second_order(
-    method: Any,
-    model: nnx.Module,
-    task: OptimizerTask,
-    num_steps: int,
-    *,
-    kl_bound: Any,
+    method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int, *, kl_bound: Any,
     **settings: Any,
-) -> optax.GradientTransformation:
-    # The learning rate is 1 and the bound sets the step: it is as good as always in force. The length of
-    # a step is as the bound's root.
+) -> optax.GradientTransformation:  # fmt: skip
+    # The learning rate is 1 and the bound, as good as always in force, sets the step: its length is as
+    # the bound's root.
     factor, squared = _falling(task, num_steps), _falling(task, num_steps, 2)
+
+    def bound(step: Array) -> Array:
+        return kl_bound * squared(step)
+
+    held = {"momentum": MOMENTUM, "decay": DECAY, "curvature_every": task.curvature_every}
     return mj.optim.for_model(
         model,
-        partial(
-            method,
-            1.0,
-            momentum=MOMENTUM,
-            decay=DECAY,
-            curvature_every=task.curvature_every,
-            kl_bound=lambda step: kl_bound * squared(step),
-            **settings,
-        ),
+        partial(method, 1.0, kl_bound=bound, **held, **settings),
         scale_learning_rate=task.scale_rate,
         dataset_size=NUM_TRAIN / KL_WEIGHT,
         others=_others(factor),
@@ -131,7 +123,4 @@ def tuned() -> dict[str, Method]:
     first = {
         name: Method(partial(_first_order, FIRST[name]), FIRST_ORDER) for name in ("adam", "muon")
     }
-    return first | {
-        "cg_fac": second_order(cg_fac),
-        "kfac": second_order(kfac),
-    }
+    return first | {"cg_fac": second_order(cg_fac), "kfac": second_order(kfac)}

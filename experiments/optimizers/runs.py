@@ -1,4 +1,4 @@
-"""Training a model by one optimiser: the loss after every update, and the time of an update."""
+"""Training by one optimiser: the loss after every update, and an update's time and memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ import optax
 from flax import nnx
 
 import moment_jax as mj
-from experiments.optimizers.tasks import OptimizerTask
+from experiments.optimizers.tasks import OptimizerTask, transformer
+from experiments.programs import needed_bytes
 
 Array = jax.Array
 
 LAST_UPDATES = 20
-ROUNDS = 5
+ROUNDS = 5  # of timings in which all methods take turns
+WIDTH_ROUNDS = 3  # of all kinds of update at one width
+CURVATURE_EVERY, REFRESH_EVERY = 5, 10  # the defaults, which all methods here have
+# States of the optimiser: next update with new inverses, with new curvature alone, with neither.
+KINDS = {
+    "inverses": {"due": True, "age": REFRESH_EVERY, "interval": REFRESH_EVERY},
+    "curvature": {"due": True, "age": 0, "interval": REFRESH_EVERY},
+    "neither": {"due": False, "age": 0, "interval": REFRESH_EVERY},
+}
 
 
 class Spent(NamedTuple):
@@ -28,20 +37,24 @@ class Spent(NamedTuple):
     seconds: float
     cpu: float
 
+    @classmethod
+    def now(cls) -> Spent:
+        """By both clocks."""
+        return cls(time.perf_counter(), time.process_time())
+
+    @classmethod
+    def since(cls, began: Spent) -> Spent:
+        """What was spent since `now` gave this."""
+        return cls(*np.subtract(cls.now(), began).tolist())
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """An optimiser with its settings.
+    """An optimiser with its settings."""
 
-    Args:
-      optimizer: (model, task, updates of a run, **settings)
-      grid: values to try of every setting; empty for a method without settings.
-      curvature: keyword arguments of `value_grad_and_factors`; None for a first-order method.
-    """
-
-    optimizer: Callable[..., optax.GradientTransformation]
-    grid: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    curvature: dict[str, Any] | None = None
+    optimizer: Callable[..., optax.GradientTransformation]  # (model, task, num_steps, **settings)
+    grid: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)  # values to try
+    curvature: dict[str, Any] | None = None  # for `value_grad_and_factors`; None in first order
 
 
 class Course(NamedTuple):
@@ -116,24 +129,23 @@ class Training:
         def go_on(count: int) -> Spent:
             nonlocal now, done
             jax.block_until_ready(now)
-            began = Spent(time.perf_counter(), time.process_time())
+            began = Spent.now()
             now = self._advance(*now, values, jax.random.key(0), done, count)
             jax.block_until_ready(now)
             done += count
-            return Spent(time.perf_counter() - began.seconds, time.process_time() - began.cpu)
+            return Spent.since(began)
 
         return go_on
 
     def _start_of(self, params: Any, values: Settings) -> Any:
-        return make_update(self.task, self.method, self.num_steps, values)[1].init(
-            nnx.as_pure(params)
-        )
+        tx, _ = make_update(self.task, self.method, self.num_steps, values)
+        return tx.init(nnx.as_pure(params))
 
     def _advanced(
         self, params: Any, state: Any, values: Settings, key: Array, first: Array, count: Array
     ) -> tuple[Any, Any]:
         """After updates number first to first + count - 1."""
-        update = make_update(self.task, self.method, self.num_steps, values)[2]
+        _, update = make_update(self.task, self.method, self.num_steps, values)
 
         def one(step: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             return update(*carry, key, step)
@@ -149,8 +161,8 @@ Update = Callable[[Any, Any, Array, Array], tuple[Any, Any]]
 
 def make_update(
     task: OptimizerTask, method: Method, num_steps: int, settings: Settings
-) -> tuple[Any, optax.GradientTransformationExtraArgs, Update]:
-    """Graph, transformation, and the update (params, state, key, step) -> (params, state)."""
+) -> tuple[optax.GradientTransformationExtraArgs, Update]:
+    """The transformation, and the update (params, state, key, step) -> (params, state)."""
     model = task.create(0)
     tx = optax.with_extra_args_support(method.optimizer(model, task, num_steps, **settings))
     graph, _ = nnx.split(model)
@@ -177,7 +189,7 @@ def make_update(
         new = optax.apply_updates(nnx.as_pure(params), changes)
         return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(new)), state
 
-    return graph, tx, update
+    return tx, update
 
 
 def timings(
@@ -201,3 +213,59 @@ def timings(
             if round_number:  # the first one may compile
                 spent[name].append(taken)
     return {name: Spent(*np.median(each, axis=0).tolist()) for name, each in spent.items()}
+
+
+class Cost(NamedTuple):
+    """One update of one method at one width."""
+
+    width: int
+    method: str
+    megabytes: float  # arguments, results in their place (donated), and what is held between
+    inverses: Spent  # with new curvature and new inverses
+    curvature: Spent  # with new curvature
+    neither: Spent  # with what there is
+
+    @property
+    def mean(self) -> Spent:
+        """Over the updates between two refreshes of the inverses."""
+        shares = [
+            1 / REFRESH_EVERY,
+            1 / CURVATURE_EVERY - 1 / REFRESH_EVERY,
+            1 - 1 / CURVATURE_EVERY,
+        ]
+        return Spent(*np.average([self.inverses, self.curvature, self.neither], 0, shares).tolist())
+
+
+def cost_of_update(width: int, name: str, method: Method, settings: Settings) -> Cost:
+    """Compile the update of the Transformer of this width, and time all kinds of it in turn."""
+    task = transformer(width)
+    tx, update = make_update(task, method, task.num_steps, settings)
+    params: Any = nnx.split(task.create(0))[1]
+    state = tx.init(nnx.as_pure(params))
+    key, step = jax.random.key(0), jnp.int32(0)
+    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, key, step).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None  # every backend here has the analysis
+    held = needed_bytes(compiled) - memory.alias_size_in_bytes
+    params, state = compiled(params, state, key, step)  # the first call of a program is slower
+    spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
+    for _ in range(WIDTH_ROUNDS):
+        for kind, values in KINDS.items():
+            state = _with(state, values)
+            jax.block_until_ready((params, state))
+            began = Spent.now()
+            params, state = compiled(params, state, key, step)
+            jax.block_until_ready((params, state))
+            spent[kind].append(Spent.since(began))
+    medians = [Spent(*np.median(each, axis=0).tolist()) for each in spent.values()]
+    return Cost(width, name, held / 1e6, *medians)
+
+
+def _with(state: Any, values: dict[str, Any]) -> Any:
+    """An optimiser's state with some scalars replaced by name."""
+
+    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = getattr(path[-1], "name", None) if path else None
+        return jnp.asarray(values[name], leaf.dtype) if name in values else leaf
+
+    return jax.tree_util.tree_map_with_path(replaced, state)

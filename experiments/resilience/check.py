@@ -9,24 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import moment_jax as mj
 from experiments.command_line import PREEMPTED, InputError, PartError
 from experiments.loop import Layout
-from experiments.loop.state import Blueprint
+from experiments.loop.state import Blueprint, bits
 from experiments.loop.store import Store
 from experiments.outputs import write_json
 from experiments.report import aligned
+from experiments.resilience import SETTINGS
 from experiments.resilience.job import digits_job
 from experiments.resilience.kills import Kill, Run, disturb, plan, preempt, settle
 from experiments.training import TrainState
 
-KEPT_OPTIONS = (
-    "seed", "steps", "network", "structure", "blocks", "batch_size", "accumulate", "learning_rate",
-    "save_every", "grace",
-)  # fmt: skip
+KEPT_OPTIONS = (*SETTINGS, "save_every", "grace")
 MOVES = {
     "1 x 4 devices, mesh 2 x 2, to 1 device": (Layout(1, 4, 2, 2), Layout(1, 1)),
     "2 x 2 devices, mesh 2 x 2, to 1 x 4, mesh 1 x 4": (Layout(2, 2, 2, 2), Layout(1, 4, 1, 4)),
@@ -35,12 +32,7 @@ MOVES = {
 
 
 def check(args: argparse.Namespace, layout: Layout) -> None:
-    """Run the checks asked for, print the figures, and fail if a run differs from the undisturbed one.
-
-    Raises:
-      InputError: if --out holds something already.
-      PartError: if a run differs.
-    """
+    """Run the checks asked for, print the figures, and fail if a run is not the undisturbed one."""
     if any(args.out.iterdir()):
         raise InputError(f"--check: {args.out} is not empty; name a new folder by --out")
     cache = args.compile_cache or args.out / "compiled"  # our own, made just now
@@ -83,7 +75,7 @@ def _killed(
     run = Run(options, args.out / "killed")
     with run:
         disturb(run, kills, args.steps, rng)
-        sigterm = preempt(run)
+        sigterm = preempt(run, kills[-1].resumed or 0)
         run.start()
         run.expect(0)
     settle(run, kills)
@@ -168,13 +160,8 @@ def different_leaves(args: argparse.Namespace, first: Path, second: Path) -> lis
     return [
         jax.tree_util.keystr(path)
         for (path, a), (_, b) in zip(*named, strict=True)
-        if _bytes(a) != _bytes(b)
+        if bits(a) != bits(b)
     ]
-
-
-def _bytes(leaf: jax.Array) -> bytes:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()
 
 
 def _largest_difference(args: argparse.Namespace, first: Path, second: Path) -> float:

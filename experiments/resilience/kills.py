@@ -71,15 +71,16 @@ class Run:
         return int(self.process.returncode)
 
     def expect(self, status: int) -> None:
-        """Wait for its end."""
+        """Wait for its end with this status."""
         if self.end() != status:
-            raise PartError(f"the run in {self.folder} ended with {self.status()}: {self.said()}")
+            raise self.ended(f"the run in {self.folder}")
 
-    def said(self) -> str:
-        """The end of its standard error, once it has ended."""
-        if self.process is None or self.process.stderr is None:
-            return ""
-        return self.process.stderr.read().decode(errors="replace")[-300:]
+    def ended(self, what: str) -> PartError:
+        """The error that it has ended, with the end of what it printed."""
+        assert self.process is not None
+        assert self.process.stderr is not None
+        said = self.process.stderr.read().decode(errors="replace")[-300:]
+        return PartError(f"{what} ended with {self.status()}: {said}")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Its events of this name."""
@@ -137,7 +138,7 @@ def disturb(run: Run, kills: list[Kill], num_steps: int, rng: np.random.Generato
     lives = 0
     for index, kill in enumerate(kills):
         if not run.wait_for(partial(_launched, run, lives)):
-            raise PartError(f"kill {index}: the run ended with {run.status()}: {run.said()}")
+            raise run.ended(f"kill {index}: the run")
         _await_moment(run, kill, len(kills) - index, num_steps, rng)
         lives = len(run.events("launch"))
         kill.step = run.last_step()
@@ -172,7 +173,7 @@ def _await_moment(
         time.sleep(rng.uniform(0, _start_seconds(run)))
         return
     if not run.wait_for(lambda: any(row["time"] > launch["time"] for row in run.events("start"))):
-        raise PartError(f"the run in {run.folder} ended with {run.status()}: {run.said()}")
+        raise run.ended(f"the run in {run.folder}")
     first = int(run.events("start")[-1]["step"])
     room = max(1, int(LEAVE_FOR_LAST * num_steps) - first)
     target = first + int(rng.integers(1, max(2, 2 * room // (left + 1)) + 1))
@@ -183,7 +184,7 @@ def _await_moment(
         reached = run.wait_for(lambda: run.last_step() >= target)
         pause = rng.uniform(0, run.metrics()[-1]["seconds"])
     if not reached:
-        raise PartError(f"the run in {run.folder} ended with {run.status()}: {run.said()}")
+        raise run.ended(f"the run in {run.folder}")
     time.sleep(pause)
 
 
@@ -211,12 +212,12 @@ def _strike(run: Run, victim: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def preempt(run: Run) -> dict[str, Any]:
-    """Send SIGTERM to the supervisor during training, and measure the time to save and leave."""
-    starts = len(run.events("start"))
-    launches = len(run.events("launch"))
-    if starts < launches:  # still on its way
-        run.wait_for(lambda: len(run.events("start")) > starts)
+def preempt(run: Run, starts: int) -> dict[str, Any]:
+    """Send SIGTERM to the supervisor during training, and measure the time to save and leave.
+
+    There were `starts` before the last kill: the next one is waited for.
+    """
+    run.wait_for(lambda: len(run.events("start")) > starts)
     begun = int(run.events("start")[-1]["step"])
     run.wait_for(lambda: run.last_step() > begun)
     assert run.process is not None

@@ -20,9 +20,7 @@ from experiments.outputs import write_json
 from experiments.scale import devices, export, tpu, weak
 
 PARTS = ("devices", "export", "weak", "tpu")
-COMPILED = (
-    "Diagonal"  # in the parts that only compile, unless structures are named: others take long
-)
+COMPILED = "Diagonal"  # by parts that only compile, unless structures are named: others take long
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,7 +34,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run all parts, then report failures."""
-    _check(args)
+    if args.out is not None:
+        writable_folder(args.out, "--out")
+    if "export" in args.part and not export.can_save():
+        raise InputError(
+            "part export needs the package flatbuffers; pip install 'moment_jax[experiments]', or name "
+            "other parts with --part"
+        )
     records: dict[str, Any] = {}
     failed = []
     for part in dict.fromkeys(args.part):
@@ -48,16 +52,6 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.json, records)
     if failed:
         raise PartError("; ".join(failed))
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.out is not None:
-        writable_folder(args.out, "--out")
-    if "export" in args.part and not export.can_save():
-        raise InputError(
-            "part export needs the package flatbuffers; pip install 'moment_jax[experiments]', or name "
-            "other parts with --part"
-        )
 
 
 def _part(part: str, args: argparse.Namespace) -> Any:

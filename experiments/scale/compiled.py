@@ -12,18 +12,12 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.scale import hlo, work
-from experiments.scale.collectives import by_kind, collectives
 from experiments.scale.layout import Layout
 from experiments.scale.networks import Size, make_step
 
 
 def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
-    """Compile a step for the devices of a mesh, which need not be here, and describe the program.
-
-    Returns:
-      Bytes of memory, operations, and bytes moved and sent by one device.
-    """
-    assert layout.mesh is not None
+    """Compile a step for a mesh whose devices need not be here: memory, work and traffic of one."""
     step = make_step(size, structure, layout)
     state = layout.shapes(step.state)
     rows = NamedSharding(layout.mesh, PartitionSpec("data"))
@@ -50,7 +44,7 @@ def compile_step(size: Size, structure: str, layout: Layout) -> dict[str, Any]:
         "all_flops": float((program.cost_analysis() or {}).get("flops", math.nan)),
         "model_flops": model_flops(size, structure) * layout.rows / devices,
         "hbm_bytes": work.hbm_bytes(module),
-        "collectives": by_kind(collectives(module, devices)),
+        "collectives": work.by_kind(work.collectives(module, devices)),
     }
 
 
@@ -71,7 +65,9 @@ def memory(program: Any) -> dict[str, float]:
 
 def model_flops(size: Size, structure: str) -> float:
     """Operations of the matrix products of a step on the examples of one row, nothing computed twice."""
-    step = make_step(dataclasses.replace(size, remat=False, chunks=1), structure, Layout(None))
+    step = make_step(
+        dataclasses.replace(size, remat=False, chunks=1), structure, Layout.one_device()
+    )
     traced = jax.make_jaxpr(step.fn)(step.state, *size.batch(1))
     return _products(traced.jaxpr)
 

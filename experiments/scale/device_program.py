@@ -1,6 +1,6 @@
 """Results on a mesh of devices; part `devices` runs this in separate processes.
 
-`python -m experiments.scale.device_program OUT LAYOUT,... STRUCTURE,... [ADDRESS PROCESS PROCESSES]`
+`python -m experiments.scale.device_program OUT LAYOUT,... STRUCTURE [ADDRESS PROCESS PROCESSES]`
 writes the loss, the gradients, the state after an update and the output's moments of every case, whole,
 to a .npz file. A layout is ROWSxCOLUMNS of devices; 1x1 is one device without a mesh.
 """
@@ -36,17 +36,9 @@ def encoder(structure: type[mj.Covariance]) -> mj.nn.Encoder:
     """
 
     def of(dtype: Any) -> mj.nn.Encoder:
-        return mj.nn.Encoder(
-            1,
-            NUM_FEATURES,
-            NUM_HEADS,
-            hidden_features=HIDDEN_FEATURES,
-            norm_first=True,
-            structure=structure,
-            relative_scale=0.3,
-            dtype=dtype,
-            rngs=nnx.Rngs(0),
-        )
+        belief: dict[str, Any] = {"structure": structure, "relative_scale": 0.3, "dtype": dtype}
+        blocks = {"hidden_features": HIDDEN_FEATURES, "norm_first": True}
+        return mj.nn.Encoder(1, NUM_FEATURES, NUM_HEADS, rngs=nnx.Rngs(0), **belief | blocks)
 
     dtype = jnp.zeros(()).dtype
     model = of(dtype)
@@ -94,7 +86,7 @@ def case(structure: type[mj.Covariance], mesh: Mesh | None) -> dict[str, Array]:
 
 def main(arguments: list[str]) -> None:
     """All cases; the first of several processes writes."""
-    out, layouts, structures = arguments[:3]
+    out, layouts, structure = arguments[:3]
     if arguments[3:]:
         address, process, processes = arguments[3:]
         jax.distributed.initialize(
@@ -106,18 +98,16 @@ def main(arguments: list[str]) -> None:
             initialization_timeout=60,
         )
     found: dict[str, Any] = {}
-    for name in structures.split(","):
-        for layout in layouts.split(","):
-            rows, columns = (int(n) for n in layout.split("x"))
-            devices = jax.devices()[: rows * columns]
-            mesh = mj.parallel.make_mesh(rows, columns, devices=devices)
-            for what, value in case(mj.STRUCTURES[name], mesh if layout != "1x1" else None).items():
-                found[f"{name}/{layout}/{what}"] = (
-                    multihost_utils.process_allgather(value, tiled=True)
-                    if jax.process_count() > 1
-                    else np.asarray(value)
-                )
-            jax.clear_caches()
+    for layout in layouts.split(","):
+        rows, columns = (int(n) for n in layout.split("x"))
+        mesh = mj.parallel.make_mesh(rows, columns, devices=jax.devices()[: rows * columns])
+        results = case(mj.STRUCTURES[structure], mesh if layout != "1x1" else None)
+        for what, value in results.items():
+            found[f"{layout}/{what}"] = (
+                multihost_utils.process_allgather(value, tiled=True)
+                if jax.process_count() > 1
+                else np.asarray(value)
+            )
     if jax.process_index() == 0:
         with Path(out).open("wb") as file:
             np.savez(file, allow_pickle=False, **found)

@@ -31,6 +31,8 @@ TOLERANCE = 1e-5  # of the largest entry, in float32
 ROUNDING = 3  # or this many times one device's own rounding, if larger
 WHAT = ("loss", "mean", "variance", "gradient", "update")
 TIMEOUT = 1800
+# Virtual devices; no times are compared, so compilation may be short.
+VIRTUAL = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def run(structures: Sequence[str]) -> list[dict[str, Any]]:
@@ -38,12 +40,12 @@ def run(structures: Sequence[str]) -> list[dict[str, Any]]:
     print("largest difference from one device, over the largest entry of an array (float32)")
     records, wrong = [], []
     for structure in structures:  # each is printed when it is there
-        own = compute([structure], [ONE, *EIGHT, *FOUR], max(COUNTS))
-        two = compute([structure], [TWO], COUNTS[0], processes=PROCESSES)
-        own |= {key.replace(TWO, f"{PROCESSES} processes"): value for key, value in two.items()}
-        exact = compute([structure], [ONE], 1, environment={"JAX_ENABLE_X64": "1"})
-        own |= {key.replace(ONE, FLOAT64): value for key, value in exact.items()}
-        found = differences([structure], own)
+        results = compute(structure, [ONE, *EIGHT, *FOUR], max(COUNTS))
+        two = compute(structure, [TWO], COUNTS[0], processes=PROCESSES)
+        exact = compute(structure, [ONE], 1, environment={"JAX_ENABLE_X64": "1"})
+        found = differences(
+            structure, {**results, f"{PROCESSES} processes": two[TWO], FLOAT64: exact[ONE]}
+        )
         rows = [[structure, *WHAT]]
         rows += [[one["layout"], *(f"{one[what]:.1e}" for what in WHAT)] for one in found]
         print(report.aligned(rows), flush=True)
@@ -67,24 +69,18 @@ def faults(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def compute(
-    structures: Sequence[str],
+    structure: str,
     layouts: Sequence[str],
     devices: int,
     *,
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
-) -> dict[str, np.ndarray]:
-    """Results of `device_program`, by "structure/layout/what"."""
-    known = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),  # cannot be set later
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        **(environment or {}),
-    }
+) -> dict[str, dict[str, np.ndarray]]:
+    """Results of `device_program`, by layout and name."""
+    known = {**os.environ, **VIRTUAL, "JAX_NUM_CPU_DEVICES": str(devices), **(environment or {})}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.npz"
-        words = [str(out), ",".join(layouts), ",".join(structures)]
+        words = [str(out), ",".join(layouts), structure]
         command = [sys.executable, "-m", "experiments.scale.device_program", *words]
         address = f"127.0.0.1:{_free_port()}"
         started = [
@@ -108,30 +104,28 @@ def compute(
         for process, text in zip(started, printed, strict=True):
             if process.returncode:
                 raise PartError(f"devices: a process failed: {text[-1500:]}")
+        results: dict[str, dict[str, np.ndarray]] = {}
         with np.load(out) as file:
-            return dict(file)
+            for key, value in file.items():
+                layout, name = key.split("/")
+                results.setdefault(layout, {})[name] = value
+        return results
 
 
 def differences(
-    structures: Sequence[str], results: Mapping[str, np.ndarray]
+    structure: str, results: Mapping[str, Mapping[str, np.ndarray]]
 ) -> list[dict[str, Any]]:
-    """For each structure, layout and kind of result, the largest difference from one device's."""
-    layouts = [name for name in dict.fromkeys(key.split("/")[1] for key in results) if name != ONE]
+    """For each layout and kind of result, the largest difference from one device's."""
     records = []
-    for structure in structures:
-        for layout in layouts:
-            record: dict[str, Any] = {"structure": structure, "layout": layout}
-            record |= dict.fromkeys(WHAT, 0.0)
-            for key, expected in results.items():
-                if not key.startswith(f"{structure}/{ONE}/"):
-                    continue
-                name = key.split("/")[2]
-                actual = results[f"{structure}/{layout}/{name}"]
-                size = max(float(np.max(np.abs(expected))), 1e-3)
-                error = float(np.max(np.abs(actual - expected))) / size
-                what = name.split(" ")[0]
-                record[what] = max(record[what], error)
-            records.append(record)
+    for layout in (name for name in results if name != ONE):
+        record: dict[str, Any] = {"structure": structure, "layout": layout}
+        record |= dict.fromkeys(WHAT, 0.0)
+        for name, expected in results[ONE].items():
+            size = max(float(np.max(np.abs(expected))), 1e-3)
+            error = float(np.max(np.abs(results[layout][name] - expected))) / size
+            what = name.split(" ")[0]
+            record[what] = max(record[what], error)
+        records.append(record)
     return records
 
 

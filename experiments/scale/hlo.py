@@ -155,14 +155,9 @@ def _instruction(row: str) -> Instruction | None:
         for one, several in CALLED.findall(after[len(inside) :])
         for other in ([one] if one else several.split(","))
     ]
-    return Instruction(
-        name,
-        code.group(1),
-        tuple(arrays(before)),
-        tuple(re.findall(r"%([\w.\-]+)", inside)),
-        tuple(called),
-        row.strip(),
-    )
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    results = tuple(arrays(before))
+    return Instruction(name, code.group(1), results, operands, tuple(called), row.strip())
 
 
 def _until_closed(text: str) -> str:

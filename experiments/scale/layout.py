@@ -18,14 +18,18 @@ STACKED = "blocks"  # the name of the module whose arrays have a leading axis
 
 
 class Layout:
-    """Shardings on one mesh; without a mesh, no constraints."""
+    """Shardings on one mesh."""
 
-    def __init__(self, mesh: Mesh | None) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+
+    @classmethod
+    def one_device(cls) -> Layout:
+        """All on the first device."""
+        return cls(mj.parallel.make_mesh(1, 1, devices=jax.devices()[:1]))
 
     def place(self, path: Sequence[Any], shape: tuple[int, ...], fsdp: bool = True) -> Any:
         """The sharding of one parameter."""
-        assert self.mesh is not None
         sizes = dict(self.mesh.shape)
         if STACKED in path:
             spec = mj.parallel.partition_spec(path, shape[1:], sizes, fsdp=fsdp)
@@ -45,7 +49,7 @@ class Layout:
     @property
     def rows(self) -> int:
         """Rows of devices, along which batches are split."""
-        return 1 if self.mesh is None else int(self.mesh.shape["data"])
+        return int(self.mesh.shape["data"])
 
     def for_rows(self, block: Any) -> Any:
         """One block's parameters as every row of devices uses them, (rows, ...).
@@ -56,28 +60,21 @@ class Layout:
 
         def copies(path: Any, leaf: Array) -> Array:
             whole = jnp.broadcast_to(leaf[None], (self.rows, *leaf.shape))
-            if self.mesh is None:
-                return whole
             spec = self.place(names_of(path), leaf.shape, fsdp=False).spec
             place = NamedSharding(self.mesh, PartitionSpec("data", *spec))
             return jax.lax.with_sharding_constraint(whole, place)
 
         def split(path: Any, leaf: Array) -> Array:
-            if self.mesh is None:
-                return leaf
             return jax.lax.with_sharding_constraint(leaf, self.place(names_of(path), leaf.shape))
 
         over = jax.tree_util.tree_map_with_path
         return over(copies, over(split, block))  # so the gradient is sharded as by `split`
 
     def in_chunks(self, fn: Callable[..., Any], weights: Any, batch: Any, count: int) -> Any:
-        """`fn(weights, part)` of `count` parts of a batch in turn, recomputed in the backward pass.
+        """`fn` of one row's weights and of its examples, by `count` parts of a batch in turn.
 
-        Args:
-          fn: of one row's weights and of its examples of one part.
-          weights: from `for_rows`.
-          batch: a pytree of arrays (N, ...), split by rows.
-          count: parts; with the number of rows a divisor of N.
+        `weights` are from `for_rows`, `batch` is a pytree of arrays (N, ...), split by rows; N is a
+        multiple of rows times parts. The parts are recomputed in the backward pass.
         """
 
         def split(leaf: Array) -> Array:
@@ -94,14 +91,10 @@ class Layout:
 
     def moments(self, mean: Array, cov: S) -> tuple[Array, S]:
         """Moments between blocks."""
-        if self.mesh is None:
-            return mean, cov
         return mj.parallel.constrain(mean, cov, self.mesh)
 
     def activations(self, x: Array) -> Array:
         """A plain network's activations between blocks, (N, T, D), as the means lie."""
-        if self.mesh is None:
-            return x
         place = NamedSharding(self.mesh, PartitionSpec("data", None, "model"))
         return jax.lax.with_sharding_constraint(x, place)
 

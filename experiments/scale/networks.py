@@ -28,33 +28,19 @@ PLAIN = "plain"
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A network, and the batch that it is trained with.
+    """A network, and the batch that it is trained with."""
 
-    Args:
-      num_blocks: L.
-      num_features: D.
-      num_heads: H.
-      hidden_features: F, of the feed-forward layers.
-      num_tokens: T, a square for images.
-      num_classes: C.
-      per_row: examples of a batch for each row of devices (the axis `data`).
-      chunks: parts of the batch that go through a block in turn, to bound memory
-      remat: recompute every block in the backward pass.
-      patch: height and width of a patch of an image of three channels; 0 for sequences of words.
-      vocabulary: number of words; 0 for images.
-    """
-
-    num_blocks: int
-    num_features: int
-    num_heads: int
-    hidden_features: int
-    num_tokens: int
-    num_classes: int
-    per_row: int
-    chunks: int = 1
-    remat: bool = True
-    patch: int = 0
-    vocabulary: int = 0
+    num_blocks: int  # L
+    num_features: int  # D
+    num_heads: int  # H
+    hidden_features: int  # F, of the feed-forward layers
+    num_tokens: int  # T, a square for images
+    num_classes: int  # C
+    per_row: int  # examples of a batch for each row of devices (the axis `data`)
+    chunks: int = 1  # parts of the batch that go through a block in turn, to bound memory
+    remat: bool = True  # recompute every block in the backward pass
+    patch: int = 0  # height and width of a patch of an image of three channels; 0 for words
+    vocabulary: int = 0  # number of words; 0 for images
 
     def batch(self, rows: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes of the inputs and labels for this many rows of devices."""
@@ -92,23 +78,12 @@ class Classifier(mj.nn.BayesianModule):
         self.norm = mj.nn.LayerNorm(features, **settings)
         self.head = mj.nn.Dense(features, size.num_classes, rngs=rngs, **settings)
 
-    def __call__(self, inputs: Array, layout: Layout | None = None) -> tuple[Array, Array]:
+    def __call__(self, inputs: Array, layout: Layout) -> tuple[Array, Array]:
         """Images or words of a batch -> means and variances (N, C) of the logits."""
-        layout = Layout(None) if layout is None else layout
         x = inputs if self.patches is None else self.patches(inputs)
-        graph, blocks = nnx.split(self.blocks)
-
-        def through(moments: Any, block: Any) -> Any:
-            def one(weights: Any, part: Any) -> Any:
-                return nnx.merge(graph, weights)(*part)
-
-            weights = layout.for_rows(block)
-            return layout.moments(*layout.in_chunks(one, weights, moments, self.chunks)), None
-
         # Laid out before the positions are added, so that these need not be whole anywhere.
         start = layout.moments(*self.positions(*layout.moments(*self.embed(x))))
-        step = jax.checkpoint(through) if self.remat else through
-        (mean, cov), _ = jax.lax.scan(step, start, blocks)
+        mean, cov = _through_blocks(self, layout, start, lambda moments: layout.moments(*moments))
         pooled, pooled_cov = jax.vmap(mj.mean_pool)(*self.norm(mean, cov))
         logits, logit_cov = self.head(pooled, pooled_cov)
         return logits[:, 0], jax.vmap(lambda one: one.variance())(logit_cov)[:, 0]
@@ -125,23 +100,26 @@ class PlainClassifier(nnx.Module):
         )
         self.blocks = _stack(size, rngs, lambda block: block.mean_network(), {})
 
-    def __call__(self, inputs: Array, layout: Layout | None = None) -> Array:
+    def __call__(self, inputs: Array, layout: Layout) -> Array:
         """Images or words of a batch -> logits (N, C)."""
-        layout = Layout(None) if layout is None else layout
         x = inputs if self.patches is None else self.patches(inputs)
-        graph, blocks = nnx.split(self.blocks)
-
-        def through(x: Array, block: Any) -> Any:
-            def one(weights: Any, part: Array) -> Array:
-                return nnx.merge(graph, weights)(part)
-
-            weights = layout.for_rows(block)
-            return layout.activations(layout.in_chunks(one, weights, x, self.chunks)), None
-
         start = layout.activations(self.positions(layout.activations(self.embed(x))))
-        step = jax.checkpoint(through) if self.remat else through
-        x, _ = jax.lax.scan(step, start, blocks)
+        (x,) = _through_blocks(self, layout, (start,), lambda x: (layout.activations(x),))
         return self.head(self.norm(x).mean(axis=-2))
+
+
+def _through_blocks(network: Any, layout: Layout, start: Any, lay: Callable[[Any], Any]) -> Any:
+    """What comes out of the last block; `lay` lays out what comes out of each."""
+    graph, blocks = nnx.split(network.blocks)
+
+    def one(weights: Any, part: Any) -> Any:
+        return nnx.merge(graph, weights)(*part)
+
+    def through(given: Any, block: Any) -> Any:
+        return lay(layout.in_chunks(one, layout.for_rows(block), given, network.chunks)), None
+
+    step = jax.checkpoint(through) if network.remat else through
+    return jax.lax.scan(step, start, blocks)[0]
 
 
 def _stack(size: Size, rngs: nnx.Rngs, form: Any, settings: dict[str, Any]) -> Any:

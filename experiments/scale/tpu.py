@@ -29,12 +29,7 @@ def installed() -> bool:
 
 
 def run(networks: Sequence[str], structures: Sequence[str]) -> list[dict[str, Any]]:
-    """Compile each step in a separate process, and print its cost.
-
-    Raises:
-      PartError: if a compilation fails, a step of moments takes more than its share of memory or does
-        not fit. The others are done and printed before.
-    """
+    """Compile each step in a separate process, and print its cost; faults are raised at the end."""
     if not installed():
         print(MISSING, flush=True)
         return [{"skipped": "libtpu is not installed"}]

@@ -20,6 +20,8 @@ import jax
 import moment_jax as mj
 from experiments import report
 from experiments.command_line import PartError
+from experiments.scale.devices import VIRTUAL
+from experiments.scale.work import sent
 
 COUNTS = (1, 2, 4, 8)
 GROWTH = 1.02  # what a device's share may grow by
@@ -31,12 +33,7 @@ def run(structures: Sequence[str], counts: Sequence[int] = COUNTS) -> list[dict[
     done = subprocess.run(
         [sys.executable, "-m", "experiments.scale.weak", json.dumps(counts), *structures],
         cwd=Path(__file__).parents[2],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(max(counts)),
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # shares are compared, not times
-        },
+        env={**os.environ, **VIRTUAL, "JAX_NUM_CPU_DEVICES": str(max(counts))},
         capture_output=True,
         text=True,
         check=False,
@@ -58,21 +55,10 @@ def run(structures: Sequence[str], counts: Sequence[int] = COUNTS) -> list[dict[
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
-    return [
-        record["structure"],
-        str(record["devices"]),
-        str(record["batch"]),
-        f"{record['flops'] / 1e9:.4f}",
-        f"{record['memory']['reserved'] / 1e6:.3f}",
-        f"{sent(record) / 1e6:.3f}",
-        f"{record['flops_growth']:.3f}",
-        f"{record['memory_growth']:.3f}",
-    ]
-
-
-def sent(record: dict[str, Any]) -> float:
-    """Bytes that a device sends in a step."""
-    return float(sum(kind["bytes"] for kind in record["collectives"].values()))
+    sizes = record["memory"]["reserved"] / 1e6, sent(record) / 1e6
+    numbers = *sizes, record["flops_growth"], record["memory_growth"]
+    first = [str(record[name]) for name in ("structure", "devices", "batch")]
+    return [*first, f"{record['flops'] / 1e9:.4f}", *(f"{number:.3f}" for number in numbers)]
 
 
 def faults(record: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Operations and memory traffic of a compiled program, and its least time on a chip."""
+"""Operations, memory traffic and collectives of a compiled program, and its least time on a chip."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.scale.hlo import Instruction, Module
 
@@ -16,6 +16,9 @@ FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "iota"}
 )
 FREE |= {"conditional", "call", "after-all", "partition-id", "replica-id", "opt-barrier"}
+# Instructions that send, and how XLA for TPU names a fused reduce-scatter.
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+SCATTERED = "all-reduce-scatter"
 
 
 def matrix_flops(module: Module) -> float:
@@ -41,7 +44,8 @@ def _convolution_flops(line: Instruction, lines: dict[str, Instruction]) -> floa
     inputs, kernels, outputs = re.split("_|->", line.attribute("dim_labels"))
     out = line.results[0].dims
     flops = 2.0 * out[outputs.index("b")] * out[outputs.index("f")] * right[kernels.index("i")]
-    window = _window(line.attribute("window"))
+    given = re.findall(r"(\w+)=([\w\-]+)", line.attribute("window"))
+    window = {key: value.split("x") for key, value in given}
     for i in range(len(inputs) - 2):
         axis = str(i)
         flops *= _pairs(
@@ -51,10 +55,6 @@ def _convolution_flops(line: Instruction, lines: dict[str, Instruction]) -> floa
             {key: values[i] for key, values in window.items()},
         )
     return flops
-
-
-def _window(text: str) -> dict[str, list[str]]:
-    return {key: value.split("x") for key, value in re.findall(r"(\w+)=([\w\-]+)", text)}
 
 
 def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
@@ -140,6 +140,88 @@ def _written(inner: dict[str, Instruction], size: float) -> float:
     return max(size - whole, 0) + parts
 
 
+class Collective(NamedTuple):
+    """One line of a program that sends."""
+
+    kind: str
+    bytes: float  # that a device sends each time
+    times: int
+    group: int  # devices that take part together
+    line: Instruction
+
+
+def collectives(module: Module, devices: int) -> list[Collective]:
+    """All that are run, of more than one device each.
+
+    A device sends (n - 1) / n of the gathered array in a ring of n, as much of what a reduce-scatter
+    takes, and both for an all-reduce.
+    """
+    counts, found = module.counts(), []
+    for name, lines in module.computations.items():
+        for line in lines.values():
+            kind = line.opcode.removesuffix("-start")
+            if kind not in KINDS or name not in counts:
+                continue
+            if kind == "all-reduce" and name.startswith(SCATTERED):
+                kind = "reduce-scatter"
+            group = group_size(line, devices)
+            if group == 1:
+                continue
+            found.append(
+                Collective(kind, _sent(kind, line, lines, group), counts[name], group, line)
+            )
+    return found
+
+
+def _sent(kind: str, line: Instruction, lines: dict[str, Instruction], group: int) -> float:
+    taken = sum(lines[name].bytes for name in line.operands if name in lines)
+    share = (group - 1) / group
+    if kind == "all-gather":
+        return taken * (group - 1)
+    if kind == "all-reduce":
+        return 2 * taken * share
+    return float(taken) if kind == "collective-permute" else taken * share
+
+
+def group_size(line: Instruction, devices: int) -> int:
+    """How many devices take part in a collective together."""
+    text = line.text
+    if line.opcode.startswith("collective-permute"):
+        return 2
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
+    if listed:
+        return len(listed.group(1).split(","))
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", text)
+    if counted:
+        return int(counted.group(2))
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
+    if named:
+        sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+        # An axis may be divided, as 'axis_0':(1)4, and then four of it take part.
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named.group(2))
+        return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
+    return devices
+
+
+def by_kind(found: list[Collective]) -> dict[str, dict[str, float]]:
+    """Lines, runs and bytes sent by a device, for each kind."""
+    table = {}
+    for kind in KINDS:
+        own = [one for one in found if one.kind == kind]
+        if own:
+            table[kind] = {
+                "lines": len(own),
+                "runs": sum(one.times for one in own),
+                "bytes": sum(one.times * one.bytes for one in own),
+            }
+    return table
+
+
+def sent(record: Mapping[str, Any]) -> float:
+    """Bytes that a device sends in a step."""
+    return float(sum(kind["bytes"] for kind in record["collectives"].values()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """Peaks of one chip."""
@@ -162,11 +244,10 @@ def roofline(record: Mapping[str, Any], chip: Chip = V5E) -> dict[str, Any]:
     each of the three runs at its peak all the time. "Overlapped": all three at once, so that the slowest
     counts. "In turn": none overlaps another.
     """
-    sent = sum(kind["bytes"] for kind in record["collectives"].values())
     seconds = {
         "matrix products": record["flops"] / chip.flops,
         "memory": record["hbm_bytes"] / chip.hbm,
-        "links": sent / chip.link,
+        "links": sent(record) / chip.link,
     }
     ideal = record["model_flops"] / chip.flops
     bound = max(seconds, key=lambda name: seconds[name])

@@ -176,14 +176,10 @@ def _sampled(
     """The analytic forecast beside that of sampled networks, on some of the test windows."""
     chosen = np.unique(np.linspace(0, len(parts.test.origin) - 1, NUM_SAMPLED).round().astype(int))
     forecast, parameter_sd = analytic
-    return forecast_training.against_samples(
-        network,
-        parts.test.part(chosen),
-        (forecast.part(chosen), parameter_sd[chosen]),
-        scale,
-        jax.random.key(args.seed + 2),
-        args.samples,
-    )
+    some = forecast.part(chosen), parameter_sd[chosen]
+    key = jax.random.key(args.seed + 2)
+    part = parts.test.part(chosen)
+    return forecast_training.against_samples(network, part, some, scale, key, args.samples)
 
 
 def _figure(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:

@@ -74,15 +74,9 @@ class Forecaster(mj.nn.Composite):
         width, num_inputs = size.num_features, 2 + num_calendar
         self.source = mj.nn.Dense(num_inputs, width, rngs=rngs, **settings)
         self.target = mj.nn.Dense(num_inputs, width, rngs=rngs, **settings)
+        blocks = {"hidden_features": size.hidden_features, "norm_first": True, "activation": "gelu"}
         self.transformer = mj.nn.Transformer(
-            width,
-            size.num_heads,
-            size.num_blocks,
-            norm_first=True,
-            hidden_features=size.hidden_features,
-            activation="gelu",
-            rngs=rngs,
-            **settings,
+            width, size.num_heads, size.num_blocks, rngs=rngs, **settings | blocks
         )
         self.head = mj.nn.Dense(width, 2, rngs=rngs, **settings)
         self.linear = mj.nn.Dense(2 * DAY, DAY, use_bias=False, rngs=rngs, **settings)
@@ -91,13 +85,8 @@ class Forecaster(mj.nn.Composite):
     def __call__(self, changes: Array, source: Array, target: Array) -> tuple[Array, Array]:
         """Moments of change and log noise variance, in units of the scale of `data.tokens`.
 
-        Args:
-          changes: (N, 24, 2), certain.
-          source: (N, 24, C), what is known about the last hours.
-          target: (N, 24, C), what is known about the hours to come.
-
-        Returns:
-          Mean (N, 24, 2), and each hour's own covariance (N, 24, 2, 2).
+        Of changes (N, 24, 2), and what is known about the last hours and those to come, (N, 24, C): the
+        mean (N, 24, 2), and each hour's own covariance (N, 24, 2, 2).
         """
         known, known_cov = self.source(jnp.concatenate([changes, source], axis=-1))
         wanted, wanted_cov = self.target(jnp.concatenate([changes, target], axis=-1))
@@ -105,7 +94,5 @@ class Forecaster(mj.nn.Composite):
         straight, straight_cov = self.linear(changes.reshape(-1, 1, 2 * DAY))
         variance = jax.vmap(lambda each: each.variance())(straight_cov)
         blocks = jax.vmap(lambda each: each.token_blocks())(cov)
-        return (
-            mean.at[..., 0].add(straight[:, 0]),
-            blocks.at[..., 0, 0].add(variance[:, 0]),
-        )
+        mean = mean.at[..., 0].add(straight[:, 0])
+        return mean, blocks.at[..., 0, 0].add(variance[:, 0])

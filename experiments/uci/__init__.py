@@ -19,10 +19,9 @@ from experiments.classify.scores import summary
 from experiments.command_line import InputError, Parser, writable_folder
 from experiments.outputs import write_json
 from experiments.report import aligned
-from experiments.uci import splits
-from experiments.uci.files import RegressionSet, read_sets
 from experiments.uci.methods import METHODS
 from experiments.uci.networks import NETWORKS
+from experiments.uci.sets import RegressionSet, held_out, read_sets, whole
 from experiments.uci.training import Budget, Trained, choose_and_fit
 
 NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
@@ -72,7 +71,7 @@ def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict
     """Every method's scores on every split."""
     budget = Budget(args.steps, args.batch_size)
     network = NETWORKS[args.network](given.x.shape[1], NOISES[noise])
-    parts = splits.held_out(given, args.seed), splits.whole(given)
+    parts = held_out(given, args.seed), whole(given)
     results = {}
     for kind in dict.fromkeys(args.methods):
         method = METHODS[kind](network)

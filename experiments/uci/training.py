@@ -12,7 +12,7 @@ import numpy as np
 from experiments.side_by_side import SideBySide
 from experiments.uci.methods import Method, Setting
 from experiments.uci.networks import Params
-from experiments.uci.splits import Rows, Splits, mean_over_rows
+from experiments.uci.sets import Rows, Splits, mean_over_rows
 
 Array = jax.Array
 

@@ -77,11 +77,11 @@ def test_the_bayesian_network_is_causal_and_its_mean_is_the_plain_one():
     np.testing.assert_array_equal(variance[0, :4], variance[1, :4])
     assert np.abs(mean[0, 4:] - mean[1, 4:]).max() > 0
     assert (np.asarray(variance) > 0).all()
-    logits = network.plain()(tokens)
+    logits = network.mean_network()(tokens)
     assert np.abs(mean - logits).max() < 0.1 * np.abs(logits).max()
     twin = language_model.bayesian_network(5, "Diagonal", 1)
-    twin.load(network.plain())
-    np.testing.assert_array_equal(twin.plain()(tokens), logits)
+    twin.load(network.mean_network())
+    np.testing.assert_array_equal(twin.mean_network()(tokens), logits)
 
 
 def test_auroc_and_the_cutting_of_scores():

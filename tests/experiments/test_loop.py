@@ -1,5 +1,6 @@
 """The training loop: resumed is unbroken, bad checkpoints are refused, lost processes start again."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ pytest.importorskip("orbax.checkpoint")
 
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.loop import Layout, Order, Saving, fit, store, supervise, supervisor
-from experiments.loop.reader import Reader
+from experiments.loop.job import Reader
 from experiments.loop.records import EVENTS, METRICS, Metrics, read_lines
 from experiments.loop.run import Preemption
 from experiments.loop.state import digest
@@ -154,9 +155,9 @@ def test_metrics_go_on_where_the_run_does(tmp_path):
 
 
 def test_an_epoch_reads_every_example_once():
-    arrays = (np.arange(12),)
     mesh = Layout().mesh()
-    reader = Reader(arrays, batch_size=4, accumulate=2, seed=0, mesh=mesh)
+    given = dataclasses.replace(job({}), arrays=(np.arange(12),), batch_size=4, accumulate=2)
+    reader = Reader(given, mesh)
     batches = [np.asarray(reader.next()[0]) for _ in range(6)]
     assert batches[0].shape == (2, 2)
     for epoch in (batches[:3], batches[3:]):
@@ -164,7 +165,7 @@ def test_an_epoch_reads_every_example_once():
     reader.position = 8
     np.testing.assert_array_equal(reader.next()[0], batches[2])
     with pytest.raises(InputError, match="smaller --batch-size"):
-        Reader(arrays, batch_size=16, accumulate=1, seed=0, mesh=mesh)
+        Reader(dataclasses.replace(given, batch_size=16), mesh)
 
 
 def test_sigterm_in_one_process_is_noticed():

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,11 +13,7 @@ from experiments.optimizers import methods as optimizer_methods
 from experiments.optimizers import tasks as optimizer_tasks
 from experiments.optimizers.runs import LAST_UPDATES, Course, Training
 
-
-@pytest.fixture(autouse=True)
-def settings_of_a_user():
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 @pytest.mark.slow

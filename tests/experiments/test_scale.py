@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.__main__ import main
-from experiments.scale import collectives, devices, export, hlo, tpu, weak, work
+from experiments.scale import devices, export, hlo, tpu, weak, work
 from experiments.scale.layout import Layout
 from experiments.scale.networks import PLAIN, SIZES, make_step
 from experiments.scale.work import Chip, roofline
@@ -79,8 +79,8 @@ def test_loops_count_as_often_as_they_run():
 
 
 def test_collectives_by_kind():
-    found = collectives.collectives(hlo.parse(PROGRAM), 8)
-    kinds = collectives.by_kind(found)
+    found = work.collectives(hlo.parse(PROGRAM), 8)
+    kinds = work.by_kind(found)
     assert kinds["all-gather"] == {"lines": 1, "runs": 5, "bytes": 5 * 128}
     assert kinds["reduce-scatter"] == {"lines": 1, "runs": 5, "bytes": 5 * 256 / 2}
     assert kinds["all-reduce"] == {"lines": 1, "runs": 1, "bytes": 2 * 256 * 3 / 4}
@@ -100,7 +100,7 @@ def test_who_takes_part(groups, size):
     line = hlo.Instruction(
         "x", "all-reduce", (), (), (), f"%x = f32[] all-reduce(%y), {groups}, a=1"
     )
-    assert collectives.group_size(line, 8) == size
+    assert work.group_size(line, 8) == size
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_step_in_chunks_is_the_step():
     keys = jax.random.split(jax.random.key(0), 3)
 
     def loss(size):
-        step = make_step(size, PLAIN, Layout(None))
+        step = make_step(size, PLAIN, Layout.one_device())
         params, moments = step.state
         params = jax.tree.map(lambda x: 0.1 * jax.random.normal(keys[0], x.shape, x.dtype), params)
         moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), moments)
@@ -205,8 +205,10 @@ def test_what_a_tpu_record_must_not_say():
 
 
 def test_differences_are_relative_to_the_largest_entry():
-    results = {"S/1x1/gradient 0": np.array([0.0, 2.0]), "S/2x1/gradient 0": np.array([0.1, 2.0])}
-    (record,) = devices.differences(["S"], results)
+    results = {
+        layout: {"gradient 0": np.array([x, 2.0])} for layout, x in {"1x1": 0, "2x1": 0.1}.items()
+    }
+    (record,) = devices.differences("S", results)
     assert record["gradient"] == pytest.approx(0.05)
     assert record["loss"] == 0
 

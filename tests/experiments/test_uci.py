@@ -11,8 +11,7 @@ pytest.importorskip("tqdm")
 
 from experiments import draws, uci
 from experiments.__main__ import main
-from experiments.uci import methods, networks, predictive, splits, training
-from experiments.uci.files import read_sets
+from experiments.uci import methods, networks, predictive, sets, training
 from experiments.uci.networks import Perceptron
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
@@ -29,13 +28,13 @@ def arrays(rows=40, count=2):
 
 def test_parts_are_standardised_by_the_training_rows_and_constants_vanish(tmp_path):
     np.savez(tmp_path / "a.npz", **arrays())
-    (given,) = read_sets(tmp_path, None, 2)
-    parts = splits.whole(given)
+    (given,) = sets.read_sets(tmp_path, None, 2)
+    parts = sets.whole(given)
     np.testing.assert_allclose(parts.train.x[..., [0, 2]].mean(axis=1), 0, atol=1e-6)
     np.testing.assert_allclose(parts.train.y.std(axis=1), 1, atol=1e-6)
     assert not parts.train.x[..., 1].any()
     assert not parts.test.x[..., 1].any()
-    validation = splits.held_out(given, seed=0)
+    validation = sets.held_out(given, seed=0)
     assert validation.train.weight.sum() + validation.test.weight.sum() == 2 * 32
     assert validation.train.x.shape == parts.train.x.shape
 
