@@ -12,13 +12,6 @@ import pytest
 jax.config.update("jax_enable_x64", True)
 # Most of the time goes into compiling many tiny programs.
 jax.config.update("jax_disable_most_optimizations", True)
-# jax 0.10, the last for Python 3.11, has two emitters of fused loops. The older one compiles in half the
-# time. Later releases have only the newer one; `.ci/run` tests with it too.
-OLDER_EMITTER = jax.__version_info__[:2] == (0, 10)
-if OLDER_EMITTER:
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
-    )
 
 # Tracing allocates many long-lived objects. Collecting garbage less often saves about a tenth of the CPU
 # time.

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from moment_jax.xla import (
     diagonal_matrix,
@@ -77,15 +78,19 @@ def _gram(rows: Array, metric: Array | None) -> Array:
     return under(rows, metric) @ rows.T
 
 
-@_gram.defjvp
 def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
     """The derivative is half + half^T, which saves one product of two or of four in a gradient."""
     (rows, metric), (change, metric_change) = primals, tangents
-    half = under(change, metric)
-    if metric is not None:
-        half = half + 0.5 * under(rows, metric_change)
-    half = half @ rows.T
+    halves = []
+    if not isinstance(change, SymbolicZero):
+        halves.append(under(change, metric))
+    if metric is not None and not isinstance(metric_change, SymbolicZero):
+        halves.append(0.5 * under(rows, metric_change))
+    half = sum(halves[1:], halves[0]) @ rows.T
     return _gram(rows, metric), materialized(half + half.T)
+
+
+_gram.defjvp(_gram_jvp, symbolic_zeros=True)
 
 
 def vector_variance(cov: Array) -> Array:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 
 Array = jax.Array
@@ -53,13 +55,16 @@ def _is_float(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _on_cpu(*arrays: Array) -> tuple[Array, ...]:
-    always = jax.lax.optimization_barrier(jnp.bool_(True))
-    return jax.lax.cond(always, lambda *x: x, _hidden, *arrays)
-
-
-def _hidden(*arrays: Array) -> tuple[Array, ...]:
-    return tuple(jax.lax.optimization_barrier(array) for array in arrays)
+def _on_cpu(_context: Any, *arrays: ir.Value) -> Sequence[ir.Value]:
+    always: Any = stablehlo.optimization_barrier([mlir.ir_constant(np.bool_(True))])
+    branches = stablehlo.IfOp([array.type for array in arrays], always)
+    with ir.InsertionPoint(branches.true_branch.blocks.append()):
+        stablehlo.return_(arrays)
+    with ir.InsertionPoint(branches.false_branch.blocks.append()):
+        hidden: Any = stablehlo.optimization_barrier(arrays)
+        stablehlo.return_([hidden] if len(arrays) == 1 else hidden)
+    results: Sequence[ir.Value] = branches.results
+    return results
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
@@ -84,7 +89,7 @@ ad.primitive_jvps[_store] = _jvp
 ad.primitive_transposes[_store] = _transpose
 batching.primitive_batchers[_store] = lambda arrays, axes: (_store.bind(*arrays), axes)
 mlir.register_lowering(_store, lambda context, *arrays: arrays)
-mlir.register_lowering(_store, mlir.lower_fun(_on_cpu, multiple_results=True), platform="cpu")
+mlir.register_lowering(_store, _on_cpu, platform="cpu")
 
 
 def materialized_inputs(transform: Callable[P, R]) -> Callable[P, R]:

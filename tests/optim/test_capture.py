@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.conftest import OLDER_EMITTER
 from tests.optim.networks import (
     CLASSES,
     FEATURES,
@@ -32,10 +31,9 @@ PLAIN = nnx.jit(nnx.value_and_grad(lambda model, *batch: classify(model, *batch)
 
 
 def same(left, right):
-    """To the bit; the older emitter rounds a sum by what is fused with it, so there to the last bits."""
+    """To the bit."""
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        last_bits = 16 * jnp.finfo(a.dtype).eps if OLDER_EMITTER else 0
-        np.testing.assert_allclose(a, b, rtol=last_bits, atol=last_bits)
+        np.testing.assert_array_equal(a, b)
 
 
 def close(left, right):

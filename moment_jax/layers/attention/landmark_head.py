@@ -198,8 +198,9 @@ class LandmarkTerm(NamedTuple):
     ) -> LandmarkTerm:
         """Build from the weights W (T, S) and their `reach`, W P."""
         at, few = products.at, weights[products.at]
-        own = 0.5 * term.keys.diagonal()
-        contrasts = term.keys.dense() - own[:, None] - own[None, :]
+        keys = term.keys.dense()
+        own = 0.5 * rows_diagonal(keys)
+        contrasts = keys - own[:, None] - own[None, :]
         pulled = term.keys.averaged(weights, reach) - (weights @ own)[:, None] - own[None, :]
         right = (contrasts * products.values) @ few.T - (pulled[at] * products.crossed[at]).T
         meeting = weights @ right - (pulled * products.crossed) @ few.T

@@ -27,7 +27,13 @@ from moment_jax.layers.attention.values import ValueNoise
 from moment_jax.layers.params import DenseParams
 from moment_jax.layers.seen import pool_scores
 from moment_jax.posterior import Point
-from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, rows_diagonal, split_by_tokens
+from moment_jax.xla import (
+    diagonal_matrix,
+    diagonal_of,
+    materialized,
+    rows_diagonal,
+    split_by_tokens,
+)
 
 Array = jax.Array
 
