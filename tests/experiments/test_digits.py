@@ -142,15 +142,15 @@ class Command:
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
     options = ["--plain-steps", "1000000000", "--out", str(tmp_path / "run")]
     first = Command(*options)
-    first.says("plain network: 0 of")
-    first.says("plain network: ")  # so it trains by now
+    first.says("plain network, seed 0: 0 of")
+    first.says("plain network, seed 0: ")  # so it trains by now
     first.press()
     first.says("press Ctrl-C again")
     status, said = first.end()
     assert status == 130
     (step,) = re.findall(r"stopped after update (\d+) .*--resume", said)
     second = Command(*options, "--resume")
-    second.says(f"plain network: {step} of")  # and now it compiles: there is nothing to save
+    second.says(f"plain network, seed 0: {step} of")  # and now it compiles: there is nothing to save
     second.press()
     status, said = second.end()
     assert status == 130
