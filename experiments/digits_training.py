@@ -149,7 +149,7 @@ class Training(NamedTuple):
 
     name: str
     graph: Any
-    params: Any  # of the first seed
+    params: Any  # their shapes, to compile for
     task: Task
     settings: dict[str, Any]  # of a checkpoint
 
@@ -161,7 +161,12 @@ class Training(NamedTuple):
 
     def compile(self) -> Compiled:
         """The programs, for all seeds."""
-        return self.task.compile(self.task.start(self.params, jax.random.key(0)))
+        return self.task.compile(self.start())
+
+    def start(self) -> TrainState:
+        """The shapes of a state."""
+        state: TrainState = jax.eval_shape(self.task.start, self.params, jax.random.key(0))
+        return state
 
     def fit(
         self, args: argparse.Namespace, params: Any, seed: int, key: int, save_every: int,
@@ -178,7 +183,7 @@ class Training(NamedTuple):
 
 def plain(args: argparse.Namespace, digits: Digits) -> Training:
     """The plain network and its training."""
-    graph, params = nnx.split(plain_network(args.seed))
+    graph, params = nnx.split(nnx.eval_shape(lambda: plain_network(args.seed)))
     options: dict[str, Any] = {
         "num_steps": args.plain_steps,
         "batch_size": min(args.batch_size, digits.train.labels.size),
@@ -190,7 +195,7 @@ def plain(args: argparse.Namespace, digits: Digits) -> Training:
 
 def bayesian(args: argparse.Namespace, digits: Digits) -> Training:
     """The Bayesian network and its training."""
-    graph, params = nnx.split(_network(args, args.seed))
+    graph, params = nnx.split(nnx.eval_shape(lambda: _network(args, args.seed)))
     options: dict[str, Any] = {
         "num_steps": args.steps,
         "batch_size": min(args.batch_size, digits.train.labels.size),
@@ -257,10 +262,9 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
             f"{run_folder} holds no finished run of the main job ({error}); make one by "
             f"python -m experiments digits --out {run_folder}"
         ) from error
-    start = training.task.start(training.params, jax.random.key(args.seed + 1))
     folder = run_folder / "checkpoints" / training.name / f"seed_{args.seed}"
     with Checkpoints(folder, {"seed": args.seed, **training.settings}, resume=True) as store:
-        state = store.restore(start)
+        state = store.restore(training.start())
     if state is None:
         raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
     return training.network(state.params), digits
