@@ -124,7 +124,7 @@ class Programs(NamedTuple):
 def _compile(
     args: argparse.Namespace, plain: Training, bayesian: Training, num_drawn: int
 ) -> Programs:
-    """Compile in the background: the Bayesian training while the plain networks train."""
+    """Compile in the background: the plain training, and beside it the others, in the order of use."""
 
     def predictors() -> tuple[Any, Any, Any]:
         key = jax.random.key(0)
@@ -139,7 +139,7 @@ def _compile(
 
     first, second = Background(), Background()
     return Programs(
-        first.start(plain.compile), second.start(bayesian.compile), first.start(predictors)
+        first.start(plain.compile), second.start(bayesian.compile), second.start(predictors)
     )
 
 
