@@ -80,12 +80,15 @@ def run(args: argparse.Namespace) -> None:
     programs = _compile(args, plain, bayesian, len(images))
     # The two cheap predictors also see all rotated test images.
     every = np.concatenate([images, *(_turn(digits.test.images, a, digits) for a in TEST_ANGLES)])
+    # All plain networks first, while the Bayesian program is compiled.
+    seeds = range(args.seed, args.seed + args.seeds)
+    plains = [digits_training.train_plain(args, plain, programs.plain, seed) for seed in seeds]
+    starts = {seed: plain.network(means) for seed, (means, _) in zip(seeds, plains, strict=True)}
+    bayesians = digits_training.train_bayesian(args, bayesian, programs.bayesian, starts)
     records = []
-    for seed in range(args.seed, args.seed + args.seeds):
-        means, plain_seconds = digits_training.train_plain(args, plain, programs.plain, seed)
-        params, seconds = digits_training.train_bayesian(
-            args, bayesian, programs.bayesian, seed, plain.network(means)
-        )
+    for seed, (means, plain_seconds), (params, seconds) in zip(
+        seeds, plains, bayesians, strict=True
+    ):
         results, sweeps, each = _predict(args, programs, seed, (means, params), images, every)
         records.append({
             "seconds": {"plain": plain_seconds, "bayesian": seconds},
@@ -121,7 +124,7 @@ class Programs(NamedTuple):
 def _compile(
     args: argparse.Namespace, plain: Training, bayesian: Training, num_drawn: int
 ) -> Programs:
-    """Compile in the background, in the order of use."""
+    """Compile in the background: the plain training, and beside it the others, in the order of use."""
 
     def predictors() -> tuple[Any, Any, Any]:
         key = jax.random.key(0)
@@ -134,8 +137,10 @@ def _compile(
             predictions.compiled(drawn, bayesian.params, num_drawn, key),
         )
 
-    start = Background().start
-    return Programs(start(plain.compile), start(bayesian.compile), start(predictors))
+    first, second = Background(), Background()
+    return Programs(
+        first.start(plain.compile), second.start(bayesian.compile), second.start(predictors)
+    )
 
 
 def _turned(digits: Digits) -> tuple[np.ndarray, int]:

@@ -22,7 +22,8 @@ from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
 from experiments.data import Digits
 from experiments.schedules import clipped_adam
-from experiments.training import Compiled, Report, Task, TrainState, fit_saved
+from experiments.stopping import StopRequest
+from experiments.training import Compiled, Report, Task, TrainState, fit_saved, together
 
 Array = jax.Array
 
@@ -148,7 +149,7 @@ class Training(NamedTuple):
 
     name: str
     graph: Any
-    params: Any  # of the first seed
+    params: Any  # their shapes, to compile for
     task: Task
     settings: dict[str, Any]  # of a checkpoint
 
@@ -160,23 +161,29 @@ class Training(NamedTuple):
 
     def compile(self) -> Compiled:
         """The programs, for all seeds."""
-        return self.task.compile(self.task.start(self.params, jax.random.key(0)))
+        return self.task.compile(self.start())
+
+    def start(self) -> TrainState:
+        """The shapes of a state."""
+        state: TrainState = jax.eval_shape(self.task.start, self.params, jax.random.key(0))
+        return state
 
     def fit(
         self, args: argparse.Namespace, params: Any, seed: int, key: int, save_every: int,
-        compiled: Callable[[], Compiled],
+        compiled: Callable[[], Compiled], request: StopRequest | None = None,
     ) -> TrainState:  # fmt: skip
         """Train from `params`; the random key is that of `seed` + `key`."""
         own = argparse.Namespace(**{**vars(args), "seed": seed})
-        name = f"{self.name}/seed_{seed}"
+        task = dataclasses.replace(self.task, name=f"{self.task.name}, seed {seed}")
         return fit_saved(
-            self.task, params, own, name, self.settings, seed + key, save_every, compiled
-        )
+            task, params, own, f"{self.name}/seed_{seed}", self.settings, seed + key, save_every,
+            compiled, request,
+        )  # fmt: skip
 
 
 def plain(args: argparse.Namespace, digits: Digits) -> Training:
     """The plain network and its training."""
-    graph, params = nnx.split(plain_network(args.seed))
+    graph, params = nnx.split(nnx.eval_shape(lambda: plain_network(args.seed)))
     options: dict[str, Any] = {
         "num_steps": args.plain_steps,
         "batch_size": min(args.batch_size, digits.train.labels.size),
@@ -188,7 +195,7 @@ def plain(args: argparse.Namespace, digits: Digits) -> Training:
 
 def bayesian(args: argparse.Namespace, digits: Digits) -> Training:
     """The Bayesian network and its training."""
-    graph, params = nnx.split(_network(args, args.seed))
+    graph, params = nnx.split(nnx.eval_shape(lambda: _network(args, args.seed)))
     options: dict[str, Any] = {
         "num_steps": args.steps,
         "batch_size": min(args.batch_size, digits.train.labels.size),
@@ -222,15 +229,25 @@ def train_bayesian(
     args: argparse.Namespace,
     training: Training,
     compiled: Callable[[], Compiled],
-    seed: int,
-    plain: mj.nn.PlainVisionTransformer,
-) -> tuple[Any, float]:
-    """Start at the trained plain network's weights, with small spreads, and maximise the ELBO."""
-    network = _network(args, seed)
-    network.load(plain)
-    start = time.perf_counter()
-    state = training.fit(args, nnx.state(network), seed, 1, args.save_every, compiled)
-    return state.params, time.perf_counter() - start
+    starts: dict[int, mj.nn.PlainVisionTransformer],
+) -> list[tuple[Any, float]]:
+    """Start at the trained plain networks' weights, with small spreads, and maximise the ELBO.
+
+    The seeds of `starts` train at the same time; of each the parameters, and the seconds, of waiting
+    for the program too.
+    """
+
+    def train(seed: int, request: StopRequest) -> tuple[Any, float]:
+        start = time.perf_counter()
+        every = args.save_every
+        state = training.fit(args, params[seed], seed, 1, every, compiled, request)
+        return state.params, time.perf_counter() - start
+
+    networks = {seed: _network(args, seed) for seed in starts}
+    for seed, network in networks.items():
+        network.load(starts[seed])
+    params = {seed: nnx.state(network) for seed, network in networks.items()}
+    return together([partial(train, seed) for seed in starts], compiled)
 
 
 def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
@@ -245,10 +262,9 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
             f"{run_folder} holds no finished run of the main job ({error}); make one by "
             f"python -m experiments digits --out {run_folder}"
         ) from error
-    start = training.task.start(training.params, jax.random.key(args.seed + 1))
     folder = run_folder / "checkpoints" / training.name / f"seed_{args.seed}"
     with Checkpoints(folder, {"seed": args.seed, **training.settings}, resume=True) as store:
-        state = store.restore(start)
+        state = store.restore(training.start())
     if state is None:
         raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
     return training.network(state.params), digits

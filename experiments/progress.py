@@ -41,7 +41,9 @@ class Progress:
         if self.lines:
             self.since = time.monotonic()
             words = [f"{self.name}: {self.done} of {self.total} {self.unit}s", self.figures]
-            print("; ".join(filter(None, words)), file=sys.stderr, flush=True)
+            # In one piece, for several loops may write at the same time.
+            sys.stderr.write("; ".join(filter(None, words)) + "\n")
+            sys.stderr.flush()
 
     def __enter__(self) -> Self:
         return self

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.background import Background
 from experiments.checkpoints import Checkpoints
 from experiments.progress import Progress
 from experiments.stopping import StopRequest
 
 Array = jax.Array
+T = TypeVar("T")
 Params = Any
 Report = dict[str, Array]
 Loss = Callable[[Params, Array, Array], tuple[Array, Report]]
@@ -108,6 +111,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     save_every: int = 1,
     compiled: Callable[[], Compiled] | None = None,
+    request: StopRequest | None = None,
 ) -> TrainState:
     """Train, from the latest checkpoint if there is one.
 
@@ -119,6 +123,7 @@ def fit(
       save_every: updates between checkpoints.
       compiled: gives the programs, from a thread that compiles them or from the fit of another seed;
         None to compile them.
+      request: to stop, heard elsewhere (see `together`); None to listen here.
 
     Returns:
       The state after `task.num_steps` updates.
@@ -136,7 +141,8 @@ def fit(
     with Progress(task.name, task.num_steps, initial=first) as progress:
         # Compile first: there is nothing yet that Ctrl-C would have to save.
         update, keep_best = compiled() if compiled else task.compile(state)
-        with StopRequest(*([] if checkpoints is None else [signal.SIGINT])) as request:
+        own = StopRequest(*([] if checkpoints is None else [signal.SIGINT]))
+        with own if request is None else nullcontext(request) as request:
             for step in range(first + 1, task.num_steps + 1):
                 state, report = update(state)
                 last = step == task.num_steps
@@ -166,8 +172,41 @@ def fit_saved(
     seed: int,
     save_every: int,
     compiled: Callable[[], Compiled] | None = None,
+    request: StopRequest | None = None,
 ) -> TrainState:
     """`fit` from `params`, with checkpoints in a folder `name` below --out, as --resume says."""
     settings = {"seed": args.seed, **settings}
     with Checkpoints(args.out / "checkpoints" / name, settings, resume=args.resume) as store:
-        return fit(task, task.start(params, jax.random.key(seed)), store, save_every, compiled)
+        start = task.start(params, jax.random.key(seed))
+        return fit(task, start, store, save_every, compiled, request)
+
+
+def together(
+    fits: Sequence[Callable[[StopRequest], T]], compiled: Callable[[], Compiled]
+) -> list[T]:
+    """Several fits at the same time, of one program: small updates leave cores idle.
+
+    Each has a thread, and is given the request to stop, which only the main thread hears. Where one
+    fails, the others stop as after Ctrl-C, and its error is raised.
+    """
+    request = StopRequest(signal.SIGINT)
+
+    def guarded(one: Callable[[StopRequest], T]) -> T:
+        try:
+            return one(request)
+        except BaseException:
+            request.received = signal.SIGINT
+            raise
+
+    running = [Background().start(partial(guarded, one)) for one in fits]
+    compiled()  # there is nothing yet that Ctrl-C would have to save
+    results, errors = [], []
+    with request:
+        for result in running:
+            try:
+                results.append(result())
+            except BaseException as error:
+                errors.append(error)
+    if errors:  # those that were only stopped come last
+        raise min(errors, key=lambda error: isinstance(error, KeyboardInterrupt))
+    return results

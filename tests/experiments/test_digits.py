@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
 from experiments.digits_training import trained as of_main_job
 from experiments.outputs import whole_file, write_json
-from experiments.training import Task, fit
+from experiments.training import Task, fit, together
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ("doubt.png", "reliability.png", "rotation.png", "spread.png")
@@ -108,6 +109,43 @@ def test_ctrl_c_is_waited_for_and_the_update_saved(tmp_path, monkeypatch, capfd)
         np.testing.assert_array_equal(left, right)
 
 
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail():
+    raise ValueError("no memory")
+
+
+@pytest.mark.usefixtures("on_a_terminal")
+@pytest.mark.parametrize(
+    ("happens", "error", "words"),
+    [(press, KeyboardInterrupt, "stopped after update"), (fail, ValueError, "no memory")],
+)
+def test_ctrl_c_or_an_error_stops_all_that_train_together(tmp_path, happens, error, words):
+    task = small_task(10**9)
+    # Updates donate all of a state.
+    starts = [task.start({"w": jnp.zeros(3)}, jax.random.key(seed)) for seed in range(2)]
+    program = task.compile(starts[0])
+
+    def update(state):
+        if int(state.step) == 200:
+            happens()
+        return program.update(state)
+
+    def train(name, start, update, request):
+        with Checkpoints(tmp_path / name, {}, resume=False) as store:
+            compiled = program._replace(update=update)
+            return fit(task, start, store, 10**9, lambda: compiled, request)
+
+    one = partial(train, "one", starts[0], update)
+    other = partial(train, "other", starts[1], program.update)
+    with pytest.raises(error, match=words):
+        together([one, other], lambda: program)
+    saved = {path.parent.name for path in tmp_path.glob("*/*") if path.name.isdigit()}
+    assert saved >= ({"other"} if happens is fail else {"one", "other"})
+
+
 class Command:
     """The main job in a process of its own, for so long; its standard error is read as it comes."""
 
@@ -115,7 +153,9 @@ class Command:
 
     def __init__(self, *options):
         command = [sys.executable, "-m", "experiments", "digits", *options]
-        fresh = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # nothing of the user's
+        # Nothing of the user's, and quickly compiled.
+        settings = {"JAX_ENABLE_COMPILATION_CACHE": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        fresh = {**os.environ, **settings}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=fresh, stderr=subprocess.PIPE, text=True
         )
@@ -140,17 +180,19 @@ class Command:
 
 @pytest.mark.usefixtures("on_a_terminal")
 def test_ctrl_c_in_a_process_of_its_own(tmp_path):
-    options = ["--plain-steps", "1000000000", "--out", str(tmp_path / "run")]
+    options = ["--plain-steps", "1000000000", "--structure", "Diagonal"]
+    options += ["--out", str(tmp_path / "run")]
     first = Command(*options)
-    first.says("plain network: 0 of")
-    first.says("plain network: ")  # so it trains by now
+    first.says("plain network, seed 0: 0 of")
+    first.says("plain network, seed 0: ")  # so it trains by now
     first.press()
     first.says("press Ctrl-C again")
     status, said = first.end()
     assert status == 130
     (step,) = re.findall(r"stopped after update (\d+) .*--resume", said)
     second = Command(*options, "--resume")
-    second.says(f"plain network: {step} of")  # and now it compiles: there is nothing to save
+    second.says(f"plain network, seed 0: {step} of")
+    # And now it compiles: there is nothing to save.
     second.press()
     status, said = second.end()
     assert status == 130
