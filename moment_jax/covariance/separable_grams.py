@@ -103,6 +103,7 @@ class FeatureGram(NamedTuple):
         basis = self.basis.rows @ kernel
         whole = gram(basis.T, self.inner)
         if self.diagonal is not None:
+            # Stored, since a batch's derivatives by it are summed before they are transposed.
             whole = whole + gram(materialized(kernel.T), self.diagonal)
         return FeatureGram(whole, reached=basis)
 
