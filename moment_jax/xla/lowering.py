@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 Array = jax.Array
 P = ParamSpec("P")
@@ -82,11 +82,24 @@ def _store_nonzero(tangents: Sequence[Any]) -> list[Any]:
     return [tangent if isinstance(tangent, ad.Zero) else next(stored) for tangent in tangents]
 
 
+def _without_unused(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Drop the arrays that no one reads; a scan cannot transpose their zero cotangents."""
+    equation = rest[-1]  # some releases pass more before it
+    if not any(used):
+        return used, None
+    kept = [
+        [variable for variable, wanted in zip(variables, used, strict=True) if wanted]
+        for variables in (equation.invars, equation.outvars)
+    ]
+    return used, equation.replace(invars=kept[0], outvars=kept[1])
+
+
 _store.multiple_results = True
 _store.def_impl(lambda *arrays: list(arrays))
 _store.def_abstract_eval(lambda *types: list(types))
 ad.primitive_jvps[_store] = _jvp
 ad.primitive_transposes[_store] = _transpose
+partial_eval.dce_rules[_store] = _without_unused
 batching.primitive_batchers[_store] = lambda arrays, axes: (_store.bind(*arrays), axes)
 mlir.register_lowering(_store, lambda context, *arrays: arrays)
 mlir.register_lowering(_store, _on_cpu, platform="cpu")

@@ -56,6 +56,18 @@ def test_readers_do_not_repeat_a_formula():
     assert reads(materialized) == 1 < reads(lambda x: x)
 
 
+def test_what_no_one_reads_is_not_stored():
+    """Transposing a scan whose outputs are stored, one of them for nothing, was an error."""
+
+    def total(x):
+        _, (one, two) = jax.lax.scan(lambda carry, row: (carry, (row**2, row**3)), 0.0, x)
+        return jnp.sum(materialized((one, two))[0])
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    assert jnp.array_equal(jax.jit(jax.grad(total))(x), 2 * x)
+    assert jnp.array_equal(jax.grad(jax.checkpoint(total))(x), 2 * x)
+
+
 def test_other_platforms_get_the_identity():
     exported = jax.export.export(jax.jit(materialized), platforms=["cuda"])(jnp.ones(3))
     module = exported.mlir_module()
