@@ -1,4 +1,4 @@
-"""Roots and quotients that are finite, with finite gradients, at zero variance; weighted sums."""
+"""Roots and quotients, finite with finite gradients at zero variance; sums and Gram matrices."""
 
 from typing import Any
 
@@ -60,7 +60,10 @@ def _infinite_where(void: Array, divisor: Array) -> Array:
 
 
 def gram(rows: Array, metric: Array | None = None) -> Array:
-    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None."""
+    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None.
+
+    Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
+    """
     if split_by_tokens():  # a transposed sum would move blocks between devices
         return product_with_transposed(under(rows, metric), rows)
     return _gram(rows, metric)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from moment_jax.covariance.numerics import correlation_of, safe_divide, safe_sqrt
+from moment_jax.covariance.numerics import correlation_of, gram, safe_divide, safe_sqrt
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
@@ -49,3 +49,47 @@ def test_derivatives_to_second_order():
         assert order(safe_sqrt)(x[0]) == 0
         assert order(lambda a: safe_divide(a, y[0]))(x[0]) == 0
         assert order(lambda a: safe_divide(x[0], a))(y[0]) == 0
+
+
+METRICS = {
+    "none": lambda _: None,
+    "diagonal": lambda root: root[0],
+    "matrix": lambda root: root @ root.T,
+}
+
+
+@pytest.mark.parametrize("metric_of", METRICS.values(), ids=METRICS)
+def test_a_gram_matrix_has_the_derivatives_of_its_products(metric_of):
+    keys = jax.random.split(jax.random.key(3), 5)
+    rows, change = (jax.random.normal(key, (4, 3)) for key in keys[:2])
+    root, other = (jax.random.normal(key, (3, 3)) for key in keys[2:4])
+    weights = jax.random.normal(keys[4], (4, 4))  # not symmetric
+
+    def plain(rows, root):
+        metric = metric_of(root)
+        if metric is None:
+            return rows @ rows.T
+        return (rows * metric[None] if metric.ndim == 1 else rows @ metric) @ rows.T
+
+    def ours(rows, root):
+        return gram(rows, metric_of(root))
+
+    def derivatives(fn):
+        def total(rows, root):
+            return jnp.sum(weights * jnp.sin(fn(rows, root)))
+
+        slopes = jax.grad(total, (0, 1))
+        return [
+            fn(rows, root),
+            jax.jvp(fn, (rows, root), (change, other))[1],
+            slopes(rows, root),
+            jax.jvp(slopes, (rows, root), (change, other))[1],
+            jax.grad(total)(rows, root),  # the metric is constant
+            jax.grad(total, 1)(rows, root),  # the rows are
+            jax.vmap(slopes, (None, 0))(rows, jnp.stack([root, other])),
+        ]
+
+    for found, expected in zip(
+        jax.tree.leaves(derivatives(ours)), jax.tree.leaves(derivatives(plain)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
