@@ -10,6 +10,7 @@ from moment_jax.xla import (
     diagonal_matrix,
     diagonal_of,
     materialized,
+    on_chip,
     on_diagonal,
     product_with_transposed,
     split_by_tokens,
@@ -64,7 +65,8 @@ def gram(rows: Array, metric: Array | None = None) -> Array:
 
     Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
     """
-    if split_by_tokens():  # a transposed sum would move blocks between devices
+    # A transposed sum would move blocks between devices; Mosaic does not know symbolic zeros.
+    if split_by_tokens() or on_chip():
         return product_with_transposed(under(rows, metric), rows)
     return _gram(rows, metric)
 

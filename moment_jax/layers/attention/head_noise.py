@@ -82,7 +82,8 @@ class HeadNoise(NamedTuple):
         assert self.own is not None
         diagonal = diagonal_of(metric)
         size, constant = jnp.sum(self.own.shared * diagonal), jnp.sum(self.own.bias * diagonal)
-        return TokenGram(mean, self.own.kernel @ diagonal, size, pattern, constant)
+        by_mean = jnp.sum(self.own.kernel * diagonal[None, :], axis=1)
+        return TokenGram(mean, by_mean, size, pattern, constant)
 
     def gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
         """The same from all of the head's noise, (T, T)."""
@@ -159,7 +160,7 @@ class Projected(NamedTuple):
         own, mean = self.heads.own, self.source.mean
         if own is None:
             return None
-        total = pooled(weights.swapaxes(0, 1), pool)  # (H, S)
+        total = jax.vmap(pooled, (0, None))(weights, pool)  # (H, S)
         energy = jnp.sum((total @ self.pattern) * total, axis=1, keepdims=True)
         moment = (total @ mean) ** 2
         by_kernel = jnp.einsum("hd,hdk->hk", moment, own.kernel) + energy * own.shared

@@ -7,7 +7,9 @@ from the values times the output kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import fit_rows, gram, pooled, safe_divide, vector_cov
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.covariance.separable_noise import column_noise
+from moment_jax.layers.attention.head_kernel import HeadKernel, OfHeads
 from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
 from moment_jax.layers.attention.landmark_head import LandmarkHead
@@ -60,15 +63,15 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
     kind = LandmarkHead if few else SeparableHead
     links = make_links(inputs.shared, pattern, key.pulled, value.pulled, h)
 
-    def mix_one(
-        one: tuple[Head, tuple[Array | None, ...], Array | None],
-    ) -> tuple[Array, HeadOutput, Mixing]:
-        head, own, mask = one
-        return mix(kind(head, tokens, Links._make((pattern, *own))), mask, inputs.order)
+    def mix_one(one: OfHeads) -> OfHeads:
+        (head, own, mask), (tokens, pattern) = one
+        moments = kind(head, tokens, Links(pattern, *own))
+        mean, output, mixing = mix(moments, mask, inputs.order)
+        return OfHeads((mean, output._replace(summed=None), mixing), output.summed)
 
+    given = OfHeads((heads, links[1:], inputs.mask), (tokens, pattern))
     with in_float32() if few else nullcontext():
-        given = (heads, links[1:], inputs.mask)
-        means, mixed, mixing = materialized(each_head(mix_one, given, inputs.num_scores()))
+        (means, mixed, mixing), summed = _over_heads(mix_one, given, inputs, few)
     like = inputs.query.cov
     pool = like.pool
     values = ValueNoise(
@@ -85,9 +88,30 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
         every = jnp.ones_like(mixing.weights[0, :, 0])
         mixing = mixing._replace(landmarks=choose_landmarks(every, count, tokens.exists))
     own = value.of_sums(mixing.weights, pool)
-    mean = merge_heads(means)
+    mean, mixed = merge_heads(means), mixed._replace(summed=summed)
     cov = _output_cov(output, values, own, mixed, mean, (metric, noise_metric), like)
     return output.mean_output(mean), cov, mixing
+
+
+def _over_heads(
+    mix_one: Callable[[OfHeads], OfHeads], given: OfHeads, inputs: Inputs[Separable], few: bool
+) -> OfHeads:
+    """All heads' results, and their sums over heads, by a kernel or plain JAX."""
+    h, (s, width) = inputs.num_heads, inputs.key.mean.shape
+    features = 18 * width // h + 5 * inputs.query_input.mean.shape[1]
+    flops = 2 * inputs.num_scores() * (20 * s + features)
+    shape = h, inputs.query.mean.shape[0], s
+    kernel = None if few else HeadKernel.of(mix_one, shape, inputs.query.mean.dtype, flops)
+    if kernel is not None:
+        tokens, pattern = given.common
+        tokens = tokens._replace(landmarks=None, exists=None)
+        return kernel(given._replace(common=(tokens, pattern)))
+
+    def one_head(each: Any) -> OfHeads:
+        return mix_one(given._replace(each=each))
+
+    each, common = materialized(each_head(one_head, given.each, inputs.num_scores()))
+    return OfHeads(each, jax.tree.map(lambda x: jnp.sum(x, axis=0), common))
 
 
 def _output_cov(
@@ -105,7 +129,7 @@ def _output_cov(
     """
     kernel, pool = output.kernel.mean, like.pool
     metric, noise_metric = metrics
-    variance = values.mapped_variance(kernel) + jnp.sum(mixed.variance, axis=0)
+    variance = values.mapped_variance(kernel) + mixed.summed.variance
     by_head = jax.vmap(_outer)(mixed.energy, diagonal_of(mixed.feature_gram))
     if own is not None and mixed.own_value is not None:
         size = jnp.sum(diagonal_of(metric).reshape(own.shape) * own, axis=1, keepdims=True)
@@ -117,7 +141,7 @@ def _output_cov(
     averages = values.feature_gram() + _block_diagonal(like.share(mixed.feature_gram))
     averages = materialized(averages)
     features = FeatureGram(gram(kernel.T, averages))
-    token_gram = values.token_gram(metric) + jnp.sum(mixed.token_gram, axis=0)
+    token_gram = values.token_gram(metric) + mixed.summed.token_gram
     if not isinstance(output.kernel, Point):
         mixed_variance = values.variance() + merge_heads(by_head)
         variance = variance + output.kernel.noise_variance(mean, mixed_variance)
@@ -200,5 +224,9 @@ def _heads(
 def _block_diagonal(blocks: Array) -> Array:
     """(H, K, K) -> (H K, H K), zero between the heads."""
     h, k, _ = blocks.shape
-    eye = jnp.eye(h, dtype=blocks.dtype)
-    return (blocks[:, :, None, :] * eye[:, None, :, None]).reshape(h * k, h * k)
+    # Repeats rows only, which moves nothing on a TPU.
+    columns = jnp.broadcast_to(blocks.swapaxes(0, 1).reshape(k, h * k), (h, k, h * k))
+    head = jax.lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+    of_column = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, columns.shape, 2), k)
+    own = jnp.where(head == of_column, columns, jnp.zeros((), blocks.dtype))
+    return own.reshape(h * k, h * k)

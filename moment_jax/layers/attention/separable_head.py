@@ -76,15 +76,21 @@ class Tokens(NamedTuple):
     exists: Array | None  # queries that may be landmarks, (T,); None for all
 
 
+class OverHeads(NamedTuple):
+    """What heads add to the projected output; as part of a result, the sum over heads."""
+
+    token_gram: Array  # without the noise that heads share, under the metric, (T, T)
+    variance: Array  # from the scores, (T, D)
+
+
 class HeadOutput(NamedTuple):
     """Noise of one head's output."""
 
     reach: Array  # weights times the values' token pattern, (T, S)
-    token_gram: Array  # without the noise that heads share, under the metric, (T, T)
     feature_gram: Array  # without the averages of random values, (K, K)
     own_value: Array | None  # variance from this head's own values, under the metric, (T,)
     energy: Array  # variance from the scores, summed over features, (T,)
-    variance: Array  # variance of the projected output from the scores, (T, D)
+    summed: Any  # `OverHeads`
 
 
 class KeyNoise(NamedTuple):
@@ -173,11 +179,10 @@ class SeparableHead(NamedTuple):
         gain = noise.gain / root_width(mean)
         result = HeadOutput(
             seen.reach,
-            noise.token_gram + seen.noise.averages,
             summed.features + summed.pattern * head.value_features,
             seen.own_value,
             size * energy,
-            size[:, None] * variance,
+            OverHeads(noise.token_gram + seen.noise.averages, size[:, None] * variance),
         )
         shared = shared_mean(self.centres, links, weights, gain, seen.linked)
         return Output(result, noise.gain, shared)

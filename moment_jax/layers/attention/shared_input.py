@@ -64,7 +64,7 @@ def shared_mean(centres: Centres, links: Links, weights: Array, gain: Array, rea
       reach: W P, (T, S).
     """
     tokens = links.tokens
-    spread = weights @ rows_diagonal(tokens) - jnp.sum(weights * reach, axis=1)
+    spread = jnp.sum(weights * (rows_diagonal(tokens)[None, :] - reach), axis=1)
     by_key = spread[:, None] * (centres.query @ links.key_value)
     if links.query_value is None:
         return gain[:, None] * by_key

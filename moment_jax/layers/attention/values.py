@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.numerics import nonnegative, pooled, safe_sqrt
 from moment_jax.layers.attention.landmarks import Sketch, choose_landmarks, in_float32
-from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed
+from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed, split_by_tokens
 
 Array = jax.Array
 
@@ -48,7 +48,7 @@ class ValueNoise:
         self.blocks = (h, self.features.shape[0] // h)
         self.weights, self.reach = weights, reach
         self.overlaps = jnp.einsum("hac,gac->ahg", reach, weights)  # (T, H, H)
-        total, reached = (pooled(x.swapaxes(0, 1), pool) for x in (weights, reach))
+        total, reached = (jax.vmap(pooled, (0, None))(x, pool) for x in (weights, reach))
         self.shares = share(reached @ total.T)  # (H, H)
 
     def token_gram(self, metric: Array) -> Array:
@@ -59,7 +59,9 @@ class ValueNoise:
         if self.pattern is not None:
             with in_float32():
                 return self._by_landmarks(self.pattern, shares)
-        others = (shares @ self.weights.reshape(h, t * s)).reshape(h, t, s)
+        others = jnp.einsum("hg,gbc->hbc", shares, self.weights)
+        if not split_by_tokens():
+            return jnp.einsum("hac,hbc->ab", self.reach, others)
         left, right = (x.swapaxes(0, 1).reshape(t, h * s) for x in (self.reach, others))
         return product_with_transposed(left, right)
 
@@ -87,8 +89,13 @@ class ValueNoise:
 
     def feature_gram(self) -> Array:
         """Covariance of the sum over tokens, (H K, H K)."""
-        whole = self.features.reshape(*self.blocks, *self.blocks) * self.shares[:, None, :, None]
-        return whole.reshape(self.features.shape)
+        h, width = self.blocks
+
+        def repeated(rows: Array) -> Array:
+            """Each of H rows K times, which moves nothing on a TPU."""
+            return jnp.broadcast_to(rows[:, None], (h, width, rows.shape[1])).reshape(h * width, -1)
+
+        return self.features * repeated(repeated(self.shares.T).T)
 
     def mapped_variance(self, kernel: Array) -> Array:
         """Variances of the averages times a kernel (H K, D), (T, D)."""
@@ -98,6 +105,4 @@ class ValueNoise:
         blocks = self.features.reshape(h, width, h, width).swapaxes(1, 2)
         pulled = blocks @ split[None]  # (H, G, K, D)
         pairs = jnp.sum(split[:, None] * pulled, axis=2)
-        t = self.overlaps.shape[0]
-        variance = self.overlaps.reshape(t, h * h) @ pairs.reshape(h * h, -1)
-        return nonnegative(variance)
+        return nonnegative(self.overlaps.reshape(-1, h * h) @ pairs.reshape(h * h, -1))
