@@ -65,8 +65,10 @@ def gram(rows: Array, metric: Array | None = None) -> Array:
 
     Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
     """
-    # A transposed sum would move blocks between devices; Mosaic does not know symbolic zeros.
-    if split_by_tokens() or on_chip():
+    if on_chip():  # Mosaic has no rule for symbolic zeros
+        symmetric = metric if metric is None or metric.ndim == 1 else 0.5 * (metric + metric.T)
+        return under(rows, symmetric) @ rows.T
+    if split_by_tokens():  # a transposed sum would move blocks between devices
         return product_with_transposed(under(rows, metric), rows)
     return _gram(rows, metric)
 

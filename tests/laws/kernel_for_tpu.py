@@ -1,6 +1,7 @@
-"""Compile the kernel of `Diagonal`'s attention for a TPU, without having one, in a separate process.
+"""Compile the kernels of attention for a TPU, without having one, in a separate process.
 
-`python -m tests.laws.kernel_for_tpu T BATCH` compiles it and its gradient for heads of ViT-B.
+`python -m tests.laws.kernel_for_tpu STRUCTURE T BATCH` compiles attention and its gradient, with heads
+as wide as ViT-B's.
 """
 
 from __future__ import annotations
@@ -22,42 +23,40 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from moment_jax.layers.attention.diagonal_heads import Heads
-from moment_jax.layers.attention.diagonal_kernel import find_plan, mix_by_kernel
-from moment_jax.layers.attention.diagonal_rows import Part, Shared
+import moment_jax as mj
 from moment_jax.xla import kernels
+from tests.builders import random_block
 
-FEATURES, HEADS = 768, 12
-WIDTH = FEATURES // HEADS
+FEATURES, HEADS = 128, 2
 
 
-def main(tokens: int, batch: int) -> None:
+def main(structure: type[mj.Covariance], tokens: int, batch: int) -> None:
     """Compile, and print the number of kernel calls."""
     device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
 
-    def array(*shape: int, dtype: type = jnp.float32) -> jax.ShapeDtypeStruct:
-        place = jax.sharding.SingleDeviceSharding(device)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    def arguments():
+        params = random_block(jax.random.key(0), FEATURES, FEATURES).attention
+        mean = jnp.ones((batch, tokens, FEATURES))
+        cov = jax.vmap(structure.independent)(mean)
+        return (params, mean, cov), jnp.ones((tokens, tokens), bool)
 
-    part = Part(*(array(batch, HEADS, tokens, WIDTH) for _ in range(2)))
-    shared = Shared(array(batch, 1, tokens), array(HEADS, WIDTH, WIDTH))
-    numbers = Heads(part, part, part, shared, array(batch, HEADS, tokens, 1), None)
-    axes = Heads(0, 0, 0, Shared(0, None), 0, None)
+    def total(numbers, mask):
+        params, mean, cov = numbers
 
-    def total(numbers: Heads, mask: jax.Array) -> jax.Array:
-        def mix(heads: Heads):
-            heads = heads._replace(mask=mask)
-            plan = find_plan(heads, 2)
-            assert plan is not None
-            return mix_by_kernel(plan, heads)
+        def of_one(mean, cov):
+            mean, cov = mj.attention(mean, cov, params, num_heads=HEADS, mask=mask)
+            return mean, cov.variance()
 
-        return sum(jnp.sum(x**2) for x in jax.vmap(mix, in_axes=(axes,))(numbers))
+        return sum(jnp.sum(x**2) for x in jax.vmap(of_one)(mean, cov))
 
-    mask = array(HEADS, tokens, tokens, dtype=jnp.bool_)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(arguments)
+    )
     with kernels("tpu"):
-        lowered = jax.jit(jax.value_and_grad(total)).lower(numbers, mask)
+        lowered = jax.jit(jax.value_and_grad(total)).lower(*shapes)
     print("kernels", lowered.compile().as_text().count('custom_call_target="tpu_custom_call"'))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(getattr(mj, sys.argv[1]), *map(int, sys.argv[2:]))

@@ -246,10 +246,19 @@ def test_products_in_a_kernel_are_float32_unless_told_otherwise():
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed; pip install 'moment_jax[tpu]' compiles the kernel here",
 )
-@pytest.mark.parametrize(("tokens", "batch", "count"), [(196, 16, 2), (1024, 1, 2), (4096, 1, 1)])
-def test_it_compiles_for_a_tpu(tokens: int, batch: int, count: int):
+@pytest.mark.parametrize(
+    ("structure", "tokens", "batch", "count"),
+    [
+        ("Diagonal", 196, 16, 2),
+        ("Diagonal", 1024, 1, 2),
+        ("Diagonal", 4096, 1, 1),
+        ("Separable", 5, 1, 2),
+        ("Separable", 196, 16, 2),
+    ],
+)
+def test_it_compiles_for_a_tpu(structure: str, tokens: int, batch: int, count: int):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.laws.kernel_for_tpu", str(tokens), str(batch)],
+        [sys.executable, "-m", "tests.laws.kernel_for_tpu", structure, str(tokens), str(batch)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

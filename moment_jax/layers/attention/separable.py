@@ -227,6 +227,6 @@ def _block_diagonal(blocks: Array) -> Array:
     # Repeats rows only, which moves nothing on a TPU.
     columns = jnp.broadcast_to(blocks.swapaxes(0, 1).reshape(k, h * k), (h, k, h * k))
     head = jax.lax.broadcasted_iota(jnp.int32, columns.shape, 0)
-    of_column = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, columns.shape, 2), k)
+    of_column = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, columns.shape, 2), jnp.int32(k))
     own = jnp.where(head == of_column, columns, jnp.zeros((), blocks.dtype))
     return own.reshape(h * k, h * k)
