@@ -1,7 +1,5 @@
 """`python -m experiments [NAME] [options]`: without a name, the main job."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

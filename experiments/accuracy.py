@@ -5,8 +5,6 @@ sd to true sd, the mean of |ratio - 1|, the correlation of the two sds over all 
 the logits where the file has a head, and the time as a multiple of the deterministic forward's.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

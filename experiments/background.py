@@ -1,7 +1,5 @@
 """Background work: compilation, which releases Python's lock."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A Bayesian classifier, apart from its parameters; every method trains it in its own way."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws
 from experiments.draws import Arrays, Draw
-
-Array = jax.Array
 
 
 class Params(NamedTuple):

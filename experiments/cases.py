@@ -10,8 +10,6 @@ A standard deviation of exactly zero is a certain weight, as the files that vary
 it; a negative one is an error, and so is a truth whose standard deviation is not positive.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zipfile
 import zlib

@@ -1,7 +1,5 @@
 """Checkpoints of a training run, in Orbax."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

@@ -8,8 +8,6 @@ A second table holds the logits of the network's own pass beside what users have
 linearised at the mean weights, and a few sampled networks.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 import moment_jax as mj
 from experiments.command_line import Parser
@@ -25,7 +24,6 @@ from experiments.outputs import write_json
 from experiments.programs import interleaved
 from experiments.report import aligned
 
-Array = jax.Array
 Logits = Callable[[Array, Array], tuple[Array, Array]]  # key and image -> mean and sd
 
 KINDS = ("closure", "library", "layer")

@@ -1,7 +1,5 @@
 """The command line of every experiment: kinds of options, one-line errors and help."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

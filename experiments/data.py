@@ -7,12 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from experiments.command_line import InputError
-
-Array = jax.Array
 
 IMAGE_SIZE = 8
 NUM_CLASSES = 10

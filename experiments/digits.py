@@ -5,8 +5,6 @@ it for several seeds, by programs that are compiled once. Writes metrics.json an
 seed, but for the curves over the angle), and prints one table with standard errors over the seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

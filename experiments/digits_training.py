@@ -1,7 +1,5 @@
 """The main job's two networks: training, checkpoints and loading."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -15,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments import data
@@ -24,8 +23,6 @@ from experiments.data import Digits
 from experiments.schedules import clipped_adam
 from experiments.stopping import StopRequest
 from experiments.training import Compiled, Report, Task, TrainState, fit_saved, together
-
-Array = jax.Array
 
 PATCH_SIZE = 2
 NUM_FEATURES = 32

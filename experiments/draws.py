@@ -4,17 +4,15 @@ Every method here is a draw: key -> arrays in place of the beliefs of a paramete
 prediction are then the same for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 import moment_jax as mj
 
-Array = jax.Array
 Arrays = Any  # a parameter group with arrays in place of its beliefs
 Draw = Callable[[Array], Arrays]
 

@@ -1,7 +1,5 @@
 """The figures of the main job, and what the figures of all experiments share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

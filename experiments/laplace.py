@@ -9,8 +9,6 @@ from the plain network. --laplax adds that library (pip install 'moment_jax[lapl
 the logits go through the same expected softmax.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws, predictions
@@ -33,7 +32,6 @@ from experiments.data import Images
 from experiments.outputs import write_json
 from experiments.report import aligned
 
-Array = jax.Array
 Moments = Callable[[Array], tuple[Array, Array]]
 """Images (N, H, W) -> mean (N, C) and covariance (N, C, C) of the logits."""
 

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.data import IMAGE_SIZE
-
-Array = jax.Array
 
 CHUNK = 100  # images at a time, to bound memory
 

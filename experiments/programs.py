@@ -1,7 +1,5 @@
 """Compiled functions: their size, compilation, memory and times."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Progress of a loop: a bar on a terminal, else a line every few seconds."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -1,19 +1,17 @@
 """A case's network in both forms, compiled: moments in a given structure, and Flax's own layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws
 from experiments.cases import Case
 
-Array = jax.Array
 Forward = Callable[[], Any]
 
 EPSILON = 1e-5

@@ -3,8 +3,6 @@
 The module also has the tables that the experiments print.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

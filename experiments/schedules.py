@@ -1,7 +1,5 @@
 """The optimiser of the trainings: Adam with clipped gradients and a cosine schedule."""
 
-from __future__ import annotations
-
 import optax
 
 RISE = 0.05  # share of the updates in which the learning rate rises

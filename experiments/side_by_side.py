@@ -1,7 +1,5 @@
 """Train many copies of one network: splits, seeds, members of an ensemble."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from experiments.programs import needed_bytes
 from experiments.progress import Progress
 from experiments.schedules import clipped_adam
 
-Array = jax.Array
 Loss = Callable[[Any, Any, Array, Array], Array]
 Score = Callable[[Any, Any], Array]
 

@@ -6,8 +6,6 @@ the main thread waits for XLA, minutes at times, Python runs no handler; so a th
 signal and prints a message.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

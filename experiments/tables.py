@@ -6,8 +6,6 @@ are the test negative log-likelihood (nats, of standardised targets) and the sec
 included.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import time

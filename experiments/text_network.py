@@ -1,7 +1,5 @@
 """A Transformer over the ids of characters or words, for the language and intents experiments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flax import nnx

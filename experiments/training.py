@@ -1,7 +1,5 @@
 """The training loop: compiled updates, progress, checkpoints, Ctrl-C, early stopping."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import signal
@@ -13,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from experiments.background import Background
 from experiments.checkpoints import Checkpoints
 from experiments.progress import Progress
 from experiments.stopping import StopRequest
 
-Array = jax.Array
 T = TypeVar("T")
 Params = Any
 Report = dict[str, Array]

@@ -5,8 +5,6 @@ test set's tokens, coloured by class; the steps of the residual stream against n
 accuracy against heads kept. Says whether the steps of the tokens are Brownian. Writes metrics.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,16 +1,13 @@
 """Distance correlation of two random vectors, and a permutation test that they are independent."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 import moment_jax as mj
-
-Array = jax.Array
 
 
 class Dependence(NamedTuple):

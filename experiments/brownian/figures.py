@@ -1,7 +1,5 @@
 """The figures of the Brownian experiment."""
 
-from __future__ import annotations
-
 import matplotlib
 import numpy as np
 

@@ -1,14 +1,10 @@
 """How variance and displacement grow with depth, against the Brownian law."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-
-Array = jax.Array
+from jax import Array
 
 GROUPS = 20
 """Groups of inputs of the jackknife."""

@@ -1,7 +1,5 @@
 """Importance of heads: signal-to-noise under the posterior, and change of the ELBO without each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.brownian.pruning import (
@@ -20,8 +19,6 @@ from experiments.brownian.pruning import (
     parts_of_heads,
 )
 from experiments.brownian.stream import blocks_of, enter
-
-Array = jax.Array
 
 
 def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:

@@ -1,16 +1,12 @@
 """Distance of a model's attended tokens from LayerNorm's sphere, by cause."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 import moment_jax as mj
 from experiments.brownian.stream import blocks_of, residual_stream
-
-Array = jax.Array
 
 
 def model_sphere(module: Any, inputs: Array) -> list[dict[str, mj.brownian.SphereGap]]:

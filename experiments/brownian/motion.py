@@ -1,12 +1,11 @@
 """Is the residual stream a Brownian motion? Statistics of its steps, and a verdict."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from scipy import stats
 
 import moment_jax as mj
@@ -18,8 +17,6 @@ from experiments.brownian.stream import (
     residual_stream,
     sampled_stream,
 )
-
-Array = jax.Array
 
 FEWEST = 20
 """Minimum number of inputs for the approximations of the normality test."""

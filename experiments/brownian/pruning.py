@@ -1,7 +1,5 @@
 """Masking and removing the heads of attention: beliefs of all families."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 import moment_jax as mj
 from experiments.brownian.stream import blocks_of
 
-Array = jax.Array
 Kept = Sequence[Array | np.ndarray | Sequence[bool]]
 """For each block, which of its heads are kept: (H,) booleans."""
 

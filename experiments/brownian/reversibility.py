@@ -1,13 +1,9 @@
 """Reversible and irreversible parts of attention's scores and projections."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 class ScoreParts(NamedTuple):

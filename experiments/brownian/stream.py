@@ -1,16 +1,13 @@
 """The residual stream of a model: recorded, predicted by propagation, and sampled."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 import moment_jax as mj
-
-Array = jax.Array
 
 
 def residual_stream(module: Any, inputs: Array) -> Array:

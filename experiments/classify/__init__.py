@@ -7,8 +7,6 @@ each method, are chosen on validation images. Prints means and standard errors o
 scores and of their differences from the plain network's; writes metrics.json and figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from functools import partial

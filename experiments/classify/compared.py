@@ -1,7 +1,5 @@
 """The compared methods: training and prediction."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws
@@ -28,8 +27,6 @@ from experiments.classify.methods import (
 )
 from experiments.classify.scores import best_temperature, tempered
 from experiments.predictions import scores
-
-Array = jax.Array
 
 LAPLACE = {"last_layer": "last-layer Laplace", "kfac": "linearised Laplace"}
 Part = tuple[np.ndarray, np.ndarray]

@@ -1,7 +1,5 @@
 """Images to classify, rotated images, and images outside all classes."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Callable, Iterable

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws
@@ -19,7 +20,6 @@ from experiments.bayesian_network import BayesianNetwork, Params
 from experiments.programs import needed_bytes
 from experiments.side_by_side import SideBySide
 
-Array = jax.Array
 Predict = Callable[[Params, Array, Array], Array]
 """(parameters, key, inputs (N, ...)) -> class probabilities (N, C)."""
 

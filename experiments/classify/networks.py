@@ -6,12 +6,11 @@ import dataclasses
 
 import jax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.bayesian_network import BayesianNetwork
 from experiments.classify.images import Task
-
-Array = jax.Array
 
 NUM_CLASSES = 10
 POSITION_SCALE = 1.0  # as large as the patches, so that attention can tell places apart

@@ -1,7 +1,5 @@
 """Scores of class probabilities, of their calibration, and of how they tell other images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

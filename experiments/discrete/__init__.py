@@ -5,8 +5,6 @@ starts from and of a plain categorical VAE of dense layers with as many weights.
 a figure, and prints one table. Settings were chosen on 300 of the training and validation images.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

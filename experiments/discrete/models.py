@@ -1,7 +1,5 @@
 """Binary digits, the autoencoders of them that are compared, and how each is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -10,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from sklearn.model_selection import train_test_split
 
 import moment_jax as mj
 from experiments import data
 from experiments.schedules import clipped_adam
 from experiments.training import Report, Task
-
-Array = jax.Array
 
 PATCH_SIZE, NUM_CODES, NUM_FEATURES, HIDDEN_FEATURES, NUM_BLOCKS, NUM_HEADS = 4, 32, 24, 40, 2, 4
 DENSE_PATCH_SIZE, DENSE_CODES = 2, 16

@@ -1,16 +1,13 @@
 """Negative ELBOs with hard codes, and how many codes are in use."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 import moment_jax as mj
-
-Array = jax.Array
 
 
 class Scores(NamedTuple):

@@ -11,8 +11,6 @@ moments is favoured; they and the sampled truths are kept in --out for the next 
 is 1 if a network failed; the others are measured all the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -4,12 +4,11 @@ The linearised network has the outputs of the mean weights as its mean, and as c
 weights between Jacobians at those weights: one backward pass for each logit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws
@@ -17,8 +16,6 @@ from experiments.frontier.passes import Head, Moments, certain, classify, compil
 from experiments.frontier.problem import Problem
 from experiments.frontier.truth import Truth, sample
 from experiments.programs import Program
-
-Array = jax.Array
 
 NETWORKS = (10, 30, 100, 300)
 """Numbers of sampled networks."""

@@ -1,7 +1,5 @@
 """The plain network and the pass of moments of a problem, and what is compiled of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws
 from experiments.frontier.problem import EPSILON, Problem, Spec
 from experiments.programs import Program, compile_program
 
-Array = jax.Array
 Head = tuple[Array, Array]
 DATASET_SIZE = 1000  # weighs the KL divergence in the train step; its cost does not depend on it
 

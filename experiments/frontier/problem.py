@@ -1,7 +1,5 @@
 """A network to measure: certain inputs and head, and beliefs about the blocks of a pre-norm encoder."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Problems and their truths: random posteriors, and trained ones kept in the output folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

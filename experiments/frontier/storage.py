@@ -1,7 +1,5 @@
 """Trained posteriors and sampled truths on disk, in the form of the case files of `accuracy`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import zipfile

@@ -1,19 +1,16 @@
 """Sampled truth of a problem's output, with standard errors, and the error of fewer samples."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 import moment_jax as mj
 from experiments.frontier.passes import certain, classify, plain_tokens
 from experiments.frontier.problem import Problem
 from experiments.progress import Progress
-
-Array = jax.Array
 
 CHUNK_NUMBERS = 2**24  # numbers in the draws of one compiled call, 64 MiB
 COLUMNS = 2**12  # entries whose moments are taken together

@@ -5,8 +5,6 @@ beliefs, drawn anew for every update and reparameterised; the embedding of the p
 the head are certain, so that the encoder's input is, as in the case files.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -14,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 import moment_jax as mj
 from experiments import data
@@ -21,8 +20,6 @@ from experiments.data import Digits
 from experiments.frontier.passes import classify, plain_tokens
 from experiments.frontier.problem import Problem, Spec, Training, from_unconstrained, tree_of
 from experiments.training import Report, Task
-
-Array = jax.Array
 
 BATCH = 64
 DRAWS = 2  # of the weights in each update, each for its own part of the batch

@@ -6,8 +6,6 @@ texts out of scope only the test part is used, and detected by the entropy of th
 a table with means and standard errors over the seeds; writes metrics.json and a figure.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from functools import partial

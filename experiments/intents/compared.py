@@ -1,7 +1,5 @@
 """The methods that are compared: logistic regression, and a Transformer trained in three ways."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -10,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
@@ -21,8 +20,6 @@ from experiments.classify.methods import Trained, Trainer, by_means, by_moments,
 from experiments.intents.files import IntentSet, Part
 from experiments.intents.words import PADDING
 from experiments.text_network import PlainTextTransformer, TextTransformer
-
-Array = jax.Array
 
 KL_WEIGHTS = (0.01, 0.03, 0.1)
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression

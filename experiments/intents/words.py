@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from sklearn.utils import murmurhash3_32
-
-Array = jax.Array
 
 PADDING = 0  # the id of places after the end of a text
 BUCKETS = 64  # ids 1 to 64: words that training texts have once at most

@@ -4,8 +4,6 @@ Compares it with the same plain network, and asks whether its uncertainty tells 
 held-out text. Writes metrics.json and a figure, and prints two tables and a continuation.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import time

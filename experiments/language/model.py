@@ -1,20 +1,17 @@
 """A causal Transformer over characters, Bayesian and plain, and their objectives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.schedules import clipped_adam
 from experiments.text_network import PlainTextTransformer, TextTransformer
 from experiments.training import Report, Task
-
-Array = jax.Array
 
 CONTEXT = 64
 NUM_BLOCKS = 2

@@ -1,7 +1,5 @@
 """Predictions of windows of text: bits per character, uncertainty, and a continuation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from sklearn.metrics import roc_auc_score
 
 import moment_jax as mj
 from experiments.language.model import CONTEXT, CharacterModel, PlainCharacterModel
-
-Array = jax.Array
 
 NUM_POINTS = 512
 CHUNK = 8  # windows at a time, to bound memory

@@ -3,8 +3,6 @@
 Every process reads only its own rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +11,12 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.command_line import InputError
 from experiments.loop.layout import check_batch
 
-Array = jax.Array
 Batch = tuple[Array, ...]
 Report = dict[str, Array]
 

@@ -1,7 +1,5 @@
 """Processes and devices of a run, and the mesh that they form."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping

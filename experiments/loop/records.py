@@ -1,7 +1,5 @@
 """JSON lines: the metrics of every update and the events of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -18,7 +19,6 @@ import moment_jax as mj
 from experiments.loop.job import Job
 from experiments.training import TrainState
 
-Array = jax.Array
 KeyPath = tuple[Any, ...]
 
 

@@ -3,8 +3,6 @@
 On disk are arrays (Orbax, OCDBT) and JSON; reading them executes nothing.
 """
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, Self

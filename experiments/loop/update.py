@@ -1,7 +1,5 @@
 """One update with accumulated gradients, and a guard against numbers that are not finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import Array
 
 from experiments.command_line import PartError
 from experiments.loop.job import Batch, Job, Report
 from experiments.loop.state import Blueprint, leaf_name
 from experiments.training import TrainState
 
-Array = jax.Array
 Update = Callable[[TrainState, Batch], tuple[TrainState, tuple[Report, Array]]]
 
 

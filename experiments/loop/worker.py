@@ -3,8 +3,6 @@
 Exit status: 0 finished, 1 not finite, 2 bad input, 75 preempted, 70 lost another process (restart all).
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

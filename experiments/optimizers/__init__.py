@@ -8,8 +8,6 @@ and without compilation; "update" is one of the updates that come later. Both ar
 parentheses, of this process on all cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from typing import Any

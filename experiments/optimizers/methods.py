@@ -1,7 +1,5 @@
 """The optimisers that are compared, and the values of their settings that are tried."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.optimizers.runs import Method
 from experiments.optimizers.tasks import KL_WEIGHT, NUM_TRAIN, OptimizerTask
-
-Array = jax.Array
 
 # Nine values for all: of the learning rate alone, or of the step's bound by the damping.
 FIRST_ORDER = {"learning_rate": (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 3e-2)}

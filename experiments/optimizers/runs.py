@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.optimizers.tasks import OptimizerTask, transformer
 from experiments.programs import needed_bytes
-
-Array = jax.Array
 
 LAST_UPDATES = 20
 ROUNDS = 5  # of timings in which all methods take turns

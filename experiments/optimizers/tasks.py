@@ -1,7 +1,5 @@
 """The tasks of the comparison: networks, losses, images, and target losses."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments import data
 from experiments.data import Images
 
-Array = jax.Array
 Batch = tuple[Array, ...]
 
 WIDTHS = (64, 128, 64, 12, 64, 128, 64)

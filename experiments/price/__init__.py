@@ -7,8 +7,6 @@ runs that take turns with the plain network's. The table says too how many sampl
 weights included) cost one moment pass. What needs more than --memory-limit is not run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The programs of `price`: an encoder block and its layers, plain, sampled, and as moments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -9,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws
 from experiments.accuracy import STRUCTURES
-
-Array = jax.Array
 
 PLAIN, SAMPLED = "plain", "sampled"
 NETWORKS = 32  # that one call of SAMPLED draws

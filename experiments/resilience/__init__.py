@@ -6,8 +6,6 @@ Exit status: 0 finished, 75 asked to leave by SIGTERM or --stop-at and to be sta
 1 not finite or lost too often, 2 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

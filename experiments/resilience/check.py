@@ -1,7 +1,5 @@
 """Compare killed, preempted and moved runs with an undisturbed one."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import time

@@ -1,21 +1,18 @@
 """The job of the resilience experiment: a small Bayesian network on digits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments import data
 from experiments.loop import Job
 from experiments.loop.job import Batch, Report
 from experiments.schedules import clipped_adam
-
-Array = jax.Array
 
 REFERENCE = "experiments.resilience.job:digits_job"
 PATCH_SIZE = 4

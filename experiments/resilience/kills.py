@@ -1,7 +1,5 @@
 """Runs of the experiment as a user starts them, and SIGKILL at random moments."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

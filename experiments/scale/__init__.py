@@ -9,8 +9,6 @@ more than three times the plain step's memory, a device's share that grows;
 the other parts are done and written all the same.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

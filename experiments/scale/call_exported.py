@@ -1,7 +1,5 @@
 """Call a saved function: `python call_exported.py FILE IMAGES.npy PROBABILITIES.npy`; JAX is enough."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

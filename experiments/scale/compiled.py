@@ -1,7 +1,5 @@
 """Compile a train step for a mesh, and describe the program."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

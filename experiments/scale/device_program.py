@@ -5,8 +5,6 @@ writes the loss, the gradients, the state after an update and the output's momen
 to a .npz file. A layout is ROWSxCOLUMNS of devices; 1x1 is one device without a mesh.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import moment_jax as mj
-
-Array = jax.Array
 
 BATCH, NUM_TOKENS, NUM_FEATURES, NUM_HEADS, HIDDEN_FEATURES = 8, 5, 16, 8, 16
 # With Adam's usual epsilon of 1e-8 the size of a gradient that is zero but for rounding does not matter,

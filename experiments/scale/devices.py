@@ -4,8 +4,6 @@ They do up to rounding, and rounding is measured: the same numbers on one device
 one device in float32 is from the truth.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Part `export`: a predictive function as one file for CPU, CUDA and TPU, for any size of batch."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -14,13 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import export
+from jax import Array, export
 
 import moment_jax as mj
 from experiments.command_line import PartError
 from experiments.outputs import whole_file
-
-Array = jax.Array
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 BATCHES = (3, 8)

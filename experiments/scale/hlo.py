@@ -5,8 +5,6 @@ computations, the loops that call them with their numbers of rounds, and in them
 that are read and written, and collectives.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

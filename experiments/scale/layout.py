@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import moment_jax as mj
 
-Array = jax.Array
 S = TypeVar("S", bound=mj.Covariance)
 
 STACKED = "blocks"  # the name of the module whose arrays have a leading axis

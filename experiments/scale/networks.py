@@ -5,8 +5,6 @@ kept as they are used: one module whose arrays have a leading axis of blocks, ov
 So one block is compiled, and the optimiser updates one array in place of one for each block.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.scale.layout import Layout
-
-Array = jax.Array
 
 DATASET_SIZE = 1_281_167  # ImageNet's; it only weighs the KL
 LEARNING_RATE = 1e-3

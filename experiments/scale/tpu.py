@@ -1,7 +1,5 @@
 """Part `tpu`: train steps compiled ahead of time for TPU v5e, moments beside the plain network."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -3,8 +3,6 @@
 `python -m experiments.scale.tpu_program NETWORK STRUCTURE TOPOLOGY` prints a JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

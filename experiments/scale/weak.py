@@ -5,8 +5,6 @@ show in the compiled program: operations and memory of a device over those of on
 sent over what sharded parameters have to send, which is (n - 1) / n of a few times their size.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Operations, memory traffic and collectives of a compiled program, and its least time on a chip."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -9,8 +9,6 @@ value and with two ridge regressions, all with spreads from the validation part,
 factor on the network's standard deviations. Writes metrics.json and a figure, and prints one table.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import time

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from experiments.command_line import InputError
 from experiments.data import batch_indices
-
-Array = jax.Array
 
 DAY = 24
 PAST_DAYS = 3

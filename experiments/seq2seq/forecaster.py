@@ -1,18 +1,15 @@
 """`Forecaster`: an encoder-decoder Bayesian Transformer over the hours of a day, and its plain form."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.seq2seq.data import DAY
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

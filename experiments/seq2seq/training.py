@@ -1,7 +1,5 @@
 """The forecaster's objective, its forecasts, and those of networks sampled from its posterior."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -9,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.schedules import clipped_adam
@@ -16,8 +15,6 @@ from experiments.seq2seq.baselines import Forecast, scores, seasonal_naive
 from experiments.seq2seq.data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
 from experiments.seq2seq.forecaster import Forecaster
 from experiments.training import Report, Task
-
-Array = jax.Array
 
 LIKELIHOOD = mj.objectives.HeteroscedasticGaussian()
 LEARNING_RATE = 3e-3

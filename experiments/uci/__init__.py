@@ -7,8 +7,6 @@ variance) are chosen for each split on a fifth of its training rows. Prints erro
 log-likelihoods and paired differences; writes metrics.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

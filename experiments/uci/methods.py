@@ -1,7 +1,5 @@
 """The methods: relative weight noise, the ELBO, and MC dropout."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import itertools
@@ -12,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments import draws
@@ -19,7 +18,6 @@ from experiments.uci import predictive
 from experiments.uci.networks import Network, Params
 from experiments.uci.predictive import Mixture
 
-Array = jax.Array
 Setting = dict[str, Array]
 """Settings chosen on validation rows, by name; scalars within a split."""
 

@@ -1,7 +1,5 @@
 """The networks of the regression: moments of their outputs, and their outputs at given weights."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Callable
@@ -10,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.draws import Arrays
 
-Array = jax.Array
 Params = dict[str, Any]
 """`beliefs`, the state of the Bayesian module, and `log_noise`, of the noise variance."""
 

@@ -1,14 +1,11 @@
 """The predictive distribution of a target: a mixture of Gaussians for every method."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-Array = jax.Array
+from jax import Array
 
 NUM_NODES = 32
 

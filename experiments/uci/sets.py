@@ -6,8 +6,6 @@ train_idx  (splits, n) and test_idx (splits, m): rows of x, whole numbers; a neg
            row where the splits differ in size.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zipfile
 from pathlib import Path

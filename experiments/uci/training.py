@@ -1,20 +1,17 @@
 """Training on all splits at once, and selection of settings on validation rows."""
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from experiments.side_by_side import SideBySide
 from experiments.uci.methods import Method, Setting
 from experiments.uci.networks import Params
 from experiments.uci.sets import Rows, Splits, mean_over_rows
-
-Array = jax.Array
 
 RISE = 0.5  # share of the updates in which the KL's weight rises from 0 to 1
 LEARNING_RATE = 0.02

@@ -1,13 +1,10 @@
 """Argument checks of this room; errors state the rule, the value and the fix."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance.fields import check_array
-
-Array = jax.Array
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
 """How far a row sum may be from one, by dtype: the rounding error of a sum over thousands."""

@@ -1,18 +1,15 @@
 """Diffusion maps: coordinates whose Euclidean distance is the diffusion distance of a random walk."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.brownian.checks import check_points, check_positive
 from moment_jax.brownian.kernels import gaussian_kernel, row_normalize
 from moment_jax.brownian.markov import reversible_eigenpairs
 from moment_jax.brownian.sphere import squared_distances
-
-Array = jax.Array
 
 NEIGHBORS = 10
 """The default bandwidth is the median distance to the neighbour of this rank."""

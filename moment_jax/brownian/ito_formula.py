@@ -1,17 +1,15 @@
 """Ito's lemma as a transform of functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.expectations.second_order import directional_derivatives
 from moment_jax.xla import diagonal_matrix
 
-Array = jax.Array
 Coefficient = Callable[[Array, Array], Array]
 
 

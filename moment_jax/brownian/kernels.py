@@ -1,15 +1,12 @@
 """Kernels between tokens, and attention as a row-normalised kernel."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.brownian.checks import check_points, check_positive
 from moment_jax.brownian.sphere import squared_distances
-
-Array = jax.Array
 
 
 def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = None) -> Array:

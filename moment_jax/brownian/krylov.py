@@ -1,14 +1,11 @@
 """Leading eigenpairs of a matrix by block Krylov iterations."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 STEPS = 8  # products with a block before a restart
 SPARE = 4  # additional vectors, which speed up the convergence of the last pairs

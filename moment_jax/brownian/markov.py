@@ -1,19 +1,16 @@
 """Markov chains over tokens: classes, stationary laws, reversibility, spectra and mixing times."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from scipy.sparse import csgraph, csr_array
 
 from moment_jax.brownian.checks import check_stochastic
 from moment_jax.brownian.krylov import Eigenpairs, leading_eigenpairs
-
-Array = jax.Array
 
 LONGEST = 30
 """`mixing_time` gives up after 2^LONGEST steps."""

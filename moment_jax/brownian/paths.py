@@ -1,16 +1,14 @@
 """Brownian paths, stochastic differential equations (Euler-Maruyama, Milstein), the heat equation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.brownian.checks import check_positive
 from moment_jax.covariance.fields import check_array
 
-Array = jax.Array
 Coefficient = Callable[[Array, Array], Array]
 
 

@@ -1,13 +1,10 @@
 """LayerNorm as a map onto a sphere, and how far tokens are from that sphere."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:

@@ -8,16 +8,12 @@ to it. One law defines and tests every linear operation `op`:
 A method computes the projection of the textbook result without forming the (T, D, T, D) array.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, Self
 
-import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 class RandomKernel(Protocol):

@@ -1,17 +1,15 @@
 """`BatchSeparable`: `Separable` with one feature correlation per batch."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.numerics import pooled, safe_divide, weighted
 from moment_jax.covariance.separable import Separable
 
-Array = jax.Array
 BATCH_AXIS = "batch"
 
 

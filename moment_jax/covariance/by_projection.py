@@ -1,18 +1,15 @@
 """`ByProjection`: base class for a structure of your own."""
 
-from __future__ import annotations
-
 from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel
 from moment_jax.covariance.fields import sequence_shape
 from moment_jax.covariance.full import Full
 from moment_jax.covariance.numerics import nonnegative
-
-Array = jax.Array
 
 
 class ByProjection(Covariance):

@@ -1,13 +1,11 @@
 """`Diagonal`: variances only, T D numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.fields import (
@@ -19,8 +17,6 @@ from moment_jax.covariance.fields import (
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import vector_variance
 from moment_jax.xla import by_tokens, diagonal_matrix
-
-Array = jax.Array
 
 
 @register_fields

@@ -1,16 +1,12 @@
 """`FrozenSeparable`: `Separable` with a feature correlation averaged beforehand."""
 
-from __future__ import annotations
-
 import dataclasses
 
-import jax
+from jax import Array
 
 from moment_jax.covariance.batch_separable import BatchSeparable
 from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.statistics import exchange
-
-Array = jax.Array
 
 
 @register_fields

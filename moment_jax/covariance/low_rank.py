@@ -1,11 +1,9 @@
 """Second moments after the per-token maps x_t -> gain_t * x_t + left_t (right_t^T x_t) of rank k."""
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import gram
-
-Array = jax.Array
 
 
 def low_rank_variance(variance: Array, gain: Array, left: Array, right: Array) -> Array:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from moment_jax.xla import (
@@ -15,8 +16,6 @@ from moment_jax.xla import (
     product_with_transposed,
     split_by_tokens,
 )
-
-Array = jax.Array
 
 
 @jax.custom_jvp

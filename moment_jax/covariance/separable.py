@@ -1,14 +1,12 @@
 """`Separable`: a scale per entry, a token correlation and a feature correlation."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import separable_noise
 from moment_jax.covariance.base import ElementwiseGain, RandomKernel
@@ -25,7 +23,6 @@ from moment_jax.covariance.numerics import (
 from moment_jax.covariance.separable_grams import FeatureGram, Grams, MadeOfGrams
 from moment_jax.xla import by_tokens, rows_diagonal
 
-Array = jax.Array
 DEFAULTS = ("pool", "sum_variance")  # fields that may be None
 
 

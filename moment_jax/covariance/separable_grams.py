@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.base import Covariance, check_dense
 from moment_jax.covariance.fields import FormedLater
@@ -27,7 +27,6 @@ from moment_jax.xla import (
     rows_diagonal,
 )
 
-Array = jax.Array
 NARROW = 12  # up to this many features `from_crossed` restores positive semidefiniteness
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.base import ElementwiseGain, RandomKernel
 from moment_jax.covariance.numerics import (
@@ -29,7 +29,6 @@ from moment_jax.xla import (
 if TYPE_CHECKING:
     from moment_jax.covariance.separable import Separable
 
-Array = jax.Array
 # Variance (T, D), token Gram matrix (T, T), covariance of the sum over tokens (D, D).
 Moments = tuple[Array, Array, FeatureGram]
 

@@ -1,16 +1,14 @@
 """Feature statistics that one pass writes and later passes read, in call order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
-Array = jax.Array
 Written = tuple[Any, ...]
 """Arrays, and a nested tuple for each scan or checkpoint, in call order."""
 

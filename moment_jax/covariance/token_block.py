@@ -1,13 +1,11 @@
 """`TokenBlock`: each token's feature covariance, tokens independent; T D^2 numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.fields import (
@@ -18,8 +16,6 @@ from moment_jax.covariance.fields import (
 )
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import by_tokens, diagonal_matrix
-
-Array = jax.Array
 
 
 @register_fields

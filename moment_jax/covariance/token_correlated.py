@@ -1,13 +1,11 @@
 """`TokenCorrelated`: a scale per entry and one token correlation; T D + T^2 numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
 from moment_jax.covariance.fields import (
@@ -30,8 +28,6 @@ from moment_jax.xla import (
     materialized,
     rows_diagonal,
 )
-
-Array = jax.Array
 
 
 @register_fields

@@ -4,14 +4,11 @@ A log-probability of -inf is a category that cannot occur. A row of -inf is no d
 zeros (and log-probabilities of -inf), never NaN.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 def check_categories(name: str, log_probs: Array) -> Array:

@@ -1,13 +1,10 @@
 """The standard Gumbel law: draws, log density and distribution function."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 def gumbel(key: Array, shape: Sequence[int], dtype: jnp.dtype | type = jnp.float32) -> Array:

@@ -1,17 +1,14 @@
 """Categorical variables with random logits: moments of pi, and the distribution of a code."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.discrete.categorical import log_probabilities
 from moment_jax.layers.softmax import softmax
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

@@ -1,17 +1,14 @@
 """Draws of a categorical variable: the Gumbel-max trick, its relaxation, and temperature schedules."""
 
-from __future__ import annotations
-
 import numbers
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.discrete.categorical import centred, check_categories
 from moment_jax.discrete.gumbel_law import gumbel
-
-Array = jax.Array
 
 
 def gumbel_max(key: Array, log_probs: Array) -> Array:

@@ -1,7 +1,5 @@
 """Exact moments of continuous piecewise linear functions of a Gaussian: maximum, clip, leaky ReLU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

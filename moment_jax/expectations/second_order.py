@@ -1,14 +1,11 @@
 """Ito's drift: half the second derivative of a function along the directions of its noise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 def directional_derivatives(

@@ -1,15 +1,12 @@
 """E[softmax(s)] for rows of Gaussian scores, from variances of shrunken contrasts."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.xla import materialized
-
-Array = jax.Array
 
 
 class RowCovariance(Protocol):

@@ -1,11 +1,9 @@
 """Encoder and decoder blocks and their sublayers, post-norm (as derived) or pre-norm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-import jax
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
@@ -21,7 +19,6 @@ from moment_jax.layers.residual import Tangent, residual
 from moment_jax.layers.seen import pool_as, pool_seen
 from moment_jax.xla import materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

@@ -1,10 +1,8 @@
 """One decoding step of a block: the newest tokens of a causal sequence, with earlier ones cached."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeVar
 
-import jax
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.attention.attend import View, attend
@@ -23,7 +21,6 @@ from moment_jax.layers.residual import Tangent
 from moment_jax.layers.seen import look_at_valid
 from moment_jax.xla import materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

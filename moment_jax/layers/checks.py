@@ -1,7 +1,5 @@
 """Argument checks, made while tracing; errors state the rule, the value and the fix."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 from typing import Any
@@ -9,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance
 from moment_jax.covariance.fields import check_array
 from moment_jax.posterior import Posterior
-
-Array = jax.Array
 
 
 def check_moments(name: str, mean: Array, cov: Covariance) -> None:

@@ -1,12 +1,10 @@
 """Dense layers and products of independent random matrices (Prop. 1 and 2)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, TypeVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_kernel, check_moments, check_vector
@@ -14,7 +12,6 @@ from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

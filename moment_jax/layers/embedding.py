@@ -1,18 +1,16 @@
 """Random embeddings of token ids, and fixed positions."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import known_values
 from moment_jax.posterior import Point, Posterior
 from moment_jax.xla import materialized, materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

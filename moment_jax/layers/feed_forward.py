@@ -1,13 +1,12 @@
 """Elementwise nonlinearities of a random sequence, and the feed-forward layer."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax import expectations
 from moment_jax.covariance import Covariance, Diagonal, Separable
@@ -17,7 +16,6 @@ from moment_jax.layers.dense import dense
 from moment_jax.layers.params import FeedForwardParams
 from moment_jax.xla import materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 Activation = Callable[[Array, S], tuple[Array, S]]
 

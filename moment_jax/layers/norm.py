@@ -1,11 +1,9 @@
 """Layer normalisation of a random sequence, with a random gain and bias (Prop. 4)."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.covariance.numerics import nonnegative
@@ -21,7 +19,6 @@ from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized, materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

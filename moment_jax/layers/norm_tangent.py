@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance, Diagonal, Separable, TokenCorrelated
 from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.xla import diagonal_of, materialized, product_with_transposed
-
-Array = jax.Array
 
 
 class NormTangent(NamedTuple):

@@ -1,15 +1,11 @@
 """Parameters of layers: beliefs about weights."""
 
-from __future__ import annotations
-
 import dataclasses
 
-import jax
+from jax import Array
 
 from moment_jax.covariance.fields import register_fields
 from moment_jax.posterior import Posterior
-
-Array = jax.Array
 
 
 @register_fields

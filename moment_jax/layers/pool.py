@@ -1,17 +1,14 @@
 """Pooling over tokens."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_moments, check_row_mask
 from moment_jax.xla import materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

@@ -7,13 +7,12 @@ and keys links only different features, so they drop it, and also everything of 
 a memory. `Separable` keeps its two Gram matrices, with gains and attention averaged over the tokens.
 """
 
-from __future__ import annotations
-
 from functools import singledispatch
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import (
     Covariance,
@@ -30,7 +29,6 @@ from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm_tangent import NormTangent
 from moment_jax.xla import diagonal_of, materialized, product_with_transposed, rows_diagonal
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 Tangent = AttentionTangent | FeedForwardTangent
 Cross = tuple[Array, Array, Array]

@@ -1,16 +1,13 @@
 """Which tokens a sum over tokens may include, so that masked tokens never influence others."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance, Separable
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 P = TypeVar("P", bound=Separable)
 

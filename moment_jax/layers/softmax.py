@@ -1,18 +1,16 @@
 """Softmax over the features of each token of a random sequence (Prop. 3)."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.expectations import masked_softmax, softmax_expansion
 from moment_jax.layers.checks import check_moments, check_order, check_row_mask
 from moment_jax.xla import diagonal_of, materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

@@ -1,7 +1,5 @@
 """Meshes with the axes data, model and optionally sequence, and batches sharded on them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

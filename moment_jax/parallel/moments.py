@@ -1,11 +1,10 @@
 """Shardings of means and covariances."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, TypeVar
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moment_jax.covariance import STRUCTURES, Covariance
@@ -13,7 +12,6 @@ from moment_jax.parallel.mesh import DATA, MODEL
 from moment_jax.parallel.sequence import check_tokens
 from moment_jax.xla import SEQUENCE
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

@@ -1,7 +1,5 @@
 """Shardings of parameters by layer names, for beliefs and plain weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

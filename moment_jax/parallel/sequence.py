@@ -1,7 +1,5 @@
 """Sequence parallelism: the tokens of attention, and hence of whole encoders, on several devices."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

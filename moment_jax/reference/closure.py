@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpy.typing import ArrayLike
 
 from moment_jax import covariance as structures
 from moment_jax.covariance import Covariance
-
-Array = jax.Array
 
 
 class Agreement(NamedTuple):

@@ -1,14 +1,10 @@
 """The derivation's objective: complexity loss (Eq. 12) and evidence lower bound (Eq. 13)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 def complexity_loss(means: Sequence[Array], variances: Sequence[Array]) -> Array:

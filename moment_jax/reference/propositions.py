@@ -7,15 +7,12 @@ clarity comes before speed.
 Misprints are corrected; the printed forms are kept beside them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-
-Array = jax.Array
+from jax import Array
 
 
 def proposition1(mean_a: Array, mean_b: Array) -> Array:

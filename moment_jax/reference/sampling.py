@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior import sample_params
 
-Array = jax.Array
 S = TypeVar("S", "CentralSums", "JointSums")
 
 

@@ -5,12 +5,11 @@ mean is first-order, and the derivation's independence assumptions are made: of 
 values of a random input, of heads, and of a residual stream and its branch. For small sizes only.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax import posterior
 from moment_jax.layers.params import (
@@ -28,8 +27,6 @@ from moment_jax.reference.propositions import (
     proposition3,
     proposition4,
 )
-
-Array = jax.Array
 
 
 class DenseMoments(NamedTuple):

@@ -1,7 +1,5 @@
 """Platform-specific lowering: stored arrays on CPU, Pallas kernels on TPU."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading
@@ -11,12 +9,12 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-Array = jax.Array
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

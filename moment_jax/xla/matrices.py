@@ -6,19 +6,16 @@ compiler would gather a whole T x T array on every device. Without such an axis 
 products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from moment_jax.xla.lowering import kernel_path
-
-Array = jax.Array
 
 SEQUENCE = "sequence"
 _ROWS = PartitionSpec(SEQUENCE)

@@ -1,12 +1,11 @@
 """Attention to given keys and values, dispatched on the structure."""
 
-from __future__ import annotations
-
 from functools import singledispatch
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import (
     Covariance,
@@ -35,7 +34,6 @@ from moment_jax.layers.attention.token_correlated import mix_token_correlated
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

@@ -5,12 +5,11 @@ values do not change. With correlated tokens a step would need the newest token'
 earlier ones, so run the whole pass.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance
 from moment_jax.layers.attention.attend import View, attend, make_source
@@ -18,7 +17,6 @@ from moment_jax.layers.attention.inputs import Projection, Source
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.params import AttentionParams
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

@@ -1,9 +1,7 @@
 """Attention for `Diagonal`: plain JAX or a Pallas kernel."""
 
-from __future__ import annotations
-
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Diagonal
 from moment_jax.layers.attention.diagonal_heads import Heads, mix_by_compiler
@@ -17,8 +15,6 @@ from moment_jax.layers.attention.inputs import (
     split_heads,
 )
 from moment_jax.layers.attention.places import own_tokens
-
-Array = jax.Array
 
 
 def mix_diagonal(inputs: Inputs[Diagonal]) -> tuple[Array, Diagonal, Mixing]:

@@ -1,16 +1,12 @@
 """Attention for `Diagonal`, all heads, as plain JAX; see `diagonal_rows`."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
-import jax
+from jax import Array
 
 from moment_jax.layers.attention.diagonal_rows import Part, Rows, Shared, shared_mean
 from moment_jax.layers.attention.mix import each_head, mix
 from moment_jax.layers.attention.places import at_own, own_entries
-
-Array = jax.Array
 
 
 class Heads(NamedTuple):

@@ -9,13 +9,12 @@ For TPUs only. A GPU has too little on-chip memory for a head's keys beside the 
 its programs in parallel (nor can Pallas lower this body for one, jax 0.10.2).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.layers.attention.diagonal_heads import Heads, mix_by_compiler
 from moment_jax.layers.attention.diagonal_rows import Part, Rows, Shared, shared_mean
@@ -23,8 +22,6 @@ from moment_jax.layers.attention.mix import mix
 from moment_jax.layers.attention.row_kernel import MEMORY, Grid, lengthened, padded_size
 from moment_jax.layers.attention.squared_products import products_of_row
 from moment_jax.xla import kernel_path, split_by_tokens
-
-Array = jax.Array
 
 _BLOCKS = (256, 128, 64, 32)
 """Rows per program, largest first: every program recomputes the products of keys with keys."""

@@ -9,12 +9,10 @@ of them can run in a kernel. In the second term all entries of a query are taken
 that one matrix k k^T serves all rows.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import nonnegative, safe_divide
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
@@ -23,8 +21,6 @@ from moment_jax.layers.attention.mix import Output
 from moment_jax.layers.attention.score_noise import left_within, saturation
 from moment_jax.layers.attention.squared_products import of_each, squared_products
 from moment_jax.xla import on_chip
-
-Array = jax.Array
 
 
 class Part(NamedTuple):

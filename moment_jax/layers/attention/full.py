@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Full
 from moment_jax.expectations import expected_softmax
@@ -19,8 +20,6 @@ from moment_jax.layers.attention.inputs import (
 from moment_jax.layers.attention.mix import Output, mix
 from moment_jax.layers.attention.rows import centred
 from moment_jax.layers.attention.score_noise import left_within, saturation
-
-Array = jax.Array
 
 
 def mix_full(inputs: Inputs[Full]) -> tuple[Array, Full, Mixing]:

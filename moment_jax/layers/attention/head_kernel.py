@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.layers.attention.row_kernel import Grid
 from moment_jax.xla import kernel_path, split_by_tokens
-
-Array = jax.Array
 
 _NUMBERS = 2**16
 """Most entries of queries by keys: Mosaic unrolls every operation, register by register."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import gram, pooled, safe_divide, under, vector_cov, weighted
@@ -22,8 +23,6 @@ from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.layers.attention.inputs import DenseInput
 from moment_jax.posterior import Point
 from moment_jax.xla import diagonal_of, materialized, rows_diagonal
-
-Array = jax.Array
 
 
 class TokenGram(NamedTuple):

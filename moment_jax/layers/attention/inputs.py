@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.layers.params import DenseParams
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.expectations import expected_softmax, masked_softmax
@@ -26,8 +26,6 @@ from moment_jax.layers.attention.score_noise import (
 )
 from moment_jax.layers.attention.separable_head import KeyNoise, Seen, SeparableHead
 from moment_jax.xla import on_diagonal, rows_diagonal
-
-Array = jax.Array
 
 
 class LandmarkHead(SeparableHead):

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import safe_divide
 from moment_jax.xla import default_precision, diagonal_matrix, kernel_path, rows_diagonal
-
-Array = jax.Array
 
 _RIDGE = 1e-2
 """Ridge relative to each landmark's variance. A tenth of it brings sds .001 closer to those with all

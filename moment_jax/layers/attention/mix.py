@@ -4,19 +4,17 @@ A structure supplies the covariance of the scores (`rows`), and the effect of no
 the average (`output`). Arrays are one head's, or have a leading axis of all heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.expectations import masked_softmax
 from moment_jax.layers.attention.inputs import Centres, Mixing, root_width
 from moment_jax.xla import materialized
 
-Array = jax.Array
 In = TypeVar("In")
 Out = TypeVar("Out")
 

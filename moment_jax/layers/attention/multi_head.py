@@ -1,10 +1,8 @@
 """Multi-head attention: the public functions, their checks, and cross-attention's memory."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeVar
 
-import jax
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.attention.attend import View, attend, make_source
@@ -21,7 +19,6 @@ from moment_jax.layers.params import AttentionParams
 from moment_jax.layers.seen import pool_as, pool_seen
 from moment_jax.xla import materialized_inputs
 
-Array = jax.Array
 S = TypeVar("S", bound=Covariance)
 
 

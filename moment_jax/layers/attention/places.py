@@ -4,14 +4,11 @@ In self-attention query a comes from token a. With cached keys, queries come fro
 only, and `places` (T,) gives their positions; None means token a.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.xla import diagonal_matrix, rows_diagonal
-
-Array = jax.Array
 
 
 def own_tokens(array: Array, places: Array | None) -> Array:

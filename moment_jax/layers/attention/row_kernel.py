@@ -1,19 +1,16 @@
 """Pallas kernels with one program per head and block of rows, on trees of arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from moment_jax.xla import inside_a_kernel
-
-Array = jax.Array
 
 MEMORY = 110 * 2**20
 """Bytes of a TPU's vector memory (128 MiB) that a kernel may use by plan."""

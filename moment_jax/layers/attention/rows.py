@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations import expected_softmax
 from moment_jax.layers.attention.score_noise import Products, total_of
 from moment_jax.xla import materialized, product_with_transposed, rows_diagonal, rows_product
-
-Array = jax.Array
 
 
 class Term(NamedTuple):

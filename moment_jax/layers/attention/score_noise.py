@@ -7,8 +7,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import gram, nonnegative, pooled, safe_divide, safe_sqrt
 from moment_jax.xla import (
@@ -17,8 +17,6 @@ from moment_jax.xla import (
     rows_diagonal,
     rows_product,
 )
-
-Array = jax.Array
 
 
 class ScoreTerm(Protocol):

@@ -5,14 +5,13 @@ there, which would be lost. Variances and Gram matrices of the projected output 
 from the values times the output kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import fit_rows, gram, pooled, safe_divide, vector_cov
@@ -37,8 +36,6 @@ from moment_jax.xla import (
     rows_diagonal,
     split_by_tokens,
 )
-
-Array = jax.Array
 
 
 def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:

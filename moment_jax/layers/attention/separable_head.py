@@ -10,12 +10,10 @@ their traces, and KK = k Fq k^T. Softmax sees only contrasts of keys, so Fk is t
 their average. The T^4 covariance is never formed.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import gram, nonnegative, safe_divide, weighted
 from moment_jax.layers.attention.head_noise import HeadNoise, TokenGram
@@ -39,8 +37,6 @@ from moment_jax.xla import (
     rows_diagonal,
     rows_product,
 )
-
-Array = jax.Array
 
 
 class Head(NamedTuple):

@@ -6,18 +6,14 @@ of weights @ values. Budget: what this adds to the covariance is left out. On th
 .001 of the sd, where the structure loses .01 to .04.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Separable
 from moment_jax.layers.attention.inputs import Centres, SharedInput, split_heads
 from moment_jax.xla import rows_diagonal
-
-Array = jax.Array
 
 
 class Links(NamedTuple):

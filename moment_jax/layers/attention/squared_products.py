@@ -4,14 +4,11 @@ It needs S^2 products of features shared by all rows, or K^2 numbers per row: T 
 in all, where plain attention takes 2 T S K. It is the main cost of long sequences.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.xla import diagonal_matrix, on_chip, rows_product
-
-Array = jax.Array
 
 _CHUNK = 512
 """Number of keys per chunk; a kernel holds one chunk's products with all keys."""

@@ -1,11 +1,9 @@
 """Attention linearised in its input."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.layers.attention.inputs import (
     Mixing,
@@ -16,8 +14,6 @@ from moment_jax.layers.attention.inputs import (
     turned,
 )
 from moment_jax.layers.attention.places import own_entries
-
-Array = jax.Array
 
 
 class AttentionTangent(NamedTuple):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import TokenBlock
 from moment_jax.expectations import expected_softmax
@@ -22,8 +23,6 @@ from moment_jax.layers.attention.mix import Output, mix
 from moment_jax.layers.attention.places import at_own, own_tokens
 from moment_jax.layers.attention.score_noise import left_within, saturation
 from moment_jax.xla import product_with_transposed, rows_product
-
-Array = jax.Array
 
 
 def mix_token_block(inputs: Inputs[TokenBlock]) -> tuple[Array, TokenBlock, Mixing]:

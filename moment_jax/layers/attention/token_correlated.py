@@ -8,12 +8,10 @@ with the Gram matrices Qc = sum_d Cov[q_ad, q_bd], QQ = q q^T and likewise for k
 over features of products becomes the product of sums. The T^4 covariance is never formed.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import TokenCorrelated
 from moment_jax.covariance.numerics import fit_rows, gram, nonnegative
@@ -29,8 +27,6 @@ from moment_jax.layers.attention.mix import Output, each_head, mix
 from moment_jax.layers.attention.rows import RowCovariance, Term
 from moment_jax.layers.attention.score_noise import Products, score_noise
 from moment_jax.xla import product_with_transposed, rows_diagonal, rows_product
-
-Array = jax.Array
 
 
 class _Noise(NamedTuple):

@@ -1,17 +1,14 @@
 """Noise of `Separable`'s values, averaged by the attention weights of all heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.numerics import nonnegative, pooled, safe_sqrt
 from moment_jax.layers.attention.landmarks import Sketch, choose_landmarks, in_float32
 from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed, split_by_tokens
-
-Array = jax.Array
 
 
 class ValueNoise:
