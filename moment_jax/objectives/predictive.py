@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from moment_jax.covariance.fields import check_array
 from moment_jax.objectives.cubature import count_points, log_expected_softmax
-from moment_jax.objectives.data_term import bounded_exp
+from moment_jax.objectives.densities import bounded_exp
 from moment_jax.objectives.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,

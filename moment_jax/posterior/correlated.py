@@ -43,6 +43,7 @@ class MatrixNormal(Posterior):
     mean: Array
     in_cov: Array
     out_cov: Array
+    uncorrelated = False
 
     def __post_init__(self) -> None:
         call = "MatrixNormal(mean, in_cov, out_cov)"
@@ -57,11 +58,6 @@ class MatrixNormal(Posterior):
         )
         check_variances(call, self.in_cov, "i")
         check_variances(call, self.out_cov, "o")
-
-    @property
-    def uncorrelated(self) -> bool:
-        """False: entries are correlated."""
-        return False
 
     def sample(self, key: Array) -> Array:
         """Draw mean + root(A) z root(B); see `Posterior.sample`."""
@@ -138,6 +134,7 @@ class FullNormal(Posterior):
 
     mean: Array
     cov: Array
+    uncorrelated = False
 
     def __post_init__(self) -> None:
         # A stack of beliefs has leading axes that mean and cov share.
@@ -150,11 +147,6 @@ class FullNormal(Posterior):
             self.cov,
         )
         check_variances("FullNormal(mean, cov)", self.cov, "abcdefgh"[: max(num_axes, 0)])
-
-    @property
-    def uncorrelated(self) -> bool:
-        """False: entries are correlated."""
-        return False
 
     def sample(self, key: Array) -> Array:
         """Draw mean + root(Cov) z; see `Posterior.sample`."""
