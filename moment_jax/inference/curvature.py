@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,8 +15,7 @@ from flax import nnx
 from moment_jax.objectives import Bernoulli, Gaussian
 from moment_jax.optim import KroneckerExpand, find_blocks, value_grad_and_factors
 from moment_jax.optim.layer_blocks import Blocks, DenseBlock
-from moment_jax.optim.statistics import RowCounter
-from moment_jax.optim.taps import CurvatureTap, tap
+from moment_jax.optim.taps import count_rows
 from moment_jax.optim.trees import flatten, unflatten
 
 Array = jax.Array
@@ -187,21 +185,7 @@ def dense_blocks(model: nnx.Module) -> Blocks:
 
 def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:
     """The layer called last, which a backward pass reaches first."""
-    copy: Any = nnx.merge(*nnx.split(model), copy=True)
-    order: dict[str, list[int]] = defaultdict(list)
-    tap(
-        copy,
-        {b.name: RowCounter(b, KroneckerExpand(), order) for b in blocks},
-        jnp.dtype("float32"),
-    )
-    split: Any = nnx.split(copy, CurvatureTap, ...)
-    graph, taps, rest = split
-
-    def loss(taps: Any) -> Array:
-        model: Any = nnx.merge(graph, taps, rest, copy=True)
-        return jnp.sum(model(*(x[:1] for x in inputs)))
-
-    jax.eval_shape(jax.grad(loss), taps)
+    order = count_rows(model, blocks, lambda copy: jnp.sum(copy(*(x[:1] for x in inputs))))
     if not order:
         raise ValueError(
             '`laplace(kind="last_layer")` needs a model that ends in a known layer, such as '

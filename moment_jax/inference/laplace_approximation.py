@@ -12,14 +12,16 @@ from flax import nnx
 
 from moment_jax.inference.curvature import Curvature, dense_blocks, last_block
 from moment_jax.inference.data import checked_likelihood
-from moment_jax.inference.evidence import (
+from moment_jax.inference.prior_precision import (
     Piece,
+    best_precision,
+    check_targets,
+    checked_data,
     effective_parameters,
     kronecker_variances,
     log_evidence,
     optimal_precision,
 )
-from moment_jax.inference.held_out import best_precision, checked_data, checked_outputs
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.optim.trees import flatten, path_name
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, Posterior
@@ -118,7 +120,8 @@ def laplace(
     rest = [] if kind == "last_layer" else [path for path in known if path not in covered]
 
     curvature = Curvature(model, name, blocks, rest)
-    outputs = checked_outputs(curvature, inputs, targets, batch_size, name)
+    outputs = curvature.outputs(inputs, batch_size)
+    check_targets(outputs.shape, targets, name)
     factors, squares = curvature.sums(inputs, batch_size)
     spectra = {b.name: _Spectrum(factors[b.name], len(b.leaves) == 2) for b in blocks}
 

@@ -110,6 +110,9 @@ def moments(spec: Spec, belief: Belief, frame: Any, inputs: Any) -> tuple[Array,
     return mean, jax.vmap(lambda c: c.to_dense()[0, :, 0, :])(cov)
 
 
+predict = partial(jax.jit, static_argnums=0)(moments)
+
+
 def _likelihood(spec: Spec, belief: Belief) -> Any:
     if spec.likelihood is Categorical:
         return Categorical()
@@ -144,12 +147,6 @@ def train(
 
     state, values = jax.lax.scan(one, state, (inputs, targets))
     return state, jnp.mean(values)
-
-
-@partial(jax.jit, static_argnums=0)
-def predict(spec: Spec, belief: Belief, frame: Any, inputs: Any) -> tuple[Array, Array]:
-    """Compiled `moments`."""
-    return moments(spec, belief, frame, inputs)
 
 
 @partial(jax.jit, static_argnums=0)

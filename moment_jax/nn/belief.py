@@ -189,7 +189,11 @@ def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str
     return {"scale": VariationalScale(jnp.full(mean.shape, raw, mean.dtype))}
 
 
+def lower_factor(raw: Array) -> Array:
+    """L: the strictly lower triangle of `raw`, and the softplus of its diagonal."""
+    return jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
+
+
 def _covariance(raw: Array) -> Array:
-    """L L^T; L has the strictly lower triangle of `raw` and the softplus of its diagonal."""
-    factor = jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
+    factor = lower_factor(raw)
     return factor @ factor.T

@@ -8,21 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moment_jax.optim.factors import (
-    DiagonalFactor,
-    EmbeddingFactor,
-    Factor,
-    Factors,
-    KroneckerFactor,
-    RowFactor,
-)
-from moment_jax.optim.layer_blocks import (
-    Blocks,
-    DenseBlock,
-    EmbeddingBlock,
-    LayerBlock,
-    infer_blocks,
-)
+from moment_jax.optim.factors import Factor, Factors, RowFactor, shapes_of
+from moment_jax.optim.layer_blocks import Blocks, LayerBlock, infer_blocks
 from moment_jax.optim.trees import flatten, has_masks
 
 Array = jax.Array
@@ -111,18 +98,6 @@ def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
     }
 
 
-def empty_average(blocks: Blocks, dtype: jnp.dtype) -> Factor:
-    """The first average of a group's factors: zeros of weight zero."""
-    count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
-    zero = jnp.zeros((), dtype)
-    outputs = jnp.zeros((count, columns, columns), dtype)
-    if isinstance(blocks[0], DenseBlock):
-        return KroneckerFactor(jnp.zeros((count, rows, rows), dtype), outputs, zero)
-    if isinstance(blocks[0], EmbeddingBlock):
-        return EmbeddingFactor(jnp.zeros((count, rows), dtype), outputs, zero)
-    return DiagonalFactor(jnp.zeros((count, rows, columns), dtype), zero)
-
-
 def _stacked(blocks: Blocks, factors: list[Factor]) -> Factor:
     kinds = {type(factor) for factor in factors}
     if len(kinds) > 1:
@@ -158,15 +133,12 @@ def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
         raise TypeError(
             f"Layer {block.name!r} needs a factor of mj.optim. Got {type(factor).__name__}."
         )
-    rows, columns = block.rows, block.columns
-    examples = factor.inputs.shape[1:3] if isinstance(factor, RowFactor) else ()
-    shapes: dict[type, tuple[tuple[int, ...], ...]] = {
-        KroneckerFactor: ((rows, rows), (columns, columns)),
-        EmbeddingFactor: ((rows,), (columns, columns)),
-        DiagonalFactor: ((rows, columns),),
-        RowFactor: ((*examples, rows), (*examples, columns)),
-    }
-    for name, one in zip(factor._fields, shapes[type(factor)], strict=False):
+    if isinstance(factor, RowFactor):
+        examples = factor.inputs.shape[1:3]
+        shapes = {"inputs": (*examples, block.rows), "outputs": (*examples, block.columns)}
+    else:
+        shapes = shapes_of(type(factor), block)
+    for name, one in shapes.items():
         shape, got = (block.count, *one), tuple(getattr(factor, name).shape)
         if got != shape:
             raise ValueError(

@@ -17,6 +17,7 @@ from flax import nnx
 
 from moment_jax import posterior as families
 from moment_jax.nn import Belief
+from moment_jax.nn.belief import lower_factor
 from moment_jax.optim.damping import Number, Schedule, check_range, current
 from moment_jax.optim.trees import flatten, unflatten
 from moment_jax.xla import diagonal_matrix, diagonal_of
@@ -44,7 +45,7 @@ class ScaleParameter:
         """F^-1 grad in log s, or in K."""
         if not self.triangular:
             return grad / _log_slope(raw) / (2 * self.copies)
-        factor, slope = _cholesky(raw), jax.nn.sigmoid(diagonal_of(raw))
+        factor, slope = lower_factor(raw), jax.nn.sigmoid(diagonal_of(raw))
         in_factor = jnp.tril(grad, -1) + diagonal_matrix(diagonal_of(grad) / slope)
         inner = jnp.tril(factor.T @ in_factor) / self.copies
         diagonal = diagonal_of(inner) / 2
@@ -56,7 +57,7 @@ class ScaleParameter:
         """The change of the stored array for a change of log s, or of K."""
         if not self.triangular:
             return natural / _log_slope(raw)
-        moved = _cholesky(raw) @ natural
+        moved = lower_factor(raw) @ natural
         slope = jax.nn.sigmoid(diagonal_of(raw))
         return jnp.tril(moved, -1) + diagonal_matrix(diagonal_of(moved) / slope)
 
@@ -160,7 +161,3 @@ def _log_slope(raw: Array) -> Array:
     far = raw < -15
     safe = jnp.where(far, 0, raw)
     return jnp.where(far, 1, jax.nn.sigmoid(safe) / jax.nn.softplus(safe))
-
-
-def _cholesky(raw: Array) -> Array:
-    return jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))

@@ -19,11 +19,10 @@ from moment_jax.optim.damping import (
     current,
     initial_value,
 )
-from moment_jax.optim.factors import Factors, RowFactor, averaged
+from moment_jax.optim.factors import Factors, RowFactor, averaged, empty_average
 from moment_jax.optim.groups import (
     Groups,
     Matrices,
-    empty_average,
     groups_of,
     stack,
     stack_factors,

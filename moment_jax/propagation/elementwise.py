@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -52,10 +51,10 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         out, out_cov = moments.mean, cov.elementwise(moments)
         branches = through_gain(before, moments.gain, cov, out_cov, mean)
     slopes = jnp.broadcast_to(slope if name == "linear" else moments.gain, mean.shape)
-    own = fresh(out, out_cov, node.shape, tokens, features)
+    own = fresh(out, out_cov, node.shape, tokens, features, branches)
     node.line = source, m.array(), taken(slopes, own.places), own.array()
     propagator.note(node, name, "" if name == "linear" else "its input Gaussian")
-    return dataclasses.replace(own, branches=branches)
+    return own
 
 
 def _moments(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
 from moment_jax.propagation.propagator import Propagator, rule
@@ -38,19 +39,12 @@ def _window_max(propagator: Propagator, node: Node) -> Moments:
     mean, shares, variance = _largest(means, between)
     gated = cov.rescale(jnp.concatenate(shares, axis=1))
     linear = gated.map_features(jnp.concatenate([jnp.eye(size, dtype=mean.dtype)] * count))
-    moments = _Exact(variance, linear.variance())
+    # The variances are these; the linear part shrinks where its own are larger.
+    own = linear.variance()
+    ratio = jnp.where(own > variance, variance / jnp.where(own > 0, own, 1), 1)
+    moments = ElementwiseMoments(mean, variance, jnp.sqrt(ratio), jnp.zeros_like(variance))
     propagator.note(node, "maximum over windows", "entries Gaussian, maxima too (Clark)")
     return fresh(mean, linear.elementwise(moments), node.shape, tokens, features)
-
-
-class _Exact:
-    """Elementwise moments that set the variances; the linear part shrinks where it is too large."""
-
-    def __init__(self, variance: Array, linear: Array) -> None:
-        self.variance = variance
-        ratio = jnp.where(linear > variance, variance / jnp.where(linear > 0, linear, 1), 1)
-        self.gain = jnp.sqrt(ratio)
-        self.second = jnp.zeros_like(variance)
 
 
 def _between(cov: Any, seen: np.ndarray) -> list[list[Array]]:

@@ -71,24 +71,29 @@ class Moments:
     def sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
         """Mean and covariance of the array as a sequence with these token and feature axes, in order."""
         if (tokens, features) not in self.known:
-            self.known[tokens, features] = self._sequence(tokens, features)
+            order = as_rows(self.places, tokens, features)
+            same = np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape))
+            self.known[tokens, features] = (
+                (self.mean, self.cov)
+                if same
+                else (taken(self.mean, order), gather(self.cov, order))
+            )
         return self.known[tokens, features]
-
-    def _sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
-        order = as_rows(self.places, tokens, features)
-        if np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
-            return self.mean, self.cov
-        return taken(self.mean, order), gather(self.cov, order)
 
 
 def fresh(
-    mean: Array, cov: Covariance, shape: tuple[int, ...], tokens: Axes, features: Axes
+    mean: Array,
+    cov: Covariance,
+    shape: tuple[int, ...],
+    tokens: Axes,
+    features: Axes,
+    branches: tuple[Branch, ...] = (),
 ) -> Moments:
     """A random array of this shape from its moments as a sequence."""
     rest = tuple(i for i in range(len(shape)) if i not in (*tokens, *features))
     order = (*rest, *tokens, *features)
     places = np.arange(mean.size).reshape([shape[i] for i in order])
-    return Moments(mean, cov, places.transpose(np.argsort(order)))
+    return Moments(mean, cov, places.transpose(np.argsort(order)), branches)
 
 
 def as_rows(array: Any, tokens: Axes, features: Axes, *last: int) -> Any:

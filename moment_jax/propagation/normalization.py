@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -64,8 +63,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         kernel = jnp.asarray(kind, mean.dtype)
         branches = through_dense(branches_of(m, mean, tokens, axes), mean, cov, kernel)
         propagator.note(node, "linear map of the features")
-        out = fresh(mean @ kernel, cov.map_features(kernel), node.shape, tokens, axes)
-        return dataclasses.replace(out, branches=branches)
+        cov = cov.map_features(kernel)
+        return fresh(mean @ kernel, cov, node.shape, tokens, axes, branches)
     if isinstance(kind, str):
         propagator.note(node, "softmax", "its input Gaussian")
         return fresh(*softmax(mean, cov), node.shape, tokens, axes)
@@ -77,8 +76,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         out_mean, out_cov = out_mean * factor, out_cov.rescale(factor)
         tangent = tangent._replace(scale=factor)
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    out = fresh(out_mean, out_cov, node.shape, tokens, axes)
-    return dataclasses.replace(out, branches=(Branch(mean, out_mean, out_cov, tangent),))
+    branch = Branch(mean, out_mean, out_cov, tangent)
+    return fresh(out_mean, out_cov, node.shape, tokens, axes, (branch,))
 
 
 def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:

@@ -34,7 +34,9 @@ def dominator(roots: list[Node], tied: bool) -> Node | None:
     """
 
     def unfit(n: Node) -> bool:
-        return not jnp.issubdtype(n.dtype, jnp.floating) or (tied and _tied(roots, n))
+        if not jnp.issubdtype(n.dtype, jnp.floating):
+            return True
+        return tied and any(weights_of(n, None).keys() & weights_of(r, n).keys() for r in roots)
 
     frontier = set(roots)
     while len(frontier) > 1 or any(map(unfit, frontier)):
@@ -42,11 +44,6 @@ def dominator(roots: list[Node], tied: bool) -> Node | None:
         frontier.remove(last)
         frontier.update(last.nodes)
     return next(iter(frontier), None)
-
-
-def _tied(roots: list[Node], source: Node) -> bool:
-    before = weights_of(source, None)
-    return any(weights_of(root, source).keys() & before.keys() for root in roots)
 
 
 def knows_its_weights(node: Node) -> bool:

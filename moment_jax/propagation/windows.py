@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import singledispatch
 from typing import Any
 
 import jax
@@ -200,7 +199,6 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     return fresh(mean, cov, node.shape, tokens, features)
 
 
-@singledispatch
 def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Array) -> Any:
     """The covariance of windows @ kernel, with variances that use the correlation between pixels.
 
@@ -215,12 +213,8 @@ def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Ar
       places: flat index into the image of each window entry, (P, K C); -1 is zero.
       kernel: (K C, O).
     """
-    del image, places, kernel
-    return mapped
-
-
-@with_window_variance.register
-def _separable(mapped: Separable, image: Separable, places: np.ndarray, kernel: Array) -> Any:
+    if not isinstance(mapped, Separable):
+        return mapped
     channels = image.shape[1]
     if places.shape[1] % channels or places.shape[1] == channels:
         return mapped
