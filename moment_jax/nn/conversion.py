@@ -87,14 +87,18 @@ def check_loaded(name: str, module: nnx.Module, network: nnx.Module) -> None:
         )
 
 
-def check_bias(name: str, what: str, mine: object, theirs: object, neutral: str = "zeros") -> None:
-    """Raise if only one of two layers has a bias (or a scale)."""
+def load_array(
+    name: str, what: str, mine: Belief | None, theirs: Any, neutral: str = "zeros"
+) -> None:
+    """Start a belief at a plain layer's bias (or scale); raise if only one of the two has one."""
     if (mine is None) != (theirs is None):
         has, lacks = ("has none", "one") if mine is None else ("has one", "none")
         raise ValueError(
             f"`{name}` needs a layer that has a {what} if the module has one. The module {has}. Got "
             f"{lacks}. A {what} of {neutral} computes the same as none."
         )
+    if mine is not None:
+        set_mean(mine, theirs[...])
 
 
 def set_mean(belief: Belief, value: Array) -> None:

@@ -14,9 +14,8 @@ from moment_jax.layers.attention.attend import make_source
 from moment_jax.layers.attention.cache import empty_cache
 from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.dense import LayerNorm
+from moment_jax.nn.layers import LayerNorm, MultiHeadAttention
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 

@@ -21,7 +21,7 @@ from moment_jax.nn.plain_discrete_autoencoder import (
     PlainDiscreteAutoencoder,
     log_noise,
 )
-from moment_jax.nn.token_transformer import TokenTransformer
+from moment_jax.nn.transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
 from moment_jax.objectives.lower_bound import check_weight
 

@@ -16,8 +16,9 @@ from moment_jax.layers.cached_blocks import encoder_block_step
 from moment_jax.layers.feed_forward import feed_forward_and_tangent
 from moment_jax.layers.residual import Tangent
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.nn.attention import MultiHeadAttention
+from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import Stage
+from moment_jax.nn.layers import MultiHeadAttention
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 from moment_jax.posterior import sample_params
@@ -63,20 +64,15 @@ class EncoderBlock(Block):
     @property
     def stages(self) -> list[Stage]:
         """Attention and feed-forward, each with its residual and its normalisation."""
-        params, norm, options = (
-            self.params,
-            Normalization(self.norm_first, self.epsilon),
-            self.options,
-        )
+        params, norm = self.params, Normalization(self.norm_first, self.epsilon)
+        options: Any = {"num_heads": self.num_heads, "mask": None, "order": norm.order}
+        activation = find_activation(self.activation).moments
 
         def look(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
-            heads, order = self.num_heads, norm.order
-            return attention_and_tangent(
-                mean, cov, params.attention, num_heads=heads, mask=None, order=order
-            )
+            return attention_and_tangent(mean, cov, params.attention, **options)
 
         def feed(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
-            return feed_forward_and_tangent(mean, cov, params.feed_forward, options["activation"])
+            return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
 
         def drawn(key: Array) -> PlainEncoderBlock:
             return self.network(sample_params(self.params, key))

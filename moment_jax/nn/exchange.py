@@ -155,10 +155,8 @@ def _shaped(name: str, leaf: Any, shape: tuple[int, ...]) -> Posterior:
         leaf = leaf.belief
     if leaf.shape == shape:
         return leaf
-    if isinstance(leaf, families.Point):
-        return families.Point(leaf.mean.reshape(shape))
-    if isinstance(leaf, families.Factorized):
-        return families.Factorized(leaf.mean.reshape(shape), leaf.variance.reshape(shape))
+    if isinstance(leaf, families.Point | families.Factorized):
+        return jax.tree.map(lambda x: x.reshape(shape), leaf)
     if isinstance(leaf, families.FullNormal):
         return families.FullNormal(leaf.mean.reshape(shape), leaf.cov.reshape(*shape, *shape))
     if leaf.mean.size == np.prod(shape):

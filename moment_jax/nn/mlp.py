@@ -14,7 +14,7 @@ from moment_jax.layers import DenseParams, dense
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import BayesianModule, Stage
 from moment_jax.nn.conversion import activation_name, check_loaded
-from moment_jax.nn.dense import Dense
+from moment_jax.nn.layers import Dense
 from moment_jax.nn.plain import PlainMLP, plain_linear
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import sample_params

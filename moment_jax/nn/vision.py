@@ -17,9 +17,9 @@ from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
 from moment_jax.nn.base import BayesianModule, Stage
 from moment_jax.nn.conversion import check_same, set_mean
-from moment_jax.nn.dense import Dense
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.freezing import over_statistics
+from moment_jax.nn.layers import Dense
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
 from moment_jax.nn.settings import Settings
 from moment_jax.nn.stack import block_options

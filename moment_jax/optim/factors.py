@@ -80,11 +80,7 @@ def empty_average(blocks: Blocks, dtype: jnp.dtype) -> Factor:
 
 
 def apply_curvature(factor: Factor, matrix: Array) -> Array:
-    """F V for every layer of a stack, without forming F.
-
-    Args:
-      factor: of L layers.
-      matrix: V, (L, rows, columns).
+    """F V, (L, rows, columns), for every layer of a stack, without forming F.
 
     Source: Brownian document, Algorithm 1, function FV without its damping.
     """
@@ -141,13 +137,10 @@ def averaged(average: Factor, new: Factor, decay: Array, finite: Array) -> Facto
 
 
 def as_factors(blocks: Blocks, stats: Any, correction: float) -> Factors:
-    """Factors from sums over a batch.
+    """Factors from the cotangents of the dummy arguments, sums over a batch.
 
-    Args:
-      blocks: the layers.
-      stats: cotangents of the dummy arguments.
-      correction: multiplies what is quadratic in the gradients: 1/N for gradients of each example's own
-        loss, N for those of an average over N examples.
+    The correction multiplies what is quadratic in the gradients: 1/N for gradients of each example's own
+    loss, N for those of an average over N examples.
     """
     factors: dict[str, Factor] = {}
     for block in blocks:

@@ -27,15 +27,10 @@ def group(blocks: Blocks) -> Groups:
 
 
 def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
-    """The groups of a parameter tree.
+    """The groups of parameters or gradients, of which a mask may hide whole blocks.
 
-    Args:
-      tree: parameters or gradients; a mask may hide whole blocks.
-      blocks: those of `find_blocks(model)`; None to infer them from the names in the tree.
-
-    Raises:
-      ValueError: if a parameter belongs to no block, or a block's parameter is missing or of another
-        shape.
+    Without `blocks` they are inferred from the names in the tree. Raises a ValueError if a parameter
+    belongs to no block, or a block's parameter is missing or of another shape.
     """
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
     found = infer_blocks(shapes) if blocks is None else blocks
@@ -81,12 +76,7 @@ def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:
 
 
 def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
-    """The factors of every group, stacked.
-
-    Raises:
-      TypeError: if `factors` is no dictionary of factors. ValueError: if a layer's factor is missing or
-        of another shape.
-    """
+    """The factors of every group, stacked; raises unless every layer has a factor that fits."""
     if not isinstance(factors, Mapping):
         raise TypeError(
             "`update(..., factors=factors)` needs the factors that mj.optim.value_grad_and_factors "

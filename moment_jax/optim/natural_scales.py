@@ -27,19 +27,12 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class ScaleParameter:
-    """A stored array that a belief's spread is computed from.
+    """A stored array that a belief's spread is computed from."""
 
-    Args:
-      path: of the array in the model.
-      copies: number of independent variables that share each entry (diagonal) or the whole factor.
-      triangular: whether it is a Cholesky factor.
-      paired: whether it is a factor of a Kronecker product, which may trade a constant with the other.
-    """
-
-    path: str
-    copies: int
-    triangular: bool = False
-    paired: bool = False
+    path: str  # of the array in the model
+    copies: int  # independent variables that share each entry (diagonal), or the whole factor
+    triangular: bool = False  # a Cholesky factor
+    paired: bool = False  # of a Kronecker product, which may trade a constant with the other factor
 
     def natural(self, raw: Array, grad: Array) -> Array:
         """F^-1 grad in log s, or in K."""

@@ -78,11 +78,7 @@ class _OfArrays:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CategoricalPrediction(_OfArrays):
-    """Classes with these logits.
-
-    Args:
-      logits: (N, ..., C); axes in between are further targets of an example, such as tokens.
-    """
+    """Classes with these logits (N, ..., C); axes in between are further targets, such as tokens."""
 
     logits: Array
 

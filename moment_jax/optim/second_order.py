@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from moment_jax.optim.damping import (
+    DEFAULT_BOUND,
+    DEFAULT_DAMPING,
     AdaptiveDamping,
     Bound,
     Damping,
@@ -80,11 +82,11 @@ class ScaleBySecondOrder:
 
     name: str
     solver: Solver
-    damping: Damping
-    decay: float | Array | None
-    kl_bound: Bound
-    curvature_every: int | Array
-    blocks: Blocks | None
+    damping: Damping = DEFAULT_DAMPING
+    decay: float | Array | None = 0.95
+    kl_bound: Bound = DEFAULT_BOUND
+    curvature_every: int | Array = 5
+    blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
         check_range(self.name, "damping", self.damping, least=0)

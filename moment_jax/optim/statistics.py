@@ -61,16 +61,11 @@ class Statistic:
     """What the backward pass of a layer returns, from inputs a (N, T, in) and gradients g (N, T, out).
 
     Hashable, so that it can be a static attribute of a module.
-
-    Args:
-      block: the layer.
-      reading: of the curvature.
-      num_rows: T, for readings that keep rows; else unused.
     """
 
     block: LayerBlock
     reading: Reading
-    num_rows: int = 0
+    num_rows: int = 0  # T, for readings that keep rows; else unused
 
     def zeros(self, dtype: jnp.dtype | type = jnp.float32) -> Arrays:
         """The dummy arguments whose cotangents are the statistics."""
@@ -86,9 +81,7 @@ class Statistic:
     def __call__(self, inputs: Array, grads: Array) -> Arrays:
         """The statistics, of the shapes of `zeros` without the stack.
 
-        Args:
-          inputs: (N, T, in); symbols (N, T) for a table, the normalised input for a normalisation.
-          grads: (N, T, out).
+        The inputs are (N, T) symbols for a table, normalised for a normalisation.
         """
         ones = _ones(grads)
         count = jnp.sum(ones)

@@ -74,22 +74,14 @@ class Branch:
     """A sequence linearised in another, x: an optional normalisation, then paths or attention.
 
     Arrays serve as identities: x is recognised by the object `mean`.
-
-    Args:
-      mean: E[x].
-      inner: mean of what enters the paths: x, or x normalised.
-      entered: its covariance.
-      norm: the normalisation, if any.
-      paths: summed; empty if nothing follows the normalisation.
-      attention: replaces the paths.
     """
 
-    mean: Array
-    inner: Array
-    entered: Covariance
+    mean: Array  # E[x]
+    inner: Array  # mean of what enters the paths: x, or x normalised
+    entered: Covariance  # of the same
     norm: NormTangent | None = None
-    paths: tuple[Path, ...] = ()
-    attention: AttentionTangent | None = None
+    paths: tuple[Path, ...] = ()  # summed; empty if nothing follows the normalisation
+    attention: AttentionTangent | None = None  # replaces the paths
 
     def tangent(self, num_tokens: int) -> Any:
         """The tangent for `layers.residual`, or None."""

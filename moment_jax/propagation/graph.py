@@ -82,9 +82,8 @@ _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 class Recorder:
     """Builds the graph of a jaxpr.
 
-    Args:
-      before: an earlier walk. A belief that it met in several forms, such as w and 2 w, or a stack and
-        its rows, then stays one belief; two beliefs about one weight would count as independent.
+    A belief that an earlier walk, `before`, met in several forms, such as w and 2 w, or a stack and its
+    rows, stays one belief; two beliefs about one weight would count as independent.
     """
 
     def __init__(self, before: Recorder | None = None) -> None:

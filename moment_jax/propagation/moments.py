@@ -27,18 +27,12 @@ class Moments:
 
     Reshapes, transposes, slices and repeats only change `places`; moments are recomputed when the array
     is used as a sequence with other tokens or features.
-
-    Args:
-      mean: (T, D).
-      cov: covariance of shape (T, D).
-      places: for each entry of the array, the flat index of its entry in (T, D); -1 where it is zero.
-      branches: how it depends on other random arrays, for residual sums and products.
     """
 
-    mean: Array
+    mean: Array  # (T, D)
     cov: Covariance
-    places: np.ndarray
-    branches: tuple[Branch, ...] = ()
+    places: np.ndarray  # of each entry of the array in the flat (T, D); -1 where it is zero
+    branches: tuple[Branch, ...] = ()  # dependence on other random arrays, for sums and products
     known: dict[Any, Any] = dataclasses.field(default_factory=dict)  # cache of `sequence`
 
     @property

@@ -24,6 +24,7 @@ from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, follow, sources
 
 Array = jax.Array
+RowFunction = Callable[[np.ndarray], np.ndarray]
 
 
 class Normalization(NamedTuple):
@@ -103,10 +104,7 @@ def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
 
 
 def recognised_rows(
-    fn: Callable[[np.ndarray], np.ndarray],
-    shape: tuple[int, ...],
-    dtype: jnp.dtype,
-    axes: tuple[int, ...],
+    fn: RowFunction, shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[int, ...]
 ) -> Normalization | np.ndarray | str | None:
     """A normalisation, "softmax", the matrix of a linear map of the features, or None."""
     x = np.random.default_rng(0).normal(size=shape)
@@ -141,11 +139,7 @@ def recognised_rows(
 
 
 def _matrix(
-    fn: Callable[[np.ndarray], np.ndarray],
-    x: np.ndarray,
-    y: np.ndarray,
-    axes: tuple[int, ...],
-    close: float,
+    fn: RowFunction, x: np.ndarray, y: np.ndarray, axes: tuple[int, ...], close: float
 ) -> np.ndarray | None:
     """The matrix (D, D) of a linear map of the features, or None."""
     lead = tuple(i for i in range(x.ndim) if i not in axes)

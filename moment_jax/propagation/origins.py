@@ -27,10 +27,7 @@ LARGEST = 2**24  # most entries of a Jacobian
 def dominator(roots: list[Node], tied: bool) -> Node | None:
     """The nearest array through which all random paths to the roots pass, or None.
 
-    Args:
-      roots: one or more nodes.
-      tied: whether any weight is used more than once; then the array must share no weights with what
-        lies between it and the roots.
+    If any weights are tied, it shares none with what lies between it and the roots.
     """
 
     def unfit(n: Node) -> bool:
@@ -83,9 +80,7 @@ def between(root: Node, source: Node | None) -> set[Node]:
 def values(roots: list[Node], known: dict[Any, Array]) -> list[Array]:
     """Values of the roots, elementwise functions being replaced by their expected linear maps.
 
-    Args:
-      roots: nodes.
-      known: values of nodes, and of posteriors by id.
+    `known` has values of nodes, and of posteriors by id.
     """
     memory = dict(known)
 
@@ -197,15 +192,7 @@ def dense_of(m: Moments) -> Array:
 def as_sequence(
     dense: Array, rows: np.ndarray, columns: np.ndarray, tokens: Axes, features: Axes
 ) -> Array:
-    """Covariance of two arrays' entries as one of sequences, (T, D, T, D).
-
-    Args:
-      dense: covariance of the entries, (size of a, size of b).
-      rows: for each entry of the result array, its entry of a.
-      columns: the same for b.
-      tokens: axes of the result array.
-      features: axes of the result array.
-    """
+    """Covariance (T, D, T, D) of a result's entries, which lie at `rows` and `columns` of `dense`."""
     r, c = (as_rows(x, tokens, features) for x in (rows, columns))
     return dense[r[:, :, None, None], c]
 

@@ -66,7 +66,7 @@ class Propagator:
             x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
-            cov = self.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+            cov = self.structure.zeros(mean.shape, mean.dtype)
             self._certain[key] = (array, self.pooled(fresh(mean, cov, x.shape, tokens, features)))
         return self._certain[key][1]
 

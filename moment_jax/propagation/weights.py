@@ -27,17 +27,11 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A view of a belief's weights.
-
-    Args:
-      posterior: the belief.
-      places: for each entry of the view, the flat index of its weight.
-      root: the belief from which `posterior` was scaled or shifted, if any.
-    """
+    """A view of a belief's weights."""
 
     posterior: Posterior
-    places: np.ndarray
-    root: Posterior | None = None
+    places: np.ndarray  # the flat index of each entry's weight
+    root: Posterior | None = None  # the belief from which `posterior` was scaled or shifted
 
     @classmethod
     def of(cls, posterior: Posterior) -> Weight:
