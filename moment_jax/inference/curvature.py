@@ -68,19 +68,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What the compiled programs depend on besides the shapes of their arrays.
+    """What the compiled programs depend on besides the shapes of their arrays."""
 
-    Args:
-      graph: of the model.
-      likelihood: its type, Categorical, Bernoulli or Gaussian.
-      blocks: the dense layers with Kronecker factors.
-      diagonal: paths of the parameters whose diagonal is wanted.
-    """
-
-    graph: Any
-    likelihood: type
-    blocks: Blocks
-    diagonal: tuple[str, ...]
+    graph: Any  # of the model
+    likelihood: type  # Categorical, Bernoulli or Gaussian
+    blocks: Blocks  # the dense layers with Kronecker factors
+    diagonal: tuple[str, ...]  # paths of the parameters whose diagonal is wanted
 
     def model(self, frame: Frame) -> Any:
         """The model, with new variables that a trace may write to."""
@@ -137,11 +130,8 @@ def _of_batch(spec: Spec, frame: Frame, inputs: Inputs) -> Any:
         factors = {name: (size * a[0], size * g.sum(0)) for name, (a, g) in each.items()}
     squares: dict[str, Any] = {}
     if spec.diagonal:
-        each = jax.lax.map(
-            lambda one: _squares(spec, frame, one, num_outputs),
-            inputs,
-            batch_size=EXAMPLES_AT_ONCE,
-        )
+        squares_of = partial(_squares, spec, frame, num_outputs)
+        each = jax.lax.map(squares_of, inputs, batch_size=EXAMPLES_AT_ONCE)
         squares = jax.tree.map(lambda x: x.sum(0), each)
     return factors, squares
 
@@ -160,7 +150,7 @@ def _column(
     return {b.name: (factors[b.name].inputs[0], factors[b.name].outputs[0]) for b in spec.blocks}
 
 
-def _squares(spec: Spec, frame: Frame, one: Inputs, num_outputs: int) -> dict[str, Array]:
+def _squares(spec: Spec, frame: Frame, num_outputs: int, one: Inputs) -> dict[str, Array]:
     """The diagonal's squared gradients of one example, summed over columns of the Hessian's root."""
     params, rest = frame
     known = flatten(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,15 +29,12 @@ PRECISIONS = np.logspace(-2, 6, 17)  # compared on held-out data
 
 
 class Piece(NamedTuple):
-    """One array of weights.
+    """One array of weights."""
 
-    Args:
-      eigenvalues: of the curvature summed over examples at noise variance 1; one for each weight.
-      square: |w - prior mean|^2.
-    """
-
-    eigenvalues: np.ndarray
-    square: float
+    eigenvalues: (
+        np.ndarray
+    )  # of the curvature summed over examples at noise variance 1; one per weight
+    square: float  # |w - prior mean|^2
 
 
 def optimal_precision(pieces: list[Piece], noise: float) -> float:
@@ -131,11 +129,7 @@ def best_precision(
 ) -> float:
     """The precision in `PRECISIONS` whose belief has the highest predictive density on held-out data.
 
-    Args:
-      model: the model.
-      likelihood: its type, Categorical, Bernoulli or Gaussian.
-      held_out: inputs and targets.
-      at: maps a precision to the belief and its receipt.
+    `at` maps a precision to the belief and its receipt.
     """
     inputs, targets = checked_data(model, held_out)
     outputs = jax.eval_shape(lambda: model(*inputs))
@@ -165,12 +159,13 @@ def best_precision(
 
 
 def _log_density(likelihood: type, noise: Array) -> Callable[[Array, Array, Array], Array]:
-    if likelihood is Bernoulli:
+    if likelihood is not Bernoulli:
+        return partial(
+            log_marginal, Categorical() if likelihood is Categorical else Gaussian(noise)
+        )
 
-        def of_bits(target: Array, mean: Array, cov: Array) -> Array:
-            p = bernoulli_probabilities(mean, jnp.diagonal(cov))
-            return jnp.sum(jnp.log(jnp.where(target > 0.5, p, 1 - p)))
+    def of_bits(target: Array, mean: Array, cov: Array) -> Array:
+        p = bernoulli_probabilities(mean, jnp.diagonal(cov))
+        return jnp.sum(jnp.log(jnp.where(target > 0.5, p, 1 - p)))
 
-        return of_bits
-    kind = Categorical() if likelihood is Categorical else Gaussian(noise)
-    return lambda target, mean, cov: log_marginal(kind, target, mean, cov)
+    return of_bits

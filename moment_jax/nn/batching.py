@@ -23,14 +23,9 @@ def over_batch(
 ) -> Any:
     """`layer` of every sequence in a batch, together with its memory, padding mask and cache.
 
-    Args:
-      layer: a function of the contents of `sequences` in order, without their leading axes, and of the
-        cache where there is one.
-      structure: of the zero covariance of a certain input.
-      sequences: (mean, cov) or (mean, cov, valid), all with the same leading axes: a mean (..., T, D);
-        its covariance, None where the input is certain; (..., T) boolean, False for padding, None for
-        no padding.
-      cache: with the same leading axes.
+    Sequences are (mean, cov) or (mean, cov, valid), all and the cache with the same leading axes: a mean
+    (..., T, D); its covariance, None where it is certain, which is zero in `structure`; (..., T)
+    boolean, False for padding, None for none. The layer takes their contents in order, then the cache.
     """
     for mean, cov, *valid in sequences:
         check_sequences(mean, cov)

@@ -40,13 +40,8 @@ def check_same(name: str, layer: object, **expected: Any) -> None:
 def activation_name(name: str, network: object, given: str | None) -> str:
     """The name of a plain network's activation, identified by the values of its function.
 
-    Args:
-      name: of the caller, for messages.
-      network: a plain network, with or without an attribute `activation`.
-      given: the expected name; None for any.
-
-    Raises:
-      ValueError: if no known activation has these values, or if they differ from the given one's.
+    Raises a ValueError if no known activation has these values, or if they differ from those of the one
+    given; a network without an attribute `activation` has the one given.
     """
     fn = getattr(network, "activation", None)
     known = ", ".join(ACTIVATIONS)

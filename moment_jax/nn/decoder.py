@@ -100,12 +100,8 @@ class Decoder(WithMemory, Stack):
 
     Args:
       num_blocks: L.
-      num_features: D.
-      num_heads: H, a divisor of D.
-      norm_first: pre-norm if True.
       remat: as for `Encoder`.
-      rngs: Flax random streams.
-      options: the other keyword arguments of `DecoderBlock`, including those of `Settings`.
+      options: these and the other arguments are those of `DecoderBlock`.
     """
 
     block_type = DecoderBlock

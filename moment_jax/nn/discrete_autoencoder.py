@@ -52,7 +52,6 @@ class DiscreteAutoencoder(CodedImages, Composite):
       num_decoder_blocks: blocks after the codes.
       likelihood: `mj.objectives.Bernoulli()`, or `Gaussian(noise_variance)` with one initial variance,
         which is learned.
-      rngs: Flax random streams.
       options: the other keyword arguments of `TokenTransformer`: num_features, num_heads,
         hidden_features, norm_first, activation, and those of `Settings`.
 

@@ -30,8 +30,6 @@ class Embedding(BayesianModule):
     Args:
       num_embeddings: V, the size of the vocabulary.
       num_features: D.
-      rngs: Flax random streams, for the initial mean.
-      settings: keyword arguments of `Settings`.
 
     Raises:
       ValueError: if a size is below one.
@@ -107,8 +105,6 @@ class LearnedPositions(BayesianModule):
     Args:
       max_length: the longest sequence.
       num_features: D.
-      rngs: Flax random streams, for the initial mean.
-      settings: keyword arguments of `Settings`.
 
     >>> positions = LearnedPositions(16, 4, rngs=nnx.Rngs(0))
     >>> positions(jax.numpy.ones((2, 3, 4)))[0].shape

@@ -36,8 +36,6 @@ class EncoderBlock(Block):
       norm_first: pre-norm if True, post-norm (the derivation's) if False.
       activation: "relu", "gelu", "tanh" or "silu".
       epsilon: added to the variance in the normalisations.
-      rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
 
     Raises:
       ValueError: if the heads do not divide the features, or the activation is unknown.
@@ -109,13 +107,9 @@ class Encoder(Stack):
 
     Args:
       num_blocks: L.
-      num_features: D.
-      num_heads: H, a divisor of D.
-      norm_first: pre-norm if True.
       remat: recompute each block's moments in the backward pass instead of storing them. Only the
         blocks' inputs are kept, and a training step takes about a third longer.
-      rngs: Flax random streams.
-      options: the other keyword arguments of `EncoderBlock`, including those of `Settings`.
+      options: these and the other arguments are those of `EncoderBlock`.
     """
 
     block_type = EncoderBlock

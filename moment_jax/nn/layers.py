@@ -33,8 +33,6 @@ class Dense(BayesianModule):
       in_features: number of input features.
       out_features: number of output features.
       use_bias: whether there is a bias.
-      rngs: Flax random streams, for the initial mean.
-      settings: keyword arguments of `Settings`.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -95,7 +93,6 @@ class LayerNorm(BayesianModule):
     Args:
       num_features: D.
       epsilon: added to the variance over the features.
-      settings: keyword arguments of `Settings`.
     """
 
     flax_type = nnx.LayerNorm
@@ -144,8 +141,6 @@ class MultiHeadAttention(BayesianModule):
       num_features: D.
       num_heads: H, a divisor of D.
       use_bias: whether the four projections have biases.
-      rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
 
     Raises:
       ValueError: if the heads do not divide the features.

@@ -31,8 +31,6 @@ class MLP(BayesianModule):
     Args:
       features: widths, from the input's to the output's.
       activation: "relu", "gelu", "tanh" or "silu".
-      rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx

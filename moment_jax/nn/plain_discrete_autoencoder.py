@@ -19,17 +19,11 @@ PixelLikelihood = objectives.Gaussian | objectives.Bernoulli
 
 
 class NegativeElbo(NamedTuple):
-    """The parts of the negative ELBO, in nats for each image; lower is better.
+    """The parts of the negative ELBO, in nats for each image; lower is better."""
 
-    Attributes:
-      reconstruction: -E[log p(x | z, weights)] over the codes and the decoder's weights, (...,).
-      code_kl: KL(q(z | x) || uniform), summed over the grid of codes, (...,).
-      weight_kl: an image's share of KL(q(weights) || prior), a scalar; 0 for plain networks.
-    """
-
-    reconstruction: Array
-    code_kl: Array
-    weight_kl: Array
+    reconstruction: Array  # -E[log p(x | z, weights)] over codes and the decoder's weights, (...,)
+    code_kl: Array  # KL(q(z | x) || uniform), summed over the grid of codes, (...,)
+    weight_kl: Array  # an image's share of KL(q(weights) || prior), a scalar; 0 for plain networks
 
     @property
     def total(self) -> Array:

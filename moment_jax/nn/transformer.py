@@ -31,13 +31,9 @@ class Transformer(Composite):
     Assumes that the decoder's sequence and its memory are independent: see `mj.decoder_block`.
 
     Args:
-      num_features: D.
-      num_heads: H, a divisor of D.
       num_encoder_blocks: L.
       num_decoder_blocks: blocks of the decoder; as many as the encoder has where None.
-      norm_first: pre-norm if True, with a final normalisation after encoder and decoder.
-      rngs: Flax random streams.
-      options: the other keyword arguments of `Encoder` and `Decoder`, including those of `Settings`.
+      options: these and the other arguments are those of `Encoder` and `Decoder`.
 
     Source: Transformer derivation, section 1.1.
 
@@ -121,14 +117,9 @@ class TokenTransformer(Composite):
       num_tokens: T.
       in_features: numbers at every token of the input.
       out_features: numbers at every token of the output.
-      num_blocks: L.
-      num_features: D.
-      num_heads: H, a divisor of D.
-      norm_first: pre-norm if True.
       position_scale: initial sd of the positions' means. By default positions are as large as tokens:
         with Flax's customary 0.02 a small network is slow to tell positions apart.
-      rngs: Flax random streams.
-      options: the other keyword arguments of `Encoder`, including those of `Settings`.
+      options: these and the other arguments are those of `Encoder`.
 
     Raises:
       ValueError: if a size is below one, the heads do not divide the features, or the activation is

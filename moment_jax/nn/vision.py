@@ -95,16 +95,7 @@ class VisionTransformer(BayesianModule):
       patch_size: height and width of a patch, a divisor of image_size.
       num_classes: C.
       channels: channels of the images.
-      num_features: D.
-      num_heads: H.
-      num_blocks: L.
-      norm_first: pre-norm if True.
-      hidden_features: width of the feed-forward layers; 4 D where None.
-      activation: "relu", "gelu", "tanh" or "silu".
-      epsilon: added to the variance in the normalisations.
-      remat: as for `Encoder`.
-      rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
+      settings: these and the other arguments are those of `Encoder`.
 
     Raises:
       ValueError: if patches do not divide the image or heads do not divide the features.
