@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.decoding import checks
 from moment_jax.decoding.checks import State, Step
 from moment_jax.objectives.predictive import log_class_probabilities
-
-Array = jax.Array
 
 
 class Beams(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-Array = jax.Array
 State = Any
 Step = Callable[[State, Array], tuple[Array, Array, State]]
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.decoding import checks
 from moment_jax.decoding.checks import State, Step
 from moment_jax.discrete import gumbel_max
 from moment_jax.objectives.uncertainty import TokenUncertainty, probabilities_with_uncertainty
 
-Array = jax.Array
 Choice = Callable[[Array, Array], Array]  # position, log-probabilities (B, V) -> tokens (B,) or -1
 
 

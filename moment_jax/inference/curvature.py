@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax.objectives import Bernoulli, Gaussian
 from moment_jax.optim import KroneckerExpand, find_blocks, value_grad_and_factors
@@ -18,7 +19,6 @@ from moment_jax.optim.layer_blocks import Blocks, DenseBlock
 from moment_jax.optim.taps import count_rows
 from moment_jax.optim.trees import flatten, unflatten
 
-Array = jax.Array
 Inputs = tuple[Array, ...]
 Frame = tuple[Any, ...]  # the model's parameters, and the rest of its state
 EXAMPLES_AT_ONCE = 16  # the diagonal holds the gradients of each example

@@ -7,10 +7,10 @@ import math
 import sys
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance, Diagonal
 from moment_jax.inference import variational
@@ -28,7 +28,6 @@ from moment_jax.inference.variational import STEPS_AT_ONCE, Belief, Spec, Traini
 from moment_jax.nn import DEFAULT_STRUCTURE
 from moment_jax.objectives import Categorical, Gaussian
 
-Array = jax.Array
 WARM_UP = 3.0  # steps of KL warm-up, times the learning rate
 TABLE_RATE, MODEL_RATE = 1e-2, 1e-3
 NOISE_FACTORS = np.geomspace(1.0, 20.0, 61)  # of the noise variance, compared on held-out data

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax.inference import prior_precision as prior
 from moment_jax.inference.curvature import Curvature, dense_blocks, last_block
@@ -19,7 +20,6 @@ from moment_jax.optim.trees import flatten, path_name
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, Posterior
 from moment_jax.posterior.reshaped import Reshaped
 
-Array = jax.Array
 KINDS = ("kfac", "diagonal", "last_layer")
 LIKELIHOODS = (Categorical, Bernoulli, Gaussian)
 NOISE_UPDATES = 50

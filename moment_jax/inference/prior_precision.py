@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax.inference.curvature import EXAMPLES_AT_ONCE
 from moment_jax.inference.data import examples
@@ -22,7 +23,6 @@ from moment_jax.objectives import (
     log_marginal,
 )
 
-Array = jax.Array
 LOG_RANGE = (-14.0, 18.0)  # of the prior precision: 1e-6 to 7e7
 BISECTIONS = 60
 PRECISIONS = np.logspace(-2, 6, 17)  # compared on held-out data

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 
 from moment_jax.nn import bayesian
 from moment_jax.objectives import (
@@ -21,7 +22,6 @@ from moment_jax.objectives import (
 )
 from moment_jax.posterior import Factorized
 
-Array = jax.Array
 STEPS_AT_ONCE = 50  # in one compiled program
 
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.layers import activation, gelu, relu
-
-Array = jax.Array
 
 
 class Activation(NamedTuple):

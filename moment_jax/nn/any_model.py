@@ -14,8 +14,6 @@ from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
 from moment_jax.propagation.errors import shapes, takes, with_axes
 
-Array = jax.Array
-
 
 def bayesian(
     model: nnx.Module,

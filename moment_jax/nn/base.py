@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.belief import total_kl
@@ -14,8 +15,6 @@ from moment_jax.nn.conversion import check_kind, check_loaded
 from moment_jax.nn.freezing import over_statistics
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior, sample_params
-
-Array = jax.Array
 
 
 class Stage(NamedTuple):

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import BATCH_AXIS, Covariance
 from moment_jax.covariance.fields import check_array
 from moment_jax.layers.checks import described, is_boolean
-
-Array = jax.Array
 
 
 def over_batch(

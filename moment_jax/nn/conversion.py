@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax.nn.activations import ACTIVATIONS, find_activation
 from moment_jax.nn.belief import Belief, owned_beliefs
 
-Array = jax.Array
 NO_WEIGHTS = (nnx.RngState, nnx.Cache, nnx.Intermediate)
 
 

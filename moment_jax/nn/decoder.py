@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
@@ -19,7 +19,6 @@ from moment_jax.nn.layers import LayerNorm, MultiHeadAttention
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 
-Array = jax.Array
 Moments = tuple[Array, Covariance]
 Masks = tuple[Array | None, Array | None]  # of the sequence, and of the memory
 

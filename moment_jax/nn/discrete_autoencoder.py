@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
@@ -24,8 +25,6 @@ from moment_jax.nn.plain_discrete_autoencoder import (
 from moment_jax.nn.transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
 from moment_jax.objectives.lower_bound import check_weight
-
-Array = jax.Array
 
 
 class DiscreteAutoencoder(CodedImages, Composite):

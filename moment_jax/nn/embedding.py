@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense, embedding
@@ -17,8 +18,6 @@ from moment_jax.nn.conversion import check_kind, set_mean
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior
-
-Array = jax.Array
 
 
 class Embedding(BayesianModule):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import EncoderBlockParams, FeedForwardParams, encoder_block
@@ -22,8 +22,6 @@ from moment_jax.nn.layers import MultiHeadAttention
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 from moment_jax.posterior import sample_params
-
-Array = jax.Array
 
 
 class EncoderBlock(Block):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.belief import Belief, owned_beliefs, stored_form
 from moment_jax.posterior import Posterior, Reshaped
 
-Array = jax.Array
 Path = tuple[str | int, ...]
 FIRST = 2.5  # the first number of a probe: not 0 or 1, the constants of plain networks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import (
@@ -22,8 +22,6 @@ from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_array, set_mean
 from moment_jax.nn.plain import plain_attention, plain_linear, plain_norm
 from moment_jax.nn.settings import Settings
-
-Array = jax.Array
 
 
 class Dense(BayesianModule):

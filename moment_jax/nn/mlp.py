@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Self
 
-import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense
@@ -18,8 +18,6 @@ from moment_jax.nn.layers import Dense
 from moment_jax.nn.plain import PlainMLP, plain_linear
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import sample_params
-
-Array = jax.Array
 
 
 class MLP(BayesianModule):

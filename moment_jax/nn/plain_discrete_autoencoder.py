@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax import objectives
 from moment_jax.discrete import categorical_kl, gumbel_softmax, log_probabilities
 from moment_jax.nn.vision import Patches
 
-Array = jax.Array
 PixelLikelihood = objectives.Gaussian | objectives.Bernoulli
 
 

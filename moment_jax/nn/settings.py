@@ -6,16 +6,15 @@ import dataclasses
 import inspect
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.nn.belief import Belief
 from moment_jax.posterior import Posterior
 
-Array = jax.Array
 M = TypeVar("M", bound=nnx.Module)
 
 DEFAULT_STRUCTURE: type[Covariance] = Separable

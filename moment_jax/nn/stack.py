@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.statistics import checkpoint, scan
@@ -20,8 +21,6 @@ from moment_jax.nn.conversion import activation_name, check_loaded, check_same
 from moment_jax.nn.layers import Dense, LayerNorm
 from moment_jax.nn.plain import plain_norm
 from moment_jax.nn.settings import Settings
-
-Array = jax.Array
 
 
 class Block(BayesianModule):

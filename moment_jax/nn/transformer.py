@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.seen import look_at_valid
@@ -18,8 +19,6 @@ from moment_jax.nn.embedding import LearnedPositions
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.layers import Dense
 from moment_jax.nn.plain import PlainTokenTransformer, PlainTransformer
-
-Array = jax.Array
 
 
 class Transformer(Composite):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import BATCH_AXIS, Covariance, TokenBlock
 from moment_jax.covariance.fields import register_fields
@@ -24,8 +25,6 @@ from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
 from moment_jax.nn.settings import Settings
 from moment_jax.nn.stack import block_options
 from moment_jax.posterior import Point, Posterior, sample_params
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance.fields import check_array
 from moment_jax.covariance.numerics import safe_sqrt
-
-Array = jax.Array
 
 _NUM_NODES = 20
 

@@ -19,10 +19,10 @@ import statistics
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.xla import diagonal_of
 
-Array = jax.Array
 Tangents = tuple[Array, Array]
 
 _GOLDEN = (5**0.5 - 1) / 2

@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_array, known_values
 from moment_jax.expectations.softmax import logsumexp_mean
@@ -39,7 +40,6 @@ from moment_jax.objectives.moments import (
 )
 from moment_jax.xla import diagonal_of
 
-Array = jax.Array
 _NAME, _MARGINAL = "expected_log_likelihood", "log_marginal"
 
 

@@ -6,11 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_variances
 from moment_jax.xla import diagonal_matrix, diagonal_of
-
-Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

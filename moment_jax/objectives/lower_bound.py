@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.covariance.fields import check_array, known_values
-
-Array = jax.Array
 
 
 def elbo(

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_array, check_variances, known_values
-
-Array = jax.Array
 
 
 class ReliabilityCurve(NamedTuple):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import check_array, check_floating, known_values
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
-Array = jax.Array
 Cov = Array | Covariance
 
 

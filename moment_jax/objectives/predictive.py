@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_array
 from moment_jax.objectives.cubature import count_points, log_expected_softmax
@@ -15,8 +15,6 @@ from moment_jax.objectives.likelihoods import (
     noise_like,
 )
 from moment_jax.objectives.moments import Cov, check_cov, check_logits, variances
-
-Array = jax.Array
 
 
 def log_class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.objectives.cubature import (
     count_points,
@@ -18,7 +19,6 @@ from moment_jax.objectives.cubature import (
 )
 from moment_jax.objectives.moments import check_logits
 
-Array = jax.Array
 Parts = tuple[Array, Array, Array]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax.optim.factors import Factors, as_factors, as_row_factors, check_called
 from moment_jax.optim.layer_blocks import Blocks
@@ -17,7 +18,6 @@ from moment_jax.optim.predictions import EmpiricalFisher, Fisher, Prediction, Sa
 from moment_jax.optim.statistics import KroneckerExpand, PerSample, PerToken, Reading, Statistic
 from moment_jax.optim.taps import CurvatureTap, count_rows, find_blocks, tap
 
-Array = jax.Array
 LossFn = Callable[..., Any]
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.optim.conjugate_gradient import Linear, Solution, conjugate_gradient
 from moment_jax.optim.damping import DEFAULT_BOUND, Bound, Number, Schedule, check_range
@@ -26,8 +27,6 @@ from moment_jax.optim.refresh import apply_inverse, no_inverses, refreshed
 from moment_jax.optim.row_systems import cheapest_form
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
-
-Array = jax.Array
 
 
 class ConjugateGradientState(NamedTuple):

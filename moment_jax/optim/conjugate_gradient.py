@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-Array = jax.Array
 Linear = Callable[[Array], Array]
 
 

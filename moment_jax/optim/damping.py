@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-Array = jax.Array
 Schedule = Callable[[Array], Any]
 
 SLACK = 3.0  # a `TrustRegion` falls no faster than 1 / steps, up to this factor

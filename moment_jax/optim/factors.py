@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.optim.layer_blocks import Blocks, DenseBlock, EmbeddingBlock, LayerBlock, Shape
 from moment_jax.optim.trees import flatten
 from moment_jax.xla import diagonal_of
-
-Array = jax.Array
 
 
 class KroneckerFactor(NamedTuple):

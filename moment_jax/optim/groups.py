@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.optim.factors import Factor, Factors, RowFactor, shapes_of
 from moment_jax.optim.layer_blocks import Blocks, LayerBlock, infer_blocks
 from moment_jax.optim.trees import flatten, has_masks
 
-Array = jax.Array
 Groups = dict[str, Blocks]
 Matrices = dict[str, Array]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.optim.damping import DEFAULT_BOUND, Bound, Number, Schedule, check_range
 from moment_jax.optim.factors import Factors, RowFactor
@@ -17,8 +17,6 @@ from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.refresh import KFACState, apply_inverse, no_inverses, refreshed
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-Array = jax.Array
 Shape = tuple[int, ...]
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.nn import Belief
@@ -21,8 +22,6 @@ from moment_jax.nn.belief import lower_factor
 from moment_jax.optim.damping import Number, Schedule, check_range, current
 from moment_jax.optim.trees import flatten, unflatten
 from moment_jax.xla import diagonal_matrix, diagonal_of
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

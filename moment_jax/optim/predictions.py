@@ -8,8 +8,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import optax
-
-Array = jax.Array
+from jax import Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.optim.factors import (
     DiagonalFactor,
@@ -21,8 +22,6 @@ from moment_jax.optim.factors import (
 from moment_jax.optim.groups import Groups
 from moment_jax.optim.inverses import EigenPair, Eigh, Inversion, divided, eigenbases
 from moment_jax.optim.layer_blocks import Blocks, DenseBlock, EmbeddingBlock
-
-Array = jax.Array
 
 NARROW = 512  # rows up to which old and new inverses of all layers may be in memory together
 

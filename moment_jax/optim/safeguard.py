@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.optim.damping import Bound, Number, Schedule, TrustRegion, check_range, current
-
-Array = jax.Array
 
 DEVIATIONS = 6.0  # a step is taken back if the loss is this many deviations above its average
 SHARE = 0.1  # of the newest loss in that average

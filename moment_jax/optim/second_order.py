@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.optim.damping import (
     DEFAULT_BOUND,
@@ -33,8 +34,6 @@ from moment_jax.optim.groups import (
 from moment_jax.optim.last_step import Directions, Moved
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.trees import unflatten
-
-Array = jax.Array
 
 
 class Solver(Protocol):

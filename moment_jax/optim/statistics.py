@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.optim.factors import kind_of, shapes_of
 from moment_jax.optim.layer_blocks import DenseBlock, EmbeddingBlock, LayerBlock, Shape
 
-Array = jax.Array
 Arrays = dict[str, Array]
 
 

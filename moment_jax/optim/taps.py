@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax import nn
 from moment_jax.layers import DenseParams, NormParams
@@ -32,8 +33,6 @@ from moment_jax.optim.layer_blocks import (
 )
 from moment_jax.optim.statistics import KroneckerExpand, RowCounter, Statistic, observe
 from moment_jax.optim.trees import flatten
-
-Array = jax.Array
 
 
 class CurvatureTap(nnx.Param):

@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 import optax
-
-Array = jax.Array
+from jax import Array
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING
 
-import jax
+from jax import Array
 
 from moment_jax.posterior.prior import GaussianPrior
-
-Array = jax.Array
 
 
 class Posterior(abc.ABC):

@@ -6,14 +6,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
-
-Array = jax.Array
 
 
 @register_fields

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.posterior.base import Posterior
-
-Array = jax.Array
 
 
 def sample_params(params: Any, key: Array) -> Any:

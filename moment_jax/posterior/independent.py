@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import (
     check_fields,
@@ -17,8 +18,6 @@ from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.prior import GaussianPrior, divergence, log_density
 from moment_jax.xla import diagonal_matrix, diagonal_of
-
-Array = jax.Array
 
 
 @register_fields

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.xla import diagonal_of
-
-Array = jax.Array
 
 
 @jax.custom_jvp

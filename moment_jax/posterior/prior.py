@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import register_fields
-
-Array = jax.Array
 
 
 @register_fields

@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.prior import GaussianPrior
-
-Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

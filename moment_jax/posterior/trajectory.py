@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from moment_jax.posterior.independent import Factorized
 
-Array = jax.Array
-
 
 def swag(iterates: Iterable[Any]) -> Any:
     """Mean and variance of the weights over the last steps of a training run (diagonal SWAG).

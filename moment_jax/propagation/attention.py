@@ -22,8 +22,6 @@ from moment_jax.propagation.projections import Projection, certain_output, proje
 from moment_jax.propagation.propagator import Pooled, Propagator, as_weight, pattern
 from moment_jax.propagation.regions import compute, stand_in
 
-Array = jax.Array
-
 
 class Core(NamedTuple):
     """Attention without its output projection: (T, H K), with heads outermost in the features."""

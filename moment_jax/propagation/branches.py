@@ -8,16 +8,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.covariance.separable_noise import average_gain
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent, average_kernel
 from moment_jax.layers.norm_tangent import NormTangent
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

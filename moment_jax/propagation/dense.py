@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
+from jax import Array
 
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import DenseParams
@@ -18,8 +18,6 @@ from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh, taken
 from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
-
-Array = jax.Array
 
 
 class Dense(NamedTuple):

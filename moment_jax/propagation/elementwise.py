@@ -9,6 +9,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
@@ -18,8 +19,6 @@ from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh, taken
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
-
-Array = jax.Array
 
 
 @pattern

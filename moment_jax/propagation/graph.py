@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend import core
 
 from moment_jax.posterior import Point, Posterior
@@ -19,7 +20,6 @@ from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.primitives import evaluate, is_known, is_view, moved, uniform
 from moment_jax.propagation.weights import Weight, affine
 
-Array = jax.Array
 Value = Any  # an array, a `Weight`, or a `Node`
 _count = itertools.count()
 

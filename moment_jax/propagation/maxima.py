@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.windows import pool_places
-
-Array = jax.Array
 
 
 @rule("reduce_window_max")

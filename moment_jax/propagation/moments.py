@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import Covariance, Diagonal, Full, Separable
 from moment_jax.covariance.numerics import weighted
@@ -17,7 +18,6 @@ from moment_jax.covariance.numerics import weighted
 if TYPE_CHECKING:
     from moment_jax.propagation.branches import Branch
 
-Array = jax.Array
 Axes = tuple[int, ...]
 
 

@@ -23,7 +23,6 @@ from moment_jax.propagation.primitives import VIEWS, is_known, uniform
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, follow, sources
 
-Array = jax.Array
 RowFunction = Callable[[np.ndarray], np.ndarray]
 
 

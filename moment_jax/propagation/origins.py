@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import Diagonal, Separable, TokenBlock, TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
@@ -20,7 +21,6 @@ from moment_jax.propagation.primitives import evaluate
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import diagonal_of
 
-Array = jax.Array
 LARGEST = 2**24  # most entries of a Jacobian
 
 

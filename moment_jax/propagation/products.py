@@ -6,8 +6,8 @@ import dataclasses
 from functools import singledispatch
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Diagonal, Separable, TokenBlock, TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
@@ -18,8 +18,6 @@ from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.origins import assumed, cross_of, with_cross
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.xla import diagonal_of
-
-Array = jax.Array
 
 
 class Shared(NamedTuple):

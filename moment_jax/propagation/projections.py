@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.params import DenseParams
@@ -18,8 +19,6 @@ from moment_jax.propagation.primitives import is_known, is_view, moved, uniform
 from moment_jax.propagation.propagator import Propagator, as_weight
 from moment_jax.propagation.regions import compute, sources
 from moment_jax.propagation.weights import rescaled, select
-
-Array = jax.Array
 
 
 class Projection(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.posterior import Point, Posterior
@@ -20,7 +21,6 @@ from moment_jax.propagation.receipt import Receipt, Step, costs, scope
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
-Array = jax.Array
 Rule = Callable[[Any, Node], Moments | None]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.layers.residual import residual
 from moment_jax.layers.seen import pool_as
@@ -21,8 +22,6 @@ from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, is_view, moved
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight
-
-Array = jax.Array
 
 
 @rule(*VIEWS)

@@ -22,8 +22,6 @@ from moment_jax.posterior import (
 from moment_jax.propagation.moments import Axes, Moments, as_rows
 from moment_jax.propagation.primitives import uniform
 
-Array = jax.Array
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:

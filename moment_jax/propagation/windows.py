@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
@@ -24,7 +25,6 @@ from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import rows_diagonal
 
-Array = jax.Array
 # size, strides, padding and dilation, each by axis
 Window = tuple[Sequence[int], Sequence[int], Sequence[tuple[int, int]], Sequence[int]]
 
