@@ -1,7 +1,5 @@
 """Beam search over the predictive distribution."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

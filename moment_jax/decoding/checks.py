@@ -1,7 +1,5 @@
 """Argument checks of the decoders, made while tracing."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

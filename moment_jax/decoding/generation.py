@@ -1,7 +1,5 @@
 """Greedy decoding, and sampling from the predictive distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The generalised Gauss-Newton matrix of a model on a data set: Kronecker factors and diagonals."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The result of `fit`: predictions in the units of the data."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`fit`: from data to a predictive distribution, in one call."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -1,7 +1,5 @@
 """Laplace approximation: a belief about the weights of an ordinarily trained network."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

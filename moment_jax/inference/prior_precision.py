@@ -1,7 +1,5 @@
 """The prior precision of a Laplace approximation: by the evidence, or by held-out data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Training a belief about a model's weights by the analytic ELBO: steps, scores, moments."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any, NamedTuple

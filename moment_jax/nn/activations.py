@@ -1,7 +1,5 @@
 """Activations by name, each as a moment transform and as a plain function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

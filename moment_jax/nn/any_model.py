@@ -1,7 +1,5 @@
 """`bayesian`: moments of any Flax model, from a belief about its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Base classes of Bayesian modules: KL divergence, plain networks, sublayers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 

@@ -1,7 +1,5 @@
 """Leading batch axes: modules accept any number of them, layers take one sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

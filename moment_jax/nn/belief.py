@@ -1,7 +1,5 @@
 """A Gaussian belief about one weight array: its variational parameters and its prior."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """Checks that a plain network is converted without losing or inventing weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """`DecoderBlock`, self-attention, attention to a memory and feed-forward layer; `Decoder`, a stack."""
 
-from __future__ import annotations
-
 import abc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`DiscreteAutoencoder`: images -> a grid of categorical codes -> images, with random weights."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

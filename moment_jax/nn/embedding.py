@@ -1,7 +1,5 @@
 """`Embedding` and `LearnedPositions`: tables of random rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """`EncoderBlock`, attention and feed-forward layer with random weights; `Encoder`, a stack."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flax import nnx

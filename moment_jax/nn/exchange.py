@@ -1,7 +1,5 @@
 """`beliefs` and `set_beliefs`: exchange of posteriors between a module and its plain network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """`freeze_features`: average feature correlations once, for all later predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial

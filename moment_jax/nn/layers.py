@@ -1,7 +1,5 @@
 """`Dense`, `LayerNorm` and `MultiHeadAttention`: the modules that Flax has a plain layer for."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`MLP`: dense layers with an activation between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Self

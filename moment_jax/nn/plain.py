@@ -5,8 +5,6 @@ transforms. Builders take the parameter groups of the transforms (`DenseParams`,
 `AttentionParams`, `EncoderBlockParams`), with arrays in place of beliefs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The plain discrete autoencoder, and its base class, which the Bayesian one shares."""
 
-from __future__ import annotations
-
 import abc
 from functools import partial
 from typing import Any, NamedTuple

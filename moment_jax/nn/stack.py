@@ -1,7 +1,5 @@
 """Base classes of encoders and decoders: `Block`, and `Stack` of blocks, scanned if they are alike."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """`Transformer`, encoder and decoder; `TokenTransformer`, from vectors to a vector at every token."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

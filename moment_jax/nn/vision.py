@@ -1,7 +1,5 @@
 """`VisionTransformer`: images in, moments of the logits out."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

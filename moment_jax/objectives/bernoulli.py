@@ -1,7 +1,5 @@
 """Gaussian expectations of the logistic function and of softplus, elementwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -11,8 +11,6 @@ the root L is infinite. Second derivatives with respect to the covariance go thr
 where the covariance is positive definite.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 

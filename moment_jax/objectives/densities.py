@@ -1,7 +1,5 @@
 """E[log p(y | f)], the data term of the ELBO, and log E[p(y | f)], the score of a prediction."""
 
-from __future__ import annotations
-
 import math
 
 import jax

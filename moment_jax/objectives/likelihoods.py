@@ -1,7 +1,5 @@
 """Observation models p(y | f) of a target y given the network's output f, and their noise."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """The evidence lower bound on a mini-batch, its warm-up, and the sampled data term."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

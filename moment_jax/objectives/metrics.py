@@ -4,8 +4,6 @@ Labels out of range and negative variances raise an error if their values are kn
 they make the score NaN, as does a NaN prediction.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The accepted forms of an output's covariance, and argument checks."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array
 

@@ -1,7 +1,5 @@
 """The posterior predictive p(y* | x*) from the moments of the network's output (Eq. 1)."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array
 

@@ -1,7 +1,5 @@
 """Total, aleatoric and epistemic uncertainty of a prediction."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Value, gradient and curvature factors of a loss, from the forward and backward passes they need."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """CG-FAC: the natural gradient by conjugate gradients, layer by layer (Algorithm 1)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Conjugate gradients for a stack of independent symmetric systems."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

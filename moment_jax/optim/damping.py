@@ -1,7 +1,5 @@
 """Damping of the curvature and the bound of a step: fixed, scheduled or adaptive."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A factor holds averages over a batch. L counts the layers of a stack (1 for a si
 examples, T the tokens. `weight` is 1 for new statistics and 0 where none were taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Groups of layers of one kind and shape, stacked so that each operation runs once for all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inverses of Kronecker factors, with factored Tikhonov damping or in their eigenbasis."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """K-FAC: the natural gradient by inverses of both Kronecker factors of each layer."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

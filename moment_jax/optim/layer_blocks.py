@@ -1,7 +1,5 @@
 """The parameters of a layer's curvature block, and how they form one matrix."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ spread's part does not depend on the data. For a covariance L L^T moved as L (I 
 the Fisher matrix in the entries of K is 1 below the diagonal and 2 on it. No factor has to be captured.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predictive distributions and the two Fisher matrices: sampled targets, or those of the data."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Protocol, runtime_checkable
 

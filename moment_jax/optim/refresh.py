@@ -4,8 +4,6 @@ A running average changes most while it holds few batches. The intervals between
 as 1, 2, 4, ... up to their full length.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

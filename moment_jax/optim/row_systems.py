@@ -10,8 +10,6 @@ conjugate gradients:
   token per sample that matrix is (a a^T) * (g g^T). No array has (N T)^2 entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The chain of a whole optimiser, which skips or takes back bad steps and counts them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """The core of `scale_by_cg_fac` and `scale_by_kfac`: averages, damping and the bound of the step."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple, Protocol
 

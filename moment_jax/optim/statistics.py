@@ -8,8 +8,6 @@ Algorithm 1's product has two readings, and tokens can be counted in two ways:
 | equal rows only (exact)  | `PerToken`              | `PerSample`                |
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

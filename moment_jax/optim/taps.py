@@ -8,8 +8,6 @@ In a Bayesian layer the input a is the MEAN of its random input, and g the gradi
 respect to the MEAN of its output. How the kernel's mean enters the covariance of the output is ignored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Parameter trees as flat dictionaries of arrays by path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Draws of all weights of a network at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

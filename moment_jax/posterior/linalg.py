@@ -1,7 +1,5 @@
 """Square root and log-determinant of covariance matrices that may be singular."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import Array

@@ -1,7 +1,5 @@
 """The Gaussian prior, its log density, and the KL divergence from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

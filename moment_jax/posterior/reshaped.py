@@ -1,7 +1,5 @@
 """`Reshaped`: a belief about a matrix, presented as an array of another shape."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Beliefs from a training run: from its iterates, or from its second moments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

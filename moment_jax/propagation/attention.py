@@ -1,7 +1,5 @@
 """Attention, recognised by what it computes: softmax of products of two projections, times a third."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

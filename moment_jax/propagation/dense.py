@@ -1,7 +1,5 @@
 """Products with weights: dense layers with any arrangement of axes, biases and gains."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Elementwise functions of one random array, recognised by their values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Errors of `propagate`: operations without a rule, and inputs with the wrong batch axes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`linearised`: the predictive distribution of the network linearised in its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Linearises operations that no structured rule covers."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

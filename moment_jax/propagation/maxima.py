@@ -1,7 +1,5 @@
 """Maxima over windows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

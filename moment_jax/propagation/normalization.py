@@ -1,7 +1,5 @@
 """Normalisations over features or groups, and softmax, recognised by their values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

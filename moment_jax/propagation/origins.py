@@ -1,7 +1,5 @@
 """Dense covariances of arrays with a common origin, for cases without a structured rule."""
 
-from __future__ import annotations
-
 import itertools
 from functools import singledispatch
 from typing import Any

@@ -1,7 +1,5 @@
 """Products of two random arrays, such as gates."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import singledispatch
 from typing import Any, NamedTuple

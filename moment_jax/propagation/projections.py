@@ -1,7 +1,5 @@
 """Arrays that are a dense layer of a random sequence, with their entries in any arrangement."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

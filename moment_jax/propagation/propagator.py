@@ -1,7 +1,5 @@
 """Mean and covariance of any JAX function of random weights: interprets its jaxpr on moments."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parts of the graph that depend on a single random array, as plain functions of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

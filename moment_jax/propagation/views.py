@@ -1,7 +1,5 @@
 """Operations that move or add entries: views, sums, concatenation, assembly."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

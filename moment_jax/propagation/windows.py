@@ -1,7 +1,5 @@
 """Windows of an array: convolutions and sums; and embedding lookups."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
