@@ -7,12 +7,15 @@ import jax
 from flax import nnx
 from jax import Array
 
+from moment_jax.covariance import Covariance
 from moment_jax.nn.batching import over_batch
 from moment_jax.nn.belief import total_kl
 from moment_jax.nn.conversion import check_kind, check_loaded
 from moment_jax.nn.freezing import over_statistics
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior, sample_params
+
+Moments = tuple[Array, Covariance]
 
 
 class Stage(NamedTuple):

@@ -12,12 +12,11 @@ from moment_jax.layers.attention.attend import make_source
 from moment_jax.layers.attention.cache import empty_cache
 from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, Moments
 from moment_jax.nn.layers import LayerNorm, MultiHeadAttention
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 
-Moments = tuple[Array, Covariance]
 Masks = tuple[Array | None, Array | None]  # of the sequence, and of the memory
 
 
@@ -38,7 +37,7 @@ class WithMemory(BayesianModule):
         memory_mask: Array | None = None,
         valid: Array | None = None,
         memory_valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the output, (..., T, D), with a memory (..., S, D).
 
         Masks are as for `decoder_block`, the same for the batch; `valid` (..., T) and `memory_valid`

@@ -11,7 +11,7 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
-from moment_jax.nn.base import Composite, Stage
+from moment_jax.nn.base import Composite, Moments, Stage
 from moment_jax.nn.conversion import check_same
 from moment_jax.nn.plain_discrete_autoencoder import (
     CodedImages,
@@ -122,11 +122,11 @@ class DiscreteAutoencoder(CodedImages, Composite):
             likelihood=self.likelihood,
         )
 
-    def encode(self, images: Array) -> tuple[Array, Covariance]:
+    def encode(self, images: Array) -> Moments:
         """Moments of the codes' logits, (..., height, width[, channels]) -> (..., T, K)."""
         return self.encoder(self.cut(images))
 
-    def probabilities(self, images: Array) -> tuple[Array, Covariance]:
+    def probabilities(self, images: Array) -> Moments:
         """Moments of the codes' probabilities pi: mean (..., T, K) and covariance."""
         return self._over_batch(category_moments, self.encode(images))
 
@@ -134,7 +134,7 @@ class DiscreteAutoencoder(CodedImages, Composite):
         """Log q(z_t = k | x) = log E[pi_tk], (..., T, K)."""
         return self._over_batch(log_category_probabilities, self.encode(images))
 
-    def decode(self, z: Array) -> tuple[Array, Covariance]:
+    def decode(self, z: Array) -> Moments:
         """Moments of the patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P).
 
         Moments of the pixels' logits for `Bernoulli`, of the pixels without their noise for `Gaussian`.
@@ -149,7 +149,7 @@ class DiscreteAutoencoder(CodedImages, Composite):
         temperature: Array | float,
         *,
         straight_through: bool = False,
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the patches, given one draw of every image's codes by `gumbel_softmax`."""
         log_probs = self.code_log_probs(images)
         return self.decode(

@@ -15,7 +15,7 @@ from moment_jax.layers.feed_forward import feed_forward_and_tangent
 from moment_jax.layers.residual import Tangent
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.activations import find_activation
-from moment_jax.nn.base import Stage
+from moment_jax.nn.base import Moments, Stage
 from moment_jax.nn.layers import MultiHeadAttention
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
@@ -86,13 +86,13 @@ class EncoderBlock(Block):
 
     def moments(
         self, mean: Array, cov: Covariance, params: EncoderBlockParams, mask: Array | None
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of one sequence (T, D) with these beliefs."""
         return encoder_block(mean, cov, params, mask=mask, **self.options)
 
     def __call__(
         self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
         params = self.params
         return self._over_batch(lambda m, c: self.moments(m, c, params, mask), (mean, cov))
@@ -130,7 +130,7 @@ class Encoder(Stack):
         params: Any,
         mask: Array | None,
         valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of one sequence (T, D) with these beliefs."""
         mask = look_at_valid(mask, valid)
 
@@ -158,7 +158,7 @@ class Encoder(Stack):
         cov: Covariance | None = None,
         mask: Array | None = None,
         valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the output.
 
         Args:

@@ -7,16 +7,9 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import (
-    AttentionParams,
-    DenseParams,
-    NormParams,
-    attention,
-    dense,
-    layer_norm,
-)
+from moment_jax.layers import AttentionParams, DenseParams, NormParams, attention, dense, layer_norm
 from moment_jax.layers.checks import check_heads
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, Moments
 from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_array, set_mean
 from moment_jax.nn.plain import plain_attention, plain_linear, plain_norm
 from moment_jax.nn.settings import Settings
@@ -77,7 +70,7 @@ class Dense(BayesianModule):
         """The plain `nnx.Linear` with these arrays."""
         return plain_linear(params)
 
-    def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
         params = self.params
         return self._over_batch(lambda m, c: dense(m, c, params), (mean, cov))
@@ -124,7 +117,7 @@ class LayerNorm(BayesianModule):
         """The plain `nnx.LayerNorm` with these arrays."""
         return plain_norm(params, self.scale.mean.shape[0], self.epsilon)
 
-    def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output, (..., T, D); cov None where x is certain."""
         norm = partial(layer_norm, params=self.params, epsilon=self.epsilon)
         return self._over_batch(norm, (mean, cov))
@@ -209,7 +202,7 @@ class MultiHeadAttention(BayesianModule):
 
     def __call__(
         self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
         attend = partial(attention, params=self.params, num_heads=self.num_heads, mask=mask)
         return self._over_batch(attend, (mean, cov))

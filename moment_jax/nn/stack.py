@@ -14,7 +14,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.covariance.statistics import checkpoint, scan
 from moment_jax.layers import NormParams, layer_norm
 from moment_jax.nn.activations import find_activation
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, Moments
 from moment_jax.nn.conversion import activation_name, check_loaded, check_same
 from moment_jax.nn.layers import Dense, LayerNorm
 from moment_jax.nn.plain import plain_norm
@@ -185,11 +185,11 @@ class Stack(BayesianModule):
 
     def _through(
         self,
-        step: Callable[..., tuple[Array, Covariance]],
+        step: Callable[..., Moments],
         mean: Array,
         cov: Covariance,
         params: tuple[list[Any], NormParams | None],
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments after `step` (block, mean, cov, beliefs) of all blocks and the normalisation."""
         beliefs, final = params
 
@@ -216,9 +216,7 @@ class Stack(BayesianModule):
             new.append(cache)
         return start, stack_caches(new)
 
-    def _normalised(
-        self, mean: Array, cov: Covariance, final: NormParams | None
-    ) -> tuple[Array, Covariance]:
+    def _normalised(self, mean: Array, cov: Covariance, final: NormParams | None) -> Moments:
         return (mean, cov) if final is None else layer_norm(mean, cov, final, epsilon=self.epsilon)
 
     def step(

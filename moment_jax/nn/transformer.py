@@ -9,7 +9,7 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.seen import look_at_valid
-from moment_jax.nn.base import Composite, Stage
+from moment_jax.nn.base import Composite, Moments, Stage
 from moment_jax.nn.batching import check_sequences
 from moment_jax.nn.conversion import set_mean
 from moment_jax.nn.decoder import Decoder
@@ -76,7 +76,7 @@ class Transformer(Composite):
         memory_mask: Array | None = None,
         source_valid: Array | None = None,
         target_valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the decoder's output.
 
         Args:
@@ -161,7 +161,7 @@ class TokenTransformer(Composite):
             *(stage._replace(name="head") for stage in self.head.stages),
         ]
 
-    def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
         check_sequences(mean, cov)
         size = (self.positions.params.shape[0], self.embed.params.kernel.shape[0])

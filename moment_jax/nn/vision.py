@@ -14,7 +14,7 @@ from moment_jax.covariance import BATCH_AXIS, Covariance, TokenBlock
 from moment_jax.covariance.fields import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
-from moment_jax.nn.base import BayesianModule, Stage
+from moment_jax.nn.base import BayesianModule, Moments, Stage
 from moment_jax.nn.conversion import check_same, set_mean
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.freezing import over_statistics
@@ -233,9 +233,7 @@ class VisionTransformer(BayesianModule):
         logits, logit_cov = self._logits(mean, cov, params)
         return logits[0], logit_cov.blocks[0]
 
-    def _embedded(
-        self, mean: Array, cov: Covariance, params: VisionTransformerParams
-    ) -> tuple[Array, Covariance]:
+    def _embedded(self, mean: Array, cov: Covariance, params: VisionTransformerParams) -> Moments:
         mean, cov = dense(mean, cov, params.embed)
         mean = mean + params.position.mean
         if not isinstance(params.position, Point):

@@ -8,34 +8,16 @@ from jax import Array
 
 from moment_jax.covariance.fields import check_array, known_values
 from moment_jax.expectations.softmax import logsumexp_mean
+from moment_jax.objectives import cubature, likelihoods, moments
 from moment_jax.objectives.bernoulli import expected_softplus
-from moment_jax.objectives.cubature import (
-    count_points,
-    expected_logsumexp,
-    log_expected_softmax,
-)
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
-    noise_array,
-    noise_like,
-    noise_matrix,
 )
-from moment_jax.objectives.moments import (
-    Cov,
-    as_label,
-    check_cov,
-    check_logits,
-    check_output,
-    has_pairs,
-    matrix,
-    of_label,
-    token_blocks,
-    variances,
-)
+from moment_jax.objectives.moments import Cov, has_pairs, variances
 from moment_jax.xla import diagonal_of
 
 _NAME, _MARGINAL = "expected_log_likelihood", "log_marginal"
@@ -103,12 +85,12 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
 
 
 def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
-    check_output(_NAME, target, mean, cov)
-    noise = noise_array(_NAME, likelihood, mean)
+    moments.check_output(_NAME, target, mean, cov)
+    noise = likelihoods.noise_array(_NAME, likelihood, mean)
     residual = target - mean
     constant = mean.size * math.log(2 * math.pi)
     if noise.ndim == 1:
-        noise = noise_like(noise, mean)
+        noise = likelihoods.noise_like(noise, mean)
         quadratic = (residual**2 + variances(mean, cov)) / noise
         return -0.5 * (constant + jnp.sum(jnp.log(noise) + quadratic))
     factor = jnp.linalg.cholesky(noise)
@@ -119,7 +101,7 @@ def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Arr
     log_det = 2 * rows.shape[0] * jnp.sum(jnp.log(diagonal_of(factor)))
     quadratic = jnp.sum((rows @ precision) * rows)
     if has_pairs(mean, cov):
-        spread = jnp.einsum("tde,de->", token_blocks(mean, cov), precision)
+        spread = jnp.einsum("tde,de->", moments.token_blocks(mean, cov), precision)
     else:
         spread = jnp.sum(jnp.atleast_2d(variances(mean, cov)) @ diagonal_of(precision))
     return -0.5 * (constant + log_det + quadratic + spread)
@@ -134,9 +116,9 @@ def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
             f"then D log noise variances. Got {tuple(target.shape)} and {tuple(mean.shape)}. "
             "For a batch, use jax.vmap."
         )
-    check_cov(_NAME, tuple(mean.shape), cov)
+    moments.check_cov(_NAME, tuple(mean.shape), cov)
     variance = variances(mean, cov)
-    cross = 0.0 if not has_pairs(mean, cov) else jnp.diagonal(token_blocks(mean, cov)[0], size)
+    cross = jnp.diagonal(moments.token_blocks(mean, cov)[0], size) if has_pairs(mean, cov) else 0.0
     precision = bounded_exp(-mean[size:] + variance[size:] / 2)
     quadratic = precision * ((target - mean[:size] + cross) ** 2 + variance[:size])
     return -0.5 * jnp.sum(math.log(2 * math.pi) + mean[size:] + quadratic)
@@ -148,17 +130,17 @@ def bounded_exp(exponent: Array) -> Array:
 
 
 def _categorical(likelihood: Categorical, target: Array, mean: Array, cov: Cov) -> Array:
-    logits_cov = check_logits(_NAME, mean, cov)
-    label = as_label(_NAME, target, mean.shape[0])
-    num_points = count_points(likelihood.num_points, mean.shape[0])
-    # Relative to the target's logit: avoids cancellation between large numbers.
-    return -expected_logsumexp(mean - of_label(mean, label), logits_cov, num_points)
+    logits_cov = moments.check_logits(_NAME, mean, cov)
+    label = moments.as_label(_NAME, target, mean.shape[0])
+    num_points = cubature.count_points(likelihood.num_points, mean.shape[0])
+    relative = mean - moments.of_label(mean, label)  # avoids cancellation between large numbers
+    return -cubature.expected_logsumexp(relative, logits_cov, num_points)
 
 
 def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
     known = known_values(target)
     target = jnp.asarray(target)
-    check_output(_NAME, target, mean, cov)
+    moments.check_output(_NAME, target, mean, cov)
     if known is not None and ((known < 0) | (known > 1)).any():
         raise ValueError(
             f"`{_NAME}` with Bernoulli needs targets from 0 to 1. Got {known.min()} to {known.max()}. "
@@ -191,10 +173,10 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
 
     Source: Transformer derivation, Eq. 5; Knowles and Minka (2011) for the tilted bound.
     """
-    cov = check_logits("expected_log_likelihood_bound", mean, cov)
-    label = as_label("expected_log_likelihood_bound", target, mean.shape[0])
+    cov = moments.check_logits("expected_log_likelihood_bound", mean, cov)
+    label = moments.as_label("expected_log_likelihood_bound", target, mean.shape[0])
     # 0, or NaN for a label out of range. Added at the end: in the mean NaN would count as masked.
-    in_range = of_label(jnp.zeros_like(mean), label)
+    in_range = moments.of_label(jnp.zeros_like(mean), label)
     return in_range - logsumexp_mean(mean - mean[label], cov)
 
 
@@ -231,10 +213,10 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
     if isinstance(likelihood, Gaussian):
         return _gaussian_marginal(likelihood, jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
-        logits_cov = check_logits(_MARGINAL, mean, cov)
-        label = as_label(_MARGINAL, target, mean.shape[0])
-        num_points = count_points(likelihood.num_points, mean.shape[0])
-        return of_label(log_expected_softmax(mean, logits_cov, num_points), label)
+        logits_cov = moments.check_logits(_MARGINAL, mean, cov)
+        label = moments.as_label(_MARGINAL, target, mean.shape[0])
+        num_points = cubature.count_points(likelihood.num_points, mean.shape[0])
+        return moments.of_label(cubature.log_expected_softmax(mean, logits_cov, num_points), label)
     raise TypeError(
         f"`{_MARGINAL}` needs Gaussian or Categorical. Got {type(likelihood).__name__}. With a random "
         "noise variance there is no closed form: score predictive_gaussian's moments with "
@@ -243,14 +225,14 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
 
 
 def _gaussian_marginal(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
-    check_output(_MARGINAL, target, mean, cov)
-    noise = noise_array(_MARGINAL, likelihood, mean)
+    moments.check_output(_MARGINAL, target, mean, cov)
+    noise = likelihoods.noise_array(_MARGINAL, likelihood, mean)
     residual = target - mean
     constant = mean.size * math.log(2 * math.pi)
     if noise.ndim == 1 and not has_pairs(mean, cov):
-        total = variances(mean, cov) + noise_like(noise, mean)
+        total = variances(mean, cov) + likelihoods.noise_like(noise, mean)
         return -0.5 * (constant + jnp.sum(jnp.log(total) + residual**2 / total))
-    factor = jnp.linalg.cholesky(matrix(mean, cov) + noise_matrix(noise, mean))
+    factor = jnp.linalg.cholesky(moments.matrix(mean, cov) + likelihoods.noise_matrix(noise, mean))
     white = jax.scipy.linalg.solve_triangular(factor, residual.reshape(-1), lower=True)
     log_det = 2 * jnp.sum(jnp.log(diagonal_of(factor)))
     return -0.5 * (constant + log_det + jnp.sum(white**2))

@@ -21,14 +21,7 @@ from moment_jax.optim.damping import (
     initial_value,
 )
 from moment_jax.optim.factors import Factors, RowFactor, averaged, empty_average
-from moment_jax.optim.groups import (
-    Groups,
-    Matrices,
-    groups_of,
-    stack,
-    stack_factors,
-    unstack,
-)
+from moment_jax.optim.groups import Groups, Matrices, groups_of, stack, stack_factors, unstack
 from moment_jax.optim.last_step import Directions, Moved
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.trees import unflatten
