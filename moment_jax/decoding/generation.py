@@ -90,18 +90,10 @@ def sample(
     averaged anew at each token, and a sequence shares no draw of them. For the sequences of one network,
     draw its weights (`sample` of `mj.nn` modules) and use a step with zero covariance.
 
-    Args:
-      key: a JAX random key; the draws of a longer sequence begin with those of a shorter one.
-      step: as for `greedy`.
-      state: as for `greedy`.
-      first_tokens: as for `greedy`.
-      length: number of tokens to produce.
-      temperature: a positive scalar: tokens are drawn with probabilities proportional to
-        p^(1 / temperature). Inside `jit` its value is unknown: anything below the root of the smallest
-        number (1e-19 in float32), and NaN, counts as that root, which draws the likeliest tokens.
-      end: as for `greedy`.
-      pad: as for `greedy`.
-      num_points: as for `greedy`.
+    Arguments are those of `greedy`, a JAX random key, and a temperature, a positive scalar: tokens are
+    drawn with probabilities proportional to p^(1 / temperature). Inside `jit` its value is unknown:
+    anything below the root of the smallest number (1e-19 in float32), and NaN, counts as that root,
+    which draws the likeliest tokens. Draws of a longer sequence begin with those of a shorter one.
 
     Returns:
       Tokens, and the log-probabilities and uncertainties of the predictive distribution itself

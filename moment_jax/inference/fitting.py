@@ -202,7 +202,10 @@ class _Run:
             state, loss = variational.train(
                 self.spec, state, self.frame, inputs, targets, float(size), self.rate
             )
-            nll = math.nan if held is None else self._nll(state.belief, held)
+            nll = math.nan
+            if held is not None:
+                logs = held_out_scores(self.spec, state.belief, self.frame, *held)
+                nll = -float(np.mean(logs))
             history.append((int(state.step), float(loss), nll))
             if bar is not None:
                 bar.update(STEPS_AT_ONCE)
@@ -229,9 +232,6 @@ class _Run:
             for log in logs
         ]
         return logs[int(np.argmax(found))]
-
-    def _nll(self, belief: Belief, held: Any) -> float:
-        return -float(np.mean(held_out_scores(self.spec, belief, self.frame, *held)))
 
 
 def _initial_noise(

@@ -52,20 +52,16 @@ def activation_name(name: str, network: object, given: str | None) -> str:
                 f"one. Pass activation=..., one of {known}."
             )
         return given
-    for candidate in ACTIVATIONS if given is None else (given,):
-        if _same_function(fn, ACTIVATIONS[candidate].plain):
-            return candidate
+    with jax.ensure_compile_time_eval():
+        x = jnp.linspace(-6, 6, 49, dtype=jnp.float32)
+        for candidate in ACTIVATIONS if given is None else (given,):
+            if np.allclose(fn(x), ACTIVATIONS[candidate].plain(x), atol=1e-5, rtol=1e-5):
+                return candidate
     wanted = f"one of {known}" if given is None else f"the activation {given!r}"
     raise ValueError(
         f"`{name}` needs {wanted}. Got {getattr(fn, '__name__', fn)}, which has other values. GELU is "
         "the exact one, jax.nn.gelu(x, approximate=False)."
     )
-
-
-def _same_function(a: Any, b: Any) -> bool:
-    with jax.ensure_compile_time_eval():
-        x = jnp.linspace(-6, 6, 49, dtype=jnp.float32)
-        return np.allclose(a(x), b(x), atol=1e-5, rtol=1e-5)
 
 
 def check_loaded(name: str, module: nnx.Module, network: nnx.Module) -> None:

@@ -75,7 +75,11 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     if isinstance(likelihood, HeteroscedasticGaussian):
         return _heteroscedastic(jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
-        return _categorical(likelihood, target, mean, cov)
+        logits_cov = moments.check_logits(_NAME, mean, cov)
+        label = moments.as_label(_NAME, target, mean.shape[0])
+        num_points = cubature.count_points(likelihood.num_points, mean.shape[0])
+        relative = mean - moments.of_label(mean, label)  # avoids cancellation between large numbers
+        return -cubature.expected_logsumexp(relative, logits_cov, num_points)
     if isinstance(likelihood, Bernoulli):
         return _bernoulli(target, mean, cov)
     raise TypeError(
@@ -127,14 +131,6 @@ def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
 def bounded_exp(exponent: Array) -> Array:
     """Exp, capped at the square root of the largest number so that products do not overflow."""
     return jnp.exp(jnp.minimum(exponent, math.log(float(jnp.finfo(exponent.dtype).max)) / 2))
-
-
-def _categorical(likelihood: Categorical, target: Array, mean: Array, cov: Cov) -> Array:
-    logits_cov = moments.check_logits(_NAME, mean, cov)
-    label = moments.as_label(_NAME, target, mean.shape[0])
-    num_points = cubature.count_points(likelihood.num_points, mean.shape[0])
-    relative = mean - moments.of_label(mean, label)  # avoids cancellation between large numbers
-    return -cubature.expected_logsumexp(relative, logits_cov, num_points)
 
 
 def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:

@@ -30,18 +30,8 @@ def token_uncertainty(
     mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never negative, and exactly zero at
     zero covariance. Derivatives follow Price's theorem over the points and are finite at any covariance.
 
-    Args:
-      mean: (C,) mean logits; -inf for an impossible class. If all are, all parts are zero.
-      cov: their variances (C,), or covariance (C, C), positive semidefinite and finite.
-      num_points: points of the cubature, rounded up to a power of two; None for 512, or 8 per class if
-        that is more.
-
-    Returns:
-      Scalars. For a batch, use `jax.vmap`.
-
-    Raises:
-      ValueError: if shapes do not fit, or num_points is below 4 per class.
-      TypeError: if `cov` is a structure.
+    Arguments and errors are those of `class_probabilities`, the results scalars; use `jax.vmap` for a
+    batch. If all mean logits are -inf, all parts are zero.
 
     >>> import jax.numpy as jnp
     >>> parts = token_uncertainty(jnp.zeros(2), jnp.zeros(2))

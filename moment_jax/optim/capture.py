@@ -90,20 +90,18 @@ def value_grad_and_factors(
             batch = jax.tree.map(lambda x: x[:examples], batch)
             alone = passes.rows_alone if by_rows else passes.factors_alone
             take = partial(alone, model, blocks, batch, key)
-            factors = take() if when is None else _only_when(when, take)
+            if when is None:
+                factors = take()
+            else:
+                shapes = jax.eval_shape(take)
+                zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+                factors = jax.lax.cond(jnp.asarray(when, bool), take, zeros)
         else:
             value, grads, rest, factors = passes.together(model, blocks, batch, key)
         nnx.update(model, rest)
         return value, grads, factors
 
     return compute
-
-
-def _only_when(when: Array, compute: Callable[[], Factors]) -> Factors:
-    """The factors where `when` is true, else zeros of weight 0."""
-    shapes = jax.eval_shape(compute)
-    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.cond(jnp.asarray(when, bool), compute, zeros)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """K-FAC: the natural gradient by inverses of both Kronecker factors of each layer."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,24 +8,16 @@ from jax import Array
 
 from moment_jax.optim.damping import DEFAULT_BOUND, Bound, Number, Schedule, check_range
 from moment_jax.optim.factors import Factors, RowFactor
-from moment_jax.optim.groups import Groups, Matrices
+from moment_jax.optim.groups import Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
 from moment_jax.optim.last_step import Directions, sum_of
-from moment_jax.optim.refresh import KFACState, apply_inverse, no_inverses, refreshed
+from moment_jax.optim.refresh import KFACState, StaleInverse
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
 
 
-@dataclasses.dataclass(frozen=True)
-class KroneckerSolver:
+class KroneckerSolver(StaleInverse):
     """(F + damping I)^-1 by inverses that are refreshed every few steps."""
-
-    inversion: Inversion
-    refresh_every: int | Array
-
-    def init(self, groups: Groups, dtype: jnp.dtype) -> KFACState:
-        """No inverses yet."""
-        return no_inverses(self.inversion, groups, dtype)
 
     def solve(
         self,
@@ -44,13 +35,9 @@ class KroneckerSolver:
                     f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
                     "KroneckerExpand() or KroneckerReduce(), or cg_fac."
                 )
-        state = refreshed(
-            self.inversion, self.refresh_every, curvature, damping, state, fresh, ready
-        )
+        state = self.refreshed(curvature, damping, state, fresh, ready)
         x = {
-            key: apply_inverse(
-                self.inversion, state.inverses.get(key), curvature[key], grad, damping
-            )
+            key: self.apply(state.inverses.get(key), curvature[key], grad, damping)
             for key, grad in grads.items()
         }
         # x^T (F + damping) x = x . grad, exactly if the inverses are of the current curvature.

@@ -69,8 +69,11 @@ def safeguarded(
     ) -> tuple[optax.Updates, SafeguardedState]:
         loss = jnp.asarray(jnp.nan if value is None else value, jnp.float32)
         previous = state.chain[0].previous
-        known = value is not None and previous is not None
-        back = _is_bad(state, loss) if known else jnp.zeros((), bool)
+        back = jnp.zeros((), bool)
+        if value is not None and previous is not None:
+            far = (loss > state.average + DEVIATIONS * state.deviation) | ~jnp.isfinite(loss)
+            # Never two in a row, since only one step is stored.
+            back = (state.losses > 0) & far & ~state.last_taken_back
         grads = jax.tree.map(lambda g: jnp.where(back, 0, g), updates)
         steps, inner = chain.update(grads, state.chain, params, taken_back=back, **extra)
         moves = inner[0].skipped == state.chain[0].skipped
@@ -112,12 +115,6 @@ def per_rate(name: str, kl_bound: Bound, learning_rate: Number | Schedule) -> Bo
         return current(kl_bound, count) / jnp.where(rate == 0, 1, rate) ** 2
 
     return bound if callable(kl_bound) or callable(learning_rate) else bound(jnp.int32(0))
-
-
-def _is_bad(state: SafeguardedState, loss: Array) -> Array:
-    """Whether to undo the last step; never two in a row, since only one is stored."""
-    past = loss > state.average + DEVIATIONS * state.deviation
-    return (state.losses > 0) & (past | ~jnp.isfinite(loss)) & ~state.last_taken_back
 
 
 def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array, Array, Array]:

@@ -1,7 +1,7 @@
 """The core of `scale_by_cg_fac` and `scale_by_kfac`: averages, damping and the bound of the step."""
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,31 +21,10 @@ from moment_jax.optim.damping import (
     initial_value,
 )
 from moment_jax.optim.factors import Factors, RowFactor, averaged, empty_average
-from moment_jax.optim.groups import Groups, Matrices, groups_of, stack, stack_factors, unstack
+from moment_jax.optim.groups import Groups, groups_of, stack, stack_factors, unstack
 from moment_jax.optim.last_step import Directions, Moved
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.trees import unflatten
-
-
-class Solver(Protocol):
-    """A way to solve (F + damping I) x = grad."""
-
-    def init(self, groups: Groups, dtype: jnp.dtype) -> Any:
-        """The solver's own state."""
-
-    def solve(
-        self,
-        curvature: Factors,
-        grads: Matrices,
-        damping: Array,
-        state: Any,
-        fresh: Array,
-        ready: Array,
-    ) -> Directions:
-        """Solve for all groups.
-
-        `fresh`: the curvature is new. If not `ready`, the step is skipped and the state must not change.
-        """
 
 
 class SecondOrderState(NamedTuple):
@@ -68,10 +47,14 @@ class SecondOrderState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleBySecondOrder:
-    """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`."""
+    """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`.
+
+    The solver's `solve(curvature, grads, damping, state, fresh, ready)` returns `Directions`. Curvature
+    is new where `fresh`. Where not `ready`, the step is skipped and the solver's state must not change.
+    """
 
     name: str
-    solver: Solver
+    solver: Any
     damping: Damping = DEFAULT_DAMPING
     decay: float | Array | None = 0.95
     kl_bound: Bound = DEFAULT_BOUND
@@ -143,7 +126,9 @@ class ScaleBySecondOrder:
         known = jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
         ready = known & _all_finite(updates)
         grads = {key: jnp.where(ready, grad, 0) for key, grad in grads.items()}
-        damping = self._damping(state)
+        damping = state.damping
+        if not isinstance(self.damping, LevenbergMarquardt | AdaptiveDamping):
+            damping = current(self.damping, state.step)
         moved = None
         if self._adapts:
             last = jax.tree.map(lambda new, old: new - old, params, state.previous)
@@ -186,11 +171,6 @@ class ScaleBySecondOrder:
             solver=solved.state,
         )
         return unflatten(updates, result), new
-
-    def _damping(self, state: SecondOrderState) -> Array:
-        if isinstance(self.damping, LevenbergMarquardt | AdaptiveDamping):
-            return state.damping
-        return current(self.damping, state.step)
 
     def _bound(
         self,

@@ -85,7 +85,9 @@ class Statistic:
         count = jnp.sum(ones)
         reduced = isinstance(self.reading, KroneckerReduce | PerSample)
         if isinstance(self.block, EmbeddingBlock):
-            return {**_table(self.block.rows, inputs, grads, ones), "rows": count}
+            g, seen = _flat(grads), jnp.zeros((self.block.rows,), grads.dtype)
+            seen = seen.at[inputs.reshape(-1)].add(ones.reshape(-1))
+            return {"frequencies": seen, "outputs": g.T @ g, "rows": count}
         if not isinstance(self.block, DenseBlock):
             return {"squares": _squares(self.block, inputs, grads, reduced), "rows": count}
         if isinstance(self.reading, PerSample | PerToken):
@@ -173,12 +175,6 @@ def _ones(grads: Array) -> Array:
     """
     first = grads[..., 0]
     return ((first == 0) | True).astype(grads.dtype)
-
-
-def _table(num_symbols: int, symbols: Array, grads: Array, ones: Array) -> Arrays:
-    g = _flat(grads)
-    counts = jnp.zeros((num_symbols,), g.dtype).at[symbols.reshape(-1)].add(ones.reshape(-1))
-    return {"frequencies": counts, "outputs": g.T @ g}
 
 
 def _squares(block: LayerBlock, normal: Array, grads: Array, reduced: bool) -> Array:

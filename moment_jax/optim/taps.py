@@ -263,12 +263,6 @@ class ObservedNorm(_Observed, NormParams):
     """`NormParams`, observed at their normalised inputs."""
 
 
-def _observed_params(params: Any, statistic: Statistic, dummies: dict[str, Array]) -> Any:
-    if isinstance(params, DenseParams):
-        return ObservedDense(params.kernel, params.bias, statistic=statistic, dummies=dummies)
-    return ObservedNorm(params.scale, params.bias, statistic=statistic, dummies=dummies)
-
-
 def _dummies(layer: Any) -> dict[str, Array]:
     names = layer.statistic.zeros()
     return {name: getattr(layer, f"tap_{name}")[...] for name in names}
@@ -281,7 +275,9 @@ def _tapped(cls: type) -> type:
         plain: Any = cls.params  # a property
 
         def params(self: Any) -> Any:
-            return _observed_params(plain.fget(self), self.statistic, _dummies(self))
+            own = plain.fget(self)
+            observed = ObservedDense if isinstance(own, DenseParams) else ObservedNorm
+            return observed(**vars(own), statistic=self.statistic, dummies=_dummies(self))
 
         return type(f"Tapped{cls.__name__}", (cls,), {"params": property(params)})
     base = _known(cls)

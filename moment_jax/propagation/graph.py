@@ -117,7 +117,10 @@ class Recorder:
         """Results of an equation."""
         name = eqn.primitive.name
         if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
-            return self._computed(eqn, operands)
+            results = evaluate(eqn.primitive, operands, eqn.params)
+            if name in DRAWS or any(id(x) in self.drawn for x in operands):
+                self.drawn.update({id(x): x for x in results})
+            return results
         if name == "cond":
             return self._branch(eqn, operands)
         if name == "scan":
@@ -155,12 +158,6 @@ class Recorder:
             return self.run(jaxpr, consts, operands)
         finally:
             self.calls = before
-
-    def _computed(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        results = evaluate(eqn.primitive, operands, eqn.params)
-        if eqn.primitive.name in DRAWS or any(id(x) in self.drawn for x in operands):
-            self.drawn.update({id(x): x for x in results})
-        return results
 
     def _weight(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
         weight, *rest = operands
