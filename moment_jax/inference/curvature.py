@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.objectives import Bernoulli, Gaussian
-from moment_jax.optim import KroneckerExpand, find_blocks, value_grad_and_factors
+from moment_jax.optim import KroneckerExpand, value_grad_and_factors
 from moment_jax.optim.layer_blocks import Blocks, DenseBlock
 from moment_jax.optim.taps import count_rows
 from moment_jax.optim.trees import flatten, unflatten
@@ -164,11 +164,6 @@ def _squares(spec: Spec, frame: Frame, num_outputs: int, one: Inputs) -> dict[st
         return jax.tree.map(jnp.square, pull(root)[0])
 
     return jax.tree.map(lambda x: x.sum(0), jax.vmap(column)(jnp.arange(num_outputs)))
-
-
-def dense_blocks(model: nnx.Module) -> Blocks:
-    """The dense layers of a model with Kronecker factors; stacks of layers are left out."""
-    return tuple(b for b in find_blocks(model) if isinstance(b, DenseBlock) and not b.stack)
 
 
 def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:

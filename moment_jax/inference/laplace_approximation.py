@@ -10,10 +10,12 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.inference import prior_precision as prior
-from moment_jax.inference.curvature import Curvature, dense_blocks, last_block
+from moment_jax.inference.curvature import Curvature, last_block
 from moment_jax.inference.data import checked_likelihood
 from moment_jax.inference.prior_precision import Piece
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
+from moment_jax.optim import find_blocks
+from moment_jax.optim.layer_blocks import DenseBlock
 from moment_jax.optim.trees import flatten, path_name
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, Posterior
 from moment_jax.posterior.reshaped import Reshaped
@@ -103,7 +105,8 @@ def laplace(
             "leave them out."
         )
     known = flatten(nnx.state(model, nnx.Param))
-    blocks = () if kind == "diagonal" else dense_blocks(model)
+    found = () if kind == "diagonal" else find_blocks(model)
+    blocks = tuple(b for b in found if isinstance(b, DenseBlock) and not b.stack)
     if kind == "last_layer":
         blocks = (last_block(model, blocks, inputs),)
     covered = {leaf for block in blocks for leaf in block.leaves}
@@ -158,8 +161,8 @@ def laplace(
 
     if held_out is not None:
         prior_precision = prior.best_precision(model, name, held_out, at)
-    found = at(prior_precision)
-    return found if receipt else found[0]
+    result = at(prior_precision)
+    return result if receipt else result[0]
 
 
 class _Spectrum:

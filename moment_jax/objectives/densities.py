@@ -189,20 +189,8 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
     Categorical: the log of the target's predictive probability, by the cubature of
     `class_probabilities`; finite where that probability underflows.
 
-    Args:
-      likelihood: Gaussian or Categorical.
-      target: Gaussian: y, of the mean's shape. Categorical: an integer class index of shape ().
-      mean: Gaussian: (D,), or (T, D) for a whole sequence. Categorical: (C,) logits.
-      cov: variances in the mean's shape, or all covariances, in the mean's shape twice. For
-        Gaussian also a structure such as `Diagonal` or `Full`. The noise is independent between tokens.
-
-    Returns:
-      A scalar: the joint log density of one example's features and tokens. NaN in compiled code where
-      a class index is out of range.
-
-    Raises:
-      ValueError: if shapes do not fit, or a known class index is out of range.
-      TypeError: if the likelihood is neither of the two, or the covariance is of another type.
+    Arguments, result and errors are those of `expected_log_likelihood`, for these two likelihoods. Of a
+    sequence it is the joint log density of all tokens, whose noise is independent.
 
     Source: Transformer derivation, Eq. 1 and 13.
     """

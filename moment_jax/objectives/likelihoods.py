@@ -58,12 +58,7 @@ Likelihood = Gaussian | HeteroscedasticGaussian | Categorical | Bernoulli
 
 
 def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
-    """The noise as (D,) variances, or as a (D, D) covariance if it was given as one.
-
-    Raises:
-      ValueError: if the noise is not a scalar, (D,) or (D, D) with D = mean.shape[-1], or is known to
-        be negative.
-    """
+    """The noise as (D,) variances, or as a (D, D) covariance if it was given as one."""
     noise = jnp.asarray(likelihood.noise_variance, mean.dtype)
     size = mean.shape[-1]
     if noise.shape not in ((), (size,), (size, size)):

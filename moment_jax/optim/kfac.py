@@ -79,15 +79,15 @@ def kfac(
     chain.
 
     Args:
-      learning_rate: as for `cg_fac`, and so are, of the options, damping, decay (a number),
-        curvature_every and blocks.
+      learning_rate: as for `cg_fac`.
       kl_bound: as for `cg_fac`.
       momentum: as for `cg_fac`.
       weight_decay: as for `cg_fac`.
-      options: also refresh_every (10), steps between inversions, of which the first intervals are 1, 2,
-        4, ... steps, and inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`. Factored
-        damping also adds sqrt(gamma) times each factor, which is much unless gamma is small; `Eigh()`
-        adds gamma only, but eigendecompositions are slow on GPUs and TPUs.
+      options: damping, decay (a number), curvature_every and blocks as for `cg_fac`; refresh_every (10),
+        steps between inversions, of which the first intervals are 1, 2, 4, ... steps; and inversion:
+        `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`. Factored damping also adds sqrt(gamma)
+        times each factor, which is much unless gamma is small; `Eigh()` adds gamma only, but
+        eigendecompositions are slow on GPUs and TPUs.
 
     Returns:
       An Optax transformation with extra arguments.

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.linear import canonicalize_padding
 from jax import Array
 
 from moment_jax import nn
@@ -89,7 +90,7 @@ def _conv(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
         jnp.moveaxis(images, -1, 1),
         layer.kernel_size,
         _each(layer.strides, rank),
-        _padding(layer.padding, rank),
+        canonicalize_padding(layer.padding, rank),
         lhs_dilation=_each(layer.input_dilation, rank),
         rhs_dilation=_each(layer.kernel_dilation, rank),
     )
@@ -106,14 +107,6 @@ def _each(value: Any, rank: int) -> tuple[int, ...]:
     if value is None or isinstance(value, int):
         return (1 if value is None else value,) * rank
     return tuple(value)
-
-
-def _padding(padding: Any, rank: int) -> Any:
-    if isinstance(padding, str):
-        return padding
-    if isinstance(padding, int):
-        return [(padding, padding)] * rank
-    return [(each, each) if isinstance(each, int) else tuple(each) for each in padding]
 
 
 ARRANGE: dict[type[nnx.Module], Arrange] = {

@@ -10,7 +10,7 @@ from jax import Array
 
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
+from moment_jax.posterior.linalg import nonnegative, outer, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
 
@@ -80,10 +80,10 @@ class MatrixNormal(Posterior):
 
     def _noise_variance(self, mean: Array, variance: Array) -> Array:
         total = variance @ diagonal_of(self.in_cov) + jnp.sum((mean @ self.in_cov) * mean, axis=-1)
-        return _outer(nonnegative(total), diagonal_of(self.out_cov))
+        return outer(nonnegative(total), diagonal_of(self.out_cov))
 
     def _noise_block(self, moment: Array) -> Array:
-        return _outer(jnp.einsum("...ij,ij->...", moment, self.in_cov), self.out_cov)
+        return outer(jnp.einsum("...ij,ij->...", moment, self.in_cov), self.out_cov)
 
     def _input_metric(self) -> Array:
         return self.in_cov * jnp.sum(diagonal_of(self.out_cov))
@@ -94,12 +94,6 @@ class MatrixNormal(Posterior):
 
     def _transpose(self) -> MatrixNormal:
         return MatrixNormal(self.mean.T, self.out_cov, self.in_cov)
-
-
-def _outer(total: Array, cov: Array) -> Array:
-    """(...) times an array: (..., *cov.shape)."""
-    shape = (*total.shape, *cov.shape)
-    return jnp.expand_dims(total, range(total.ndim, len(shape))) * jnp.broadcast_to(cov, shape)
 
 
 def _factor_shapes(mean: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -69,12 +70,7 @@ def is_random(value: Value) -> bool:
 DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
-class _Belief:
-    """The primitive of a weight that is used as a random array."""
-
-    name = "belief"
-
-
+_BELIEF = SimpleNamespace(name="belief")  # the primitive of a weight used as a random array
 _PRODUCTS = {"dot_general", "conv_general_dilated", "gather", "concatenate"}
 _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
@@ -202,7 +198,7 @@ class Recorder:
         """A weight as a node."""
         self._use(weight)
         if id(weight) not in self.beliefs:
-            one = Node(_Belief, {}, (weight,), weight.shape, weight.dtype, source)
+            one = Node(_BELIEF, {}, (weight,), weight.shape, weight.dtype, source)
             self.beliefs[id(weight)] = one
         return self.beliefs[id(weight)]
 

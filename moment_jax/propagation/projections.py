@@ -9,7 +9,7 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Point, Posterior
+from moment_jax.posterior import Posterior
 from moment_jax.propagation.dense import read_dense
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments
@@ -144,8 +144,3 @@ def _with_turn(node: Node, source: Node, inner: Projection) -> Projection | None
     if not np.allclose(found, np.asarray(expected).reshape(-1, k), atol=1e-4):
         return None
     return inner._replace(turn=jnp.asarray(turn))
-
-
-def certain_output(width: int, dtype: Any) -> DenseParams:
-    """The identity as an output projection."""
-    return DenseParams(Point(jnp.eye(width, dtype=dtype)))

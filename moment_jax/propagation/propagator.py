@@ -43,7 +43,7 @@ class Propagator:
         try:
             return one_pass()
         except Pooled as found:
-            self.begin(found.pool)
+            self.begin(*found.args)
             return one_pass()
 
     def moments(self, value: Value) -> Moments:
@@ -101,10 +101,6 @@ class Pooled(Exception):  # noqa: N818 (control flow, not an error)
 
     A token hidden by a causal mask or padding must not contribute to sums taken before the attention.
     """
-
-    def __init__(self, pool: Array) -> None:
-        super().__init__("restart with pooled sequences")
-        self.pool = pool
 
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
