@@ -134,14 +134,6 @@ class DiscreteAutoencoder(CodedImages, Composite):
         """Log q(z_t = k | x) = log E[pi_tk], (..., T, K)."""
         return self._over_batch(log_category_probabilities, self.encode(images))
 
-    def decode(self, z: Array) -> Moments:
-        """Moments of the patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P).
-
-        Moments of the pixels' logits for `Bernoulli`, of the pixels without their noise for `Gaussian`.
-        Codes are certain, weights random.
-        """
-        return self.decoder(z)
-
     def __call__(
         self,
         images: Array,

@@ -10,8 +10,7 @@ from jax import Array
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense, embedding
 from moment_jax.layers.embedding import check_known_ids
-from moment_jax.nn.base import BayesianModule, Moments
-from moment_jax.nn.batching import check_sequences
+from moment_jax.nn.base import BayesianModule, Moments, check_sequences
 from moment_jax.nn.conversion import check_kind, set_mean
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings

@@ -159,7 +159,7 @@ class Encoder(Stack):
         mask: Array | None = None,
         valid: Array | None = None,
     ) -> Moments:
-        """Moments of the output.
+        """Moments of the output, (..., T, D).
 
         Args:
           mean: of the input, (..., T, D).
@@ -167,9 +167,6 @@ class Encoder(Stack):
           mask: (T, T) or (H, T, T) boolean, True where a query may look, the same for the batch.
           valid: (..., T) boolean, False for padding; None for no padding. Padding does not change the
             moments of the other tokens.
-
-        Returns:
-          Mean (..., T, D) and covariance.
         """
         params = self.params
         return self._over_batch(

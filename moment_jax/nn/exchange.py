@@ -22,9 +22,6 @@ def beliefs(module: BayesianModule) -> dict[Any, Any]:
 
     `mj.bayesian(plain, tree)` and `mj.linearised` take it, like a tree from `mj.posterior.laplace`.
 
-    Args:
-      module: a module of `mj.nn`.
-
     Returns:
       A tree like `nnx.to_pure_dict(nnx.state(plain, nnx.Param))`, with a `Posterior` for each array, or
       the array itself if it is a constant of the plain network.

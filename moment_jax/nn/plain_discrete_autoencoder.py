@@ -35,6 +35,7 @@ class CodedImages:
     patches: Patches
     image_size: int
     num_codes: int
+    decoder: Any
     log_noise: nnx.Param | None
 
     @property
@@ -72,6 +73,14 @@ class CodedImages:
         if num_images < 1:
             raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
         return jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
+
+    def decode(self, z: Array) -> Any:
+        """Patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P), or their moments.
+
+        They are the pixels' logits for `Bernoulli`, the pixels without their noise for `Gaussian`. Codes
+        are certain, even where weights are random.
+        """
+        return self.decoder(z)
 
     @abc.abstractmethod
     def _log_likelihood(self, target: Array, z: Array) -> Array:
@@ -131,10 +140,6 @@ class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
     def code_log_probs(self, images: Array) -> Array:
         """Log pi, (..., height, width[, channels]) -> (..., T, K)."""
         return log_probabilities(self.encoder(self.cut(images)))
-
-    def decode(self, z: Array) -> Array:
-        """Codes (..., T, K), one-hot or relaxed -> patches (..., T, P)."""
-        return self.decoder(z)
 
     def negative_elbo(
         self,

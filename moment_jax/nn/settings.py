@@ -103,11 +103,8 @@ class Settings:
 def with_structure(module: M, structure: type[Covariance]) -> M:
     """The same module in another covariance structure, sharing its variables.
 
-    So a network trained in `BatchSeparable` predicts in `Separable`, and training one trains the other.
-
-    Args:
-      module: a module of `mj.nn`, or your own with such modules in it.
-      structure: for all of them.
+    It is a module of `mj.nn`, or your own with such modules in it, which all get the structure. So a
+    network trained in `BatchSeparable` predicts in `Separable`, and training one trains the other.
 
     Raises:
       TypeError: if `structure` is no covariance structure.

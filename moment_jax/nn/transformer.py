@@ -9,8 +9,7 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.seen import look_at_valid
-from moment_jax.nn.base import Composite, Moments, Stage
-from moment_jax.nn.batching import check_sequences
+from moment_jax.nn.base import Composite, Moments, Stage, check_sequences
 from moment_jax.nn.conversion import set_mean
 from moment_jax.nn.decoder import Decoder
 from moment_jax.nn.embedding import LearnedPositions
@@ -77,7 +76,7 @@ class Transformer(Composite):
         source_valid: Array | None = None,
         target_valid: Array | None = None,
     ) -> Moments:
-        """Moments of the decoder's output.
+        """Moments of the decoder's output, (..., T, D).
 
         Args:
           source: mean of the embedded source, (..., S, D).
@@ -89,9 +88,6 @@ class Transformer(Composite):
           memory_mask: (T, S) or (H, T, S), of its attention to the memory.
           source_valid: (..., S) boolean, False for padding; None for no padding.
           target_valid: (..., T), the same for the target.
-
-        Returns:
-          Mean (..., T, D) and covariance.
         """
         encoder, decoder = self.params.values()
 

@@ -185,13 +185,9 @@ class VisionTransformer(BayesianModule):
         )
 
     def __call__(self, images: Array) -> tuple[Array, Array]:
-        """Moments of the logits.
+        """Mean (..., C) and covariance (..., C, C) of the logits of images, which are certain.
 
-        Args:
-          images: (..., height, width), or (..., height, width, channels), certain.
-
-        Returns:
-          Mean (..., C) and covariance (..., C, C) of the logits.
+        Images are (..., height, width), or (..., height, width, channels).
         """
         params = self.params
         tokens = self.patches(images)

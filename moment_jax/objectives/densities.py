@@ -155,17 +155,7 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
     the errors of its cubature). It needs only a few products of the covariance with a vector, so use
     it where there are too many classes for the cubature.
 
-    Args:
-      target: an integer class index of shape ().
-      mean: (C,) logits.
-      cov: their variances (C,), or covariance (C, C).
-
-    Returns:
-      A scalar; NaN in compiled code where the target is out of range.
-
-    Raises:
-      ValueError: if shapes do not fit, or a known target is out of range.
-      TypeError: if `cov` is a structure.
+    Arguments, result and errors are those of `expected_log_likelihood` with `Categorical`.
 
     Source: Transformer derivation, Eq. 5; Knowles and Minka (2011) for the tilted bound.
     """

@@ -9,7 +9,15 @@ import optax
 from jax import Array
 
 from moment_jax.optim.conjugate_gradient import Linear, Solution, conjugate_gradient
-from moment_jax.optim.damping import DEFAULT_BOUND, Bound, Number, Schedule, check_range
+from moment_jax.optim.damping import (
+    DEFAULT_BOUND,
+    DEFAULT_DAMPING,
+    Bound,
+    Damping,
+    Number,
+    Schedule,
+    check_range,
+)
 from moment_jax.optim.factors import (
     DiagonalFactor,
     Factor,
@@ -21,6 +29,7 @@ from moment_jax.optim.factors import (
 from moment_jax.optim.groups import Groups, Matrices
 from moment_jax.optim.inverses import divided
 from moment_jax.optim.last_step import Directions, sum_of
+from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.refresh import StaleInverse
 from moment_jax.optim.row_systems import cheapest_form
 from moment_jax.optim.safeguard import per_rate, safeguarded
@@ -132,11 +141,15 @@ class ConjugateGradientSolver:
 
 def scale_by_cg_fac(
     *,
+    damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
     tolerance: Number = 0.1,
     warm_start: bool = False,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
-    **options: Any,
+    decay: float | Array | None = 0.95,
+    curvature_every: int | Array = 5,
+    kl_bound: Bound = DEFAULT_BOUND,
+    blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of `cg_fac`, x of (F + damping I) x = grad within a bound; arguments as there.
 
@@ -145,16 +158,25 @@ def scale_by_cg_fac(
     check_range("cg_fac", "max_iterations", max_iterations, least=1)
     check_range("cg_fac", "tolerance", tolerance, least=0)
     solver = ConjugateGradientSolver(max_iterations, tolerance, warm_start, precondition)
-    return ScaleBySecondOrder("cg_fac", solver, **options).transformation()
+    return ScaleBySecondOrder(
+        "cg_fac", solver, damping, decay, kl_bound, curvature_every, blocks
+    ).transformation()
 
 
 def cg_fac(
     learning_rate: Number | Schedule = 1.0,
     *,
+    damping: Damping = DEFAULT_DAMPING,
+    max_iterations: int | Array = 5,
+    tolerance: Number = 0.1,
+    warm_start: bool = False,
+    precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
+    decay: float | Array | None = 0.95,
+    curvature_every: int | Array = 5,
     kl_bound: Bound = DEFAULT_BOUND,
     momentum: Number = 0.8,
     weight_decay: Number = 0.0,
-    **options: Any,
+    blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The natural gradient by conjugate gradients: no Fisher matrix is formed or inverted.
 
@@ -184,28 +206,24 @@ def cg_fac(
     Args:
       learning_rate: a number or a schedule. `TrustRegion` compensates for much of a decreasing rate; for
         steps that fall to zero give a schedule of `kl_bound` too.
+      damping: gamma: `AdaptiveDamping()`, `LevenbergMarquardt()`, a number or a schedule. Far above most
+        eigenvalues of F, the step is that of gradient descent.
+      max_iterations: m, the most iterations.
+      tolerance: iterations stop when |residual| <= tolerance |grad|.
+      warm_start: start at the best multiple of the previous x, which is then stored. It saves iterations
+        if gradients change slowly, and hardly any if each is of one small batch.
+      precondition: `StaleInverse()` (default), K-FAC's inverses, a few steps old, with which one to
+        three iterations do instead of dozens; `Jacobi()`, the diagonal; or None, Algorithm 1 as printed.
+      decay: of the running averages of the factors; None to use each batch on its own.
+      curvature_every: steps between new curvature, for `curvature_due`; the first of these steps all
+        have it.
       kl_bound: x is scaled so that 1/2 step^T (F + damping I) step <= kl_bound, nats per example:
         `TrustRegion()`, which assumes a learning rate of 1, a number, a schedule, or None for no bound.
         Blocks that ignore correlations between tokens underestimate F, so a fixed bound may have to be
         far below the intended divergence.
       momentum: of the running average of the directions; 0 for none.
       weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
-      options: the following, with their defaults, which `scale_by_cg_fac` takes too.
-      damping: gamma: `AdaptiveDamping()` (default), `LevenbergMarquardt()`, a number or a schedule. Far
-        above most eigenvalues of F, the step is that of gradient descent.
-      max_iterations: m, the most iterations (5).
-      tolerance: iterations stop when |residual| <= tolerance |grad| (0.1).
-      warm_start: start at the best multiple of the previous x, which is then stored (False). It saves
-        iterations if gradients change slowly, and hardly any if each is of one small batch.
-      precondition: `StaleInverse()` (default), K-FAC's inverses, a few steps old, with which one to
-        three iterations do instead of dozens; `Jacobi()`, the diagonal; or None, Algorithm 1 as printed.
-      decay: of the running averages of the factors (0.95); None to use each batch on its own.
-      curvature_every: steps between new curvature, for `curvature_due` (5); the first of these steps all
-        have it.
-      blocks: `find_blocks(model)`; None (default) to infer the layers from Flax's parameter names.
-
-    Returns:
-      An Optax transformation with extra arguments.
+      blocks: `find_blocks(model)`; None to infer the layers from Flax's parameter names.
 
     Raises:
       ValueError: if a number is out of range, or (from init and update) parameters or factors do not
@@ -230,6 +248,15 @@ def cg_fac(
     >>> bool(second < first)
     True
     """
-    bound = per_rate("cg_fac", kl_bound, learning_rate)
-    direction = scale_by_cg_fac(kl_bound=bound, **options)
+    direction = scale_by_cg_fac(
+        damping=damping,
+        max_iterations=max_iterations,
+        tolerance=tolerance,
+        warm_start=warm_start,
+        precondition=precondition,
+        decay=decay,
+        curvature_every=curvature_every,
+        kl_bound=per_rate("cg_fac", kl_bound, learning_rate),
+        blocks=blocks,
+    )
     return safeguarded("cg_fac", direction, learning_rate, momentum, weight_decay)

@@ -1,16 +1,23 @@
 """K-FAC: the natural gradient by inverses of both Kronecker factors of each layer."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from moment_jax.optim.damping import DEFAULT_BOUND, Bound, Number, Schedule, check_range
+from moment_jax.optim.damping import (
+    DEFAULT_BOUND,
+    DEFAULT_DAMPING,
+    Bound,
+    Damping,
+    Number,
+    Schedule,
+    check_range,
+)
 from moment_jax.optim.factors import Factors, RowFactor
 from moment_jax.optim.groups import Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
 from moment_jax.optim.last_step import Directions, sum_of
+from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.refresh import KFACState, StaleInverse
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
@@ -46,7 +53,14 @@ class KroneckerSolver(StaleInverse):
 
 
 def scale_by_kfac(
-    *, refresh_every: int | Array = 10, inversion: Inversion | None = None, **options: Any
+    *,
+    damping: Damping = DEFAULT_DAMPING,
+    decay: float | Array = 0.95,
+    curvature_every: int | Array = 5,
+    refresh_every: int | Array = 10,
+    inversion: Inversion | None = None,
+    kl_bound: Bound = DEFAULT_BOUND,
+    blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of `kfac`, (A + ..)^-1 grad (G + ..)^-1 within a bound; arguments as there.
 
@@ -59,16 +73,23 @@ def scale_by_kfac(
         )
     check_range("kfac", "refresh_every", refresh_every, least=1)
     solver = KroneckerSolver(inversion, refresh_every)
-    return ScaleBySecondOrder("kfac", solver, **options).transformation()
+    return ScaleBySecondOrder(
+        "kfac", solver, damping, decay, kl_bound, curvature_every, blocks
+    ).transformation()
 
 
 def kfac(
     learning_rate: Number | Schedule = 1.0,
     *,
+    damping: Damping = DEFAULT_DAMPING,
+    decay: float | Array = 0.95,
+    curvature_every: int | Array = 5,
+    refresh_every: int | Array = 10,
+    inversion: Inversion | None = None,
     kl_bound: Bound = DEFAULT_BOUND,
     momentum: Number = 0.8,
     weight_decay: Number = 0.0,
-    **options: Any,
+    blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
 
@@ -80,17 +101,17 @@ def kfac(
 
     Args:
       learning_rate: as for `cg_fac`.
+      damping: as for `cg_fac`.
+      decay: of the running averages of the factors.
+      curvature_every: as for `cg_fac`.
+      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
+      inversion: `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`. Factored damping also adds
+        sqrt(gamma) times each factor, which is much unless gamma is small; `Eigh()` adds gamma only, but
+        eigendecompositions are slow on GPUs and TPUs.
       kl_bound: as for `cg_fac`.
       momentum: as for `cg_fac`.
       weight_decay: as for `cg_fac`.
-      options: damping, decay (a number), curvature_every and blocks as for `cg_fac`; refresh_every (10),
-        steps between inversions, of which the first intervals are 1, 2, 4, ... steps; and inversion:
-        `Cholesky()` (default), `Eigh()` or `NewtonSchulz()`. Factored damping also adds sqrt(gamma)
-        times each factor, which is much unless gamma is small; `Eigh()` adds gamma only, but
-        eigendecompositions are slow on GPUs and TPUs.
-
-    Returns:
-      An Optax transformation with extra arguments.
+      blocks: as for `cg_fac`.
 
     Raises:
       ValueError: as `cg_fac`. TypeError: if `inversion` or the factors are of another type.
@@ -98,6 +119,13 @@ def kfac(
     Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
     Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
     """
-    bound = per_rate("kfac", kl_bound, learning_rate)
-    direction = scale_by_kfac(kl_bound=bound, **options)
+    direction = scale_by_kfac(
+        damping=damping,
+        decay=decay,
+        curvature_every=curvature_every,
+        refresh_every=refresh_every,
+        inversion=inversion,
+        kl_bound=per_rate("kfac", kl_bound, learning_rate),
+        blocks=blocks,
+    )
     return safeguarded("kfac", direction, learning_rate, momentum, weight_decay)

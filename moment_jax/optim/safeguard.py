@@ -134,8 +134,7 @@ def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array
 def curvature_due(state: Any) -> Array:
     """Whether an optimiser wants new curvature at its next update; `when` of `value_grad_and_factors`.
 
-    Args:
-      state: of an optimiser that contains `kfac` or `cg_fac`, or `nnx.Optimizer.opt_state`.
+    The state is `nnx.Optimizer.opt_state`, or of any optimiser with `kfac` or `cg_fac` in it.
 
     Raises:
       ValueError: if there is none.

@@ -9,8 +9,6 @@ import optax
 from jax import Array
 
 from moment_jax.optim.damping import (
-    DEFAULT_BOUND,
-    DEFAULT_DAMPING,
     AdaptiveDamping,
     Bound,
     Damping,
@@ -55,11 +53,11 @@ class ScaleBySecondOrder:
 
     name: str
     solver: Any
-    damping: Damping = DEFAULT_DAMPING
-    decay: float | Array | None = 0.95
-    kl_bound: Bound = DEFAULT_BOUND
-    curvature_every: int | Array = 5
-    blocks: Blocks | None = None
+    damping: Damping
+    decay: float | Array | None
+    kl_bound: Bound
+    curvature_every: int | Array
+    blocks: Blocks | None
 
     def __post_init__(self) -> None:
         check_range(self.name, "damping", self.damping, least=0)

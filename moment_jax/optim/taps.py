@@ -126,12 +126,8 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
 
     Supported are `nnx.Linear`, `LinearGeneral` (hence the projections of `MultiHeadAttention`), `Embed`,
     `LayerNorm`, `RMSNorm`, ungrouped `Conv`, subclasses of these that keep `__call__`, and the layers of
-    `mj.nn`. A layer whose parameters are not all among `wrt`, or are shared with an earlier layer, has
-    no block; leave such parameters to another optimiser.
-
-    Args:
-      model: an NNX module.
-      wrt: filter of the trained parameters.
+    `mj.nn`. A layer whose parameters are not all trained, as the filter `wrt` tells, or are shared with
+    an earlier layer, has no block; leave such parameters to another optimiser.
     """
     available = set(flatten(nnx.state(model, wrt)))
     blocks = []

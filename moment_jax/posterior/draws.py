@@ -13,11 +13,8 @@ from moment_jax.posterior.base import Posterior
 def sample_params(params: Any, key: Array) -> Any:
     """One draw of the weights: the same pytree, with an array in place of every belief.
 
-    Beliefs are drawn independently of each other. Other leaves and None are returned unchanged.
-
-    Args:
-      params: any pytree with `Posterior` leaves, such as `EncoderBlockParams`.
-      key: a JAX random key.
+    The tree is any with `Posterior` leaves, such as `EncoderBlockParams`. Beliefs are drawn
+    independently of each other. Other leaves and None are returned unchanged.
 
     >>> import moment_jax as mj
     >>> kernel = mj.posterior.Factorized(jnp.zeros((2, 3)), jnp.ones((2, 3)))

@@ -46,26 +46,19 @@ def _window_max(propagator: Propagator, node: Node) -> Moments:
 
 def _between(cov: Any, seen: np.ndarray) -> list[list[Array]]:
     """Covariances of every pair of entries of a window, (T, D) each."""
-    t, d, count = seen.shape
-    flat = seen.reshape(t * d, count)
-    token, feature = np.divmod(flat, cov.shape[1])
-    if hasattr(cov, "variances"):
-        own = cov.variance().reshape(-1)[flat]
+    token, feature = np.divmod(seen, cov.shape[1])
+    independent, correlated = hasattr(cov, "variances"), hasattr(cov, "token_correlation")
+    dense: Any = None if independent or correlated else cov.to_dense()
 
-        def pair(i: int, j: int) -> Array:
-            return own[:, i] if i == j else jnp.zeros(t * d, own.dtype)
-    elif hasattr(cov, "token_correlation"):
-        scale = cov.scale.reshape(-1)[flat]
+    def pair(i: int, j: int) -> Array:
+        (t, d), (s, e) = ((token[:, :, k], feature[:, :, k]) for k in (i, j))
+        if independent:
+            return cov.variance()[t, d] if i == j else jnp.zeros(t.shape, cov.dtype)
+        if correlated:
+            return cov.scale[t, d] * cov.scale[s, e] * cov.token_correlation[t, s]
+        return dense[t, d, s, e]
 
-        def pair(i: int, j: int) -> Array:
-            return scale[:, i] * scale[:, j] * cov.token_correlation[token[:, i], token[:, j]]
-    else:
-        dense_cov = cov.to_dense()
-
-        def pair(i: int, j: int) -> Array:
-            return dense_cov[token[:, i], feature[:, i], token[:, j], feature[:, j]]
-
-    return [[pair(i, j).reshape(t, d) for j in range(count)] for i in range(count)]
+    return [[pair(i, j) for j in range(seen.shape[2])] for i in range(seen.shape[2])]
 
 
 def _largest(means: list[Array], between: list[list[Array]]) -> tuple[Array, list[Array], Array]:

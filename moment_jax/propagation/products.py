@@ -1,6 +1,7 @@
 """Products of two random arrays, such as gates."""
 
 import dataclasses
+from collections.abc import Iterable
 from functools import singledispatch
 from typing import Any, NamedTuple
 
@@ -42,25 +43,24 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     known_a, known_b = (
         branches_of(m, own, tokens, features) for m, own in ((a, mean_a), (b, mean_b))
     )
-    pairs = zip(*_alike(known_a, known_b), strict=True)
+    pairs = _alike(known_a, known_b)
     shared = next((pair for pair in pairs if all(map(_is_one_layer, pair))), None)
     cross = None
     if shared is not None:
         bound = safe_sqrt(by_a.variance()) * safe_sqrt(by_b.variance())
         (left,), (right,) = (branch.paths for branch in shared)
-        found = Shared(shared[0].entered, left, right, mean_a, mean_b, bound)
-        within, cov = _correlated(cov, found)
+        origin = Shared(shared[0].entered, left, right, mean_a, mean_b, bound)
+        within, cov = _correlated(cov, origin)
         mean = mean + within
     else:
         cross = cross_of(propagator, node, node.operands, tokens, features)
     if cross is not None:
         mean = mean + jnp.einsum("tdtd->td", cross)
         cov = with_cross(cov, _owed(cross, mean_a, mean_b))
-    by_left = through_gain(known_a, mean_b, cov_a, by_a, mean_a)
-    by_right = through_gain(known_b, mean_a, cov_b, by_b, mean_b)
+    after_a = through_gain(known_a, mean_b, cov_a, by_a, mean_a)
+    after_b = through_gain(known_b, mean_a, cov_b, by_b, mean_b)
     branches = tuple(
-        dataclasses.replace(a, paths=(*a.paths, *b.paths))
-        for a, b in zip(*_alike(by_left, by_right), strict=True)
+        dataclasses.replace(x, paths=(*x.paths, *y.paths)) for x, y in _alike(after_a, after_b)
     )
     text = "" if shared is not None else assumed("factors", node.operands, cross is not None)
     propagator.note(node, "product", text)
@@ -73,12 +73,9 @@ def _owed(cross: Array, mean_a: Array, mean_b: Array) -> Array:
     return added + cross * jnp.transpose(cross, (2, 3, 0, 1)) / 2
 
 
-def _alike(
-    left: tuple[Branch, ...], right: tuple[Branch, ...]
-) -> tuple[list[Branch], list[Branch]]:
+def _alike(left: Iterable[Branch], right: Iterable[Branch]) -> list[tuple[Branch, Branch]]:
     """Pairs of branches of both factors that start at the same array."""
-    pairs = [(a, b) for a in left for b in right if a.inner is b.inner and a.mean is b.mean]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+    return [(a, b) for a in left for b in right if a.inner is b.inner and a.mean is b.mean]
 
 
 def _is_one_layer(branch: Branch) -> bool:

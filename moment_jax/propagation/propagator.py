@@ -132,10 +132,7 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
     The rule receives the first random operand as a sequence, mean (T, D) and covariance; the other
     operands as arrays (random ones by their mean, taken as independent); and the primitive's
     parameters. It returns the moments of the result in the same (T, D) layout, and takes precedence over
-    the library's rules.
-
-    Args:
-      primitive: name of the JAX primitive, as `jax.make_jaxpr` prints it.
+    the library's rules. Primitives have the names that `jax.make_jaxpr` prints.
 
     >>> import jax, jax.numpy as jnp
     >>> import moment_jax as mj
