@@ -223,9 +223,8 @@ def _optimise(
     for _ in range(NOISE_UPDATES):
         found = precisions(value)
         # MacKay's update; the weights use up at most half of the data's degrees of freedom.
-        free = outputs.size - min(
-            prior.effective_parameters(groups, found, value), outputs.size / 2
-        )
+        used = prior.effective_parameters(groups, found, value)
+        free = outputs.size - min(used, outputs.size / 2)
         new = max(residual / free, tiny)
         if abs(new / value - 1) < 1e-4:
             break

@@ -29,9 +29,7 @@ PRECISIONS = np.logspace(-2, 6, 17)  # compared on held-out data
 class Piece(NamedTuple):
     """One array of weights."""
 
-    eigenvalues: (
-        np.ndarray
-    )  # of the curvature summed over examples at noise variance 1; one per weight
+    eigenvalues: np.ndarray  # of the summed curvature at noise variance 1; one for each weight
     square: float  # |w - prior mean|^2
 
 

@@ -67,11 +67,10 @@ class Moments:
         if (tokens, features) not in self.known:
             order = as_rows(self.places, tokens, features)
             same = np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape))
-            self.known[tokens, features] = (
-                (self.mean, self.cov)
-                if same
-                else (taken(self.mean, order), gather(self.cov, order))
-            )
+            found = self.mean, self.cov
+            if not same:
+                found = taken(self.mean, order), gather(self.cov, order)
+            self.known[tokens, features] = found
         return self.known[tokens, features]
 
 
