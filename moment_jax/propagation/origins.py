@@ -29,9 +29,10 @@ def dominator(roots: list[Node], tied: bool) -> Node | None:
     """
 
     def unfit(n: Node) -> bool:
-        if not jnp.issubdtype(n.dtype, jnp.floating):
-            return True
-        return tied and any(weights_of(n, None).keys() & weights_of(r, n).keys() for r in roots)
+        if not tied or not jnp.issubdtype(n.dtype, jnp.floating):
+            return not jnp.issubdtype(n.dtype, jnp.floating)
+        before = weights_of(n, None)
+        return any(weights_of(root, n).keys() & before.keys() for root in roots)
 
     frontier = set(roots)
     while len(frontier) > 1 or any(map(unfit, frontier)):
