@@ -13,13 +13,7 @@ from jax import Array
 from moment_jax.inference.curvature import EXAMPLES_AT_ONCE
 from moment_jax.inference.data import examples
 from moment_jax.nn import bayesian
-from moment_jax.objectives import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    bernoulli_probabilities,
-    log_marginal,
-)
+from moment_jax.objectives import Categorical, Gaussian, bernoulli_probabilities, log_marginal
 
 LOG_RANGE = (-14.0, 18.0)  # of the prior precision: 1e-6 to 7e7
 BISECTIONS = 60
@@ -155,10 +149,10 @@ def best_precision(
 
 
 def _log_density(likelihood: type, noise: Array) -> Callable[[Array, Array, Array], Array]:
-    if likelihood is not Bernoulli:
-        return partial(
-            log_marginal, Categorical() if likelihood is Categorical else Gaussian(noise)
-        )
+    if likelihood is Categorical:
+        return partial(log_marginal, Categorical())
+    if likelihood is Gaussian:
+        return partial(log_marginal, Gaussian(noise))
 
     def of_bits(target: Array, mean: Array, cov: Array) -> Array:
         p = bernoulli_probabilities(mean, jnp.diagonal(cov))
