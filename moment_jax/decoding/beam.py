@@ -1,18 +1,15 @@
 """Beam search over the predictive distribution."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.decoding import checks
 from moment_jax.decoding.checks import State, Step
 from moment_jax.objectives.predictive import log_class_probabilities
-
-Array = jax.Array
 
 
 class Beams(NamedTuple):

@@ -1,7 +1,5 @@
 """Argument checks of the decoders, made while tracing."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable
@@ -9,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-Array = jax.Array
 State = Any
 Step = Callable[[State, Array], tuple[Array, Array, State]]
 

@@ -1,20 +1,18 @@
 """Greedy decoding, and sampling from the predictive distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.decoding import checks
 from moment_jax.decoding.checks import State, Step
 from moment_jax.discrete import gumbel_max
 from moment_jax.objectives.uncertainty import TokenUncertainty, probabilities_with_uncertainty
 
-Array = jax.Array
 Choice = Callable[[Array, Array], Array]  # position, log-probabilities (B, V) -> tokens (B,) or -1
 
 
@@ -92,18 +90,10 @@ def sample(
     averaged anew at each token, and a sequence shares no draw of them. For the sequences of one network,
     draw its weights (`sample` of `mj.nn` modules) and use a step with zero covariance.
 
-    Args:
-      key: a JAX random key; the draws of a longer sequence begin with those of a shorter one.
-      step: as for `greedy`.
-      state: as for `greedy`.
-      first_tokens: as for `greedy`.
-      length: number of tokens to produce.
-      temperature: a positive scalar: tokens are drawn with probabilities proportional to
-        p^(1 / temperature). Inside `jit` its value is unknown: anything below the root of the smallest
-        number (1e-19 in float32), and NaN, counts as that root, which draws the likeliest tokens.
-      end: as for `greedy`.
-      pad: as for `greedy`.
-      num_points: as for `greedy`.
+    Arguments are those of `greedy`, a JAX random key, and a temperature, a positive scalar: tokens are
+    drawn with probabilities proportional to p^(1 / temperature). Inside `jit` its value is unknown:
+    anything below the root of the smallest number (1e-19 in float32), and NaN, counts as that root,
+    which draws the likeliest tokens. Draws of a longer sequence begin with those of a shorter one.
 
     Returns:
       Tokens, and the log-probabilities and uncertainties of the predictive distribution itself

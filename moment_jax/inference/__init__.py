@@ -4,9 +4,8 @@ import importlib
 from typing import Any
 
 from moment_jax.inference.fitted import Fitted
-from moment_jax.inference.fitting import fit
+from moment_jax.inference.fitting import TableNetwork, fit
 from moment_jax.inference.laplace_approximation import LaplaceReceipt, laplace
-from moment_jax.inference.table_network import TableNetwork
 
 __all__ = ["Fitted", "LaplaceReceipt", "TableNetwork", "fit", "laplace"]
 

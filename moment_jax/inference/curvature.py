@@ -1,9 +1,6 @@
 """The generalised Gauss-Newton matrix of a model on a data set: Kronecker factors and diagonals."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax.objectives import Bernoulli, Gaussian
-from moment_jax.optim import KroneckerExpand, find_blocks, value_grad_and_factors
+from moment_jax.optim import KroneckerExpand, value_grad_and_factors
 from moment_jax.optim.layer_blocks import Blocks, DenseBlock
-from moment_jax.optim.statistics import RowCounter
-from moment_jax.optim.taps import CurvatureTap, tap
+from moment_jax.optim.taps import count_rows
 from moment_jax.optim.trees import flatten, unflatten
 
-Array = jax.Array
 Inputs = tuple[Array, ...]
 Frame = tuple[Any, ...]  # the model's parameters, and the rest of its state
 EXAMPLES_AT_ONCE = 16  # the diagonal holds the gradients of each example
@@ -70,19 +66,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What the compiled programs depend on besides the shapes of their arrays.
+    """What the compiled programs depend on besides the shapes of their arrays."""
 
-    Args:
-      graph: of the model.
-      likelihood: its type, Categorical, Bernoulli or Gaussian.
-      blocks: the dense layers with Kronecker factors.
-      diagonal: paths of the parameters whose diagonal is wanted.
-    """
-
-    graph: Any
-    likelihood: type
-    blocks: Blocks
-    diagonal: tuple[str, ...]
+    graph: Any  # of the model
+    likelihood: type  # Categorical, Bernoulli or Gaussian
+    blocks: Blocks  # the dense layers with Kronecker factors
+    diagonal: tuple[str, ...]  # paths of the parameters whose diagonal is wanted
 
     def model(self, frame: Frame) -> Any:
         """The model, with new variables that a trace may write to."""
@@ -139,11 +128,8 @@ def _of_batch(spec: Spec, frame: Frame, inputs: Inputs) -> Any:
         factors = {name: (size * a[0], size * g.sum(0)) for name, (a, g) in each.items()}
     squares: dict[str, Any] = {}
     if spec.diagonal:
-        each = jax.lax.map(
-            lambda one: _squares(spec, frame, one, num_outputs),
-            inputs,
-            batch_size=EXAMPLES_AT_ONCE,
-        )
+        squares_of = partial(_squares, spec, frame, num_outputs)
+        each = jax.lax.map(squares_of, inputs, batch_size=EXAMPLES_AT_ONCE)
         squares = jax.tree.map(lambda x: x.sum(0), each)
     return factors, squares
 
@@ -162,7 +148,7 @@ def _column(
     return {b.name: (factors[b.name].inputs[0], factors[b.name].outputs[0]) for b in spec.blocks}
 
 
-def _squares(spec: Spec, frame: Frame, one: Inputs, num_outputs: int) -> dict[str, Array]:
+def _squares(spec: Spec, frame: Frame, num_outputs: int, one: Inputs) -> dict[str, Array]:
     """The diagonal's squared gradients of one example, summed over columns of the Hessian's root."""
     params, rest = frame
     known = flatten(params)
@@ -180,28 +166,9 @@ def _squares(spec: Spec, frame: Frame, one: Inputs, num_outputs: int) -> dict[st
     return jax.tree.map(lambda x: x.sum(0), jax.vmap(column)(jnp.arange(num_outputs)))
 
 
-def dense_blocks(model: nnx.Module) -> Blocks:
-    """The dense layers of a model with Kronecker factors; stacks of layers are left out."""
-    return tuple(b for b in find_blocks(model) if isinstance(b, DenseBlock) and not b.stack)
-
-
 def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:
     """The layer called last, which a backward pass reaches first."""
-    copy: Any = nnx.merge(*nnx.split(model), copy=True)
-    order: dict[str, list[int]] = defaultdict(list)
-    tap(
-        copy,
-        {b.name: RowCounter(b, KroneckerExpand(), order) for b in blocks},
-        jnp.dtype("float32"),
-    )
-    split: Any = nnx.split(copy, CurvatureTap, ...)
-    graph, taps, rest = split
-
-    def loss(taps: Any) -> Array:
-        model: Any = nnx.merge(graph, taps, rest, copy=True)
-        return jnp.sum(model(*(x[:1] for x in inputs)))
-
-    jax.eval_shape(jax.grad(loss), taps)
+    order = count_rows(model, blocks, lambda copy: jnp.sum(copy(*(x[:1] for x in inputs))))
     if not order:
         raise ValueError(
             '`laplace(kind="last_layer")` needs a model that ends in a known layer, such as '

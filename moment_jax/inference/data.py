@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -168,10 +168,12 @@ def shuffled(arrays: Any, size: int, seed: int) -> Iterator[Any]:
         yield jax.tree.map(lambda x, rows=rows: x[rows], arrays)
 
 
-def padded(arrays: Any, size: int) -> Iterator[tuple[Any, int]]:
-    """Batches in order and their true sizes; the last batch is padded with its first example."""
-    batch = batch_size(size)
-    for first in range(0, size, batch):
-        rows = np.arange(first, first + batch)
+def in_batches(fn: Callable[[Any], Any], arrays: Any) -> Any:
+    """A function of arrays (N, ...) by batches; the last one is padded with its first example."""
+    size, parts = len(arrays[0]), []
+    for first in range(0, size, batch_size(size)):
+        rows = np.arange(first, first + batch_size(size))
         rows = np.where(rows < size, rows, first)
-        yield jax.tree.map(lambda x, rows=rows: x[rows], arrays), min(batch, size - first)
+        result = fn(jax.tree.map(lambda x, rows=rows: x[rows], arrays))
+        parts.append(jax.tree.map(lambda x, left=size - first: np.asarray(x)[:left], result))
+    return jax.tree.map(lambda *batches: np.concatenate(batches), *parts)

@@ -1,8 +1,7 @@
 """The result of `fit`: predictions in the units of the data."""
 
-from __future__ import annotations
-
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +9,11 @@ import numpy as np
 from flax import nnx
 
 from moment_jax.inference import variational
-from moment_jax.inference.data import Scaling, as_inputs, checked_targets, padded
+from moment_jax.inference.data import Scaling, as_inputs, checked_targets, in_batches
 from moment_jax.inference.variational import Belief, Spec
 from moment_jax.objectives import Categorical, Gaussian, class_probabilities
 
-Array = jax.Array
+_probabilities = jax.jit(jax.vmap(class_probabilities))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +53,7 @@ class Fitted:
     def predict_proba(self, inputs: Any) -> np.ndarray:
         """Predictive probabilities of the classes, (N, C)."""
         self._needs(Categorical, "predict_proba", "predict")
-        mean, cov = self._moments(inputs)
-        parts = [
-            np.asarray(_probabilities(*batch))[:count]
-            for batch, count in padded((mean, cov), len(mean))
-        ]
-        return np.concatenate(parts)
+        return in_batches(lambda moments: _probabilities(*moments), self._moments(inputs))
 
     def log_prob(self, inputs: Any, targets: Any) -> np.ndarray:
         """Log predictive density of each example, (N,), in nats and in the units of the targets."""
@@ -88,23 +82,14 @@ def output_moments(
     spec: Spec, belief: Belief, frame: Any, inputs: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of all outputs, (N, D) and (N, D, D), computed in batches."""
-    parts = []
-    for batch, count in padded(inputs, len(inputs[0])):
-        moments = variational.predict(spec, belief, frame, batch)
-        parts.append([np.asarray(x)[:count] for x in moments])
-    mean, cov = (np.concatenate(p) for p in zip(*parts, strict=True))
-    return mean, cov
+    return in_batches(partial(variational.predict, spec, belief, frame), inputs)
 
 
 def scores(
     spec: Spec, belief: Belief, targets: np.ndarray, mean: np.ndarray, cov: np.ndarray
 ) -> np.ndarray:
     """Log predictive densities, (N,), given the outputs' moments."""
-    parts = [
-        np.asarray(variational.score(spec, belief, *batch))[:count]
-        for batch, count in padded((targets, mean, cov), len(targets))
-    ]
-    return np.concatenate(parts)
+    return in_batches(lambda batch: variational.score(spec, belief, *batch), (targets, mean, cov))
 
 
 def held_out_scores(
@@ -112,8 +97,3 @@ def held_out_scores(
 ) -> np.ndarray:
     """Log predictive densities, (N,), of targets given inputs."""
     return scores(spec, belief, targets, *output_moments(spec, belief, frame, inputs))
-
-
-@jax.jit
-def _probabilities(mean: Array, cov: Array) -> Array:
-    return jax.vmap(class_probabilities)(mean, cov)

@@ -1,16 +1,14 @@
 """`fit`: from data to a predictive distribution, in one call."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance, Diagonal
 from moment_jax.inference import variational
@@ -24,12 +22,10 @@ from moment_jax.inference.data import (
     shuffled,
 )
 from moment_jax.inference.fitted import Fitted, held_out_scores, output_moments, scores
-from moment_jax.inference.table_network import TableNetwork
 from moment_jax.inference.variational import STEPS_AT_ONCE, Belief, Spec, Training
 from moment_jax.nn import DEFAULT_STRUCTURE
 from moment_jax.objectives import Categorical, Gaussian
 
-Array = jax.Array
 WARM_UP = 3.0  # steps of KL warm-up, times the learning rate
 TABLE_RATE, MODEL_RATE = 1e-2, 1e-3
 NOISE_FACTORS = np.geomspace(1.0, 20.0, 61)  # of the noise variance, compared on held-out data
@@ -148,6 +144,37 @@ def fit(
     )  # fmt: skip
 
 
+class TableNetwork(nnx.Module):
+    """x -> x W + b + gelu(x U + c) V; the learned prior scales keep it linear if the data are.
+
+    With independent weights and certain inputs the hidden units are independent, so `mj.Diagonal` is
+    exact for each output.
+
+    Args:
+      num_inputs: D.
+      num_outputs: size of the last axis of the result.
+      num_hidden: hidden units.
+      rngs: Flax's.
+    """
+
+    def __init__(
+        self, num_inputs: int, num_outputs: int, num_hidden: int = 32, *, rngs: nnx.Rngs
+    ) -> None:
+        zeros = nnx.initializers.zeros
+        small = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
+        self.linear = nnx.Linear(num_inputs, num_outputs, kernel_init=zeros, rngs=rngs)
+        wide = nnx.initializers.normal(1.0)  # spreads where the hidden units bend
+        self.hidden = nnx.Linear(num_inputs, num_hidden, bias_init=wide, rngs=rngs)
+        self.head = nnx.Linear(
+            num_hidden, num_outputs, use_bias=False, kernel_init=small, rngs=rngs
+        )
+
+    def __call__(self, x: Array) -> Array:
+        """(N, D) -> (N, num_outputs)."""
+        hidden = nnx.gelu(self.hidden(jnp.asarray(x)), approximate=False)
+        return self.linear(x) + self.head(hidden)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """Settings of the training loop."""
@@ -175,7 +202,10 @@ class _Run:
             state, loss = variational.train(
                 self.spec, state, self.frame, inputs, targets, float(size), self.rate
             )
-            nll = math.nan if held is None else self._nll(state.belief, held)
+            nll = math.nan
+            if held is not None:
+                logs = held_out_scores(self.spec, state.belief, self.frame, *held)
+                nll = -float(np.mean(logs))
             history.append((int(state.step), float(loss), nll))
             if bar is not None:
                 bar.update(STEPS_AT_ONCE)
@@ -202,9 +232,6 @@ class _Run:
             for log in logs
         ]
         return logs[int(np.argmax(found))]
-
-    def _nll(self, belief: Belief, held: Any) -> float:
-        return -float(np.mean(held_out_scores(self.spec, belief, self.frame, *held)))
 
 
 def _initial_noise(

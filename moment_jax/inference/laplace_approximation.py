@@ -1,7 +1,5 @@
 """Laplace approximation: a belief about the weights of an ordinarily trained network."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -9,23 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
-from moment_jax.inference.curvature import Curvature, dense_blocks, last_block
+from moment_jax.inference import prior_precision as prior
+from moment_jax.inference.curvature import Curvature, last_block
 from moment_jax.inference.data import checked_likelihood
-from moment_jax.inference.evidence import (
-    Piece,
-    effective_parameters,
-    kronecker_variances,
-    log_evidence,
-    optimal_precision,
-)
-from moment_jax.inference.held_out import best_precision, checked_data, checked_outputs
+from moment_jax.inference.prior_precision import Piece
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
+from moment_jax.optim import find_blocks
+from moment_jax.optim.layer_blocks import DenseBlock
 from moment_jax.optim.trees import flatten, path_name
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, Posterior
 from moment_jax.posterior.reshaped import Reshaped
 
-Array = jax.Array
 KINDS = ("kfac", "diagonal", "last_layer")
 LIKELIHOODS = (Categorical, Bernoulli, Gaussian)
 NOISE_UPDATES = 50
@@ -104,21 +98,23 @@ def laplace(
     if kind not in KINDS:
         raise ValueError(f"`laplace` needs a kind, one of {', '.join(KINDS)}. Got {kind!r}.")
     name, known_noise = checked_likelihood("laplace", likelihood, LIKELIHOODS)
-    inputs, targets = checked_data(model, data)
+    inputs, targets = prior.checked_data(model, data)
     if held_out is not None and (per_layer or prior_precision is not None):
         raise ValueError(
             "`laplace(held_out=...)` chooses one prior precision. Got per_layer or prior_precision too; "
             "leave them out."
         )
     known = flatten(nnx.state(model, nnx.Param))
-    blocks = () if kind == "diagonal" else dense_blocks(model)
+    found = () if kind == "diagonal" else find_blocks(model)
+    blocks = tuple(b for b in found if isinstance(b, DenseBlock) and not b.stack)
     if kind == "last_layer":
         blocks = (last_block(model, blocks, inputs),)
     covered = {leaf for block in blocks for leaf in block.leaves}
     rest = [] if kind == "last_layer" else [path for path in known if path not in covered]
 
     curvature = Curvature(model, name, blocks, rest)
-    outputs = checked_outputs(curvature, inputs, targets, batch_size, name)
+    outputs = curvature.outputs(inputs, batch_size)
+    prior.check_targets(outputs.shape, targets, name)
     factors, squares = curvature.sums(inputs, batch_size)
     spectra = {b.name: _Spectrum(factors[b.name], len(b.leaves) == 2) for b in blocks}
 
@@ -157,16 +153,16 @@ def laplace(
         )
         fit = _log_likelihood(name, outputs, targets, noise)
         return tree, LaplaceReceipt(
-            log_evidence(groups, precisions, noise, fit),
+            prior.log_evidence(groups, precisions, noise, fit),
             of_layer,
             noise if name is Gaussian else None,
-            effective_parameters(groups, precisions, noise),
+            prior.effective_parameters(groups, precisions, noise),
         )
 
     if held_out is not None:
-        prior_precision = best_precision(model, name, held_out, at)
-    found = at(prior_precision)
-    return found if receipt else found[0]
+        prior_precision = prior.best_precision(model, name, held_out, at)
+    result = at(prior_precision)
+    return result if receipt else result[0]
 
 
 class _Spectrum:
@@ -190,7 +186,7 @@ def _kronecker_beliefs(
 
     path, shape = block.leaves[0], block.shapes[0]
     kernel = known[path].reshape(block.heights[0], block.columns)
-    a, b = kronecker_variances(spectrum.rows, spectrum.columns / noise, precision)
+    a, b = prior.kronecker_variances(spectrum.rows, spectrum.columns / noise, precision)
     belief: Posterior = MatrixNormal(
         kernel,
         cov(spectrum.row_vectors, a, kernel.dtype),
@@ -216,7 +212,7 @@ def _optimise(
     """Prior precision of each group, and the noise variance (1 if the likelihood has none)."""
 
     def precisions(noise: float) -> list[float]:
-        return [optimal_precision(g, noise) if given is None else given for g in groups]
+        return [prior.optimal_precision(g, noise) if given is None else given for g in groups]
 
     if noise is not None or name is not Gaussian:
         value = 1.0 if noise is None else noise
@@ -227,7 +223,8 @@ def _optimise(
     for _ in range(NOISE_UPDATES):
         found = precisions(value)
         # MacKay's update; the weights use up at most half of the data's degrees of freedom.
-        free = outputs.size - min(effective_parameters(groups, found, value), outputs.size / 2)
+        used = prior.effective_parameters(groups, found, value)
+        free = outputs.size - min(used, outputs.size / 2)
         new = max(residual / free, tiny)
         if abs(new / value - 1) < 1e-4:
             break

@@ -1,7 +1,5 @@
 """Training a belief about a model's weights by the analytic ELBO: steps, scores, moments."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 
 from moment_jax.nn import bayesian
 from moment_jax.objectives import (
@@ -21,29 +20,19 @@ from moment_jax.objectives import (
 )
 from moment_jax.posterior import Factorized
 
-Array = jax.Array
 STEPS_AT_ONCE = 50  # in one compiled program
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a compiled step depends on besides the shapes of its arrays.
+    """What a compiled step depends on besides the shapes of its arrays."""
 
-    Args:
-      graph: of the model.
-      structure: of the covariances.
-      likelihood: its type, Categorical or Gaussian.
-      learn_noise: whether to learn the noise variance.
-      kl_weight: after the warm-up.
-      warm_up: number of steps over which the KL weight rises.
-    """
-
-    graph: Any
-    structure: Any
-    likelihood: type
-    learn_noise: bool
-    kl_weight: float
-    warm_up: int
+    graph: Any  # of the model
+    structure: Any  # of the covariances
+    likelihood: type  # Categorical or Gaussian
+    learn_noise: bool  # whether to learn the noise variance
+    kl_weight: float  # after the warm-up
+    warm_up: int  # number of steps over which the KL weight rises
 
 
 class Belief(NamedTuple):
@@ -92,11 +81,7 @@ def kl(belief: Belief) -> Array:
 def moments(spec: Spec, belief: Belief, frame: Any, inputs: Any) -> tuple[Array, Array]:
     """Mean and covariance of the model's outputs, (N, D) and (N, D, D).
 
-    Args:
-      spec: the static settings.
-      belief: about the weights.
-      frame: the model's parameters, used for their structure only, and the rest of its state.
-      inputs: a tuple of arrays (N, ...).
+    The frame is the model's parameters, used for their structure only, and the rest of its state.
     """
     params, rest = jax.tree.map(lambda x: x, frame)
     nnx.replace_by_pure_dict(params, belief.mean)
@@ -110,6 +95,9 @@ def moments(spec: Spec, belief: Belief, frame: Any, inputs: Any) -> tuple[Array,
     return mean, jax.vmap(lambda c: c.to_dense()[0, :, 0, :])(cov)
 
 
+predict = partial(jax.jit, static_argnums=0)(moments)
+
+
 def _likelihood(spec: Spec, belief: Belief) -> Any:
     if spec.likelihood is Categorical:
         return Categorical()
@@ -121,10 +109,9 @@ def _likelihood(spec: Spec, belief: Belief) -> Any:
 def train(
     spec: Spec, state: Training, frame: Any, inputs: Any, targets: Array, size: Array, rate: Array
 ) -> tuple[Training, Array]:
-    """Take `STEPS_AT_ONCE` Adam steps on -ELBO / size; batches have a leading axis of steps.
+    """The state after `STEPS_AT_ONCE` Adam steps on -ELBO / size, and its average in nats.
 
-    Returns:
-      The new state, and the average of -ELBO / size in nats.
+    Batches have a leading axis of steps.
     """
     optimizer = optax.adam(rate)
 
@@ -144,12 +131,6 @@ def train(
 
     state, values = jax.lax.scan(one, state, (inputs, targets))
     return state, jnp.mean(values)
-
-
-@partial(jax.jit, static_argnums=0)
-def predict(spec: Spec, belief: Belief, frame: Any, inputs: Any) -> tuple[Array, Array]:
-    """Compiled `moments`."""
-    return moments(spec, belief, frame, inputs)
 
 
 @partial(jax.jit, static_argnums=0)

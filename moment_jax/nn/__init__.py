@@ -2,16 +2,15 @@
 
 from moment_jax.nn.activations import ACTIVATIONS, Activation, find_activation
 from moment_jax.nn.any_model import bayesian
-from moment_jax.nn.attention import MultiHeadAttention
 from moment_jax.nn.base import BayesianModule, Composite
 from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale, total_kl
 from moment_jax.nn.decoder import Decoder, DecoderBlock
-from moment_jax.nn.dense import Dense, LayerNorm
 from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder
 from moment_jax.nn.embedding import Embedding, LearnedPositions
 from moment_jax.nn.encoder import Encoder, EncoderBlock
 from moment_jax.nn.exchange import beliefs, set_beliefs
 from moment_jax.nn.freezing import FeatureStatistics, freeze_features
+from moment_jax.nn.layers import Dense, LayerNorm, MultiHeadAttention
 from moment_jax.nn.mlp import MLP
 from moment_jax.nn.plain import (
     PlainDecoder,
@@ -30,8 +29,7 @@ from moment_jax.nn.plain import (
 )
 from moment_jax.nn.plain_discrete_autoencoder import NegativeElbo, PlainDiscreteAutoencoder
 from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings, with_structure
-from moment_jax.nn.token_transformer import TokenTransformer
-from moment_jax.nn.transformer import Transformer
+from moment_jax.nn.transformer import TokenTransformer, Transformer
 from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams
 
 __all__ = [

@@ -1,17 +1,14 @@
 """Activations by name, each as a moment transform and as a plain function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.layers import activation, gelu, relu
-
-Array = jax.Array
 
 
 class Activation(NamedTuple):

@@ -1,7 +1,5 @@
 """`bayesian`: moments of any Flax model, from a belief about its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,6 @@ from moment_jax.posterior import Posterior
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
 from moment_jax.propagation.errors import shapes, takes, with_axes
-
-Array = jax.Array
 
 
 def bayesian(
@@ -99,7 +95,13 @@ def bayesian(
 
     def call(*inputs: Any, **options: Any) -> Any:
         own = {name: options.pop(name) for name in batched if name in options}
-        _check_inputs(inputs, batch_axes)
+        for x in inputs:
+            if not hasattr(x, "ndim") or x.ndim < batch_axes:
+                got = getattr(x, "shape", type(x).__name__)
+                raise ValueError(
+                    f"A Bayesian model needs arrays with {batch_axes} leading batch axes. Got {got}. "
+                    "For one input, use x[None], or batch_axes=0."
+                )
 
         def one(inputs: Any, own: dict[str, Any]) -> Any:
             inputs, own = with_axes((inputs, own), batch_axes)
@@ -117,15 +119,6 @@ def bayesian(
             raise
 
     return call
-
-
-def _check_inputs(inputs: tuple[Any, ...], batch_axes: int) -> None:
-    for x in inputs:
-        if not hasattr(x, "ndim") or x.ndim < batch_axes:
-            raise ValueError(
-                f"A Bayesian model needs arrays with {batch_axes} leading batch axes. Got "
-                f"{getattr(x, 'shape', type(x).__name__)}. For one input, use x[None], or batch_axes=0."
-            )
 
 
 def _explain(

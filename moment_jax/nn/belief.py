@@ -1,19 +1,16 @@
 """A Gaussian belief about one weight array: its variational parameters and its prior."""
 
-from __future__ import annotations
-
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of
-
-Array = jax.Array
 
 VECTOR_FAMILIES = (families.Point, families.Factorized, families.FullNormal)
 MATRIX_FAMILIES = (*VECTOR_FAMILIES, families.OutputShared, families.MatrixNormal)
@@ -189,7 +186,11 @@ def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str
     return {"scale": VariationalScale(jnp.full(mean.shape, raw, mean.dtype))}
 
 
+def lower_factor(raw: Array) -> Array:
+    """L: the strictly lower triangle of `raw`, and the softplus of its diagonal."""
+    return jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
+
+
 def _covariance(raw: Array) -> Array:
-    """L L^T; L has the strictly lower triangle of `raw` and the softplus of its diagonal."""
-    factor = jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
+    factor = lower_factor(raw)
     return factor @ factor.T

@@ -1,18 +1,16 @@
 """Checks that a plain network is converted without losing or inventing weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax.nn.activations import ACTIVATIONS, find_activation
 from moment_jax.nn.belief import Belief, owned_beliefs
 
-Array = jax.Array
 NO_WEIGHTS = (nnx.RngState, nnx.Cache, nnx.Intermediate)
 
 
@@ -40,13 +38,8 @@ def check_same(name: str, layer: object, **expected: Any) -> None:
 def activation_name(name: str, network: object, given: str | None) -> str:
     """The name of a plain network's activation, identified by the values of its function.
 
-    Args:
-      name: of the caller, for messages.
-      network: a plain network, with or without an attribute `activation`.
-      given: the expected name; None for any.
-
-    Raises:
-      ValueError: if no known activation has these values, or if they differ from the given one's.
+    Raises a ValueError if no known activation has these values, or if they differ from those of the one
+    given; a network without an attribute `activation` has the one given.
     """
     fn = getattr(network, "activation", None)
     known = ", ".join(ACTIVATIONS)
@@ -59,20 +52,16 @@ def activation_name(name: str, network: object, given: str | None) -> str:
                 f"one. Pass activation=..., one of {known}."
             )
         return given
-    for candidate in ACTIVATIONS if given is None else (given,):
-        if _same_function(fn, ACTIVATIONS[candidate].plain):
-            return candidate
+    with jax.ensure_compile_time_eval():
+        x = jnp.linspace(-6, 6, 49, dtype=jnp.float32)
+        for candidate in ACTIVATIONS if given is None else (given,):
+            if np.allclose(fn(x), ACTIVATIONS[candidate].plain(x), atol=1e-5, rtol=1e-5):
+                return candidate
     wanted = f"one of {known}" if given is None else f"the activation {given!r}"
     raise ValueError(
         f"`{name}` needs {wanted}. Got {getattr(fn, '__name__', fn)}, which has other values. GELU is "
         "the exact one, jax.nn.gelu(x, approximate=False)."
     )
-
-
-def _same_function(a: Any, b: Any) -> bool:
-    with jax.ensure_compile_time_eval():
-        x = jnp.linspace(-6, 6, 49, dtype=jnp.float32)
-        return np.allclose(a(x), b(x), atol=1e-5, rtol=1e-5)
 
 
 def check_loaded(name: str, module: nnx.Module, network: nnx.Module) -> None:
@@ -87,14 +76,18 @@ def check_loaded(name: str, module: nnx.Module, network: nnx.Module) -> None:
         )
 
 
-def check_bias(name: str, what: str, mine: object, theirs: object, neutral: str = "zeros") -> None:
-    """Raise if only one of two layers has a bias (or a scale)."""
+def load_array(
+    name: str, what: str, mine: Belief | None, theirs: Any, neutral: str = "zeros"
+) -> None:
+    """Start a belief at a plain layer's bias (or scale); raise if only one of the two has one."""
     if (mine is None) != (theirs is None):
         has, lacks = ("has none", "one") if mine is None else ("has one", "none")
         raise ValueError(
             f"`{name}` needs a layer that has a {what} if the module has one. The module {has}. Got "
             f"{lacks}. A {what} of {neutral} computes the same as none."
         )
+    if mine is not None:
+        set_mean(mine, theirs[...])
 
 
 def set_mean(belief: Belief, value: Array) -> None:

@@ -1,12 +1,10 @@
 """`DecoderBlock`, self-attention, attention to a memory and feed-forward layer; `Decoder`, a stack."""
 
-from __future__ import annotations
-
 import abc
 from typing import Any
 
-import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
@@ -14,14 +12,11 @@ from moment_jax.layers.attention.attend import make_source
 from moment_jax.layers.attention.cache import empty_cache
 from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.nn.attention import MultiHeadAttention
-from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.dense import LayerNorm
+from moment_jax.nn.base import BayesianModule, Moments
+from moment_jax.nn.layers import LayerNorm, MultiHeadAttention
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 
-Array = jax.Array
-Moments = tuple[Array, Covariance]
 Masks = tuple[Array | None, Array | None]  # of the sequence, and of the memory
 
 
@@ -42,7 +37,7 @@ class WithMemory(BayesianModule):
         memory_mask: Array | None = None,
         valid: Array | None = None,
         memory_valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the output, (..., T, D), with a memory (..., S, D).
 
         Masks are as for `decoder_block`, the same for the batch; `valid` (..., T) and `memory_valid`
@@ -101,12 +96,8 @@ class Decoder(WithMemory, Stack):
 
     Args:
       num_blocks: L.
-      num_features: D.
-      num_heads: H, a divisor of D.
-      norm_first: pre-norm if True.
       remat: as for `Encoder`.
-      rngs: Flax random streams.
-      options: the other keyword arguments of `DecoderBlock`, including those of `Settings`.
+      options: these and the other arguments are those of `DecoderBlock`.
     """
 
     block_type = DecoderBlock

@@ -1,18 +1,17 @@
 """`DiscreteAutoencoder`: images -> a grid of categorical codes -> images, with random weights."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
-from moment_jax.nn.base import Composite, Stage
+from moment_jax.nn.base import Composite, Moments, Stage
 from moment_jax.nn.conversion import check_same
 from moment_jax.nn.plain_discrete_autoencoder import (
     CodedImages,
@@ -21,11 +20,9 @@ from moment_jax.nn.plain_discrete_autoencoder import (
     PlainDiscreteAutoencoder,
     log_noise,
 )
-from moment_jax.nn.token_transformer import TokenTransformer
+from moment_jax.nn.transformer import TokenTransformer
 from moment_jax.nn.vision import Patches
 from moment_jax.objectives.lower_bound import check_weight
-
-Array = jax.Array
 
 
 class DiscreteAutoencoder(CodedImages, Composite):
@@ -52,7 +49,6 @@ class DiscreteAutoencoder(CodedImages, Composite):
       num_decoder_blocks: blocks after the codes.
       likelihood: `mj.objectives.Bernoulli()`, or `Gaussian(noise_variance)` with one initial variance,
         which is learned.
-      rngs: Flax random streams.
       options: the other keyword arguments of `TokenTransformer`: num_features, num_heads,
         hidden_features, norm_first, activation, and those of `Settings`.
 
@@ -126,25 +122,17 @@ class DiscreteAutoencoder(CodedImages, Composite):
             likelihood=self.likelihood,
         )
 
-    def encode(self, images: Array) -> tuple[Array, Covariance]:
+    def encode(self, images: Array) -> Moments:
         """Moments of the codes' logits, (..., height, width[, channels]) -> (..., T, K)."""
         return self.encoder(self.cut(images))
 
-    def probabilities(self, images: Array) -> tuple[Array, Covariance]:
+    def probabilities(self, images: Array) -> Moments:
         """Moments of the codes' probabilities pi: mean (..., T, K) and covariance."""
         return self._over_batch(category_moments, self.encode(images))
 
     def code_log_probs(self, images: Array) -> Array:
         """Log q(z_t = k | x) = log E[pi_tk], (..., T, K)."""
         return self._over_batch(log_category_probabilities, self.encode(images))
-
-    def decode(self, z: Array) -> tuple[Array, Covariance]:
-        """Moments of the patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P).
-
-        Moments of the pixels' logits for `Bernoulli`, of the pixels without their noise for `Gaussian`.
-        Codes are certain, weights random.
-        """
-        return self.decoder(z)
 
     def __call__(
         self,
@@ -153,7 +141,7 @@ class DiscreteAutoencoder(CodedImages, Composite):
         temperature: Array | float,
         *,
         straight_through: bool = False,
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the patches, given one draw of every image's codes by `gumbel_softmax`."""
         log_probs = self.code_log_probs(images)
         return self.decode(

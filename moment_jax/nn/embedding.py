@@ -1,24 +1,20 @@
 """`Embedding` and `LearnedPositions`: tables of random rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense, embedding
 from moment_jax.layers.embedding import check_known_ids
-from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.batching import check_sequences
+from moment_jax.nn.base import BayesianModule, Moments, check_sequences
 from moment_jax.nn.conversion import check_kind, set_mean
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior
-
-Array = jax.Array
 
 
 class Embedding(BayesianModule):
@@ -30,8 +26,6 @@ class Embedding(BayesianModule):
     Args:
       num_embeddings: V, the size of the vocabulary.
       num_features: D.
-      rngs: Flax random streams, for the initial mean.
-      settings: keyword arguments of `Settings`.
 
     Raises:
       ValueError: if a size is below one.
@@ -79,7 +73,7 @@ class Embedding(BayesianModule):
         """The plain `nnx.Embed` with this table."""
         return plain_embed(params)
 
-    def __call__(self, ids: Array) -> tuple[Array, Covariance]:
+    def __call__(self, ids: Array) -> Moments:
         """Moments of the tokens' rows, (..., T) integers -> (..., T, D).
 
         Ids out of range raise an error outside `jit`, and give NaN inside.
@@ -88,14 +82,14 @@ class Embedding(BayesianModule):
         table, structure = self.params, self.settings.structure
         check_known_ids("Embedding", ids, table.shape[0])
 
-        def look_up(ids: Array) -> tuple[Array, Covariance]:
+        def look_up(ids: Array) -> Moments:
             if ids.ndim > 1:
                 return jax.vmap(look_up)(ids)
             return embedding(ids, table, structure)
 
         return look_up(ids)
 
-    def attend(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+    def attend(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of `x @ table.T`, (..., T, D) -> (..., T, V); cov None where x is certain."""
         tied = DenseParams(self.params.transpose())
         return self._over_batch(lambda m, c: dense(m, c, tied), (mean, cov))
@@ -107,8 +101,6 @@ class LearnedPositions(BayesianModule):
     Args:
       max_length: the longest sequence.
       num_features: D.
-      rngs: Flax random streams, for the initial mean.
-      settings: keyword arguments of `Settings`.
 
     >>> positions = LearnedPositions(16, 4, rngs=nnx.Rngs(0))
     >>> positions(jax.numpy.ones((2, 3, 4)))[0].shape
@@ -142,7 +134,7 @@ class LearnedPositions(BayesianModule):
 
     def __call__(
         self, mean: Array, cov: Covariance | None = None, *, start: int | Array = 0
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the sequence with its positions, (..., T, D).
 
         Args:
@@ -167,7 +159,7 @@ class LearnedPositions(BayesianModule):
             return jax.vmap(lambda m, c, s: self(m, c, start=s), in_axes=axes)(mean, cov, start)
         places = start + jnp.arange(num_tokens)
 
-        def add(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+        def add(mean: Array, cov: Covariance) -> Moments:
             # The sequence's structure may differ from that of the settings.
             position, noise = embedding(places, params, type(cov))
             return mean + position, cov.add(noise)

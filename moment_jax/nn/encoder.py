@@ -1,11 +1,9 @@
 """`EncoderBlock`, attention and feed-forward layer with random weights; `Encoder`, a stack."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import EncoderBlockParams, FeedForwardParams, encoder_block
@@ -16,13 +14,12 @@ from moment_jax.layers.cached_blocks import encoder_block_step
 from moment_jax.layers.feed_forward import feed_forward_and_tangent
 from moment_jax.layers.residual import Tangent
 from moment_jax.layers.seen import look_at_valid, pool_seen
-from moment_jax.nn.attention import MultiHeadAttention
-from moment_jax.nn.base import Stage
+from moment_jax.nn.activations import find_activation
+from moment_jax.nn.base import Moments, Stage
+from moment_jax.nn.layers import MultiHeadAttention
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 from moment_jax.posterior import sample_params
-
-Array = jax.Array
 
 
 class EncoderBlock(Block):
@@ -35,8 +32,6 @@ class EncoderBlock(Block):
       norm_first: pre-norm if True, post-norm (the derivation's) if False.
       activation: "relu", "gelu", "tanh" or "silu".
       epsilon: added to the variance in the normalisations.
-      rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
 
     Raises:
       ValueError: if the heads do not divide the features, or the activation is unknown.
@@ -63,20 +58,15 @@ class EncoderBlock(Block):
     @property
     def stages(self) -> list[Stage]:
         """Attention and feed-forward, each with its residual and its normalisation."""
-        params, norm, options = (
-            self.params,
-            Normalization(self.norm_first, self.epsilon),
-            self.options,
-        )
+        params, norm = self.params, Normalization(self.norm_first, self.epsilon)
+        options: Any = {"num_heads": self.num_heads, "mask": None, "order": norm.order}
+        activation = find_activation(self.activation).moments
 
         def look(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
-            heads, order = self.num_heads, norm.order
-            return attention_and_tangent(
-                mean, cov, params.attention, num_heads=heads, mask=None, order=order
-            )
+            return attention_and_tangent(mean, cov, params.attention, **options)
 
         def feed(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
-            return feed_forward_and_tangent(mean, cov, params.feed_forward, options["activation"])
+            return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
 
         def drawn(key: Array) -> PlainEncoderBlock:
             return self.network(sample_params(self.params, key))
@@ -96,13 +86,13 @@ class EncoderBlock(Block):
 
     def moments(
         self, mean: Array, cov: Covariance, params: EncoderBlockParams, mask: Array | None
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of one sequence (T, D) with these beliefs."""
         return encoder_block(mean, cov, params, mask=mask, **self.options)
 
     def __call__(
         self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
         params = self.params
         return self._over_batch(lambda m, c: self.moments(m, c, params, mask), (mean, cov))
@@ -113,13 +103,9 @@ class Encoder(Stack):
 
     Args:
       num_blocks: L.
-      num_features: D.
-      num_heads: H, a divisor of D.
-      norm_first: pre-norm if True.
       remat: recompute each block's moments in the backward pass instead of storing them. Only the
         blocks' inputs are kept, and a training step takes about a third longer.
-      rngs: Flax random streams.
-      options: the other keyword arguments of `EncoderBlock`, including those of `Settings`.
+      options: these and the other arguments are those of `EncoderBlock`.
     """
 
     block_type = EncoderBlock
@@ -144,7 +130,7 @@ class Encoder(Stack):
         params: Any,
         mask: Array | None,
         valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments of one sequence (T, D) with these beliefs."""
         mask = look_at_valid(mask, valid)
 
@@ -172,8 +158,8 @@ class Encoder(Stack):
         cov: Covariance | None = None,
         mask: Array | None = None,
         valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
-        """Moments of the output.
+    ) -> Moments:
+        """Moments of the output, (..., T, D).
 
         Args:
           mean: of the input, (..., T, D).
@@ -181,9 +167,6 @@ class Encoder(Stack):
           mask: (T, T) or (H, T, T) boolean, True where a query may look, the same for the batch.
           valid: (..., T) boolean, False for padding; None for no padding. Padding does not change the
             moments of the other tokens.
-
-        Returns:
-          Mean (..., T, D) and covariance.
         """
         params = self.params
         return self._over_batch(

@@ -1,20 +1,18 @@
 """`beliefs` and `set_beliefs`: exchange of posteriors between a module and its plain network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.nn.base import BayesianModule
 from moment_jax.nn.belief import Belief, owned_beliefs, stored_form
 from moment_jax.posterior import Posterior, Reshaped
 
-Array = jax.Array
 Path = tuple[str | int, ...]
 FIRST = 2.5  # the first number of a probe: not 0 or 1, the constants of plain networks
 
@@ -23,9 +21,6 @@ def beliefs(module: BayesianModule) -> dict[Any, Any]:
     """The beliefs of a module, as a tree for its plain network, `module.mean_network()`.
 
     `mj.bayesian(plain, tree)` and `mj.linearised` take it, like a tree from `mj.posterior.laplace`.
-
-    Args:
-      module: a module of `mj.nn`.
 
     Returns:
       A tree like `nnx.to_pure_dict(nnx.state(plain, nnx.Param))`, with a `Posterior` for each array, or
@@ -155,10 +150,8 @@ def _shaped(name: str, leaf: Any, shape: tuple[int, ...]) -> Posterior:
         leaf = leaf.belief
     if leaf.shape == shape:
         return leaf
-    if isinstance(leaf, families.Point):
-        return families.Point(leaf.mean.reshape(shape))
-    if isinstance(leaf, families.Factorized):
-        return families.Factorized(leaf.mean.reshape(shape), leaf.variance.reshape(shape))
+    if isinstance(leaf, families.Point | families.Factorized):
+        return jax.tree.map(lambda x: x.reshape(shape), leaf)
     if isinstance(leaf, families.FullNormal):
         return families.FullNormal(leaf.mean.reshape(shape), leaf.cov.reshape(*shape, *shape))
     if leaf.mean.size == np.prod(shape):

@@ -1,9 +1,6 @@
 """`freeze_features`: average feature correlations once, for all later predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -47,8 +44,12 @@ def freeze_features(module: M, batches: Iterable[Any]) -> M:
     @jax.jit
     def statistics(state: Any, inputs: tuple[Any, ...]) -> list[Any]:
         copy: Any = nnx.merge(graph, state)
-        with _records() as found:
+        found: Found = {}
+        token = _recording.set(found)
+        try:
             copy(*inputs)
+        finally:
+            _recording.reset(token)
         return [found.get(id(part)) for _, part in nnx.iter_modules(copy)]
 
     every = [statistics(state, b if isinstance(b, tuple) else (b,)) for b in batches]
@@ -88,13 +89,3 @@ def over_statistics(
     axes = tuple(range(num_axes))
     found[id(module)] = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=axes), written)
     return result
-
-
-@contextmanager
-def _records() -> Iterator[Found]:
-    found: Found = {}
-    token = _recording.set(found)
-    try:
-        yield found
-    finally:
-        _recording.reset(token)

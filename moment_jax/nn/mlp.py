@@ -1,25 +1,21 @@
 """`MLP`: dense layers with an activation between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Self
 
-import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense
 from moment_jax.nn.activations import find_activation
-from moment_jax.nn.base import BayesianModule, Stage
+from moment_jax.nn.base import BayesianModule, Moments, Stage
 from moment_jax.nn.conversion import activation_name, check_loaded
-from moment_jax.nn.dense import Dense
+from moment_jax.nn.layers import Dense
 from moment_jax.nn.plain import PlainMLP, plain_linear
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import sample_params
-
-Array = jax.Array
 
 
 class MLP(BayesianModule):
@@ -31,8 +27,6 @@ class MLP(BayesianModule):
     Args:
       features: widths, from the input's to the output's.
       activation: "relu", "gelu", "tanh" or "silu".
-      rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -97,7 +91,7 @@ class MLP(BayesianModule):
         last, activation = len(self.layers) - 1, find_activation(self.activation)
 
         def stage(i: int, layer: Dense) -> Stage:
-            def moments(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+            def moments(mean: Array, cov: Covariance) -> Moments:
                 mean, cov = layer(mean, cov)
                 return (mean, cov) if i == last else activation.moments(mean, cov)
 
@@ -109,12 +103,12 @@ class MLP(BayesianModule):
 
         return [stage(i, layer) for i, layer in enumerate(self.layers)]
 
-    def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
         *hidden, last = self.params
         activation = find_activation(self.activation).moments
 
-        def moments(mean: Array, cov: Covariance) -> tuple[Array, Covariance]:
+        def moments(mean: Array, cov: Covariance) -> Moments:
             for layer in hidden:
                 mean, cov = activation(*dense(mean, cov, layer))
             return dense(mean, cov, last)

@@ -5,16 +5,13 @@ transforms. Builders take the parameter groups of the transforms (`DenseParams`,
 `AttentionParams`, `EncoderBlockParams`), with arrays in place of beliefs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
-Array = jax.Array
 ScalarFunction = Callable[[Array], Array]
 Arrays = Any  # a parameter group with arrays in place of its beliefs
 

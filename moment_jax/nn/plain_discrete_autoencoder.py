@@ -1,7 +1,5 @@
 """The plain discrete autoencoder, and its base class, which the Bayesian one shares."""
 
-from __future__ import annotations
-
 import abc
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,27 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax import objectives
 from moment_jax.discrete import categorical_kl, gumbel_softmax, log_probabilities
 from moment_jax.nn.vision import Patches
 
-Array = jax.Array
 PixelLikelihood = objectives.Gaussian | objectives.Bernoulli
 
 
 class NegativeElbo(NamedTuple):
-    """The parts of the negative ELBO, in nats for each image; lower is better.
+    """The parts of the negative ELBO, in nats for each image; lower is better."""
 
-    Attributes:
-      reconstruction: -E[log p(x | z, weights)] over the codes and the decoder's weights, (...,).
-      code_kl: KL(q(z | x) || uniform), summed over the grid of codes, (...,).
-      weight_kl: an image's share of KL(q(weights) || prior), a scalar; 0 for plain networks.
-    """
-
-    reconstruction: Array
-    code_kl: Array
-    weight_kl: Array
+    reconstruction: Array  # -E[log p(x | z, weights)] over codes and the decoder's weights, (...,)
+    code_kl: Array  # KL(q(z | x) || uniform), summed over the grid of codes, (...,)
+    weight_kl: Array  # an image's share of KL(q(weights) || prior), a scalar; 0 for plain networks
 
     @property
     def total(self) -> Array:
@@ -43,6 +35,7 @@ class CodedImages:
     patches: Patches
     image_size: int
     num_codes: int
+    decoder: Any
     log_noise: nnx.Param | None
 
     @property
@@ -80,6 +73,14 @@ class CodedImages:
         if num_images < 1:
             raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
         return jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
+
+    def decode(self, z: Array) -> Any:
+        """Patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P), or their moments.
+
+        They are the pixels' logits for `Bernoulli`, the pixels without their noise for `Gaussian`. Codes
+        are certain, even where weights are random.
+        """
+        return self.decoder(z)
 
     @abc.abstractmethod
     def _log_likelihood(self, target: Array, z: Array) -> Array:
@@ -139,10 +140,6 @@ class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
     def code_log_probs(self, images: Array) -> Array:
         """Log pi, (..., height, width[, channels]) -> (..., T, K)."""
         return log_probabilities(self.encoder(self.cut(images)))
-
-    def decode(self, z: Array) -> Array:
-        """Codes (..., T, K), one-hot or relaxed -> patches (..., T, P)."""
-        return self.decoder(z)
 
     def negative_elbo(
         self,

@@ -6,16 +6,15 @@ import dataclasses
 import inspect
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.nn.belief import Belief
 from moment_jax.posterior import Posterior
 
-Array = jax.Array
 M = TypeVar("M", bound=nnx.Module)
 
 DEFAULT_STRUCTURE: type[Covariance] = Separable
@@ -104,11 +103,8 @@ class Settings:
 def with_structure(module: M, structure: type[Covariance]) -> M:
     """The same module in another covariance structure, sharing its variables.
 
-    So a network trained in `BatchSeparable` predicts in `Separable`, and training one trains the other.
-
-    Args:
-      module: a module of `mj.nn`, or your own with such modules in it.
-      structure: for all of them.
+    It is a module of `mj.nn`, or your own with such modules in it, which all get the structure. So a
+    network trained in `BatchSeparable` predicts in `Separable`, and training one trains the other.
 
     Raises:
       TypeError: if `structure` is no covariance structure.

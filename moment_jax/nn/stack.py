@@ -1,7 +1,5 @@
 """Base classes of encoders and decoders: `Block`, and `Stack` of blocks, scanned if they are alike."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,18 +8,17 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.statistics import checkpoint, scan
 from moment_jax.layers import NormParams, layer_norm
 from moment_jax.nn.activations import find_activation
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, Moments
 from moment_jax.nn.conversion import activation_name, check_loaded, check_same
-from moment_jax.nn.dense import Dense, LayerNorm
+from moment_jax.nn.layers import Dense, LayerNorm
 from moment_jax.nn.plain import plain_norm
 from moment_jax.nn.settings import Settings
-
-Array = jax.Array
 
 
 class Block(BayesianModule):
@@ -188,32 +185,38 @@ class Stack(BayesianModule):
 
     def _through(
         self,
-        step: Callable[..., tuple[Array, Covariance]],
+        step: Callable[..., Moments],
         mean: Array,
         cov: Covariance,
         params: tuple[list[Any], NormParams | None],
-    ) -> tuple[Array, Covariance]:
+    ) -> Moments:
         """Moments after `step` (block, mean, cov, beliefs) of all blocks and the normalisation."""
         beliefs, final = params
 
-        def step_of(block: Any) -> Callable[..., tuple[Array, Covariance]]:
-            return checkpoint(partial(step, block)) if self.remat else partial(step, block)
+        def one(block: Any, at: Any, own: Any, _: None) -> Any:
+            layer = partial(step, block)
+            return (checkpoint(layer) if self.remat else layer)(*at, own), None
 
+        (mean, cov), _ = self._each(one, (mean, cov), beliefs, None)
+        return self._normalised(mean, cov, final)
+
+    def _each(self, step: Callable[..., Any], start: Any, beliefs: Any, caches: Any) -> Any:
+        """The state after `step` (block, state, beliefs, cache) -> (state, cache) of all blocks."""
         if _alike(self.blocks, beliefs):
             # One block is compiled, whatever their number.
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
-            dtype = jnp.result_type(mean, *jax.tree.leaves(stacked))
-            start = jax.tree.map(lambda leaf: leaf.astype(dtype), (mean, cov))
-            first = step_of(self.blocks[0])
-            (mean, cov), _ = scan(lambda at, own: (first(*at, own), None), start, stacked)
-        else:
-            for block, own in zip(self.blocks, beliefs, strict=True):
-                mean, cov = step_of(block)(mean, cov, own)
-        return self._normalised(mean, cov, final)
+            dtype = jnp.result_type(*jax.tree.leaves((start, stacked)))
+            start = jax.tree.map(lambda leaf: leaf.astype(dtype), start)
+            block = self.blocks[0]
+            return scan(lambda at, own: step(block, at, *own), start, (stacked, caches))
+        new = []
+        for i, (block, own) in enumerate(zip(self.blocks, beliefs, strict=True)):
+            cache = jax.tree.map(lambda leaf, i=i: leaf[i], caches)
+            start, cache = step(block, start, own, cache)
+            new.append(cache)
+        return start, stack_caches(new)
 
-    def _normalised(
-        self, mean: Array, cov: Covariance, final: NormParams | None
-    ) -> tuple[Array, Covariance]:
+    def _normalised(self, mean: Array, cov: Covariance, final: NormParams | None) -> Moments:
         return (mean, cov) if final is None else layer_norm(mean, cov, final, epsilon=self.epsilon)
 
     def step(
@@ -233,22 +236,12 @@ class Stack(BayesianModule):
         """
         beliefs, final = self.params
 
+        def one(block: Any, at: Any, own: Any, cache: Any) -> Any:
+            mean, cov, cache = block.step(*at, cache, own)
+            return (mean, cov), cache
+
         def run(mean: Array, cov: Covariance, caches: Any) -> Any:
-            if _alike(self.blocks, beliefs):
-                stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
-
-                def scanned(carry: Any, own: Any) -> Any:
-                    mean, cov, cache = self.blocks[0].step(*carry, *own)
-                    return (mean, cov), cache
-
-                (mean, cov), caches = scan(scanned, (mean, cov), (caches, stacked))
-            else:
-                new = []
-                for i, (block, own) in enumerate(zip(self.blocks, beliefs, strict=True)):
-                    cache = jax.tree.map(lambda leaf, i=i: leaf[i], caches)
-                    mean, cov, cache = block.step(mean, cov, cache, own)
-                    new.append(cache)
-                caches = stack_caches(new)
+            (mean, cov), caches = self._each(one, (mean, cov), beliefs, caches)
             return *self._normalised(mean, cov, final), caches
 
         return self._over_batch(run, (mean, cov), cache=cache)

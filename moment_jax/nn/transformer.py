@@ -1,20 +1,21 @@
-"""`Transformer`: an encoder and a decoder that attends to its output, all weights random."""
+"""`Transformer`, encoder and decoder; `TokenTransformer`, from vectors to a vector at every token."""
 
-from __future__ import annotations
-
+import dataclasses
 from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.seen import look_at_valid
-from moment_jax.nn.base import Composite
+from moment_jax.nn.base import Composite, Moments, Stage, check_sequences
+from moment_jax.nn.conversion import set_mean
 from moment_jax.nn.decoder import Decoder
+from moment_jax.nn.embedding import LearnedPositions
 from moment_jax.nn.encoder import Encoder
-from moment_jax.nn.plain import PlainTransformer
-
-Array = jax.Array
+from moment_jax.nn.layers import Dense
+from moment_jax.nn.plain import PlainTokenTransformer, PlainTransformer
 
 
 class Transformer(Composite):
@@ -26,13 +27,9 @@ class Transformer(Composite):
     Assumes that the decoder's sequence and its memory are independent: see `mj.decoder_block`.
 
     Args:
-      num_features: D.
-      num_heads: H, a divisor of D.
       num_encoder_blocks: L.
       num_decoder_blocks: blocks of the decoder; as many as the encoder has where None.
-      norm_first: pre-norm if True, with a final normalisation after encoder and decoder.
-      rngs: Flax random streams.
-      options: the other keyword arguments of `Encoder` and `Decoder`, including those of `Settings`.
+      options: these and the other arguments are those of `Encoder` and `Decoder`.
 
     Source: Transformer derivation, section 1.1.
 
@@ -78,8 +75,8 @@ class Transformer(Composite):
         memory_mask: Array | None = None,
         source_valid: Array | None = None,
         target_valid: Array | None = None,
-    ) -> tuple[Array, Covariance]:
-        """Moments of the decoder's output.
+    ) -> Moments:
+        """Moments of the decoder's output, (..., T, D).
 
         Args:
           source: mean of the embedded source, (..., S, D).
@@ -91,9 +88,6 @@ class Transformer(Composite):
           memory_mask: (T, S) or (H, T, S), of its attention to the memory.
           source_valid: (..., S) boolean, False for padding; None for no padding.
           target_valid: (..., T), the same for the target.
-
-        Returns:
-          Mean (..., T, D) and covariance.
         """
         encoder, decoder = self.params.values()
 
@@ -105,3 +99,71 @@ class Transformer(Composite):
         return self._over_batch(
             moments, (source, source_cov, source_valid), (target, target_cov, target_valid)
         )
+
+
+class TokenTransformer(Composite):
+    """Dense embedding + learned positions -> encoder -> dense head at every token.
+
+    For one-hot inputs the embedding's kernel is a table of random rows.
+
+    Args:
+      num_tokens: T.
+      in_features: numbers at every token of the input.
+      out_features: numbers at every token of the output.
+      position_scale: initial sd of the positions' means. By default positions are as large as tokens:
+        with Flax's customary 0.02 a small network is slow to tell positions apart.
+      options: these and the other arguments are those of `Encoder`.
+
+    Raises:
+      ValueError: if a size is below one, the heads do not divide the features, or the activation is
+        unknown.
+    """
+
+    parts = ("embed", "positions", "encoder", "head")
+    plain_type = PlainTokenTransformer
+
+    def __init__(
+        self,
+        num_tokens: int,
+        in_features: int,
+        out_features: int,
+        *,
+        num_blocks: int = 1,
+        num_features: int = 32,
+        num_heads: int = 4,
+        norm_first: bool = True,
+        position_scale: float = 1.0,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        self.encoder = Encoder(
+            num_blocks, num_features, num_heads, norm_first=norm_first, rngs=rngs, **options
+        )
+        self.settings = self.encoder.settings
+        settings = dataclasses.asdict(self.settings)
+        self.embed = Dense(in_features, num_features, rngs=rngs, **settings)
+        self.positions = LearnedPositions(num_tokens, num_features, rngs=rngs, **settings)
+        start = jax.random.normal(rngs.params(), (num_tokens, num_features), self.settings.dtype)
+        set_mean(self.positions.embedding.table, position_scale * start)
+        self.head = Dense(num_features, out_features, rngs=rngs, **settings)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Embedding, positions, those of the encoder, and the head."""
+        return [
+            *(stage._replace(name="embedding") for stage in self.embed.stages),
+            *(stage._replace(name="positions") for stage in self.positions.stages),
+            *self.encoder.stages,
+            *(stage._replace(name="head") for stage in self.head.stages),
+        ]
+
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
+        """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
+        check_sequences(mean, cov)
+        size = (self.positions.params.shape[0], self.embed.params.kernel.shape[0])
+        if tuple(mean.shape[-2:]) != size:
+            raise ValueError(
+                f"`TokenTransformer` needs sequences of shape (..., T, in), (T, in) == {size}. Got "
+                f"{tuple(mean.shape)}."
+            )
+        return self.head(*self.encoder(*self.positions(*self.embed(mean, cov))))

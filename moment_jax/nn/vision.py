@@ -1,7 +1,5 @@
 """`VisionTransformer`: images in, moments of the logits out."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -10,22 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import BATCH_AXIS, Covariance, TokenBlock
 from moment_jax.covariance.fields import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
-from moment_jax.nn.base import BayesianModule, Stage
+from moment_jax.nn.base import BayesianModule, Moments, Stage
 from moment_jax.nn.conversion import check_same, set_mean
-from moment_jax.nn.dense import Dense
 from moment_jax.nn.encoder import Encoder
 from moment_jax.nn.freezing import over_statistics
+from moment_jax.nn.layers import Dense
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
 from moment_jax.nn.settings import Settings
 from moment_jax.nn.stack import block_options
 from moment_jax.posterior import Point, Posterior, sample_params
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +92,7 @@ class VisionTransformer(BayesianModule):
       patch_size: height and width of a patch, a divisor of image_size.
       num_classes: C.
       channels: channels of the images.
-      num_features: D.
-      num_heads: H.
-      num_blocks: L.
-      norm_first: pre-norm if True.
-      hidden_features: width of the feed-forward layers; 4 D where None.
-      activation: "relu", "gelu", "tanh" or "silu".
-      epsilon: added to the variance in the normalisations.
-      remat: as for `Encoder`.
-      rngs: Flax random streams.
-      settings: keyword arguments of `Settings`.
+      settings: these and the other arguments are those of `Encoder`.
 
     Raises:
       ValueError: if patches do not divide the image or heads do not divide the features.
@@ -197,13 +185,9 @@ class VisionTransformer(BayesianModule):
         )
 
     def __call__(self, images: Array) -> tuple[Array, Array]:
-        """Moments of the logits.
+        """Mean (..., C) and covariance (..., C, C) of the logits of images, which are certain.
 
-        Args:
-          images: (..., height, width), or (..., height, width, channels), certain.
-
-        Returns:
-          Mean (..., C) and covariance (..., C, C) of the logits.
+        Images are (..., height, width), or (..., height, width, channels).
         """
         params = self.params
         tokens = self.patches(images)
@@ -245,9 +229,7 @@ class VisionTransformer(BayesianModule):
         logits, logit_cov = self._logits(mean, cov, params)
         return logits[0], logit_cov.blocks[0]
 
-    def _embedded(
-        self, mean: Array, cov: Covariance, params: VisionTransformerParams
-    ) -> tuple[Array, Covariance]:
+    def _embedded(self, mean: Array, cov: Covariance, params: VisionTransformerParams) -> Moments:
         mean, cov = dense(mean, cov, params.embed)
         mean = mean + params.position.mean
         if not isinstance(params.position, Point):

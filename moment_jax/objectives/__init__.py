@@ -1,7 +1,11 @@
 """Likelihoods, the ELBO, predictions and metrics, from the mean and covariance of the output."""
 
 from moment_jax.objectives.bernoulli import bernoulli_probabilities
-from moment_jax.objectives.data_term import expected_log_likelihood, expected_log_likelihood_bound
+from moment_jax.objectives.densities import (
+    expected_log_likelihood,
+    expected_log_likelihood_bound,
+    log_marginal,
+)
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
@@ -10,7 +14,6 @@ from moment_jax.objectives.likelihoods import (
     Likelihood,
 )
 from moment_jax.objectives.lower_bound import elbo, kl_warmup, monte_carlo_expected_log_likelihood
-from moment_jax.objectives.marginal_likelihood import log_marginal
 from moment_jax.objectives.metrics import (
     ReliabilityCurve,
     accuracy,

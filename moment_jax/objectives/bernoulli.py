@@ -1,17 +1,14 @@
 """Gaussian expectations of the logistic function and of softplus, elementwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance.fields import check_array
 from moment_jax.covariance.numerics import safe_sqrt
-
-Array = jax.Array
 
 _NUM_NODES = 20
 

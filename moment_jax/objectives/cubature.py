@@ -11,18 +11,16 @@ the root L is infinite. Second derivatives with respect to the covariance go thr
 where the covariance is positive definite.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.xla import diagonal_of
 
-Array = jax.Array
 Tangents = tuple[Array, Array]
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -31,11 +29,7 @@ _COORDINATE_WEIGHT = 0.1
 
 
 def count_points(num_points: int | None, num_dims: int, default: int = 128) -> int:
-    """The number of points, rounded up to a power of two; None for `default` or 8 per dimension.
-
-    Raises:
-      ValueError: if num_points is below 4 per dimension.
-    """
+    """The number of points, rounded up to a power of two; None for `default` or 8 per dimension."""
     if num_points is None:
         num_points = max(default, 8 * num_dims)
     if num_points < 4 * num_dims:
@@ -49,10 +43,6 @@ def count_points(num_points: int | None, num_dims: int, default: int = 128) -> i
 @functools.lru_cache(maxsize=32)
 def normal_points(num_dims: int, num_points: int) -> np.ndarray:
     """Points (num_points, num_dims) with mean 0 and second moment exactly the identity.
-
-    Args:
-      num_dims: C.
-      num_points: a power of two, at least 4 C (see `count_points`).
 
     The lattice is built one coordinate at a time, each with the generator of least worst-case error
     for smooth periodic functions. Each coordinate is shifted by its own number of cells plus a

@@ -1,16 +1,13 @@
 """Observation models p(y | f) of a target y given the network's output f, and their noise."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_variances
 from moment_jax.xla import diagonal_matrix, diagonal_of
-
-Array = jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -61,12 +58,7 @@ Likelihood = Gaussian | HeteroscedasticGaussian | Categorical | Bernoulli
 
 
 def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
-    """The noise as (D,) variances, or as a (D, D) covariance if it was given as one.
-
-    Raises:
-      ValueError: if the noise is not a scalar, (D,) or (D, D) with D = mean.shape[-1], or is known to
-        be negative.
-    """
+    """The noise as (D,) variances, or as a (D, D) covariance if it was given as one."""
     noise = jnp.asarray(likelihood.noise_variance, mean.dtype)
     size = mean.shape[-1]
     if noise.shape not in ((), (size,), (size, size)):

@@ -1,17 +1,14 @@
 """The evidence lower bound on a mini-batch, its warm-up, and the sampled data term."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.covariance.fields import check_array, known_values
-
-Array = jax.Array
 
 
 def elbo(

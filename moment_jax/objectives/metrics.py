@@ -4,17 +4,14 @@ Labels out of range and negative variances raise an error if their values are kn
 they make the score NaN, as does a NaN prediction.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_array, check_variances, known_values
-
-Array = jax.Array
 
 
 class ReliabilityCurve(NamedTuple):

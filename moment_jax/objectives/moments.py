@@ -1,45 +1,17 @@
 """The accepted forms of an output's covariance, and argument checks."""
 
-from __future__ import annotations
-
-from typing import Protocol, runtime_checkable
-
-import jax
 import jax.numpy as jnp
+from jax import Array
 
+from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import check_array, check_floating, known_values
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
-Array = jax.Array
-
-
-@runtime_checkable
-class Structured(Protocol):
-    """What this room uses of a covariance structure of a (T, D) array."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(T, D)."""
-        ...
-
-    def variance(self) -> Array:
-        """(T, D)."""
-        ...
-
-    def to_dense(self) -> Array:
-        """(T, D, T, D)."""
-        ...
-
-
-Cov = Array | Structured
+Cov = Array | Covariance
 
 
 def check_output(name: str, target: Array, mean: Array, cov: Cov) -> None:
-    """Raise unless target and mean agree, (D,) or (T, D), and `cov` fits them.
-
-    A covariance is an array of variances in the mean's shape, an array of the mean's shape twice, or
-    a structure of the mean's shape.
-    """
+    """Raise unless target and mean agree, (D,) or (T, D), and `cov` is a covariance of the mean."""
     check_array(name, mean)
     shape = tuple(mean.shape)
     if len(shape) not in (1, 2) or tuple(target.shape) != shape:
@@ -57,7 +29,7 @@ def check_cov(name: str, shape: tuple[int, ...], cov: Cov) -> None:
             f"`{name}` needs a covariance: an array or a structure. Got {type(cov).__name__}."
         )
     check_floating(name, cov)
-    allowed = (shape,) if isinstance(cov, Structured) else (shape, shape + shape)
+    allowed = (shape,) if isinstance(cov, Covariance) else (shape, shape + shape)
     if tuple(cov.shape) not in allowed:
         wanted = " or ".join(str(form) for form in allowed)
         raise ValueError(
@@ -74,7 +46,7 @@ def check_logits(name: str, mean: Array, cov: Cov) -> Array:
             f"`{name}` needs the logits of one example, of shape (C,). Got {tuple(mean.shape)}. "
             f"For a batch, use jax.vmap."
         )
-    if isinstance(cov, Structured):
+    if isinstance(cov, Covariance):
         raise TypeError(
             f"`{name}` needs the logits' covariance as an array, (C,) or (C, C). "
             f"Got {type(cov).__name__}. Take cov.variance()[t] or cov.to_dense()[t, :, t]."
@@ -103,21 +75,18 @@ def as_label(name: str, target: Array | int, num_classes: int) -> Array:
 
 def of_label(values: Array, label: Array) -> Array:
     """values[label]; NaN if the label is out of range, which compiled code cannot raise."""
-    return (
-        jnp.asarray(values)
-        .at[label]
-        .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    )
+    at_label = jnp.asarray(values).at[label]
+    return at_label.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def has_pairs(mean: Array, cov: Cov) -> bool:
     """Whether `cov` may hold more than variances."""
-    return isinstance(cov, Structured) or cov.ndim != mean.ndim
+    return isinstance(cov, Covariance) or cov.ndim != mean.ndim
 
 
 def variances(mean: Array, cov: Cov) -> Array:
     """Var[f], in the shape of the mean."""
-    if isinstance(cov, Structured):
+    if isinstance(cov, Covariance):
         return cov.variance()
     if cov.ndim == mean.ndim:
         return cov
@@ -126,7 +95,7 @@ def variances(mean: Array, cov: Cov) -> Array:
 
 def matrix(mean: Array, cov: Cov) -> Array:
     """The covariance of the flattened output, (M, M)."""
-    if isinstance(cov, Structured):
+    if isinstance(cov, Covariance):
         cov = cov.to_dense()
     if cov.ndim == mean.ndim:
         return diagonal_matrix(cov.reshape(mean.size))
@@ -135,7 +104,7 @@ def matrix(mean: Array, cov: Cov) -> Array:
 
 def token_blocks(mean: Array, cov: Cov) -> Array:
     """Each token's own covariance, (T, D, D); a vector counts as one token."""
-    if isinstance(cov, Structured):
+    if isinstance(cov, Covariance):
         cov = cov.to_dense()
     if cov.ndim == mean.ndim:
         return diagonal_matrix(jnp.atleast_2d(cov))

@@ -1,22 +1,14 @@
 """The posterior predictive p(y* | x*) from the moments of the network's output (Eq. 1)."""
 
-from __future__ import annotations
-
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_array
+from moment_jax.objectives import likelihoods
 from moment_jax.objectives.cubature import count_points, log_expected_softmax
-from moment_jax.objectives.data_term import bounded_exp
-from moment_jax.objectives.likelihoods import (
-    Gaussian,
-    HeteroscedasticGaussian,
-    noise_array,
-    noise_like,
-)
+from moment_jax.objectives.densities import bounded_exp
+from moment_jax.objectives.likelihoods import Gaussian, HeteroscedasticGaussian
 from moment_jax.objectives.moments import Cov, check_cov, check_logits, variances
-
-Array = jax.Array
 
 
 def log_class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:
@@ -93,8 +85,8 @@ def predictive_gaussian(
     check_cov("predictive_gaussian", tuple(mean.shape), cov)
     variance = variances(mean, cov)
     if isinstance(likelihood, Gaussian):
-        noise = noise_array("predictive_gaussian", likelihood, mean)
-        return mean, variance + noise_like(noise, mean)
+        noise = likelihoods.noise_array("predictive_gaussian", likelihood, mean)
+        return mean, variance + likelihoods.noise_like(noise, mean)
     if not isinstance(likelihood, HeteroscedasticGaussian):
         raise TypeError(
             "`predictive_gaussian` needs Gaussian or HeteroscedasticGaussian. Got "

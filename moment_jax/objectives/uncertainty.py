@@ -1,24 +1,15 @@
 """Total, aleatoric and epistemic uncertainty of a prediction."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from moment_jax.objectives.cubature import (
-    count_points,
-    curvature_terms,
-    gaussian_points,
-    log_expected_softmax,
-    log_mean_exp,
-    log_softmax_rows,
-)
+from moment_jax.objectives import cubature
 from moment_jax.objectives.moments import check_logits
 
-Array = jax.Array
 Parts = tuple[Array, Array, Array]
 
 
@@ -39,18 +30,8 @@ def token_uncertainty(
     mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never negative, and exactly zero at
     zero covariance. Derivatives follow Price's theorem over the points and are finite at any covariance.
 
-    Args:
-      mean: (C,) mean logits; -inf for an impossible class. If all are, all parts are zero.
-      cov: their variances (C,), or covariance (C, C), positive semidefinite and finite.
-      num_points: points of the cubature, rounded up to a power of two; None for 512, or 8 per class if
-        that is more.
-
-    Returns:
-      Scalars. For a batch, use `jax.vmap`.
-
-    Raises:
-      ValueError: if shapes do not fit, or num_points is below 4 per class.
-      TypeError: if `cov` is a structure.
+    Arguments and errors are those of `class_probabilities`, the results scalars; use `jax.vmap` for a
+    batch. If all mean logits are -inf, all parts are zero.
 
     >>> import jax.numpy as jnp
     >>> parts = token_uncertainty(jnp.zeros(2), jnp.zeros(2))
@@ -65,7 +46,7 @@ def probabilities_with_uncertainty(
 ) -> tuple[Array, TokenUncertainty]:
     """`log_class_probabilities` (C,) and `token_uncertainty`, in one pass over the points."""
     check_logits("token_uncertainty", mean, cov)
-    count = count_points(num_points, mean.shape[0], default=512)
+    count = cubature.count_points(num_points, mean.shape[0], default=512)
     log_probs, aleatoric, epistemic = _parts(mean, cov, count)
     return log_probs, TokenUncertainty(aleatoric + epistemic, aleatoric, epistemic)
 
@@ -73,8 +54,8 @@ def probabilities_with_uncertainty(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _parts(mean: Array, cov: Array, num_points: int) -> Parts:
     """Log E[softmax], E[H[softmax]] and E[KL(softmax || E[softmax])]."""
-    log_weights = log_softmax_rows(gaussian_points(mean, cov, num_points))
-    log_probs = log_mean_exp(log_weights)
+    log_weights = cubature.log_softmax_rows(cubature.gaussian_points(mean, cov, num_points))
+    log_probs = cubature.log_mean_exp(log_weights)
     divergence = jnp.sum(_divergence_terms(log_weights, log_probs[None, :]), axis=1)
     return log_probs, jnp.mean(_entropy(log_weights)), jnp.mean(divergence)
 
@@ -88,18 +69,18 @@ def _parts_jvp(
     With p = softmax(f) and d = log p + H: g' = -p d, g'' = p p^T (1 + d_i + d_j) - diag(p (1 + d)).
     """
     value = _parts(*primals, num_points)
-    log_weights = log_softmax_rows(gaussian_points(*primals, num_points))
+    log_weights = cubature.log_softmax_rows(cubature.gaussian_points(*primals, num_points))
     weights = jnp.exp(log_weights)
     mean_dot, cov_dot = tangents
     deviation = _finite(log_weights) + _entropy(log_weights)[:, None]
-    diagonal, pulled = curvature_terms(weights, cov_dot)
+    diagonal, pulled = cubature.curvature_terms(weights, cov_dot)
     slope = -(weights * deviation) @ mean_dot
     curved = (weights * (1 + deviation)) @ diagonal
     paired = jnp.sum(pulled * weights * (1 + 2 * deviation), axis=1)
     aleatoric_dot = jnp.mean(slope + (paired - curved) / 2)
 
     log_probs, log_probs_dot = jax.jvp(
-        lambda mean, cov: log_expected_softmax(mean, cov, num_points), primals, tangents
+        lambda mean, cov: cubature.log_expected_softmax(mean, cov, num_points), primals, tangents
     )
     surprise = jnp.exp(log_probs) * (1 + _finite(log_probs))
     total_dot = -jnp.sum(surprise * log_probs_dot)

@@ -1,13 +1,7 @@
 """Second-order updates as Optax transformations, for any Flax NNX model, plain or Bayesian."""
 
 from moment_jax.optim.capture import value_grad_and_factors
-from moment_jax.optim.cg_fac import (
-    ConjugateGradientState,
-    Jacobi,
-    StaleInverse,
-    cg_fac,
-    scale_by_cg_fac,
-)
+from moment_jax.optim.cg_fac import ConjugateGradientState, Jacobi, cg_fac, scale_by_cg_fac
 from moment_jax.optim.conjugate_gradient import conjugate_gradient
 from moment_jax.optim.damping import AdaptiveDamping, LevenbergMarquardt, TrustRegion
 from moment_jax.optim.factors import (
@@ -30,7 +24,7 @@ from moment_jax.optim.predictions import (
     Prediction,
     SampledFisher,
 )
-from moment_jax.optim.refresh import KFACState
+from moment_jax.optim.refresh import KFACState, StaleInverse
 from moment_jax.optim.safeguard import SafeguardedState, curvature_due
 from moment_jax.optim.second_order import SecondOrderState
 from moment_jax.optim.statistics import KroneckerExpand, KroneckerReduce, PerSample, PerToken

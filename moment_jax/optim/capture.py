@@ -1,7 +1,5 @@
 """Value, gradient and curvature factors of a loss, from the forward and backward passes they need."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,23 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
-from moment_jax.optim.collect import as_factors, as_row_factors, check_called
-from moment_jax.optim.factors import Factors
+from moment_jax.optim.factors import Factors, as_factors, as_row_factors, check_called
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.predictions import EmpiricalFisher, Fisher, Prediction, SampledFisher
-from moment_jax.optim.statistics import (
-    KroneckerExpand,
-    PerSample,
-    PerToken,
-    Reading,
-    RowCounter,
-    Statistic,
-    check_counts,
-)
-from moment_jax.optim.taps import CurvatureTap, find_blocks, tap
+from moment_jax.optim.statistics import KroneckerExpand, PerSample, PerToken, Reading, Statistic
+from moment_jax.optim.taps import CurvatureTap, count_rows, find_blocks, tap
 
-Array = jax.Array
 LossFn = Callable[..., Any]
 
 
@@ -101,20 +90,18 @@ def value_grad_and_factors(
             batch = jax.tree.map(lambda x: x[:examples], batch)
             alone = passes.rows_alone if by_rows else passes.factors_alone
             take = partial(alone, model, blocks, batch, key)
-            factors = take() if when is None else _only_when(when, take)
+            if when is None:
+                factors = take()
+            else:
+                shapes = jax.eval_shape(take)
+                zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+                factors = jax.lax.cond(jnp.asarray(when, bool), take, zeros)
         else:
             value, grads, rest, factors = passes.together(model, blocks, batch, key)
         nnx.update(model, rest)
         return value, grads, factors
 
     return compute
-
-
-def _only_when(when: Array, compute: Callable[[], Factors]) -> Factors:
-    """The factors where `when` is true, else zeros of weight 0."""
-    shapes = jax.eval_shape(compute)
-    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.cond(jnp.asarray(when, bool), compute, zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +132,7 @@ class _Passes:
         self, model: nnx.Module, blocks: Blocks, batch: tuple[Any, ...], key: Array | None
     ) -> tuple[Array, Any, Any, Factors]:
         """Value, gradients, the rest of the model and factors from one forward pass."""
-        graph, taps, params, rest = self._tapped(model, self._statistics(blocks))
+        graph, taps, params, rest = self._tapped(model, blocks)
         empirical = isinstance(self.fisher, EmpiricalFisher)
         counts = []
 
@@ -175,7 +162,7 @@ class _Passes:
         self, model: nnx.Module, blocks: Blocks, batch: tuple[Any, ...], key: Array
     ) -> Factors:
         """Factors from a forward and a backward pass of their own."""
-        graph, taps, params, rest = self._tapped(model, self._statistics(blocks))
+        graph, taps, params, rest = self._tapped(model, blocks)
         size = batch_size(batch)
         counts = []
 
@@ -194,7 +181,7 @@ class _Passes:
     ) -> Factors:
         """Rows of every example, by vmap over batches of one."""
         rows = self._count_rows(model, blocks, batch)
-        graph, taps, params, rest = self._tapped(model, self._statistics(blocks, rows))
+        graph, taps, params, rest = self._tapped(model, blocks, rows)
         size = batch_size(batch)
 
         def one(key: Array, example: tuple[Any, ...]) -> Any:
@@ -211,18 +198,20 @@ class _Passes:
     def _count_rows(
         self, model: nnx.Module, blocks: Blocks, batch: tuple[Any, ...]
     ) -> dict[str, int]:
-        """How many rows one example has in every layer, without computing anything."""
-        counts: dict[str, list[int]] = {block.name: [] for block in blocks}
-        statistics = {block.name: RowCounter(block, self.reading, counts) for block in blocks}
-        graph, taps, params, rest = self._tapped(model, statistics)
+        """How many rows one example has in every layer, which has to be called once."""
+        alone = jax.tree.map(lambda x: x[:1], batch)
 
-        def loss(taps: Any, params: Any) -> Array:
-            copy = nnx.merge(graph, taps, params, rest, copy=True)
-            alone = jax.tree.map(lambda x: x[:1], batch)
-            return self._target(*self._evaluate(copy, alone), jax.random.key(0), 1)[0]
+        def loss(model: Any) -> Array:
+            return self._target(*self._evaluate(model, alone), jax.random.key(0), 1)[0]
 
-        jax.eval_shape(jax.grad(loss), taps, params)
-        check_counts(self.reading, counts)
+        counts = count_rows(model, blocks, loss)
+        for block in blocks:
+            calls = len(counts.get(block.name, ()))
+            if calls != 1:
+                raise ValueError(
+                    f"{self.reading} needs a loss that calls every layer once. Layer {block.name!r} "
+                    f"is called {calls} times; take KroneckerExpand(), or leave the layer out of `wrt`."
+                )
         return {name: rows[0] for name, rows in counts.items()}
 
     def _evaluate(self, model: nnx.Module, batch: tuple[Any, ...]) -> tuple[Array, Any]:
@@ -241,17 +230,16 @@ class _Passes:
             )
         return value, prediction
 
-    def _tapped(self, model: nnx.Module, statistics: Mapping[str, Statistic]) -> Any:
+    def _tapped(
+        self, model: nnx.Module, blocks: Blocks, rows: Mapping[str, int] | None = None
+    ) -> Any:
         """Graph, taps, parameters and the rest of a tapped copy."""
         copy = nnx.merge(*nnx.split(model), copy=True)
+        statistics = {
+            b.name: Statistic(b, self.reading, (rows or {}).get(b.name, 0)) for b in blocks
+        }
         tap(copy, statistics, self.dtype)
         return split(copy, CurvatureTap, self.wrt)
-
-    def _statistics(self, blocks: Blocks, rows: dict[str, int] | None = None) -> dict[str, Any]:
-        return {
-            block.name: Statistic(block, self.reading, 0 if rows is None else rows[block.name])
-            for block in blocks
-        }
 
     def _target(self, value: Array, prediction: Any, key: Array | None, size: int) -> Any:
         """The sum of -log p to differentiate for the curvature, and its number of examples."""

@@ -1,13 +1,12 @@
 """CG-FAC: the natural gradient by conjugate gradients, layer by layer (Algorithm 1)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.optim.conjugate_gradient import Linear, Solution, conjugate_gradient
 from moment_jax.optim.damping import (
@@ -28,15 +27,13 @@ from moment_jax.optim.factors import (
     curvature_diagonal,
 )
 from moment_jax.optim.groups import Groups, Matrices
-from moment_jax.optim.inverses import Cholesky, Inversion, divided
+from moment_jax.optim.inverses import divided
 from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.refresh import apply_inverse, no_inverses, refreshed
+from moment_jax.optim.refresh import StaleInverse
 from moment_jax.optim.row_systems import cheapest_form
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
-
-Array = jax.Array
 
 
 class ConjugateGradientState(NamedTuple):
@@ -51,24 +48,6 @@ class ConjugateGradientState(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Jacobi:
     """Precondition by the diagonal of F + damping I."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StaleInverse:
-    """Precondition by inverses of the Kronecker factors, refreshed every few steps.
-
-    The system that is solved is always the current one: an old inverse costs iterations, not accuracy.
-
-    Args:
-      inversion: `Cholesky()`, `Eigh()` or `NewtonSchulz()`.
-      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
-    """
-
-    inversion: Inversion = dataclasses.field(default_factory=Cholesky)
-    refresh_every: int = 10
-
-    def __post_init__(self) -> None:
-        check_range("StaleInverse", "refresh_every", self.refresh_every, least=1)
 
 
 Preconditioner = Jacobi | StaleInverse
@@ -89,11 +68,10 @@ class ConjugateGradientSolver:
         counts = {key: sum(b.count for b in blocks) for key, blocks in groups.items()}
         shapes = {key: (counts[key], b[0].rows, b[0].columns) for key, b in groups.items()}
         stale = self.precondition if isinstance(self.precondition, StaleInverse) else None
+        start = {key: jnp.zeros(shape, dtype) for key, shape in shapes.items()}
         return ConjugateGradientState(
-            None if stale is None else no_inverses(stale.inversion, groups, dtype),
-            {key: jnp.zeros(shape, dtype) for key, shape in shapes.items()}
-            if self.warm_start
-            else {},
+            None if stale is None else stale.init(groups, dtype),
+            start if self.warm_start else {},
             {key: jnp.zeros(count, jnp.int32) for key, count in counts.items()},
             {key: jnp.zeros(count, dtype) for key, count in counts.items()},
         )
@@ -110,16 +88,11 @@ class ConjugateGradientSolver:
         """Solve one group after another."""
         stale, inverses = self.precondition, state.preconditioner
         if isinstance(stale, StaleInverse):
-            inverses = refreshed(
-                stale.inversion, stale.refresh_every, curvature, damping, inverses, fresh, ready
-            )
+            inverses = stale.refreshed(curvature, damping, inverses, fresh, ready)
+        by_key = {} if inverses is None else inverses.inverses
         solved = {
             key: self._solve(
-                curvature[key],
-                grad,
-                damping,
-                state.solution.get(key),
-                None if inverses is None else inverses.inverses.get(key),
+                curvature[key], grad, damping, state.solution.get(key), by_key.get(key)
             )
             for key, grad in grads.items()
         }
@@ -139,29 +112,28 @@ class ConjugateGradientSolver:
         self, factor: Factor, grad: Array, damping: Array, guess: Array | None, inverse: Any
     ) -> Solution:
         if isinstance(factor, DiagonalFactor):
-            return _divide(factor.squares + damping, grad)
-        options: dict[str, Any] = {
-            "max_iterations": self.max_iterations,
-            "tolerance": self.tolerance,
-        }
+            diagonal, count = factor.squares + damping, grad.shape[:1]
+            x = divided(grad, diagonal)  # exact; 0 where F and damping are both 0
+            return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), jnp.zeros(count))
+        limits: Any = {"max_iterations": self.max_iterations, "tolerance": self.tolerance}
         if isinstance(factor, RowFactor):
             expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
             start = jnp.zeros_like(grad) if guess is None else guess
-            return cheapest_form(factor, expected)(factor, grad, start, damping, **options)
+            return cheapest_form(factor, expected)(factor, grad, start, damping, **limits)
         return conjugate_gradient(
             lambda v: apply_curvature(factor, v) + damping * v,
             grad,
             guess,
             precondition=self._preconditioner(factor, damping, inverse),
-            **options,
+            **limits,
         )
 
     def _preconditioner(self, factor: Factor, damping: Array, inverse: Any) -> Linear | None:
         if self.precondition is None:
             return None
-        if isinstance(self.precondition, StaleInverse) and inverse is not None:
-            inversion = self.precondition.inversion
-            return lambda r: apply_inverse(inversion, inverse, factor, r, damping)
+        stale = self.precondition
+        if isinstance(stale, StaleInverse) and inverse is not None:
+            return lambda r: stale.apply(inverse, factor, r, damping)
         diagonal = curvature_diagonal(factor) + damping
         scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
         return lambda r: scale * r
@@ -253,9 +225,6 @@ def cg_fac(
       weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
       blocks: `find_blocks(model)`; None to infer the layers from Flax's parameter names.
 
-    Returns:
-      An Optax transformation with extra arguments.
-
     Raises:
       ValueError: if a number is out of range, or (from init and update) parameters or factors do not
         match; the leaf is named.
@@ -291,10 +260,3 @@ def cg_fac(
         blocks=blocks,
     )
     return safeguarded("cg_fac", direction, learning_rate, momentum, weight_decay)
-
-
-def _divide(diagonal: Array, grad: Array) -> Solution:
-    """The exact solution for a diagonal F; 0 where F and damping are both 0."""
-    x = divided(grad, diagonal)
-    count = grad.shape[:1]
-    return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), jnp.zeros(count))

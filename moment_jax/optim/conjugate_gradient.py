@@ -1,14 +1,12 @@
 """Conjugate gradients for a stack of independent symmetric systems."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-Array = jax.Array
 Linear = Callable[[Array], Array]
 
 

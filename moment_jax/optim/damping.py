@@ -1,15 +1,12 @@
 """Damping of the curvature and the bound of a step: fixed, scheduled or adaptive."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-Array = jax.Array
 Schedule = Callable[[Array], Any]
 
 SLACK = 3.0  # a `TrustRegion` falls no faster than 1 / steps, up to this factor

@@ -1,7 +1,5 @@
 """The optimiser of a whole model in one call."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,31 +1,15 @@
 """Groups of layers of one kind and shape, stacked so that each operation runs once for all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-from moment_jax.optim.factors import (
-    DiagonalFactor,
-    EmbeddingFactor,
-    Factor,
-    Factors,
-    KroneckerFactor,
-    RowFactor,
-)
-from moment_jax.optim.layer_blocks import (
-    Blocks,
-    DenseBlock,
-    EmbeddingBlock,
-    LayerBlock,
-    infer_blocks,
-)
+from moment_jax.optim.factors import Factor, Factors, RowFactor, shapes_of
+from moment_jax.optim.layer_blocks import Blocks, LayerBlock, infer_blocks
 from moment_jax.optim.trees import flatten, has_masks
 
-Array = jax.Array
 Groups = dict[str, Blocks]
 Matrices = dict[str, Array]
 
@@ -40,15 +24,10 @@ def group(blocks: Blocks) -> Groups:
 
 
 def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
-    """The groups of a parameter tree.
+    """The groups of parameters or gradients, of which a mask may hide whole blocks.
 
-    Args:
-      tree: parameters or gradients; a mask may hide whole blocks.
-      blocks: those of `find_blocks(model)`; None to infer them from the names in the tree.
-
-    Raises:
-      ValueError: if a parameter belongs to no block, or a block's parameter is missing or of another
-        shape.
+    Without `blocks` they are inferred from the names in the tree. Raises a ValueError if a parameter
+    belongs to no block, or a block's parameter is missing or of another shape.
     """
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
     found = infer_blocks(shapes) if blocks is None else blocks
@@ -94,12 +73,7 @@ def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:
 
 
 def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
-    """The factors of every group, stacked.
-
-    Raises:
-      TypeError: if `factors` is no dictionary of factors. ValueError: if a layer's factor is missing or
-        of another shape.
-    """
+    """The factors of every group, stacked; raises unless every layer has a factor that fits."""
     if not isinstance(factors, Mapping):
         raise TypeError(
             "`update(..., factors=factors)` needs the factors that mj.optim.value_grad_and_factors "
@@ -109,18 +83,6 @@ def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
         key: _stacked(blocks, [_checked(block, factors.get(block.name)) for block in blocks])
         for key, blocks in groups.items()
     }
-
-
-def empty_average(blocks: Blocks, dtype: jnp.dtype) -> Factor:
-    """The first average of a group's factors: zeros of weight zero."""
-    count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
-    zero = jnp.zeros((), dtype)
-    outputs = jnp.zeros((count, columns, columns), dtype)
-    if isinstance(blocks[0], DenseBlock):
-        return KroneckerFactor(jnp.zeros((count, rows, rows), dtype), outputs, zero)
-    if isinstance(blocks[0], EmbeddingBlock):
-        return EmbeddingFactor(jnp.zeros((count, rows), dtype), outputs, zero)
-    return DiagonalFactor(jnp.zeros((count, rows, columns), dtype), zero)
 
 
 def _stacked(blocks: Blocks, factors: list[Factor]) -> Factor:
@@ -158,15 +120,12 @@ def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
         raise TypeError(
             f"Layer {block.name!r} needs a factor of mj.optim. Got {type(factor).__name__}."
         )
-    rows, columns = block.rows, block.columns
-    examples = factor.inputs.shape[1:3] if isinstance(factor, RowFactor) else ()
-    shapes: dict[type, tuple[tuple[int, ...], ...]] = {
-        KroneckerFactor: ((rows, rows), (columns, columns)),
-        EmbeddingFactor: ((rows,), (columns, columns)),
-        DiagonalFactor: ((rows, columns),),
-        RowFactor: ((*examples, rows), (*examples, columns)),
-    }
-    for name, one in zip(factor._fields, shapes[type(factor)], strict=False):
+    if isinstance(factor, RowFactor):
+        examples = factor.inputs.shape[1:3]
+        shapes = {"inputs": (*examples, block.rows), "outputs": (*examples, block.columns)}
+    else:
+        shapes = shapes_of(type(factor), block)
+    for name, one in shapes.items():
         shape, got = (block.count, *one), tuple(getattr(factor, name).shape)
         if got != shape:
             raise ValueError(

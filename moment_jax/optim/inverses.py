@@ -1,17 +1,15 @@
 """Inverses of Kronecker factors, with factored Tikhonov damping or in their eigenbasis."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.xla import diagonal_of, on_diagonal
 
-Array = jax.Array
 DType = jnp.dtype
 
 LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace, which a Cholesky factorisation needs

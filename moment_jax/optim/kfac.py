@@ -1,12 +1,8 @@
 """K-FAC: the natural gradient by inverses of both Kronecker factors of each layer."""
 
-from __future__ import annotations
-
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.optim.damping import (
     DEFAULT_BOUND,
@@ -18,27 +14,17 @@ from moment_jax.optim.damping import (
     check_range,
 )
 from moment_jax.optim.factors import Factors, RowFactor
-from moment_jax.optim.groups import Groups, Matrices
+from moment_jax.optim.groups import Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
 from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.refresh import KFACState, apply_inverse, no_inverses, refreshed
+from moment_jax.optim.refresh import KFACState, StaleInverse
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
 
-Array = jax.Array
 
-
-@dataclasses.dataclass(frozen=True)
-class KroneckerSolver:
+class KroneckerSolver(StaleInverse):
     """(F + damping I)^-1 by inverses that are refreshed every few steps."""
-
-    inversion: Inversion
-    refresh_every: int | Array
-
-    def init(self, groups: Groups, dtype: jnp.dtype) -> KFACState:
-        """No inverses yet."""
-        return no_inverses(self.inversion, groups, dtype)
 
     def solve(
         self,
@@ -56,13 +42,9 @@ class KroneckerSolver:
                     f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
                     "KroneckerExpand() or KroneckerReduce(), or cg_fac."
                 )
-        state = refreshed(
-            self.inversion, self.refresh_every, curvature, damping, state, fresh, ready
-        )
+        state = self.refreshed(curvature, damping, state, fresh, ready)
         x = {
-            key: apply_inverse(
-                self.inversion, state.inverses.get(key), curvature[key], grad, damping
-            )
+            key: self.apply(state.inverses.get(key), curvature[key], grad, damping)
             for key, grad in grads.items()
         }
         # x^T (F + damping) x = x . grad, exactly if the inverses are of the current curvature.
@@ -119,7 +101,7 @@ def kfac(
 
     Args:
       learning_rate: as for `cg_fac`.
-      damping: gamma: `AdaptiveDamping()`, `LevenbergMarquardt()`, a number or a schedule.
+      damping: as for `cg_fac`.
       decay: of the running averages of the factors.
       curvature_every: as for `cg_fac`.
       refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
@@ -130,9 +112,6 @@ def kfac(
       momentum: as for `cg_fac`.
       weight_decay: as for `cg_fac`.
       blocks: as for `cg_fac`.
-
-    Returns:
-      An Optax transformation with extra arguments.
 
     Raises:
       ValueError: as `cg_fac`. TypeError: if `inversion` or the factors are of another type.

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.optim.factors import Factors, quadratic_form
 from moment_jax.optim.groups import Matrices
-
-Array = jax.Array
 
 
 class Directions(NamedTuple):

@@ -1,37 +1,25 @@
 """The parameters of a layer's curvature block, and how they form one matrix."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
-Array = jax.Array
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerBlock:
-    """The parameters of one layer as a (rows, columns) matrix, or a stack of such matrices.
+    """The parameters of one layer as a (rows, columns) matrix, or a stack of such matrices."""
 
-    Args:
-      name: path of the layer in the model, joined by "/".
-      leaves: paths of its parameters, in the order of their rows.
-      shapes: shape of each parameter.
-      heights: number of rows that each parameter fills.
-      columns: width of the matrix.
-      stack: leading axes of all parameters, over which a scan or vmap of equal layers runs.
-    """
-
-    name: str
-    leaves: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    heights: tuple[int, ...]
-    columns: int
-    stack: Shape = ()
+    name: str  # path of the layer in the model, joined by "/"
+    leaves: tuple[str, ...]  # paths of its parameters, in the order of their rows
+    shapes: tuple[Shape, ...]  # of the parameters
+    heights: tuple[int, ...]  # number of rows that each parameter fills
+    columns: int  # width of the matrix
+    stack: Shape = ()  # leading axes of all parameters, over which equal layers are scanned
 
     @property
     def rows(self) -> int:

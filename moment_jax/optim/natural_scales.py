@@ -5,8 +5,6 @@ spread's part does not depend on the data. For a covariance L L^T moved as L (I 
 the Fisher matrix in the entries of K is 1 below the diagonal and 2 on it. No factor has to be captured.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -14,37 +12,30 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.nn import Belief
+from moment_jax.nn.belief import lower_factor
 from moment_jax.optim.damping import Number, Schedule, check_range, current
 from moment_jax.optim.trees import flatten, unflatten
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
-Array = jax.Array
-
 
 @dataclasses.dataclass(frozen=True)
 class ScaleParameter:
-    """A stored array that a belief's spread is computed from.
+    """A stored array that a belief's spread is computed from."""
 
-    Args:
-      path: of the array in the model.
-      copies: number of independent variables that share each entry (diagonal) or the whole factor.
-      triangular: whether it is a Cholesky factor.
-      paired: whether it is a factor of a Kronecker product, which may trade a constant with the other.
-    """
-
-    path: str
-    copies: int
-    triangular: bool = False
-    paired: bool = False
+    path: str  # of the array in the model
+    copies: int  # independent variables that share each entry (diagonal), or the whole factor
+    triangular: bool = False  # a Cholesky factor
+    paired: bool = False  # of a Kronecker product, which may trade a constant with the other factor
 
     def natural(self, raw: Array, grad: Array) -> Array:
         """F^-1 grad in log s, or in K."""
         if not self.triangular:
             return grad / _log_slope(raw) / (2 * self.copies)
-        factor, slope = _cholesky(raw), jax.nn.sigmoid(diagonal_of(raw))
+        factor, slope = lower_factor(raw), jax.nn.sigmoid(diagonal_of(raw))
         in_factor = jnp.tril(grad, -1) + diagonal_matrix(diagonal_of(grad) / slope)
         inner = jnp.tril(factor.T @ in_factor) / self.copies
         diagonal = diagonal_of(inner) / 2
@@ -56,7 +47,7 @@ class ScaleParameter:
         """The change of the stored array for a change of log s, or of K."""
         if not self.triangular:
             return natural / _log_slope(raw)
-        moved = _cholesky(raw) @ natural
+        moved = lower_factor(raw) @ natural
         slope = jax.nn.sigmoid(diagonal_of(raw))
         return jnp.tril(moved, -1) + diagonal_matrix(diagonal_of(moved) / slope)
 
@@ -160,7 +151,3 @@ def _log_slope(raw: Array) -> Array:
     far = raw < -15
     safe = jnp.where(far, 0, raw)
     return jnp.where(far, 1, jax.nn.sigmoid(safe) / jax.nn.softplus(safe))
-
-
-def _cholesky(raw: Array) -> Array:
-    return jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))

@@ -1,15 +1,12 @@
 """Predictive distributions and the two Fisher matrices: sampled targets, or those of the data."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
-
-Array = jax.Array
+from jax import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +75,7 @@ class _OfArrays:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CategoricalPrediction(_OfArrays):
-    """Classes with these logits.
-
-    Args:
-      logits: (N, ..., C); axes in between are further targets of an example, such as tokens.
-    """
+    """Classes with these logits (N, ..., C); axes in between are further targets, such as tokens."""
 
     logits: Array
 

@@ -4,13 +4,14 @@ A running average changes most while it holds few batches. The intervals between
 as 1, 2, 4, ... up to their full length.
 """
 
-from __future__ import annotations
-
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from moment_jax.optim.damping import check_range
 from moment_jax.optim.factors import (
     DiagonalFactor,
     EmbeddingFactor,
@@ -19,10 +20,8 @@ from moment_jax.optim.factors import (
     KroneckerFactor,
 )
 from moment_jax.optim.groups import Groups
-from moment_jax.optim.inverses import EigenPair, Eigh, Inversion, divided, eigenbases
+from moment_jax.optim.inverses import Cholesky, EigenPair, Eigh, Inversion, divided, eigenbases
 from moment_jax.optim.layer_blocks import Blocks, DenseBlock, EmbeddingBlock
-
-Array = jax.Array
 
 NARROW = 512  # rows up to which old and new inverses of all layers may be in memory together
 
@@ -35,69 +34,76 @@ class KFACState(NamedTuple):
     interval: Array  # steps from the last refresh to the next
 
 
-def no_inverses(inversion: Inversion, groups: Groups, dtype: jnp.dtype) -> KFACState:
-    """The state before the first refresh."""
+@dataclasses.dataclass(frozen=True)
+class StaleInverse:
+    """Precondition by inverses of the Kronecker factors, refreshed every few steps.
 
-    def of(blocks: Blocks) -> Any:
-        count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
-        if isinstance(blocks[0], DenseBlock):
-            return inversion.empty(count, rows, columns, dtype)
-        return jnp.zeros((count, columns), dtype), jnp.zeros((count, columns, columns), dtype)
+    The system that is solved is always the current one: an old inverse costs iterations, not accuracy.
 
-    kinds = DenseBlock | EmbeddingBlock
-    inverses = {key: of(blocks) for key, blocks in groups.items() if isinstance(blocks[0], kinds)}
-    return KFACState(inverses, jnp.int32(-1), jnp.int32(0))
-
-
-def apply_inverse(
-    inversion: Inversion, inverse: Any, factor: Factor, grad: Array, damping: Array
-) -> Array:
-    """(F + damping I)^-1 applied to a gradient (L, rows, columns), with a group's stored inverse.
-
-    A table's frequencies, and diagonals, are the current ones.
+    Args:
+      inversion: `Cholesky()`, `Eigh()` or `NewtonSchulz()`.
+      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
     """
-    if isinstance(factor, KroneckerFactor):
-        return inversion.apply(inverse, grad, damping)
-    if isinstance(factor, EmbeddingFactor):
-        return Eigh().apply(EigenPair(factor.frequencies, None, *inverse), grad, damping)
-    assert isinstance(factor, DiagonalFactor)  # rows have no inverse
-    return divided(grad, factor.squares + damping)
 
+    inversion: Inversion = dataclasses.field(default_factory=Cholesky)
+    refresh_every: int | Array = 10
 
-def refreshed(
-    inversion: Inversion,
-    refresh_every: int | Array,
-    curvature: Factors,
-    damping: Array,
-    state: KFACState,
-    fresh: Array,
-    ready: Array,
-) -> KFACState:
-    """New inverses of the current averages where they are due, else the old ones.
+    def __post_init__(self) -> None:
+        check_range("StaleInverse", "refresh_every", self.refresh_every, least=1)
 
-    Where not `ready`, the state stays as it is. (Choosing between two states afterwards would keep both
-    in memory.)
-    """
-    wanted = jnp.asarray(refresh_every, jnp.int32)
-    due = (state.age < 0) | ((state.age + 1 >= jnp.minimum(state.interval, wanted)) & fresh)
-    due = due & ready
+    def init(self, groups: Groups, dtype: jnp.dtype) -> KFACState:
+        """No inverses yet."""
 
-    def invert() -> dict[str, Any]:
-        inverses = {}
-        for key, old in state.inverses.items():
-            factor = curvature[key]
-            if isinstance(factor, KroneckerFactor):
-                inverses[key] = _inverted(inversion, factor, damping, old)
-            elif isinstance(factor, EmbeddingFactor):
-                inverses[key] = _where_finite(eigenbases(factor.outputs), old)
-            else:  # rows have no inverse
-                inverses[key] = old
-        return inverses
+        def of(blocks: Blocks) -> Any:
+            count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
+            if isinstance(blocks[0], DenseBlock):
+                return self.inversion.empty(count, rows, columns, dtype)
+            return jnp.zeros((count, columns), dtype), jnp.zeros((count, columns, columns), dtype)
 
-    inverses = jax.lax.cond(due, invert, lambda: state.inverses)
-    age = jnp.where(due, 0, state.age + ready)
-    grown = jnp.where(due, jnp.clip(2 * state.interval, 1, wanted), state.interval)
-    return KFACState(inverses, age, grown)
+        kinds = DenseBlock | EmbeddingBlock
+        inverses = {key: of(b) for key, b in groups.items() if isinstance(b[0], kinds)}
+        return KFACState(inverses, jnp.int32(-1), jnp.int32(0))
+
+    def apply(self, inverse: Any, factor: Factor, grad: Array, damping: Array) -> Array:
+        """(F + damping I)^-1 applied to a gradient (L, rows, columns), with a group's stored inverse.
+
+        A table's frequencies, and diagonals, are the current ones.
+        """
+        if isinstance(factor, KroneckerFactor):
+            return self.inversion.apply(inverse, grad, damping)
+        if isinstance(factor, EmbeddingFactor):
+            return Eigh().apply(EigenPair(factor.frequencies, None, *inverse), grad, damping)
+        assert isinstance(factor, DiagonalFactor)  # rows have no inverse
+        return divided(grad, factor.squares + damping)
+
+    def refreshed(
+        self, curvature: Factors, damping: Array, state: KFACState, fresh: Array, ready: Array
+    ) -> KFACState:
+        """New inverses of the current averages where they are due, else the old ones.
+
+        Where not `ready`, the state stays as it is. (Choosing between two states afterwards would keep
+        both in memory.)
+        """
+        wanted = jnp.asarray(self.refresh_every, jnp.int32)
+        due = (state.age < 0) | ((state.age + 1 >= jnp.minimum(state.interval, wanted)) & fresh)
+        due = due & ready
+
+        def invert() -> dict[str, Any]:
+            inverses = {}
+            for key, old in state.inverses.items():
+                factor = curvature[key]
+                if isinstance(factor, KroneckerFactor):
+                    inverses[key] = _inverted(self.inversion, factor, damping, old)
+                elif isinstance(factor, EmbeddingFactor):
+                    inverses[key] = _where_finite(eigenbases(factor.outputs), old)
+                else:  # rows have no inverse
+                    inverses[key] = old
+            return inverses
+
+        inverses = jax.lax.cond(due, invert, lambda: state.inverses)
+        age = jnp.where(due, 0, state.age + ready)
+        grown = jnp.where(due, jnp.clip(2 * state.interval, 1, wanted), state.interval)
+        return KFACState(inverses, age, grown)
 
 
 def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old: Any) -> Any:

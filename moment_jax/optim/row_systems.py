@@ -10,18 +10,15 @@ conjugate gradients:
   token per sample that matrix is (a a^T) * (g g^T). No array has (N T)^2 entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.optim.conjugate_gradient import Solution, conjugate_gradient
 from moment_jax.optim.factors import RowFactor, apply_curvature
 
-Array = jax.Array
 Solver = Callable[..., Solution]
 
 

@@ -1,16 +1,13 @@
 """The chain of a whole optimiser, which skips or takes back bad steps and counts them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.optim.damping import Bound, Number, Schedule, TrustRegion, check_range, current
-
-Array = jax.Array
 
 DEVIATIONS = 6.0  # a step is taken back if the loss is this many deviations above its average
 SHARE = 0.1  # of the newest loss in that average
@@ -72,8 +69,11 @@ def safeguarded(
     ) -> tuple[optax.Updates, SafeguardedState]:
         loss = jnp.asarray(jnp.nan if value is None else value, jnp.float32)
         previous = state.chain[0].previous
-        known = value is not None and previous is not None
-        back = _is_bad(state, loss) if known else jnp.zeros((), bool)
+        back = jnp.zeros((), bool)
+        if value is not None and previous is not None:
+            far = (loss > state.average + DEVIATIONS * state.deviation) | ~jnp.isfinite(loss)
+            # Never two in a row, since only one step is stored.
+            back = (state.losses > 0) & far & ~state.last_taken_back
         grads = jax.tree.map(lambda g: jnp.where(back, 0, g), updates)
         steps, inner = chain.update(grads, state.chain, params, taken_back=back, **extra)
         moves = inner[0].skipped == state.chain[0].skipped
@@ -117,12 +117,6 @@ def per_rate(name: str, kl_bound: Bound, learning_rate: Number | Schedule) -> Bo
     return bound if callable(kl_bound) or callable(learning_rate) else bound(jnp.int32(0))
 
 
-def _is_bad(state: SafeguardedState, loss: Array) -> Array:
-    """Whether to undo the last step; never two in a row, since only one is stored."""
-    past = loss > state.average + DEVIATIONS * state.deviation
-    return (state.losses > 0) & (past | ~jnp.isfinite(loss)) & ~state.last_taken_back
-
-
 def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array, Array, Array]:
     """Count, average and deviation with one more loss; the first deviation is a quarter of the loss."""
     first = state.losses == 0
@@ -140,8 +134,7 @@ def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array
 def curvature_due(state: Any) -> Array:
     """Whether an optimiser wants new curvature at its next update; `when` of `value_grad_and_factors`.
 
-    Args:
-      state: of an optimiser that contains `kfac` or `cg_fac`, or `nnx.Optimizer.opt_state`.
+    The state is `nnx.Optimizer.opt_state`, or of any optimiser with `kfac` or `cg_fac` in it.
 
     Raises:
       ValueError: if there is none.

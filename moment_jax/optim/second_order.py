@@ -1,13 +1,12 @@
 """The core of `scale_by_cg_fac` and `scale_by_kfac`: averages, damping and the bound of the step."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from moment_jax.optim.damping import (
     AdaptiveDamping,
@@ -19,42 +18,11 @@ from moment_jax.optim.damping import (
     current,
     initial_value,
 )
-from moment_jax.optim.factors import Factors, RowFactor, averaged
-from moment_jax.optim.groups import (
-    Groups,
-    Matrices,
-    empty_average,
-    groups_of,
-    stack,
-    stack_factors,
-    unstack,
-)
+from moment_jax.optim.factors import Factors, RowFactor, averaged, empty_average
+from moment_jax.optim.groups import Groups, groups_of, stack, stack_factors, unstack
 from moment_jax.optim.last_step import Directions, Moved
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.trees import unflatten
-
-Array = jax.Array
-
-
-class Solver(Protocol):
-    """A way to solve (F + damping I) x = grad."""
-
-    def init(self, groups: Groups, dtype: jnp.dtype) -> Any:
-        """The solver's own state."""
-
-    def solve(
-        self,
-        curvature: Factors,
-        grads: Matrices,
-        damping: Array,
-        state: Any,
-        fresh: Array,
-        ready: Array,
-    ) -> Directions:
-        """Solve for all groups.
-
-        `fresh`: the curvature is new. If not `ready`, the step is skipped and the state must not change.
-        """
 
 
 class SecondOrderState(NamedTuple):
@@ -77,10 +45,14 @@ class SecondOrderState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleBySecondOrder:
-    """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`."""
+    """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`.
+
+    The solver's `solve(curvature, grads, damping, state, fresh, ready)` returns `Directions`. Curvature
+    is new where `fresh`. Where not `ready`, the step is skipped and the solver's state must not change.
+    """
 
     name: str
-    solver: Solver
+    solver: Any
     damping: Damping
     decay: float | Array | None
     kl_bound: Bound
@@ -152,7 +124,9 @@ class ScaleBySecondOrder:
         known = jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
         ready = known & _all_finite(updates)
         grads = {key: jnp.where(ready, grad, 0) for key, grad in grads.items()}
-        damping = self._damping(state)
+        damping = state.damping
+        if not isinstance(self.damping, LevenbergMarquardt | AdaptiveDamping):
+            damping = current(self.damping, state.step)
         moved = None
         if self._adapts:
             last = jax.tree.map(lambda new, old: new - old, params, state.previous)
@@ -195,11 +169,6 @@ class ScaleBySecondOrder:
             solver=solved.state,
         )
         return unflatten(updates, result), new
-
-    def _damping(self, state: SecondOrderState) -> Array:
-        if isinstance(self.damping, LevenbergMarquardt | AdaptiveDamping):
-            return state.damping
-        return current(self.damping, state.step)
 
     def _bound(
         self,

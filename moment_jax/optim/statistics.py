@@ -8,18 +8,16 @@ Algorithm 1's product has two readings, and tokens can be counted in two ways:
 | equal rows only (exact)  | `PerToken`              | `PerSample`                |
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from moment_jax.optim.layer_blocks import DenseBlock, EmbeddingBlock, LayerBlock
+from moment_jax.optim.factors import kind_of, shapes_of
+from moment_jax.optim.layer_blocks import DenseBlock, EmbeddingBlock, LayerBlock, Shape
 
-Array = jax.Array
 Arrays = dict[str, Array]
 
 
@@ -61,42 +59,35 @@ class Statistic:
     """What the backward pass of a layer returns, from inputs a (N, T, in) and gradients g (N, T, out).
 
     Hashable, so that it can be a static attribute of a module.
-
-    Args:
-      block: the layer.
-      reading: of the curvature.
-      num_rows: T, for readings that keep rows; else unused.
     """
 
     block: LayerBlock
     reading: Reading
-    num_rows: int = 0
+    num_rows: int = 0  # T, for readings that keep rows; else unused
 
     def zeros(self, dtype: jnp.dtype | type = jnp.float32) -> Arrays:
         """The dummy arguments whose cotangents are the statistics."""
-        rows, columns, stack = self.block.rows, self.block.columns, self.block.stack
-        if isinstance(self.block, EmbeddingBlock):
-            shapes = {"frequencies": (rows,), "outputs": (columns, columns), "rows": ()}
-        elif not isinstance(self.block, DenseBlock):
-            shapes = {"squares": (rows, columns), "rows": ()}
-        elif isinstance(self.reading, PerSample | PerToken):
-            shapes = {"a": (self.num_rows, rows), "g": (self.num_rows, columns), "rows": ()}
+        block = self.block
+        if isinstance(block, DenseBlock) and isinstance(self.reading, PerSample | PerToken):
+            size = self.num_rows
+            shapes: dict[str, Shape] = {"a": (size, block.rows), "g": (size, block.columns)}
         else:
-            shapes = {"inputs": (rows, rows), "outputs": (columns, columns), "rows": ()}
-        return {name: jnp.zeros((*stack, *shape), dtype) for name, shape in shapes.items()}
+            shapes = shapes_of(kind_of(block), block)
+        named = {**shapes, "rows": ()}
+        return {name: jnp.zeros((*block.stack, *shape), dtype) for name, shape in named.items()}
 
     def __call__(self, inputs: Array, grads: Array) -> Arrays:
         """The statistics, of the shapes of `zeros` without the stack.
 
-        Args:
-          inputs: (N, T, in); symbols (N, T) for a table, the normalised input for a normalisation.
-          grads: (N, T, out).
+        The inputs are (N, T) symbols for a table, normalised for a normalisation.
         """
         ones = _ones(grads)
         count = jnp.sum(ones)
         reduced = isinstance(self.reading, KroneckerReduce | PerSample)
         if isinstance(self.block, EmbeddingBlock):
-            return {**_table(self.block.rows, inputs, grads, ones), "rows": count}
+            g, seen = _flat(grads), jnp.zeros((self.block.rows,), grads.dtype)
+            seen = seen.at[inputs.reshape(-1)].add(ones.reshape(-1))
+            return {"frequencies": seen, "outputs": g.T @ g, "rows": count}
         if not isinstance(self.block, DenseBlock):
             return {"squares": _squares(self.block, inputs, grads, reduced), "rows": count}
         if isinstance(self.reading, PerSample | PerToken):
@@ -112,21 +103,15 @@ class Statistic:
         return {"inputs": _input_gram(a, self.block.has_bias), "outputs": g.T @ g, "rows": count}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class RowCounter(Statistic):
-    """A statistic that records how many rows a layer sees, in `counts` by name."""
+    """A statistic that records how many rows a layer sees at each call, in `counts` by name."""
 
-    counts: dict[str, list[int]]
+    counts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
-    def __init__(self, block: Any, reading: Reading, counts: dict[str, list[int]]) -> None:
-        super().__init__(block, reading)
-        object.__setattr__(self, "counts", counts)
-
-    # Compared by identity: a cached trace of an equal counter would record nothing.
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    # By identity: a cached trace of an equal counter would record nothing.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def zeros(self, dtype: jnp.dtype | type = jnp.float32) -> Arrays:
         """A dummy argument for the row count only."""
@@ -134,18 +119,8 @@ class RowCounter(Statistic):
 
     def __call__(self, inputs: Array, grads: Array) -> Arrays:
         """Record the number of rows."""
-        self.counts[self.block.name].append(grads.shape[0] * grads.shape[1])
+        self.counts.setdefault(self.block.name, []).append(grads.shape[0] * grads.shape[1])
         return {"rows": jnp.zeros((), grads.dtype)}
-
-
-def check_counts(reading: Reading, counts: dict[str, list[int]]) -> None:
-    """Raise unless every layer was called once."""
-    for name, rows in counts.items():
-        if len(rows) != 1:
-            raise ValueError(
-                f"{reading} needs a loss that calls every layer once. Layer {name!r} is called "
-                f"{len(rows)} times; take KroneckerExpand(), or leave the layer out of `wrt`."
-            )
 
 
 def observe(statistic: Callable[[Array, Array], Arrays], dtype: jnp.dtype) -> Callable[..., Array]:
@@ -200,12 +175,6 @@ def _ones(grads: Array) -> Array:
     """
     first = grads[..., 0]
     return ((first == 0) | True).astype(grads.dtype)
-
-
-def _table(num_symbols: int, symbols: Array, grads: Array, ones: Array) -> Arrays:
-    g = _flat(grads)
-    counts = jnp.zeros((num_symbols,), g.dtype).at[symbols.reshape(-1)].add(ones.reshape(-1))
-    return {"frequencies": counts, "outputs": g.T @ g}
 
 
 def _squares(block: LayerBlock, normal: Array, grads: Array, reduced: bool) -> Array:

@@ -8,8 +8,6 @@ In a Bayesian layer the input a is the MEAN of its random input, and g the gradi
 respect to the MEAN of its output. How the kernel's mean enters the covariance of the output is ignored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -19,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.linear import canonicalize_padding
+from jax import Array
 
 from moment_jax import nn
 from moment_jax.layers import DenseParams, NormParams
@@ -30,11 +30,8 @@ from moment_jax.optim.layer_blocks import (
     dense_block,
     row_block,
 )
-from moment_jax.optim.patches import conv_rows, is_plain_conv
-from moment_jax.optim.statistics import Statistic, observe
+from moment_jax.optim.statistics import KroneckerExpand, RowCounter, Statistic, observe
 from moment_jax.optim.trees import flatten
-
-Array = jax.Array
 
 
 class CurvatureTap(nnx.Param):
@@ -76,14 +73,40 @@ def _embed(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
 def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
     if isinstance(layer, nnx.LayerNorm):
-        centred, square = (
-            x - jnp.mean(x, axis=-1, keepdims=True),
-            jnp.var(x, axis=-1, keepdims=True),
-        )
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        square = jnp.var(x, axis=-1, keepdims=True)
     else:
         centred, square = x, jnp.mean(x**2, axis=-1, keepdims=True)
     normal = centred * jax.lax.rsqrt(square + layer.epsilon)
     return _examples(normal, 1), _examples(output, 1)
+
+
+def _conv(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
+    """Patches (N, T, height * width * channels) in the kernel's order, and the output (N, T, out)."""
+    rank = len(layer.kernel_size)
+    lead = inputs.shape[: inputs.ndim - rank - 1]
+    images = inputs.reshape(-1, *inputs.shape[inputs.ndim - rank - 1 :])
+    patches = jax.lax.conv_general_dilated_patches(
+        jnp.moveaxis(images, -1, 1),
+        layer.kernel_size,
+        _each(layer.strides, rank),
+        canonicalize_padding(layer.padding, rank),
+        lhs_dilation=_each(layer.input_dilation, rank),
+        rhs_dilation=_each(layer.kernel_dilation, rank),
+    )
+    # (M, channels * kernel, *places) -> (M, places, kernel * channels)
+    places = math.prod(patches.shape[2:])
+    channels = images.shape[-1]
+    patches = patches.reshape(images.shape[0], channels, -1, places)
+    rows = patches.transpose(0, 3, 2, 1).reshape(images.shape[0], places, -1)
+    first = lead[0] if lead else 1
+    return rows.reshape(first, -1, rows.shape[-1]), output.reshape(first, -1, output.shape[-1])
+
+
+def _each(value: Any, rank: int) -> tuple[int, ...]:
+    if value is None or isinstance(value, int):
+        return (1 if value is None else value,) * rank
+    return tuple(value)
 
 
 ARRANGE: dict[type[nnx.Module], Arrange] = {
@@ -92,9 +115,10 @@ ARRANGE: dict[type[nnx.Module], Arrange] = {
     nnx.Embed: _embed,
     nnx.LayerNorm: _norm,
     nnx.RMSNorm: _norm,
-    nnx.Conv: conv_rows,
+    nnx.Conv: _conv,
 }
 """Observed layers, and how a call of each is arranged; add a new layer here."""
+NORMS = (nnx.LayerNorm, nnx.RMSNorm)
 
 
 def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
@@ -102,12 +126,8 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
 
     Supported are `nnx.Linear`, `LinearGeneral` (hence the projections of `MultiHeadAttention`), `Embed`,
     `LayerNorm`, `RMSNorm`, ungrouped `Conv`, subclasses of these that keep `__call__`, and the layers of
-    `mj.nn`. A layer whose parameters are not all among `wrt`, or are shared with an earlier layer, has
-    no block; leave such parameters to another optimiser.
-
-    Args:
-      model: an NNX module.
-      wrt: filter of the trained parameters.
+    `mj.nn`. A layer whose parameters are not all trained, as the filter `wrt` tells, or are shared with
+    an earlier layer, has no block; leave such parameters to another optimiser.
     """
     available = set(flatten(nnx.state(model, wrt)))
     blocks = []
@@ -131,6 +151,23 @@ def tap(model: nnx.Module, statistics: Mapping[str, Statistic], dtype: jnp.dtype
                 setattr(layer, f"tap_{name}", CurvatureTap(zeros))
 
 
+def count_rows(
+    model: nnx.Module, blocks: Blocks, fn: Callable[[Any], Array]
+) -> dict[str, list[int]]:
+    """The rows that each layer sees at each call in a backward pass of fn(model), in its order.
+
+    Nothing is computed. A layer that is not called is missing.
+    """
+    copy: Any = nnx.merge(*nnx.split(model), copy=True)
+    counts: dict[str, list[int]] = {}
+    counters = {b.name: RowCounter(b, KroneckerExpand(), counts=counts) for b in blocks}
+    tap(copy, counters, jnp.dtype("float32"))
+    split: Any = nnx.split(copy, CurvatureTap, ...)
+    graph, taps, rest = split
+    jax.eval_shape(jax.grad(lambda taps: fn(nnx.merge(graph, taps, rest, copy=True))), taps)
+    return counts
+
+
 def _layers(model: nnx.Module) -> Iterator[tuple[Any, LayerBlock]]:
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module):
@@ -148,53 +185,44 @@ def _known(cls: type) -> type[nnx.Module] | None:
 
 
 def _block(name: str, layer: Any) -> LayerBlock | None:
-    prefix = f"{name}/" if name else ""
-    name = name or "model"
+    """The parameters of a layer (of its beliefs, the means), or None if it is not observed."""
+    cls, prefix, suffix = _known(type(layer)), f"{name}/" if name else "", ""
     if isinstance(layer, nn.Dense | nn.LayerNorm):
-        return _bayesian_block(name, prefix, layer)
-    base = _known(type(layer))
-    if base is None:
+        cls, suffix = layer.flax_type, "/mean"
+    elif cls is None or not _is_plain(cls, layer):
         return None
-    if base is nnx.Embed:
-        shape = layer.embedding.shape
-        return row_block(EmbeddingBlock, name, [f"{prefix}embedding"], [shape], shape[:-2])
-    if base in (nnx.LayerNorm, nnx.RMSNorm):
-        return _norm_block(name, prefix, layer)
-    present = [leaf for leaf in ("kernel", "bias") if getattr(layer, leaf) is not None]
-    shapes = [tuple(getattr(layer, leaf).shape) for leaf in present]
-    num_outputs, num_axes = 1, 2
-    if base is nnx.LinearGeneral:
-        if layer.batch_axis:
-            return None
-        num_outputs = len(layer.out_features)
-        num_axes = num_outputs + len(layer.in_features)
-    elif base is nnx.Conv:
-        if not is_plain_conv(layer):
-            return None
-        num_axes = len(layer.kernel_size) + 2
-    stack = shapes[0][: len(shapes[0]) - num_axes]
-    return dense_block(name, [prefix + leaf for leaf in present], shapes, num_outputs, stack)
-
-
-def _norm_block(name: str, prefix: str, layer: Any) -> LayerBlock | None:
-    if layer.axis_name is not None or (layer.reduction_axes, layer.feature_axes) != (-1, -1):
+    names = ("scale", "bias") if cls in NORMS else ("kernel", "embedding", "bias")
+    found = {leaf: getattr(layer, leaf, None) for leaf in names}
+    arrays = {leaf: x.mean if suffix else x for leaf, x in found.items() if x is not None}
+    if not arrays:
         return None
-    present = [leaf for leaf in ("scale", "bias") if getattr(layer, leaf, None) is not None]
-    if not present:
-        return None
-    shapes = [tuple(getattr(layer, leaf).shape) for leaf in present]
-    return row_block(NormBlock, name, [prefix + leaf for leaf in present], shapes, shapes[0][:-1])
+    leaves = [f"{prefix}{leaf}{suffix}" for leaf in arrays]
+    shapes = [tuple(array.shape) for array in arrays.values()]
+    name, first = name or "model", shapes[0]
+    if cls is nnx.Embed:
+        return row_block(EmbeddingBlock, name, leaves, shapes, first[:-2])
+    if cls in NORMS:
+        return row_block(NormBlock, name, leaves, shapes, first[:-1])
+    num_inputs, num_outputs = 1, 1
+    if cls is nnx.LinearGeneral:
+        num_inputs, num_outputs = len(layer.in_features), len(layer.out_features)
+    elif cls is nnx.Conv:
+        num_inputs = len(layer.kernel_size) + 1
+    stack = first[: len(first) - num_inputs - num_outputs]
+    return dense_block(name, leaves, shapes, num_outputs, stack)
 
 
-def _bayesian_block(name: str, prefix: str, layer: nn.Dense | nn.LayerNorm) -> LayerBlock:
-    """The means of a layer's beliefs."""
-    first = "kernel" if isinstance(layer, nn.Dense) else "scale"
-    present = [leaf for leaf in (first, "bias") if getattr(layer, leaf) is not None]
-    leaves = [f"{prefix}{leaf}/mean" for leaf in present]
-    shapes = [tuple(getattr(layer, leaf).mean.shape) for leaf in present]
-    if isinstance(layer, nn.LayerNorm):
-        return row_block(NormBlock, name, leaves, shapes, shapes[0][:-1])
-    return dense_block(name, leaves, shapes, 1, shapes[0][:-2])
+def _is_plain(cls: type, layer: Any) -> bool:
+    """Whether a layer of Flax has no option that its arrangement leaves out."""
+    if cls is nnx.LinearGeneral:
+        return not layer.batch_axis
+    if cls in NORMS:
+        axes = (layer.reduction_axes, layer.feature_axes)
+        return layer.axis_name is None and axes == (-1, -1)
+    if cls is nnx.Conv:
+        plain = layer.feature_group_count == 1 and getattr(layer, "mask", None) is None
+        return plain and (not isinstance(layer.padding, str) or layer.padding in ("SAME", "VALID"))
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,12 +252,6 @@ class ObservedNorm(_Observed, NormParams):
     """`NormParams`, observed at their normalised inputs."""
 
 
-def _observed_params(params: Any, statistic: Statistic, dummies: dict[str, Array]) -> Any:
-    if isinstance(params, DenseParams):
-        return ObservedDense(params.kernel, params.bias, statistic=statistic, dummies=dummies)
-    return ObservedNorm(params.scale, params.bias, statistic=statistic, dummies=dummies)
-
-
 def _dummies(layer: Any) -> dict[str, Array]:
     names = layer.statistic.zeros()
     return {name: getattr(layer, f"tap_{name}")[...] for name in names}
@@ -242,7 +264,9 @@ def _tapped(cls: type) -> type:
         plain: Any = cls.params  # a property
 
         def params(self: Any) -> Any:
-            return _observed_params(plain.fget(self), self.statistic, _dummies(self))
+            own = plain.fget(self)
+            observed = ObservedDense if isinstance(own, DenseParams) else ObservedNorm
+            return observed(**vars(own), statistic=self.statistic, dummies=_dummies(self))
 
         return type(f"Tapped{cls.__name__}", (cls,), {"params": property(params)})
     base = _known(cls)

@@ -1,28 +1,16 @@
 """Parameter trees as flat dictionaries of arrays by path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import optax
-
-Array = jax.Array
+from jax import Array
 
 
 def path_name(path: tuple[Any, ...]) -> str:
     """The path of a leaf, joined by "/", without the `value` of a variable."""
-    parts = []
-    for key in path:
-        for attribute in ("key", "name", "idx"):
-            if hasattr(key, attribute):
-                part = str(getattr(key, attribute))
-                break
-        else:
-            part = str(key)
-        if not (part == "value" and isinstance(key, jax.tree_util.GetAttrKey)):
-            parts.append(part)
-    return "/".join(parts)
+    keys = (key for key in path if key != jax.tree_util.GetAttrKey("value"))
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def flatten(tree: Any) -> dict[str, Array]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING
 
-import jax
+from jax import Array
 
 from moment_jax.posterior.prior import GaussianPrior
-
-Array = jax.Array
 
 
 class Posterior(abc.ABC):
@@ -162,25 +160,20 @@ class Posterior(abc.ABC):
             )
 
     @abc.abstractmethod
-    def _noise_variance(self, mean: Array, variance: Array) -> Array:
-        """See `noise_variance`."""
+    def _noise_variance(self, mean: Array, variance: Array) -> Array: ...
 
     @abc.abstractmethod
-    def _noise_block(self, moment: Array) -> Array:
-        """See `noise_block`."""
+    def _noise_block(self, moment: Array) -> Array: ...
 
     @abc.abstractmethod
-    def _input_metric(self) -> Array:
-        """See `input_metric`."""
+    def _input_metric(self) -> Array: ...
 
     @abc.abstractmethod
-    def _rows(self, indices: Array) -> Posterior:
-        """See `rows`."""
+    def _rows(self, indices: Array) -> Posterior: ...
 
     @abc.abstractmethod
-    def _transpose(self) -> Posterior:
-        """See `transpose`."""
+    def _transpose(self) -> Posterior: ...
 
     def _vector_cov(self) -> Array | None:
-        """See `vector_cov`; None if the family holds kernels alone."""
+        """None if the family holds kernels alone."""
         return None

@@ -6,14 +6,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.linalg import nonnegative, psd_logdet, psd_sqrt
+from moment_jax.posterior.linalg import nonnegative, outer, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
-
-Array = jax.Array
 
 
 @register_fields
@@ -43,6 +42,7 @@ class MatrixNormal(Posterior):
     mean: Array
     in_cov: Array
     out_cov: Array
+    uncorrelated = False
 
     def __post_init__(self) -> None:
         call = "MatrixNormal(mean, in_cov, out_cov)"
@@ -57,11 +57,6 @@ class MatrixNormal(Posterior):
         )
         check_variances(call, self.in_cov, "i")
         check_variances(call, self.out_cov, "o")
-
-    @property
-    def uncorrelated(self) -> bool:
-        """False: entries are correlated."""
-        return False
 
     def sample(self, key: Array) -> Array:
         """Draw mean + root(A) z root(B); see `Posterior.sample`."""
@@ -85,10 +80,10 @@ class MatrixNormal(Posterior):
 
     def _noise_variance(self, mean: Array, variance: Array) -> Array:
         total = variance @ diagonal_of(self.in_cov) + jnp.sum((mean @ self.in_cov) * mean, axis=-1)
-        return _outer(nonnegative(total), diagonal_of(self.out_cov))
+        return outer(nonnegative(total), diagonal_of(self.out_cov))
 
     def _noise_block(self, moment: Array) -> Array:
-        return _outer(jnp.einsum("...ij,ij->...", moment, self.in_cov), self.out_cov)
+        return outer(jnp.einsum("...ij,ij->...", moment, self.in_cov), self.out_cov)
 
     def _input_metric(self) -> Array:
         return self.in_cov * jnp.sum(diagonal_of(self.out_cov))
@@ -99,12 +94,6 @@ class MatrixNormal(Posterior):
 
     def _transpose(self) -> MatrixNormal:
         return MatrixNormal(self.mean.T, self.out_cov, self.in_cov)
-
-
-def _outer(total: Array, cov: Array) -> Array:
-    """(...) times an array: (..., *cov.shape)."""
-    shape = (*total.shape, *cov.shape)
-    return jnp.expand_dims(total, range(total.ndim, len(shape))) * jnp.broadcast_to(cov, shape)
 
 
 def _factor_shapes(mean: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -138,6 +127,7 @@ class FullNormal(Posterior):
 
     mean: Array
     cov: Array
+    uncorrelated = False
 
     def __post_init__(self) -> None:
         # A stack of beliefs has leading axes that mean and cov share.
@@ -150,11 +140,6 @@ class FullNormal(Posterior):
             self.cov,
         )
         check_variances("FullNormal(mean, cov)", self.cov, "abcdefgh"[: max(num_axes, 0)])
-
-    @property
-    def uncorrelated(self) -> bool:
-        """False: entries are correlated."""
-        return False
 
     def sample(self, key: Array) -> Array:
         """Draw mean + root(Cov) z; see `Posterior.sample`."""

@@ -1,26 +1,20 @@
 """Draws of all weights of a network at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.posterior.base import Posterior
-
-Array = jax.Array
 
 
 def sample_params(params: Any, key: Array) -> Any:
     """One draw of the weights: the same pytree, with an array in place of every belief.
 
-    Beliefs are drawn independently of each other. Other leaves and None are returned unchanged.
-
-    Args:
-      params: any pytree with `Posterior` leaves, such as `EncoderBlockParams`.
-      key: a JAX random key.
+    The tree is any with `Posterior` leaves, such as `EncoderBlockParams`. Beliefs are drawn
+    independently of each other. Other leaves and None are returned unchanged.
 
     >>> import moment_jax as mj
     >>> kernel = mj.posterior.Factorized(jnp.zeros((2, 3)), jnp.ones((2, 3)))

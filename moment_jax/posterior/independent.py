@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import (
     check_fields,
@@ -15,10 +16,9 @@ from moment_jax.covariance.fields import (
 )
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.linalg import outer
 from moment_jax.posterior.prior import GaussianPrior, divergence, log_density
 from moment_jax.xla import diagonal_matrix, diagonal_of
-
-Array = jax.Array
 
 
 @register_fields
@@ -202,10 +202,10 @@ class OutputShared(Posterior):
         return divergence(prior, self.mean, self.marginal_variance(), log_variance)
 
     def _noise_variance(self, mean: Array, variance: Array) -> Array:
-        return self._times_variance(jnp.sum(variance + mean**2, axis=-1))
+        return outer(jnp.sum(variance + mean**2, axis=-1), self.variance)
 
     def _noise_block(self, moment: Array) -> Array:
-        return diagonal_matrix(self._times_variance(jnp.sum(diagonal_of(moment), axis=-1)))
+        return diagonal_matrix(outer(jnp.sum(diagonal_of(moment), axis=-1), self.variance))
 
     def _input_metric(self) -> Array:
         return jnp.broadcast_to(jnp.sum(self.variance), self.shape[:1])
@@ -219,11 +219,6 @@ class OutputShared(Posterior):
 
     def _per_entry(self, per_output: Array) -> Array:
         return jnp.broadcast_to(per_output[..., None, :], self.shape)
-
-    def _times_variance(self, total: Array) -> Array:
-        """(...) to (..., out)."""
-        shape = (*total.shape, *self.variance.shape)
-        return total[..., None] * jnp.broadcast_to(self.variance, shape)
 
 
 def _variance_shape(mean: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,13 +1,10 @@
-"""Square root and log-determinant of covariance matrices that may be singular."""
-
-from __future__ import annotations
+"""Square root and log-determinant of covariance matrices that may be singular, and products."""
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.xla import diagonal_of
-
-Array = jax.Array
 
 
 @jax.custom_jvp
@@ -76,3 +73,9 @@ def _logdet_and_factor(cov: Array) -> tuple[Array, Array]:
 def nonnegative(variance: Array) -> Array:
     """The variance, with negative rounding errors set to zero; at zero the gradient passes."""
     return jnp.where(variance < 0, 0, variance)
+
+
+def outer(total: Array, cov: Array) -> Array:
+    """(...) times an array: (..., *cov.shape)."""
+    shape = (*total.shape, *cov.shape)
+    return jnp.expand_dims(total, range(total.ndim, len(shape))) * jnp.broadcast_to(cov, shape)

@@ -1,16 +1,12 @@
 """The Gaussian prior, its log density, and the KL divergence from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import register_fields
-
-Array = jax.Array
 
 
 @register_fields
@@ -47,14 +43,8 @@ def divergence(prior: GaussianPrior, mean: Array, variance: Array, log_variance:
     """KL(N(mean, Cov) || prior), a scalar, for any covariance of the entries.
 
     The prior's entries are independent, so only the diagonal and the log-determinant of Cov matter.
-    The latter is passed as one term per entry, so that large terms cancel before they are summed.
-
-    Args:
-      prior: the prior.
-      mean: mean of the belief.
-      variance: variance of each entry, of the mean's shape.
-      log_variance: of the mean's shape, with the sum log det Cov: for independent entries, the log of
-        each variance; -inf where Cov is singular.
+    The latter is passed as one term per entry, so that large terms cancel before they are summed: for
+    independent entries the log of each variance; -inf where Cov is singular.
 
     Source: Transformer derivation, Eq. 12, extended to any prior and covariance.
     """

@@ -1,18 +1,15 @@
 """`Reshaped`: a belief about a matrix, presented as an array of another shape."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.prior import GaussianPrior
-
-Array = jax.Array
 
 
 @jax.tree_util.register_dataclass

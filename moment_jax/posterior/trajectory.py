@@ -1,7 +1,5 @@
 """Beliefs from a training run: from its iterates, or from its second moments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,8 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from moment_jax.posterior.independent import Factorized
-
-Array = jax.Array
 
 
 def swag(iterates: Iterable[Any]) -> Any:

@@ -1,7 +1,5 @@
 """Attention, recognised by what it computes: softmax of products of two projections, times a third."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -12,17 +10,16 @@ import numpy as np
 from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.seen import pool_seen
+from moment_jax.posterior import Point
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.dense import branches_of, product_places
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.heads import Layout, find_layout, find_scores
 from moment_jax.propagation.moments import Moments, as_rows
 from moment_jax.propagation.primitives import is_known, is_view, moved
-from moment_jax.propagation.projections import Projection, certain_output, projection
+from moment_jax.propagation.projections import Projection, projection
 from moment_jax.propagation.propagator import Pooled, Propagator, as_weight, pattern
 from moment_jax.propagation.regions import compute, stand_in
-
-Array = jax.Array
 
 
 class Core(NamedTuple):
@@ -45,8 +42,8 @@ def _attention(propagator: Propagator, node: Node) -> Moments | None:
         return None
     core = _core(propagator, node)
     if core is not None:
-        output = certain_output(core.num_heads * core.width, core.query.mean.dtype)
-        return _moments(propagator, node, core, output, core.places)
+        identity = jnp.eye(core.num_heads * core.width, dtype=core.query.mean.dtype)
+        return _moments(propagator, node, core, DenseParams(Point(identity)), core.places)
     for side in (0, 1):
         weight = as_weight(node.operands[1 - side])
         if weight is None:

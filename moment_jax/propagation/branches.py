@@ -8,16 +8,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.covariance.separable_noise import average_gain
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent, average_kernel
 from moment_jax.layers.norm_tangent import NormTangent
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,22 +72,14 @@ class Branch:
     """A sequence linearised in another, x: an optional normalisation, then paths or attention.
 
     Arrays serve as identities: x is recognised by the object `mean`.
-
-    Args:
-      mean: E[x].
-      inner: mean of what enters the paths: x, or x normalised.
-      entered: its covariance.
-      norm: the normalisation, if any.
-      paths: summed; empty if nothing follows the normalisation.
-      attention: replaces the paths.
     """
 
-    mean: Array
-    inner: Array
-    entered: Covariance
+    mean: Array  # E[x]
+    inner: Array  # mean of what enters the paths: x, or x normalised
+    entered: Covariance  # of the same
     norm: NormTangent | None = None
-    paths: tuple[Path, ...] = ()
-    attention: AttentionTangent | None = None
+    paths: tuple[Path, ...] = ()  # summed; empty if nothing follows the normalisation
+    attention: AttentionTangent | None = None  # replaces the paths
 
     def tangent(self, num_tokens: int) -> Any:
         """The tangent for `layers.residual`, or None."""

@@ -1,13 +1,11 @@
 """Products with weights: dense layers with any arrangement of axes, biases and gains."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
+from jax import Array
 
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import DenseParams
@@ -18,8 +16,6 @@ from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh, taken
 from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
-
-Array = jax.Array
 
 
 class Dense(NamedTuple):
@@ -108,22 +104,19 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
         weight = as_weight(node.operands[1 - side])
         if weight is None:
             continue
-        minus = node.op == "sub"
         if isinstance(node.operands[side], Weight):  # two independent weights
             return None
         m = spread(propagator.moments(node.operands[side]), node.shape)
         tokens, features = m.natural()
         mean, cov = m.sequence(tokens, features)
         shift, parts = _noise(propagator, weight, node, m, tokens, features)
-        other_sign = -1 if minus and side == 0 else 1
-        own_sign = -1 if minus and side == 1 else 1
-        total = own_sign * mean + other_sign * shift
         cov = cov.add(*parts) if parts else cov
-        out = fresh(total, cov, node.shape, tokens, features)
-        if own_sign == -1:
-            return out
+        if node.op == "sub" and side == 1:
+            return fresh(shift - mean, cov, node.shape, tokens, features)
+        total = mean - shift if node.op == "sub" else mean + shift
         propagator.note(node, "bias" if parts else "shift", "independent" if parts else "")
-        return dataclasses.replace(out, branches=branches_of(m, mean, tokens, features))
+        branches = branches_of(m, mean, tokens, features)
+        return fresh(total, cov, node.shape, tokens, features, branches)
     return None
 
 
@@ -179,9 +172,7 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
                 )
             scaled = scaled.add(cov.gain_noise(mean, vector.vector_cov()))
         propagator.note(node, "gain", "input and gain independent" if noise else "")
-        return dataclasses.replace(
-            fresh(mean * shift, scaled, node.shape, tokens, features), branches=branches
-        )
+        return fresh(mean * shift, scaled, node.shape, tokens, features, branches)
     return None
 
 

@@ -1,8 +1,5 @@
 """Elementwise functions of one random array, recognised by their values."""
 
-from __future__ import annotations
-
-import dataclasses
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,6 +7,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
@@ -19,8 +17,6 @@ from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, fresh, taken
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
-
-Array = jax.Array
 
 
 @pattern
@@ -52,10 +48,10 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         out, out_cov = moments.mean, cov.elementwise(moments)
         branches = through_gain(before, moments.gain, cov, out_cov, mean)
     slopes = jnp.broadcast_to(slope if name == "linear" else moments.gain, mean.shape)
-    own = fresh(out, out_cov, node.shape, tokens, features)
+    own = fresh(out, out_cov, node.shape, tokens, features, branches)
     node.line = source, m.array(), taken(slopes, own.places), own.array()
     propagator.note(node, name, "" if name == "linear" else "its input Gaussian")
-    return dataclasses.replace(own, branches=branches)
+    return own
 
 
 def _moments(

@@ -1,7 +1,5 @@
 """Errors of `propagate`: operations without a rule, and inputs with the wrong batch axes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +20,8 @@ def refuse(what: str, source: Any, fix: str) -> PropagationError:
 def where(source: Any) -> str:
     """File and line of the innermost frame outside JAX, Flax and this library.
 
-    Args:
-      source: `eqn.source_info`, or several: an equation's and those of the calls around it, innermost
-        first. A cached trace carries the line of its first call; the enclosing call has the right one.
+    A source is `eqn.source_info`, or several: an equation's and those of the calls around it, innermost
+    first. A cached trace carries the line of its first call; the enclosing call has the right one.
     """
     sources = source if isinstance(source, tuple) else (source,)
     lines = [_lines(one) for one in sources]
@@ -45,14 +42,8 @@ def _lines(source: Any) -> list[str]:
     ]
 
 
-_INNER = (
-    "/jax/",
-    "/flax/",
-    "/moment_jax/propagation/",
-    "/moment_jax/nn/any_model",
-    "/einops/",
-    sys.prefix,
-)
+_OWN = ("/moment_jax/propagation/", "/moment_jax/nn/any_model")
+_INNER = ("/jax/", "/flax/", "/einops/", sys.prefix, *_OWN)
 
 
 def takes(fn: Callable[..., Any], *inputs: Any) -> bool:

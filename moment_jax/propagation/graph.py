@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend import core
 
 from moment_jax.posterior import Point, Posterior
@@ -19,7 +21,6 @@ from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.primitives import evaluate, is_known, is_view, moved, uniform
 from moment_jax.propagation.weights import Weight, affine
 
-Array = jax.Array
 Value = Any  # an array, a `Weight`, or a `Node`
 _count = itertools.count()
 
@@ -69,12 +70,7 @@ def is_random(value: Value) -> bool:
 DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
-class _Belief:
-    """The primitive of a weight that is used as a random array."""
-
-    name = "belief"
-
-
+_BELIEF = SimpleNamespace(name="belief")  # the primitive of a weight used as a random array
 _PRODUCTS = {"dot_general", "conv_general_dilated", "gather", "concatenate"}
 _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
@@ -82,9 +78,8 @@ _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 class Recorder:
     """Builds the graph of a jaxpr.
 
-    Args:
-      before: an earlier walk. A belief that it met in several forms, such as w and 2 w, or a stack and
-        its rows, then stays one belief; two beliefs about one weight would count as independent.
+    A belief that an earlier walk, `before`, met in several forms, such as w and 2 w, or a stack and its
+    rows, stays one belief; two beliefs about one weight would count as independent.
     """
 
     def __init__(self, before: Recorder | None = None) -> None:
@@ -118,7 +113,10 @@ class Recorder:
         """Results of an equation."""
         name = eqn.primitive.name
         if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
-            return self._computed(eqn, operands)
+            results = evaluate(eqn.primitive, operands, eqn.params)
+            if name in DRAWS or any(id(x) in self.drawn for x in operands):
+                self.drawn.update({id(x): x for x in results})
+            return results
         if name == "cond":
             return self._branch(eqn, operands)
         if name == "scan":
@@ -156,12 +154,6 @@ class Recorder:
             return self.run(jaxpr, consts, operands)
         finally:
             self.calls = before
-
-    def _computed(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        results = evaluate(eqn.primitive, operands, eqn.params)
-        if eqn.primitive.name in DRAWS or any(id(x) in self.drawn for x in operands):
-            self.drawn.update({id(x): x for x in results})
-        return results
 
     def _weight(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
         weight, *rest = operands
@@ -206,7 +198,7 @@ class Recorder:
         """A weight as a node."""
         self._use(weight)
         if id(weight) not in self.beliefs:
-            one = Node(_Belief, {}, (weight,), weight.shape, weight.dtype, source)
+            one = Node(_BELIEF, {}, (weight,), weight.shape, weight.dtype, source)
             self.beliefs[id(weight)] = one
         return self.beliefs[id(weight)]
 

@@ -1,7 +1,5 @@
 """The layout of attention: which entries of scores and weights belong to which head, query and key."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,18 +1,15 @@
 """`linearised`: the predictive distribution of the network linearised in its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance import Full
 from moment_jax.posterior import FullNormal, MatrixNormal, Point, Posterior, Reshaped
 from moment_jax.propagation.errors import explain
-
-Array = jax.Array
 
 
 def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:

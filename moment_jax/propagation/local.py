@@ -1,24 +1,12 @@
 """Linearises operations that no structured rule covers."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 
+from moment_jax.propagation import origins
 from moment_jax.propagation.errors import PropagationError, refuse
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
-from moment_jax.propagation.origins import (
-    LARGEST,
-    as_sequence,
-    between,
-    dominator,
-    joint,
-    knows_its_weights,
-    share_a_weight,
-    values,
-    weights_of,
-)
 from moment_jax.propagation.primitives import VIEWS
 from moment_jax.propagation.propagator import LAST, PATTERNS, RULES, Propagator, rule
 from moment_jax.propagation.regions import BY_ROW
@@ -33,24 +21,24 @@ def _linearised(propagator: Propagator, node: Node) -> Moments | None:
     if not node.nodes or not jnp.issubdtype(node.dtype, jnp.floating):
         return None
     source = _source(node, propagator.tied)
-    weights = weights_of(node, source)
-    for inner in between(node, source):
+    weights = origins.weights_of(node, source)
+    for inner in origins.between(node, source):
         if inner.op != "belief" and (inner.op == "argmax" or inner.op not in {**RULES, **LAST}):
             propagator.moments(inner)  # raises
-    cov = joint(propagator, [node], source, weights)
+    cov = origins.joint(propagator, [node], source, weights)
     if cov is None:
         raise refuse(
             f"`{node.op}` of random {', '.join(str(tuple(np.shape(x))) for x in node.operands)}, which "
-            f"has no rule and a Jacobian of more than {LARGEST} entries",
+            f"has no rule and a Jacobian of more than {origins.LARGEST} entries",
             node.source,
             f'Register a rule with mj.propagation_rule("{node.op}"), or compute this part from certain '
             "weights.",
         )
     known = {} if source is None else {source: propagator.moments(source).array()}
-    (mean,) = values([node], {n: x.astype(n.dtype) for n, x in known.items()})
+    (mean,) = origins.values([node], {n: x.astype(n.dtype) for n, x in known.items()})
     tokens, features = _axes(propagator, node)
     index = np.arange(mean.size).reshape(node.shape)
-    dense = as_sequence(cov, index, index, tokens, features)
+    dense = origins.as_sequence(cov, index, index, tokens, features)
     mean = as_rows(mean, tokens, features)
     propagator.note(node, "linearised", "weights independent of what they are applied to")
     return fresh(mean, propagator.structure.project(dense), node.shape, tokens, features)
@@ -58,15 +46,20 @@ def _linearised(propagator: Propagator, node: Node) -> Moments | None:
 
 def _source(node: Node, tied: bool) -> Node | None:
     """The nearest dominator that shares no weights with what lies between it and the node."""
-    source = dominator(list(node.nodes), tied)
-    while source is not None and weights_of(node, source).keys() & weights_of(source, None).keys():
-        source = dominator(list(source.nodes), tied)
+
+    def apart(source: Node) -> bool:
+        before = origins.weights_of(source, None)
+        return not origins.weights_of(node, source).keys() & before.keys()
+
+    source = origins.dominator(list(node.nodes), tied)
+    while source is not None and not apart(source):
+        source = origins.dominator(list(source.nodes), tied)
     return source
 
 
 def _tied(propagator: Propagator, node: Node) -> Moments | None:
     """Weights applied to arrays that depend on them: tied embeddings or projections, repeated layers."""
-    if not propagator.tied or not (knows_its_weights(node) or share_a_weight(node)):
+    if not propagator.tied or not (origins.knows_its_weights(node) or origins.share_a_weight(node)):
         return None
     try:
         return _linearised(propagator, node)

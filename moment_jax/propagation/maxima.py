@@ -1,19 +1,17 @@
 """Maxima over windows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.windows import pool_places
-
-Array = jax.Array
 
 
 @rule("reduce_window_max")
@@ -38,43 +36,29 @@ def _window_max(propagator: Propagator, node: Node) -> Moments:
     mean, shares, variance = _largest(means, between)
     gated = cov.rescale(jnp.concatenate(shares, axis=1))
     linear = gated.map_features(jnp.concatenate([jnp.eye(size, dtype=mean.dtype)] * count))
-    moments = _Exact(variance, linear.variance())
+    # The variances are these; the linear part shrinks where its own are larger.
+    own = linear.variance()
+    ratio = jnp.where(own > variance, variance / jnp.where(own > 0, own, 1), 1)
+    moments = ElementwiseMoments(mean, variance, jnp.sqrt(ratio), jnp.zeros_like(variance))
     propagator.note(node, "maximum over windows", "entries Gaussian, maxima too (Clark)")
     return fresh(mean, linear.elementwise(moments), node.shape, tokens, features)
 
 
-class _Exact:
-    """Elementwise moments that set the variances; the linear part shrinks where it is too large."""
-
-    def __init__(self, variance: Array, linear: Array) -> None:
-        self.variance = variance
-        ratio = jnp.where(linear > variance, variance / jnp.where(linear > 0, linear, 1), 1)
-        self.gain = jnp.sqrt(ratio)
-        self.second = jnp.zeros_like(variance)
-
-
 def _between(cov: Any, seen: np.ndarray) -> list[list[Array]]:
     """Covariances of every pair of entries of a window, (T, D) each."""
-    t, d, count = seen.shape
-    flat = seen.reshape(t * d, count)
-    token, feature = np.divmod(flat, cov.shape[1])
-    if hasattr(cov, "variances"):
-        own = cov.variance().reshape(-1)[flat]
+    token, feature = np.divmod(seen, cov.shape[1])
+    independent, correlated = hasattr(cov, "variances"), hasattr(cov, "token_correlation")
+    dense: Any = None if independent or correlated else cov.to_dense()
 
-        def pair(i: int, j: int) -> Array:
-            return own[:, i] if i == j else jnp.zeros(t * d, own.dtype)
-    elif hasattr(cov, "token_correlation"):
-        scale = cov.scale.reshape(-1)[flat]
+    def pair(i: int, j: int) -> Array:
+        (t, d), (s, e) = ((token[:, :, k], feature[:, :, k]) for k in (i, j))
+        if independent:
+            return cov.variance()[t, d] if i == j else jnp.zeros(t.shape, cov.dtype)
+        if correlated:
+            return cov.scale[t, d] * cov.scale[s, e] * cov.token_correlation[t, s]
+        return dense[t, d, s, e]
 
-        def pair(i: int, j: int) -> Array:
-            return scale[:, i] * scale[:, j] * cov.token_correlation[token[:, i], token[:, j]]
-    else:
-        dense_cov = cov.to_dense()
-
-        def pair(i: int, j: int) -> Array:
-            return dense_cov[token[:, i], feature[:, i], token[:, j], feature[:, j]]
-
-    return [[pair(i, j).reshape(t, d) for j in range(count)] for i in range(count)]
+    return [[pair(i, j) for j in range(seen.shape[2])] for i in range(seen.shape[2])]
 
 
 def _largest(means: list[Array], between: list[list[Array]]) -> tuple[Array, list[Array], Array]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import Covariance, Diagonal, Full, Separable
 from moment_jax.covariance.numerics import weighted
@@ -17,7 +18,6 @@ from moment_jax.covariance.numerics import weighted
 if TYPE_CHECKING:
     from moment_jax.propagation.branches import Branch
 
-Array = jax.Array
 Axes = tuple[int, ...]
 
 
@@ -27,18 +27,12 @@ class Moments:
 
     Reshapes, transposes, slices and repeats only change `places`; moments are recomputed when the array
     is used as a sequence with other tokens or features.
-
-    Args:
-      mean: (T, D).
-      cov: covariance of shape (T, D).
-      places: for each entry of the array, the flat index of its entry in (T, D); -1 where it is zero.
-      branches: how it depends on other random arrays, for residual sums and products.
     """
 
-    mean: Array
+    mean: Array  # (T, D)
     cov: Covariance
-    places: np.ndarray
-    branches: tuple[Branch, ...] = ()
+    places: np.ndarray  # of each entry of the array in the flat (T, D); -1 where it is zero
+    branches: tuple[Branch, ...] = ()  # dependence on other random arrays, for sums and products
     known: dict[Any, Any] = dataclasses.field(default_factory=dict)  # cache of `sequence`
 
     @property
@@ -71,24 +65,28 @@ class Moments:
     def sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
         """Mean and covariance of the array as a sequence with these token and feature axes, in order."""
         if (tokens, features) not in self.known:
-            self.known[tokens, features] = self._sequence(tokens, features)
+            order = as_rows(self.places, tokens, features)
+            same = np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape))
+            found = self.mean, self.cov
+            if not same:
+                found = taken(self.mean, order), gather(self.cov, order)
+            self.known[tokens, features] = found
         return self.known[tokens, features]
-
-    def _sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
-        order = as_rows(self.places, tokens, features)
-        if np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
-            return self.mean, self.cov
-        return taken(self.mean, order), gather(self.cov, order)
 
 
 def fresh(
-    mean: Array, cov: Covariance, shape: tuple[int, ...], tokens: Axes, features: Axes
+    mean: Array,
+    cov: Covariance,
+    shape: tuple[int, ...],
+    tokens: Axes,
+    features: Axes,
+    branches: tuple[Branch, ...] = (),
 ) -> Moments:
     """A random array of this shape from its moments as a sequence."""
     rest = tuple(i for i in range(len(shape)) if i not in (*tokens, *features))
     order = (*rest, *tokens, *features)
     places = np.arange(mean.size).reshape([shape[i] for i in order])
-    return Moments(mean, cov, places.transpose(np.argsort(order)))
+    return Moments(mean, cov, places.transpose(np.argsort(order)), branches)
 
 
 def as_rows(array: Any, tokens: Axes, features: Axes, *last: int) -> Any:

@@ -1,8 +1,5 @@
 """Normalisations over features or groups, and softmax, recognised by their values."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +21,7 @@ from moment_jax.propagation.primitives import VIEWS, is_known, uniform
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, follow, sources
 
-Array = jax.Array
+RowFunction = Callable[[np.ndarray], np.ndarray]
 
 
 class Normalization(NamedTuple):
@@ -64,8 +61,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         kernel = jnp.asarray(kind, mean.dtype)
         branches = through_dense(branches_of(m, mean, tokens, axes), mean, cov, kernel)
         propagator.note(node, "linear map of the features")
-        out = fresh(mean @ kernel, cov.map_features(kernel), node.shape, tokens, axes)
-        return dataclasses.replace(out, branches=branches)
+        cov = cov.map_features(kernel)
+        return fresh(mean @ kernel, cov, node.shape, tokens, axes, branches)
     if isinstance(kind, str):
         propagator.note(node, "softmax", "its input Gaussian")
         return fresh(*softmax(mean, cov), node.shape, tokens, axes)
@@ -77,8 +74,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         out_mean, out_cov = out_mean * factor, out_cov.rescale(factor)
         tangent = tangent._replace(scale=factor)
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    out = fresh(out_mean, out_cov, node.shape, tokens, axes)
-    return dataclasses.replace(out, branches=(Branch(mean, out_mean, out_cov, tangent),))
+    branch = Branch(mean, out_mean, out_cov, tangent)
+    return fresh(out_mean, out_cov, node.shape, tokens, axes, (branch,))
 
 
 def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
@@ -104,10 +101,7 @@ def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
 
 
 def recognised_rows(
-    fn: Callable[[np.ndarray], np.ndarray],
-    shape: tuple[int, ...],
-    dtype: jnp.dtype,
-    axes: tuple[int, ...],
+    fn: RowFunction, shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[int, ...]
 ) -> Normalization | np.ndarray | str | None:
     """A normalisation, "softmax", the matrix of a linear map of the features, or None."""
     x = np.random.default_rng(0).normal(size=shape)
@@ -142,11 +136,7 @@ def recognised_rows(
 
 
 def _matrix(
-    fn: Callable[[np.ndarray], np.ndarray],
-    x: np.ndarray,
-    y: np.ndarray,
-    axes: tuple[int, ...],
-    close: float,
+    fn: RowFunction, x: np.ndarray, y: np.ndarray, axes: tuple[int, ...], close: float
 ) -> np.ndarray | None:
     """The matrix (D, D) of a linear map of the features, or None."""
     lead = tuple(i for i in range(x.ndim) if i not in axes)

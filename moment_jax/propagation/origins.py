@@ -1,7 +1,5 @@
 """Dense covariances of arrays with a common origin, for cases without a structured rule."""
 
-from __future__ import annotations
-
 import itertools
 from functools import singledispatch
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import Diagonal, Separable, TokenBlock, TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
@@ -20,21 +19,20 @@ from moment_jax.propagation.primitives import evaluate
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import diagonal_of
 
-Array = jax.Array
 LARGEST = 2**24  # most entries of a Jacobian
 
 
 def dominator(roots: list[Node], tied: bool) -> Node | None:
     """The nearest array through which all random paths to the roots pass, or None.
 
-    Args:
-      roots: one or more nodes.
-      tied: whether any weight is used more than once; then the array must share no weights with what
-        lies between it and the roots.
+    If any weights are tied, it shares none with what lies between it and the roots.
     """
 
     def unfit(n: Node) -> bool:
-        return not jnp.issubdtype(n.dtype, jnp.floating) or (tied and _tied(roots, n))
+        if not tied or not jnp.issubdtype(n.dtype, jnp.floating):
+            return not jnp.issubdtype(n.dtype, jnp.floating)
+        before = weights_of(n, None)
+        return any(weights_of(root, n).keys() & before.keys() for root in roots)
 
     frontier = set(roots)
     while len(frontier) > 1 or any(map(unfit, frontier)):
@@ -42,11 +40,6 @@ def dominator(roots: list[Node], tied: bool) -> Node | None:
         frontier.remove(last)
         frontier.update(last.nodes)
     return next(iter(frontier), None)
-
-
-def _tied(roots: list[Node], source: Node) -> bool:
-    before = weights_of(source, None)
-    return any(weights_of(root, source).keys() & before.keys() for root in roots)
 
 
 def knows_its_weights(node: Node) -> bool:
@@ -86,9 +79,7 @@ def between(root: Node, source: Node | None) -> set[Node]:
 def values(roots: list[Node], known: dict[Any, Array]) -> list[Array]:
     """Values of the roots, elementwise functions being replaced by their expected linear maps.
 
-    Args:
-      roots: nodes.
-      known: values of nodes, and of posteriors by id.
+    `known` has values of nodes, and of posteriors by id.
     """
     memory = dict(known)
 
@@ -200,15 +191,7 @@ def dense_of(m: Moments) -> Array:
 def as_sequence(
     dense: Array, rows: np.ndarray, columns: np.ndarray, tokens: Axes, features: Axes
 ) -> Array:
-    """Covariance of two arrays' entries as one of sequences, (T, D, T, D).
-
-    Args:
-      dense: covariance of the entries, (size of a, size of b).
-      rows: for each entry of the result array, its entry of a.
-      columns: the same for b.
-      tokens: axes of the result array.
-      features: axes of the result array.
-    """
+    """Covariance (T, D, T, D) of a result's entries, which lie at `rows` and `columns` of `dense`."""
     r, c = (as_rows(x, tokens, features) for x in (rows, columns))
     return dense[r[:, :, None, None], c]
 

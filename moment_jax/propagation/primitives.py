@@ -1,7 +1,5 @@
 """Evaluates primitives on certain arrays, and on the places of random entries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,16 +1,15 @@
 """Arrays that are a dense layer of a random sequence, with their entries in any arrangement."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Point, Posterior
+from moment_jax.posterior import Posterior
 from moment_jax.propagation.dense import read_dense
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments
@@ -18,8 +17,6 @@ from moment_jax.propagation.primitives import is_known, is_view, moved, uniform
 from moment_jax.propagation.propagator import Propagator, as_weight
 from moment_jax.propagation.regions import compute, sources
 from moment_jax.propagation.weights import rescaled, select
-
-Array = jax.Array
 
 
 class Projection(NamedTuple):
@@ -147,8 +144,3 @@ def _with_turn(node: Node, source: Node, inner: Projection) -> Projection | None
     if not np.allclose(found, np.asarray(expected).reshape(-1, k), atol=1e-4):
         return None
     return inner._replace(turn=jnp.asarray(turn))
-
-
-def certain_output(width: int, dtype: Any) -> DenseParams:
-    """The identity as an output projection."""
-    return DenseParams(Point(jnp.eye(width, dtype=dtype)))

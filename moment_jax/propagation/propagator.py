@@ -1,7 +1,5 @@
 """Mean and covariance of any JAX function of random weights: interprets its jaxpr on moments."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.posterior import Point, Posterior
@@ -20,7 +19,6 @@ from moment_jax.propagation.receipt import Receipt, Step, costs, scope
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
-Array = jax.Array
 Rule = Callable[[Any, Node], Moments | None]
 
 
@@ -45,7 +43,7 @@ class Propagator:
         try:
             return one_pass()
         except Pooled as found:
-            self.begin(found.pool)
+            self.begin(*found.args)
             return one_pass()
 
     def moments(self, value: Value) -> Moments:
@@ -66,7 +64,7 @@ class Propagator:
             x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
-            cov = self.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+            cov = self.structure.zeros(mean.shape, mean.dtype)
             self._certain[key] = (array, self.pooled(fresh(mean, cov, x.shape, tokens, features)))
         return self._certain[key][1]
 
@@ -104,10 +102,6 @@ class Pooled(Exception):  # noqa: N818 (control flow, not an error)
     A token hidden by a causal mask or padding must not contribute to sums taken before the attention.
     """
 
-    def __init__(self, pool: Array) -> None:
-        super().__init__("restart with pooled sequences")
-        self.pool = pool
-
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
 RULES: dict[str, list[Rule]] = {}
@@ -138,10 +132,7 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
     The rule receives the first random operand as a sequence, mean (T, D) and covariance; the other
     operands as arrays (random ones by their mean, taken as independent); and the primitive's
     parameters. It returns the moments of the result in the same (T, D) layout, and takes precedence over
-    the library's rules.
-
-    Args:
-      primitive: name of the JAX primitive, as `jax.make_jaxpr` prints it.
+    the library's rules. Primitives have the names that `jax.make_jaxpr` prints.
 
     >>> import jax, jax.numpy as jnp
     >>> import moment_jax as mj

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
@@ -19,8 +20,6 @@ from moment_jax.propagation.origins import between, weights_of
 from moment_jax.propagation.primitives import is_view
 from moment_jax.propagation.regions import compute
 from moment_jax.propagation.weights import Weight
-
-Array = jax.Array
 
 
 class Step(NamedTuple):

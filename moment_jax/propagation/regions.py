@@ -1,19 +1,15 @@
 """Parts of the graph that depend on a single random array, as plain functions of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved, uniform
 from moment_jax.propagation.weights import Weight
-
-Array = jax.Array
 
 # fmt: off
 ELEMENTWISE = {

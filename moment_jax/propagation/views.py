@@ -1,7 +1,5 @@
 """Operations that move or add entries: views, sums, concatenation, assembly."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -9,28 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.layers.residual import residual
 from moment_jax.layers.seen import pool_as
+from moment_jax.propagation import origins
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.dense import branches_of, spread
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, fresh
-from moment_jax.propagation.origins import (
-    LARGEST,
-    as_sequence,
-    assumed,
-    common,
-    cross_of,
-    dominator,
-    with_cross,
-)
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, is_view, moved
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight
-
-Array = jax.Array
 
 
 @rule(*VIEWS)
@@ -70,7 +59,8 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
     tokens, features = a.natural() if a.mean.size >= b.mean.size else b.natural()
     (mean_a, cov_a), (mean_b, cov_b) = (m.sequence(tokens, features) for m in (a, b))
     sign = -1 if node.op == "sub" else 1
-    tied = propagator.tied and dominator(node.nodes, True) is not dominator(node.nodes, False)
+    starts = {origins.dominator(node.nodes, t) for t in (False, True)} if propagator.tied else ()
+    tied = len(starts) > 1
     if sign == 1 and not tied:
         for mean, cov, m, other, other_cov in (
             (mean_a, cov_a, b, mean_b, cov_b),
@@ -82,10 +72,10 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
                     propagator.note(node, "residual", "the branch linearised")
                     return fresh(*out, node.shape, tokens, features)
     cov = cov_a.add(cov_b)
-    cross = cross_of(propagator, node, node.operands, tokens, features)
+    cross = origins.cross_of(propagator, node, node.operands, tokens, features)
     if cross is not None:
-        cov = with_cross(cov, sign * cross)
-    propagator.note(node, "sum", assumed("addends", node.operands, cross is not None))
+        cov = origins.with_cross(cov, sign * cross)
+    propagator.note(node, "sum", origins.assumed("addends", node.operands, cross is not None))
     return fresh(mean_a + sign * mean_b, cov, node.shape, tokens, features)
 
 
@@ -164,16 +154,16 @@ def _concatenated(propagator: Propagator, node: Node) -> Moments:
         shown.append(np.take(index, range(start, start + size), axis).ravel())
         start += size
     for (a, at), (b, to) in itertools.combinations(zip(node.operands, shown, strict=True), 2):
-        if not (isinstance(a, Node) and isinstance(b, Node)) or index.size**2 > LARGEST:
+        if not (isinstance(a, Node) and isinstance(b, Node)) or index.size**2 > origins.LARGEST:
             continue
-        dense = common(propagator, a, b)
+        dense = origins.common(propagator, a, b)
         if dense is not None:
             cross = jnp.zeros((index.size, index.size), dense.dtype) if cross is None else cross
             cross = cross.at[at[:, None], to[None]].set(dense.astype(cross.dtype))
     mean, cov = total
     if cross is not None:
-        cov = with_cross(cov, as_sequence(cross, index, index, tokens, features))
-    propagator.note(node, "concatenate", assumed("parts", node.operands, cross is not None))
+        cov = origins.with_cross(cov, origins.as_sequence(cross, index, index, tokens, features))
+    propagator.note(node, "concatenate", origins.assumed("parts", node.operands, cross is not None))
     return fresh(mean, cov, node.shape, tokens, features)
 
 

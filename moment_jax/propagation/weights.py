@@ -22,22 +22,14 @@ from moment_jax.posterior import (
 from moment_jax.propagation.moments import Axes, Moments, as_rows
 from moment_jax.propagation.primitives import uniform
 
-Array = jax.Array
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A view of a belief's weights.
-
-    Args:
-      posterior: the belief.
-      places: for each entry of the view, the flat index of its weight.
-      root: the belief from which `posterior` was scaled or shifted, if any.
-    """
+    """A view of a belief's weights."""
 
     posterior: Posterior
-    places: np.ndarray
-    root: Posterior | None = None
+    places: np.ndarray  # the flat index of each entry's weight
+    root: Posterior | None = None  # the belief from which `posterior` was scaled or shifted
 
     @classmethod
     def of(cls, posterior: Posterior) -> Weight:

@@ -1,15 +1,14 @@
 """Windows of an array: convolutions and sums; and embedding lookups."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from functools import singledispatch
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
@@ -24,17 +23,12 @@ from moment_jax.propagation.propagator import Propagator, as_weight, rule
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import rows_diagonal
 
-Array = jax.Array
-Window = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]
+# size, strides, padding and dilation, each by axis
+Window = tuple[Sequence[int], Sequence[int], Sequence[tuple[int, int]], Sequence[int]]
 
 
 def window_places(shape: tuple[int, ...], window: Window) -> np.ndarray:
-    """Flat indices of the entries in each window, (*positions, *offsets); -1 is padding.
-
-    Args:
-      shape: of the array.
-      window: size, strides, padding and dilation, each by axis.
-    """
+    """Flat indices of the entries in each window of an array, (*positions, *offsets); -1 is padding."""
     size, strides, padding, dilation = window
     index = np.zeros((1,) * (2 * len(shape)), int)
     inside = np.ones_like(index, bool)
@@ -59,25 +53,21 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
         return None
     lhs, rhs, out = p["dimension_numbers"]
     groups = p["feature_group_count"]
-    x = (
-        propagator.moments(image)
-        if isinstance(image, Node)
-        else propagator.certain(image, (lhs[1],))
-    )
+    random = isinstance(image, Node)
+    x = propagator.moments(image) if random else propagator.certain(image, (lhs[1],))
     shown = _dilated(x.places, lhs[2:], p["lhs_dilation"])
     shape = shown.shape
     first, second, *rest = rhs  # outputs, inputs, and the window's axes
     spatial = [weight.shape[i] for i in rest]
-    ones = (1,) * len(shape)
-    size, strides, dilation = ([*ones] for _ in range(3))
+    ones = [1] * len(shape)
+    size, strides, dilation = [*ones], [*ones], [*ones]
     padding = [(0, 0)] * len(shape)
     for axis, n, s, d, pad in zip(
         lhs[2:], spatial, p["window_strides"], p["rhs_dilation"], p["padding"], strict=True
     ):
         size[axis], strides[axis], dilation[axis], padding[axis] = n, s, d, pad
     size[lhs[1]] = shape[lhs[1]]
-    strides[lhs[1]] = 1
-    seen = window_places(shape, (tuple(size), tuple(strides), tuple(padding), tuple(dilation)))
+    seen = window_places(shape, (size, strides, padding, dilation))
     n = len(shape)
     # positions (batch and space), then offsets (space, channels)
     order = [lhs[0], *lhs[2:], lhs[1], *(n + i for i in (lhs[0], *lhs[2:], lhs[1]))]
@@ -85,18 +75,15 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     positions = seen.shape[: n - 1]
     seen = seen.reshape(math.prod(positions), -1)
     places = np.where(seen < 0, -1, shown.ravel()[seen])
-    mean = jnp.where(places < 0, 0, x.mean.reshape(-1)[np.maximum(places, 0)])
-    cov: Any = (
-        gather(x.cov, places)
-        if isinstance(image, Node)
-        else propagator.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
-    )
+    mean: Any = jnp.where(places < 0, 0, x.mean.reshape(-1)[np.maximum(places, 0)])
+    zeros = propagator.structure.zeros
+    cov: Any = gather(x.cov, places) if random else zeros(mean.shape, mean.dtype)
     rows = weight.places.transpose(*rest, second, first)
     belief = _grouped_kernel(Weight(weight.posterior, rows), groups, shape[lhs[1]])
     if belief is None:
         return None
     params = DenseParams(belief)
-    if isinstance(image, Node) and isinstance(cov, Separable):
+    if random and isinstance(cov, Separable):
         mapped = cov.map_features(belief.mean)
         out_mean = params.mean_output(mean)
         out_cov = with_window_variance(mapped, x.cov, places, belief.mean)
@@ -104,13 +91,9 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
             out_cov = out_cov.add(cov.weight_noise(mean, belief))
     else:
         out_mean, out_cov = dense(mean, cov, params)
-    propagator.note(
-        node,
-        "convolution",
-        "input and kernel independent; windows as the structure represents them",
-    )
-    axes = (out[0], *out[2:])
-    return fresh(out_mean, out_cov, node.shape, axes, (out[1],))
+    assumed = "input and kernel independent; windows as the structure represents them"
+    propagator.note(node, "convolution", assumed)
+    return fresh(out_mean, out_cov, node.shape, (out[0], *out[2:]), (out[1],))
 
 
 def _dilated(places: np.ndarray, axes: Any, steps: Any) -> np.ndarray:
@@ -200,7 +183,6 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     return fresh(mean, cov, node.shape, tokens, features)
 
 
-@singledispatch
 def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Array) -> Any:
     """The covariance of windows @ kernel, with variances that use the correlation between pixels.
 
@@ -215,12 +197,8 @@ def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Ar
       places: flat index into the image of each window entry, (P, K C); -1 is zero.
       kernel: (K C, O).
     """
-    del image, places, kernel
-    return mapped
-
-
-@with_window_variance.register
-def _separable(mapped: Separable, image: Separable, places: np.ndarray, kernel: Array) -> Any:
+    if not isinstance(mapped, Separable):
+        return mapped
     channels = image.shape[1]
     if places.shape[1] % channels or places.shape[1] == channels:
         return mapped

@@ -1,21 +1,18 @@
-"""`Dense` and `LayerNorm`: the smallest Bayesian modules."""
-
-from __future__ import annotations
+"""`Dense`, `LayerNorm` and `MultiHeadAttention`: the modules that Flax has a plain layer for."""
 
 from functools import partial
 from typing import Any
 
-import jax
 from flax import nnx
+from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import DenseParams, NormParams, dense, layer_norm
-from moment_jax.nn.base import BayesianModule
-from moment_jax.nn.conversion import check_bias, check_kind, check_same, set_mean
-from moment_jax.nn.plain import plain_linear, plain_norm
+from moment_jax.layers import AttentionParams, DenseParams, NormParams, attention, dense, layer_norm
+from moment_jax.layers.checks import check_heads
+from moment_jax.nn.base import BayesianModule, Moments
+from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_array, set_mean
+from moment_jax.nn.plain import plain_attention, plain_linear, plain_norm
 from moment_jax.nn.settings import Settings
-
-Array = jax.Array
 
 
 class Dense(BayesianModule):
@@ -25,8 +22,6 @@ class Dense(BayesianModule):
       in_features: number of input features.
       out_features: number of output features.
       use_bias: whether there is a bias.
-      rngs: Flax random streams, for the initial mean.
-      settings: keyword arguments of `Settings`.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -62,10 +57,8 @@ class Dense(BayesianModule):
     def load(self, network: nnx.Linear) -> None:
         """Take the weights of an `nnx.Linear` of the same sizes as means."""
         check_kind(Dense, network)
-        check_bias("Dense.load", "bias", self.bias, network.bias)
         set_mean(self.kernel, network.kernel[...])
-        if self.bias is not None and network.bias is not None:
-            set_mean(self.bias, network.bias[...])
+        load_array("Dense.load", "bias", self.bias, network.bias)
 
     @property
     def params(self) -> DenseParams:
@@ -77,7 +70,7 @@ class Dense(BayesianModule):
         """The plain `nnx.Linear` with these arrays."""
         return plain_linear(params)
 
-    def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
         params = self.params
         return self._over_batch(lambda m, c: dense(m, c, params), (mean, cov))
@@ -89,7 +82,6 @@ class LayerNorm(BayesianModule):
     Args:
       num_features: D.
       epsilon: added to the variance over the features.
-      settings: keyword arguments of `Settings`.
     """
 
     flax_type = nnx.LayerNorm
@@ -113,12 +105,8 @@ class LayerNorm(BayesianModule):
         for axes in ("reduction_axes", "feature_axes"):
             if getattr(network, axes) != (-1,):
                 check_same(name, network, **{axes: -1})
-        check_bias(name, "scale", self.scale, network.scale, "ones")
-        check_bias(name, "bias", self.bias, network.bias)
-        assert network.scale is not None
-        assert network.bias is not None
-        set_mean(self.scale, network.scale[...])
-        set_mean(self.bias, network.bias[...])
+        load_array(name, "scale", self.scale, network.scale, "ones")
+        load_array(name, "bias", self.bias, network.bias)
 
     @property
     def params(self) -> NormParams:
@@ -129,7 +117,92 @@ class LayerNorm(BayesianModule):
         """The plain `nnx.LayerNorm` with these arrays."""
         return plain_norm(params, self.scale.mean.shape[0], self.epsilon)
 
-    def __call__(self, mean: Array, cov: Covariance | None = None) -> tuple[Array, Covariance]:
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output, (..., T, D); cov None where x is certain."""
         norm = partial(layer_norm, params=self.params, epsilon=self.epsilon)
         return self._over_batch(norm, (mean, cov))
+
+
+class MultiHeadAttention(BayesianModule):
+    """Multi-head self-attention with beliefs about its four matrices.
+
+    Args:
+      num_features: D.
+      num_heads: H, a divisor of D.
+      use_bias: whether the four projections have biases.
+
+    Raises:
+      ValueError: if the heads do not divide the features.
+    """
+
+    parts = ("query", "key", "value", "out")
+    flax_type = nnx.MultiHeadAttention
+    query: Dense
+    key: Dense
+    value: Dense
+    out: Dense
+
+    def __init__(
+        self,
+        num_features: int,
+        num_heads: int,
+        *,
+        use_bias: bool = True,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ) -> None:
+        check_heads("MultiHeadAttention", num_heads, num_features)
+        self.settings = Settings.of(self, settings)
+        self.num_heads = num_heads
+        for part in self.parts:
+            layer = Dense(num_features, num_features, use_bias=use_bias, rngs=rngs, **settings)
+            setattr(self, part, layer)
+
+    @classmethod
+    def options_of(
+        cls, network: nnx.MultiHeadAttention, settings: dict[str, Any]
+    ) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        sizes = {"num_features": network.in_features, "num_heads": network.num_heads}
+        use_bias = network.query.bias is not None
+        return {**sizes, "use_bias": use_bias, "rngs": nnx.Rngs(0), **settings}
+
+    def load(self, network: nnx.MultiHeadAttention) -> None:
+        """Take the weights of an `nnx.MultiHeadAttention` of the same sizes as means."""
+        name = "MultiHeadAttention.load"
+        check_kind(MultiHeadAttention, network)
+        features, width = self.query.kernel.mean.shape
+        check_same(
+            name,
+            network,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            in_features=features,
+            in_kv_features=features,
+            qkv_features=width,
+            out_features=self.out.kernel.mean.shape[1],
+            normalize_qk=False,
+            attention_fn=nnx.dot_product_attention,
+        )
+        for part in self.parts:
+            mine, theirs = getattr(self, part), getattr(network, part)
+            set_mean(mine.kernel, theirs.kernel[...].reshape(mine.kernel.mean.shape))
+            bias = None if theirs.bias is None else theirs.bias[...].reshape(-1)
+            load_array(name, "bias", mine.bias, bias)
+        check_loaded(name, self, network)
+
+    @property
+    def params(self) -> AttentionParams:
+        """Beliefs about the four projections."""
+        return AttentionParams(*(getattr(self, part).params for part in self.parts))
+
+    def network(self, params: AttentionParams) -> nnx.MultiHeadAttention:
+        """The plain `nnx.MultiHeadAttention` with these arrays."""
+        return plain_attention(params, self.num_heads)
+
+    def __call__(
+        self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
+    ) -> Moments:
+        """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
+        attend = partial(attention, params=self.params, num_heads=self.num_heads, mask=mask)
+        return self._over_batch(attend, (mean, cov))

@@ -1,40 +1,26 @@
-"""E_q[log p(y | f)], the data term of the ELBO, from the output's mean and covariance."""
-
-from __future__ import annotations
+"""E[log p(y | f)], the data term of the ELBO, and log E[p(y | f)], the score of a prediction."""
 
 import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.covariance.fields import check_array, known_values
 from moment_jax.expectations.softmax import logsumexp_mean
+from moment_jax.objectives import cubature, likelihoods, moments
 from moment_jax.objectives.bernoulli import expected_softplus
-from moment_jax.objectives.cubature import count_points, expected_logsumexp
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
-    noise_array,
-    noise_like,
 )
-from moment_jax.objectives.moments import (
-    Cov,
-    as_label,
-    check_cov,
-    check_logits,
-    check_output,
-    has_pairs,
-    of_label,
-    token_blocks,
-    variances,
-)
+from moment_jax.objectives.moments import Cov, has_pairs, variances
 from moment_jax.xla import diagonal_of
 
-Array = jax.Array
-_NAME = "expected_log_likelihood"
+_NAME, _MARGINAL = "expected_log_likelihood", "log_marginal"
 
 
 def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
@@ -89,7 +75,11 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     if isinstance(likelihood, HeteroscedasticGaussian):
         return _heteroscedastic(jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
-        return _categorical(likelihood, target, mean, cov)
+        logits_cov = moments.check_logits(_NAME, mean, cov)
+        label = moments.as_label(_NAME, target, mean.shape[0])
+        num_points = cubature.count_points(likelihood.num_points, mean.shape[0])
+        relative = mean - moments.of_label(mean, label)  # avoids cancellation between large numbers
+        return -cubature.expected_logsumexp(relative, logits_cov, num_points)
     if isinstance(likelihood, Bernoulli):
         return _bernoulli(target, mean, cov)
     raise TypeError(
@@ -99,12 +89,12 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
 
 
 def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
-    check_output(_NAME, target, mean, cov)
-    noise = noise_array(_NAME, likelihood, mean)
+    moments.check_output(_NAME, target, mean, cov)
+    noise = likelihoods.noise_array(_NAME, likelihood, mean)
     residual = target - mean
     constant = mean.size * math.log(2 * math.pi)
     if noise.ndim == 1:
-        noise = noise_like(noise, mean)
+        noise = likelihoods.noise_like(noise, mean)
         quadratic = (residual**2 + variances(mean, cov)) / noise
         return -0.5 * (constant + jnp.sum(jnp.log(noise) + quadratic))
     factor = jnp.linalg.cholesky(noise)
@@ -115,7 +105,7 @@ def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Arr
     log_det = 2 * rows.shape[0] * jnp.sum(jnp.log(diagonal_of(factor)))
     quadratic = jnp.sum((rows @ precision) * rows)
     if has_pairs(mean, cov):
-        spread = jnp.einsum("tde,de->", token_blocks(mean, cov), precision)
+        spread = jnp.einsum("tde,de->", moments.token_blocks(mean, cov), precision)
     else:
         spread = jnp.sum(jnp.atleast_2d(variances(mean, cov)) @ diagonal_of(precision))
     return -0.5 * (constant + log_det + quadratic + spread)
@@ -130,9 +120,9 @@ def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
             f"then D log noise variances. Got {tuple(target.shape)} and {tuple(mean.shape)}. "
             "For a batch, use jax.vmap."
         )
-    check_cov(_NAME, tuple(mean.shape), cov)
+    moments.check_cov(_NAME, tuple(mean.shape), cov)
     variance = variances(mean, cov)
-    cross = 0.0 if not has_pairs(mean, cov) else jnp.diagonal(token_blocks(mean, cov)[0], size)
+    cross = jnp.diagonal(moments.token_blocks(mean, cov)[0], size) if has_pairs(mean, cov) else 0.0
     precision = bounded_exp(-mean[size:] + variance[size:] / 2)
     quadratic = precision * ((target - mean[:size] + cross) ** 2 + variance[:size])
     return -0.5 * jnp.sum(math.log(2 * math.pi) + mean[size:] + quadratic)
@@ -143,18 +133,10 @@ def bounded_exp(exponent: Array) -> Array:
     return jnp.exp(jnp.minimum(exponent, math.log(float(jnp.finfo(exponent.dtype).max)) / 2))
 
 
-def _categorical(likelihood: Categorical, target: Array, mean: Array, cov: Cov) -> Array:
-    logits_cov = check_logits(_NAME, mean, cov)
-    label = as_label(_NAME, target, mean.shape[0])
-    num_points = count_points(likelihood.num_points, mean.shape[0])
-    # Relative to the target's logit: avoids cancellation between large numbers.
-    return -expected_logsumexp(mean - of_label(mean, label), logits_cov, num_points)
-
-
 def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
     known = known_values(target)
     target = jnp.asarray(target)
-    check_output(_NAME, target, mean, cov)
+    moments.check_output(_NAME, target, mean, cov)
     if known is not None and ((known < 0) | (known > 1)).any():
         raise ValueError(
             f"`{_NAME}` with Bernoulli needs targets from 0 to 1. Got {known.min()} to {known.max()}. "
@@ -173,22 +155,58 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
     the errors of its cubature). It needs only a few products of the covariance with a vector, so use
     it where there are too many classes for the cubature.
 
-    Args:
-      target: an integer class index of shape ().
-      mean: (C,) logits.
-      cov: their variances (C,), or covariance (C, C).
-
-    Returns:
-      A scalar; NaN in compiled code where the target is out of range.
-
-    Raises:
-      ValueError: if shapes do not fit, or a known target is out of range.
-      TypeError: if `cov` is a structure.
+    Arguments, result and errors are those of `expected_log_likelihood` with `Categorical`.
 
     Source: Transformer derivation, Eq. 5; Knowles and Minka (2011) for the tilted bound.
     """
-    cov = check_logits("expected_log_likelihood_bound", mean, cov)
-    label = as_label("expected_log_likelihood_bound", target, mean.shape[0])
+    cov = moments.check_logits("expected_log_likelihood_bound", mean, cov)
+    label = moments.as_label("expected_log_likelihood_bound", target, mean.shape[0])
     # 0, or NaN for a label out of range. Added at the end: in the mean NaN would count as masked.
-    in_range = of_label(jnp.zeros_like(mean), label)
+    in_range = moments.of_label(jnp.zeros_like(mean), label)
     return in_range - logsumexp_mean(mean - mean[label], cov)
+
+
+def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
+    """Log E[p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats.
+
+    This is the logarithm of the posterior predictive (Eq. 1), never below `expected_log_likelihood`
+    (Jensen). Use it to score predictions. As the data term of a variational objective (Eq. 13) it gives
+    no bound on the evidence.
+
+    Gaussian: log N(target; mean, cov + noise), by Cholesky. Eq. 13 as printed leaves out the noise; the
+    propagated covariance alone may be singular.
+
+    Categorical: the log of the target's predictive probability, by the cubature of
+    `class_probabilities`; finite where that probability underflows.
+
+    Arguments, result and errors are those of `expected_log_likelihood`, for these two likelihoods. Of a
+    sequence it is the joint log density of all tokens, whose noise is independent.
+
+    Source: Transformer derivation, Eq. 1 and 13.
+    """
+    if isinstance(likelihood, Gaussian):
+        return _gaussian_marginal(likelihood, jnp.asarray(target), mean, cov)
+    if isinstance(likelihood, Categorical):
+        logits_cov = moments.check_logits(_MARGINAL, mean, cov)
+        label = moments.as_label(_MARGINAL, target, mean.shape[0])
+        num_points = cubature.count_points(likelihood.num_points, mean.shape[0])
+        return moments.of_label(cubature.log_expected_softmax(mean, logits_cov, num_points), label)
+    raise TypeError(
+        f"`{_MARGINAL}` needs Gaussian or Categorical. Got {type(likelihood).__name__}. With a random "
+        "noise variance there is no closed form: score predictive_gaussian's moments with "
+        "gaussian_negative_log_likelihood."
+    )
+
+
+def _gaussian_marginal(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
+    moments.check_output(_MARGINAL, target, mean, cov)
+    noise = likelihoods.noise_array(_MARGINAL, likelihood, mean)
+    residual = target - mean
+    constant = mean.size * math.log(2 * math.pi)
+    if noise.ndim == 1 and not has_pairs(mean, cov):
+        total = variances(mean, cov) + likelihoods.noise_like(noise, mean)
+        return -0.5 * (constant + jnp.sum(jnp.log(total) + residual**2 / total))
+    factor = jnp.linalg.cholesky(moments.matrix(mean, cov) + likelihoods.noise_matrix(noise, mean))
+    white = jax.scipy.linalg.solve_triangular(factor, residual.reshape(-1), lower=True)
+    log_det = 2 * jnp.sum(jnp.log(diagonal_of(factor)))
+    return -0.5 * (constant + log_det + jnp.sum(white**2))
