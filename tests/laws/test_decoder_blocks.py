@@ -9,6 +9,9 @@ import pytest
 
 import moment_jax as mj
 from moment_jax.covariance import Covariance
+from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
+from moment_jax.layers.residual import residual
+from moment_jax.layers.seen import pool_seen
 from tests.builders import (
     ALL_STRUCTURES,
     assert_close,
@@ -56,23 +59,24 @@ def plain_block(arrays, x, memory, *, norm_first, mask=None):
     return x
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_a_certain_block_is_the_plain_block(structure: type[Covariance]):
+# Post-norm has no branch of a structure's own.
+@pytest.mark.parametrize(
+    ("structure", "norm_first"), [(mj.Diagonal, False), *((s, True) for s in ALL_STRUCTURES)]
+)
+def test_a_certain_block_is_the_plain_block(structure: type[Covariance], norm_first: bool):
+    """Its parts are those of an encoder block."""
     certain = decoder_params(KEYS[2], family=mj.posterior.Point)
     arrays = mj.posterior.sample_params(certain, KEYS[3])
 
     @jax.jit
     def both(x, memory):
         zeros = (structure.zeros(a.shape, jnp.float64) for a in (x, memory))
+        options = {"norm_first": norm_first, "mask": CAUSAL}
         mean, cov = mj.decoder_block(
-            x, next(zeros), memory, next(zeros), certain, num_heads=HEADS, mask=CAUSAL
+            x, next(zeros), memory, next(zeros), certain, num_heads=HEADS, **options
         )
         with jax.numpy_rank_promotion("allow"):
-            return (
-                mean,
-                cov.variance(),
-                plain_block(arrays, x, memory, norm_first=False, mask=CAUSAL),
-            )
+            return mean, cov.variance(), plain_block(arrays, x, memory, **options)
 
     mean, variance, plain = both(MEAN, MEMORY)
     # jax.nn.dot_product_attention takes its softmax in float32, whatever the inputs.
@@ -112,31 +116,39 @@ def test_full_against_samples():
 def test_later_tokens_and_padding_of_the_memory_do_not_matter(structure: type[Covariance]):
     seen = jnp.broadcast_to(jnp.arange(SOURCES) < 3, (TOKENS, SOURCES))
 
+    def noise(array, prompt=None):
+        cov = structure.independent(jnp.full(array.shape, 0.1))
+        if structure is mj.Separable and prompt is not None:  # it averages features over the prompt
+            return cov.pooled(prompt)
+        return cov
+
+    prompt = jnp.arange(TOKENS) < 2
+
     @jax.jit
-    def run(mean, memory, mask):
-        cov, memory_cov = (structure.independent(jnp.full(a.shape, 0.1)) for a in (mean, memory))
-        if structure is mj.Separable:  # its feature correlation is averaged over the prompt
-            cov = cov.pooled(jnp.arange(TOKENS) < 2)
-        mean, cov = mj.decoder_block(
-            mean,
-            cov,
-            memory,
-            memory_cov,
-            PARAMS,
-            num_heads=HEADS,
-            norm_first=True,
-            mask=CAUSAL,
-            memory_mask=mask,
-        )
+    def run(mean, memory):
+        given = mean, noise(mean, prompt), memory, noise(memory)
+        options = {"norm_first": True, "mask": CAUSAL, "memory_mask": seen}
+        mean, cov = mj.decoder_block(*given, PARAMS, num_heads=HEADS, **options)
         return mean, cov.variance()
 
-    mean, variance = run(MEAN, MEMORY, seen)
-    moved = run(MEAN.at[2].add(5.0), MEMORY.at[3].add(5.0), seen)
+    @jax.jit
+    def looked(memory, mask):
+        """The sublayer that reads the memory."""
+        cov = noise(MEAN, prompt)
+        source = Memory(memory, pool_seen(noise(memory), mask, memory=True))
+        options = {"num_heads": HEADS, "mask": mask, "order": 2, "memory": source}
+        branch = attention_and_tangent(MEAN, cov, PARAMS.cross_attention, **options)
+        mean, cov = residual(MEAN, cov, *branch)
+        return mean, cov.variance()
+
+    mean, variance = run(MEAN, MEMORY)
+    moved = run(MEAN.at[2].add(5.0), MEMORY.at[3].add(5.0))
     np.testing.assert_array_equal(moved[0][:2], mean[:2])
     np.testing.assert_array_equal(moved[1][:2], variance[:2])
-    shorter = run(MEAN, MEMORY[:3], seen[:, :3])
-    assert_close(shorter[0], mean)
-    assert_close(shorter[1], variance)
+    masked = looked(MEMORY, seen)
+    shorter = looked(MEMORY[:3], seen[:, :3])
+    assert_close(shorter[0], masked[0])
+    assert_close(shorter[1], masked[1])
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
