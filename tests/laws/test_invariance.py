@@ -1,4 +1,4 @@
-"""Laws of every structure: positive semidefinite, the same under jit, vmap and padding, finite."""
+"""Laws of every structure: positive semidefinite, and the same under jit, vmap and padding."""
 
 from __future__ import annotations
 
@@ -66,13 +66,10 @@ BLOCKS = {"cross_attention": cross_attention, "pre_norm": block(norm_first=True)
 # Called with a mask, over `PADDED` tokens. Pre-norm too, for structures that summarise several tokens.
 LONGER = {"post_norm": block(), "padded_pre_norm": block(norm_first=True)}
 TRANSFORMS = [*ELEMENTARY, *MASKED, *BLOCKS, "post_norm"]
-# Without gradients: those whose parts or, for attention, whose whole block has them.
-WITHOUT_GRADIENT = {"dense", "feed_forward", "attention", "pre_norm", "padded_pre_norm"}
 
 # Every transform runs once, over one batch with these rows.
 COUNT = 200
-RANDOM, NAN, MEMBER, ONE_KEY, MOVED, HUGE_ONE_KEY, NO_KEY = slice(COUNT), *range(COUNT, COUNT + 6)
-LIMITS = slice(COUNT + 6, COUNT + 9)  # certain inputs of size 0, 1 and 1e4
+RANDOM, NAN, MEMBER, ONE_KEY, MOVED, NO_KEY = slice(COUNT), *range(COUNT, COUNT + 5)
 GROUPS = {
     "elementary": ELEMENTARY,
     "attention": MASKED,
@@ -121,46 +118,38 @@ def rows(structure: type[Covariance], longer: bool):
     scales = 10 ** jax.random.uniform(KEYS[4], (COUNT,), minval=-2, maxval=0.3)
     drawn = jax.jit(jax.vmap(draw))(jax.random.split(KEYS[4], COUNT), scales)
     known = padded(structure) if longer else member(structure)
-    zeros = structure.zeros(shape, jnp.float64)
     noisy, quiet = (structure.independent(jnp.full(shape, size)) for size in (0.1, 0.01))
-    others = noisy, known, known, known, zeros, quiet, zeros, zeros, zeros
+    others = noisy, known, known, known, quiet
     covs = jax.tree.map(lambda many, *few: np.concatenate([many, np.stack(few)]), drawn, *others)
     mean = np.concatenate([MEAN, 7 * MEAN[: shape[0] - SHAPE[0]]])
     nan, moved = mean.copy(), mean.copy()
     nan[0, 0] = np.nan
     moved[0] += 100
-    means = [nan, mean, mean, moved, 1e4 * mean, mean, 0 * mean, mean, 1e4 * mean]
-    means = np.concatenate([2 * jax.random.normal(KEYS[5], (COUNT, *shape)), np.stack(means)])
+    means = np.stack([nan, mean, mean, moved, mean])
+    means = np.concatenate([2 * jax.random.normal(KEYS[5], (COUNT, *shape)), means])
     tokens = np.arange(shape[0])
     masks = np.ones((len(means), shape[0], shape[0]), bool)
     masks[: COUNT // 2] = np.random.default_rng(0).random((COUNT // 2, *masks.shape[1:])) < 0.7
     masks[MEMBER] = tokens < SHAPE[0]
-    masks[[ONE_KEY, MOVED, HUGE_ONE_KEY]] = tokens == 2
+    masks[[ONE_KEY, MOVED]] = tokens == 2
     masks[NO_KEY] = False
     return means, covs, masks
 
 
 @pytest.fixture(scope="module")
 def run():
-    """Results of one transform on all rows: ((mean, dense, variance), gradients or None)."""
+    """Mean, dense covariance and variance of all rows by one transform."""
 
     @functools.cache
     def group(structure: type[Covariance], name: str):
         def one(mean, cov, mask):
             masks = (mask,) if GROUPS[name] is MASKED or name in LONGER else ()
 
-            def total(mean, cov, transform):
-                mean, cov = transform(mean, cov, *masks)
-                moments = mean, cov.to_dense(), cov.variance()
-                return jnp.sum(mean**2) + jnp.sum(moments[2]), moments
+            def moments(transform):
+                out, out_cov = transform(mean, cov, *masks)
+                return out, out_cov.to_dense(), out_cov.variance()
 
-            def both(name, transform):
-                if name in WITHOUT_GRADIENT:
-                    return total(mean, cov, transform)[1], None
-                slopes, moments = jax.grad(total, (0, 1), has_aux=True)(mean, cov, transform)
-                return moments, slopes
-
-            return {name: both(name, transform) for name, transform in GROUPS[name].items()}
+            return {name: moments(transform) for name, transform in GROUPS[name].items()}
 
         return jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(*rows(structure, name in LONGER)))
 
@@ -172,7 +161,7 @@ def run():
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_positive_semidefinite_for_200_random_inputs(structure, name, run):
-    means, dense, variance = (part[RANDOM] for part in run(structure, name)[0])
+    means, dense, variance = (part[RANDOM] for part in run(structure, name))
     size = dense.shape[1] * dense.shape[2]
     spectrum = np.linalg.eigvalsh(dense.reshape(COUNT, size, size))
     lowest, largest = spectrum[:, 0], spectrum[:, -1]
@@ -181,17 +170,9 @@ def test_positive_semidefinite_for_200_random_inputs(structure, name, run):
     assert (lowest >= -1e-10 * np.maximum(largest, 1)).all(), (lowest / largest).min()
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in WITHOUT_GRADIENT])
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_gradients_are_finite_at_zero_variance_and_at_huge_scores(structure, name, run):
-    for leaf in jax.tree.leaves(run(structure, name)[1]):
-        assert np.isfinite(leaf[LIMITS]).all()
-        assert np.isfinite(leaf[HUGE_ONE_KEY]).all()
-
-
 def of_the_member(structure, name, run):
     """The mean and the covariance of the tokens of `SHAPE`."""
-    mean, dense, _ = (part[MEMBER] for part in run(structure, name)[0])
+    mean, dense, _ = (part[MEMBER] for part in run(structure, name))
     return mean[: SHAPE[0]], dense[: SHAPE[0], :, : SHAPE[0]]
 
 
@@ -214,14 +195,14 @@ def test_pre_norm_does_not_see_padding(structure: type[Covariance], run):
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_a_mask_without_any_key_leaves_the_residual(structure: type[Covariance], run):
-    own, full = (run(s, "post_norm")[0][2][NO_KEY] for s in (structure, mj.Full))
+    own, full = (run(s, "post_norm")[2][NO_KEY] for s in (structure, mj.Full))
     assert 0.7 < np.sum(own) / np.sum(full) < 1.4
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_masked_keys_have_no_weight(structure: type[Covariance], run):
     """With one key left, attention returns its value: other tokens and the score do not matter."""
-    mean, _, variance = run(structure, "attention")[0]
+    mean, _, variance = run(structure, "attention")
     assert_close(mean[MOVED], mean[ONE_KEY])
     assert_close(variance[MOVED], variance[ONE_KEY])
     nothing = jax.jit(lambda cov: mj.softmax(MEAN, cov, mask=jnp.zeros(SHAPE, bool)))
@@ -234,6 +215,6 @@ def test_masked_keys_have_no_weight(structure: type[Covariance], run):
 def test_nan_stays_nan(structure: type[Covariance], run):
     """A standard deviation of 0 instead would look like certainty."""
     for name in ("dense", "softmax", "layer_norm", "gelu", "attention", "pre_norm", "post_norm"):
-        mean, _, variance = (part[NAN] for part in run(structure, name)[0])
+        mean, _, variance = (part[NAN] for part in run(structure, name))
         assert np.isnan(mean).any(), name
         assert not (np.isnan(mean) & ~np.isnan(variance)).any(), name
