@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -37,25 +38,45 @@ KERNEL_FAMILIES = [Point, Factorized, OutputShared, MatrixNormal, FullNormal]
 VECTOR_FAMILIES = [Point, Factorized, FullNormal]
 
 
+def draws(key: Array, *salt: int) -> np.random.Generator:
+    """NumPy's random numbers, since jax would compile a program for every shape of an array."""
+    words = np.ravel(jax.random.key_data(key))
+    return np.random.default_rng([*map(int, words), *salt])
+
+
 def random_psd(key: Array, size: int, rank: int | None = None) -> Array:
     """A random positive semidefinite matrix with a trace of about its size."""
-    factor = jax.random.normal(key, (size, rank or 2 * size))
+    return jnp.asarray(_psd(draws(key), size, rank))
+
+
+def _psd(random: np.random.Generator, size: int, rank: int | None = None) -> np.ndarray:
+    factor = random.normal(size=(size, rank or 2 * size))
     return factor @ factor.T / factor.shape[1]
 
 
 def random_dense(key: Array, shape: tuple[int, int], scale: float = 1.0) -> Array:
     """A random dense (T, D, T, D) covariance."""
     t, d = shape
-    return (scale**2 * random_psd(key, t * d)).reshape(t, d, t, d)
+    return jnp.asarray(scale**2 * _psd(draws(key), t * d).reshape(t, d, t, d))
 
 
 def random_cov(
     key: Array, structure: type[Covariance], shape: tuple[int, int], scale: float = 1.0
 ) -> Covariance:
     """A random member of a structure; signed scales where the structure has them."""
-    cov = structure.project(random_dense(key, shape, scale))
-    # Operations of `Separable` on features are exact only for scales of rank one.
-    return random_signs(key, rank_one(cov) if structure is Separable else cov)
+    random, (t, d) = draws(key, 1), shape
+    signs = np.sign(random.normal(size=shape))
+    if structure is Separable:
+        signs = np.sign(random.normal(size=(t, 1)) * random.normal(size=(1, d)))
+    return _member(structure, random_dense(key, shape, scale), signs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _member(structure: type[Covariance], dense: Array, signs: Array) -> Covariance:
+    cov = structure.project(dense)
+    if structure is Separable:  # its operations on features are exact only for scales of rank one
+        cov = rank_one(cov)
+    return cov.rescale(signs) if structure in (Separable, TokenCorrelated) else cov
 
 
 def rank_one(cov: Covariance) -> Covariance:
@@ -68,49 +89,34 @@ def rank_one(cov: Covariance) -> Covariance:
     return dataclasses.replace(cov, scale=scale, **known)
 
 
-def random_signs(key: Array, cov: Covariance) -> Covariance:
-    """With random signs of the scale, where the structure has one."""
-    t, d = cov.shape
-    if isinstance(cov, Separable):
-        tokens, features = (jnp.sign(jax.random.normal(key, (n,))) for n in (t, d))
-        return cov.rescale(tokens[:, None] * features[None, :])
-    if isinstance(cov, TokenCorrelated):
-        return cov.rescale(jnp.sign(jax.random.normal(key, (t, d))))
-    return cov
-
-
 def random_kernel(
     key: Array, family: type[Posterior], shape: tuple[int, int], scale: float = 1.0
 ) -> Posterior:
     """A random kernel belief of any family."""
-    keys = jax.random.split(key, 3)
-    mean = jax.random.normal(keys[0], shape) / shape[0] ** 0.5
-    size = scale**2 / shape[0]
-    if family is Point:
-        return Point(mean)
-    if family is Factorized:
-        return Factorized(mean, size * jax.random.uniform(keys[1], shape, minval=0.2))
-    if family is OutputShared:
-        return OutputShared(mean, size * jax.random.uniform(keys[1], shape[1:], minval=0.2))
-    if family is MatrixNormal:
-        return MatrixNormal(
-            mean, size * random_psd(keys[1], shape[0]), random_psd(keys[2], shape[1])
-        )
-    cov = size * random_psd(keys[1], shape[0] * shape[1])
-    return FullNormal(mean, cov.reshape(*shape, *shape))
+    random, (rows, columns) = draws(key), shape
+    mean = random.normal(size=shape) / rows**0.5
+    size = scale**2 / rows
+    fields = {
+        Point: lambda: (),
+        Factorized: lambda: (size * random.uniform(0.2, 1, shape),),
+        OutputShared: lambda: (size * random.uniform(0.2, 1, columns),),
+        MatrixNormal: lambda: (size * _psd(random, rows), _psd(random, columns)),
+        FullNormal: lambda: (size * _psd(random, rows * columns).reshape(*shape, *shape),),
+    }[family]()
+    return family(*map(jnp.asarray, (mean, *fields)))
 
 
 def random_vector(
     key: Array, family: type[Posterior], size: int, scale: float = 1.0, centre: float = 0.0
 ) -> Posterior:
     """A random belief about a bias or a gain."""
-    keys = jax.random.split(key)
-    mean = centre + 0.5 * jax.random.normal(keys[0], (size,))
+    random = draws(key)
+    mean = jnp.asarray(centre + 0.5 * random.normal(size=size))
     if family is Point:
         return Point(mean)
     if family is FullNormal:
-        return FullNormal(mean, scale**2 * random_psd(keys[1], size))
-    return Factorized(mean, scale**2 * jax.random.uniform(keys[1], (size,), minval=0.2))
+        return FullNormal(mean, jnp.asarray(scale**2 * _psd(random, size)))
+    return Factorized(mean, jnp.asarray(scale**2 * random.uniform(0.2, 1, size)))
 
 
 def random_dense_params(

@@ -20,6 +20,7 @@ BATCH, TOKENS, FEATURES, HEADS = 3, 5, 16, 2  # more features than `NARROW`
 KEY = jax.random.key(0)
 
 Moments = tuple[jax.Array, Any]
+Layer = Callable[[type[mj.Covariance], jax.Array, mj.EncoderBlockParams], Moments]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -33,8 +34,19 @@ def block(structure: type[mj.Covariance], x: jax.Array, params: mj.EncoderBlockP
 
 
 @partial(jax.jit, static_argnums=0)
-def in_batch(structure: type[mj.Covariance], x: jax.Array, params: Any) -> Moments:
-    return jax.vmap(lambda one: block(structure, one, params), axis_name="batch")(x)
+def attended(
+    structure: type[mj.Covariance], x: jax.Array, params: mj.EncoderBlockParams
+) -> Moments:
+    """Attention, which has every use of a family's covariance, and the mean over the tokens."""
+    cov = structure.independent(0.01 * jnp.ones(x.shape, x.dtype))
+    return mj.mean_pool(*mj.attention(x, cov, params.attention, num_heads=HEADS))
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def in_batch(
+    structure: type[mj.Covariance], x: jax.Array, params: Any, layer: Layer = block
+) -> Moments:
+    return jax.vmap(lambda one: layer(structure, one, params), axis_name="batch")(x)
 
 
 @jax.jit
@@ -54,19 +66,24 @@ def x() -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("family", "moments"),
+    ("family", "layer", "moments"),
     [
-        (mj.posterior.Factorized, lambda *given: with_slopes(*given)[1]),  # compiled anyway
-        (mj.posterior.MatrixNormal, partial(in_batch, mj.BatchSeparable)),
+        (mj.posterior.Factorized, block, lambda *given: with_slopes(*given)[1]),  # compiled anyway
+        (
+            mj.posterior.MatrixNormal,
+            attended,
+            lambda *given: in_batch(mj.BatchSeparable, *given, attended),
+        ),
     ],
 )
 def test_a_batch_of_equal_sequences_is_separable(
     x: jax.Array,
     family: type[mj.posterior.Posterior],
+    layer: Layer,
     moments: Callable[[jax.Array, Any], Moments],
 ) -> None:
     params = random_block(KEY, FEATURES, 2 * FEATURES, family=family)
-    mean, cov = block(mj.Separable, x[0], params)
+    mean, cov = layer(mj.Separable, x[0], params)
     same = jnp.broadcast_to(x[0], x.shape)
     shared_mean, shared = moments(same, params)
     for i in range(BATCH):

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+
+import moment_jax as mj
 
 pytest.importorskip("tqdm")
 
@@ -44,7 +47,7 @@ def test_moments_are_those_of_drawn_networks(kind):
     network = kind(3, 2)
     module = network.module(network.start(jax.random.key(0)))
     x = jax.random.normal(jax.random.key(1), (4, 3))
-    mean, cov = network.moments(module, x)
+    mean, cov = nnx.jit(network.moments)(module, x)
     given = draws.many(
         network.outputs(module), draws.weights(module.params), jax.random.key(2), x, 4000
     )
@@ -84,7 +87,7 @@ def test_gradients_pass_spreads_that_follow_the_means():
     method = methods.Bayesian(Perceptron(3, 2))
     params = method.network.start(jax.random.key(0))
     setting, batch = {"spread": jnp.asarray(0.2)}, (jnp.ones((4, 3)), jnp.ones(4))
-    gradient = jax.grad(lambda p: method.fit(p, setting, jax.random.key(1), batch))(params)
+    gradient = jax.jit(jax.grad(lambda p: method.fit(p, setting, jax.random.key(1), batch)))(params)
     assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
@@ -156,6 +159,11 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 )
 def test_the_regression(network, kinds, noises, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(networks, "HIDDEN", 4)
+    # The tests of moments have `Separable`; `Diagonal` compiles fastest.
+    published = mj.nn.TokenTransformer
+    monkeypatch.setattr(
+        mj.nn, "TokenTransformer", lambda *a, **k: published(*a, **k | {"structure": mj.Diagonal})
+    )
     monkeypatch.setattr(methods, "NUM_DRAWS", 8)
     monkeypatch.setattr(training, "FACTORS", training.FACTORS[::8])
     for method in methods.METHODS.values():

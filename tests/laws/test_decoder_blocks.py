@@ -56,23 +56,24 @@ def plain_block(arrays, x, memory, *, norm_first, mask=None):
     return x
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_a_certain_block_is_the_plain_block(structure: type[Covariance]):
+# Post-norm has no branch of a structure's own.
+@pytest.mark.parametrize(
+    ("structure", "norm_first"), [(mj.Diagonal, False), *((s, True) for s in ALL_STRUCTURES)]
+)
+def test_a_certain_block_is_the_plain_block(structure: type[Covariance], norm_first: bool):
+    """Its parts are those of an encoder block."""
     certain = decoder_params(KEYS[2], family=mj.posterior.Point)
     arrays = mj.posterior.sample_params(certain, KEYS[3])
 
     @jax.jit
     def both(x, memory):
         zeros = (structure.zeros(a.shape, jnp.float64) for a in (x, memory))
+        options = {"norm_first": norm_first, "mask": CAUSAL}
         mean, cov = mj.decoder_block(
-            x, next(zeros), memory, next(zeros), certain, num_heads=HEADS, mask=CAUSAL
+            x, next(zeros), memory, next(zeros), certain, num_heads=HEADS, **options
         )
         with jax.numpy_rank_promotion("allow"):
-            return (
-                mean,
-                cov.variance(),
-                plain_block(arrays, x, memory, norm_first=False, mask=CAUSAL),
-            )
+            return mean, cov.variance(), plain_block(arrays, x, memory, **options)
 
     mean, variance, plain = both(MEAN, MEMORY)
     # jax.nn.dot_product_attention takes its softmax in float32, whatever the inputs.

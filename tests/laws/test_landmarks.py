@@ -15,6 +15,9 @@ from flax import nnx
 import moment_jax as mj
 from moment_jax.covariance.fields import register_fields
 from moment_jax.layers.attention.landmarks import Regression
+from moment_jax.layers.attention.multi_head import attention_and_tangent
+from moment_jax.layers.residual import residual
+from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import diagonal_of
 from tests.builders import random_block, random_psd
 
@@ -40,13 +43,17 @@ def smooth(num_tokens, num_features):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def block(structure, params, x, mask=None):
-    """Mean, variance, token Gram matrix and variance of the token sum after a block."""
+def attended(structure, params, x, mask=None):
+    """Mean, variance, token Gram matrix and variance of the token sum after attention and its residual.
+
+    The rest of a block knows nothing of landmarks.
+    """
     cov = structure.independent(jnp.full_like(x, 0.01)).add(
         structure.shared(len(x), jnp.full_like(x[0], 0.02))
     )
-    cov = cov.add(cov.map_features(params.attention.output.kernel.mean))
-    mean, cov = mj.encoder_block(x, cov, params, num_heads=2, activation=mj.gelu, mask=mask)
+    cov = pool_seen(cov.add(cov.map_features(params.attention.output.kernel.mean)), mask)
+    options = {"num_heads": 2, "mask": mask, "order": 2}
+    mean, cov = residual(x, cov, *attention_and_tangent(x, cov, params.attention, **options))
     return mean, cov.variance(), cov.token_gram(), diagonal_of(cov.feature_gram())
 
 
@@ -71,9 +78,9 @@ def every_query(monkeypatch):
 
 
 def padded(structure, params, x):
-    """`block` where the last token is padding."""
+    """`attended` where the last token is padding."""
     mask = jnp.arange(len(x))[None, :] < len(x) - 1
-    mean, variance, gram, sum_variance = block.__wrapped__(structure, params, x, mask)
+    mean, variance, gram, sum_variance = attended.__wrapped__(structure, params, x, mask)
     return mean[:-1], variance[:-1], gram[:-1, :-1], sum_variance
 
 
@@ -99,7 +106,7 @@ def test_with_every_query_a_landmark_it_is_separable(family, layer, request):
 def exact_and_few():
     """Moments of a smooth sequence by all tokens, and by eight landmarks."""
     params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
-    return [block(s, params, x) for s in (mj.Separable, FewLandmarks)]
+    return [attended(s, params, x) for s in (mj.Separable, FewLandmarks)]
 
 
 def test_few_landmarks_suffice_for_smooth_tokens(exact_and_few):
@@ -162,7 +169,7 @@ def test_padding_has_no_influence(exact_and_few):
     params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
     longer = jnp.concatenate((x, 3 * jax.random.normal(KEYS[6], (9, 16))))
     mask = jnp.arange(len(longer))[None, :] < TOKENS
-    mean, variance, gram, _ = block(FewLandmarks, params, longer, mask)
+    mean, variance, gram, _ = attended(FewLandmarks, params, longer, mask)
     found = mean[:TOKENS], variance[:TOKENS], gram[:TOKENS, :TOKENS]
     for alone, beside in zip(exact_and_few[1][:3], found, strict=True):
         np.testing.assert_allclose(beside, alone, rtol=1e-6, atol=1e-8)
@@ -214,7 +221,7 @@ def test_products_in_bfloat16_use_every_token():
 
 def test_a_batch_equals_its_sequences(exact_and_few):
     params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
-    batch = jax.vmap(lambda x: block(FewLandmarks, params, x))(jnp.stack((x, x[::-1])))
+    batch = jax.vmap(lambda x: attended(FewLandmarks, params, x))(jnp.stack((x, x[::-1])))
     for alone, together in zip(exact_and_few[1], batch, strict=True):
         np.testing.assert_allclose(together[0], alone, rtol=1e-8, atol=1e-10)
 
@@ -222,7 +229,7 @@ def test_a_batch_equals_its_sequences(exact_and_few):
 @jax.jit
 def _slopes(params, x):
     def loss(params, x):
-        mean, variance, gram, _ = block(FewLandmarks, params, x)
+        mean, variance, gram, _ = attended(FewLandmarks, params, x)
         return jnp.mean(mean) + jnp.mean(variance) + jnp.mean(gram)
 
     return jax.value_and_grad(loss, (0, 1))(params, x)
