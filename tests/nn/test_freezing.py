@@ -73,16 +73,26 @@ class Own(nnx.Module):
         return self.attention(mean + shift, cov)
 
 
-def test_moments_of_a_module_of_ones_own():
+def test_moments_and_gradients_of_a_module_of_ones_own():
     """Each part has statistics of its own, and the structure passes between them."""
     network, x, shift = Own(), inputs(B), jnp.ones((B, T, D))
     frozen = mj.nn.freeze_features(network, [(x, shift)])
-    mean, cov = run(frozen, x, shift)
+
+    @nnx.jit
+    def slopes(network):
+        def total(network):
+            mean, cov = network(x, shift)
+            return jnp.sum(cov.variance()), (mean, cov)
+
+        return nnx.grad(total, has_aux=True)(network)
+
+    grads, (mean, cov) = slopes(frozen)
     own_mean, own = run(network, x, shift)
     assert isinstance(cov, mj.FrozenSeparable)
     close(mean, own_mean)
     close((cov.variance(), cov.token_correlation), (own.variance(), own.token_correlation))
     close(cov.feature_correlation, own.feature_correlation)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.to_pure_dict(grads)))
 
 
 def test_a_prediction_depends_on_no_other_input_of_its_batch(frozen):
