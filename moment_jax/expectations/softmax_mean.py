@@ -75,12 +75,12 @@ def expected_softmax(
         weights = materialized(weights)
         pulled = cov.matvec(weights)
         contrast = _contrast(weights, start.variance, pulled)
-        shrunken = materialized(_shrunken(weights, contrast, pulled, cov, mask))
-        raised = mean + 0.5 * shrunken
+        shrink = materialized(_shrinkage(weights, contrast, pulled, cov, mask))
+        raised = mean + 0.5 * shrink * contrast
         if iteration == 0:
             step = start.shorter_step(raised, mask)
         weights = (1 - step) * weights + step * masked_softmax(raised, mask)
-    return _last_step(mean, cov, mask, start.variance, weights, step, _quotient(shrunken, contrast))
+    return _last_step(mean, cov, mask, start.variance, weights, step, shrink)
 
 
 def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None = None) -> Array:
@@ -185,10 +185,14 @@ def _contrast(weights: Array, variance: Array, pulled: Array) -> Array:
     return _nonnegative(variance - 2 * pulled + _total(weights * pulled))
 
 
-def _shrunken(
+def _shrinkage(
     weights: Array, contrast: Array, pulled: Array, cov: ScoreCovariance, mask: Array | None
 ) -> Array:
-    """The h of `expected_softmax`, given v (`contrast`) and R a (`pulled`)."""
+    """The h / v of `expected_softmax`, given v (`contrast`) and R a (`pulled`).
+
+    It is 1 where v is 0. The quotient of h and v would not be, and the key with nearly all of a row's
+    weight has a v that vanishes in float32.
+    """
     # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2 minus (sum_j a_j (R_ij - (R a)_j))^2.
     unit = jnp.maximum(1, _highest(contrast, mask))
     scaled = pulled / unit
@@ -200,8 +204,8 @@ def _shrunken(
     )
     gain = _gain(weights, contrast)
     # In units again, so that derivatives contain no squared variance.
-    shrink = _quotient(_nonnegative(second), contrast / unit)
-    return contrast / (1 + gain * unit * shrink)
+    ratio = _quotient(_nonnegative(second), contrast / unit)
+    return 1 / (1 + gain * unit * ratio)
 
 
 def _gain(weights: Array, contrast: Array) -> Array:

@@ -15,9 +15,8 @@ from tests.builders import ALL_STRUCTURES, random_block
 
 SHAPE, HEADS = (4, 6), 2
 GAINS = {"x": (1, 10, 100, 1000), "x and parameters": (1, 10, 100)}
-# Three of nine draws (keys 0, 3 and 5) are worse conditioned: in some structures cross-attention to x
-# times 10 is 1 to 3 % off.
-BLOCK = random_block(jax.random.key(2), SHAPE[1], 8, 0.1)
+# In this draw of nine, rows with all but 1e-8 of their weight on one key have the most noise.
+BLOCK = random_block(jax.random.key(5), SHAPE[1], 8, 0.1)
 MEAN = jax.random.normal(jax.random.key(1), SHAPE)
 
 
