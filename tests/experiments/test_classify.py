@@ -17,7 +17,7 @@ from experiments.classify.images import Task
 from experiments.classify.methods import relative
 from experiments.classify.networks import Network
 from experiments.data import Images
-from moment_jax.inference import held_out
+from moment_jax.inference import prior_precision
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
@@ -141,7 +141,7 @@ def test_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compared, "CATCH_UP", 4)
     monkeypatch.setattr(compared, "RATES", (0.1,))
     monkeypatch.setattr(compared, "LAPLACE", {"last_layer": "last-layer Laplace"})
-    monkeypatch.setattr(held_out, "PRECISIONS", (100.0,))
+    monkeypatch.setattr(prior_precision, "PRECISIONS", (100.0,))
     monkeypatch.setattr(classify, "SHIFTED", 50)
     counts = ["--seeds", 2, "--members", 2, "--plain-steps", 3, "--steps", 2, "--samples", 2]
     assert main(["classify", "--out", str(tmp_path), *map(str, counts)]) == 0
