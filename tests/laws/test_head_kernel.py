@@ -68,7 +68,7 @@ def with_gradient(case: Case):
     def total(x, *others):
         attend_all = attend
         if case.batch:  # parameters are shared, so their derivatives are sums over the batch
-            x, attend_all = jnp.stack([x, -2 * x]), jax.vmap(attend, (0, *[None] * 4))
+            x, attend_all = jnp.stack([x, -0.5 * x]), jax.vmap(attend, (0, *[None] * 4))
         found = attend_all(x, *others)
         return sum(jnp.sum(jnp.sin(3 * part)) for part in found), found
 

@@ -54,7 +54,7 @@ def test_a_block(structure):
     with jax.enable_x64(False):
         block = jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32),
-            random_block(jax.random.key(0), FEATURES, 4 * FEATURES, 0.1),
+            random_block(jax.random.key(1), FEATURES, 4 * FEATURES, 0.1),
         )
         x = jax.random.normal(jax.random.key(1), (TOKENS, FEATURES), jnp.float32)
 
