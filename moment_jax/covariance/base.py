@@ -129,14 +129,6 @@ class Covariance(abc.ABC):
           metric: (D, D), not necessarily symmetric; (D,) for a diagonal; None for the identity.
         """
 
-    @abc.abstractmethod
-    def token_matvec(self, vectors: Array) -> Array:
-        """Each token's own feature covariance times a vector: sum_j Cov[x_ti, x_tj] v_tj, (T, D)."""
-
-    @abc.abstractmethod
-    def token_square_matvec(self, vectors: Array) -> Array:
-        """Each token's squared feature covariances times a vector: sum_j Cov[x_ti, x_tj]^2 v_tj."""
-
     # -- linear maps ----------------------------------------------------------------------------
 
     @abc.abstractmethod

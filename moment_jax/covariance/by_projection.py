@@ -77,12 +77,6 @@ class ByProjection(Covariance):
     def token_gram(self, metric: Array | None = None) -> Array:
         return self.full().token_gram(metric)
 
-    def token_matvec(self, vectors: Array) -> Array:
-        return self.full().token_matvec(vectors)
-
-    def token_square_matvec(self, vectors: Array) -> Array:
-        return self.full().token_square_matvec(vectors)
-
     def rescale(self, factor: Array) -> Self:
         return self.project(self.full().rescale(factor).cov)
 

@@ -88,12 +88,6 @@ class Diagonal(Covariance):
             return diagonal_matrix(jnp.sum(self.variances, axis=1))
         return diagonal_matrix(self.variances @ vector_variance(metric))
 
-    def token_matvec(self, vectors: Array) -> Array:
-        return self.variances * vectors
-
-    def token_square_matvec(self, vectors: Array) -> Array:
-        return self.variances**2 * vectors
-
     def rescale(self, factor: Array) -> Self:
         return type(self)(self.variances * factor**2)
 

@@ -85,12 +85,6 @@ class Full(Covariance):
             return jnp.einsum("tdsd,d->ts", self.cov, metric)
         return jnp.einsum("tisj,ij->ts", self.cov, metric)
 
-    def token_matvec(self, vectors: Array) -> Array:
-        return jnp.einsum("titj,tj->ti", self.cov, vectors)
-
-    def token_square_matvec(self, vectors: Array) -> Array:
-        return jnp.einsum("titj,tj->ti", self.cov**2, vectors)
-
     def rescale(self, factor: Array) -> Self:
         return type(self)(factor[:, :, None, None] * self.cov * factor[None, None])
 

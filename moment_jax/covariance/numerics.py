@@ -49,9 +49,25 @@ def _safe_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array
     return root, tangents[0] / _infinite_where(root == 0, 2 * root)
 
 
+@jax.custom_jvp
 def safe_divide(x: Array, y: Array) -> Array:
     """X / y, and 0 where |y| is so small that the derivative's 1 / y^2 overflows; NaN stays NaN."""
-    return x / _infinite_where(jnp.abs(y) <= 2 * jnp.finfo(y.dtype).tiny ** 0.5, y)
+    return x / _safe_divisor(y)
+
+
+@safe_divide.defjvp
+def _safe_divide_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    (x, y), (dx, dy) = primals, tangents
+    divisor = _safe_divisor(y)
+    quotient = x / divisor
+    return quotient, (dx - quotient * dy) / divisor
+
+
+def _safe_divisor(y: Array) -> Array:
+    """Y, and infinity where |y| is too small."""
+    return _infinite_where(jnp.abs(y) <= 2 * jnp.finfo(y.dtype).tiny ** 0.5, y)
 
 
 def _infinite_where(void: Array, divisor: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
@@ -118,14 +118,22 @@ class Separable(MadeOfGrams):
             return self
         return self.with_grams(Grams(self.variance(), self.token_gram(), self.features()))
 
-    def with_grams(self, grams: Grams | None, **fields: Any) -> Self:
-        """The same with some fields replaced, and the matching Gram matrices where known."""
+    def with_grams(
+        self,
+        grams: Grams | None,
+        changed: Mapping[str, Callable[[], Array]] | None = None,
+        **fields: Any,
+    ) -> Self:
+        """The same with some fields replaced, and the matching Gram matrices where known.
+
+        `changed` are fields to form when they are read.
+        """
         if grams is None:
             return dataclasses.replace(self, **fields)
         names = {field.name for field in dataclasses.fields(self)} - {*fields}
         later = {name: functools.partial(getattr, self, name) for name in names - {*DEFAULTS}}
         kept = {name: getattr(self, name) for name in names & {*DEFAULTS}}
-        return self.formed(later, grams=grams, **kept, **fields)
+        return self.formed(later | dict(changed or {}), grams=grams, **kept, **fields)
 
     def pooled_variance(self, weights: Array | None = None) -> Array:
         """Variances of the sum over tokens, (D,), implied by scale and token correlation.
@@ -206,22 +214,18 @@ class Separable(MadeOfGrams):
         """Variances of the sum over tokens, (D,)."""
         return self.pooled_variance() if self.sum_variance is None else self.sum_variance
 
-    def token_matvec(self, vectors: Array) -> Array:
-        return self.scale * ((self.scale * vectors) @ self.feature_correlation)
-
-    def token_square_matvec(self, vectors: Array) -> Array:
-        variance = self.variance()
-        return variance * ((variance * vectors) @ self.feature_correlation**2)
-
     def rescale(self, factor: Array) -> Self:
         """X * factor: exact, except the covariance of the sum if the factor differs between tokens."""
-        scale = self.scale * factor
         if factor.shape[0] > 1:
-            return dataclasses.replace(self, scale=scale, sum_variance=None)
-        token_gram = self.token_gram(factor[0] ** 2)
-        grams = Grams(scale**2, token_gram, self.features().rescaled(factor[0]))
-        variance = self.summed_variance() * factor[0] ** 2
-        return self.with_grams(grams, scale=scale, sum_variance=variance)
+            return dataclasses.replace(self, scale=self.scale * factor, sum_variance=None)
+        gain, squared = factor[0], factor[0] ** 2
+        variance = self.variance() * squared[None, :]
+        token_gram = self.fitted_token_gram(jnp.sum(variance, axis=1))
+        return self.with_grams(
+            Grams(variance, token_gram, self.features().rescaled(gain)),
+            {"scale": lambda: self.scale * factor},
+            sum_variance=self.summed_variance() * squared,
+        )
 
     def map_features(self, kernel: Array) -> Self:
         """X @ kernel: the covariance of the sum is exact, and everything is for a scale of rank one."""

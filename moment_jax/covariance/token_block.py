@@ -86,12 +86,6 @@ class TokenBlock(Covariance):
             return diagonal_matrix(self.variance() @ metric)
         return diagonal_matrix(jnp.einsum("tij,ij->t", self.blocks, metric))
 
-    def token_matvec(self, vectors: Array) -> Array:
-        return jnp.einsum("tij,tj->ti", self.blocks, vectors)
-
-    def token_square_matvec(self, vectors: Array) -> Array:
-        return jnp.einsum("tij,tj->ti", self.blocks**2, vectors)
-
     def rescale(self, factor: Array) -> Self:
         return type(self)(factor[:, :, None] * self.blocks * factor[:, None, :])
 

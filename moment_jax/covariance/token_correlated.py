@@ -118,12 +118,6 @@ class TokenCorrelated(FormedLater, Covariance):
             return self.correlation * gram(self.scale) if known is None else known
         return self.correlation * gram(self.scale, vector_variance(metric))
 
-    def token_matvec(self, vectors: Array) -> Array:
-        return self.variance() * vectors
-
-    def token_square_matvec(self, vectors: Array) -> Array:
-        return self.variance() ** 2 * vectors
-
     def rescale(self, factor: Array) -> Self:
         return type(self)(self.scale * factor, self.correlation)
 

@@ -2,19 +2,15 @@
 
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance, Separable
+from moment_jax.covariance import Covariance
 from moment_jax.covariance.numerics import nonnegative
 from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
-from moment_jax.layers.norm_tangent import (
-    NormTangent,
-    ScaledBlocks,
-    TokenBlocks,
-    carry,
-    centred_rows,
-)
+from moment_jax.layers.norm_noise import SharedNoise, centred_rows, input_noise
+from moment_jax.layers.norm_tangent import NormTangent, carry
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized, materialized_inputs
@@ -108,37 +104,32 @@ def _normalize(
     d = mean.shape[1]
     centred = centred_rows(mean) if centres else mean
     spread = jnp.sum(centred**2, axis=1, keepdims=True) / d + epsilon
-    scaled = ScaledBlocks.of(cov) if isinstance(cov, Separable) else None
-    blocks = TokenBlocks(cov) if scaled is None else scaled
+    noise = input_noise(cov, centres)
     if order == 2:
-        along = blocks.row_sums()  # Cov 1, token by token
-        along = along if centres else jnp.zeros_like(along)
-        common = jnp.sum(along, axis=1, keepdims=True) / d  # 1^T Cov 1 / D
-        trace = jnp.sum(cov.variance(), axis=1, keepdims=True) - common
-        spread = spread + nonnegative(trace) / d
-    deviation = jnp.sqrt(spread)
-    normal = centred / deviation
-    seen = None if scaled is None else (scaled, normal @ scaled.features)
+        spread = spread + nonnegative(noise.trace()) / d
+    inverse = jax.lax.rsqrt(spread)
+    normal = centred * inverse
     unit = jnp.ones((1, d), mean.dtype)
-    tangent = NormTangent(1 / deviation, normal, unit, centres, seen)
+    tangent = NormTangent(inverse, normal, unit, centres)
+    if isinstance(noise, SharedNoise):
+        tangent = tangent._replace(noise=noise, linked=normal @ noise.features)
+        pulled = noise.energy * tangent.centred_linked()
+    else:
+        pulled = noise.pulled(normal)
     if order == 2:
-        # tr((P Cov)^2), token by token
-        lost = 2 * jnp.sum(along**2, axis=1, keepdims=True) / d
-        squares = blocks.square_trace() - lost + common**2
-        pulled = cov.token_matvec(normal) if seen is None else seen[0].energy * seen[1]
-        normal = _corrected(normal, tangent.centred(pulled), squares, spread)
+        normal = _corrected(normal, pulled, noise.squares(), inverse**2)
     return normal, tangent
 
 
-def _corrected(normal: Array, pulled: Array, squares: Array, spread: Array) -> Array:
+def _corrected(normal: Array, pulled: Array, squares: Array, precision: Array) -> Array:
     """Second-order mean of c / sqrt(Q), Q = |c|^2/D + epsilon, expanded about q = E[Q].
 
     E[c (1 - (Q - q)/(2 q) + 3 (Q - q)^2/(8 q^2))] / sqrt(q), with the Gaussian moments Cov[c, Q] = 2 P
     Cov mean / D and Var[Q] = (2 tr((P Cov)^2) + 4 mean^T Cov mean) / D^2. Takes `normal`, the centred
-    mean over sqrt(q), (T, D); `pulled`, Cov normal, centred if the normalisation centres, (T, D);
-    `squares`, tr((P Cov)^2), (T, 1); and `spread`, q, (T, 1).
+    mean over sqrt(q), (T, D); `pulled`, P Cov normal, (T, D); `squares`, tr((P Cov)^2), (T, 1); and
+    `precision`, 1 / q, (T, 1).
     """
-    d = normal.shape[1]
+    small = precision / normal.shape[1]
     along = jnp.sum(normal * pulled, axis=1, keepdims=True)
-    relative_variance = (2 * squares / spread**2 + 4 * along / spread) / d**2
-    return normal - pulled / (d * spread) + 0.375 * relative_variance * normal
+    relative = 0.75 * (squares * small + 2 * along / normal.shape[1]) * small
+    return normal * (1 + relative) - pulled * small

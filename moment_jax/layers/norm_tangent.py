@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance, Diagonal, Separable, TokenCorrelated
+from moment_jax.covariance import Diagonal, Separable, TokenCorrelated
 from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt, weighted
-from moment_jax.xla import diagonal_of, materialized, product_with_transposed
+from moment_jax.layers.norm_noise import SharedNoise, centred_rows, row_sums
+from moment_jax.xla import materialized, product_with_transposed
 
 
 class NormTangent(NamedTuple):
@@ -23,8 +24,8 @@ class NormTangent(NamedTuple):
     normal: Array  # the normalised mean, (T, D)
     scale: Array  # mean of the random gain, (1, D)
     centres: bool = True
-    seen: tuple[ScaledBlocks, Array] | None = None
-    """For a `Separable` input: its blocks, and `normal` times their features, (T, D)."""
+    noise: SharedNoise | None = None  # of a `Separable` input
+    linked: Array | None = None  # `normal` times its features, (T, D)
 
     @property
     def gain(self) -> Array:
@@ -45,6 +46,11 @@ class NormTangent(NamedTuple):
         """Subtract every row's average, if the normalisation centres."""
         return centred_rows(array) if self.centres else array
 
+    def centred_linked(self) -> Array:
+        """`linked`, centred if the normalisation centres."""
+        assert self.linked is not None
+        return self.centred(self.linked)
+
     def jacobian(self) -> Array:
         """Each token's Jacobian, input features first, (T, D, D)."""
         d = self.normal.shape[1]
@@ -61,53 +67,12 @@ class NormTangent(NamedTuple):
 
     def feature_cross(self, cov: Separable) -> Array:
         """Cov[sum_t x_td, sum_s y_se] of input and output, (D, D), for a scale of rank one."""
-        assert self.seen is not None
-        blocks, pulled = self.seen
+        assert self.noise is not None
+        assert self.linked is not None
         shares = weighted(pooled(cov.token_gram(), cov.pool)[:, None] * self.inverse, cov.pool)
-        lost = (shares * pulled).T @ self.normal
-        kept = jnp.sum(shares) * self.centred(blocks.features)
+        lost = (shares * self.linked).T @ self.normal
+        kept = jnp.sum(shares) * self.centred(self.noise.features)
         return cov.share(kept - lost / self.normal.shape[1]) * self.scale
-
-
-class TokenBlocks(NamedTuple):
-    """Each token's feature covariance."""
-
-    cov: Covariance
-
-    def row_sums(self) -> Array:
-        """Cov 1, (T, D)."""
-        return self.cov.token_matvec(jnp.ones(self.cov.shape, self.cov.dtype))
-
-    def square_trace(self) -> Array:
-        """tr(Cov^2), (T, 1)."""
-        ones = jnp.ones(self.cov.shape, self.cov.dtype)
-        return jnp.sum(self.cov.token_square_matvec(ones), axis=1, keepdims=True)
-
-
-class ScaledBlocks(NamedTuple):
-    """Each token's feature covariance as its energy times one shared matrix, F / tr F.
-
-    Exact for a `Separable` whose scale has rank one; variances stay the token's own. It takes a third
-    of the products that a scale of full rank would.
-    """
-
-    energy: Array  # (T, 1)
-    features: Array  # F / tr F, (D, D)
-
-    @classmethod
-    def of(cls, cov: Separable) -> ScaledBlocks:
-        """The scaled blocks of a covariance."""
-        features = cov.feature_gram()
-        total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
-        return cls(jnp.sum(cov.variance(), axis=1, keepdims=True), safe_divide(features, total))
-
-    def row_sums(self) -> Array:
-        """Cov 1, (T, D)."""
-        return self.energy * jnp.sum(self.features, axis=0)[None, :]
-
-    def square_trace(self) -> Array:
-        """tr(Cov^2), (T, 1)."""
-        return self.energy**2 * jnp.sum(self.features**2)
 
 
 @singledispatch
@@ -135,28 +100,27 @@ def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> Token
 @carry.register
 def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     """Exact for a scale of rank one; the token correlation is unchanged."""
-    assert tangent.seen is not None
-    (blocks, pulled), normal = tangent.seen, tangent.normal
-    d = normal.shape[1]
-    features = tangent.centred(tangent.centred(blocks.features).T)
-    pulled = tangent.centred(pulled) / d
-    along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
+    assert tangent.noise is not None
+    noise, normal, d = tangent.noise, tangent.normal, tangent.normal.shape[1]
+    pulled = tangent.centred_linked() / d
     # The features' variances over their energy, before and after removing the direction `normal`.
-    before = diagonal_of(blocks.features)[None, :]
-    after = diagonal_of(features)[None, :] - 2 * normal * pulled + along * normal**2
+    before = noise.variance[None, :]
+    removed = normal * (normal * (row_sums(normal * pulled) / d) - 2 * pulled)
+    after = noise.centred_variance[None, :] + removed
     # Lost variance is a factor, which keeps the result positive; gained variance is added.
-    kept = jnp.clip(safe_divide(after, before + jnp.zeros_like(after)), 0, 1) * cov.variance()
-    variance = kept + blocks.energy * nonnegative(after - before)
-    variance = materialized(tangent.inverse**2 * variance)
+    gained = nonnegative(after - before)
+    kept = nonnegative(after - gained) * safe_divide(jnp.ones_like(before), before)
+    variance = materialized(tangent.inverse**2 * (kept * cov.variance() + noise.energy * gained))
     # Covariance of the sum: over pairs of tokens, each without its lost direction.
     inverse, token_gram = weighted(tangent.inverse, cov.pool), cov.token_gram()
     pairs = inverse * token_gram * inverse.T
     twice = (pairs * product_with_transposed(normal / d, pulled)) @ normal
-    bent = normal.T @ (0.5 * twice - jnp.sum(pairs, axis=1, keepdims=True) * pulled)
+    total = jnp.sum(pairs, axis=1, keepdims=True)
+    bent = normal.T @ (0.5 * twice - total * pulled)
     return cov.from_moments(
         variance,
         cov.fitted_token_gram(jnp.sum(variance, axis=1)),
-        jnp.sum(pairs) * features + bent + bent.T,
+        jnp.sum(total) * noise.centred + bent + bent.T,
         cov.pool,
     )
 
@@ -175,8 +139,3 @@ def _carried_variance(variance: Array, tangent: NormTangent) -> Array:
         gained = gained + total(variance) + 2 * normal * total(normal * variance)
     # A sum of squares, up to rounding.
     return tangent.inverse**2 * nonnegative(kept + gained / d)
-
-
-def centred_rows(array: Array) -> Array:
-    """Subtract every row's average."""
-    return array - jnp.mean(array, axis=1, keepdims=True)
