@@ -80,7 +80,7 @@ def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, Featur
     """
     first, second = cov.scale * moments.gain, moments.second
     rest = nonnegative(moments.variance - first**2 - second**2)
-    r, correlation, features = cov.token_correlation, cov.feature_correlation, cov.features()
+    r, features = cov.token_correlation, cov.features()
     wide = features.basis is not None
     token_gram = r * gram(first)
     if not wide:
@@ -90,6 +90,7 @@ def elementwise(cov: Separable, moments: ElementwiseGain) -> tuple[Array, Featur
     first, second = weighted(first, cov.pool), weighted(second, cov.pool)
     rest = jnp.sum(weighted(weighted(rest, cov.pool), cov.pool), axis=0)
     if not wide:
+        correlation = cov.feature_correlation
         return token_gram, FeatureGram(
             correlation * gram(first.T, r)
             + correlation**2 * gram(second.T, r**2)
