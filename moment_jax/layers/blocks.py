@@ -1,7 +1,8 @@
 """Encoder and decoder blocks and their sublayers, post-norm (as derived) or pre-norm."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from jax import Array
 
@@ -13,6 +14,7 @@ from moment_jax.layers.norm import layer_norm, layer_norm_and_tangent
 from moment_jax.layers.params import (
     DecoderBlockParams,
     EncoderBlockParams,
+    FeedForwardParams,
     NormParams,
 )
 from moment_jax.layers.residual import Tangent, residual
@@ -20,6 +22,8 @@ from moment_jax.layers.seen import pool_as, pool_seen
 from moment_jax.xla import materialized_inputs
 
 S = TypeVar("S", bound=Covariance)
+Branch = Callable[[Array, S], tuple[Array, S, Tangent]]
+"""(mean, cov) -> (mean, cov) of a sublayer, with its linearisation."""
 
 
 class Normalization(NamedTuple):
@@ -74,14 +78,10 @@ def encoder_block(
     before, cov = cov, pool_seen(cov, mask)
     norm = Normalization(norm_first, epsilon, order)
 
-    def attend(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        return attention_and_tangent(
-            mean, cov, params.attention, num_heads=num_heads, mask=mask, order=order
-        )
-
-    def transform(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
-
+    attend = partial(
+        attention_and_tangent, params=params.attention, num_heads=num_heads, mask=mask, order=order
+    )
+    transform = feed_forward_of(params.feed_forward, activation)
     mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
     mean, cov = sublayer(mean, cov, transform, params.norm2, norm)
     return mean, pool_as(cov, before)
@@ -141,30 +141,25 @@ def decoder_block(
     norm = Normalization(norm_first, epsilon, order)
     memory = Memory(memory_mean, memory_cov)
 
-    def attend(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        return attention_and_tangent(
-            mean, cov, params.self_attention, num_heads=num_heads, mask=mask, order=order
-        )
-
-    def look(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        cross = params.cross_attention
-        return attention_and_tangent(
-            mean, cov, cross, num_heads=num_heads, mask=memory_mask, order=order, memory=memory
-        )
-
-    def transform(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
-
+    heads = partial(attention_and_tangent, num_heads=num_heads, order=order)
+    attend = partial(heads, params=params.self_attention, mask=mask)
+    look = partial(heads, params=params.cross_attention, mask=memory_mask, memory=memory)
+    transform = feed_forward_of(params.feed_forward, activation)
     mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
     mean, cov = sublayer(mean, cov, look, params.norm2, norm)
     mean, cov = sublayer(mean, cov, transform, params.norm3, norm)
     return mean, pool_as(cov, before)
 
 
+def feed_forward_of(params: FeedForwardParams, activation: Activation) -> Branch[Any]:
+    """The feed-forward layer as the branch of a sublayer."""
+    return partial(feed_forward_and_tangent, params=params, activation=activation)
+
+
 def sublayer(
     mean: Array,
     cov: S,
-    branch: Callable[[Array, S], tuple[Array, S, Tangent]],
+    branch: Branch[S],
     params: NormParams,
     norm: Normalization,
 ) -> tuple[Array, S]:

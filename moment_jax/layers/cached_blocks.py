@@ -1,5 +1,6 @@
 """One decoding step of a block: the newest tokens of a causal sequence, with earlier ones cached."""
 
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from jax import Array
@@ -8,9 +9,9 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers.attention.attend import View, attend
 from moment_jax.layers.attention.cache import KeyValueCache, attention_step
 from moment_jax.layers.attention.inputs import Source
-from moment_jax.layers.blocks import Normalization, sublayer
+from moment_jax.layers.blocks import Normalization, feed_forward_of, sublayer
 from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation, feed_forward_and_tangent, relu
+from moment_jax.layers.feed_forward import Activation, relu
 from moment_jax.layers.params import (
     AttentionParams,
     DecoderBlockParams,
@@ -57,10 +58,9 @@ def encoder_block_step(
         mean, cov, cache, params.attention, params.norm1, norm, num_heads=num_heads
     )
 
-    def transform(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
-
-    mean, cov = sublayer(mean, cov, transform, params.norm2, norm)
+    mean, cov = sublayer(
+        mean, cov, feed_forward_of(params.feed_forward, activation), params.norm2, norm
+    )
     return mean, cov, cache
 
 
@@ -86,14 +86,11 @@ def decoder_block_step(
     mask = look_at_valid(None, cache.memory_valid)
     view = View(num_heads, mask, order, own=False)
 
-    def look(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        return attend(mean, cov, cache.memory, params.cross_attention, view)
-
-    def transform(mean: Array, cov: S) -> tuple[Array, S, Tangent]:
-        return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
-
+    look = partial(attend, source=cache.memory, params=params.cross_attention, view=view)
     mean, cov = sublayer(mean, cov, look, params.norm2, norm)
-    mean, cov = sublayer(mean, cov, transform, params.norm3, norm)
+    mean, cov = sublayer(
+        mean, cov, feed_forward_of(params.feed_forward, activation), params.norm3, norm
+    )
     return mean, cov, cache._replace(tokens=tokens)
 
 
