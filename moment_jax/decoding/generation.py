@@ -11,6 +11,7 @@ from jax import Array
 from moment_jax.decoding import checks
 from moment_jax.decoding.checks import State, Step
 from moment_jax.discrete import gumbel_max
+from moment_jax.discrete.sampling import checked_temperature
 from moment_jax.objectives.uncertainty import TokenUncertainty, probabilities_with_uncertainty
 
 Choice = Callable[[Array, Array], Array]  # position, log-probabilities (B, V) -> tokens (B,) or -1
@@ -105,15 +106,13 @@ def sample(
 
     Source: handwritten notes, z = argmax_i (g_i + log pi_i).
     """
-    checks.check_finite("sample", "temperature", temperature, positive=True)
 
     def drawn(position: Array, log_probs: Array) -> Array:
         largest = jnp.max(log_probs, axis=1, keepdims=True)
         # Relative to the largest: else division by a small temperature could make all of them -inf.
         relative = log_probs - jnp.where(largest > -jnp.inf, largest, 0)
-        lowest = float(jnp.finfo(log_probs.dtype).tiny) ** 0.5
-        tau = jnp.asarray(temperature, log_probs.dtype)
-        tau = jnp.where(tau > lowest, tau, lowest)
+        likeliest = "For the likeliest tokens, use greedy."
+        tau = checked_temperature("sample", temperature, log_probs.dtype, likeliest)
         return gumbel_max(jax.random.fold_in(key, position), relative / tau)
 
     return _generate("sample", drawn, step, state, first_tokens, length, end, pad, num_points)
