@@ -87,8 +87,7 @@ def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Ar
                 f"`categorical_kl` needs as many categories in the prior, {size}. Got one of shape "
                 f"{tuple(prior.shape)}."
             )
-    prior = jnp.broadcast_to(prior, jnp.broadcast_shapes(prior.shape, log_probs.shape))
-    log_probs = jnp.broadcast_to(log_probs, prior.shape)
+    prior, log_probs = jnp.broadcast_arrays(prior, log_probs)
     possible, allowed = log_probs > -jnp.inf, prior > -jnp.inf
     both = possible & allowed
     ratio = jnp.where(both, log_probs, 0) - jnp.where(both, prior, 0)

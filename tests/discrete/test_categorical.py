@@ -16,15 +16,12 @@ HOLES[0] = [-np.inf, 0.2, -np.inf, -np.inf, -np.inf]
 
 
 def test_log_probabilities_are_exact_to_minus_infinity():
-    with np.errstate(divide="ignore"):
-        assert_close(
-            jnp.exp(mj.discrete.log_probabilities(jnp.asarray(HOLES))),
-            scipy.special.softmax(HOLES, axis=1),
-        )
+    found = mj.discrete.log_probabilities(jnp.asarray(HOLES))
+    assert_close(np.exp(found), scipy.special.softmax(HOLES, axis=1))
     row = jnp.asarray([0.0, -745.0, -1e30, -jnp.inf, -1e300])
     assert mj.discrete.log_probabilities(row).tolist() == row.tolist()
     masked = mj.discrete.log_probabilities(jnp.asarray(LOGITS), jnp.asarray(-np.inf < HOLES))
-    assert (masked == mj.discrete.log_probabilities(jnp.asarray(HOLES))).all()
+    assert (masked == found).all()
     nothing = jnp.full((2, 3), -jnp.inf)
     assert (mj.discrete.log_probabilities(nothing) == -jnp.inf).all()
 
@@ -36,9 +33,8 @@ def test_kl_is_that_of_the_textbook():
     uniform = mj.discrete.categorical_kl(jnp.asarray(HOLES) + 17.0)
     assert_close(uniform, np.log(5) - scipy.stats.entropy(p, axis=1))
     assert_close(uniform[0], jnp.log(5.0))
-    assert_close(
-        mj.discrete.categorical_entropy(jnp.asarray(HOLES)), scipy.stats.entropy(p, axis=1)
-    )
+    entropy = mj.discrete.categorical_entropy(jnp.asarray(HOLES))
+    assert_close(entropy, scipy.stats.entropy(p, axis=1))
 
 
 def test_kl_where_the_prior_has_nothing():
