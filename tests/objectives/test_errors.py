@@ -132,8 +132,8 @@ def test_a_label_out_of_range():
     @jax.jit
     @jax.vmap
     def compiled(label):
-        return [jax.value_and_grad(score, 1)(label, mean) for score in scores]
+        return jax.grad(scores[0], 1)(label, mean), *(score(label, mean) for score in scores)
 
-    for score, (values, slopes) in enumerate(compiled(np.array([0, 4, -1]))):
-        assert list(np.isnan(values)) == [False, True, True]
-        assert list(np.isnan(slopes).all(axis=1)) == [False, score == 0, score == 0]
+    slopes, *values = compiled(np.array([0, 4, -1]))
+    for found in (slopes.sum(axis=1), *values):
+        assert list(np.isnan(found)) == [False, True, True]

@@ -210,12 +210,13 @@ def test_vmap_is_a_loop():
         np.testing.assert_allclose(values, loop, atol=1e-10)
 
 
-@pytest.mark.parametrize("score", with_grads)
-def test_jit_changes_nothing(score):
-    for name in ("gaussian_matrix", "categorical"):
-        likelihood, target, mean = CASES[name]
-        args = likelihood, target, mean, random_cov(14, mean.size)
-        np.testing.assert_allclose(score(*args), with_grads[score](*args)[0], atol=1e-10)
+@pytest.mark.parametrize(
+    ("name", "score"), [("categorical", uncompiled), ("gaussian_matrix", log_marginal)]
+)
+def test_jit_changes_nothing(name, score):
+    likelihood, target, mean = CASES[name]
+    args = likelihood, target, mean, random_cov(14, mean.size)
+    np.testing.assert_allclose(score(*args), with_grads[score](*args)[0], atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -64,8 +64,8 @@ def test_two_classes_against_quadrature(scale):
 
 def test_without_uncertainty_it_is_the_softmax():
     mean = problem(1, 0.0, 0)[0]
-    for value in (uncompiled(mean, np.zeros(C)), compiled(mean, np.zeros((C, C)))):
-        np.testing.assert_allclose(value, np.exp(mean) / np.exp(mean).sum(), atol=1e-12)
+    value = compiled(mean, np.zeros((C, C)))
+    np.testing.assert_allclose(value, np.exp(mean) / np.exp(mean).sum(), atol=1e-12)
 
 
 def test_vmap_and_logarithm():
