@@ -16,7 +16,7 @@ from moment_jax.objectives.predictive import log_class_probabilities
 class Beams(NamedTuple):
     """The best sequences found, best first; scores of -inf where there is none."""
 
-    tokens: Array  # (num_beams, length) int32, the end token among them, padding after it
+    tokens: Array  # (num_beams, length) int32, the end token among them, padding of -1 after it
     scores: Array  # (num_beams,), log_probs / number of tokens ** length_penalty
     log_probs: Array  # (num_beams,), sums of predictive log-probabilities, in nats
 
@@ -29,7 +29,6 @@ def beam_search(
     num_beams: int,
     *,
     end: int | None = None,
-    pad: int = -1,
     length_penalty: Array | float = 0.0,
     num_points: int | None = None,
 ) -> Beams:
@@ -49,7 +48,6 @@ def beam_search(
       length: number of tokens to produce.
       num_beams: number of hypotheses; at most V^length, the number of sequences.
       end: the token that ends a hypothesis; None for none.
-      pad: fills the places after it; the step never sees it.
       length_penalty: a score is the log-probability divided by the number of tokens (with the end token)
         to this power: 0 ranks by probability, which prefers short sequences, 1 by the average per token.
         Inside `jit`, where its value is unknown, NaN counts as 0.
@@ -63,7 +61,7 @@ def beam_search(
     Raises:
       ValueError: if length or num_beams < 1, or there are fewer sequences than beams, or there is no
         token `end`, or the length penalty is known and not finite, or shapes do not fit.
-      TypeError: if the token is not an integer, or length, num_beams, end or pad are not Python ints.
+      TypeError: if the token is not an integer, or length, num_beams or end are not Python ints.
 
     >>> import jax.numpy as jnp
     >>> def step(state, tokens):
@@ -78,7 +76,6 @@ def beam_search(
     state = checks.as_state(name, state, 1)
     length = checks.whole_number(name, "length", length, 1)
     num_beams = checks.whole_number(name, "num_beams", num_beams, 1)
-    pad = checks.whole_number(name, "pad", pad, -(2**31))
     _check_penalty(length_penalty)
     state = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_beams, axis=0), state)
     last = jnp.repeat(first, num_beams)
@@ -106,13 +103,13 @@ def beam_search(
 
     # Only the first beam starts alive: copies of one hypothesis would be found twice.
     nothing = jnp.full(num_beams, -jnp.inf, dtype)
-    empty = jnp.full((num_beams, length), pad, jnp.int32)
+    empty = jnp.full((num_beams, length), checks.PAD, jnp.int32)
     first_alone = nothing.at[0].set(0)
     start = state, last, Beams(empty, first_alone, first_alone), Beams(empty, nothing, nothing)
     (_, _, alive, ended), _ = jax.lax.scan(advance, start, (jnp.arange(length), weights))
     best = _best(ended, alive)
     exists = best.scores > -jnp.inf
-    return best._replace(tokens=jnp.where(exists[:, None], best.tokens, pad))
+    return best._replace(tokens=jnp.where(exists[:, None], best.tokens, checks.PAD))
 
 
 def _check_penalty(value: Array | float) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 State = Any
+PAD = -1  # follows the end of a sequence
 Step = Callable[[State, Array], tuple[Array, Array, State]]
 
 

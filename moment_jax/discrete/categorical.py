@@ -22,12 +22,11 @@ def check_categories(name: str, log_probs: Array) -> Array:
     return log_probs.astype(jnp.promote_types(log_probs.dtype, jnp.float32))
 
 
-def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
+def log_probabilities(logits: Array) -> Array:
     """Normalised log-probabilities, exact from 0 down to -inf.
 
     Args:
       logits: (..., K), unnormalised; -inf for a category that cannot occur.
-      mask: boolean, broadcastable to (..., K), False for a category that cannot occur; None for no mask.
 
     Returns:
       (..., K): logits - logsumexp(logits), exactly -inf for a category that cannot occur. Derivatives
@@ -42,8 +41,6 @@ def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
     """
     logits = check_categories("log_probabilities", logits)
     possible = logits > -jnp.inf
-    if mask is not None:
-        possible = possible & jnp.broadcast_to(mask, logits.shape)
     shifted = centred(logits, possible)
     total = jnp.sum(jnp.where(possible, jnp.exp(shifted), 0), axis=-1, keepdims=True)
     # The largest term is exp(0) = 1, so the sum is at least 1 unless nothing is possible.

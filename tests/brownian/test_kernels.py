@@ -70,7 +70,6 @@ ONES = jnp.ones((2, 2))
         (lambda: brownian.gaussian_kernel(ONES, ONES, bandwidth=0.0), "> 0"),
         (lambda: brownian.gaussian_kernel(ONES, jnp.ones((2, 3))), "same number"),
         (lambda: brownian.transition_matrix(ONES[None]), "vmap"),
-        (lambda: brownian.transition_matrix(ONES, temperature=-1.0), "temperature > 0"),
         (lambda: brownian.row_normalize(jnp.array([[1.0, -0.1]])), "none negative"),
         (lambda: brownian.row_normalize(jnp.array([[1.0, 1.0], [0.0, 0.0]])), "Row 1"),
         (lambda: brownian.attention_scores(jnp.ones((2, 3)), ONES, ONES), "D the features"),

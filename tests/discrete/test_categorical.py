@@ -25,7 +25,6 @@ def test_log_probabilities_are_exact_to_minus_infinity():
     assert_close(np.exp(found), scipy.special.softmax(HOLES, axis=1))
     row = np.asarray([0.0, -745.0, -1e30, -np.inf, -1e300])
     assert log_probabilities(row).tolist() == row.tolist()
-    assert (log_probabilities(LOGITS, -np.inf < HOLES) == found).all()
     assert (log_probabilities(np.full((7, 5), -np.inf)) == -np.inf).all()
 
 
