@@ -165,7 +165,7 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
     label = moments.as_label("expected_log_likelihood_bound", target, mean.shape[0])
     # 0, or NaN for a label out of range. Added at the end: in the mean NaN would count as masked.
     in_range = moments.of_label(jnp.zeros_like(mean), label)
-    return in_range - logsumexp_mean(mean - mean[label], cov)
+    return in_range - logsumexp_mean(mean - jnp.asarray(mean)[label], cov)
 
 
 def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
