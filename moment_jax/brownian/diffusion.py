@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.brownian.checks import check_points, check_positive
-from moment_jax.brownian.kernels import gaussian_kernel, row_normalize
-from moment_jax.brownian.markov import reversible_eigenpairs
+from moment_jax.brownian.kernels import gaussian_kernel
+from moment_jax.brownian.krylov import leading_eigenpairs
 from moment_jax.brownian.sphere import squared_distances
 
 NEIGHBORS = 10
@@ -81,20 +81,18 @@ def diffusion_map(
     kernel = gaussian_kernel(points, points, bandwidth=bandwidth)
     density = jnp.sum(kernel, axis=1) ** density_power
     kernel = kernel / (density[:, None] * density[None, :])
-    law = jnp.sum(kernel, axis=1) / jnp.sum(kernel)  # the kernel is symmetric, the walk reversible
-    pairs = reversible_eigenpairs(row_normalize(kernel), law, count + 1)
+    # The walk is reversible: its eigenvectors are those of a symmetric matrix over sqrt(law).
+    degree = jnp.sum(kernel, axis=1)
+    root, law = jnp.sqrt(degree), degree / jnp.sum(degree)
+    symmetric = kernel / (root[:, None] * root[None, :])
+    pairs = leading_eigenpairs(symmetric, count=count + 1, symmetric=True)
     values = pairs.values[1:]
     # The sign of lambda^time is defined for integer times only.
     scale = jnp.abs(values) ** time
     scale = scale * jnp.sign(values) ** int(time) if float(time).is_integer() else scale
-    return DiffusionMap(
-        pairs.vectors[:, 1:] * scale[None, :],
-        values,
-        law,
-        time,
-        jnp.asarray(bandwidth),
-        pairs.residuals[1:],
-    )
+    coordinates = pairs.vectors[:, 1:] * scale[None, :] / jnp.sqrt(law)[:, None]
+    residuals = pairs.residuals[1:]
+    return DiffusionMap(coordinates, values, law, time, jnp.asarray(bandwidth), residuals)
 
 
 def _local_bandwidth(points: Array, neighbors: int) -> Array:

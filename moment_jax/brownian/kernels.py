@@ -68,22 +68,21 @@ def row_normalize(kernel: Array) -> Array:
     return jnp.where(connected, kernel / jnp.where(connected, total, 1), 1 / kernel.shape[1])
 
 
-def transition_matrix(tokens: Array, *, temperature: float | Array | None = None) -> Array:
-    """Attention's Markov chain over tokens: softmax(x x^T / temperature), rows sum to one.
+def transition_matrix(tokens: Array) -> Array:
+    """Attention's Markov chain over tokens: softmax(x x^T / sqrt(D)), rows sum to one.
 
     Entry (i, j) is the probability of the step i -> j. For tokens on the sphere of radius sqrt(D)
-    (`to_sphere`) and the default temperature it equals `row_normalize(gaussian_kernel(x, x))`.
+    (`to_sphere`) it equals `row_normalize(gaussian_kernel(x, x))`.
     Elsewhere column j has an additional weight exp(|x_j|^2 / (2 sqrt(D))).
 
     Args:
       tokens: (T, D).
-      temperature: divides the dot products; None for sqrt(D).
 
     Returns:
       (T, T).
 
     Raises:
-      ValueError: if tokens is not (T, D), or the temperature is not positive.
+      ValueError: if tokens is not (T, D).
 
     Source: The Brownian motion in the Transformer, Eq. 13 to 15 with identity projections.
 
@@ -93,10 +92,7 @@ def transition_matrix(tokens: Array, *, temperature: float | Array | None = None
      [0.5 0.5]]
     """
     check_points("transition_matrix", tokens)
-    if temperature is None:
-        temperature = tokens.shape[1] ** 0.5
-    check_positive("transition_matrix", "temperature", temperature)
-    return jax.nn.softmax(tokens @ tokens.T / temperature, axis=1)
+    return jax.nn.softmax(tokens @ tokens.T / tokens.shape[1] ** 0.5, axis=1)
 
 
 def attention_scores(

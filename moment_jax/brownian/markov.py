@@ -130,41 +130,15 @@ def _check_law(name: str, transition: Array, law: Array) -> None:
 def eigenpairs(transition: Array, count: int) -> Eigenpairs:
     """The `count` eigenvalues of largest modulus and right eigenvectors (T, count), complex.
 
-    By block Krylov spaces, without a dense decomposition. For a reversible chain use
-    `reversible_eigenpairs`, which is real and faster.
+    By block Krylov spaces, without a dense decomposition.
 
     Raises:
       ValueError: if rows are not probabilities, or count is not between 1 and T.
     """
-    _check_count("eigenpairs", count, check_stochastic("eigenpairs", transition))
-    return leading_eigenpairs(transition, count=count, symmetric=False)
-
-
-def reversible_eigenpairs(transition: Array, law: Array, count: int) -> Eigenpairs:
-    """`eigenpairs` of a reversible chain with this stationary law: real, by the symmetric form.
-
-    S = diag(p)^(1/2) P diag(p)^(-1/2) is symmetric if detailed balance holds. The right eigenvectors are
-    orthonormal in the law, sum_i p_i v_ik v_il = [k = l], and the first one is constant. They are 0 at
-    states of probability zero.
-
-    Raises:
-      ValueError: if rows are not probabilities, count is not between 1 and T, or shapes do not fit.
-    """
-    _check_law("reversible_eigenpairs", transition, law)
-    _check_count("reversible_eigenpairs", count, transition.shape[0])
-    positive = law > 0
-    root = jnp.sqrt(jnp.where(positive, law, 0))
-    inverse = jnp.where(positive, 1 / jnp.where(positive, root, 1), 0)
-    symmetric = root[:, None] * transition * inverse[None, :]
-    pairs = leading_eigenpairs(symmetric, count=count, symmetric=True)
-    vectors = inverse[:, None] * pairs.vectors
-    signs = jnp.where(jnp.sum(law[:, None] * vectors, axis=0) < 0, -1, 1)
-    return pairs._replace(vectors=vectors * signs.astype(vectors.dtype)[None, :])
-
-
-def _check_count(name: str, count: int, size: int) -> None:
+    size = check_stochastic("eigenpairs", transition)
     if not 1 <= count <= size:
-        raise ValueError(f"`{name}` needs 1 <= count <= T. Got {count} for T = {size}.")
+        raise ValueError(f"`eigenpairs` needs 1 <= count <= T. Got {count} for T = {size}.")
+    return leading_eigenpairs(transition, count=count, symmetric=False)
 
 
 def spectral_gap(transition: Array) -> Array:

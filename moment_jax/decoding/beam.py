@@ -1,5 +1,6 @@
 """Beam search over the predictive distribution."""
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -13,19 +14,11 @@ from moment_jax.objectives.predictive import log_class_probabilities
 
 
 class Beams(NamedTuple):
-    """The best sequences found, best first."""
+    """The best sequences found, best first; scores of -inf where there is none."""
 
-    tokens: Array  # (num_beams, length) int32, the end token among them, padding after it
+    tokens: Array  # (num_beams, length) int32, the end token among them, padding of -1 after it
     scores: Array  # (num_beams,), log_probs / number of tokens ** length_penalty
     log_probs: Array  # (num_beams,), sums of predictive log-probabilities, in nats
-
-
-class _Found(NamedTuple):
-    """Hypotheses, unfinished or finished."""
-
-    tokens: Array  # (num_beams, length)
-    log_probs: Array  # (num_beams,), -inf where there is none
-    scores: Array  # (num_beams,)
 
 
 def beam_search(
@@ -36,7 +29,6 @@ def beam_search(
     num_beams: int,
     *,
     end: int | None = None,
-    pad: int = -1,
     length_penalty: Array | float = 0.0,
     num_points: int | None = None,
 ) -> Beams:
@@ -56,7 +48,6 @@ def beam_search(
       length: number of tokens to produce.
       num_beams: number of hypotheses; at most V^length, the number of sequences.
       end: the token that ends a hypothesis; None for none.
-      pad: fills the places after it; the step never sees it.
       length_penalty: a score is the log-probability divided by the number of tokens (with the end token)
         to this power: 0 ranks by probability, which prefers short sequences, 1 by the average per token.
         Inside `jit`, where its value is unknown, NaN counts as 0.
@@ -70,7 +61,7 @@ def beam_search(
     Raises:
       ValueError: if length or num_beams < 1, or there are fewer sequences than beams, or there is no
         token `end`, or the length penalty is known and not finite, or shapes do not fit.
-      TypeError: if the token is not an integer, or length, num_beams, end or pad are not Python ints.
+      TypeError: if the token is not an integer, or length, num_beams or end are not Python ints.
 
     >>> import jax.numpy as jnp
     >>> def step(state, tokens):
@@ -85,8 +76,7 @@ def beam_search(
     state = checks.as_state(name, state, 1)
     length = checks.whole_number(name, "length", length, 1)
     num_beams = checks.whole_number(name, "num_beams", num_beams, 1)
-    pad = checks.whole_number(name, "pad", pad, -(2**31))
-    checks.check_finite(name, "length_penalty", length_penalty, positive=False)
+    _check_penalty(length_penalty)
     state = jax.tree.map(lambda leaf: jnp.repeat(leaf, num_beams, axis=0), state)
     last = jnp.repeat(first, num_beams)
     size, dtype = checks.check_step(name, step, state, last)
@@ -108,22 +98,28 @@ def beam_search(
         parents, chosen, log_probs = _best_that_go_on(totals, end)
         tokens = alive.tokens[parents].at[:, position].set(chosen)
         state = jax.tree.map(lambda leaf: leaf[parents], state)
-        alive = _Found(tokens, log_probs, log_probs * weight)
+        alive = Beams(tokens, log_probs * weight, log_probs)
         return (state, chosen, alive, ended), None
 
     # Only the first beam starts alive: copies of one hypothesis would be found twice.
     nothing = jnp.full(num_beams, -jnp.inf, dtype)
-    empty = jnp.full((num_beams, length), pad, jnp.int32)
-    start = (
-        state,
-        last,
-        _Found(empty, nothing.at[0].set(0), nothing.at[0].set(0)),
-        _Found(empty, nothing, nothing),
-    )
+    empty = jnp.full((num_beams, length), checks.PAD, jnp.int32)
+    first_alone = nothing.at[0].set(0)
+    start = state, last, Beams(empty, first_alone, first_alone), Beams(empty, nothing, nothing)
     (_, _, alive, ended), _ = jax.lax.scan(advance, start, (jnp.arange(length), weights))
     best = _best(ended, alive)
     exists = best.scores > -jnp.inf
-    return Beams(jnp.where(exists[:, None], best.tokens, pad), best.scores, best.log_probs)
+    return best._replace(tokens=jnp.where(exists[:, None], best.tokens, checks.PAD))
+
+
+def _check_penalty(value: Array | float) -> None:
+    """Raise unless it is a scalar and, where it is known, finite."""
+    if jnp.ndim(value) != 0:
+        raise ValueError(
+            f"`beam_search` needs a scalar length_penalty. Got shape {jnp.shape(value)}."
+        )
+    if not isinstance(value, jax.core.Tracer) and not math.isfinite(value):
+        raise ValueError(f"`beam_search` needs a finite length_penalty. Got {float(value)}.")
 
 
 def _weights(length: int, penalty: Array | float, dtype: jnp.dtype) -> Array:
@@ -136,8 +132,8 @@ def _weights(length: int, penalty: Array | float, dtype: jnp.dtype) -> Array:
 
 
 def _with_ended(
-    ended: _Found, alive: _Found, totals: Array, position: Array, weight: Array, end: int | None
-) -> _Found:
+    ended: Beams, alive: Beams, totals: Array, position: Array, weight: Array, end: int | None
+) -> Beams:
     """The finished hypotheses, including those that end now and are among the best of all."""
     if end is None:
         return ended
@@ -146,7 +142,7 @@ def _with_ended(
     ends = index % size == end
     log_probs = jnp.where(ends, log_probs, -jnp.inf)
     tokens = alive.tokens[index // size].at[:, position].set(end)
-    return _best(ended, _Found(tokens, log_probs, log_probs * weight))
+    return _best(ended, Beams(tokens, log_probs * weight, log_probs))
 
 
 def _best_that_go_on(totals: Array, end: int | None) -> tuple[Array, Array, Array]:
@@ -158,7 +154,7 @@ def _best_that_go_on(totals: Array, end: int | None) -> tuple[Array, Array, Arra
     return index // size, (index % size).astype(jnp.int32), log_probs
 
 
-def _best(first: _Found, second: _Found) -> _Found:
+def _best(first: Beams, second: Beams) -> Beams:
     """The best half of both by their scores; ties go to the first."""
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
     _, chosen = jax.lax.top_k(both.scores, first.scores.shape[0])

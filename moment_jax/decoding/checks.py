@@ -1,6 +1,5 @@
 """Argument checks of the decoders, made while tracing."""
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 State = Any
+PAD = -1  # follows the end of a sequence
 Step = Callable[[State, Array], tuple[Array, Array, State]]
 
 
@@ -116,16 +116,3 @@ def check_end(name: str, end: int | None, num_tokens: int) -> int | None:
             f"`{name}` needs end among the {num_tokens} tokens, 0 to {num_tokens - 1}. Got {number}."
         )
     return number
-
-
-def check_finite(name: str, argument: str, value: Array | float, *, positive: bool) -> None:
-    """Raise unless `value` is a scalar and, where it is known, finite (and positive)."""
-    if jnp.ndim(value) != 0:
-        raise ValueError(f"`{name}` needs a scalar {argument}. Got shape {jnp.shape(value)}.")
-    if isinstance(value, jax.core.Tracer):
-        return
-    number = float(value)
-    if not math.isfinite(number) or (positive and number <= 0):
-        wanted = "a finite number > 0" if positive else "a finite number"
-        fix = " For the likeliest tokens, use greedy." if positive else ""
-        raise ValueError(f"`{name}` needs {argument} to be {wanted}. Got {number}.{fix}")

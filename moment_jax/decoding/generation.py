@@ -11,6 +11,7 @@ from jax import Array
 from moment_jax.decoding import checks
 from moment_jax.decoding.checks import State, Step
 from moment_jax.discrete import gumbel_max
+from moment_jax.discrete.sampling import checked_temperature
 from moment_jax.objectives.uncertainty import TokenUncertainty, probabilities_with_uncertainty
 
 Choice = Callable[[Array, Array], Array]  # position, log-probabilities (B, V) -> tokens (B,) or -1
@@ -19,7 +20,7 @@ Choice = Callable[[Array, Array], Array]  # position, log-probabilities (B, V) -
 class Decoded(NamedTuple):
     """One sequence per row."""
 
-    tokens: Array  # (B, length) int32, with the end token, then padding
+    tokens: Array  # (B, length) int32, with the end token, then padding of -1
     log_probs: Array  # (B,), the sum of the tokens' predictive log-probabilities, in nats
     uncertainty: TokenUncertainty  # (B, length) each, in nats, of each token's prediction
 
@@ -31,7 +32,6 @@ def greedy(
     length: int,
     *,
     end: int | None = None,
-    pad: int = -1,
     num_points: int | None = None,
 ) -> Decoded:
     """The likeliest token of the predictive distribution at each position, for every row.
@@ -42,9 +42,8 @@ def greedy(
       first_tokens: integers (B,), the tokens before each sequence, not among the results. Their values
         are not checked.
       length: number of tokens to produce.
-      end: the token after which a row is padding; None for none. The step keeps seeing a finished row's
-        last token.
-      pad: the token of finished rows; the step never sees it.
+      end: the token after which a row is padding, -1; None for none. The step keeps seeing a finished
+        row's last token.
       num_points: points of the integral over the logits; None for the default of
         `mj.objectives.class_probabilities`.
 
@@ -56,7 +55,7 @@ def greedy(
     Raises:
       ValueError: if length < 1, or there is no token `end`, or shapes do not fit, or the state changes
         its shapes.
-      TypeError: if tokens are not integers, or length, end or pad are not Python ints.
+      TypeError: if tokens are not integers, or length or end are not Python ints.
 
     >>> import jax.numpy as jnp
     >>> def step(state, tokens):  # a token is followed by the next one, almost surely
@@ -69,7 +68,7 @@ def greedy(
     def likeliest(_: Array, log_probs: Array) -> Array:
         return jnp.where(jnp.any(log_probs > -jnp.inf, axis=1), jnp.argmax(log_probs, axis=1), -1)
 
-    return _generate("greedy", likeliest, step, state, first_tokens, length, end, pad, num_points)
+    return _generate("greedy", likeliest, step, state, first_tokens, length, end, num_points)
 
 
 def sample(
@@ -81,7 +80,6 @@ def sample(
     *,
     temperature: Array | float = 1.0,
     end: int | None = None,
-    pad: int = -1,
     num_points: int | None = None,
 ) -> Decoded:
     """Sequences drawn token by token from the predictive distribution (Gumbel-max), one per row.
@@ -105,18 +103,16 @@ def sample(
 
     Source: handwritten notes, z = argmax_i (g_i + log pi_i).
     """
-    checks.check_finite("sample", "temperature", temperature, positive=True)
 
     def drawn(position: Array, log_probs: Array) -> Array:
         largest = jnp.max(log_probs, axis=1, keepdims=True)
         # Relative to the largest: else division by a small temperature could make all of them -inf.
         relative = log_probs - jnp.where(largest > -jnp.inf, largest, 0)
-        lowest = float(jnp.finfo(log_probs.dtype).tiny) ** 0.5
-        tau = jnp.asarray(temperature, log_probs.dtype)
-        tau = jnp.where(tau > lowest, tau, lowest)
+        likeliest = "For the likeliest tokens, use greedy."
+        tau = checked_temperature("sample", temperature, log_probs.dtype, likeliest)
         return gumbel_max(jax.random.fold_in(key, position), relative / tau)
 
-    return _generate("sample", drawn, step, state, first_tokens, length, end, pad, num_points)
+    return _generate("sample", drawn, step, state, first_tokens, length, end, num_points)
 
 
 def _generate(
@@ -127,14 +123,12 @@ def _generate(
     first_tokens: Array,
     length: int,
     end: int | None,
-    pad: int,
     num_points: int | None,
 ) -> Decoded:
     tokens = checks.as_tokens(name, first_tokens, 1)
     num_rows = tokens.shape[0]
     state = checks.as_state(name, state, num_rows)
     length = checks.whole_number(name, "length", length, 1)
-    pad = checks.whole_number(name, "pad", pad, -(2**31))
     size, dtype = checks.check_step(name, step, state, tokens)
     end = checks.check_end(name, end, size)
     predict = jax.vmap(partial(probabilities_with_uncertainty, num_points=num_points))
@@ -148,7 +142,7 @@ def _generate(
         stuck = chosen < 0
         chosen = jnp.where(stuck, 0, chosen).astype(jnp.int32)
         gain = jnp.where(finished, 0, log_probs[rows, chosen])
-        emitted = jnp.where(finished | stuck, pad, chosen)
+        emitted = jnp.where(finished | stuck, checks.PAD, chosen)
         uncertainty = jax.tree.map(lambda part: jnp.where(finished, 0, part), uncertainty)
         last = jnp.where(finished | stuck, last, chosen)
         finished = finished | stuck if end is None else finished | stuck | (chosen == end)

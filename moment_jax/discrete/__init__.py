@@ -10,9 +10,8 @@ from moment_jax.discrete.categorical import (
     log_probabilities,
     perplexity,
 )
-from moment_jax.discrete.gumbel_law import gumbel, gumbel_cdf, gumbel_log_density
 from moment_jax.discrete.moments import category_moments, log_category_probabilities
-from moment_jax.discrete.sampling import exponential_annealing, gumbel_max, gumbel_softmax
+from moment_jax.discrete.sampling import exponential_annealing, gumbel, gumbel_max, gumbel_softmax
 
 __all__ = [
     "categorical_entropy",
@@ -21,8 +20,6 @@ __all__ = [
     "code_usage",
     "exponential_annealing",
     "gumbel",
-    "gumbel_cdf",
-    "gumbel_log_density",
     "gumbel_max",
     "gumbel_softmax",
     "log_category_probabilities",

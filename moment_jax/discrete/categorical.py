@@ -22,12 +22,11 @@ def check_categories(name: str, log_probs: Array) -> Array:
     return log_probs.astype(jnp.promote_types(log_probs.dtype, jnp.float32))
 
 
-def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
+def log_probabilities(logits: Array) -> Array:
     """Normalised log-probabilities, exact from 0 down to -inf.
 
     Args:
       logits: (..., K), unnormalised; -inf for a category that cannot occur.
-      mask: boolean, broadcastable to (..., K), False for a category that cannot occur; None for no mask.
 
     Returns:
       (..., K): logits - logsumexp(logits), exactly -inf for a category that cannot occur. Derivatives
@@ -42,8 +41,6 @@ def log_probabilities(logits: Array, mask: Array | None = None) -> Array:
     """
     logits = check_categories("log_probabilities", logits)
     possible = logits > -jnp.inf
-    if mask is not None:
-        possible = possible & jnp.broadcast_to(mask, logits.shape)
     shifted = centred(logits, possible)
     total = jnp.sum(jnp.where(possible, jnp.exp(shifted), 0), axis=-1, keepdims=True)
     # The largest term is exp(0) = 1, so the sum is at least 1 unless nothing is possible.
@@ -87,8 +84,7 @@ def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Ar
                 f"`categorical_kl` needs as many categories in the prior, {size}. Got one of shape "
                 f"{tuple(prior.shape)}."
             )
-    prior = jnp.broadcast_to(prior, jnp.broadcast_shapes(prior.shape, log_probs.shape))
-    log_probs = jnp.broadcast_to(log_probs, prior.shape)
+    prior, log_probs = jnp.broadcast_arrays(prior, log_probs)
     possible, allowed = log_probs > -jnp.inf, prior > -jnp.inf
     both = possible & allowed
     ratio = jnp.where(both, log_probs, 0) - jnp.where(both, prior, 0)

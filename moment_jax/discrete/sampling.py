@@ -1,6 +1,6 @@
-"""Draws of a categorical variable: the Gumbel-max trick, its relaxation, and temperature schedules."""
+"""Gumbel draws, the Gumbel-max trick, its relaxation, and temperature schedules."""
 
-import numbers
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,31 @@ import optax
 from jax import Array
 
 from moment_jax.discrete.categorical import centred, check_categories
-from moment_jax.discrete.gumbel_law import gumbel
+
+
+def gumbel(key: Array, shape: Sequence[int], dtype: jnp.dtype | type = jnp.float32) -> Array:
+    """Independent draws of Gumbel(0, 1).
+
+    Both tails are exact down to probabilities of about 1e-19, as the underlying uniform variables have
+    64 bits. Plain float32 uniforms would cut the tails at 1e-7, and with them every category that is
+    rarer. Half-precision draws are rounded from float32.
+
+    Args:
+      key: a JAX random key.
+      shape: of the result.
+      dtype: a floating-point type.
+
+    Raises:
+      TypeError: if dtype is not a floating-point type.
+
+    Source: handwritten notes, g_i ~ Gumbel.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"`gumbel` needs a floating-point dtype, such as jnp.float32. Got {jnp.dtype(dtype)}."
+        )
+    fine = jnp.promote_types(dtype, jnp.float32)
+    return jax.random.gumbel(key, tuple(shape), fine, mode="highest").astype(dtype)
 
 
 def gumbel_max(key: Array, log_probs: Array) -> Array:
@@ -66,11 +90,9 @@ def gumbel_softmax(
 
     Source: handwritten notes, z_i = softmax((g_i + log pi_i) / tau).
     """
-    tau = _checked_temperature(temperature)
     scores, possible = _perturbed("gumbel_softmax", key, log_probs)
-    tau = jnp.asarray(tau, scores.dtype)
-    lowest = float(jnp.finfo(scores.dtype).tiny) ** 0.5
-    tau = jnp.where(tau > lowest, tau, lowest)
+    codes = "For draws of codes, use gumbel_max, or straight_through=True."
+    tau = checked_temperature("gumbel_softmax", temperature, scores.dtype, codes)
     # Below -1e4 every exponential is 0; clipping keeps quotients by a tiny temperature finite.
     scaled = jnp.maximum(centred(scores, possible) / tau, -1e4)
     weights = jnp.where(possible, jnp.exp(scaled), 0)
@@ -99,19 +121,22 @@ def _winner(scores: Array, possible: Array) -> Array:
     return jnp.where(jnp.any(possible, axis=-1), index, -1)
 
 
-def _checked_temperature(temperature: Array | float) -> Array | float:
+def checked_temperature(
+    name: str, temperature: Array | float, dtype: jnp.dtype, instead: str
+) -> Array:
+    """The temperature; unknown values below the root of the smallest number count as that root."""
     if jnp.ndim(temperature) != 0:
         raise ValueError(
-            "`gumbel_softmax` needs one temperature, a scalar. Got shape "
-            f"{tuple(jnp.shape(temperature))}. For several, use jax.vmap."
+            f"`{name}` needs one temperature, a scalar. Got shape {jnp.shape(temperature)}. For "
+            "several, use jax.vmap."
         )
-    known = isinstance(temperature, numbers.Real) or not isinstance(temperature, jax.core.Tracer)
-    if known and not 0 < float(temperature) < float("inf"):
+    if not isinstance(temperature, jax.core.Tracer) and not 0 < float(temperature) < float("inf"):
         raise ValueError(
-            f"`gumbel_softmax` needs a temperature > 0, and finite. Got {float(temperature)}. For "
-            "draws of codes, use gumbel_max, or straight_through=True."
+            f"`{name}` needs a temperature > 0, and finite. Got {float(temperature)}. {instead}"
         )
-    return temperature
+    lowest = float(jnp.finfo(dtype).tiny) ** 0.5
+    tau = jnp.asarray(temperature, dtype)
+    return jnp.where(tau > lowest, tau, lowest)
 
 
 def exponential_annealing(start: float, floor: float, num_steps: int) -> optax.Schedule:

@@ -1,6 +1,7 @@
 """Gaussian expectations of the logistic function and of softplus, elementwise."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,6 @@ from moment_jax.covariance.numerics import safe_sqrt
 _NUM_NODES = 20
 
 
-def _average(fn: Callable[[Array], Array], mean: Array, variance: Array) -> Array:
-    """E[fn(f)] by Gauss-Hermite quadrature, with the nodes along a new last axis."""
-    check_array("bernoulli_probabilities(mean, variance)", mean)
-    points, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
-    axes = (1,) * mean.ndim + (_NUM_NODES,)
-    nodes = jnp.asarray(points, mean.dtype).reshape(axes)
-    shares = jnp.asarray(weights / weights.sum(), mean.dtype).reshape(axes)
-    return jnp.sum(shares * fn(mean[..., None] + safe_sqrt(variance)[..., None] * nodes), axis=-1)
-
-
-@jax.custom_jvp
 def expected_softplus(mean: Array, variance: Array) -> Array:
     """E[log(1 + exp(f))], f ~ N(mean, variance), elementwise, by a quadrature with 20 nodes.
 
@@ -33,16 +23,6 @@ def expected_softplus(mean: Array, variance: Array) -> Array:
     return _average(jax.nn.softplus, mean, variance)
 
 
-@expected_softplus.defjvp
-def _expected_softplus_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    slope = bernoulli_probabilities(*primals)
-    curvature = _average(lambda f: jax.nn.sigmoid(f) * jax.nn.sigmoid(-f), *primals)
-    return expected_softplus(*primals), slope * tangents[0] + curvature / 2 * tangents[1]
-
-
-@jax.custom_jvp
 def bernoulli_probabilities(mean: Array, variance: Array) -> Array:
     """Predictive probabilities E[sigmoid(f)], f ~ N(mean, variance), elementwise.
 
@@ -58,12 +38,28 @@ def bernoulli_probabilities(mean: Array, variance: Array) -> Array:
     return _average(jax.nn.sigmoid, mean, variance)
 
 
-@bernoulli_probabilities.defjvp
-def _bernoulli_probabilities_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _average(fn: Callable[[Array], Array], mean: Array, variance: Array) -> Array:
+    """E[fn(f)] by Gauss-Hermite quadrature, with the nodes along a new last axis."""
+    check_array("bernoulli_probabilities(mean, variance)", mean)
+    points, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
+    axes = (1,) * mean.ndim + (_NUM_NODES,)
+    nodes = jnp.asarray(points, mean.dtype).reshape(axes)
+    shares = jnp.asarray(weights / weights.sum(), mean.dtype).reshape(axes)
+    return jnp.sum(shares * fn(mean[..., None] + safe_sqrt(variance)[..., None] * nodes), axis=-1)
+
+
+@_average.defjvp
+def _average_jvp(
+    fn: Callable[[Array], Array], primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    slope = _average(lambda f: jax.nn.sigmoid(f) * jax.nn.sigmoid(-f), *primals)
-    curvature = _average(
-        lambda f: jax.nn.sigmoid(f) * jax.nn.sigmoid(-f) * (1 - 2 * jax.nn.sigmoid(f)), *primals
-    )
-    return bernoulli_probabilities(*primals), slope * tangents[0] + curvature / 2 * tangents[1]
+    """Price's theorem: dE[fn] = E[fn'] dmean + E[fn''] dvariance / 2."""
+
+    def first(f: Array) -> Array:
+        return jax.jvp(fn, (f,), (jnp.ones_like(f),))[1]
+
+    def second(f: Array) -> Array:
+        return jax.jvp(first, (f,), (jnp.ones_like(f),))[1]
+
+    slope, curvature = _average(first, *primals), _average(second, *primals)
+    return _average(fn, *primals), slope * tangents[0] + curvature / 2 * tangents[1]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.xla import diagonal_of
+from moment_jax.covariance.numerics import safe_sqrt, vector_variance
 
 Tangents = tuple[Array, Array]
 
@@ -97,9 +97,7 @@ def gaussian_points(mean: Array, cov: Array, num_points: int) -> Array:
     """Cubature points for N(mean, cov), (num_points, C); cov is (C,) variances or (C, C)."""
     points = jnp.asarray(normal_points(mean.shape[0], num_points), mean.dtype)
     if cov.ndim == 1:
-        positive = cov > 0
-        scale = jnp.where(positive, jnp.sqrt(jnp.where(positive, cov, 1)), 0)
-        return mean[None, :] + points * scale[None, :]
+        return mean[None, :] + points * safe_sqrt(cov)[None, :]
     return mean[None, :] + points @ psd_root(cov).T
 
 
@@ -170,4 +168,4 @@ def curvature_terms(weights: Array, cov_dot: Array) -> Tangents:
     """The diagonal of the covariance's tangent, and the product of each point's weights with it."""
     if cov_dot.ndim == 1:
         return cov_dot, weights * cov_dot[None, :]
-    return diagonal_of(cov_dot), weights @ ((cov_dot + cov_dot.T) / 2)
+    return vector_variance(cov_dot), weights @ ((cov_dot + cov_dot.T) / 2)

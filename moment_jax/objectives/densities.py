@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.fields import check_array, known_values
+from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.softmax import logsumexp_mean
 from moment_jax.objectives import cubature, likelihoods, moments
 from moment_jax.objectives.bernoulli import expected_softplus
@@ -17,7 +18,7 @@ from moment_jax.objectives.likelihoods import (
     HeteroscedasticGaussian,
     Likelihood,
 )
-from moment_jax.objectives.moments import Cov, has_pairs, variances
+from moment_jax.objectives.moments import Cov, variances
 from moment_jax.xla import diagonal_of
 
 _NAME, _MARGINAL = "expected_log_likelihood", "log_marginal"
@@ -92,23 +93,24 @@ def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Arr
     moments.check_output(_NAME, target, mean, cov)
     noise = likelihoods.noise_array(_NAME, likelihood, mean)
     residual = target - mean
-    constant = mean.size * math.log(2 * math.pi)
     if noise.ndim == 1:
         noise = likelihoods.noise_like(noise, mean)
-        quadratic = (residual**2 + variances(mean, cov)) / noise
-        return -0.5 * (constant + jnp.sum(jnp.log(noise) + quadratic))
-    factor = jnp.linalg.cholesky(noise)
-    precision = jax.scipy.linalg.cho_solve(
-        (factor, True), jnp.eye(noise.shape[0], dtype=noise.dtype)
-    )
-    rows = jnp.atleast_2d(residual)
-    log_det = 2 * rows.shape[0] * jnp.sum(jnp.log(diagonal_of(factor)))
-    quadratic = jnp.sum((rows @ precision) * rows)
-    if has_pairs(mean, cov):
-        spread = jnp.einsum("tde,de->", moments.token_blocks(mean, cov), precision)
+        spread = jnp.sum(variances(mean, cov) / noise)
+        return _log_normal(residual.reshape(-1), noise.reshape(-1)) - spread / 2
+    tokens = jax.vmap(_log_normal, (0, None))(jnp.atleast_2d(residual), noise)
+    spread = jnp.einsum("tde,de->", moments.token_blocks(mean, cov), jnp.linalg.inv(noise))
+    return jnp.sum(tokens) - spread / 2
+
+
+def _log_normal(residual: Array, cov: Array) -> Array:
+    """Log N(residual; 0, cov) of a vector (M,), with variances (M,) or a covariance (M, M)."""
+    if cov.ndim == 1:
+        log_det, quadratic = jnp.sum(jnp.log(cov)), jnp.sum(residual**2 / cov)
     else:
-        spread = jnp.sum(jnp.atleast_2d(variances(mean, cov)) @ diagonal_of(precision))
-    return -0.5 * (constant + log_det + quadratic + spread)
+        factor = jnp.linalg.cholesky(cov)
+        log_det = 2 * jnp.sum(jnp.log(diagonal_of(factor)))
+        quadratic = jnp.sum(jax.scipy.linalg.solve_triangular(factor, residual, lower=True) ** 2)
+    return -0.5 * (residual.size * math.log(2 * math.pi) + log_det + quadratic)
 
 
 def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
@@ -122,7 +124,7 @@ def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
         )
     moments.check_cov(_NAME, tuple(mean.shape), cov)
     variance = variances(mean, cov)
-    cross = jnp.diagonal(moments.token_blocks(mean, cov)[0], size) if has_pairs(mean, cov) else 0.0
+    cross = jnp.diagonal(moments.token_blocks(mean, cov)[0], size)
     precision = bounded_exp(-mean[size:] + variance[size:] / 2)
     quadratic = precision * ((target - mean[:size] + cross) ** 2 + variance[:size])
     return -0.5 * jnp.sum(math.log(2 * math.pi) + mean[size:] + quadratic)
@@ -163,7 +165,7 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
     label = moments.as_label("expected_log_likelihood_bound", target, mean.shape[0])
     # 0, or NaN for a label out of range. Added at the end: in the mean NaN would count as masked.
     in_range = moments.of_label(jnp.zeros_like(mean), label)
-    return in_range - logsumexp_mean(mean - mean[label], cov)
+    return in_range - logsumexp_mean(mean - jnp.asarray(mean)[label], cov)
 
 
 def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
@@ -201,12 +203,7 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
 def _gaussian_marginal(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
     moments.check_output(_MARGINAL, target, mean, cov)
     noise = likelihoods.noise_array(_MARGINAL, likelihood, mean)
-    residual = target - mean
-    constant = mean.size * math.log(2 * math.pi)
-    if noise.ndim == 1 and not has_pairs(mean, cov):
-        total = variances(mean, cov) + likelihoods.noise_like(noise, mean)
-        return -0.5 * (constant + jnp.sum(jnp.log(total) + residual**2 / total))
-    factor = jnp.linalg.cholesky(moments.matrix(mean, cov) + likelihoods.noise_matrix(noise, mean))
-    white = jax.scipy.linalg.solve_triangular(factor, residual.reshape(-1), lower=True)
-    log_det = 2 * jnp.sum(jnp.log(diagonal_of(factor)))
-    return -0.5 * (constant + log_det + jnp.sum(white**2))
+    spread, noise = moments.flat_cov(mean, cov), likelihoods.flat_noise(noise, mean)
+    if spread.ndim != noise.ndim:
+        spread, noise = vector_cov(spread), vector_cov(noise)
+    return _log_normal((target - mean).reshape(-1), spread + noise)

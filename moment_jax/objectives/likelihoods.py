@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.fields import check_variances
-from moment_jax.xla import diagonal_matrix, diagonal_of
+from moment_jax.covariance.numerics import vector_variance
 
 
 @jax.tree_util.register_dataclass
@@ -73,11 +73,11 @@ def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
 
 def noise_like(noise: Array, mean: Array) -> Array:
     """The noise variances in the shape of the mean, (D,) or (T, D)."""
-    variance = noise if noise.ndim == 1 else diagonal_of(noise)
-    return variance if mean.ndim == 1 else jnp.broadcast_to(variance[None], mean.shape)
+    return jnp.broadcast_to(vector_variance(noise), mean.shape)
 
 
-def noise_matrix(noise: Array, mean: Array) -> Array:
-    """Covariance of the noise over the flattened output, (M, M); tokens are independent."""
-    block = diagonal_matrix(noise) if noise.ndim == 1 else noise
-    return block if mean.ndim == 1 else jnp.kron(jnp.eye(mean.shape[0], dtype=noise.dtype), block)
+def flat_noise(noise: Array, mean: Array) -> Array:
+    """Covariance of the noise over the flattened output, (M, M), or (M,) variances."""
+    if noise.ndim == 1:
+        return noise_like(noise, mean).reshape(-1)
+    return jnp.kron(jnp.eye(mean.size // len(noise), dtype=noise.dtype), noise)

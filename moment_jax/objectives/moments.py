@@ -5,7 +5,8 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import check_array, check_floating, known_values
-from moment_jax.xla import diagonal_matrix, diagonal_of
+from moment_jax.covariance.numerics import vector_variance
+from moment_jax.xla import diagonal_matrix
 
 Cov = Array | Covariance
 
@@ -79,27 +80,18 @@ def of_label(values: Array, label: Array) -> Array:
     return at_label.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
-def has_pairs(mean: Array, cov: Cov) -> bool:
-    """Whether `cov` may hold more than variances."""
-    return isinstance(cov, Covariance) or cov.ndim != mean.ndim
-
-
 def variances(mean: Array, cov: Cov) -> Array:
     """Var[f], in the shape of the mean."""
     if isinstance(cov, Covariance):
         return cov.variance()
-    if cov.ndim == mean.ndim:
-        return cov
-    return diagonal_of(cov.reshape(mean.size, mean.size)).reshape(mean.shape)
+    return vector_variance(flat_cov(mean, cov)).reshape(mean.shape)
 
 
-def matrix(mean: Array, cov: Cov) -> Array:
-    """The covariance of the flattened output, (M, M)."""
+def flat_cov(mean: Array, cov: Cov) -> Array:
+    """The covariance of the flattened output, (M, M), or (M,) where only variances are given."""
     if isinstance(cov, Covariance):
         cov = cov.to_dense()
-    if cov.ndim == mean.ndim:
-        return diagonal_matrix(cov.reshape(mean.size))
-    return cov.reshape(mean.size, mean.size)
+    return cov.reshape((mean.size,) * (cov.ndim // mean.ndim))
 
 
 def token_blocks(mean: Array, cov: Cov) -> Array:

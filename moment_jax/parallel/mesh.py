@@ -35,18 +35,15 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
-    layers = 1 if sequence is None else sequence
-    others = model * layers
+    others = model * (1 if sequence is None else sequence)
     rows = count // others if data is None and others >= 1 else data
-    if min(model, layers) < 1 or rows is None or rows < 1 or rows * others != count:
+    if model < 1 or rows is None or rows < 1 or rows * others != count:
         more, got = ("", "") if sequence is None else (" * sequence", f", sequence={sequence}")
         raise ValueError(
             f"`make_mesh` needs data * model{more} == {count}, the number of devices. Got data={data}, "
             f"model={model}{got}. Give fewer by devices=jax.devices()[:n]."
         )
-    axes = {DATA: rows, MODEL: model}
-    if sequence is not None:
-        axes = {DATA: rows, SEQUENCE: sequence, MODEL: model}
+    axes = {DATA: rows} | ({} if sequence is None else {SEQUENCE: sequence}) | {MODEL: model}
     return jax.make_mesh(
         tuple(axes.values()), tuple(axes), devices=devices, axis_types=(AxisType.Auto,) * len(axes)
     )
@@ -58,12 +55,17 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     Raises:
       ValueError: if the number of devices along `data` does not divide B.
     """
+    check_batch("shard_batch", batch, mesh)
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(DATA)))
+
+
+def check_batch(name: str, batch: Any, mesh: Mesh) -> None:
+    """Raise unless the number of devices along `data` divides the leading axis of every array."""
     count = mesh.shape[DATA]
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if leaf.ndim == 0 or leaf.shape[0] % count:
             where = jax.tree_util.keystr(path) or "batch"
             raise ValueError(
-                f"`shard_batch` needs a leading axis that the {count} devices along data divide. Got "
+                f"`{name}` needs a leading axis that the {count} devices along data divide. Got "
                 f"{tuple(leaf.shape)} at {where}. Take batches of a multiple of {count}."
             )
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(DATA)))

@@ -46,22 +46,13 @@ def partition_spec(
     rows, columns = _kernel_axes(names, array)
     if not fsdp:
         rows, columns = (None if axis == DATA else axis for axis in (rows, columns))
-    last = names[-1]
-    if last == "rows":  # of a MatrixNormal, (in, in)
-        axes: tuple[str | None, ...] = (rows, None)
-    elif last == "columns":  # (out, out)
-        axes = (columns, None)
-    elif len(shape) == 1:  # OutputShared: one number for each output
-        axes = (columns,)
-    elif len(shape) == 2:
-        axes = (rows, columns)
-    elif len(shape) == 3 and SPLITS_OUTPUTS.intersection(names):  # Flax's (features, heads, width)
-        axes = (rows, columns, None)
-    elif len(shape) == 3 and SPLITS_INPUTS.intersection(names):  # (heads, width, features)
-        axes = (rows, None, columns)
-    else:
-        axes = ()
-    return _fit(axes, shape, sizes)
+    by_name = {"rows": (rows, None), "columns": (columns, None)}  # of a MatrixNormal
+    by_rank: dict[int, tuple[str | None, ...]] = {1: (columns,), 2: (rows, columns)}
+    if SPLITS_OUTPUTS.intersection(names):  # Flax's (features, heads, width)
+        by_rank[3] = (rows, columns, None)
+    elif SPLITS_INPUTS.intersection(names):  # (heads, width, features)
+        by_rank[3] = (rows, None, columns)
+    return _fit(by_name.get(names[-1], by_rank.get(len(shape), ())), shape, sizes)
 
 
 def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | None]:

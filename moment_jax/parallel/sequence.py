@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moment_jax.parallel.mesh import DATA
+from moment_jax.parallel.mesh import DATA, check_batch
 from moment_jax.xla import SEQUENCE
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,11 +63,7 @@ def shard_sequences(batch: Any, mesh: Mesh) -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         where = jax.tree_util.keystr(path) or "batch"
         check_tokens(f"shard_sequences` at `{where}", leaf.shape, 1, mesh)
-        if leaf.shape[0] % mesh.shape[DATA]:
-            raise ValueError(
-                f"`shard_sequences` needs a leading axis that the {mesh.shape[DATA]} devices along data "
-                f"divide. Got {tuple(leaf.shape)} at {where}."
-            )
+    check_batch("shard_sequences", batch, mesh)
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(DATA, SEQUENCE)))
 
 

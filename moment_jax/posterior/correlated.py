@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
+from moment_jax.covariance.numerics import nonnegative
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.linalg import nonnegative, outer, psd_logdet, psd_sqrt
+from moment_jax.posterior.linalg import outer, psd_logdet, psd_sqrt
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
 
@@ -59,20 +60,17 @@ class MatrixNormal(Posterior):
         check_variances(call, self.out_cov, "o")
 
     def sample(self, key: Array) -> Array:
-        """Draw mean + root(A) z root(B); see `Posterior.sample`."""
         self._check_kernel("sample")
         noise = jax.random.normal(key, self.shape, self.mean.dtype)
         return self.mean + psd_sqrt(self.in_cov) @ noise @ psd_sqrt(self.out_cov)
 
     def marginal_variance(self) -> Array:
-        """A_ii B_oo, (in, out)."""
         self._check_kernel("marginal_variance")
         return diagonal_of(self.in_cov)[:, None] * diagonal_of(self.out_cov)[None, :]
 
     def kl(self, prior: GaussianPrior) -> Array:
-        """KL(self || prior), with log det (A kron B) = out log det A + in log det B."""
         self._check_kernel("kl")
-        # The log-determinant, split evenly over the in * out entries.
+        # log det (A kron B) = out log det A + in log det B, split evenly over the in * out entries.
         num_in, num_out = self.shape
         share = psd_logdet(self.in_cov) / num_in + psd_logdet(self.out_cov) / num_out
         log_variance = jnp.broadcast_to(share, self.shape)
@@ -142,17 +140,14 @@ class FullNormal(Posterior):
         check_variances("FullNormal(mean, cov)", self.cov, "abcdefgh"[: max(num_axes, 0)])
 
     def sample(self, key: Array) -> Array:
-        """Draw mean + root(Cov) z; see `Posterior.sample`."""
         root = psd_sqrt(self._matrix("sample"))
         noise = jax.random.normal(key, self.shape, self.mean.dtype)
         return self.mean + (root @ noise.ravel()).reshape(self.shape)
 
     def marginal_variance(self) -> Array:
-        """The diagonal of the covariance, of the mean's shape."""
         return diagonal_of(self._matrix("marginal_variance")).reshape(self.shape)
 
     def kl(self, prior: GaussianPrior) -> Array:
-        """KL(self || prior), by the Cholesky factor of the covariance."""
         logdet = psd_logdet(self._matrix("kl"))
         log_variance = jnp.broadcast_to(logdet / self.mean.size, self.shape)
         return divergence(prior, self.mean, self.marginal_variance(), log_variance)

@@ -21,9 +21,43 @@ from moment_jax.posterior.prior import GaussianPrior, divergence, log_density
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
+class _Independent(Posterior):
+    """What follows from the variance of each entry."""
+
+    def sample(self, key: Array) -> Array:
+        noise = jax.random.normal(key, self.shape, self.mean.dtype)
+        return self.mean + safe_sqrt(self.marginal_variance()) * noise
+
+    def kl(self, prior: GaussianPrior) -> Array:
+        variance = self.marginal_variance()
+        return divergence(prior, self.mean, variance, jnp.log(variance))
+
+    def _of_squares(self, squares: Array) -> Array:
+        """The noise (..., out) of inputs with these second moments E[x_i^2], (..., in)."""
+        return squares @ self.marginal_variance()
+
+    def _noise_variance(self, mean: Array, variance: Array) -> Array:
+        return self._of_squares(variance + mean**2)
+
+    def _noise_block(self, moment: Array) -> Array:
+        return diagonal_matrix(self._of_squares(diagonal_of(moment)))
+
+    def _input_metric(self) -> Array:
+        return jnp.sum(self.marginal_variance(), axis=1)
+
+    def _rows(self, indices: Array) -> Posterior:
+        return jax.tree.map(lambda leaf: leaf[indices], self)
+
+    def _transpose(self) -> Posterior:
+        return jax.tree.map(jnp.transpose, self)
+
+    def _vector_cov(self) -> Array:
+        return self.marginal_variance()
+
+
 @register_fields
 @dataclasses.dataclass(frozen=True)
-class Point(Posterior):
+class Point(_Independent):
     """Point mass at `mean`: a deterministic parameter, of any shape.
 
     The KL divergence of a point mass from a density is infinite. By convention `kl` leaves out that
@@ -49,42 +83,22 @@ class Point(Posterior):
         check_floating("Point(mean)", self.mean)
 
     def sample(self, key: Array) -> Array:
-        """The weights themselves; the key is not used."""
         del key
         return jnp.asarray(self.mean)
 
     def marginal_variance(self) -> Array:
-        """Zeros, of the mean's shape."""
         return jnp.zeros_like(self.mean)
 
     def kl(self, prior: GaussianPrior) -> Array:
-        """-log prior(mean): the complexity term of a MAP objective, not a divergence."""
         return -log_density(prior, self.mean)
 
-    def _noise_variance(self, mean: Array, variance: Array) -> Array:
-        dtype = jnp.result_type(self.mean, mean, variance)
-        return jnp.zeros((*mean.shape[:-1], self.shape[1]), dtype)
-
-    def _noise_block(self, moment: Array) -> Array:
-        out = self.shape[1]
-        return jnp.zeros((*moment.shape[:-2], out, out), jnp.result_type(self.mean, moment))
-
-    def _input_metric(self) -> Array:
-        return jnp.zeros(self.shape[:1], self.mean.dtype)
-
-    def _rows(self, indices: Array) -> Point:
-        return Point(self.mean[indices])
-
-    def _transpose(self) -> Point:
-        return Point(self.mean.T)
-
-    def _vector_cov(self) -> Array:
-        return jnp.zeros_like(self.mean)
+    def _of_squares(self, squares: Array) -> Array:
+        return jnp.zeros((*squares.shape[:-1], self.shape[1]), jnp.result_type(self.mean, squares))
 
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
-class Factorized(Posterior):
+class Factorized(_Independent):
     """Independent entries (mean field): Cov[w_io, w_jp] = [i = j][o = p] v_io.
 
     Args:
@@ -117,41 +131,13 @@ class Factorized(Posterior):
         )
         check_variances("Factorized(mean, variance)", self.variance)
 
-    def sample(self, key: Array) -> Array:
-        """Draw mean + sqrt(v) z; see `Posterior.sample`."""
-        noise = jax.random.normal(key, self.shape, self.mean.dtype)
-        return self.mean + safe_sqrt(self.variance) * noise
-
     def marginal_variance(self) -> Array:
-        """The variances themselves."""
-        return jnp.asarray(self.variance)
-
-    def kl(self, prior: GaussianPrior) -> Array:
-        """KL(self || prior), a sum over entries of univariate divergences."""
-        return divergence(prior, self.mean, self.variance, jnp.log(self.variance))
-
-    def _noise_variance(self, mean: Array, variance: Array) -> Array:
-        return (variance + mean**2) @ self.variance
-
-    def _noise_block(self, moment: Array) -> Array:
-        return diagonal_matrix(diagonal_of(moment) @ self.variance)
-
-    def _input_metric(self) -> Array:
-        return jnp.sum(self.variance, axis=1)
-
-    def _rows(self, indices: Array) -> Factorized:
-        return Factorized(self.mean[indices], self.variance[indices])
-
-    def _transpose(self) -> Factorized:
-        return Factorized(self.mean.T, self.variance.T)
-
-    def _vector_cov(self) -> Array:
         return jnp.asarray(self.variance)
 
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
-class OutputShared(Posterior):
+class OutputShared(_Independent):
     """Independent entries, one variance per output unit: Cov[w_io, w_jp] = [i = j][o = p] v_o.
 
     This is the derivation's posterior. Its rows r are the output units here, kernels being (in, out);
@@ -187,28 +173,11 @@ class OutputShared(Posterior):
         )
         check_variances("OutputShared(mean, variance)", self.variance)
 
-    def sample(self, key: Array) -> Array:
-        """Draw mean + sqrt(v) z; see `Posterior.sample`."""
-        noise = jax.random.normal(key, self.shape, self.mean.dtype)
-        return self.mean + safe_sqrt(self.variance)[..., None, :] * noise
-
     def marginal_variance(self) -> Array:
-        """v_o in every row, (in, out)."""
-        return self._per_entry(self.variance)
+        return jnp.broadcast_to(jnp.asarray(self.variance)[..., None, :], self.shape)
 
-    def kl(self, prior: GaussianPrior) -> Array:
-        """KL(self || prior); for the prior N(0, I) the derivation's Eq. 12."""
-        log_variance = self._per_entry(jnp.log(self.variance))
-        return divergence(prior, self.mean, self.marginal_variance(), log_variance)
-
-    def _noise_variance(self, mean: Array, variance: Array) -> Array:
-        return outer(jnp.sum(variance + mean**2, axis=-1), self.variance)
-
-    def _noise_block(self, moment: Array) -> Array:
-        return diagonal_matrix(outer(jnp.sum(diagonal_of(moment), axis=-1), self.variance))
-
-    def _input_metric(self) -> Array:
-        return jnp.broadcast_to(jnp.sum(self.variance), self.shape[:1])
+    def _of_squares(self, squares: Array) -> Array:
+        return outer(jnp.sum(squares, axis=-1), self.variance)
 
     def _rows(self, indices: Array) -> OutputShared:
         return OutputShared(self.mean[indices], self.variance)
@@ -216,9 +185,6 @@ class OutputShared(Posterior):
     def _transpose(self) -> Factorized:
         # Transposed, every input has a variance of its own.
         return Factorized(self.mean.T, self.marginal_variance().T)
-
-    def _per_entry(self, per_output: Array) -> Array:
-        return jnp.broadcast_to(per_output[..., None, :], self.shape)
 
 
 def _variance_shape(mean: tuple[int, ...]) -> list[tuple[int, ...]]:

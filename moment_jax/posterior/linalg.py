@@ -70,11 +70,6 @@ def _logdet_and_factor(cov: Array) -> tuple[Array, Array]:
     return jnp.where(regular, 2 * jnp.sum(jnp.log(diagonal_of(factor))), -jnp.inf), factor
 
 
-def nonnegative(variance: Array) -> Array:
-    """The variance, with negative rounding errors set to zero; at zero the gradient passes."""
-    return jnp.where(variance < 0, 0, variance)
-
-
 def outer(total: Array, cov: Array) -> Array:
     """(...) times an array: (..., *cov.shape)."""
     shape = (*total.shape, *cov.shape)

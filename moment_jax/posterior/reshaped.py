@@ -58,11 +58,9 @@ class Reshaped(Posterior):
         return self.belief.uncorrelated
 
     def sample(self, key: Array) -> Array:
-        """A draw of the belief, in the new shape."""
         return self.belief.sample(key).reshape(self.new_shape)
 
     def marginal_variance(self) -> Array:
-        """That of the belief, in the new shape."""
         return self.belief.marginal_variance().reshape(self.new_shape)
 
     def kl(self, prior: GaussianPrior) -> Array:

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from moment_jax import covariance as structures
 from moment_jax.covariance import Covariance
+from moment_jax.posterior.linalg import psd_sqrt
 
 
 class Agreement(NamedTuple):
@@ -154,19 +155,12 @@ def gaussian_draws(cov: Covariance, key: Array, num_draws: int) -> Array:
     if isinstance(cov, structures.Diagonal):
         return jnp.sqrt(cov.variances)[None] * noise
     if isinstance(cov, structures.TokenBlock):
-        return jnp.einsum("tde,nte->ntd", _root(cov.blocks), noise)
+        return jnp.einsum("tde,nte->ntd", jax.vmap(psd_sqrt)(cov.blocks), noise)
     if isinstance(cov, structures.TokenCorrelated):
-        return cov.scale[None] * jnp.einsum("ts,nsd->ntd", _root(cov.correlation), noise)
+        return cov.scale[None] * jnp.einsum("ts,nsd->ntd", psd_sqrt(cov.correlation), noise)
     if isinstance(cov, structures.Separable):
-        tokens, features = _root(cov.token_correlation), _root(cov.feature_correlation)
+        tokens, features = psd_sqrt(cov.token_correlation), psd_sqrt(cov.feature_correlation)
         return cov.scale[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
-    size = cov.shape[0] * cov.shape[1]
-    root = _root(cov.to_dense().reshape(size, size))
+    size = noise[0].size
+    root = psd_sqrt(cov.to_dense().reshape(size, size))
     return (noise.reshape(num_draws, size) @ root).reshape(noise.shape)
-
-
-def _root(matrix: Array) -> Array:
-    """The symmetric square root of the nearest positive semidefinite matrix."""
-    values, vectors = jnp.linalg.eigh(matrix)
-    scaled = vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :]
-    return scaled @ jnp.swapaxes(vectors, -1, -2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import Array
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior import sample_params
 
-S = TypeVar("S", "CentralSums", "JointSums")
+S = TypeVar("S", bound="JointSums")
 
 
 class MonteCarloMoments(NamedTuple):
@@ -91,18 +91,13 @@ def monte_carlo(
         indices = batch * batch_size + jnp.arange(batch_size)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
         draws = jax.vmap(lambda k: fn(sample_params(params, k)))(keys).astype(output.dtype)
-        kept = indices < num_samples
-        central = CentralSums.of(draws, kept)
-        if not covariance:
-            return (merge(sums[0], central),), None
-        joint = JointSums.of(draws.reshape(batch_size, -1), kept)
-        return (merge(sums[0], central), merge(sums[1], joint)), None
+        draws, kept = draws.reshape(batch_size, -1), indices < num_samples
+        return tuple(merge(old, type(old).of(draws, kept)) for old in sums), None
 
-    empty: tuple[Any, ...] = (CentralSums.empty(output.shape, output.dtype),)
-    if covariance:
-        empty = (*empty, JointSums.empty(output.size, output.dtype))
+    kinds = (CentralSums, JointSums) if covariance else (CentralSums,)
+    empty: tuple[Any, ...] = tuple(kind.empty(output.size, output.dtype) for kind in kinds)
     total, _ = jax.lax.scan(add_batch, empty, jnp.arange(num_batches))
-    return _moments(*total)
+    return _moments(output.shape, *total)
 
 
 def _at_least(name: str, value: int, lowest: int, why: str) -> int:
@@ -126,66 +121,23 @@ def _output(fn: Callable[[Any], Array], params: Any, key: Array) -> jax.ShapeDty
     return jax.ShapeDtypeStruct(output.shape, jnp.result_type(output.dtype, 0.0))
 
 
-def _moments(sums: CentralSums, joint: JointSums | None = None) -> MonteCarloMoments:
-    variance, variance_error = sums.variance(), sums.variance_error()
-    deviation = safe_sqrt(variance)
-    certain = variance == 0
+def _moments(
+    shape: tuple[int, ...], sums: CentralSums, joint: JointSums | None = None
+) -> MonteCarloMoments:
+    mean, variance, error = (
+        x.reshape(shape) for x in (sums.mean, sums.variance(), sums.variance_error())
+    )
+    deviation, certain = safe_sqrt(variance), variance == 0
     return MonteCarloMoments(
-        mean=sums.mean,
+        mean=mean,
         variance=variance,
         standard_deviation=deviation,
         mean_error=deviation / jnp.sqrt(sums.num_draws),
-        variance_error=variance_error,
-        sd_error=jnp.where(certain, 0, variance_error / jnp.where(certain, 1, 2 * deviation)),
+        variance_error=error,
+        sd_error=jnp.where(certain, 0, error / jnp.where(certain, 1, 2 * deviation)),
         covariance=None if joint is None else joint.covariance(),
         covariance_error=None if joint is None else joint.covariance_error(),
     )
-
-
-class CentralSums(NamedTuple):
-    """Sums over the draws of each entry x, about its mean m."""
-
-    num_draws: Array  # n, a scalar
-    mean: Array  # m
-    second: Array  # sum (x - m)^2
-    third: Array  # sum (x - m)^3
-    fourth: Array  # sum (x - m)^4
-
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: jnp.dtype) -> CentralSums:
-        """The sums of no draws."""
-        return cls(jnp.zeros((), dtype), *(jnp.zeros(shape, dtype) for _ in range(4)))
-
-    @classmethod
-    def of(cls, draws: Array, kept: Array) -> CentralSums:
-        """The sums of draws (n, ...) over those kept, (n,) booleans, of which the first is true."""
-        num_draws, mean, centred = _centred(draws, kept)
-        return cls(num_draws, mean, *(jnp.sum(centred**power, axis=0) for power in (2, 3, 4)))
-
-    def about(self, mean: Array) -> CentralSums:
-        """The same sums about another centre."""
-        d, n = self.mean - mean, self.num_draws
-        return CentralSums(
-            n,
-            mean,
-            self.second + n * d**2,
-            self.third + 3 * d * self.second + n * d**3,
-            self.fourth + 4 * d * self.third + 6 * d**2 * self.second + n * d**4,
-        )
-
-    def variance(self) -> Array:
-        """Unbiased estimate of each entry's variance."""
-        return self.second / (self.num_draws - 1)
-
-    def variance_error(self) -> Array:
-        """Standard error of `variance`, whatever the distribution.
-
-        An unbiased sample variance has the variance (mu4 - mu2^2 (n - 3)/(n - 1)) / n.
-        """
-        n = self.num_draws
-        second, fourth = self.second / n, self.fourth / n
-        square = (fourth - second**2 * (n - 3) / (n - 1)) / n
-        return safe_sqrt(square)
 
 
 class JointSums(NamedTuple):
@@ -197,40 +149,53 @@ class JointSums(NamedTuple):
     square_product: Array  # sum (x_i - m_i)^2 (x_j - m_j), (D, D)
     square_square: Array  # sum (x_i - m_i)^2 (x_j - m_j)^2, (D, D)
 
+    @staticmethod
+    def total(x: Array, y: Array) -> Array:
+        """The sum over the draws (n, D) of the products of pairs."""
+        return x.T @ y
+
+    @staticmethod
+    def pairs(x: Array) -> tuple[Array, Array]:
+        """A vector as the first and as the second member of each pair."""
+        return x[:, None], x[None, :]
+
+    @staticmethod
+    def own(product: Array) -> Array:
+        """What each entry has with itself."""
+        return jnp.diagonal(product)
+
     @classmethod
-    def empty(cls, size: int, dtype: jnp.dtype) -> JointSums:
+    def empty(cls, size: int, dtype: jnp.dtype) -> Self:
         """The sums of no draws."""
-        pairs = (jnp.zeros((size, size), dtype) for _ in range(3))
-        return cls(jnp.zeros((), dtype), jnp.zeros((size,), dtype), *pairs)
+        none = jnp.zeros((1, size), dtype)
+        return cls(jnp.zeros((), dtype), none[0], *(cls.total(none, none) for _ in range(3)))
 
     @classmethod
-    def of(cls, draws: Array, kept: Array) -> JointSums:
+    def of(cls, draws: Array, kept: Array) -> Self:
         """The sums of draws (n, D) over those kept, (n,) booleans, of which the first is true."""
-        num_draws, mean, centred = _centred(draws, kept)
-        squared = centred**2
-        return cls(num_draws, mean, centred.T @ centred, squared.T @ centred, squared.T @ squared)
+        num_draws, kept = jnp.sum(kept).astype(draws.dtype), kept[:, None]
+        # Relative to the first draw, so that the mean of constant draws is exact.
+        mean = draws[0] + jnp.sum(jnp.where(kept, draws - draws[:1], 0), axis=0) / num_draws
+        x = jnp.where(kept, draws - mean[None], 0)
+        return cls(num_draws, mean, cls.total(x, x), cls.total(x**2, x), cls.total(x**2, x**2))
 
-    def about(self, mean: Array) -> JointSums:
+    def about(self, mean: Array) -> Self:
         """The same sums about another centre."""
-        n = self.num_draws
-        d = self.mean - mean
-        first, other = d[:, None], d[None, :]
-        square = jnp.diagonal(self.product)
+        n, product = self.num_draws, self.product
+        first, other = self.pairs(self.mean - mean)
+        first_square, other_square = self.pairs(self.own(product))
         mixed = 2 * other * self.square_product
-        return JointSums(
+        return type(self)(
             n,
             mean,
-            self.product + n * first * other,
-            self.square_product
-            + other * square[:, None]
-            + 2 * first * self.product
-            + n * first**2 * other,
+            product + n * first * other,
+            self.square_product + other * first_square + 2 * first * product + n * first**2 * other,
             self.square_square
             + mixed
             + mixed.T
-            + other**2 * square[:, None]
-            + first**2 * square[None, :]
-            + 4 * first * other * self.product
+            + other**2 * first_square
+            + first**2 * other_square
+            + 4 * first * other * product
             + n * first**2 * other**2,
         )
 
@@ -246,9 +211,30 @@ class JointSums(NamedTuple):
         """
         n = self.num_draws
         joint, covariance = self.square_square / n, self.product / n
-        variance = jnp.diagonal(covariance)
-        small = (variance[:, None] * variance[None, :] + covariance**2) / (n - 1)
+        first, other = self.pairs(self.own(covariance))
+        small = (first * other + covariance**2) / (n - 1)
         return safe_sqrt((joint - covariance**2 + small) / n)
+
+
+class CentralSums(JointSums):
+    """The same sums of each entry with itself alone, (D,)."""
+
+    @staticmethod
+    def total(x: Array, y: Array) -> Array:
+        """The sum over the draws (n, D) of the products."""
+        return jnp.sum(x * y, axis=0)
+
+    @staticmethod
+    def pairs(x: Array) -> tuple[Array, Array]:
+        """Each entry twice."""
+        return x, x
+
+    @staticmethod
+    def own(product: Array) -> Array:
+        """The sums themselves."""
+        return product
+
+    variance, variance_error = JointSums.covariance, JointSums.covariance_error
 
 
 def merge(a: S, b: S) -> S:
@@ -258,12 +244,3 @@ def merge(a: S, b: S) -> S:
     _, _, *left = a.about(mean)
     _, _, *right = b.about(mean)
     return type(a)(count, mean, *(x + y for x, y in zip(left, right, strict=True)))
-
-
-def _centred(draws: Array, kept: Array) -> tuple[Array, Array, Array]:
-    """Number and mean of the kept draws, and their deviations from it (zero for the others)."""
-    num_draws = jnp.sum(kept).astype(draws.dtype)
-    kept = jnp.expand_dims(kept, range(1, draws.ndim))
-    # Relative to the first draw, so that the mean of constant draws is exact.
-    mean = draws[0] + jnp.sum(jnp.where(kept, draws - draws[:1], 0), axis=0) / num_draws
-    return num_draws, mean, jnp.where(kept, draws - mean[None], 0)

@@ -50,6 +50,8 @@ SPREADS = {"standard": None, "scalar": 0.4, "diagonal": np.array([0.1, 2.0, 0.5]
 def test_vectors_against_the_hessian():
     """Every kind of diffusion coefficient, as the matrix that it stands for."""
     x, t, a = np.array([0.3, -1.2, 0.7]), 0.5, np.array([1.0, 0.5, -2.0])
+    matrices = {"standard": np.eye(3), "scalar": 0.4 * np.eye(3), "matrix": MATRIX}
+    matrices["diagonal"] = np.diag(SPREADS["diagonal"])
 
     def of_kind(spread, t, x):
         diffusion = None if spread is None else lambda t, x: spread
@@ -64,8 +66,7 @@ def test_vectors_against_the_hessian():
 
     found, first, hessian = results(t, x)
     for kind, (drifts, diffusions) in found.items():
-        b = MATRIX if kind == "matrix" else np.diag(np.broadcast_to(SPREADS[kind] or 1.0, 3)) \
-            if kind != "diagonal" else np.diag(SPREADS[kind])  # fmt: skip
+        b = matrices[kind]
         for name in ("a", "b"):
             by_time, jacobian = (np.asarray(part) for part in (first[name][0], first[name][1]))
             drift = by_time + jacobian @ a
@@ -114,7 +115,7 @@ def test_drift_against_a_million_sampled_steps():
 
     @jax.jit
     def sampled(key):
-        noise = brownian.brownian_increments(key, count, dt=dt, shape=(3,), dtype=x.dtype)
+        noise = dt**0.5 * jax.random.normal(key, (count, 3), x.dtype)
         # Antithetic pairs have no first-order term, which would hide the drift.
         ends = [jax.vmap(function, (None, 0))(dt, x[None] + s * noise @ matrix.T) for s in (1, -1)]
         change = (ends[0] + ends[1]) / 2 - function(0.0, x)[None]

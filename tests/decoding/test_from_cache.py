@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from flax import nnx
 
 import moment_jax as mj
 
-VOCABULARY, FEATURES, LENGTH, ROWS = 6, 4, 5, 2
+VOCABULARY, FEATURES, LENGTH, ROWS, POINTS = 6, 4, 5, 2, 32
 variances = jax.vmap(lambda cov: cov.variance())
 
 
@@ -20,7 +22,8 @@ class LanguageModel(nnx.Module):
         settings = {"structure": mj.Diagonal, "relative_scale": 0.5, "rngs": nnx.Rngs(3)}
         self.tokens = mj.nn.Embedding(VOCABULARY, FEATURES, **settings)
         self.places = mj.nn.LearnedPositions(LENGTH, FEATURES, **settings)
-        self.encoder = mj.nn.Encoder(1, FEATURES, 2, hidden_features=6, norm_first=True, **settings)
+        settings |= {"hidden_features": 6, "norm_first": True, "activation": "relu"}
+        self.encoder = mj.nn.Encoder(1, FEATURES, 2, **settings)
 
     def step(self, cache, tokens):
         """Moments of the next token's logits, (B, V), and the cache with `tokens` (B,) in it."""
@@ -34,7 +37,8 @@ class LanguageModel(nnx.Module):
         causal = jnp.tril(jnp.ones((ids.shape[1],) * 2, bool))
         x, cov = self.encoder(*self.places(*self.tokens(ids)), causal)
         logits, cov = self.tokens.attend(x, cov)
-        return jax.vmap(jax.vmap(mj.objectives.log_class_probabilities))(logits, variances(cov))
+        predict = partial(mj.objectives.log_class_probabilities, num_points=POINTS)
+        return jax.vmap(jax.vmap(predict))(logits, variances(cov))
 
 
 def test_greedy_from_a_cache():
@@ -43,7 +47,7 @@ def test_greedy_from_a_cache():
     @nnx.jit
     def decode(model, first):
         cache = model.encoder.start(LENGTH, batch=(ROWS,))
-        return mj.decoding.greedy(model.step, cache, first, LENGTH)
+        return mj.decoding.greedy(model.step, cache, first, LENGTH, num_points=POINTS)
 
     found = decode(model, first)
     read = np.concatenate([first[:, None], found.tokens[:, :-1]], axis=1)

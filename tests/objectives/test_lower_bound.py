@@ -1,5 +1,7 @@
 """The ELBO's scaling, its warm-up, and its sampled data term."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,13 +47,13 @@ def test_elbo_is_below_the_evidence_and_tight_at_the_posterior():
     assert bound(mean, 2 * variance) < evidence
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_elbo_keeps_its_dtype_under_jit(dtype):
     @jax.jit
     def value(ells, kl, step):
         return elbo(ells, kl, dataset_size=100, kl_weight=kl_warmup(step, 10))
 
-    out = value(jnp.ones(4, dtype), jnp.asarray(3.0, dtype), jnp.asarray(5))
+    out = value(np.ones(4, dtype), dtype(3), 5)
     assert out.dtype == dtype
     np.testing.assert_allclose(out, 100 - 0.5 * 3)
 
@@ -74,14 +76,12 @@ def test_monte_carlo_estimate():
     def sampler(key):
         return mean + root @ jax.random.normal(key, (3,))
 
-    def estimate(num_samples):
-        return monte_carlo_expected_log_likelihood(
-            log_likelihood, sampler, jax.random.key(0), num_samples
-        )
+    @jax.jit
+    def estimate(key):
+        return monte_carlo_expected_log_likelihood(log_likelihood, sampler, key, 4000)
 
-    few = jax.eval_shape(lambda: estimate(2))
-    assert [x.shape for x in few] == [(5,), (5,)]
-    value, error = estimate(4000)
+    value, error = estimate(jax.random.key(0))
+    assert value.shape == error.shape == (5,)
     f = (inputs @ mean)[:, None], np.sum((inputs @ root) ** 2, axis=1)[:, None]
     score = jax.jit(jax.vmap(expected_log_likelihood, in_axes=(None, 0, 0, 0)))
     exact = score(Gaussian(0.49), targets[:, None], *f)
@@ -89,42 +89,12 @@ def test_monte_carlo_estimate():
 
 
 def test_monte_carlo_does_not_depend_on_the_batch_size():
-    def run(batch_size):
-        return monte_carlo_expected_log_likelihood(
-            jnp.sum,
-            lambda key: jax.random.normal(key, (2,)),
-            jax.random.key(1),
-            10,
-            batch_size=batch_size,
-        )
+    def sampler(key):
+        return jax.random.normal(key, (2,))
 
-    values = [np.stack(run(batch_size)) for batch_size in (3, 64)]
-    np.testing.assert_allclose(values[0], values[1], atol=1e-12)
+    @jax.jit
+    def both(key):
+        estimate = partial(monte_carlo_expected_log_likelihood, jnp.sum, sampler, key, 10)
+        return [jnp.stack(estimate(batch_size=size)) for size in (3, 64)]
 
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "error", "match"),
-    [
-        ((np.asarray(1.0), 0.0), {}, ValueError, r"of shape \(N,\)"),
-        ((np.zeros(0), 0.0), {}, ValueError, r"of shape \(N,\)"),
-        ((np.zeros(3), 0.0), {"dataset_size": 0}, ValueError, "dataset_size >= 1"),
-        ((np.zeros(3), 0.0), {"dataset_size": 2}, ValueError,
-         "at least the 3 examples of the mini-batch. Got 2"),
-        ((np.ones(3), np.ones(5)), {}, ValueError,
-         r"kl and kl_weight as scalars. Got \(5,\) and \(\)"),
-        ((np.ones(3), 1.0), {"kl_weight": -1.0}, ValueError, "kl_weight >= 0. Got -1"),
-        ((np.ones(3, int), 1.7), {}, TypeError, r"int64. Use .astype\(jnp.float32\)"),
-    ],
-)  # fmt: skip
-def test_bad_input_of_elbo(args, kwargs, error, match):
-    with pytest.raises(error, match=match):
-        elbo(*args, **{"dataset_size": 20, **kwargs})
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"final >= 0. Got -1"):
-        kl_warmup(0, 10, -1.0)
-    with pytest.raises(ValueError, match="num_steps >= 0"):
-        kl_warmup(0, -1)
-    with pytest.raises(ValueError, match="num_samples >= 2"):
-        monte_carlo_expected_log_likelihood(jnp.sum, jnp.sum, jax.random.key(0), 1)
+    np.testing.assert_allclose(*both(jax.random.key(1)), atol=1e-12)

@@ -9,14 +9,16 @@ import scipy.stats
 
 from moment_jax import objectives
 
-negative_log_likelihood = jax.jit(objectives.negative_log_likelihood)
-accuracy = jax.jit(objectives.accuracy)
-brier_score = jax.jit(objectives.brier_score)
-gaussian_negative_log_likelihood = jax.jit(objectives.gaussian_negative_log_likelihood)
-expected_calibration_error = jax.jit(objectives.expected_calibration_error, static_argnums=2)
-reliability_curve = jax.jit(objectives.reliability_curve, static_argnums=2)
-gaussian_crps = jax.jit(objectives.gaussian_crps)
-interval_coverage = jax.jit(objectives.interval_coverage, static_argnames="level")
+# Of each metric of classes: the value of perfect predictions, and of certain ones that are all wrong.
+LABELS = {
+    "accuracy": (1, 0),
+    "brier_score": (0, 2),
+    "negative_log_likelihood": (0, -np.log(np.finfo(np.float32).tiny)),
+    "expected_calibration_error": (0, 1),
+}
+MOMENTS = ["gaussian_negative_log_likelihood", "gaussian_crps", "interval_coverage"]
+every_metric = pytest.mark.parametrize("name", LABELS)
+compiled = {name: jax.jit(getattr(objectives, name)) for name in (*LABELS, *MOMENTS)}
 
 
 @pytest.fixture(scope="module", params=[2, 5])
@@ -27,29 +29,22 @@ def predictions(request):
     return probabilities, labels
 
 
-def test_against_scikit_learn(predictions):
+def test_scores_by_their_definitions(predictions):
     metrics = pytest.importorskip("sklearn.metrics")
     probabilities, labels = predictions
-    classes = list(range(probabilities.shape[1]))
-    np.testing.assert_allclose(
-        negative_log_likelihood(probabilities, labels),
-        metrics.log_loss(labels, probabilities, labels=classes),
-        atol=1e-10,
-    )
-    hits = metrics.accuracy_score(labels, probabilities.argmax(axis=1))
-    np.testing.assert_allclose(accuracy(probabilities, labels), hits, atol=1e-12)
-
-
-def test_brier_score_by_its_definition(predictions):
-    probabilities, labels = predictions
     truth = np.eye(probabilities.shape[1])[labels]
-    expected = np.mean(np.sum((probabilities - truth) ** 2, axis=1))
-    np.testing.assert_allclose(brier_score(*predictions), expected, atol=1e-10)
+    expected = {
+        "negative_log_likelihood": metrics.log_loss(truth, probabilities),
+        "accuracy": metrics.accuracy_score(labels, probabilities.argmax(axis=1)),
+        "brier_score": np.mean(np.sum((probabilities - truth) ** 2, axis=1)),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(compiled[name](*predictions), value, atol=1e-10)
 
 
 @pytest.mark.parametrize("num_bins", [1, 15])
 def test_calibration_by_its_definition(predictions, num_bins):
-    probabilities, labels = map(np.asarray, predictions)
+    probabilities, labels = predictions
     confidence, hits = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     curve, calibration_error = jax.jit(
         lambda *predictions: (
@@ -60,55 +55,23 @@ def test_calibration_by_its_definition(predictions, num_bins):
     error = 0.0
     for b in range(num_bins):
         inside = (confidence > b / num_bins) & (confidence <= (b + 1) / num_bins)
-        assert curve.num_examples[b] == inside.sum()
+        expected = [inside.sum(), 0, 0]
         if inside.any():
-            np.testing.assert_allclose(curve.confidence[b], confidence[inside].mean(), atol=1e-12)
-            np.testing.assert_allclose(curve.accuracy[b], hits[inside].mean(), atol=1e-12)
-            error += inside.mean() * abs(confidence[inside].mean() - hits[inside].mean())
-        else:
-            assert curve.confidence[b] == curve.accuracy[b] == 0
+            expected[1:] = confidence[inside].mean(), hits[inside].mean()
+        got = curve.num_examples[b], curve.confidence[b], curve.accuracy[b]
+        np.testing.assert_allclose(got, expected, atol=1e-12)
+        error += inside.mean() * abs(expected[1] - expected[2])
     np.testing.assert_allclose(calibration_error, error, atol=1e-12)
 
 
-def test_extreme_predictions():
-    probabilities, labels = np.eye(3, dtype=np.float32), np.asarray([0, 1, 2])
-    for metric, perfect in (
-        (negative_log_likelihood, 0),
-        (accuracy, 1),
-        (brier_score, 0),
-        (expected_calibration_error, 0),
-    ):
-        assert metric(probabilities, labels) == perfect
-        assert np.isfinite(metric(probabilities, labels[::-1]))
-    np.testing.assert_allclose(brier_score(probabilities, np.roll(labels, 1)), 2)
-    np.testing.assert_allclose(expected_calibration_error(probabilities, np.roll(labels, 1)), 1)
-
-
-def test_gaussian_scores_against_scipy():
-    rng = np.random.default_rng(3)
-    mean, variance = rng.normal(size=(50, 2)), rng.uniform(0.5, 2, size=(50, 2))
-    targets = mean + np.sqrt(variance) * rng.normal(size=(50, 2))
-    moments = {"mean": mean, "variance": variance}
-    exact = -scipy.stats.norm(mean, np.sqrt(variance)).logpdf(targets).mean()
-    np.testing.assert_allclose(
-        gaussian_negative_log_likelihood(targets, **moments), exact, atol=1e-10
-    )
-    for level in (0.5, 0.95):
-        low, high = scipy.stats.norm(mean, np.sqrt(variance)).interval(level)
-        inside = np.mean((low <= targets) & (targets <= high))
-        covered = interval_coverage(targets, **moments, level=level)
-        np.testing.assert_allclose(covered, inside, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["negative_log_likelihood", "accuracy", "brier_score", "expected_calibration_error"],
-)
-def test_jit_and_float32(name):
-    probabilities, labels = np.asarray([[0.7, 0.3], [0.4, 0.6]], np.float32), np.asarray([0, 0])
-    value = globals()[name](probabilities, labels)
-    assert value.dtype == jnp.float32
-    np.testing.assert_allclose(getattr(objectives, name)(probabilities, labels), value, rtol=1e-6)
+@every_metric
+def test_extreme_predictions_in_float32(name):
+    probabilities, right = np.eye(3, dtype=np.float32), np.arange(3)
+    for labels, expected in zip((right, np.roll(right, 1)), LABELS[name], strict=True):
+        value = compiled[name](probabilities, labels)
+        assert value.dtype == np.float32
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+        np.testing.assert_allclose(getattr(objectives, name)(probabilities, labels), value)
 
 
 def test_gradient_of_an_impossible_label_is_finite():
@@ -116,72 +79,21 @@ def test_gradient_of_an_impossible_label_is_finite():
     assert np.all(np.isfinite(grad))
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        negative_log_likelihood,
-        accuracy,
-        brier_score,
-        expected_calibration_error,
-        reliability_curve,
-    ],
-)
-def test_bad_classes(metric):
-    with pytest.raises(ValueError, match=r"probabilities \(N, C\) and labels \(N,\)"):
-        metric(np.ones((4, 3)), np.ones((4, 3), int))
-    with pytest.raises(ValueError, match="integer labels"):
-        metric(np.ones((4, 3)), np.ones(4))
-
-
-def test_bad_numbers():
-    with pytest.raises(ValueError, match="num_bins >= 1"):
-        reliability_curve(jnp.ones((4, 3)), jnp.zeros(4, int), 0)
-    with pytest.raises(ValueError, match="0 < level < 1"):
-        interval_coverage(jnp.ones(3), mean=jnp.ones(3), variance=jnp.ones(3), level=95)
-
-
-LABELS = ["accuracy", "brier_score", "negative_log_likelihood", "expected_calibration_error"]
-SCORES = ["gaussian_negative_log_likelihood", "gaussian_crps", "interval_coverage"]
-
-
-@pytest.mark.parametrize("label", [3, -1])
-@pytest.mark.parametrize("name", LABELS)
-def test_labels_out_of_range(name, label):
-    """An error if they are known, NaN if not: never a plausible score."""
-    probabilities, labels = np.full((4, 3), 1 / 3, np.float32), np.array([0, label, 1, 2])
-    with pytest.raises(ValueError, match=f"labels from 0 to 2.*Got .*{label}"):
-        getattr(objectives, name)(probabilities, labels)
-    assert np.isnan(globals()[name](probabilities, labels))
-
-
-@pytest.mark.parametrize("name", LABELS)
-def test_invalid_predictions(name):
-    metric, labels = getattr(objectives, name), np.array([0, 1])
-    assert np.isnan(jax.jit(metric)(np.array([[1, 0], [np.nan, np.nan]]), labels))
-    with pytest.raises(TypeError, match=r"int64. Use .astype\(jnp.float32\)"):
-        metric(np.eye(2, dtype=int), labels)
-    with pytest.raises(TypeError, match=r"Got list. Use jnp.asarray"):
-        metric([[1.0, 0.0]], labels)
-    with pytest.raises(ValueError, match="at least one example"):
-        metric(np.ones((0, 2)), labels[:0])
-
-
-@pytest.mark.parametrize("name", SCORES)
-def test_invalid_moments(name):
-    score, y = getattr(objectives, name), np.ones(3)
-    with pytest.raises(ValueError, match=f"{name}.*of one shape"):
-        score(y, mean=y, variance=y[:2])
-    with pytest.raises(TypeError, match="positional"):  # the order of earlier versions
-        score(y, y, y)
-    with pytest.raises(TypeError, match=r"int64. Use .astype\(jnp.float32\)"):
-        score(y, mean=y.astype(int), variance=y)
-    with pytest.raises(ValueError, match=r"not negative. Got -1"):
-        score(y, mean=y, variance=-y)
-    with pytest.raises(ValueError, match="at least one target"):
-        score(y[:0], mean=y[:0], variance=y[:0])
-    compiled = jax.jit(score)
-    assert np.isnan(compiled(y, mean=y, variance=np.array([1, -1, 1.0])))
-    assert np.isnan(compiled(y, mean=np.array([1, np.nan, 1]), variance=y))
+def test_gaussian_scores_against_scipy():
+    rng = np.random.default_rng(3)
+    mean, variance = rng.normal(size=(50, 2)), rng.uniform(0.5, 2, size=(50, 2))
+    targets = mean + np.sqrt(variance) * rng.normal(size=(50, 2))
+    law, moments = scipy.stats.norm(mean, np.sqrt(variance)), {"mean": mean, "variance": variance}
+    score = compiled["gaussian_negative_log_likelihood"](targets, **moments)
+    np.testing.assert_allclose(score, -law.logpdf(targets).mean(), atol=1e-10)
+    levels = (0.5, 0.95)
+    covered = jax.jit(
+        lambda: [objectives.interval_coverage(targets, **moments, level=level) for level in levels]
+    )()
+    for level, share in zip(levels, covered, strict=True):
+        low, high = law.interval(level)
+        inside = np.mean((low <= targets) & (targets <= high))
+        np.testing.assert_allclose(share, inside, atol=1e-12)
 
 
 def test_crps_is_the_integral_of_its_definition():
@@ -196,41 +108,94 @@ def test_crps_is_the_integral_of_its_definition():
         return below + above
 
     exact = np.mean([by_definition(*one) for one in zip(mean, variance, targets, strict=True)])
-    np.testing.assert_allclose(
-        gaussian_crps(targets, mean=mean, variance=variance), exact, atol=1e-10
+    score = compiled["gaussian_crps"](targets, mean=mean, variance=variance)
+    np.testing.assert_allclose(score, exact, atol=1e-10)
+
+
+crps_with_slopes = jax.jit(
+    jax.value_and_grad(
+        lambda targets, mean, variance: objectives.gaussian_crps(
+            targets, mean=mean, variance=variance
+        ),
+        argnums=(1, 2),
     )
+)
 
 
 def test_crps_is_proper():
     """No other Gaussian has a lower expected score than the one that the targets come from."""
     targets = scipy.stats.norm.ppf((np.arange(2000) + 0.5) / 2000)
 
-    def score(moments):
-        mean, variance = (jnp.full(targets.shape, moment) for moment in moments)
-        return objectives.gaussian_crps(targets, mean=mean, variance=variance)
+    def score(*moments):
+        return crps_with_slopes(targets, *(np.full(2000, moment) for moment in moments))
 
-    with_slope = jax.jit(jax.value_and_grad(score))
-    best, slope = with_slope(np.array([0.0, 1.0]))
-    np.testing.assert_allclose(slope, 0, atol=1e-3)
-    assert best < min(
-        with_slope(np.array(other))[0]
-        for other in ((0.2, 1.0), (-0.2, 1.0), (0.0, 1.4), (0.0, 0.7))
-    )
+    best, slopes = score(0.0, 1.0)
+    np.testing.assert_allclose(np.sum(slopes, axis=1), 0, atol=1e-3)
+    others = ((0.2, 1.0), (-0.2, 1.0), (0.0, 1.4), (0.0, 0.7))
+    assert best < min(score(*other)[0] for other in others)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_crps_of_a_certain_prediction_is_its_error(dtype):
     mean, targets = np.array([0, 1, 2], dtype), np.array([0.5, 3, -1], dtype)
     variance = np.zeros(3, dtype)
-    score = gaussian_crps(targets, mean=mean, variance=variance)
+    score, slopes = crps_with_slopes(targets, mean, variance)
     assert score.dtype == dtype
     np.testing.assert_allclose(score, np.abs(targets - mean).mean(), rtol=1e-6)
-    nearly = gaussian_crps(targets, mean=mean, variance=variance + np.finfo(dtype).tiny)
-    np.testing.assert_allclose(nearly, score, rtol=1e-6)
-
-    def by_moments(mean, variance):
-        return objectives.gaussian_crps(targets, mean=mean, variance=variance)
-
-    slopes = jax.jit(jax.grad(by_moments, argnums=(0, 1)))(mean, variance)
     np.testing.assert_allclose(slopes[0], np.sign(mean - targets) / 3)
     np.testing.assert_array_equal(slopes[1], 0)
+    nearly, _ = crps_with_slopes(targets, mean, variance + np.finfo(dtype).tiny)
+    np.testing.assert_allclose(nearly, score, rtol=1e-6)
+
+
+# -- errors: raised where values are known; in compiled code NaN, never a plausible score --------------
+
+
+@pytest.mark.parametrize("label", [3, -1])
+@every_metric
+def test_labels_out_of_range(name, label):
+    probabilities, labels = np.full((3, 3), 1 / 3, np.float32), np.array([0, label, 1])
+    with pytest.raises(ValueError, match=f"labels from 0 to 2.*Got .*{label}"):
+        getattr(objectives, name)(probabilities, labels)
+    assert np.isnan(compiled[name](probabilities, labels))
+
+
+@pytest.mark.parametrize("name", [*LABELS, "reliability_curve"])
+def test_invalid_predictions(name):
+    metric, labels = getattr(objectives, name), np.array([0, 1])
+    for probabilities, given, error, match in (
+        (np.ones((4, 3)), np.ones((4, 3), int), ValueError, r"probabilities \(N, C\) and labels"),
+        (np.ones((4, 3)), np.ones(4), ValueError, "integer labels"),
+        (np.eye(2, dtype=int), labels, TypeError, r"int64. Use .astype\(jnp.float32\)"),
+        ([[1.0, 0.0]], labels, TypeError, r"Got list. Use jnp.asarray"),
+        (np.ones((0, 2)), labels[:0], ValueError, "at least one example"),
+    ):
+        with pytest.raises(error, match=match):
+            metric(probabilities, given)
+    if name in LABELS:
+        nan = np.array([[1, 0, 0], [0, 1, 0], [np.nan] * 3], np.float32)
+        assert np.isnan(compiled[name](nan, np.array([0, 1, 1])))
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_invalid_moments(name):
+    score, y = getattr(objectives, name), np.ones(3)
+    with pytest.raises(TypeError, match="positional"):  # the order of earlier versions
+        score(y, y, y)
+    for targets, mean, variance, error, match in (
+        (y, y, y[:2], ValueError, f"{name}.*of one shape"),
+        (y, y.astype(int), y, TypeError, r"int64. Use .astype\(jnp.float32\)"),
+        (y, y, -y, ValueError, r"not negative. Got -1"),
+        (y[:0], y[:0], y[:0], ValueError, "at least one target"),
+    ):
+        with pytest.raises(error, match=match):
+            score(targets, mean=mean, variance=variance)
+    assert np.isnan(compiled[name](y, mean=y, variance=np.array([1, -1, 1.0])))
+    assert np.isnan(compiled[name](y, mean=np.array([1, np.nan, 1]), variance=y))
+
+
+def test_bad_numbers():
+    with pytest.raises(ValueError, match="num_bins >= 1"):
+        objectives.reliability_curve(jnp.ones((4, 3)), jnp.zeros(4, int), 0)
+    with pytest.raises(ValueError, match="0 < level < 1"):
+        objectives.interval_coverage(jnp.ones(3), mean=jnp.ones(3), variance=jnp.ones(3), level=95)

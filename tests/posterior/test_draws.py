@@ -17,7 +17,7 @@ def test_sample_params_keeps_the_tree():
     assert isinstance(shapes, EncoderBlockParams)
     assert shapes.attention.query.kernel.shape == params.attention.query.kernel.shape
     beliefs = {"certain": DenseParams(Point(np.ones((2, 3)))), "other": (np.arange(3), None)}
-    drawn = sample_params(beliefs, KEY)
+    drawn = draw(beliefs, KEY)
     assert drawn["certain"].bias is None
     assert drawn["other"][1] is None
     np.testing.assert_array_equal(drawn["certain"].kernel, np.ones((2, 3)))

@@ -6,19 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from moment_jax.posterior import (
-    Factorized,
-    FullNormal,
-    GaussianPrior,
-    MatrixNormal,
-    OutputShared,
-    Point,
-    Posterior,
-)
-from tests.posterior.families import IN, OUT, example, stack
+from moment_jax.posterior import GaussianPrior, Posterior
+from tests.builders import KERNEL_FAMILIES
+from tests.posterior.families import IN, KEY, OUT, PRIOR, example, stack
 
+Point, Factorized, OutputShared, MatrixNormal, FullNormal = KERNEL_FAMILIES
 KERNEL, VECTOR, STACK = np.zeros((IN, OUT)), np.zeros((IN,)), np.zeros((4, IN, OUT))
-X = np.ones((5, IN))
+X, EYE, SHARED = np.ones((5, IN)), np.eye(IN), example(OutputShared)
 
 
 def stacked(family):
@@ -32,74 +26,42 @@ CASES = {
     "shared_inputs": (lambda: OutputShared(KERNEL, np.ones(IN)), "(3, 2) and (2,)", "Factorized"),
     "shared_entries": (lambda: OutputShared(KERNEL, KERNEL), "(3, 2) and (3, 2)", "Factorized"),
     "matrix_vector": (
-        lambda: MatrixNormal(VECTOR, np.eye(IN), np.eye(1)),
+        lambda: MatrixNormal(VECTOR, EYE, EYE),
         "(in, out)",
-        "use Factorized or FullNormal",
+        "use Factorized or Full",
     ),
     "matrix_swapped": (
-        lambda: MatrixNormal(KERNEL, np.eye(OUT), np.eye(IN)),
-        "Got (3, 2) and (2, 2) and (3, 3)",
-        "(in, in) and (out, out)",
+        lambda: MatrixNormal(KERNEL.T, EYE, EYE),
+        "Got (2, 3) and (3, 3)",
+        "(in, in)",
     ),
     "full_matrix": (lambda: FullNormal(KERNEL, np.eye(6)), "(3, 2, 3, 2)", "cov.reshape"),
     "full_scalar": (lambda: FullNormal(KERNEL, 1.0), "Got (3, 2) and ()", "cov.reshape"),
     "full_vector": (lambda: FullNormal(VECTOR, np.ones(IN)), "(3, 3)", "cov.reshape"),
     "negative": (lambda: Factorized(VECTOR, VECTOR - 2), "Got -2", "squares"),
     "negative_shared": (lambda: OutputShared(KERNEL, -np.ones(OUT)), "Got -1", "squares"),
-    "negative_matrix": (
-        lambda: MatrixNormal(KERNEL, np.eye(IN), -np.eye(OUT)),
-        "Got -1",
-        "squares",
-    ),
-    "negative_full": (lambda: FullNormal(VECTOR, -np.eye(IN)), "Got -1", "squares"),
-    "noise_of_vector": (
-        lambda: Factorized(VECTOR, VECTOR).noise_variance(X, X),
-        "Factorized.noise_variance",
-        "jax.vmap",
-    ),
+    "negative_matrix": (lambda: MatrixNormal(KERNEL, EYE, -np.eye(OUT)), "Got -1", "squares"),
+    "negative_full": (lambda: FullNormal(VECTOR, -EYE), "Got -1", "squares"),
+    "noise_of_vector": (lambda: Point(VECTOR).noise_variance(X, X), "Point.noise_var", "jax.vmap"),
     "noise_of_stack": (lambda: Point(STACK).noise_variance(X, X), "Got (4, 3, 2)", "jax.vmap"),
     "noise_inputs": (
-        lambda: example(OutputShared).noise_variance(X.T, X.T),
+        lambda: SHARED.noise_variance(X.T, X.T),
         "in == 3. Got (3, 5)",
         "broadcast_to",
     ),
-    "noise_variance_rank": (
-        lambda: example(MatrixNormal).noise_variance(X, X[0]),
-        "Got (5, 3) and (3,)",
-        "broadcast_to",
-    ),
-    "block_inputs": (
-        lambda: example(FullNormal).noise_block(np.ones((4, 4))),
-        "in == 3. Got (4, 4)",
-        "last",
-    ),
+    "noise_rank": (lambda: SHARED.noise_variance(X, X[0]), "Got (5, 3) and (3,)", "broadcast_to"),
+    "block_inputs": (lambda: SHARED.noise_block(np.ones((4, 4))), "in == 3. Got (4, 4)", "last"),
     "metric_of_vector": (lambda: Point(VECTOR).input_metric(), "(in, out). Got (3,)", "jax.vmap"),
     "vector_of_kernel": (lambda: Point(KERNEL).vector_cov(), "(D,). Got (3, 2)", "jax.vmap"),
-    "vector_of_shared": (
-        lambda: example(OutputShared).vector_cov(),
-        "a bias or a gain (D,). Got (3, 2)",
-        "Use Point, Factorized or FullNormal",
-    ),
-    "matrix_stack": (
-        lambda: stacked(MatrixNormal).kl(GaussianPrior()),
-        "Got (2, 3, 2)",
-        "jax.vmap",
-    ),
-    "full_stack": (
-        lambda: stacked(FullNormal).sample(jax.random.key(0)),
-        "Got (2, 3, 2, 3, 2) and (2, 3, 2)",
-        "jax.vmap",
-    ),
+    "vector_of_shared": (lambda: SHARED.vector_cov(), "(D,). Got (3, 2)", "Use Point, Factorized"),
+    "matrix_stack": (lambda: stacked(MatrixNormal).kl(PRIOR), "Got (2, 3, 2)", "jax.vmap"),
+    "full_stack": (lambda: stacked(FullNormal).sample(KEY), "Got (2, 3, 2, 3, 2) and", "jax.vmap"),
     "prior_shape": (
-        lambda: example(Factorized).kl(GaussianPrior(0.0, np.ones(IN))),
-        "(3, 2). Got () and (3,)",
-        "Use scalars",
+        lambda: SHARED.kl(GaussianPrior(0.0, X)),
+        "(3, 2). Got () and (5, 3)",
+        "scalars",
     ),
-    "prior_rank": (
-        lambda: example(Factorized).kl(GaussianPrior(np.ones((1, IN, OUT)))),
-        "Got (1, 3, 2) and ()",
-        "Use scalars",
-    ),
+    "prior_rank": (lambda: SHARED.kl(GaussianPrior(STACK[:1])), "Got (1, 3, 2) and ()", "scalars"),
 }
 
 

@@ -7,21 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.posterior import (
-    Factorized,
-    FullNormal,
-    GaussianPrior,
-    MatrixNormal,
-    OutputShared,
-    Point,
-)
 from moment_jax.posterior.linalg import psd_sqrt
 from tests.builders import KERNEL_FAMILIES
 from tests.posterior.families import (
     IN,
     KEY,
     MEMBERS,
-    NUM_SAMPLES,
     OUT,
     RANDOM_FAMILIES,
     TOL,
@@ -29,33 +20,21 @@ from tests.posterior.families import (
     assert_gradient,
     compiled_methods,
     dense_cov,
-    dense_kernel_cov,
-    draws,
     example,
     method_inputs,
     name_of,
     random,
     random_psd,
-    stack,
     without_variance,
 )
 
+Point, Factorized, OutputShared, MatrixNormal, FullNormal = KERNEL_FAMILIES
+NUM_SAMPLES = 20_000
 members = pytest.mark.parametrize(("family", "shape"), MEMBERS, ids=name_of)
 kernels = pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name_of)
 random_kernels = pytest.mark.parametrize("family", RANDOM_FAMILIES, ids=name_of)
 
 # -- moments ------------------------------------------------------------------------------------------
-
-
-@jax.jit
-def noise(belief, mean, variance, moment):
-    return belief.noise_variance(mean, variance), belief.noise_block(moment)
-
-
-def dense_noise(belief, mean, variance, moment):
-    second = np.einsum("...i,...j->...ij", mean, mean) + variance[..., None] * np.eye(IN)
-    cov = dense_kernel_cov(belief)
-    return np.einsum("...ij,iojo->...o", second, cov), np.einsum("...ij,iojp->...op", moment, cov)
 
 
 def as_matrix(cov):
@@ -72,33 +51,17 @@ def test_second_moments_are_those_of_the_dense_covariance(family, shape):
         assert results["vector_cov"].ndim == (2 if family is FullNormal else 1)
         np.testing.assert_allclose(as_matrix(results["vector_cov"]), cov, **TOL)
     if len(shape) == 2:
-        variance, block = dense_noise(belief, *method_inputs(belief))
-        np.testing.assert_allclose(results["noise_variance"], variance, **TOL)
-        np.testing.assert_allclose(results["noise_block"], block, **TOL)
-        expected = np.einsum("iojo->ij", dense_kernel_cov(belief))
+        cov = cov.reshape(*shape, *shape)
+        mean, variance, moment = method_inputs(belief)
+        second = np.einsum("...i,...j->...ij", mean, mean) + variance[..., None] * np.eye(IN)
         metric = results["input_metric"]
         assert metric.ndim == (2 if family in (MatrixNormal, FullNormal) else 1)
-        np.testing.assert_allclose(as_matrix(metric), expected, **TOL)
-
-
-@kernels
-def test_noise_of_inputs_with_leading_axes(family):
-    """And of second moments that are not symmetric."""
-    belief = example(family)
-    inputs = random(1, 2, 3, IN), random(2, 2, 3, IN) ** 2, random(3, 2, 3, IN, IN)
-    for actual, expected in zip(noise(belief, *inputs), dense_noise(belief, *inputs), strict=True):
-        np.testing.assert_allclose(actual, expected, **TOL)
-
-
-@random_kernels
-def test_noise_is_what_samples_show(family):
-    """Cov[x @ w] of a random w for a fixed x, which is what a layer needs."""
-    belief, x = example(family), random(5, IN)
-    outputs = np.einsum("i,nio->no", x, draws(belief).reshape(-1, IN, OUT))
-    variance, expected = map(np.asarray, noise(belief, x, np.zeros(IN), np.outer(x, x)))
-    np.testing.assert_allclose(variance, np.diag(expected), **TOL)
-    error = np.sqrt((np.outer(variance, variance) + expected**2) / NUM_SAMPLES)
-    assert np.all(np.abs(np.cov(outputs, rowvar=False) - expected) <= 5 * error)
+        for actual, path, *operands in (
+            (results["noise_variance"], "...ij,iojo->...o", second, cov),
+            (results["noise_block"], "...ij,iojp->...op", moment, cov),
+            (as_matrix(metric), "iojo->ij", cov),
+        ):
+            np.testing.assert_allclose(actual, np.einsum(path, *operands), **TOL)
 
 
 @pytest.mark.parametrize("variance", [(0.5, 2.0), (0.0, 1.0)], ids=str)
@@ -129,55 +92,89 @@ def test_no_variance_is_a_point(family):
     assert not np.any(actual["input_metric"])
 
 
+@jax.jit
+def slopes(belief):
+    """Of all results but `kl`; for kernels, of the noise variance, and of a loss of a draw, with it."""
+
+    def total(belief):
+        results = all_methods(belief)
+        del results["kl"]  # infinite without variance; see test_kl.py
+        return sum(jnp.sum(jnp.sin(1 + leaf)) for leaf in results.values())
+
+    if len(belief.shape) != 2:
+        return {"total": jax.grad(total)(belief)}
+    inputs, target = method_inputs(belief)[:2], random(9, IN, OUT)
+
+    def noise(belief):
+        return jnp.sum(belief.noise_variance(*inputs))
+
+    def loss(belief):
+        return jnp.sum((belief.sample(KEY) - target) ** 2)
+
+    return {
+        "total": jax.grad(total)(belief),
+        "noise": jax.grad(noise)(belief),
+        "draw": jax.value_and_grad(loss)(belief),
+    }
+
+
+@members
+def test_gradients_are_finite_without_variance(family, shape):
+    gradient = slopes(without_variance(family, shape))["total"]
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+
+
+@kernels
+def test_sample_gradients(family):
+    """The draw is reparametrised: its gradient against finite differences."""
+    assert_gradient(lambda b: slopes(b)["draw"], example(family), example(family, seed=5))
+
+
 @random_kernels
 def test_noise_variance_has_its_whole_gradient_at_zero(family):
     """It is linear in each covariance, so its gradient there is the same at zero as elsewhere."""
-    inputs = method_inputs(example(family))[:2]
-    gradient = jax.jit(jax.grad(lambda belief: jnp.sum(belief.noise_variance(*inputs))))
-    mean, first, *rest = jax.tree.leaves(example(family))
-    _, expected, *_ = jax.tree.leaves(gradient(family(mean, first, *rest)))
-    _, actual, *_ = jax.tree.leaves(gradient(family(mean, np.zeros(first.shape), *rest)))
+    belief = example(family)
+    name = dataclasses.fields(family)[1].name
+    certain = dataclasses.replace(belief, **{name: jnp.zeros_like(getattr(belief, name))})
+    expected, actual = (getattr(slopes(b)["noise"], name) for b in (belief, certain))
     np.testing.assert_allclose(actual, expected, **TOL)
 
 
 def test_rounding_leaves_no_negative_noise_variance():
     """For inputs in the null space of a singular covariance only rounding is left."""
-    mean, moment = np.zeros((IN, OUT)), np.zeros((IN, IN))
+    noise = jax.jit(lambda belief, mean: belief.noise_variance(mean, np.zeros(IN)))
     for seed in range(50):
         basis, _ = np.linalg.qr(random(seed, IN, IN))
         in_cov = np.outer(basis[:, 0], basis[:, 0]) * 1e6
         cov = np.einsum("ij,op->iojp", in_cov, np.eye(OUT))
+        mean = np.zeros((IN, OUT))
         for belief in (MatrixNormal(mean, in_cov, np.eye(OUT)), FullNormal(mean, cov)):
-            assert np.all(np.asarray(noise(belief, basis[:, 1], np.zeros(IN), moment)[0]) >= 0)
+            assert np.all(np.asarray(noise(belief, basis[:, 1])) >= 0)
 
 
 # -- draws --------------------------------------------------------------------------------------------
 
 BELIEFS = {
     **{f"{name_of(family)}-{name_of(shape)}": example(family, shape) for family, shape in MEMBERS},
-    **{f"{family.__name__}-zero": without_variance(family) for family in KERNEL_FAMILIES},
     "MatrixNormal-singular": example(MatrixNormal, rank=1),
     "FullNormal-singular": example(FullNormal, rank=2),
 }
+draw = jax.jit(lambda belief, keys: jax.vmap(belief.sample)(keys))
 
 
 @pytest.mark.parametrize("belief", BELIEFS.values(), ids=BELIEFS)
 def test_sample_moments(belief):
-    deviations = draws(belief) - np.ravel(belief.mean)
+    """Without variance: see `test_no_variance_is_a_point`."""
+    draws = draw(belief, jax.random.split(jax.random.key(3), NUM_SAMPLES))
+    deviations = np.asarray(draws).reshape(NUM_SAMPLES, -1) - np.ravel(belief.mean)
     cov = dense_cov(belief)
     variance = np.diag(cov)
     mean_error = np.sqrt(variance / NUM_SAMPLES)
     cov_error = np.sqrt((np.outer(variance, variance) + cov**2) / NUM_SAMPLES)
-    # Without variance only rounding is allowed.
     rounding = 100 * np.finfo(np.float64).eps * max(1, np.max(variance))
     assert np.all(np.abs(deviations.mean(0)) <= 5 * mean_error + rounding)
     sampled = deviations.T @ deviations / NUM_SAMPLES
     assert np.all(np.abs(sampled - cov) <= 5 * cov_error + rounding)
-
-
-def test_a_point_is_not_random():
-    point = example(Point)
-    np.testing.assert_array_equal(point.sample(KEY), point.mean)
 
 
 def test_draws_of_a_singular_belief_stay_in_its_range():
@@ -189,14 +186,6 @@ def test_draws_of_a_singular_belief_stay_in_its_range():
     rounding = np.sqrt(100 * np.finfo(np.float64).eps * np.max(values))
     assert null.shape[1] == IN * OUT - 2
     assert np.all(np.abs(null.T @ deviation) <= rounding)
-
-
-@kernels
-def test_sample_gradients(family):
-    """The draw is reparametrised: its gradient against finite differences."""
-    target = random(9, IN, OUT)
-    loss = jax.jit(jax.value_and_grad(lambda belief: jnp.sum((belief.sample(KEY) - target) ** 2)))
-    assert_gradient(loss, example(family), example(family, seed=5))
 
 
 @jax.jit
@@ -248,113 +237,5 @@ def test_psd_sqrt_of_a_singular_matrix(rank):
 
 
 def test_psd_sqrt_forgives_a_hair_below_zero():
-    np.testing.assert_allclose(psd_sqrt(np.diag([1.0, -1e-18])), np.diag([1.0, 0.0]), **TOL)
-
-
-# -- transformations ----------------------------------------------------------------------------------
-
-
-@members
-def test_numpy_arrays_are_welcome_and_vmap_is_a_loop(family, shape):
-    by_numpy = jax.eval_shape(lambda: all_methods(example(family, shape, array=np.asarray)))
-    beliefs = [example(family, shape, seed=10 * seed) for seed in range(3)]
-    batch = jax.jit(jax.vmap(all_methods))(stack(beliefs))
-    assert by_numpy.keys() == batch.keys()
-    for i, belief in enumerate(beliefs):
-        for name, expected in compiled_methods(belief).items():
-            np.testing.assert_allclose(batch[name][i], expected, err_msg=name, **TOL)
-            assert by_numpy[name].shape == expected.shape
-
-
-@members
-def test_float32_stays(family, shape):
-    narrow = example(family, shape, dtype=np.float32)
-    prior = GaussianPrior(np.zeros(()), np.ones(shape[-1]))  # of float64
-    results = jax.eval_shape(lambda belief: (all_methods(belief), belief.kl(prior)), narrow)
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(results))
-    assert jax.eval_shape(lambda b, p: b.kl(p), narrow, GaussianPrior()).dtype == jnp.float32
-
-
-@kernels
-def test_float32_is_as_good_as_its_digits_and_huge_values_give_no_nan(family):
-    belief = example(family, dtype=np.float32)
-    narrow = compiled_methods(belief)
-    eps = float(np.finfo(np.float32).eps)
-    for name, wide in compiled_methods(example(family)).items():
-        if name != "sample":  # whose random bits are others
-            scale = max(1, np.max(np.abs(wide)))
-            assert np.max(np.abs(narrow[name] - np.asarray(wide))) <= 100 * eps * scale, name
-    for scale in (1e4, 1e12, 1e25):
-        huge = jax.tree.map(lambda leaf, scale=scale: np.asarray(leaf) * np.float32(scale), belief)
-        for name, leaf in compiled_methods(huge).items():
-            assert not np.any(np.isnan(leaf)), (name, scale)
-
-
-@members
-def test_gradients_are_finite_without_variance(family, shape):
-    def total(belief):
-        results = all_methods(belief)
-        if family is not Point:
-            del results["kl"]  # infinite; see test_kl.py
-        return sum(jnp.sum(jnp.sin(1 + leaf)) for leaf in results.values())
-
-    gradient = jax.jit(jax.grad(total))(without_variance(family, shape))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
-
-
-@kernels
-def test_tree_maps_put_anything_in_the_leaves(family):
-    belief = example(family)
-    names = [field.name for field in dataclasses.fields(family)]
-    for leaf in (None, object(), 0, True, "name", jax.ShapeDtypeStruct((7,), jnp.float32), KEY):
-        mapped = jax.tree.map(lambda _, leaf=leaf: leaf, belief)
-        assert isinstance(mapped, family)
-        assert all(vars(mapped)[name] is leaf for name in names)
-    # Summaries and factors, as optimisers keep them.
-    for summary in (np.max, np.ravel, lambda leaf: np.asarray(leaf)[..., 0]):
-        assert isinstance(jax.tree.map(summary, belief), family)
-    shapes = jax.eval_shape(lambda: belief)
-    assert isinstance(shapes, family)
-    assert shapes.shape == (IN, OUT)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(belief)]
-    assert paths == [f".{name}" for name in names]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        belief.mean = 0
-
-
-@kernels
-def test_axis_numbers_and_stacks_may_be_made_by_hand(family):
-    """As `jax.vmap(in_axes=...)` takes them, and as `stack` makes them."""
-    num_fields = len(dataclasses.fields(family))
-    for leaf in (0, None, jax.ShapeDtypeStruct((7,), jnp.float32)):
-        assert isinstance(family(*[leaf] * num_fields), family)
-    axes, stacked = family(*[0] * num_fields), stack([example(family)] * 2)
-    draw = jax.vmap(lambda belief: belief.sample(KEY), in_axes=(axes,))
-    assert jax.eval_shape(draw, stacked).shape == (2, IN, OUT)
-
-
-@random_kernels
-def test_derivatives_are_beliefs_with_more_axes(family):
-    belief = example(family)
-    hessian = jax.eval_shape(jax.hessian(lambda belief: belief.kl(GaussianPrior())), belief)
-    assert isinstance(hessian, family)
-    assert hessian.mean.mean.shape == (IN, OUT, IN, OUT)
-    for jacobian in (jax.jacrev, jax.jacfwd):
-        result = jax.eval_shape(jacobian(lambda belief: belief.marginal_variance()), belief)
-        assert result.mean.shape == (IN, OUT, IN, OUT)
-
-
-@kernels
-def test_vmap_may_put_the_new_axis_anywhere_and_scan_goes_over_layers(family):
-    belief = example(family)
-    for axis in (0, 1, -1):
-        scaled = jax.vmap(lambda k: jax.tree.map(lambda leaf: k * leaf, belief), out_axes=axis)
-        assert jax.eval_shape(scaled, jnp.ones((4,))).mean.shape[axis] == 4
-    beliefs = [example(family, seed=10 * seed) for seed in range(3)]
-    total, _ = jax.lax.scan(
-        lambda total, belief: (total + belief.kl(GaussianPrior(0.25, 0.5)), None),
-        0.0,
-        stack(beliefs),
-    )
-    expected = sum(float(compiled_methods(belief)["kl"]) for belief in beliefs)
-    np.testing.assert_allclose(total, expected, **TOL)
+    root = root_and_derivatives(np.diag([1.0, -1e-18, 2.0]), np.eye(3), np.eye(3))[0]
+    np.testing.assert_allclose(root, np.diag([1.0, 0.0, 2**0.5]), **TOL)

@@ -1,0 +1,120 @@
+"""Beliefs under JAX's transformations and tree maps, and in float32."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moment_jax.posterior import GaussianPrior
+from tests.builders import KERNEL_FAMILIES
+from tests.posterior.families import (
+    IN,
+    KEY,
+    MEMBERS,
+    OUT,
+    PRIOR,
+    RANDOM_FAMILIES,
+    TOL,
+    all_methods,
+    compiled_methods,
+    example,
+    name_of,
+    stack,
+)
+
+members = pytest.mark.parametrize(("family", "shape"), MEMBERS, ids=name_of)
+kernels = pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name_of)
+
+
+@pytest.mark.parametrize(("family", "shape"), MEMBERS[:-2], ids=name_of)
+def test_numpy_arrays_are_welcome_and_vmap_is_a_loop(family, shape):
+    by_numpy = jax.eval_shape(lambda: all_methods(example(family, shape, array=np.asarray)))
+    beliefs = [example(family, shape, seed=10 * seed) for seed in range(3)]
+    batch = jax.jit(jax.vmap(all_methods))(stack(beliefs))
+    assert by_numpy.keys() == batch.keys()
+    for i, belief in enumerate(beliefs):
+        for name, expected in compiled_methods(belief).items():
+            np.testing.assert_allclose(batch[name][i], expected, err_msg=name, **TOL)
+            assert by_numpy[name].shape == expected.shape
+
+
+@members
+def test_float32_stays(family, shape):
+    narrow = example(family, shape, dtype=np.float32)
+    prior = GaussianPrior(np.zeros(()), np.ones(shape[-1]))  # of float64
+    results = jax.eval_shape(lambda belief: (all_methods(belief), belief.kl(prior)), narrow)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(results))
+    assert jax.eval_shape(lambda b, p: b.kl(p), narrow, GaussianPrior()).dtype == jnp.float32
+
+
+@kernels
+def test_float32_is_as_good_as_its_digits_and_huge_values_give_no_nan(family):
+    belief = example(family, dtype=np.float32)
+    narrow = compiled_methods(belief)
+    eps = float(np.finfo(np.float32).eps)
+    for name, wide in compiled_methods(example(family)).items():
+        if name != "sample":  # whose random bits are others
+            scale = max(1, np.max(np.abs(wide)))
+            assert np.max(np.abs(narrow[name] - np.asarray(wide))) <= 100 * eps * scale, name
+    for scale in (1e4, 1e12, 1e25):
+        huge = jax.tree.map(lambda leaf, scale=scale: np.asarray(leaf) * np.float32(scale), belief)
+        for name, leaf in compiled_methods(huge).items():
+            assert not np.any(np.isnan(leaf)), (name, scale)
+
+
+@kernels
+def test_tree_maps_put_anything_in_the_leaves(family):
+    belief = example(family)
+    names = [field.name for field in dataclasses.fields(family)]
+    for leaf in (None, object(), 0, True, "name", jax.ShapeDtypeStruct((7,), jnp.float32), KEY):
+        mapped = jax.tree.map(lambda _, leaf=leaf: leaf, belief)
+        assert isinstance(mapped, family)
+        assert all(vars(mapped)[name] is leaf for name in names)
+    # Summaries and factors, as optimisers keep them.
+    for summary in (np.max, np.ravel, lambda leaf: np.asarray(leaf)[..., 0]):
+        assert isinstance(jax.tree.map(summary, belief), family)
+    shapes = jax.eval_shape(lambda: belief)
+    assert isinstance(shapes, family)
+    assert shapes.shape == (IN, OUT)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(belief)]
+    assert paths == [f".{name}" for name in names]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        belief.mean = 0
+
+
+@kernels
+def test_axis_numbers_and_stacks_may_be_made_by_hand(family):
+    """As `jax.vmap(in_axes=...)` takes them, and as `stack` makes them."""
+    num_fields = len(dataclasses.fields(family))
+    for leaf in (0, None, jax.ShapeDtypeStruct((7,), jnp.float32)):
+        assert isinstance(family(*[leaf] * num_fields), family)
+    axes, stacked = family(*[0] * num_fields), stack([example(family)] * 2)
+    draw = jax.vmap(lambda belief: belief.sample(KEY), in_axes=(axes,))
+    assert jax.eval_shape(draw, stacked).shape == (2, IN, OUT)
+
+
+@pytest.mark.parametrize("family", RANDOM_FAMILIES, ids=name_of)
+def test_derivatives_are_beliefs_with_more_axes(family):
+    belief = example(family)
+    hessian = jax.eval_shape(jax.hessian(lambda belief: belief.kl(GaussianPrior())), belief)
+    assert isinstance(hessian, family)
+    assert hessian.mean.mean.shape == (IN, OUT, IN, OUT)
+    for jacobian in (jax.jacrev, jax.jacfwd):
+        result = jax.eval_shape(jacobian(lambda belief: belief.marginal_variance()), belief)
+        assert result.mean.shape == (IN, OUT, IN, OUT)
+
+
+@kernels
+def test_vmap_may_put_the_new_axis_anywhere_and_scan_goes_over_layers(family):
+    belief = example(family)
+    for axis in (0, 1, -1):
+        scaled = jax.vmap(lambda k: jax.tree.map(lambda leaf: k * leaf, belief), out_axes=axis)
+        assert jax.eval_shape(scaled, jnp.ones((4,))).mean.shape[axis] == 4
+    beliefs = [example(family, seed=10 * seed) for seed in range(3)]
+    total, _ = jax.lax.scan(
+        lambda total, belief: (total + belief.kl(PRIOR), None), 0.0, stack(beliefs)
+    )
+    expected = sum(float(compiled_methods(belief)["kl"]) for belief in beliefs)
+    np.testing.assert_allclose(total, expected, **TOL)
