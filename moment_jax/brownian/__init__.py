@@ -5,7 +5,6 @@ measures how far a model is from that.
 """
 
 from moment_jax.brownian.diffusion import DiffusionMap, diffusion_map
-from moment_jax.brownian.heat import heat_step
 from moment_jax.brownian.ito_formula import ito
 from moment_jax.brownian.kernels import (
     attention_scores,
@@ -24,6 +23,15 @@ from moment_jax.brownian.markov import (
     spectral_gap,
     stationary,
 )
+from moment_jax.brownian.paths import (
+    brownian_bridge,
+    brownian_increments,
+    brownian_path,
+    euler_maruyama,
+    heat_step,
+    milstein,
+    quadratic_variation,
+)
 from moment_jax.brownian.sphere import (
     SphereGap,
     sphere_dot,
@@ -38,15 +46,21 @@ __all__ = [
     "Eigenpairs",
     "SphereGap",
     "attention_scores",
+    "brownian_bridge",
+    "brownian_increments",
+    "brownian_path",
     "chain_classes",
     "detailed_balance_gap",
     "diffusion_map",
     "eigenpairs",
     "entropy_rate",
+    "euler_maruyama",
     "gaussian_kernel",
     "heat_step",
     "ito",
+    "milstein",
     "mixing_time",
+    "quadratic_variation",
     "row_normalize",
     "spectral_gap",
     "sphere_dot",

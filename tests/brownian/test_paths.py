@@ -1,0 +1,149 @@
+"""Brownian paths by their laws, solvers by their orders, the heat equation by its Fourier solution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moment_jax as mj
+from tests.builders import assert_close
+
+brownian = mj.brownian
+
+
+@pytest.fixture(scope="module")
+def paths():
+    steps = brownian.brownian_increments(
+        jax.random.key(0), 64, dt=1 / 64, shape=(20_000,), dtype=jnp.float64
+    )
+    return np.asarray(brownian.brownian_path(steps))
+
+
+def within(sample, expected, errors=4.5):
+    """The mean over the last axis is within so many standard errors of the expectation."""
+    mean, error = np.mean(sample, axis=-1), np.std(sample, axis=-1) / sample.shape[-1] ** 0.5
+    assert np.all(np.abs(mean - expected) <= errors * error + 1e-12)
+
+
+def test_covariance_is_the_earlier_time(paths):
+    assert np.all(paths[0] == 0)
+    for s, t in [(16, 16), (16, 48), (64, 64)]:
+        within(paths[s] * paths[t], min(s, t) / 64)
+    within((paths[40] - paths[20]) * paths[20], 0.0)
+
+
+def test_bridge(paths):
+    bridge = np.asarray(brownian.brownian_bridge(paths, 1.5))
+    assert_close(bridge[-1], np.full(20_000, 1.5))
+    within(bridge[16], 0.25 * 1.5)
+    within((bridge[16] - 0.375) * (bridge[48] - 1.125), 0.25 * 0.25)  # s (T - t) / T
+
+
+def test_quadratic_variation_tends_to_time():
+    """Mean t, standard deviation sqrt(2 t dt): it falls with the step."""
+    numbers = (64, 512)
+    for steps in numbers:
+        path = brownian.brownian_path(
+            brownian.brownian_increments(
+                jax.random.key(1), steps, dt=2 / steps, shape=(2000,), dtype=jnp.float64
+            )
+        )
+        variation = np.asarray(brownian.quadratic_variation(path))
+        within(variation[-1], 2.0)
+        within(variation[steps // 2], 1.0)
+        np.testing.assert_allclose(np.std(variation[-1]), (4 * 2 / steps) ** 0.5, rtol=0.1)
+
+
+def test_strong_orders_of_convergence():
+    """Against the exact geometric Brownian motion: 1/2 for Euler-Maruyama, 1 for Milstein."""
+    mu, sigma, finest = 0.1, 0.8, 1024
+    noise = np.random.default_rng(2).normal(size=(finest, 500)) / finest**0.5
+    exact = np.exp(mu - sigma**2 / 2 + sigma * noise.sum(axis=0))
+    orders = {}
+    for solver in (brownian.euler_maruyama, brownian.milstein):
+        errors = []
+        for steps in (16, 64, 256):
+            coarse = noise.reshape(steps, -1, 500).sum(axis=1)
+            path = solver(
+                lambda t, x: mu * x, lambda t, x: sigma * x, jnp.ones(500), coarse, dt=1 / steps
+            )
+            errors.append(np.mean(np.abs(np.asarray(path)[-1] - exact)))
+        orders[solver.__name__] = np.log(errors[0] / errors[-1]) / np.log(16)
+    assert 0.4 < orders["euler_maruyama"] < 0.65
+    assert 0.9 < orders["milstein"] < 1.15
+
+
+def test_shared_motions_and_time():
+    mixing = jnp.array([[1.0, 0.0], [1.0, 2.0]])
+    steps = brownian.brownian_increments(
+        jax.random.key(3), 8, dt=0.5, shape=(2,), dtype=jnp.float64
+    )
+    path = brownian.euler_maruyama(
+        lambda t, x: t * jnp.ones(2), lambda t, x: mixing, jnp.zeros(2), steps, dt=0.5
+    )
+    drift = 0.5 * 0.5 * jnp.arange(8).sum()
+    assert_close(path[-1], mixing @ steps.sum(axis=0) + drift)
+    with pytest.raises(ValueError, match="euler_maruyama"):
+        brownian.milstein(lambda t, x: x, lambda t, x: mixing, jnp.zeros(2), steps, dt=0.5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: brownian.brownian_increments(jax.random.key(0), 0, dt=1.0),
+        lambda: brownian.brownian_increments(jax.random.key(0), 2, dt=0.0),
+        lambda: brownian.brownian_bridge(jnp.zeros(1)),
+        lambda: brownian.brownian_path(jnp.zeros(())),
+        lambda: brownian.milstein(None, None, jnp.zeros(1), jnp.zeros((1, 1)), dt=-1.0),
+    ],
+)
+def test_bad_input(call):
+    with pytest.raises(ValueError, match="needs"):
+        call()
+
+
+def heat_error(size, rate):
+    """Largest error at time 0.02 on the unit ring, diffusivity 0.7, against the Fourier solution."""
+    dx, diffusivity, time = 1 / size, 0.7, 0.02
+    places = np.arange(size) * dx
+    waves = {1: 0.5, 3: 0.2}
+    steps = round(diffusivity * time / (rate * dx**2))
+    start = 1 + sum(a * np.cos(2 * np.pi * k * places) for k, a in waves.items())
+    end = 1 + sum(
+        a * np.exp(-diffusivity * (2 * np.pi * k) ** 2 * time) * np.cos(2 * np.pi * k * places)
+        for k, a in waves.items()
+    )
+    found = jax.lax.fori_loop(
+        0,
+        steps,
+        lambda _, p: brownian.heat_step(p, diffusivity=diffusivity, dx=dx, dt=time / steps),
+        start,
+    )
+    found, start = np.asarray(found), np.asarray(start)
+    assert_close(found.sum(), start.sum())
+    return np.max(np.abs(found - np.asarray(end)))
+
+
+def test_heat_equation_converges_at_second_order_in_the_grid():
+    errors = [heat_error(size, 0.35) for size in (25, 50, 100)]
+    orders = np.log2(np.array(errors[:-1]) / errors[1:])
+    np.testing.assert_allclose(orders, 2, atol=0.1)
+    assert np.log2(heat_error(25, 1 / 6) / heat_error(50, 1 / 6)) > 3.5
+
+
+def test_heat_step_is_a_walk_on_the_grid():
+    density = np.random.default_rng(0).dirichlet(np.ones(9))
+    rate = 0.3
+    aside = np.roll(np.eye(9), 1, axis=0) + np.roll(np.eye(9), -1, axis=0)
+    walk = (1 - 2 * rate) * np.eye(9) + rate * aside
+    stepped = brownian.heat_step(density, diffusivity=rate, dx=1.0, dt=1.0)
+    assert_close(stepped, walk.T @ density)
+    assert stepped.min() >= 0
+
+
+@pytest.mark.parametrize(
+    ("dx", "dt", "words"), [(1.0, 0.6, "1/2.*as many steps"), (0.0, 0.6, "dx > 0")]
+)
+def test_bad_input_of_heat_step(dx, dt, words):
+    with pytest.raises(ValueError, match=words):
+        brownian.heat_step(jnp.ones(4), diffusivity=1.0, dx=dx, dt=dt)
