@@ -20,20 +20,21 @@ from moment_jax.optim.damping import (
 )
 from moment_jax.optim.factors import (
     DiagonalFactor,
+    EmbeddingFactor,
     Factor,
     Factors,
     RowFactor,
     apply_curvature,
-    curvature_diagonal,
 )
-from moment_jax.optim.groups import Groups, Matrices
+from moment_jax.optim.groups import Groups, Matrices, count_layers
 from moment_jax.optim.inverses import divided
-from moment_jax.optim.last_step import Directions, sum_of
+from moment_jax.optim.last_step import Directions, inner
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.refresh import StaleInverse
 from moment_jax.optim.row_systems import cheapest_form
-from moment_jax.optim.safeguard import per_rate, safeguarded
+from moment_jax.optim.safeguard import safeguarded, with_settings_of
 from moment_jax.optim.second_order import ScaleBySecondOrder
+from moment_jax.xla import diagonal_of
 
 
 class ConjugateGradientState(NamedTuple):
@@ -65,13 +66,11 @@ class ConjugateGradientSolver:
 
     def init(self, groups: Groups, dtype: jnp.dtype) -> ConjugateGradientState:
         """The state before the first step."""
-        counts = {key: sum(b.count for b in blocks) for key, blocks in groups.items()}
+        stale, counts = self.precondition, count_layers(groups)
         shapes = {key: (counts[key], b[0].rows, b[0].columns) for key, b in groups.items()}
-        stale = self.precondition if isinstance(self.precondition, StaleInverse) else None
-        start = {key: jnp.zeros(shape, dtype) for key, shape in shapes.items()}
         return ConjugateGradientState(
-            None if stale is None else stale.init(groups, dtype),
-            start if self.warm_start else {},
+            stale.init(groups, dtype) if isinstance(stale, StaleInverse) else None,
+            {key: jnp.zeros(s, dtype) for key, s in shapes.items()} if self.warm_start else {},
             {key: jnp.zeros(count, jnp.int32) for key, count in counts.items()},
             {key: jnp.zeros(count, dtype) for key, count in counts.items()},
         )
@@ -96,11 +95,9 @@ class ConjugateGradientSolver:
             )
             for key, grad in grads.items()
         }
-        # x^T (F + damping) x; the damping bounds directions in which F is zero.
-        quadratic = sum_of(
-            jnp.sum(solved[key].x * (grad - solved[key].residual)) for key, grad in grads.items()
-        )
         x = {key: one.x for key, one in solved.items()}
+        # x^T (F + damping) x; the damping bounds directions in which F is zero.
+        quadratic = inner(x, {key: grads[key] - one.residual for key, one in solved.items()})
         iterations = {key: one.iterations for key, one in solved.items()}
         residual = {key: one.relative_residual for key, one in solved.items()}
         # A skipped step is no start for the next.
@@ -120,23 +117,23 @@ class ConjugateGradientSolver:
             expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
             start = jnp.zeros_like(grad) if guess is None else guess
             return cheapest_form(factor, expected)(factor, grad, start, damping, **limits)
+        precondition: Linear | None = None
+        stale = self.precondition
+        if isinstance(stale, StaleInverse):
+            precondition = lambda r: stale.apply(inverse, factor, r, damping)  # noqa: E731
+        elif stale is not None:
+            embeds = isinstance(factor, EmbeddingFactor)
+            inputs = factor.frequencies if embeds else diagonal_of(factor.inputs)
+            diagonal = inputs[:, :, None] * diagonal_of(factor.outputs)[:, None, :] + damping
+            scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
+            precondition = lambda r: scale * r  # noqa: E731
         return conjugate_gradient(
             lambda v: apply_curvature(factor, v) + damping * v,
             grad,
             guess,
-            precondition=self._preconditioner(factor, damping, inverse),
+            precondition=precondition,
             **limits,
         )
-
-    def _preconditioner(self, factor: Factor, damping: Array, inverse: Any) -> Linear | None:
-        if self.precondition is None:
-            return None
-        stale = self.precondition
-        if isinstance(stale, StaleInverse) and inverse is not None:
-            return lambda r: stale.apply(inverse, factor, r, damping)
-        diagonal = curvature_diagonal(factor) + damping
-        scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
-        return lambda r: scale * r
 
 
 def scale_by_cg_fac(
@@ -163,20 +160,14 @@ def scale_by_cg_fac(
     ).transformation()
 
 
+@with_settings_of(scale_by_cg_fac)
 def cg_fac(
     learning_rate: Number | Schedule = 1.0,
     *,
-    damping: Damping = DEFAULT_DAMPING,
-    max_iterations: int | Array = 5,
-    tolerance: Number = 0.1,
-    warm_start: bool = False,
-    precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
-    decay: float | Array | None = 0.95,
-    curvature_every: int | Array = 5,
     kl_bound: Bound = DEFAULT_BOUND,
     momentum: Number = 0.8,
     weight_decay: Number = 0.0,
-    blocks: Blocks | None = None,
+    **settings: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The natural gradient by conjugate gradients: no Fisher matrix is formed or inverted.
 
@@ -224,6 +215,7 @@ def cg_fac(
       momentum: of the running average of the directions; 0 for none.
       weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
       blocks: `find_blocks(model)`; None to infer the layers from Flax's parameter names.
+      **settings: all that are not in the signature; `scale_by_cg_fac` has their defaults.
 
     Raises:
       ValueError: if a number is out of range, or (from init and update) parameters or factors do not
@@ -248,15 +240,6 @@ def cg_fac(
     >>> bool(second < first)
     True
     """
-    direction = scale_by_cg_fac(
-        damping=damping,
-        max_iterations=max_iterations,
-        tolerance=tolerance,
-        warm_start=warm_start,
-        precondition=precondition,
-        decay=decay,
-        curvature_every=curvature_every,
-        kl_bound=per_rate("cg_fac", kl_bound, learning_rate),
-        blocks=blocks,
+    return safeguarded(
+        "cg_fac", scale_by_cg_fac, learning_rate, kl_bound, momentum, weight_decay, settings
     )
-    return safeguarded("cg_fac", direction, learning_rate, momentum, weight_decay)

@@ -1,6 +1,7 @@
 """K-FAC: the natural gradient by inverses of both Kronecker factors of each layer."""
 
-import jax.numpy as jnp
+from typing import Any
+
 import optax
 from jax import Array
 
@@ -13,43 +14,11 @@ from moment_jax.optim.damping import (
     Schedule,
     check_range,
 )
-from moment_jax.optim.factors import Factors, RowFactor
-from moment_jax.optim.groups import Matrices
 from moment_jax.optim.inverses import Cholesky, Inversion
-from moment_jax.optim.last_step import Directions, sum_of
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.refresh import KFACState, StaleInverse
-from moment_jax.optim.safeguard import per_rate, safeguarded
+from moment_jax.optim.refresh import StaleInverse
+from moment_jax.optim.safeguard import safeguarded, with_settings_of
 from moment_jax.optim.second_order import ScaleBySecondOrder
-
-
-class KroneckerSolver(StaleInverse):
-    """(F + damping I)^-1 by inverses that are refreshed every few steps."""
-
-    def solve(
-        self,
-        curvature: Factors,
-        grads: Matrices,
-        damping: Array,
-        state: KFACState,
-        fresh: Array,
-        ready: Array,
-    ) -> Directions:
-        """Refresh the inverses where due, then apply them."""
-        for key, factor in curvature.items():
-            if isinstance(factor, RowFactor):
-                raise TypeError(
-                    f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
-                    "KroneckerExpand() or KroneckerReduce(), or cg_fac."
-                )
-        state = self.refreshed(curvature, damping, state, fresh, ready)
-        x = {
-            key: self.apply(state.inverses.get(key), curvature[key], grad, damping)
-            for key, grad in grads.items()
-        }
-        # x^T (F + damping) x = x . grad, exactly if the inverses are of the current curvature.
-        quadratic = sum_of(jnp.sum(x[key] * grad) for key, grad in grads.items())
-        return Directions(x, jnp.maximum(quadratic, 0), state)
 
 
 def scale_by_kfac(
@@ -72,24 +41,20 @@ def scale_by_kfac(
             f"`kfac` needs an inversion such as mj.optim.Cholesky(). Got {inversion!r}."
         )
     check_range("kfac", "refresh_every", refresh_every, least=1)
-    solver = KroneckerSolver(inversion, refresh_every)
+    solver = StaleInverse(inversion, refresh_every)
     return ScaleBySecondOrder(
         "kfac", solver, damping, decay, kl_bound, curvature_every, blocks
     ).transformation()
 
 
+@with_settings_of(scale_by_kfac)
 def kfac(
     learning_rate: Number | Schedule = 1.0,
     *,
-    damping: Damping = DEFAULT_DAMPING,
-    decay: float | Array = 0.95,
-    curvature_every: int | Array = 5,
-    refresh_every: int | Array = 10,
-    inversion: Inversion | None = None,
     kl_bound: Bound = DEFAULT_BOUND,
     momentum: Number = 0.8,
     weight_decay: Number = 0.0,
-    blocks: Blocks | None = None,
+    **settings: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
 
@@ -112,6 +77,7 @@ def kfac(
       momentum: as for `cg_fac`.
       weight_decay: as for `cg_fac`.
       blocks: as for `cg_fac`.
+      **settings: all that are not in the signature; `scale_by_kfac` has their defaults.
 
     Raises:
       ValueError: as `cg_fac`. TypeError: if `inversion` or the factors are of another type.
@@ -119,13 +85,6 @@ def kfac(
     Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
     Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
     """
-    direction = scale_by_kfac(
-        damping=damping,
-        decay=decay,
-        curvature_every=curvature_every,
-        refresh_every=refresh_every,
-        inversion=inversion,
-        kl_bound=per_rate("kfac", kl_bound, learning_rate),
-        blocks=blocks,
+    return safeguarded(
+        "kfac", scale_by_kfac, learning_rate, kl_bound, momentum, weight_decay, settings
     )
-    return safeguarded("kfac", direction, learning_rate, momentum, weight_decay)

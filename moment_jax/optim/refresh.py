@@ -18,10 +18,19 @@ from moment_jax.optim.factors import (
     Factor,
     Factors,
     KroneckerFactor,
+    RowFactor,
 )
-from moment_jax.optim.groups import Groups
-from moment_jax.optim.inverses import Cholesky, EigenPair, Eigh, Inversion, divided, eigenbases
-from moment_jax.optim.layer_blocks import Blocks, DenseBlock, EmbeddingBlock
+from moment_jax.optim.groups import Groups, Matrices, empty_averages
+from moment_jax.optim.inverses import (
+    Cholesky,
+    EigenPair,
+    Eigh,
+    Inversion,
+    divided,
+    eigenbases,
+    no_eigenbases,
+)
+from moment_jax.optim.last_step import Directions, inner
 
 NARROW = 512  # rows up to which old and new inverses of all layers may be in memory together
 
@@ -53,16 +62,37 @@ class StaleInverse:
 
     def init(self, groups: Groups, dtype: jnp.dtype) -> KFACState:
         """No inverses yet."""
-
-        def of(blocks: Blocks) -> Any:
-            count, rows, columns = sum(b.count for b in blocks), blocks[0].rows, blocks[0].columns
-            if isinstance(blocks[0], DenseBlock):
-                return self.inversion.empty(count, rows, columns, dtype)
-            return jnp.zeros((count, columns), dtype), jnp.zeros((count, columns, columns), dtype)
-
-        kinds = DenseBlock | EmbeddingBlock
-        inverses = {key: of(b) for key, b in groups.items() if isinstance(b[0], kinds)}
+        inverses: dict[str, Any] = {}
+        for key, factor in empty_averages(groups, dtype).items():
+            if isinstance(factor, KroneckerFactor):
+                inverses[key] = self.inversion.empty(factor.inputs, factor.outputs)
+            elif isinstance(factor, EmbeddingFactor):
+                inverses[key] = no_eigenbases(factor.outputs)
         return KFACState(inverses, jnp.int32(-1), jnp.int32(0))
+
+    def solve(
+        self,
+        curvature: Factors,
+        grads: Matrices,
+        damping: Array,
+        state: KFACState,
+        fresh: Array,
+        ready: Array,
+    ) -> Directions:
+        """K-FAC: refresh the inverses where due, then apply them."""
+        for key, factor in curvature.items():
+            if isinstance(factor, RowFactor):
+                raise TypeError(
+                    f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
+                    "KroneckerExpand() or KroneckerReduce(), or cg_fac."
+                )
+        state = self.refreshed(curvature, damping, state, fresh, ready)
+        x = {
+            key: self.apply(state.inverses.get(key), curvature[key], grad, damping)
+            for key, grad in grads.items()
+        }
+        # x^T (F + damping) x = x . grad, exactly if the inverses are of the current curvature.
+        return Directions(x, jnp.maximum(inner(x, grads), 0), state)
 
     def apply(self, inverse: Any, factor: Factor, grad: Array, damping: Array) -> Array:
         """(F + damping I)^-1 applied to a gradient (L, rows, columns), with a group's stored inverse.
@@ -89,15 +119,13 @@ class StaleInverse:
         due = due & ready
 
         def invert() -> dict[str, Any]:
-            inverses = {}
-            for key, old in state.inverses.items():
+            inverses = dict(state.inverses)  # rows have none, and keep what there is
+            for key, old in inverses.items():
                 factor = curvature[key]
                 if isinstance(factor, KroneckerFactor):
                     inverses[key] = _inverted(self.inversion, factor, damping, old)
                 elif isinstance(factor, EmbeddingFactor):
                     inverses[key] = _where_finite(eigenbases(factor.outputs), old)
-                else:  # rows have no inverse
-                    inverses[key] = old
             return inverses
 
         inverses = jax.lax.cond(due, invert, lambda: state.inverses)
@@ -140,7 +168,8 @@ def _where_finite(new: Any, old: Any) -> Any:
     good = jnp.all(jnp.stack(finite), axis=0)
 
     def choose(fresh: Array, stale: Array) -> Array:
-        wide = good.reshape(-1, *(1,) * (fresh.ndim - 1))
-        return jnp.where(wide, fresh, stale).astype(stale.dtype)
+        return jnp.where(jnp.expand_dims(good, range(1, fresh.ndim)), fresh, stale).astype(
+            stale.dtype
+        )
 
     return jax.tree.map(choose, new, old)

@@ -47,18 +47,19 @@ def solve_by_rows(
 
 
 def solve_by_gradients(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
+    factor: RowFactor,
+    target: Array,
+    start: Array,
+    damping: Array,
+    solve: Solver = solve_by_rows,
+    **options: Any,
 ) -> Solution:
-    """The same with every example's gradient formed."""
-    num_layers, n = factor.inputs.shape[:2]
-    jacobian = _gradients(factor)
-
-    def apply(vector: Array) -> Array:
-        inner = jnp.einsum("lnp,lp->ln", jacobian, vector) / n
-        return jnp.einsum("lnp,ln->lp", jacobian, inner) + damping * vector
-
-    flat = target.reshape(num_layers, -1)
-    solved = conjugate_gradient(apply, flat, start.reshape(flat.shape), **options)
+    """The same with every example's gradient formed: as rows of one token, and of one column."""
+    gradients = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
+    gradients = gradients.reshape(*gradients.shape[:2], 1, -1)
+    formed = RowFactor(gradients, jnp.ones_like(gradients[..., :1]), factor.weight)
+    columns = (x.reshape(len(x), -1, 1) for x in (target, start))
+    solved = solve(formed, *columns, damping, **options)
     return solved._replace(
         x=solved.x.reshape(target.shape), residual=solved.residual.reshape(target.shape)
     )
@@ -68,17 +69,19 @@ def solve_in_row_space(
     factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
 ) -> Solution:
     """The same in the coefficients of the target, the start and the examples' gradients."""
-    n = factor.inputs.shape[1]
+    n, tokens = factor.inputs.shape[1:3]
+    if tokens > 1:
+        return solve_by_gradients(
+            factor, target, start, damping, solve=solve_in_row_space, **options
+        )
+    a, g = factor.inputs[:, :, 0], factor.outputs[:, :, 0]
     frame = jnp.stack([target, start], axis=1)  # (L, 2, rows, columns)
-    across = jnp.einsum("lnta,lkao,lnto->lkn", factor.inputs, frame, factor.outputs)
+    across = jnp.einsum("lna,lkao,lno->lkn", a, frame, g)
     among = jnp.einsum("lkao,ljao->lkj", frame, frame)
-    gram = jnp.concatenate(
-        [
-            jnp.concatenate([among, across], axis=2),
-            jnp.concatenate([jnp.swapaxes(across, 1, 2), _gram(factor)], axis=2),
-        ],
-        axis=1,
-    )
+    rows = jnp.einsum("lna,lma->lnm", a, a) * jnp.einsum("lno,lmo->lnm", g, g)
+    first = jnp.concatenate([among, across], axis=2)
+    others = jnp.concatenate([jnp.swapaxes(across, 1, 2), rows], axis=2)
+    gram = jnp.concatenate([first, others], axis=1)
 
     def apply(coefficients: Array) -> Array:
         inner = jnp.einsum("lij,lj->li", gram[:, 2:], coefficients) / n
@@ -87,31 +90,11 @@ def solve_in_row_space(
     def inner(left: Array, right: Array) -> Array:
         return jnp.einsum("li,lij,lj->l", left, gram, right)
 
-    unit = jnp.eye(n + 2, dtype=gram.dtype)
-    first, second = (
-        jnp.broadcast_to(row[None, :], (gram.shape[0], n + 2)) for row in (unit[0], unit[1])
-    )
-    solved = conjugate_gradient(apply, first, second, inner=inner, **options)
+    units = jnp.broadcast_to(jnp.eye(2, n + 2, dtype=gram.dtype)[:, None], (2, *gram.shape[:2]))
+    solved = conjugate_gradient(apply, *units, inner=inner, **options)
 
     def spread(coefficients: Array) -> Array:
-        weighted = factor.inputs * coefficients[:, 2:, None, None]
-        return jnp.einsum("lk,lkao->lao", coefficients[:, :2], frame) + jnp.einsum(
-            "lnta,lnto->lao", weighted, factor.outputs
-        )
+        framed = jnp.einsum("lk,lkao->lao", coefficients[:, :2], frame)
+        return framed + jnp.einsum("lna,lno->lao", a * coefficients[:, 2:, None], g)
 
     return solved._replace(x=spread(solved.x), residual=spread(solved.residual))
-
-
-def _gradients(factor: RowFactor) -> Array:
-    """J, (L, N, rows * columns)."""
-    gradients = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
-    return gradients.reshape(*gradients.shape[:2], -1)
-
-
-def _gram(factor: RowFactor) -> Array:
-    """<J_n, J_m>, (L, N, N)."""
-    if factor.inputs.shape[2] == 1:
-        a, g = factor.inputs[:, :, 0], factor.outputs[:, :, 0]
-        return jnp.einsum("lna,lma->lnm", a, a) * jnp.einsum("lno,lmo->lnm", g, g)
-    jacobian = _gradients(factor)
-    return jnp.einsum("lnp,lmp->lnm", jacobian, jacobian)

@@ -1,6 +1,8 @@
 """The chain of a whole optimiser, which skips or takes back bad steps and counts them."""
 
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from moment_jax.optim.damping import Bound, Number, Schedule, TrustRegion, check
 
 DEVIATIONS = 6.0  # a step is taken back if the loss is this many deviations above its average
 SHARE = 0.1  # of the newest loss in that average
+Make = TypeVar("Make", bound=Callable[..., optax.GradientTransformationExtraArgs])
 
 
 class SafeguardedState(NamedTuple):
@@ -25,38 +28,52 @@ class SafeguardedState(NamedTuple):
     deviation: Array  # average distance of the losses from `average`
 
 
+def with_settings_of(direction: Callable[..., Any]) -> Callable[[Make], Make]:
+    """Show the settings of `direction` in place of **settings, as `optax.inject_hyperparams` needs."""
+
+    def show(make: Make) -> Make:
+        own, more = (inspect.signature(fn).parameters for fn in (make, direction))
+        named = [p for p in {**more, **own}.values() if p.kind is not p.VAR_KEYWORD]
+        named.sort(key=lambda p: p.kind)
+        make.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        return make
+
+    return show
+
+
 def safeguarded(
     name: str,
-    direction: optax.GradientTransformationExtraArgs,
+    scale_by: Callable[..., optax.GradientTransformationExtraArgs],
     learning_rate: Number | Schedule,
+    kl_bound: Bound,
     momentum: Number,
     weight_decay: Number,
+    settings: dict[str, Any],
 ) -> optax.GradientTransformationExtraArgs:
     """A direction, then Optax's momentum, weight decay and learning rate; undoes bad steps.
 
-    `name` is for errors, `direction` is `scale_by_kfac` or `scale_by_cg_fac`; the rest is as for these.
+    `name` is for errors, `scale_by` is `scale_by_kfac` or `scale_by_cg_fac`; the rest is as for these.
     """
+    check_range(name, "a learning rate", learning_rate, least=0)
     check_range(name, "momentum", momentum, least=0, below=1)
     check_range(name, "weight_decay", weight_decay, least=0)
+    check_range(name, "kl_bound", kl_bound, least=0)
     chain = optax.chain(
-        direction,
+        scale_by(kl_bound=_per_rate(kl_bound, learning_rate), **settings),
         optax.ema(momentum),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
 
     def init(params: optax.Params) -> SafeguardedState:
-        def zero(dtype: Any) -> Array:  # a new array each time: it can be donated only once
-            return jnp.zeros((), dtype)
-
         return SafeguardedState(
             chain.init(params),
-            skipped=zero(jnp.int32),
-            taken_back=zero(jnp.int32),
-            last_taken_back=zero(bool),
-            losses=zero(jnp.int32),
-            average=zero(jnp.float32),
-            deviation=zero(jnp.float32),
+            skipped=jnp.int32(0),
+            taken_back=jnp.int32(0),
+            last_taken_back=jnp.zeros((), bool),
+            losses=jnp.int32(0),
+            average=jnp.zeros((), jnp.float32),
+            deviation=jnp.zeros((), jnp.float32),
         )
 
     def update(
@@ -91,22 +108,19 @@ def safeguarded(
                 previous,
                 params,
             )
-        new = SafeguardedState(
+        return steps, SafeguardedState(
             (inner[0], average, *inner[2:]),
             inner[0].skipped,
             state.taken_back + back,
             back,
             *_followed(state, loss, ~back & jnp.isfinite(loss)),
         )
-        return steps, new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def per_rate(name: str, kl_bound: Bound, learning_rate: Number | Schedule) -> Bound:
+def _per_rate(kl_bound: Bound, learning_rate: Number | Schedule) -> Bound:
     """The bound of a direction that is within `kl_bound` after scaling by the learning rate."""
-    check_range(name, "a learning rate", learning_rate, least=0)
-    check_range(name, "kl_bound", kl_bound, least=0)
     if kl_bound is None or isinstance(kl_bound, TrustRegion):
         return kl_bound
 
