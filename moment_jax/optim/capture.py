@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.optim.factors import Factors, RowFactor
+from moment_jax.optim.factors import Factors
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.predictions import EmpiricalFisher, Fisher, Prediction, SampledFisher
 from moment_jax.optim.statistics import (
@@ -19,8 +19,8 @@ from moment_jax.optim.statistics import (
     PerToken,
     Reading,
     Statistic,
-    factor_of_rows,
-    factor_of_sums,
+    factors_of,
+    row_factors_of,
 )
 from moment_jax.optim.taps import CurvatureTap, count_rows, find_blocks, tap, tapped_statistics
 
@@ -187,9 +187,7 @@ class _Passes:
         if isinstance(self.fisher, SampledFisher):
             sums, _ = pull((jnp.zeros_like(value), jnp.ones_like(target)))
             correction = 1 / count
-        statistics = tapped_statistics(sums)
-        factors = {b.name: factor_of_sums(b, statistics[b.name], correction) for b in blocks}
-        return value, grads, rest, factors
+        return value, grads, rest, factors_of(blocks, tapped_statistics(sums), correction)
 
     def alone(self, parts: Any, blocks: Blocks, batch: Batch, key: Array) -> Factors:
         """Factors from passes of their own: of the batch, or by vmap over batches of one for rows."""
@@ -201,23 +199,12 @@ class _Passes:
 
             return jax.grad(target, has_aux=True)(parts[1])
 
-        size = batch_size(batch)
         if not self.by_rows:
             taps, size = sums(key, batch)
-            statistics = tapped_statistics(taps)
-            return {b.name: factor_of_sums(b, statistics[b.name], 1 / size) for b in blocks}
-        each = jax.tree.map(lambda x: x[:, None], batch)
-        statistics = tapped_statistics(jax.vmap(sums)(jax.random.split(key, size), each)[0])
-        factors: Factors = {}
-        for block in blocks:
-            found = statistics[block.name]
-            if isinstance(found, RowFactor):
-                every_token = isinstance(self.reading, PerToken)
-                factors[block.name] = factor_of_rows(block, found, every_token)
-            else:
-                summed = jax.tree.map(partial(jnp.sum, axis=0), found)
-                factors[block.name] = factor_of_sums(block, summed, 1 / size)
-        return factors
+            return factors_of(blocks, tapped_statistics(taps), 1 / size)
+        keys = jax.random.split(key, batch_size(batch))
+        taps, _ = jax.vmap(sums)(keys, jax.tree.map(lambda x: x[:, None], batch))
+        return row_factors_of(blocks, tapped_statistics(taps), isinstance(self.reading, PerToken))
 
     def _run(self, parts: Any, taps: Any, params: Any, batch: Batch) -> tuple[Array, Any, Any]:
         """Value, prediction and the rest of the model after a forward pass."""

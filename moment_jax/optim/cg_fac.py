@@ -3,21 +3,12 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
 from moment_jax.optim.conjugate_gradient import Linear, Solution, conjugate_gradient
-from moment_jax.optim.damping import (
-    DEFAULT_BOUND,
-    DEFAULT_DAMPING,
-    Bound,
-    Damping,
-    Number,
-    Schedule,
-    check_range,
-)
+from moment_jax.optim.damping import DEFAULT_BOUND, Bound, Number, Schedule, check_range
 from moment_jax.optim.factors import (
     DiagonalFactor,
     EmbeddingFactor,
@@ -28,12 +19,11 @@ from moment_jax.optim.factors import (
 )
 from moment_jax.optim.groups import Groups, Matrices, count_layers
 from moment_jax.optim.inverses import divided
-from moment_jax.optim.last_step import Directions, inner
-from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.refresh import StaleInverse
+from moment_jax.optim.kfac import StaleInverse
+from moment_jax.optim.last_step import inner
 from moment_jax.optim.row_systems import cheapest_form
-from moment_jax.optim.safeguard import safeguarded, with_settings_of
-from moment_jax.optim.second_order import ScaleBySecondOrder
+from moment_jax.optim.safeguard import safeguarded
+from moment_jax.optim.second_order import ScaleBySecondOrder, with_settings_of
 from moment_jax.xla import diagonal_of
 
 
@@ -41,7 +31,6 @@ class ConjugateGradientState(NamedTuple):
     """State of the solver by group of layers; `iterations` and `residual` are for logs."""
 
     preconditioner: Any  # inverses of `StaleInverse`; else None
-    solution: Matrices  # the next start, (L, rows, columns); empty without warm start
     iterations: Matrices  # (L,), of the last step
     residual: Matrices  # (L,), relative, of the last step
 
@@ -61,16 +50,13 @@ class ConjugateGradientSolver:
 
     max_iterations: int | Array
     tolerance: Number
-    warm_start: bool
     precondition: Preconditioner | None
 
     def init(self, groups: Groups, dtype: jnp.dtype) -> ConjugateGradientState:
         """The state before the first step."""
         stale, counts = self.precondition, count_layers(groups)
-        shapes = {key: (counts[key], b[0].rows, b[0].columns) for key, b in groups.items()}
         return ConjugateGradientState(
             stale.init(groups, dtype) if isinstance(stale, StaleInverse) else None,
-            {key: jnp.zeros(s, dtype) for key, s in shapes.items()} if self.warm_start else {},
             {key: jnp.zeros(count, jnp.int32) for key, count in counts.items()},
             {key: jnp.zeros(count, dtype) for key, count in counts.items()},
         )
@@ -83,70 +69,59 @@ class ConjugateGradientSolver:
         state: ConjugateGradientState,
         fresh: Array,
         ready: Array,
-    ) -> Directions:
+    ) -> tuple[Matrices, Array, ConjugateGradientState]:
         """Solve one group after another."""
         stale, inverses = self.precondition, state.preconditioner
         if isinstance(stale, StaleInverse):
             inverses = stale.refreshed(curvature, damping, inverses, fresh, ready)
         by_key = {} if inverses is None else inverses.inverses
         solved = {
-            key: self._solve(
-                curvature[key], grad, damping, state.solution.get(key), by_key.get(key)
-            )
+            key: self._solve(curvature[key], grad, damping, by_key.get(key))
             for key, grad in grads.items()
         }
-        x = {key: one.x for key, one in solved.items()}
+        x, iterations, residual = (
+            {key: getattr(one, name) for key, one in solved.items()}
+            for name in ("x", "iterations", "relative_residual")
+        )
         # x^T (F + damping) x; the damping bounds directions in which F is zero.
         quadratic = inner(x, {key: grads[key] - one.residual for key, one in solved.items()})
-        iterations = {key: one.iterations for key, one in solved.items()}
-        residual = {key: one.relative_residual for key, one in solved.items()}
-        # A skipped step is no start for the next.
-        parts = (x if self.warm_start else {}, iterations, residual)
-        kept = jax.tree.map(lambda new, old: jnp.where(ready, new, old), parts, tuple(state[1:]))
-        return Directions(x, jnp.maximum(quadratic, 0), ConjugateGradientState(inverses, *kept))
+        return x, quadratic, ConjugateGradientState(inverses, iterations, residual)
 
-    def _solve(
-        self, factor: Factor, grad: Array, damping: Array, guess: Array | None, inverse: Any
-    ) -> Solution:
+    def _solve(self, factor: Factor, grad: Array, damping: Array, inverse: Any) -> Solution:
         if isinstance(factor, DiagonalFactor):
             diagonal, count = factor.squares + damping, grad.shape[:1]
             x = divided(grad, diagonal)  # exact; 0 where F and damping are both 0
-            return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), jnp.zeros(count))
+            none = jnp.zeros(count, grad.dtype)
+            return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), none)
         limits: Any = {"max_iterations": self.max_iterations, "tolerance": self.tolerance}
         if isinstance(factor, RowFactor):
             expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
-            start = jnp.zeros_like(grad) if guess is None else guess
-            return cheapest_form(factor, expected)(factor, grad, start, damping, **limits)
+            return cheapest_form(factor, expected)(factor, grad, damping, **limits)
         precondition: Linear | None = None
         stale = self.precondition
         if isinstance(stale, StaleInverse):
             precondition = lambda r: stale.apply(inverse, factor, r, damping)  # noqa: E731
         elif stale is not None:
-            embeds = isinstance(factor, EmbeddingFactor)
-            inputs = factor.frequencies if embeds else diagonal_of(factor.inputs)
+            inputs = factor[0] if isinstance(factor, EmbeddingFactor) else diagonal_of(factor[0])
             diagonal = inputs[:, :, None] * diagonal_of(factor.outputs)[:, None, :] + damping
             scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
             precondition = lambda r: scale * r  # noqa: E731
         return conjugate_gradient(
             lambda v: apply_curvature(factor, v) + damping * v,
             grad,
-            guess,
+            None,
             precondition=precondition,
             **limits,
         )
 
 
+@with_settings_of(ScaleBySecondOrder)
 def scale_by_cg_fac(
     *,
-    damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
     tolerance: Number = 0.1,
-    warm_start: bool = False,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
-    decay: float | Array | None = 0.95,
-    curvature_every: int | Array = 5,
-    kl_bound: Bound = DEFAULT_BOUND,
-    blocks: Blocks | None = None,
+    **settings: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of `cg_fac`, x of (F + damping I) x = grad within a bound; arguments as there.
 
@@ -154,10 +129,8 @@ def scale_by_cg_fac(
     """
     check_range("cg_fac", "max_iterations", max_iterations, least=1)
     check_range("cg_fac", "tolerance", tolerance, least=0)
-    solver = ConjugateGradientSolver(max_iterations, tolerance, warm_start, precondition)
-    return ScaleBySecondOrder(
-        "cg_fac", solver, damping, decay, kl_bound, curvature_every, blocks
-    ).transformation()
+    solver = ConjugateGradientSolver(max_iterations, tolerance, precondition)
+    return ScaleBySecondOrder("cg_fac", solver, **settings).transformation()
 
 
 @with_settings_of(scale_by_cg_fac)
@@ -201,8 +174,6 @@ def cg_fac(
         eigenvalues of F, the step is that of gradient descent.
       max_iterations: m, the most iterations.
       tolerance: iterations stop when |residual| <= tolerance |grad|.
-      warm_start: start at the best multiple of the previous x, which is then stored. It saves iterations
-        if gradients change slowly, and hardly any if each is of one small batch.
       precondition: `StaleInverse()` (default), K-FAC's inverses, a few steps old, with which one to
         three iterations do instead of dozens; `Jacobi()`, the diagonal; or None, Algorithm 1 as printed.
       decay: of the running averages of the factors; None to use each batch on its own.
@@ -215,7 +186,7 @@ def cg_fac(
       momentum: of the running average of the directions; 0 for none.
       weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
       blocks: `find_blocks(model)`; None to infer the layers from Flax's parameter names.
-      **settings: all that are not in the signature; `scale_by_cg_fac` has their defaults.
+      **settings: all of these that are not in the signature; `scale_by_cg_fac` takes them too.
 
     Raises:
       ValueError: if a number is out of range, or (from init and update) parameters or factors do not

@@ -1,5 +1,6 @@
 """Groups of layers of one kind and shape, stacked so that each operation runs once for all."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,10 +66,9 @@ def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:
     """The inverse of `stack`, by path."""
     leaves: dict[str, Array] = {}
     for key, blocks in groups.items():
-        start = 0
-        for block in blocks:
-            leaves |= block.split(matrices[key][start : start + block.count])
-            start += block.count
+        ends = itertools.accumulate(block.count for block in blocks[:-1])
+        for block, part in zip(blocks, jnp.split(matrices[key], list(ends)), strict=True):
+            leaves |= block.split(part)
     return leaves
 
 

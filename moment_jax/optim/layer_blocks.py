@@ -1,6 +1,7 @@
 """The parameters of a layer's curvature block, and how they form one matrix."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class LayerBlock:
 
     def split(self, matrix: Array) -> dict[str, Array]:
         """The inverse of `matrix`."""
-        parts = jnp.split(matrix, [sum(self.heights[:i]) for i in range(1, len(self.leaves))], 1)
+        parts = jnp.split(matrix, list(itertools.accumulate(self.heights[:-1])), axis=1)
         each = zip(self.leaves, self.shapes, parts, strict=True)
         return {leaf: part.reshape(shape) for leaf, shape, part in each}
 

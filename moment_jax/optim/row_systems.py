@@ -5,7 +5,7 @@ conjugate gradients:
 
 - rows: a and g as they are, 4 N T (rows) (columns) operations per product;
 - gradients: J formed once, 4 N (rows) (columns) per product;
-- row space: every iterate is a combination of b, x0 and the J_n, so the iteration runs on N + 2
+- row space: every iterate is a combination of b and the J_n, so the iteration runs on N + 1
   coefficients, with inner products by the Gram matrix of those vectors: 2 N^2 per product. With one
   token per sample that matrix is (a a^T) * (g g^T). No array has (N T)^2 entries.
 """
@@ -37,19 +37,16 @@ def cheapest_form(factor: RowFactor, max_iterations: int) -> Solver:
     return min(costs, key=lambda solver: costs[solver])
 
 
-def solve_by_rows(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
-) -> Solution:
+def solve_by_rows(factor: RowFactor, target: Array, damping: Array, **options: Any) -> Solution:
     """Solve (F + damping I) x = target, (L, rows, columns), with a and g as they are."""
     return conjugate_gradient(
-        lambda v: apply_curvature(factor, v) + damping * v, target, start, **options
+        lambda v: apply_curvature(factor, v) + damping * v, target, None, **options
     )
 
 
 def solve_by_gradients(
     factor: RowFactor,
     target: Array,
-    start: Array,
     damping: Array,
     solve: Solver = solve_by_rows,
     **options: Any,
@@ -58,43 +55,37 @@ def solve_by_gradients(
     gradients = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
     gradients = gradients.reshape(*gradients.shape[:2], 1, -1)
     formed = RowFactor(gradients, jnp.ones_like(gradients[..., :1]), factor.weight)
-    columns = (x.reshape(len(x), -1, 1) for x in (target, start))
-    solved = solve(formed, *columns, damping, **options)
+    solved = solve(formed, target.reshape(len(target), -1, 1), damping, **options)
     return solved._replace(
         x=solved.x.reshape(target.shape), residual=solved.residual.reshape(target.shape)
     )
 
 
 def solve_in_row_space(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
+    factor: RowFactor, target: Array, damping: Array, **options: Any
 ) -> Solution:
-    """The same in the coefficients of the target, the start and the examples' gradients."""
+    """The same in the coefficients of the target and the examples' gradients."""
     n, tokens = factor.inputs.shape[1:3]
     if tokens > 1:
-        return solve_by_gradients(
-            factor, target, start, damping, solve=solve_in_row_space, **options
-        )
+        return solve_by_gradients(factor, target, damping, solve=solve_in_row_space, **options)
     a, g = factor.inputs[:, :, 0], factor.outputs[:, :, 0]
-    frame = jnp.stack([target, start], axis=1)  # (L, 2, rows, columns)
-    across = jnp.einsum("lna,lkao,lno->lkn", a, frame, g)
-    among = jnp.einsum("lkao,ljao->lkj", frame, frame)
+    across = jnp.einsum("lna,lao,lno->ln", a, target, g)[:, None]
+    among = jnp.einsum("lao,lao->l", target, target)[:, None, None]
     rows = jnp.einsum("lna,lma->lnm", a, a) * jnp.einsum("lno,lmo->lnm", g, g)
-    first = jnp.concatenate([among, across], axis=2)
-    others = jnp.concatenate([jnp.swapaxes(across, 1, 2), rows], axis=2)
-    gram = jnp.concatenate([first, others], axis=1)
+    gram = jnp.block([[among, across], [jnp.swapaxes(across, 1, 2), rows]])
 
     def apply(coefficients: Array) -> Array:
-        inner = jnp.einsum("lij,lj->li", gram[:, 2:], coefficients) / n
-        return damping * coefficients + jnp.pad(inner, ((0, 0), (2, 0)))
+        inner = jnp.einsum("lij,lj->li", gram[:, 1:], coefficients) / n
+        return damping * coefficients + jnp.pad(inner, ((0, 0), (1, 0)))
 
     def inner(left: Array, right: Array) -> Array:
         return jnp.einsum("li,lij,lj->l", left, gram, right)
 
-    units = jnp.broadcast_to(jnp.eye(2, n + 2, dtype=gram.dtype)[:, None], (2, *gram.shape[:2]))
-    solved = conjugate_gradient(apply, *units, inner=inner, **options)
+    first = jnp.zeros(gram.shape[:2], gram.dtype).at[:, 0].set(1)
+    solved = conjugate_gradient(apply, first, None, inner=inner, **options)
 
     def spread(coefficients: Array) -> Array:
-        framed = jnp.einsum("lk,lkao->lao", coefficients[:, :2], frame)
-        return framed + jnp.einsum("lna,lno->lao", a * coefficients[:, 2:, None], g)
+        of_rows = jnp.einsum("lna,lno->lao", a * coefficients[:, 1:, None], g)
+        return coefficients[:, 0, None, None] * target + of_rows
 
     return solved._replace(x=spread(solved.x), residual=spread(solved.residual))

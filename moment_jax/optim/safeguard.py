@@ -1,8 +1,7 @@
 """The chain of a whole optimiser, which skips or takes back bad steps and counts them."""
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from moment_jax.optim.damping import Bound, Number, Schedule, TrustRegion, check
 
 DEVIATIONS = 6.0  # a step is taken back if the loss is this many deviations above its average
 SHARE = 0.1  # of the newest loss in that average
-Make = TypeVar("Make", bound=Callable[..., optax.GradientTransformationExtraArgs])
 
 
 class SafeguardedState(NamedTuple):
@@ -26,19 +24,6 @@ class SafeguardedState(NamedTuple):
     losses: Array  # number of losses so far
     average: Array  # of the losses
     deviation: Array  # average distance of the losses from `average`
-
-
-def with_settings_of(direction: Callable[..., Any]) -> Callable[[Make], Make]:
-    """Show the settings of `direction` in place of **settings, as `optax.inject_hyperparams` needs."""
-
-    def show(make: Make) -> Make:
-        own, more = (inspect.signature(fn).parameters for fn in (make, direction))
-        named = [p for p in {**more, **own}.values() if p.kind is not p.VAR_KEYWORD]
-        named.sort(key=lambda p: p.kind)
-        make.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-        return make
-
-    return show
 
 
 def safeguarded(
@@ -100,14 +85,14 @@ def safeguarded(
             inner[1],
             state.chain[1],
         )
-        steps = jax.tree.map(lambda step: jnp.where(moves & ~back, step, 0), steps)
-        if previous is not None:
-            steps = jax.tree.map(
-                lambda step, old, now: jnp.where(back, (old - now).astype(step.dtype), step),
-                steps,
-                previous,
-                params,
-            )
+        undo = (steps, steps) if previous is None else (previous, params)
+        steps = jax.tree.map(
+            lambda step, old, now: jnp.where(
+                back, (old - now).astype(step.dtype), jnp.where(moves, step, 0)
+            ),
+            steps,
+            *undo,
+        )
         return steps, SafeguardedState(
             (inner[0], average, *inner[2:]),
             inner[0].skipped,

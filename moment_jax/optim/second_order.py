@@ -1,7 +1,9 @@
 """The core of `scale_by_cg_fac` and `scale_by_kfac`: averages, damping and the bound of the step."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ import optax
 from jax import Array
 
 from moment_jax.optim.damping import (
+    DEFAULT_BOUND,
+    DEFAULT_DAMPING,
     Adaptive,
     AdaptiveDamping,
     Bound,
@@ -20,9 +24,11 @@ from moment_jax.optim.damping import (
 )
 from moment_jax.optim.factors import Factors, RowFactor, averaged
 from moment_jax.optim.groups import Groups, empty_averages, groups_of, stack, stack_factors, unstack
-from moment_jax.optim.last_step import Directions, Moved
+from moment_jax.optim.last_step import Moved
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.trees import unflatten
+
+Make = TypeVar("Make", bound=Callable[..., optax.GradientTransformationExtraArgs])
 
 
 class SecondOrderState(NamedTuple):
@@ -47,17 +53,19 @@ class SecondOrderState(NamedTuple):
 class ScaleBySecondOrder:
     """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`.
 
-    The solver's `solve(curvature, grads, damping, state, fresh, ready)` returns `Directions`. Curvature
-    is new where `fresh`. Where not `ready`, the step is skipped and the solver's state must not change.
+    The solver's `solve(curvature, grads, damping, state, fresh, ready)` returns all groups' x =
+    (F + damping)^-1 grad, x^T (F + damping) x, and its state. Curvature is new where `fresh`. Where not
+    `ready`, the step is skipped and inverses must not change.
     """
 
     name: str
     solver: Any
-    damping: Damping
-    decay: float | Array | None
-    kl_bound: Bound
-    curvature_every: int | Array
-    blocks: Blocks | None
+    _: dataclasses.KW_ONLY
+    damping: Damping = DEFAULT_DAMPING
+    decay: float | Array | None = 0.95
+    kl_bound: Bound = DEFAULT_BOUND
+    curvature_every: int | Array = 5
+    blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
         check_range(self.name, "damping", self.damping, least=0)
@@ -124,27 +132,34 @@ class ScaleBySecondOrder:
         damping = current(self.damping, state.step, state.damping)
         moved = None
         if self._adapts:
-            last = jax.tree.map(lambda new, old: new - old, params, state.previous)
+            last = stack(groups, jax.tree.map(lambda new, old: new - old, params, state.previous))
             exact = fresh | isinstance(self.damping, LevenbergMarquardt)
-            moved = Moved.by(
-                stack(groups, last), grads, curvature, damping, state.quadratic, state.ratio, exact
-            )
+            before = (damping, state.quadratic, state.ratio)
+            moved = Moved.by(last, grads, curvature, *before, exact)
             if isinstance(self.damping, LevenbergMarquardt) and change is not None:
                 damping = self.damping.adapted(damping, jnp.asarray(change), moved.predicted)
-        solved = self.solver.solve(curvature, grads, damping, state.solver, fresh, ready)
-        bound, least = self._bound(state, moved, solved, ready, back)
-        size = solved.quadratic / 2
+        x, quadratic, solver = self.solver.solve(
+            curvature, grads, damping, state.solver, fresh, ready
+        )
+        quadratic = jnp.maximum(quadratic, 0)
+        bound, least = current(self.kl_bound, state.step, state.bound), state.least
+        if isinstance(self.kl_bound, TrustRegion) and moved is not None:
+            slope = jnp.where(ready, moved.slope_along(quadratic), self.kl_bound.aim)
+            # A bound that was not active cannot have been too small.
+            slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, self.kl_bound.aim))
+            bound, least = self.kl_bound.adapted(bound, least, slope, back, state.step)
+        size = quadratic / 2
         clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), 1)
 
         def scaled(x: Array) -> Array:
             direction = clip.astype(x.dtype) * x
             return jnp.where(ready & jnp.all(jnp.isfinite(direction)), direction, 0)
 
-        result = unstack(groups, {key: scaled(x) for key, x in solved.x.items()})
+        result = unstack(groups, {key: scaled(x) for key, x in x.items()})
         if isinstance(self.damping, AdaptiveDamping) and moved is not None:
             # At its least bound, slopes are noise, and more damping would only shorten the steps.
             informative = ready & (bound > least)
-            slope = jnp.where(informative, moved.slope_in_damping(solved, damping), 0)
+            slope = jnp.where(informative, moved.slope_in_damping(x, quadratic, damping), 0)
             damping = self.damping.adapted(damping, slope, back)
         step = state.step + ready
         every = jnp.asarray(self.curvature_every, jnp.int32)
@@ -156,30 +171,13 @@ class ScaleBySecondOrder:
             bound=bound,
             least=least,
             clip=clip,
-            quadratic=solved.quadratic,
+            quadratic=quadratic,
             ratio=state.ratio if moved is None else moved.ratio,
             predicted=state.predicted if moved is None else moved.predicted,
             previous=params if self._adapts else None,
             curvature={} if self.decay is None else curvature,
-            solver=solved.state,
+            solver=solver,
         )
-
-    def _bound(
-        self,
-        state: SecondOrderState,
-        moved: Moved | None,
-        solved: Directions,
-        ready: Array,
-        taken_back: Array,
-    ) -> tuple[Array, Array]:
-        """The bound and its least value."""
-        rule = self.kl_bound
-        if moved is None or not isinstance(rule, TrustRegion):
-            return current(rule, state.step), state.least
-        slope = jnp.where(ready, moved.slope_along(solved), rule.aim)
-        # A bound that was not active cannot have been too small.
-        slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, rule.aim))
-        return rule.adapted(state.bound, state.least, slope, taken_back, state.step)
 
     def _curvature(
         self, groups: Groups, factors: Factors | None, state: SecondOrderState
@@ -212,3 +210,19 @@ class ScaleBySecondOrder:
 def _all_finite(tree: Any) -> Array:
     """Whether every number is finite; asked before stacking, which avoids storing the stacked array."""
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def with_settings_of(inner: Callable[..., Any]) -> Callable[[Make], Make]:
+    """Let `inspect` see the keyword arguments of `inner` in place of **settings.
+
+    `optax.inject_hyperparams` asks it for the names and defaults.
+    """
+
+    def show(make: Make) -> Make:
+        own, more = (inspect.signature(fn).parameters for fn in (make, inner))
+        shown = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
+        shown += [p for p in more.values() if p.kind is p.KEYWORD_ONLY and p.name not in own]
+        make.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return make
+
+    return show

@@ -20,11 +20,12 @@ from moment_jax.optim.factors import (
     DiagonalFactor,
     EmbeddingFactor,
     Factor,
+    Factors,
     KroneckerFactor,
     RowFactor,
     shapes_of,
 )
-from moment_jax.optim.layer_blocks import DenseBlock, LayerBlock
+from moment_jax.optim.layer_blocks import Blocks, DenseBlock, LayerBlock
 
 OF_INPUTS = ("inputs", "frequencies")  # averages over rows; the others are sums over them
 
@@ -197,26 +198,38 @@ def _squares(block: LayerBlock, normal: Array, grads: Array, reduced: bool) -> A
     return jnp.stack([jnp.sum(gradient**2, axis=(0, 1)) for gradient in each])
 
 
-def factor_of_sums(block: LayerBlock, sums: Factor, correction: float) -> Factor:
-    """A factor from a statistic, summed over a batch.
+def factors_of(blocks: Blocks, statistics: dict[str, Factor], correction: float) -> Factors:
+    """Factors from the statistics of the layers by name, summed over a batch.
 
     The correction multiplies what is quadratic in the gradients: 1/N for gradients of each example's own
     loss, N for those of an average over N examples.
     """
-    *arrays, rows = (x.reshape(block.count, *x.shape[len(block.stack) :]) for x in sums)
-    rows = jnp.maximum(rows, 1)
-    means = (
-        jax.vmap(jnp.divide)(x, rows) if name in OF_INPUTS else x * correction
-        for name, x in zip(sums._fields, arrays, strict=False)
-    )
-    kind: Any = type(sums)
-    return kind(*means, jnp.ones((), rows.dtype))
+    factors: Factors = {}
+    for block in blocks:
+        sums: Any = statistics[block.name]
+        *arrays, rows = (x.reshape(block.count, *x.shape[len(block.stack) :]) for x in sums)
+        rows = jnp.maximum(rows, 1)
+        means = (
+            jax.vmap(jnp.divide)(x, rows) if name in OF_INPUTS else x * correction
+            for name, x in zip(sums._fields, arrays, strict=False)
+        )
+        factors[block.name] = type(sums)(*means, jnp.ones((), rows.dtype))
+    return factors
 
 
-def factor_of_rows(block: LayerBlock, rows: RowFactor, every_token: bool) -> RowFactor:
-    """A factor from the rows of every example, (N, *stack, T, features)."""
-    n, tokens = rows.inputs.shape[0], rows.inputs.shape[-2]
-    a, g = (jnp.swapaxes(x.reshape(n, block.count, tokens, -1), 0, 1) for x in rows[:2])
-    if every_token:  # F divides by N T rows; g makes up for the T
-        a, g = (x.reshape(block.count, n * tokens, 1, -1) for x in (a, g * tokens**0.5))
-    return RowFactor(a, g, jnp.ones((), a.dtype))
+def row_factors_of(blocks: Blocks, statistics: dict[str, Factor], every_token: bool) -> Factors:
+    """Factors from the statistics of every example: rows (N, *stack, T, features), and sums."""
+    factors: Factors = {}
+    for block in blocks:
+        each = statistics[block.name]
+        n = each.weight.shape[0]
+        if not isinstance(each, RowFactor):
+            summed = jax.tree.map(lambda x: jnp.sum(x, axis=0), each)
+            factors |= factors_of((block,), {block.name: summed}, 1 / n)
+            continue
+        tokens = each.inputs.shape[-2]
+        a, g = (jnp.swapaxes(x.reshape(n, block.count, tokens, -1), 0, 1) for x in each[:2])
+        if every_token:  # F divides by N T rows; g makes up for the T
+            a, g = (x.reshape(block.count, n * tokens, 1, -1) for x in (a, g * tokens**0.5))
+        factors[block.name] = RowFactor(a, g, jnp.ones((), a.dtype))
+    return factors

@@ -188,22 +188,24 @@ def _block(name: str, layer: Any) -> LayerBlock | None:
     belief = isinstance(layer, BAYESIAN)
     if not belief and (_known(type(layer)) is None or not _is_plain(layer)):
         return None
-    arrays = {leaf: getattr(layer, leaf, None) for leaf in ("kernel", "embedding", "scale", "bias")}
-    arrays = {leaf: x for leaf, x in arrays.items() if x is not None}
-    if not arrays:
+    leaves = [leaf for leaf in (*KINDS, "bias") if getattr(layer, leaf, None) is not None]
+    if not leaves:
         return None
     prefix, suffix = f"{name}/" if name else "", "/mean" if belief else ""
-    leaves = tuple(f"{prefix}{leaf}{suffix}" for leaf in arrays)
-    shapes = tuple(tuple((x.mean if belief else x).shape) for x in arrays.values())
-    # A normalisation may have biases alone.
-    kind, shape = KINDS.get(next(iter(arrays)), NormBlock), shapes[0]
+    paths = tuple(f"{prefix}{leaf}{suffix}" for leaf in leaves)
+    arrays = (getattr(layer, leaf) for leaf in leaves)
+    shapes = tuple(tuple((x.mean if belief else x).shape) for x in arrays)
+    kind, shape = (
+        KINDS.get(leaves[0], NormBlock),
+        shapes[0],
+    )  # a normalisation may have biases alone
     outputs, own = 1, 2 if kind is EmbeddingBlock else 1
     if kind is DenseBlock:
         outputs = _length(getattr(layer, "out_features", 1))
         inputs = _length(getattr(layer, "in_features", 1)) + len(getattr(layer, "kernel_size", ()))
         own = inputs + outputs
     columns = math.prod(shape[len(shape) - outputs :])
-    return kind(name or "model", leaves, shapes, columns, shape[: len(shape) - own])
+    return kind(name or "model", paths, shapes, columns, shape[: len(shape) - own])
 
 
 def _is_plain(layer: Any) -> bool:
