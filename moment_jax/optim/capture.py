@@ -153,11 +153,8 @@ class _Passes:
                     f"{self.reading} needs a loss that calls every layer once. Layer {block.name!r} "
                     f"is called {calls} times; take KroneckerExpand(), or leave the layer out of `wrt`."
                 )
-        copy = nnx.merge(*nnx.split(model), copy=True)
-        tap(
-            copy,
-            {b.name: Statistic(b, self.reading, self.dtype, counts[b.name][0]) for b in blocks},
-        )
+        copy, kept = nnx.merge(*nnx.split(model), copy=True), (self.reading, self.dtype)
+        tap(copy, {b.name: Statistic(b, *kept, counts[b.name][0]) for b in blocks})
         return self.split(copy)
 
     def plain(self, parts: Any, batch: Batch, key: Array | None) -> tuple[Array, Any, Any, Array]:

@@ -134,8 +134,7 @@ class ScaleBySecondOrder:
         if self._adapts:
             last = stack(groups, jax.tree.map(lambda new, old: new - old, params, state.previous))
             exact = fresh | isinstance(self.damping, LevenbergMarquardt)
-            before = (damping, state.quadratic, state.ratio)
-            moved = Moved.by(last, grads, curvature, *before, exact)
+            moved = Moved.by(last, grads, curvature, damping, state.quadratic, state.ratio, exact)
             if isinstance(self.damping, LevenbergMarquardt) and change is not None:
                 damping = self.damping.adapted(damping, jnp.asarray(change), moved.predicted)
         x, quadratic, solver = self.solver.solve(
@@ -155,7 +154,7 @@ class ScaleBySecondOrder:
             direction = clip.astype(x.dtype) * x
             return jnp.where(ready & jnp.all(jnp.isfinite(direction)), direction, 0)
 
-        result = unstack(groups, {key: scaled(x) for key, x in x.items()})
+        result = unstack(groups, {key: scaled(each) for key, each in x.items()})
         if isinstance(self.damping, AdaptiveDamping) and moved is not None:
             # At its least bound, slopes are noise, and more damping would only shorten the steps.
             informative = ready & (bound > least)
