@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 import moment_jax as mj
+from moment_jax.optim.layer_blocks import DenseBlock
 from moment_jax.optim.row_systems import (
     cheapest_form,
     solve_by_gradients,
     solve_by_rows,
     solve_in_row_space,
 )
+from moment_jax.optim.statistics import row_factors_of
 
 optim = mj.optim
 FORMS = [solve_by_rows, solve_by_gradients, solve_in_row_space]
@@ -41,6 +43,19 @@ def test_the_row_pair_product_is_the_kronecker_operator():
     close(optim.apply_curvature(factor, v[None])[0], printed)
     kronecker = np.kron(factor.inputs[0], factor.outputs[0])
     close(optim.apply_curvature(factor, v[None]).ravel(), kronecker @ v.ravel())
+
+
+@pytest.mark.parametrize("every_token", [False, True])
+def test_rows_of_a_stack_by_example_and_by_token(every_token):
+    """1/N sum_n J_n <J_n, V>, with J_n of all of an example's tokens or of each for itself."""
+    a, g, v = normal(0, 5, 2, 3, 4), normal(1, 5, 2, 3, 6), normal(2, 2, 4, 6)
+    block = DenseBlock("layer", ("kernel",), ((2, 4, 6),), 6, (2,))
+    statistics = {"layer": optim.RowFactor(a, g, np.full(5, 3.0))}
+    factor = row_factors_of((block,), statistics, every_token)["layer"]
+    each = np.einsum("nlta,nlto->nltao", a, g)
+    each = each if every_token else each.sum(axis=2, keepdims=True)
+    expected = np.einsum("nltao,nltbp,lbp->lao", each, each, v) / 5
+    close(optim.apply_curvature(factor, v), expected)
 
 
 @pytest.mark.parametrize("t", [1, 3])
