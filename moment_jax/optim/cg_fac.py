@@ -21,7 +21,7 @@ from moment_jax.optim.groups import Groups, Matrices, count_layers
 from moment_jax.optim.inverses import divided
 from moment_jax.optim.kfac import StaleInverse
 from moment_jax.optim.last_step import inner
-from moment_jax.optim.row_systems import cheapest_form
+from moment_jax.optim.row_systems import solve_rows
 from moment_jax.optim.safeguard import safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder, with_settings_of
 from moment_jax.xla import diagonal_of
@@ -95,8 +95,7 @@ class ConjugateGradientSolver:
             return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), none)
         limits: Any = {"max_iterations": self.max_iterations, "tolerance": self.tolerance}
         if isinstance(factor, RowFactor):
-            expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
-            return cheapest_form(factor, expected)(factor, grad, damping, **limits)
+            return solve_rows(factor, grad, damping, **limits)
         precondition: Linear | None = None
         stale = self.precondition
         if isinstance(stale, StaleInverse):

@@ -104,7 +104,7 @@ def test_gradients_that_always_point_back_do_not_end_the_training(make):
     tx, update = compiled(make, momentum=0.0)
     params, state, grads, bounds, dampings = PARAMS, tx.init(PARAMS), PARAMS, [], []
     for _ in range(60):
-        updates, state = update(grads, state, params, factors=FACTORS)
+        updates, state = update(grads, state, params, factors=FACTORS, value=1.0)
         params = optax.apply_updates(params, updates)
         grads = {"kernel": jnp.sign(updates["kernel"])}
         bounds.append(float(inside(state).bound))
@@ -118,7 +118,7 @@ def test_gradients_that_always_point_back_do_not_end_the_training(make):
 @MAKERS
 def test_a_step_that_raises_the_loss_is_taken_back(make):
     grads = jax.tree.map(jnp.cos, PARAMS)
-    tx, update = compiled(make)
+    tx, update = compiled(make, momentum=0.0)
     good, params = tx.init(PARAMS), PARAMS
     for _ in range(4):
         updates, good = update(grads, good, params, factors=FACTORS, value=1.0)
@@ -140,7 +140,8 @@ def test_a_step_that_raises_the_loss_is_taken_back(make):
 
 def test_when_curvature_is_due():
     """At each of the first few steps, then every few; and at every step until there is any."""
-    tx, update = compiled(lambda: optax.chain(optim.kfac(curvature_every=3)))
+    plain = {"precondition": None, "damping": 0.1, "kl_bound": None}  # few operations
+    tx, update = compiled(lambda: optax.chain(optim.cg_fac(curvature_every=3, **plain)))
     state, due = tx.init(PARAMS), []
     for _ in range(10):
         due.append(bool(optim.curvature_due(state)))
@@ -159,15 +160,18 @@ def test_what_adapts_needs_parameters():
 
 
 @pytest.mark.parametrize(
-    ("make", "alias"), [(optim.scale_by_cg_fac, optim.cg_fac), (optim.scale_by_kfac, optim.kfac)]
+    ("make", "alias", "settings"),
+    [
+        (optim.scale_by_cg_fac, optim.cg_fac, {"precondition": None}),
+        (optim.scale_by_kfac, optim.kfac, {}),
+    ],
 )
-def test_the_alias_is_a_chain_of_optax(make, alias):
+def test_the_alias_is_a_chain_of_optax(make, alias, settings):
     grads = jax.tree.map(jnp.cos, PARAMS)
-    chain = optax.chain(
-        make(), optax.ema(0.7), optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.3)
-    )
+    rest = optax.ema(0.7), optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.3)
+    chain = optax.chain(make(**settings), *rest)
     outcomes = []
-    for tx in (chain, alias(0.3, momentum=0.7, weight_decay=0.1)):
+    for tx in (chain, alias(0.3, momentum=0.7, weight_decay=0.1, **settings)):
         now, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
         for _ in range(3):
             updates, state = update(grads, state, now, factors=FACTORS)

@@ -1,7 +1,5 @@
 """Whole trainings of a perceptron: the loss falls, with settings and without any."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +49,7 @@ def test_a_loss_falls(make, settings, reading, loss):
 @MAKERS
 def test_a_loss_falls_without_a_setting(make):
     """Whatever the loss is measured in; classification and regression have curvatures of their own."""
-    tx, update = compiled(partial(optim.for_model, Perceptron()), make)
+    tx, update = compiled(make)
     for loss, scale in ((classify, 1.0), (regress, 1e-3), (regress, 1e3)):
         assert falls(tx, update, 80, loss, scale, due=True), (loss, scale)
 
