@@ -19,8 +19,7 @@ FACTOR = optim.KroneckerFactor(jnp.eye(5)[None], jnp.eye(3)[None], jnp.ones(()))
 NARROW = {"layer": FACTOR._replace(inputs=jnp.eye(4)[None])}
 ROWS = optim.RowFactor(jnp.ones((1, 6, 1, 5)), jnp.ones((1, 6, 1, 3)), jnp.ones(()))
 MAKERS = (optim.cg_fac, optim.kfac)
-BATCH = dense_batch()
-DAMPING = optim.LevenbergMarquardt
+BATCH, OTHERS = dense_batch(), optim.find_blocks(Perceptron())
 
 
 class Idle(nnx.Module):
@@ -48,91 +47,71 @@ def start(params, **settings):
     return optim.kfac(0.1, **settings).init(params)
 
 
-def captured(loss=classify, model=Perceptron, batch=BATCH, wrap=lambda f: f, **settings):
+def eager(fn):
+    return fn
+
+
+def captured(loss=classify, model=Perceptron, batch=BATCH, wrap=eager, **settings):
     return wrap(optim.value_grad_and_factors(loss, **settings))(model(), *batch)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        *(
-            (partial(update, factors, make), error, message)
-            for make in MAKERS
-            for factors, error, message in (
-                ({}, ValueError, r"layer 'layer' \(layer/kernel, layer/bias\) are missing"),
-                (NARROW, ValueError, r"'inputs' of layer 'layer' needs the shape \(1, 5, 5\)"),
-                ({"layer": tuple(FACTOR)}, TypeError, "a factor of mj.optim. Got tuple"),
-                ([FACTOR], TypeError, "value_grad_and_factors"),
-            )
-        ),
-        (partial(update, {"layer": ROWS}, optim.cg_fac), TypeError, "decay=None"),
-        (partial(update, {"layer": ROWS}, decay=None), TypeError, "KroneckerExpand.* or cg_fac"),
-        (partial(update, None, optim.cg_fac, decay=None), ValueError, "factors at every step"),
-        (
-            partial(start, {**PARAMS, "position": jnp.ones((2, 3))}),
-            ValueError,
-            r"'position' belongs to no layer.*for_model",
-        ),
-        (
-            partial(start, PARAMS, blocks=optim.find_blocks(Perceptron())),
-            ValueError,
-            r"Layer 'hidden' .* 'hidden/kernel'.*find_blocks",
-        ),
-        *(
-            (
-                partial(optim.for_model, Perceptron(), method),
-                TypeError,
-                r"takes blocks=.*functools.partial\(mj.optim.kfac",
-            )
-            for method in (optax.adam, optax.adam(0.1), "kfac")
-        ),
-        (partial(optim.for_model, nnx.Dropout(0.1)), ValueError, "find_blocks"),
-        (
-            partial(optim.natural_scales(0.1, ()).init, {"raw": {"scale": jnp.ones(3)}}),
-            ValueError,
-            r"'raw/scale'.*find_scales",
-        ),
-        (partial(optim.cg_fac, damping=-1.0), ValueError, "damping >= 0"),
-        (partial(optim.cg_fac, max_iterations=0), ValueError, "max_iterations >= 1"),
-        (partial(optim.cg_fac, tolerance=-0.1), ValueError, "tolerance >= 0"),
-        (partial(optim.cg_fac, momentum=1.0), ValueError, "momentum >= 0 and < 1"),
-        (partial(optim.kfac, decay=1.5), ValueError, "decay >= 0 and < 1"),
-        (partial(optim.kfac, refresh_every=0), ValueError, "refresh_every >= 1"),
-        (partial(optim.kfac, kl_bound=-1.0), ValueError, "kl_bound >= 0"),
-        (partial(optim.kfac, damping=float("nan")), ValueError, "damping >= 0"),
-        (partial(optim.kfac, inversion="cholesky"), TypeError, "Cholesky"),
-        (partial(DAMPING, factor=0.5), ValueError, "factor > 1"),
-        (partial(DAMPING, initial=1e9), ValueError, "smallest <= initial <= largest"),
-        (partial(optim.SampledFisher, 0), ValueError, "examples >= 1"),
-        (partial(captured, reading=optim.PerSample), TypeError, "KroneckerExpand"),
-        (
-            partial(captured, lambda *args: classify(*args)[0]),
-            TypeError,
-            r"CategoricalPrediction.*EmpiricalFisher",
-        ),
-        (
-            partial(captured, lambda model, x, y: (model(x), classify(model, x, y)[1])),
-            ValueError,
-            "must be a scalar",
-        ),
-        (partial(captured, model=partial(nnx.Dropout, 0.1)), ValueError, "supported layers"),
-        (
-            partial(captured, lambda model: classify(model, *BATCH), batch=()),
-            ValueError,
-            "axis of examples",
-        ),
-        *(
-            (partial(captured, model=Idle, reading=reading, wrap=wrap), ValueError, "'idle'")
-            for reading in (optim.KroneckerExpand(), optim.PerSample())
-            for wrap in (nnx.jit, lambda f: f)
-        ),
-        (
-            partial(captured, model=Twice, reading=optim.PerSample()),
-            ValueError,
-            r"'used' is called 2 times.*KroneckerExpand",
-        ),
-    ],
-)
+MISFITS = [
+    ({}, ValueError, r"layer 'layer' \(layer/kernel, layer/bias\) are missing"),
+    (NARROW, ValueError, r"'inputs' of layer 'layer' needs the shape \(1, 5, 5\)"),
+    ({"layer": tuple(FACTOR)}, TypeError, "a factor of mj.optim. Got tuple"),
+    ([FACTOR], TypeError, "value_grad_and_factors"),
+]
+UNTAPPED = [(r, w) for r in (optim.KroneckerExpand(), optim.PerSample()) for w in (nnx.jit, eager)]
+FIRST_ORDER = (optax.adam, optax.adam(0.1), "kfac")
+NEEDS_BLOCKS = r"takes blocks=.*functools.partial\(mj.optim.kfac"
+VALUE_ERRORS = [
+    (partial(update, None, optim.cg_fac, decay=None), "factors at every step"),
+    (
+        partial(start, {**PARAMS, "position": jnp.ones(3)}),
+        "'position' belongs to no layer.*for_model",
+    ),
+    (partial(start, PARAMS, blocks=OTHERS), "Layer 'hidden' .* 'hidden/kernel'.*find_blocks"),
+    (partial(optim.for_model, nnx.Dropout(0.1)), "find_blocks"),
+    (
+        partial(optim.natural_scales(0.1, ()).init, {"raw": {"scale": 1}}),
+        "'raw/scale'.*find_scales",
+    ),
+    (partial(optim.cg_fac, damping=-1.0), "damping >= 0"),
+    (partial(optim.cg_fac, max_iterations=0), "max_iterations >= 1"),
+    (partial(optim.cg_fac, tolerance=-0.1), "tolerance >= 0"),
+    (partial(optim.cg_fac, momentum=1.0), "momentum >= 0 and < 1"),
+    (partial(optim.kfac, decay=1.5), "decay >= 0 and < 1"),
+    (partial(optim.kfac, refresh_every=0), "refresh_every >= 1"),
+    (partial(optim.kfac, kl_bound=-1.0), "kl_bound >= 0"),
+    (partial(optim.kfac, damping=float("nan")), "damping >= 0"),
+    (partial(optim.LevenbergMarquardt, factor=0.5), "factor > 1"),
+    (partial(optim.LevenbergMarquardt, initial=1e9), "smallest <= initial <= largest"),
+    (partial(optim.SampledFisher, 0), "examples >= 1"),
+    (partial(captured, lambda *args: (jnp.ones(2), classify(*args)[1])), "must be a scalar"),
+    (partial(captured, model=partial(nnx.Dropout, 0.1)), "supported layers"),
+    (partial(captured, lambda model: classify(model, *BATCH), batch=()), "axis of examples"),
+    (
+        partial(captured, model=Twice, reading=optim.PerSample()),
+        "'used' is called 2 times.*Kronecker",
+    ),
+    *((partial(captured, model=Idle, reading=r, wrap=wrap), "'idle'") for r, wrap in UNTAPPED),
+]
+TYPE_ERRORS = [
+    (partial(update, {"layer": ROWS}, optim.cg_fac), "decay=None"),
+    (partial(update, {"layer": ROWS}, decay=None), "KroneckerExpand.* or cg_fac"),
+    (partial(optim.kfac, inversion="cholesky"), "Cholesky"),
+    (partial(captured, reading=optim.PerSample), "KroneckerExpand"),
+    (partial(captured, lambda *args: classify(*args)[0]), "CategoricalPrediction.*EmpiricalFisher"),
+    *((partial(optim.for_model, Perceptron(), method), NEEDS_BLOCKS) for method in FIRST_ORDER),
+]
+CASES = [
+    *((partial(update, factors, make), *rest) for make in MAKERS for factors, *rest in MISFITS),
+    *((call, ValueError, message) for call, message in VALUE_ERRORS),
+    *((call, TypeError, message) for call, message in TYPE_ERRORS),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CASES)
 def test_what_is_wrong_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
