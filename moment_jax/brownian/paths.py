@@ -150,8 +150,8 @@ def heat_step(density: Array, *, diffusivity: float, dx: float, dt: float) -> Ar
     rate = diffusivity * dt / dx**2
     if rate > 0.5 * (1 + 1e-12):
         raise ValueError(
-            f"`heat_step` needs diffusivity dt / dx^2 <= 1/2 to be stable. Got {rate:.4g}: take at least "
-            f"{2 * rate:.3g} times as many steps."
+            "`heat_step` needs diffusivity dt / dx^2 <= 1/2 to be stable. "
+            f"Got {rate:.4g}: take at least {2 * rate:.3g} times as many steps."
         )
     left, right = jnp.roll(density, 1, axis=-1), jnp.roll(density, -1, axis=-1)
     return density + rate * (left - 2 * density + right)

@@ -13,7 +13,7 @@ from moment_jax.optim.factors import (
 )
 from moment_jax.optim.for_model import for_model
 from moment_jax.optim.inverses import Cholesky, Eigh, NewtonSchulz
-from moment_jax.optim.kfac import kfac, scale_by_kfac
+from moment_jax.optim.kfac import KFACState, StaleInverse, kfac, scale_by_kfac
 from moment_jax.optim.natural_scales import find_scales, natural_scales
 from moment_jax.optim.predictions import (
     BayesianCategoricalPrediction,
@@ -24,7 +24,6 @@ from moment_jax.optim.predictions import (
     Prediction,
     SampledFisher,
 )
-from moment_jax.optim.refresh import KFACState, StaleInverse
 from moment_jax.optim.safeguard import SafeguardedState, curvature_due
 from moment_jax.optim.second_order import SecondOrderState
 from moment_jax.optim.statistics import KroneckerExpand, KroneckerReduce, PerSample, PerToken

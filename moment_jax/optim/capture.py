@@ -1,7 +1,7 @@
 """Value, gradient and curvature factors of a loss, from the forward and backward passes they need."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,13 +10,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.optim.factors import Factors, as_factors, as_row_factors, check_called
+from moment_jax.optim.factors import Factors
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.predictions import EmpiricalFisher, Fisher, Prediction, SampledFisher
-from moment_jax.optim.statistics import KroneckerExpand, PerSample, PerToken, Reading, Statistic
-from moment_jax.optim.taps import CurvatureTap, count_rows, find_blocks, tap
+from moment_jax.optim.statistics import (
+    KroneckerExpand,
+    PerSample,
+    PerToken,
+    Reading,
+    Statistic,
+    factors_of,
+    row_factors_of,
+)
+from moment_jax.optim.taps import CurvatureTap, count_rows, find_blocks, tap, tapped_statistics
 
 LossFn = Callable[..., Any]
+Batch = tuple[Any, ...]
 
 
 def value_grad_and_factors(
@@ -84,20 +93,19 @@ def value_grad_and_factors(
                 f"{type(model).__name__} without any; they are listed in mj.optim.find_blocks."
             )
         size, examples = batch_size(batch), fisher.examples
-        by_rows = isinstance(reading, PerSample | PerToken)
-        if by_rows or when is not None or (examples is not None and examples < size):
-            value, grads, rest, key = passes.plain(model, batch, key)
+        tapped = passes.tapped(model, blocks, batch)
+        if when is None and not passes.by_rows and (examples or size) >= size:
+            value, grads, rest, factors = passes.together(tapped, blocks, batch, key)
+        else:
+            value, grads, rest, key = passes.plain(passes.split(model), batch, key)
             batch = jax.tree.map(lambda x: x[:examples], batch)
-            alone = passes.rows_alone if by_rows else passes.factors_alone
-            take = partial(alone, model, blocks, batch, key)
+            take = partial(passes.alone, tapped, blocks, batch, key)
             if when is None:
                 factors = take()
             else:
                 shapes = jax.eval_shape(take)
                 zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
                 factors = jax.lax.cond(jnp.asarray(when, bool), take, zeros)
-        else:
-            value, grads, rest, factors = passes.together(model, blocks, batch, key)
         nnx.update(model, rest)
         return value, grads, factors
 
@@ -114,107 +122,93 @@ class _Passes:
     wrt: Any
     dtype: jnp.dtype
 
-    def plain(
-        self, model: nnx.Module, batch: tuple[Any, ...], key: Array | None
-    ) -> tuple[Array, Any, Any, Array]:
-        """Value, gradients and the rest of the model without taps, and the key of the targets."""
-        graph, params, rest = split(model, self.wrt)
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows are kept, which takes batches of one."""
+        return isinstance(self.reading, PerSample | PerToken)
 
-        def loss(params: Any) -> tuple[Array, Any]:
-            copy = nnx.merge(graph, params, rest, copy=True)
-            value, _ = self._evaluate(copy, batch)
-            return value, split(copy, self.wrt)[2]
+    def split(self, model: nnx.Module) -> Any:
+        """Graph, taps, parameters and the rest of a model; untyped: mypy miscounts `nnx.split`."""
+        return nnx.split(model, CurvatureTap, self.wrt, ...)
 
-        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return value, grads, rest, _key(key, value)
-
-    def together(
-        self, model: nnx.Module, blocks: Blocks, batch: tuple[Any, ...], key: Array | None
-    ) -> tuple[Array, Any, Any, Factors]:
-        """Value, gradients, the rest of the model and factors from one forward pass."""
-        graph, taps, params, rest = self._tapped(model, blocks)
-        empirical = isinstance(self.fisher, EmpiricalFisher)
-        counts = []
-
-        def loss(taps: Any, params: Any) -> tuple[Any, Any]:
-            copy = nnx.merge(graph, taps, params, rest, copy=True)
-            value, prediction = self._evaluate(copy, batch)
-            new_rest = split(copy, CurvatureTap, self.wrt)[3]
-            if empirical:
-                return value, new_rest
-            target, size = self._target(value, prediction, key, 0)
-            counts.append(size)
-            return (value, target), new_rest
-
-        values, pull, rest = jax.vjp(loss, taps, params, has_aux=True)
-        if empirical:
-            stats, grads = pull(jnp.ones_like(values))
-            value, correction = values, batch_size(batch)
-        else:
-            value, target = values
-            grads = pull((jnp.ones_like(value), jnp.zeros_like(target)))[1]
-            stats = pull((jnp.zeros_like(value), jnp.ones_like(target)))[0]
-            correction = 1 / counts[0]
-        check_called(blocks, stats, lambda *args: loss(*args)[0], taps, params)
-        return value, grads, rest, as_factors(blocks, stats, correction)
-
-    def factors_alone(
-        self, model: nnx.Module, blocks: Blocks, batch: tuple[Any, ...], key: Array
-    ) -> Factors:
-        """Factors from a forward and a backward pass of their own."""
-        graph, taps, params, rest = self._tapped(model, blocks)
-        size = batch_size(batch)
-        counts = []
-
-        def loss(taps: Any, params: Any) -> Array:
-            copy = nnx.merge(graph, taps, params, rest, copy=True)
-            target, count = self._target(*self._evaluate(copy, batch), key, size)
-            counts.append(count)
-            return target
-
-        stats = jax.grad(loss)(taps, params)
-        check_called(blocks, stats, loss, taps, params)
-        return as_factors(blocks, stats, 1 / counts[0])
-
-    def rows_alone(
-        self, model: nnx.Module, blocks: Blocks, batch: tuple[Any, ...], key: Array
-    ) -> Factors:
-        """Rows of every example, by vmap over batches of one."""
-        rows = self._count_rows(model, blocks, batch)
-        graph, taps, params, rest = self._tapped(model, blocks, rows)
-        size = batch_size(batch)
-
-        def one(key: Array, example: tuple[Any, ...]) -> Any:
-            def loss(taps: Any) -> Array:
-                copy = nnx.merge(graph, taps, params, rest, copy=True)
-                alone = jax.tree.map(lambda x: x[None], example)
-                return self._target(*self._evaluate(copy, alone), key, 1)[0]
-
-            return jax.grad(loss)(taps)
-
-        stats = jax.vmap(one)(jax.random.split(key, size), batch)
-        return as_row_factors(blocks, stats, size, isinstance(self.reading, PerToken))
-
-    def _count_rows(
-        self, model: nnx.Module, blocks: Blocks, batch: tuple[Any, ...]
-    ) -> dict[str, int]:
-        """How many rows one example has in every layer, which has to be called once."""
-        alone = jax.tree.map(lambda x: x[:1], batch)
+    def tapped(self, model: nnx.Module, blocks: Blocks, batch: Batch) -> Any:
+        """The same of a tapped copy; raises unless the loss calls every layer."""
+        if self.by_rows:
+            batch = jax.tree.map(lambda x: x[:1], batch)
 
         def loss(model: Any) -> Array:
-            return self._target(*self._evaluate(model, alone), jax.random.key(0), 1)[0]
+            value, prediction = self._evaluate(model, batch)
+            return self._target(value, prediction, jax.random.key(0), 1)[0]
 
         counts = count_rows(model, blocks, loss)
         for block in blocks:
             calls = len(counts.get(block.name, ()))
-            if calls != 1:
+            if not calls:
+                raise ValueError(
+                    f"The loss does not call layer {block.name!r}, so it has no curvature. Leave its "
+                    f"parameters ({', '.join(block.leaves)}) out of `wrt`, or call it."
+                )
+            if self.by_rows and calls > 1:
                 raise ValueError(
                     f"{self.reading} needs a loss that calls every layer once. Layer {block.name!r} "
                     f"is called {calls} times; take KroneckerExpand(), or leave the layer out of `wrt`."
                 )
-        return {name: rows[0] for name, rows in counts.items()}
+        copy, kept = nnx.merge(*nnx.split(model), copy=True), (self.reading, self.dtype)
+        tap(copy, {b.name: Statistic(b, *kept, counts[b.name][0]) for b in blocks})
+        return self.split(copy)
 
-    def _evaluate(self, model: nnx.Module, batch: tuple[Any, ...]) -> tuple[Array, Any]:
+    def plain(self, parts: Any, batch: Batch, key: Array | None) -> tuple[Array, Any, Any, Array]:
+        """Value, gradients and the rest of the model without taps, and the key of the targets."""
+
+        def loss(params: Any) -> tuple[Array, Any]:
+            value, _, rest = self._run(parts, parts[1], params, batch)
+            return value, rest
+
+        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(parts[2])
+        return value, grads, rest, _key(key, value)
+
+    def together(
+        self, parts: Any, blocks: Blocks, batch: Batch, key: Array | None
+    ) -> tuple[Array, Any, Any, Factors]:
+        """Value, gradients, the rest of the model and factors from one forward pass."""
+        size = batch_size(batch)
+
+        def loss(taps: Any, params: Any) -> tuple[Any, Any]:
+            value, prediction, rest = self._run(parts, taps, params, batch)
+            target, count = self._target(value, prediction, key, size)
+            return (value, target), (rest, count)
+
+        (value, target), pull, (rest, count) = jax.vjp(loss, *parts[1:3], has_aux=True)
+        sums, grads = pull((jnp.ones_like(value), jnp.zeros_like(target)))
+        correction = size  # of the gradients of an average
+        if isinstance(self.fisher, SampledFisher):
+            sums, _ = pull((jnp.zeros_like(value), jnp.ones_like(target)))
+            correction = 1 / count
+        return value, grads, rest, factors_of(blocks, tapped_statistics(sums), correction)
+
+    def alone(self, parts: Any, blocks: Blocks, batch: Batch, key: Array) -> Factors:
+        """Factors from passes of their own: of the batch, or by vmap over batches of one for rows."""
+
+        def sums(key: Array, batch: Batch) -> Any:
+            def target(taps: Any) -> Any:
+                value, prediction, _ = self._run(parts, taps, parts[2], batch)
+                return self._target(value, prediction, key, batch_size(batch))
+
+            return jax.grad(target, has_aux=True)(parts[1])
+
+        if not self.by_rows:
+            taps, size = sums(key, batch)
+            return factors_of(blocks, tapped_statistics(taps), 1 / size)
+        keys = jax.random.split(key, batch_size(batch))
+        taps, _ = jax.vmap(sums)(keys, jax.tree.map(lambda x: x[:, None], batch))
+        return row_factors_of(blocks, tapped_statistics(taps), isinstance(self.reading, PerToken))
+
+    def _run(self, parts: Any, taps: Any, params: Any, batch: Batch) -> tuple[Array, Any, Any]:
+        """Value, prediction and the rest of the model after a forward pass."""
+        model = nnx.merge(parts[0], taps, params, parts[3], copy=True)
+        return *self._evaluate(model, batch), self.split(model)[3]
+
+    def _evaluate(self, model: nnx.Module, batch: Batch) -> tuple[Array, Any]:
         """Value and prediction."""
         result = self.loss_fn(model, *batch)
         value, prediction = result if isinstance(result, tuple) else (result, None)
@@ -230,17 +224,6 @@ class _Passes:
             )
         return value, prediction
 
-    def _tapped(
-        self, model: nnx.Module, blocks: Blocks, rows: Mapping[str, int] | None = None
-    ) -> Any:
-        """Graph, taps, parameters and the rest of a tapped copy."""
-        copy = nnx.merge(*nnx.split(model), copy=True)
-        statistics = {
-            b.name: Statistic(b, self.reading, (rows or {}).get(b.name, 0)) for b in blocks
-        }
-        tap(copy, statistics, self.dtype)
-        return split(copy, CurvatureTap, self.wrt)
-
     def _target(self, value: Array, prediction: Any, key: Array | None, size: int) -> Any:
         """The sum of -log p to differentiate for the curvature, and its number of examples."""
         if isinstance(self.fisher, EmpiricalFisher):
@@ -248,12 +231,7 @@ class _Passes:
         return prediction.sampled_loss(_key(key, value)), prediction.num_examples
 
 
-def split(model: nnx.Module, *filters: Any) -> Any:
-    """Graph, one state for each filter, and the rest; untyped, because mypy miscounts `nnx.split`."""
-    return nnx.split(model, *filters, ...)
-
-
-def batch_size(batch: tuple[Any, ...]) -> int:
+def batch_size(batch: Batch) -> int:
     """N, the first axis of the first array."""
     leaves = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 0]
     if not leaves:

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -20,27 +19,27 @@ from moment_jax.optim.damping import (
 )
 from moment_jax.optim.factors import (
     DiagonalFactor,
+    EmbeddingFactor,
     Factor,
     Factors,
     RowFactor,
     apply_curvature,
-    curvature_diagonal,
 )
-from moment_jax.optim.groups import Groups, Matrices
+from moment_jax.optim.groups import Groups, Matrices, count_layers
 from moment_jax.optim.inverses import divided
-from moment_jax.optim.last_step import Directions, sum_of
+from moment_jax.optim.kfac import StaleInverse
+from moment_jax.optim.last_step import inner
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.refresh import StaleInverse
-from moment_jax.optim.row_systems import cheapest_form
+from moment_jax.optim.row_systems import solve_rows
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
+from moment_jax.xla import diagonal_of
 
 
 class ConjugateGradientState(NamedTuple):
     """State of the solver by group of layers; `iterations` and `residual` are for logs."""
 
     preconditioner: Any  # inverses of `StaleInverse`; else None
-    solution: Matrices  # the next start, (L, rows, columns); empty without warm start
     iterations: Matrices  # (L,), of the last step
     residual: Matrices  # (L,), relative, of the last step
 
@@ -60,18 +59,13 @@ class ConjugateGradientSolver:
 
     max_iterations: int | Array
     tolerance: Number
-    warm_start: bool
     precondition: Preconditioner | None
 
     def init(self, groups: Groups, dtype: jnp.dtype) -> ConjugateGradientState:
         """The state before the first step."""
-        counts = {key: sum(b.count for b in blocks) for key, blocks in groups.items()}
-        shapes = {key: (counts[key], b[0].rows, b[0].columns) for key, b in groups.items()}
-        stale = self.precondition if isinstance(self.precondition, StaleInverse) else None
-        start = {key: jnp.zeros(shape, dtype) for key, shape in shapes.items()}
+        stale, counts = self.precondition, count_layers(groups)
         return ConjugateGradientState(
-            None if stale is None else stale.init(groups, dtype),
-            start if self.warm_start else {},
+            stale.init(groups, dtype) if isinstance(stale, StaleInverse) else None,
             {key: jnp.zeros(count, jnp.int32) for key, count in counts.items()},
             {key: jnp.zeros(count, dtype) for key, count in counts.items()},
         )
@@ -84,59 +78,49 @@ class ConjugateGradientSolver:
         state: ConjugateGradientState,
         fresh: Array,
         ready: Array,
-    ) -> Directions:
+    ) -> tuple[Matrices, Array, ConjugateGradientState]:
         """Solve one group after another."""
         stale, inverses = self.precondition, state.preconditioner
         if isinstance(stale, StaleInverse):
             inverses = stale.refreshed(curvature, damping, inverses, fresh, ready)
         by_key = {} if inverses is None else inverses.inverses
         solved = {
-            key: self._solve(
-                curvature[key], grad, damping, state.solution.get(key), by_key.get(key)
-            )
+            key: self._solve(curvature[key], grad, damping, by_key.get(key))
             for key, grad in grads.items()
         }
-        # x^T (F + damping) x; the damping bounds directions in which F is zero.
-        quadratic = sum_of(
-            jnp.sum(solved[key].x * (grad - solved[key].residual)) for key, grad in grads.items()
+        x, iterations, residual = (
+            {key: getattr(one, name) for key, one in solved.items()}
+            for name in ("x", "iterations", "relative_residual")
         )
-        x = {key: one.x for key, one in solved.items()}
-        iterations = {key: one.iterations for key, one in solved.items()}
-        residual = {key: one.relative_residual for key, one in solved.items()}
-        # A skipped step is no start for the next.
-        parts = (x if self.warm_start else {}, iterations, residual)
-        kept = jax.tree.map(lambda new, old: jnp.where(ready, new, old), parts, tuple(state[1:]))
-        return Directions(x, jnp.maximum(quadratic, 0), ConjugateGradientState(inverses, *kept))
+        # x^T (F + damping) x; the damping bounds directions in which F is zero.
+        quadratic = inner(x, {key: grads[key] - one.residual for key, one in solved.items()})
+        return x, quadratic, ConjugateGradientState(inverses, iterations, residual)
 
-    def _solve(
-        self, factor: Factor, grad: Array, damping: Array, guess: Array | None, inverse: Any
-    ) -> Solution:
+    def _solve(self, factor: Factor, grad: Array, damping: Array, inverse: Any) -> Solution:
         if isinstance(factor, DiagonalFactor):
             diagonal, count = factor.squares + damping, grad.shape[:1]
             x = divided(grad, diagonal)  # exact; 0 where F and damping are both 0
-            return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), jnp.zeros(count))
+            none = jnp.zeros(count, grad.dtype)
+            return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), none)
         limits: Any = {"max_iterations": self.max_iterations, "tolerance": self.tolerance}
         if isinstance(factor, RowFactor):
-            expected = self.max_iterations if isinstance(self.max_iterations, int) else 10
-            start = jnp.zeros_like(grad) if guess is None else guess
-            return cheapest_form(factor, expected)(factor, grad, start, damping, **limits)
+            return solve_rows(factor, grad, damping, **limits)
+        precondition: Linear | None = None
+        stale = self.precondition
+        if isinstance(stale, StaleInverse):
+            precondition = lambda r: stale.apply(inverse, factor, r, damping)  # noqa: E731
+        elif stale is not None:
+            inputs = factor[0] if isinstance(factor, EmbeddingFactor) else diagonal_of(factor[0])
+            diagonal = inputs[:, :, None] * diagonal_of(factor.outputs)[:, None, :] + damping
+            scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
+            precondition = lambda r: scale * r  # noqa: E731
         return conjugate_gradient(
             lambda v: apply_curvature(factor, v) + damping * v,
             grad,
-            guess,
-            precondition=self._preconditioner(factor, damping, inverse),
+            None,
+            precondition=precondition,
             **limits,
         )
-
-    def _preconditioner(self, factor: Factor, damping: Array, inverse: Any) -> Linear | None:
-        if self.precondition is None:
-            return None
-        stale = self.precondition
-        if isinstance(stale, StaleInverse) and inverse is not None:
-            return lambda r: stale.apply(inverse, factor, r, damping)
-        diagonal = curvature_diagonal(factor) + damping
-        scale = 1 / jnp.where(diagonal > 0, diagonal, 1)
-        return lambda r: scale * r
 
 
 def scale_by_cg_fac(
@@ -144,7 +128,6 @@ def scale_by_cg_fac(
     damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
     tolerance: Number = 0.1,
-    warm_start: bool = False,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
     decay: float | Array | None = 0.95,
     curvature_every: int | Array = 5,
@@ -157,7 +140,7 @@ def scale_by_cg_fac(
     """
     check_range("cg_fac", "max_iterations", max_iterations, least=1)
     check_range("cg_fac", "tolerance", tolerance, least=0)
-    solver = ConjugateGradientSolver(max_iterations, tolerance, warm_start, precondition)
+    solver = ConjugateGradientSolver(max_iterations, tolerance, precondition)
     return ScaleBySecondOrder(
         "cg_fac", solver, damping, decay, kl_bound, curvature_every, blocks
     ).transformation()
@@ -169,7 +152,6 @@ def cg_fac(
     damping: Damping = DEFAULT_DAMPING,
     max_iterations: int | Array = 5,
     tolerance: Number = 0.1,
-    warm_start: bool = False,
     precondition: Preconditioner | None = DEFAULT_PRECONDITIONER,
     decay: float | Array | None = 0.95,
     curvature_every: int | Array = 5,
@@ -210,8 +192,6 @@ def cg_fac(
         eigenvalues of F, the step is that of gradient descent.
       max_iterations: m, the most iterations.
       tolerance: iterations stop when |residual| <= tolerance |grad|.
-      warm_start: start at the best multiple of the previous x, which is then stored. It saves iterations
-        if gradients change slowly, and hardly any if each is of one small batch.
       precondition: `StaleInverse()` (default), K-FAC's inverses, a few steps old, with which one to
         three iterations do instead of dozens; `Jacobi()`, the diagonal; or None, Algorithm 1 as printed.
       decay: of the running averages of the factors; None to use each batch on its own.
@@ -252,7 +232,6 @@ def cg_fac(
         damping=damping,
         max_iterations=max_iterations,
         tolerance=tolerance,
-        warm_start=warm_start,
         precondition=precondition,
         decay=decay,
         curvature_every=curvature_every,

@@ -1,13 +1,14 @@
 """Conjugate gradients for a stack of independent symmetric systems."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 Linear = Callable[[Array], Array]
+State = tuple[Any, ...]  # step, x, residual, direction, rho, active, iterations
 
 
 class Solution(NamedTuple):
@@ -17,16 +18,6 @@ class Solution(NamedTuple):
     residual: Array  # b - A x by the recursion, (L, ...)
     iterations: Array  # (L,)
     relative_residual: Array  # |b - A x| / |b|, (L,); 0 where b is zero
-
-
-class _State(NamedTuple):
-    step: Array
-    x: Array
-    residual: Array
-    direction: Array
-    rho: Array
-    active: Array
-    iterations: Array
 
 
 def inner_product(left: Array, right: Array) -> Array:
@@ -82,35 +73,35 @@ def conjugate_gradient(
         x = jnp.where(scale == 0, 0, start * scale)
         residual = target - jnp.where(scale == 0, 0, pushed * scale)
     direction = precondition(residual)
-    first = _State(
-        jnp.int32(0), x, residual, direction, inner(residual, direction),
-        inner(residual, residual) > limit, jnp.zeros(target.shape[:1], jnp.int32),
-    )  # fmt: skip
+    active = inner(residual, residual) > limit
+    counts = jnp.zeros(target.shape[:1], jnp.int32)
+    first = (jnp.int32(0), x, residual, direction, inner(residual, direction), active, counts)
 
-    def unfinished(state: _State) -> Array:
-        return (state.step < max_iterations) & jnp.any(state.active)
+    def unfinished(state: State) -> Array:
+        step, *_, active, _ = state
+        return (step < max_iterations) & jnp.any(active)
 
-    def iterate(state: _State) -> _State:
-        pushed = apply(state.direction)
-        curvature = inner(state.direction, pushed)
-        active = state.active & _usable(curvature, state.rho)
-        alpha = wide(jnp.where(active, state.rho / _nonzero(curvature), 0))
-        x = state.x + jnp.where(alpha == 0, 0, alpha * state.direction)
-        residual = state.residual - jnp.where(alpha == 0, 0, alpha * pushed)
+    def iterate(state: State) -> State:
+        step, x, residual, direction, rho, active, counts = state
+        pushed = apply(direction)
+        curvature = inner(direction, pushed)
+        active &= _usable(curvature, rho)
+        alpha = wide(jnp.where(active, rho / _nonzero(curvature), 0))
+        x = x + jnp.where(alpha == 0, 0, alpha * direction)
+        residual = residual - jnp.where(alpha == 0, 0, alpha * pushed)
         scaled = precondition(residual)
-        rho = inner(residual, scaled)
-        beta = wide(jnp.where(active, rho / _nonzero(state.rho), 0))
-        direction = jnp.where(wide(active), scaled + beta * state.direction, state.direction)
-        rho = jnp.where(active, rho, state.rho)
-        iterations = state.iterations + active
+        new = inner(residual, scaled)
+        beta = wide(jnp.where(active, new / _nonzero(rho), 0))
+        direction = jnp.where(wide(active), scaled + beta * direction, direction)
+        rho, counts = jnp.where(active, new, rho), counts + active
         active &= inner(residual, residual) > limit
-        return _State(state.step + 1, x, residual, direction, rho, active, iterations)
+        return step + 1, x, residual, direction, rho, active, counts
 
-    last = jax.lax.while_loop(unfinished, iterate, first)
+    _, x, residual, *_, counts = jax.lax.while_loop(unfinished, iterate, first)
     size = inner(target, target)
-    left = jnp.maximum(inner(last.residual, last.residual), 0)
+    left = jnp.maximum(inner(residual, residual), 0)
     relative = jnp.where(size > 0, jnp.sqrt(left / _nonzero(size)), 0)
-    return Solution(last.x, last.residual, last.iterations, relative)
+    return Solution(x, residual, counts, relative)
 
 
 def _usable(curvature: Array, other: Array) -> Array:

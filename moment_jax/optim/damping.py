@@ -12,8 +12,30 @@ Schedule = Callable[[Array], Any]
 SLACK = 3.0  # a `TrustRegion` falls no faster than 1 / steps, up to this factor
 
 
+class Adaptive:
+    """A rule for a number that adapts from step to step, within limits."""
+
+    initial: float
+    smallest: float
+    largest: float
+    rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not 0 < self.smallest <= self.initial <= self.largest:
+            raise ValueError(
+                f"`{name}` needs 0 < smallest <= initial <= largest. Got {self.smallest}, "
+                f"{self.initial} and {self.largest}."
+            )
+        check_range(name, "a rate", self.rate, least=0)
+
+    def scaled(self, value: Array, factor: Array) -> Array:
+        """`value` times a factor, within the limits."""
+        return jnp.clip(value * factor, self.smallest, self.largest)
+
+
 @dataclasses.dataclass(frozen=True)
-class LevenbergMarquardt:
+class LevenbergMarquardt(Adaptive):
     """Damping by the reduction ratio: actual over predicted change of the loss.
 
     Pass the change to `update(..., change=change)`: the loss after the previous step minus the loss
@@ -39,7 +61,7 @@ class LevenbergMarquardt:
     largest: float = 1e4
 
     def __post_init__(self) -> None:
-        check_order("LevenbergMarquardt", self)
+        super().__post_init__()
         if self.factor <= 1 or not self.lower < self.upper:
             raise ValueError(
                 "`LevenbergMarquardt` needs factor > 1 and lower < upper. Got "
@@ -49,34 +71,13 @@ class LevenbergMarquardt:
     def adapted(self, damping: Array, change: Array, predicted: Array) -> Array:
         """The next damping, from the actual and the predicted change of the loss by the last step."""
         ratio = change / jnp.where(predicted < 0, predicted, -1)
-        known = jnp.isfinite(ratio) & (predicted < 0)
         worse = jnp.where(ratio < self.lower, self.factor, 1.0)
-        scale = jnp.where(ratio > self.upper, 1 / self.factor, worse).astype(damping.dtype)
-        scale = jnp.where(known, scale, 1)
-        return jnp.clip(damping * scale, self.smallest, self.largest)
+        factor = jnp.where(ratio > self.upper, 1 / self.factor, worse).astype(damping.dtype)
+        return self.scaled(damping, jnp.where(jnp.isfinite(ratio) & (predicted < 0), factor, 1))
 
 
 @dataclasses.dataclass(frozen=True)
-class Followed:
-    """A number that follows a slope of the loss at some rate, within limits."""
-
-    initial: float
-    rate: float
-    smallest: float
-    largest: float
-
-    def __post_init__(self) -> None:
-        check_order(type(self).__name__, self)
-        check_range(type(self).__name__, "a rate", self.rate, least=0)
-
-    def moved(self, value: Array, exponent: Array, taken_back: Array, instead: float) -> Array:
-        """`value` times e^exponent, or times `instead` where the last step was taken back."""
-        factor = jnp.where(taken_back, instead, jnp.exp(exponent))
-        return jnp.clip(value * factor, self.smallest, self.largest)
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaptiveDamping(Followed):
+class AdaptiveDamping(Adaptive):
     """Damping that descends the next batch's loss.
 
     Let x = (F + damping)^-1 grad of the new batch, and s the last step with |s|^2 = s^T (F + damping) s
@@ -87,8 +88,8 @@ class AdaptiveDamping(Followed):
     Args:
       initial: first value; an error of a factor of ten is corrected within some dozens of steps.
       rate: upper limit of a change of log damping; typical changes are a hundredth of it.
-      smallest: lower limit.
-      largest: upper limit.
+      smallest: the damping stays above it.
+      largest: and below it.
 
     Raises:
       ValueError: if the numbers are out of order.
@@ -101,11 +102,11 @@ class AdaptiveDamping(Followed):
 
     def adapted(self, damping: Array, slope: Array, taken_back: Array) -> Array:
         """The next damping, from the scaled slope of the loss; fourfold after a step taken back."""
-        return self.moved(damping, -self.rate * slope, taken_back, 4)
+        return self.scaled(damping, jnp.where(taken_back, 4, jnp.exp(-self.rate * slope)))
 
 
 @dataclasses.dataclass(frozen=True)
-class TrustRegion(Followed):
+class TrustRegion(Adaptive):
     """A bound of the step's KL divergence that grows while steps are too short, and else shrinks.
 
     After a step s the new gradient shows how the loss changes along it: c = <grad, s> over the norms of
@@ -122,8 +123,8 @@ class TrustRegion(Followed):
     Args:
       initial: first value, nats per example; small, since an average of few batches is poor curvature.
       rate: see above.
-      smallest: lower limit.
-      largest: upper limit.
+      smallest: the bound stays above it.
+      largest: and below it.
       aim: target of c, slightly past the minimum, which suits later losses better.
 
     Raises:
@@ -141,19 +142,10 @@ class TrustRegion(Followed):
     ) -> tuple[Array, Array]:
         """The bound, a quarter of it after a step taken back, and the least that slopes may make it."""
         past = slope - self.aim
-        moved = self.moved(bound, -jnp.where(past > 0, 2, 1) * self.rate * past, taken_back, 0.25)
+        followed = jnp.exp(-jnp.where(past > 0, 2, 1) * self.rate * past)
         least = jnp.where(taken_back, 0.25, 1) * least * step / (step + 1)
-        moved = jnp.maximum(moved, least)
+        moved = jnp.maximum(self.scaled(bound, jnp.where(taken_back, 0.25, followed)), least)
         return moved, jnp.maximum(least, moved / SLACK)
-
-
-def check_order(name: str, rule: Any) -> None:
-    """Raise unless 0 < smallest <= initial <= largest."""
-    if not 0 < rule.smallest <= rule.initial <= rule.largest:
-        raise ValueError(
-            f"`{name}` needs 0 < smallest <= initial <= largest. Got {rule.smallest}, {rule.initial} "
-            f"and {rule.largest}."
-        )
 
 
 Number = float | Array
@@ -161,30 +153,26 @@ Damping = Number | Schedule | LevenbergMarquardt | AdaptiveDamping
 Bound = Number | Schedule | TrustRegion | None
 
 
-def initial_value(setting: Damping | Bound) -> Array:
-    """The first damping or bound of the state; no bound is the largest float32."""
-    if setting is None:
-        return jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float32)
-    if isinstance(setting, LevenbergMarquardt | AdaptiveDamping | TrustRegion):
-        return jnp.asarray(setting.initial, jnp.float32)
-    return current(setting, jnp.int32(0))
-
-
-def current(value: Number | Schedule, count: Array) -> Array:
-    """The value of a number or a schedule at a step."""
-    return jnp.asarray(value(count) if callable(value) else value, jnp.float32)
+def current(setting: Damping | Bound, count: Array, adapted: Array | None = None) -> Array:
+    """A setting at a step; no bound is float32's largest, what adapts is `adapted`, None at first."""
+    value: Any = setting
+    if isinstance(setting, Adaptive):
+        value = setting.initial if adapted is None else adapted
+    elif setting is None:
+        value = jnp.finfo(jnp.float32).max
+    elif callable(setting):
+        value = setting(count)
+    return jnp.asarray(value, jnp.float32)
 
 
 def check_range(
-    name: str, what: str, value: Any, *, least: float | None = None, below: float | None = None
+    name: str, what: str, value: Any, *, least: float, below: float | None = None
 ) -> None:
     """Raise unless a Python number lies in its range; arrays and schedules are not checked."""
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or (value >= least and (below is None or value < below)):
         return
     wanted = f">= {least}" if below is None else f">= {least} and < {below}"
-    too_small = least is not None and not value >= least
-    if too_small or (below is not None and not value < below):
-        raise ValueError(f"`{name}` needs {what} {wanted}. Got {value}.")
+    raise ValueError(f"`{name}` needs {what} {wanted}. Got {value}.")
 
 
 DEFAULT_DAMPING, DEFAULT_BOUND = AdaptiveDamping(), TrustRegion()

@@ -57,7 +57,15 @@ def for_model(
     ...     model, partial(mj.optim.kfac, momentum=0.8), scale_learning_rate=0.1, dataset_size=100)
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     """
-    _check_method(method)
+    try:
+        inspect.signature(method).bind(blocks=())
+    except TypeError as error:
+        raise TypeError(
+            "`for_model` needs a second-order method that takes blocks=... . Got "
+            f"{getattr(method, '__name__', type(method).__name__)}. Use "
+            "functools.partial(mj.optim.kfac, momentum=0.5). Use first-order methods such as Adam by "
+            "themselves, or pass them as others=."
+        ) from error
     blocks = find_blocks(model, wrt)
     if not blocks:
         raise ValueError(
@@ -82,18 +90,3 @@ def for_model(
         },
         label,
     )
-
-
-def _check_method(method: object) -> None:
-    """Raise unless `method` can be called as method(blocks=...)."""
-    takes = False
-    if callable(method):
-        options = inspect.signature(method).parameters
-        takes = "blocks" in options or any(o.kind is o.VAR_KEYWORD for o in options.values())
-    if not takes:
-        raise TypeError(
-            "`for_model` needs a second-order method that takes blocks=... . Got "
-            f"{getattr(method, '__name__', type(method).__name__)}. Use "
-            "functools.partial(mj.optim.kfac, momentum=0.5). Use first-order methods such as Adam by "
-            "themselves, or pass them as others=."
-        )

@@ -1,38 +1,33 @@
 """Groups of layers of one kind and shape, stacked so that each operation runs once for all."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from moment_jax.optim.factors import Factor, Factors, RowFactor, shapes_of
 from moment_jax.optim.layer_blocks import Blocks, LayerBlock, infer_blocks
-from moment_jax.optim.trees import flatten, has_masks
+from moment_jax.optim.trees import flatten
 
 Groups = dict[str, Blocks]
 Matrices = dict[str, Array]
 
 
-def group(blocks: Blocks) -> Groups:
-    """Blocks by kind and shape, which make up the key."""
-    groups: dict[str, list[LayerBlock]] = {}
-    for block in blocks:
-        kind = type(block).__name__.removesuffix("Block").lower()
-        groups.setdefault(f"{kind}_{block.rows}x{block.columns}", []).append(block)
-    return {key: tuple(members) for key, members in groups.items()}
-
-
 def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
-    """The groups of parameters or gradients, of which a mask may hide whole blocks.
+    """The groups of parameters or gradients by kind and shape; a mask may hide whole blocks.
 
     Without `blocks` they are inferred from the names in the tree. Raises a ValueError if a parameter
     belongs to no block, or a block's parameter is missing or of another shape.
     """
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
     found = infer_blocks(shapes) if blocks is None else blocks
-    if has_masks(tree):
+    if any(map(_is_mask, jax.tree.leaves(tree, is_leaf=_is_mask))):
         found = tuple(block for block in found if not shapes.keys().isdisjoint(block.leaves))
+    groups: Groups = {}
     for block in found:
         for leaf, shape in zip(block.leaves, block.shapes, strict=True):
             if shapes.get(leaf) != shape:
@@ -41,6 +36,9 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
                     f"{shapes.get(leaf, 'none')}. Give blocks=mj.optim.find_blocks(model) of the "
                     "trained model, and mask whole layers only."
                 )
+        kind = type(block).__name__.removesuffix("Block").lower()
+        key = f"{kind}_{block.rows}x{block.columns}"
+        groups[key] = (*groups.get(key, ()), block)
     covered = {leaf for block in found for leaf in block.leaves}
     for path in shapes:
         if path not in covered:
@@ -48,14 +46,18 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
                 f"Parameter {path!r} belongs to no layer with curvature factors. Leave it to another "
                 "optimiser: mj.optim.for_model(model, ...) gives it to Adam, by optax.partition."
             )
-    return group(found)
+    return groups
+
+
+def _is_mask(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def stack(groups: Groups, tree: Any) -> Matrices:
     """The parameters of every group as one array (L, rows, columns)."""
     leaves = flatten(tree)
     return {
-        key: _concatenated([block.matrix(leaves) for block in blocks])
+        key: jnp.concatenate([block.matrix(leaves) for block in blocks])
         for key, blocks in groups.items()
     }
 
@@ -64,12 +66,26 @@ def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:
     """The inverse of `stack`, by path."""
     leaves: dict[str, Array] = {}
     for key, blocks in groups.items():
-        start = 0
-        for block in blocks:
-            part = matrices[key][start : start + block.count]
-            start += block.count
+        ends = itertools.accumulate(block.count for block in blocks[:-1])
+        for block, part in zip(blocks, jnp.split(matrices[key], list(ends)), strict=True):
             leaves |= block.split(part)
     return leaves
+
+
+def count_layers(groups: Groups) -> dict[str, int]:
+    """L of every group."""
+    return {key: sum(block.count for block in blocks) for key, blocks in groups.items()}
+
+
+def empty_averages(groups: Groups, dtype: jnp.dtype) -> Factors:
+    """The first averages of the factors of every group: zeros of weight zero."""
+
+    def empty(first: LayerBlock, count: int) -> Factor:
+        shapes = shapes_of(first.factor, first.rows, first.columns)
+        arrays = [jnp.zeros((count, *shape), dtype) for shape in shapes]
+        return first.factor(*arrays, jnp.zeros((), dtype))
+
+    return {key: empty(groups[key][0], count) for key, count in count_layers(groups).items()}
 
 
 def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
@@ -86,26 +102,22 @@ def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
 
 
 def _stacked(blocks: Blocks, factors: list[Factor]) -> Factor:
-    kinds = {type(factor) for factor in factors}
+    kinds = {(type(f).__name__, _tokens(f)): None for f in factors}
     if len(kinds) > 1:
         raise ValueError(
-            f"Layers {', '.join(block.name for block in blocks)} need factors of one kind. Got "
-            f"{', '.join(kind.__name__ for kind in kinds)}."
-        )
-    lengths = {factor.inputs.shape[1:3] for factor in factors if isinstance(factor, RowFactor)}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"Layers {', '.join(block.name for block in blocks)} are of one shape but see different "
-            f"numbers of rows, {sorted(lengths)}. Take Kronecker factors, or mask one of them."
+            f"Layers {', '.join(block.name for block in blocks)} are of one shape, so they need factors "
+            f"of one kind and number of rows. Got {', '.join(f'{k} {n}' for k, n in kinds)}. Take "
+            "Kronecker factors, or mask one of them."
         )
     weight = jnp.min(jnp.stack([factor.weight for factor in factors]))
-    arrays = [_concatenated(list(parts)) for parts in zip(*(f[:-1] for f in factors), strict=True)]
+    arrays = [jnp.concatenate(parts) for parts in zip(*(f[:-1] for f in factors), strict=True)]
     kind: Any = type(factors[0])
     return kind(*arrays, weight)
 
 
-def _concatenated(parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+def _tokens(factor: Factor) -> tuple[int, ...]:
+    """(N, T) of the rows of a factor that keeps them."""
+    return factor.inputs.shape[1:3] if isinstance(factor, RowFactor) else ()
 
 
 def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
@@ -120,13 +132,9 @@ def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
         raise TypeError(
             f"Layer {block.name!r} needs a factor of mj.optim. Got {type(factor).__name__}."
         )
-    if isinstance(factor, RowFactor):
-        examples = factor.inputs.shape[1:3]
-        shapes = {"inputs": (*examples, block.rows), "outputs": (*examples, block.columns)}
-    else:
-        shapes = shapes_of(type(factor), block)
-    for name, one in shapes.items():
-        shape, got = (block.count, *one), tuple(getattr(factor, name).shape)
+    shapes = shapes_of(type(factor), block.rows, block.columns, _tokens(factor))
+    for name, one, array in zip(factor._fields, shapes, factor, strict=False):
+        shape, got = (block.count, *one), tuple(array.shape)
         if got != shape:
             raise ValueError(
                 f"The factor {name!r} of layer {block.name!r} needs the shape {shape}. Got {got}. "

@@ -10,8 +10,6 @@ from jax import Array
 
 from moment_jax.xla import diagonal_of, on_diagonal
 
-DType = jnp.dtype
-
 LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace, which a Cholesky factorisation needs
 LEAF = 40  # up to this many rows are eliminated one by one; wider matrices are halved
 MOST_LEAVES = 16  # of any matrix, so that programs do not grow with its width
@@ -41,22 +39,23 @@ class Cholesky:
     float32 factors of any condition number can be inverted.
     """
 
+    def empty(self, inputs: Array, outputs: Array) -> InversePair:
+        """The state before the first inversion: zeros, so that steps are zero."""
+        return InversePair(jnp.zeros_like(inputs), jnp.zeros_like(outputs))
+
     def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> InversePair:
         """Inverses of (L, n, n) factors."""
-        left, right = _added(inputs, outputs, damping)
-        return InversePair(
-            self.inverse(_raised(inputs, left)), self.inverse(_raised(outputs, right))
-        )
+        a, g = (jnp.mean(diagonal_of(f), axis=-1) for f in (inputs, outputs))
+        tiny = jnp.finfo(a.dtype).tiny
+        pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
+        pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
+        root = jnp.sqrt(damping)
+        left, right = _damped(inputs, pi * root), _damped(outputs, root / pi)
+        return InversePair(self.inverse(left), self.inverse(right))
 
     def inverse(self, matrix: Array) -> Array:
         """Inverses of positive definite matrices (L, n, n)."""
         return inverted(matrix)
-
-    def empty(self, count: int, rows: int, columns: int, dtype: DType) -> InversePair:
-        """The state before the first inversion: zeros, so that steps are zero."""
-        return InversePair(
-            jnp.zeros((count, rows, rows), dtype), jnp.zeros((count, columns, columns), dtype)
-        )
 
     def apply(self, inverses: InversePair, grad: Array, damping: Array) -> Array:
         """Both inverses applied to a gradient (L, rows, columns), damped as of their last refresh."""
@@ -71,17 +70,14 @@ class Eigh:
     Costs two more products per step than `Cholesky` and a slower refresh.
     """
 
+    def empty(self, inputs: Array, outputs: Array) -> EigenPair:
+        """The state before the first inversion, as for `Cholesky`."""
+        return EigenPair(*no_eigenbases(inputs), *no_eigenbases(outputs))
+
     def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> EigenPair:
         """Eigenbases of (L, n, n) factors."""
         del damping
         return EigenPair(*eigenbases(inputs), *eigenbases(outputs))
-
-    def empty(self, count: int, rows: int, columns: int, dtype: DType) -> EigenPair:
-        """The state before the first inversion, as for `Cholesky`."""
-        return EigenPair(
-            jnp.zeros((count, rows), dtype), jnp.zeros((count, rows, rows), dtype),
-            jnp.zeros((count, columns), dtype), jnp.zeros((count, columns, columns), dtype),
-        )  # fmt: skip
 
     def apply(self, inverses: EigenPair, grad: Array, damping: Array) -> Array:
         """(A (x) G + gamma I)^-1 applied to a gradient (L, rows, columns)."""
@@ -130,26 +126,18 @@ def divided(array: Array, by: Array) -> Array:
     return jnp.where(by > 0, array / jnp.where(by > 0, by, 1), 0)
 
 
-def _added(inputs: Array, outputs: Array, damping: Array) -> tuple[Array, Array]:
-    """The damping of the diagonals of factors (L, n, n), (L,) each."""
-    of_inputs, of_outputs = (jnp.sum(diagonal_of(f), axis=-1) for f in (inputs, outputs))
-    a, g = of_inputs / inputs.shape[-1], of_outputs / outputs.shape[-1]  # average eigenvalues
-    tiny = jnp.finfo(a.dtype).tiny
-    pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
-    pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
-    root = jnp.sqrt(damping)
-    return _floor(of_inputs, pi * root), _floor(of_outputs, root / pi)
-
-
-def _raised(factor: Array, added: Array) -> Array:
-    """Matrices (..., n, n) with scalars (...) added to their diagonals."""
-    return factor + jnp.where(on_diagonal(factor.shape), added[..., None, None], 0)
-
-
-def _floor(trace: Array, damping: Array) -> Array:
+def _damped(factor: Array, damping: Array) -> Array:
+    """Factors (L, n, n) plus `damping` (L,), or what a factorisation needs if that is more."""
+    trace = jnp.sum(diagonal_of(factor), axis=-1)
     unit = jnp.finfo(trace.dtype).eps
     least = jnp.where(trace > 0, LEAST_RELATIVE_DAMPING * unit * trace, 1)
-    return jnp.maximum(damping.astype(trace.dtype), least)
+    added = jnp.maximum(damping.astype(trace.dtype), least)
+    return factor + jnp.where(on_diagonal(factor.shape), added[:, None, None], 0)
+
+
+def no_eigenbases(matrices: Array) -> tuple[Array, Array]:
+    """Zeros like what `eigenbases` returns."""
+    return jnp.zeros(matrices.shape[:-1], matrices.dtype), jnp.zeros_like(matrices)
 
 
 def eigenbases(matrices: Array) -> tuple[Array, Array]:

@@ -1,5 +1,13 @@
-"""K-FAC: the natural gradient by inverses of both Kronecker factors of each layer."""
+"""K-FAC: the natural gradient by inverses of both Kronecker factors of each layer.
 
+The inverses are of running averages, which change most while they hold few batches. The intervals
+between refreshes therefore grow as 1, 2, 4, ... steps up to their full length.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -13,18 +21,66 @@ from moment_jax.optim.damping import (
     Schedule,
     check_range,
 )
-from moment_jax.optim.factors import Factors, RowFactor
-from moment_jax.optim.groups import Matrices
-from moment_jax.optim.inverses import Cholesky, Inversion
-from moment_jax.optim.last_step import Directions, sum_of
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    Factor,
+    Factors,
+    KroneckerFactor,
+    RowFactor,
+)
+from moment_jax.optim.groups import Groups, Matrices, empty_averages
+from moment_jax.optim.inverses import (
+    Cholesky,
+    EigenPair,
+    Eigh,
+    Inversion,
+    divided,
+    eigenbases,
+    no_eigenbases,
+)
+from moment_jax.optim.last_step import inner
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.refresh import KFACState, StaleInverse
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import ScaleBySecondOrder
 
+NARROW = 512  # rows up to which old and new inverses of all layers may be in memory together
 
-class KroneckerSolver(StaleInverse):
-    """(F + damping I)^-1 by inverses that are refreshed every few steps."""
+
+class KFACState(NamedTuple):
+    """Inverses by group of layers (for a table the eigenbasis of G), and when they were computed."""
+
+    inverses: dict[str, Any]
+    age: Array  # steps since the last refresh; negative before the first
+    interval: Array  # steps from the last refresh to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class StaleInverse:
+    """Precondition by inverses of the Kronecker factors, refreshed every few steps.
+
+    The system that is solved is always the current one: an old inverse costs iterations, not accuracy.
+
+    Args:
+      inversion: `Cholesky()`, `Eigh()` or `NewtonSchulz()`.
+      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
+    """
+
+    inversion: Inversion = dataclasses.field(default_factory=Cholesky)
+    refresh_every: int | Array = 10
+
+    def __post_init__(self) -> None:
+        check_range("StaleInverse", "refresh_every", self.refresh_every, least=1)
+
+    def init(self, groups: Groups, dtype: jnp.dtype) -> KFACState:
+        """No inverses yet."""
+        inverses: dict[str, Any] = {}
+        for key, factor in empty_averages(groups, dtype).items():
+            if isinstance(factor, KroneckerFactor):
+                inverses[key] = self.inversion.empty(factor.inputs, factor.outputs)
+            elif isinstance(factor, EmbeddingFactor):
+                inverses[key] = no_eigenbases(factor.outputs)
+        return KFACState(inverses, jnp.int32(-1), jnp.int32(0))
 
     def solve(
         self,
@@ -34,8 +90,8 @@ class KroneckerSolver(StaleInverse):
         state: KFACState,
         fresh: Array,
         ready: Array,
-    ) -> Directions:
-        """Refresh the inverses where due, then apply them."""
+    ) -> tuple[Matrices, Array, KFACState]:
+        """K-FAC: refresh the inverses where due, then apply them."""
         for key, factor in curvature.items():
             if isinstance(factor, RowFactor):
                 raise TypeError(
@@ -48,8 +104,87 @@ class KroneckerSolver(StaleInverse):
             for key, grad in grads.items()
         }
         # x^T (F + damping) x = x . grad, exactly if the inverses are of the current curvature.
-        quadratic = sum_of(jnp.sum(x[key] * grad) for key, grad in grads.items())
-        return Directions(x, jnp.maximum(quadratic, 0), state)
+        return x, inner(x, grads), state
+
+    def apply(self, inverse: Any, factor: Factor, grad: Array, damping: Array) -> Array:
+        """(F + damping I)^-1 applied to a gradient (L, rows, columns), with a group's stored inverse.
+
+        A table's frequencies, and diagonals, are the current ones.
+        """
+        if isinstance(factor, KroneckerFactor):
+            return self.inversion.apply(inverse, grad, damping)
+        if isinstance(factor, EmbeddingFactor):
+            return Eigh().apply(EigenPair(factor.frequencies, None, *inverse), grad, damping)
+        assert isinstance(factor, DiagonalFactor)  # rows have no inverse
+        return divided(grad, factor.squares + damping)
+
+    def refreshed(
+        self, curvature: Factors, damping: Array, state: KFACState, fresh: Array, ready: Array
+    ) -> KFACState:
+        """New inverses of the current averages where they are due, else the old ones.
+
+        Where not `ready`, the state stays as it is. (Choosing between two states afterwards would keep
+        both in memory.)
+        """
+        wanted = jnp.asarray(self.refresh_every, jnp.int32)
+        due = (state.age < 0) | ((state.age + 1 >= jnp.minimum(state.interval, wanted)) & fresh)
+        due = due & ready
+
+        def invert() -> dict[str, Any]:
+            inverses = dict(state.inverses)  # rows have none, and keep what there is
+            for key, old in inverses.items():
+                factor = curvature[key]
+                if isinstance(factor, KroneckerFactor):
+                    inverses[key] = _inverted(self.inversion, factor, damping, old)
+                elif isinstance(factor, EmbeddingFactor):
+                    inverses[key] = _where_finite(eigenbases(factor.outputs), old)
+            return inverses
+
+        inverses = jax.lax.cond(due, invert, lambda: state.inverses)
+        age = jnp.where(due, 0, state.age + ready)
+        grown = jnp.where(due, jnp.clip(2 * state.interval, 1, wanted), state.interval)
+        return KFACState(inverses, age, grown)
+
+
+def _inverted(inversion: Inversion, factor: KroneckerFactor, damping: Array, old: Any) -> Any:
+    """New inverses; the old one for a layer whose inversion failed."""
+
+    def together(inputs: Array, outputs: Array, old: Any) -> Any:
+        return _where_finite(inversion.refreshed(inputs, outputs, damping), old)
+
+    def in_turn(inputs: Array, outputs: Array, old: Any) -> Any:
+        """One layer after another, in place, so that old and new are never all in memory."""
+
+        def refresh(layer: Array, inverses: Any) -> Any:
+            own = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), (inputs, outputs, inverses)
+            )
+            return jax.tree.map(
+                lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, layer, 0),
+                inverses,
+                together(*own),
+            )
+
+        return jax.lax.fori_loop(0, inputs.shape[0], refresh, old)
+
+    if max(factor.inputs.shape[1], factor.outputs.shape[1]) <= NARROW:
+        return together(factor.inputs, factor.outputs, old)
+    return jax.lax.platform_dependent(
+        factor.inputs, factor.outputs, old, cpu=in_turn, default=together
+    )
+
+
+def _where_finite(new: Any, old: Any) -> Any:
+    """The new arrays of every layer if all of them are finite, else the old ones."""
+    finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
+    good = jnp.all(jnp.stack(finite), axis=0)
+
+    def choose(fresh: Array, stale: Array) -> Array:
+        return jnp.where(jnp.expand_dims(good, range(1, fresh.ndim)), fresh, stale).astype(
+            stale.dtype
+        )
+
+    return jax.tree.map(choose, new, old)
 
 
 def scale_by_kfac(
@@ -72,7 +207,7 @@ def scale_by_kfac(
             f"`kfac` needs an inversion such as mj.optim.Cholesky(). Got {inversion!r}."
         )
     check_range("kfac", "refresh_every", refresh_every, least=1)
-    solver = KroneckerSolver(inversion, refresh_every)
+    solver = StaleInverse(inversion, refresh_every)
     return ScaleBySecondOrder(
         "kfac", solver, damping, decay, kl_bound, curvature_every, blocks
     ).transformation()

@@ -1,4 +1,4 @@
-"""Directions, and what the next gradient says about the last step."""
+"""What the next gradient says about the last step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from jax import Array
 
 from moment_jax.optim.factors import Factors, quadratic_form
 from moment_jax.optim.groups import Matrices
-
-
-class Directions(NamedTuple):
-    """What a solver returns: x = (F + damping)^-1 grad of all groups."""
-
-    x: Matrices
-    quadratic: Array  # x^T (F + damping) x of all groups together
-    state: Any
 
 
 class Moved(NamedTuple):
@@ -58,17 +50,17 @@ class Moved(NamedTuple):
         predicted = curved / 2 - jnp.sqrt(size * quadratic)
         return cls(step, inner(grads, step), length, size, ratio, predicted)
 
-    def slope_along(self, solved: Directions) -> Array:
-        """<grad, s> over the norms of both, within [-1, 1]."""
-        return self._scaled(self.slope, solved)
+    def slope_along(self, quadratic: Array) -> Array:
+        """<grad, s> over the norms of both, within [-1, 1]; `quadratic` is x^T (F + damping) x."""
+        return self._scaled(self.slope, quadratic)
 
-    def slope_in_damping(self, solved: Directions, damping: Array) -> Array:
+    def slope_in_damping(self, x: Matrices, quadratic: Array, damping: Array) -> Array:
         """The derivative of the new loss in log damping at fixed |s|, scaled likewise."""
         along = self.length * self.slope / (2 * jnp.where(self.size > 0, self.size, 1))
-        return self._scaled(damping * (along - inner(solved.x, self.step)), solved)
+        return self._scaled(damping * (along - inner(x, self.step)), quadratic)
 
-    def _scaled(self, slope: Array, solved: Directions) -> Array:
-        norms = jnp.sqrt(self.size) * jnp.sqrt(solved.quadratic)
+    def _scaled(self, slope: Array, quadratic: Array) -> Array:
+        norms = jnp.sqrt(self.size) * jnp.sqrt(quadratic)
         ratio = jnp.clip(slope / jnp.where(norms > 0, norms, 1), -1, 1)
         return jnp.where((norms > 0) & jnp.isfinite(ratio), ratio, 0)
 

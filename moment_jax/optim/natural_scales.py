@@ -31,24 +31,22 @@ class ScaleParameter:
     triangular: bool = False  # a Cholesky factor
     paired: bool = False  # of a Kronecker product, which may trade a constant with the other factor
 
-    def natural(self, raw: Array, grad: Array) -> Array:
-        """F^-1 grad in log s, or in K."""
+    def step(self, raw: Array, grad: Array, rate: Array, limit: float) -> Array:
+        """The change of the stored array: -rate F^-1 grad in log s, or in K, within +-`limit`."""
+
+        def limited(natural: Array) -> Array:
+            return jnp.clip(-rate * natural, -limit, limit)
+
         if not self.triangular:
-            return grad / _log_slope(raw) / (2 * self.copies)
+            slope = _log_slope(raw)
+            return limited(grad / slope / (2 * self.copies)) / slope
         factor, slope = lower_factor(raw), jax.nn.sigmoid(diagonal_of(raw))
         in_factor = jnp.tril(grad, -1) + diagonal_matrix(diagonal_of(grad) / slope)
         inner = jnp.tril(factor.T @ in_factor) / self.copies
         diagonal = diagonal_of(inner) / 2
         if self.paired:  # each factor takes half of a change of their common scale
             diagonal = diagonal - jnp.mean(diagonal) / 2
-        return jnp.tril(inner, -1) + diagonal_matrix(diagonal)
-
-    def change(self, raw: Array, natural: Array) -> Array:
-        """The change of the stored array for a change of log s, or of K."""
-        if not self.triangular:
-            return natural / _log_slope(raw)
-        moved = lower_factor(raw) @ natural
-        slope = jax.nn.sigmoid(diagonal_of(raw))
+        moved = factor @ limited(jnp.tril(inner, -1) + diagonal_matrix(diagonal))
         return jnp.tril(moved, -1) + diagonal_matrix(diagonal_of(moved) / slope)
 
 
@@ -112,8 +110,7 @@ def natural_scales(
         for path, grad in grads.items():
             scale, raw = by_path[path], values[path]
             finite = jnp.where(jnp.isfinite(grad), grad, 0)
-            natural = -rate.astype(raw.dtype) * scale.natural(raw, finite)
-            changes[path] = scale.change(raw, jnp.clip(natural, -max_change, max_change))
+            changes[path] = scale.step(raw, finite, rate.astype(raw.dtype), max_change)
         new = optax.ScaleByScheduleState(count=state.count + 1)
         return unflatten(updates, changes), new
 
@@ -131,19 +128,18 @@ def _check(leaves: dict[str, Array], by_path: dict[str, ScaleParameter]) -> None
 
 
 def _of_belief(prefix: str, belief: Belief) -> list[ScaleParameter]:
-    shape = tuple(belief.mean.shape)
-    if belief.family is families.Factorized:
-        return [ScaleParameter(f"{prefix}/scale", 1)]
-    if belief.family is families.OutputShared:
-        return [ScaleParameter(f"{prefix}/scale", shape[0])]
-    if belief.family is families.MatrixNormal:
-        return [
-            ScaleParameter(f"{prefix}/rows", shape[1], triangular=True, paired=True),
-            ScaleParameter(f"{prefix}/columns", shape[0], triangular=True, paired=True),
-        ]
-    if belief.family is families.FullNormal:
-        return [ScaleParameter(f"{prefix}/entries", 1, triangular=True)]
-    return []
+    rows, columns, *_ = (*belief.mean.shape, 1)
+    product = {"triangular": True, "paired": True}
+    found: dict[type, list[ScaleParameter]] = {
+        families.Factorized: [ScaleParameter(f"{prefix}/scale", 1)],
+        families.OutputShared: [ScaleParameter(f"{prefix}/scale", rows)],
+        families.MatrixNormal: [
+            ScaleParameter(f"{prefix}/rows", columns, **product),
+            ScaleParameter(f"{prefix}/columns", rows, **product),
+        ],
+        families.FullNormal: [ScaleParameter(f"{prefix}/entries", 1, triangular=True)],
+    }
+    return found.get(belief.family, [])
 
 
 def _log_slope(raw: Array) -> Array:

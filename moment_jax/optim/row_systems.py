@@ -1,16 +1,13 @@
-"""The exact Fisher block of a batch in the cheapest of three forms.
+"""The exact Fisher block of a batch: F V = 1/N sum_n J_n <J_n, V>, J_n = sum_t a_nt g_nt^T.
 
-F V = 1/N sum_n J_n <J_n, V> + damping V, J_n = sum_t a_nt g_nt^T. All forms take the same iterations of
-conjugate gradients:
+With several tokens per example every J_n is formed once, as a row of one token. Conjugate gradients then
+take the same iterations in the cheaper of two forms:
 
-- rows: a and g as they are, 4 N T (rows) (columns) operations per product;
-- gradients: J formed once, 4 N (rows) (columns) per product;
-- row space: every iterate is a combination of b, x0 and the J_n, so the iteration runs on N + 2
-  coefficients, with inner products by the Gram matrix of those vectors: 2 N^2 per product. With one
-  token per sample that matrix is (a a^T) * (g g^T). No array has (N T)^2 entries.
+- rows: a and g as they are, 4 N (rows) (columns) operations per product;
+- row space: every iterate is a combination of b and the J_n, so the iteration runs on N + 1
+  coefficients, with inner products by the Gram matrix of those vectors: 2 N^2 per product.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,99 +16,52 @@ from jax import Array
 from moment_jax.optim.conjugate_gradient import Solution, conjugate_gradient
 from moment_jax.optim.factors import RowFactor, apply_curvature
 
-Solver = Callable[..., Solution]
 
-
-def cheapest_form(factor: RowFactor, max_iterations: int) -> Solver:
-    """The form with the fewest operations for this many iterations; depends on static shapes only."""
-    _, n, t, rows = factor.inputs.shape
+def solve_rows(
+    factor: RowFactor, target: Array, damping: Array, *, max_iterations: int | Array, **options: Any
+) -> Solution:
+    """Solve (F + damping I) x = target, (L, rows, columns)."""
+    _, n, tokens, rows = factor.inputs.shape
+    options["max_iterations"] = max_iterations
+    if tokens > 1:
+        gradients = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
+        gradients = gradients.reshape(*gradients.shape[:2], 1, -1)
+        formed = RowFactor(gradients, jnp.ones_like(gradients[..., :1]), factor.weight)
+        solved = solve_rows(formed, target.reshape(len(target), -1, 1), damping, **options)
+        x, residual = (array.reshape(target.shape) for array in solved[:2])
+        return solved._replace(x=x, residual=residual)
     columns = factor.outputs.shape[-1]
-    size = rows * columns
-    forming = 2 * n * t * size
-    gram = 2 * n * n * (rows + columns) if t == 1 else forming + 2 * n * n * size
-    costs: dict[Solver, int] = {
-        solve_by_rows: 4 * n * t * size * (max_iterations + 1),
-        solve_by_gradients: forming + 4 * n * size * (max_iterations + 1),
-        solve_in_row_space: gram + 6 * n * t * size + 2 * (n + 2) ** 2 * (max_iterations + 1),
-    }
-    return min(costs, key=lambda solver: costs[solver])
-
-
-def solve_by_rows(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
-) -> Solution:
-    """Solve (F + damping I) x = target, (L, rows, columns), with a and g as they are."""
+    size, products = rows * columns, (max_iterations if isinstance(max_iterations, int) else 10) + 1
+    in_space = 2 * n * n * (rows + columns) + 6 * n * size + 2 * (n + 1) ** 2 * products
+    if in_space < 4 * n * size * products:
+        return solve_in_row_space(factor, target, damping, **options)
     return conjugate_gradient(
-        lambda v: apply_curvature(factor, v) + damping * v, target, start, **options
-    )
-
-
-def solve_by_gradients(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
-) -> Solution:
-    """The same with every example's gradient formed."""
-    num_layers, n = factor.inputs.shape[:2]
-    jacobian = _gradients(factor)
-
-    def apply(vector: Array) -> Array:
-        inner = jnp.einsum("lnp,lp->ln", jacobian, vector) / n
-        return jnp.einsum("lnp,ln->lp", jacobian, inner) + damping * vector
-
-    flat = target.reshape(num_layers, -1)
-    solved = conjugate_gradient(apply, flat, start.reshape(flat.shape), **options)
-    return solved._replace(
-        x=solved.x.reshape(target.shape), residual=solved.residual.reshape(target.shape)
+        lambda v: apply_curvature(factor, v) + damping * v, target, None, **options
     )
 
 
 def solve_in_row_space(
-    factor: RowFactor, target: Array, start: Array, damping: Array, **options: Any
+    factor: RowFactor, target: Array, damping: Array, **options: Any
 ) -> Solution:
-    """The same in the coefficients of the target, the start and the examples' gradients."""
-    n = factor.inputs.shape[1]
-    frame = jnp.stack([target, start], axis=1)  # (L, 2, rows, columns)
-    across = jnp.einsum("lnta,lkao,lnto->lkn", factor.inputs, frame, factor.outputs)
-    among = jnp.einsum("lkao,ljao->lkj", frame, frame)
-    gram = jnp.concatenate(
-        [
-            jnp.concatenate([among, across], axis=2),
-            jnp.concatenate([jnp.swapaxes(across, 1, 2), _gram(factor)], axis=2),
-        ],
-        axis=1,
-    )
+    """The same with one token per example, in the coefficients of the target and of the J_n."""
+    a, g = factor.inputs[:, :, 0], factor.outputs[:, :, 0]
+    across = jnp.einsum("lna,lao,lno->ln", a, target, g)[:, None]
+    among = jnp.einsum("lao,lao->l", target, target)[:, None, None]
+    rows = jnp.einsum("lna,lma->lnm", a, a) * jnp.einsum("lno,lmo->lnm", g, g)
+    gram = jnp.block([[among, across], [jnp.swapaxes(across, 1, 2), rows]])
 
     def apply(coefficients: Array) -> Array:
-        inner = jnp.einsum("lij,lj->li", gram[:, 2:], coefficients) / n
-        return damping * coefficients + jnp.pad(inner, ((0, 0), (2, 0)))
+        inner = jnp.einsum("lij,lj->li", gram[:, 1:], coefficients) / a.shape[1]
+        return damping * coefficients + jnp.pad(inner, ((0, 0), (1, 0)))
 
     def inner(left: Array, right: Array) -> Array:
         return jnp.einsum("li,lij,lj->l", left, gram, right)
 
-    unit = jnp.eye(n + 2, dtype=gram.dtype)
-    first, second = (
-        jnp.broadcast_to(row[None, :], (gram.shape[0], n + 2)) for row in (unit[0], unit[1])
-    )
-    solved = conjugate_gradient(apply, first, second, inner=inner, **options)
+    first = jnp.zeros(gram.shape[:2], gram.dtype).at[:, 0].set(1)
+    solved = conjugate_gradient(apply, first, None, inner=inner, **options)
 
     def spread(coefficients: Array) -> Array:
-        weighted = factor.inputs * coefficients[:, 2:, None, None]
-        return jnp.einsum("lk,lkao->lao", coefficients[:, :2], frame) + jnp.einsum(
-            "lnta,lnto->lao", weighted, factor.outputs
-        )
+        of_rows = jnp.einsum("lna,lno->lao", a * coefficients[:, 1:, None], g)
+        return coefficients[:, 0, None, None] * target + of_rows
 
     return solved._replace(x=spread(solved.x), residual=spread(solved.residual))
-
-
-def _gradients(factor: RowFactor) -> Array:
-    """J, (L, N, rows * columns)."""
-    gradients = jnp.einsum("lnta,lnto->lnao", factor.inputs, factor.outputs)
-    return gradients.reshape(*gradients.shape[:2], -1)
-
-
-def _gram(factor: RowFactor) -> Array:
-    """<J_n, J_m>, (L, N, N)."""
-    if factor.inputs.shape[2] == 1:
-        a, g = factor.inputs[:, :, 0], factor.outputs[:, :, 0]
-        return jnp.einsum("lna,lma->lnm", a, a) * jnp.einsum("lno,lmo->lnm", g, g)
-    jacobian = _gradients(factor)
-    return jnp.einsum("lnp,lmp->lnm", jacobian, jacobian)

@@ -34,7 +34,7 @@ def safeguarded(
 ) -> optax.GradientTransformationExtraArgs:
     """A direction, then Optax's momentum, weight decay and learning rate; undoes bad steps.
 
-    `name` is for errors, `direction` is `scale_by_kfac` or `scale_by_cg_fac`; the rest is as for these.
+    `name` is for errors.
     """
     check_range(name, "momentum", momentum, least=0, below=1)
     check_range(name, "weight_decay", weight_decay, least=0)
@@ -46,17 +46,14 @@ def safeguarded(
     )
 
     def init(params: optax.Params) -> SafeguardedState:
-        def zero(dtype: Any) -> Array:  # a new array each time: it can be donated only once
-            return jnp.zeros((), dtype)
-
         return SafeguardedState(
             chain.init(params),
-            skipped=zero(jnp.int32),
-            taken_back=zero(jnp.int32),
-            last_taken_back=zero(bool),
-            losses=zero(jnp.int32),
-            average=zero(jnp.float32),
-            deviation=zero(jnp.float32),
+            skipped=jnp.int32(0),
+            taken_back=jnp.int32(0),
+            last_taken_back=jnp.zeros((), bool),
+            losses=jnp.int32(0),
+            average=jnp.zeros((), jnp.float32),
+            deviation=jnp.zeros((), jnp.float32),
         )
 
     def update(
@@ -83,22 +80,21 @@ def safeguarded(
             inner[1],
             state.chain[1],
         )
-        steps = jax.tree.map(lambda step: jnp.where(moves & ~back, step, 0), steps)
-        if previous is not None:
-            steps = jax.tree.map(
-                lambda step, old, now: jnp.where(back, (old - now).astype(step.dtype), step),
-                steps,
-                previous,
-                params,
-            )
-        new = SafeguardedState(
+        undo = (steps, steps) if previous is None else (previous, params)
+        steps = jax.tree.map(
+            lambda step, old, now: jnp.where(
+                back, (old - now).astype(step.dtype), jnp.where(moves, step, 0)
+            ),
+            steps,
+            *undo,
+        )
+        return steps, SafeguardedState(
             (inner[0], average, *inner[2:]),
             inner[0].skipped,
             state.taken_back + back,
             back,
             *_followed(state, loss, ~back & jnp.isfinite(loss)),
         )
-        return steps, new
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 from moment_jax.optim.damping import (
+    Adaptive,
     AdaptiveDamping,
     Bound,
     Damping,
@@ -16,11 +17,10 @@ from moment_jax.optim.damping import (
     TrustRegion,
     check_range,
     current,
-    initial_value,
 )
-from moment_jax.optim.factors import Factors, RowFactor, averaged, empty_average
-from moment_jax.optim.groups import Groups, groups_of, stack, stack_factors, unstack
-from moment_jax.optim.last_step import Directions, Moved
+from moment_jax.optim.factors import Factors, RowFactor, averaged
+from moment_jax.optim.groups import Groups, empty_averages, groups_of, stack, stack_factors, unstack
+from moment_jax.optim.last_step import Moved
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.trees import unflatten
 
@@ -47,8 +47,9 @@ class SecondOrderState(NamedTuple):
 class ScaleBySecondOrder:
     """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`.
 
-    The solver's `solve(curvature, grads, damping, state, fresh, ready)` returns `Directions`. Curvature
-    is new where `fresh`. Where not `ready`, the step is skipped and the solver's state must not change.
+    The solver's `solve(curvature, grads, damping, state, fresh, ready)` returns all groups' x =
+    (F + damping)^-1 grad, x^T (F + damping) x, and its state. Curvature is new where `fresh`. Where not
+    `ready`, the step is skipped and inverses must not change.
     """
 
     name: str
@@ -71,28 +72,27 @@ class ScaleBySecondOrder:
 
     @property
     def _adapts(self) -> bool:
-        rules = (self.damping, self.kl_bound)
-        return any(isinstance(x, LevenbergMarquardt | AdaptiveDamping | TrustRegion) for x in rules)
+        return isinstance(self.damping, Adaptive) or isinstance(self.kl_bound, Adaptive)
 
     def init(self, params: optax.Params) -> SecondOrderState:
         """The state before the first step."""
         groups = groups_of(params, self.blocks)
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
-        averages = {key: empty_average(members, dtype) for key, members in groups.items()}
+        start = jnp.int32(0)
+        # Every array is a new one, because an array can be donated only once.
         return SecondOrderState(
-            step=jnp.int32(0),
+            step=start,
             skipped=jnp.int32(0),
             due=jnp.ones((), bool),
-            damping=initial_value(self.damping),
-            bound=initial_value(self.kl_bound),
+            damping=current(self.damping, start),
+            bound=current(self.kl_bound, start),
             least=jnp.zeros((), jnp.float32),
             clip=jnp.ones((), jnp.float32),
             quadratic=jnp.zeros((), jnp.float32),
             ratio=jnp.zeros((), jnp.float32),
             predicted=jnp.zeros((), jnp.float32),
-            # A copy, because an array can be donated only once.
             previous=jax.tree.map(jnp.copy, params) if self._adapts else None,
-            curvature={} if self.decay is None else averages,
+            curvature={} if self.decay is None else empty_averages(groups, dtype),
             solver=self.solver.init(groups, dtype),
         )
 
@@ -114,46 +114,48 @@ class ScaleBySecondOrder:
                 f"`{self.name}` adapts to the last step, so it needs update(grads, state, params, "
                 "factors=factors). Got no params."
             )
-        groups = groups_of(updates, self.blocks)
-        stacked = stack(groups, updates)
-        grads = {
-            k: grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-            for k, grad in stacked.items()
-        }
-        averages, curvature, fresh = self._curvature(groups, factors, state)
+        groups, back = groups_of(updates, self.blocks), jnp.asarray(taken_back)
+        curvature, fresh = self._curvature(groups, factors, state)
         known = jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
         ready = known & _all_finite(updates)
-        grads = {key: jnp.where(ready, grad, 0) for key, grad in grads.items()}
-        damping = state.damping
-        if not isinstance(self.damping, LevenbergMarquardt | AdaptiveDamping):
-            damping = current(self.damping, state.step)
+        grads = {
+            key: jnp.where(ready, grad, 0).astype(jnp.promote_types(grad.dtype, jnp.float32))
+            for key, grad in stack(groups, updates).items()
+        }
+        damping = current(self.damping, state.step, state.damping)
         moved = None
         if self._adapts:
-            last = jax.tree.map(lambda new, old: new - old, params, state.previous)
+            last = stack(groups, jax.tree.map(lambda new, old: new - old, params, state.previous))
             exact = fresh | isinstance(self.damping, LevenbergMarquardt)
-            moved = Moved.by(
-                stack(groups, last), grads, curvature, damping, state.quadratic, state.ratio, exact
-            )
+            moved = Moved.by(last, grads, curvature, damping, state.quadratic, state.ratio, exact)
             if isinstance(self.damping, LevenbergMarquardt) and change is not None:
                 damping = self.damping.adapted(damping, jnp.asarray(change), moved.predicted)
-        solved = self.solver.solve(curvature, grads, damping, state.solver, fresh, ready)
-        bound, least = self._bound(state, moved, solved, ready, jnp.asarray(taken_back))
-        size = solved.quadratic / 2
+        x, quadratic, solver = self.solver.solve(
+            curvature, grads, damping, state.solver, fresh, ready
+        )
+        quadratic = jnp.maximum(quadratic, 0)
+        bound, least = current(self.kl_bound, state.step, state.bound), state.least
+        if isinstance(self.kl_bound, TrustRegion) and moved is not None:
+            slope = jnp.where(ready, moved.slope_along(quadratic), self.kl_bound.aim)
+            # A bound that was not active cannot have been too small.
+            slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, self.kl_bound.aim))
+            bound, least = self.kl_bound.adapted(bound, least, slope, back, state.step)
+        size = quadratic / 2
         clip = jnp.where(size > bound, jnp.sqrt(bound / jnp.where(size > 0, size, 1)), 1)
 
         def scaled(x: Array) -> Array:
             direction = clip.astype(x.dtype) * x
             return jnp.where(ready & jnp.all(jnp.isfinite(direction)), direction, 0)
 
-        result = unstack(groups, {key: scaled(x) for key, x in solved.x.items()})
+        result = unstack(groups, {key: scaled(each) for key, each in x.items()})
         if isinstance(self.damping, AdaptiveDamping) and moved is not None:
             # At its least bound, slopes are noise, and more damping would only shorten the steps.
             informative = ready & (bound > least)
-            slope = jnp.where(informative, moved.slope_in_damping(solved, damping), 0)
-            damping = self.damping.adapted(damping, slope, jnp.asarray(taken_back))
+            slope = jnp.where(informative, moved.slope_in_damping(x, quadratic, damping), 0)
+            damping = self.damping.adapted(damping, slope, back)
         step = state.step + ready
         every = jnp.asarray(self.curvature_every, jnp.int32)
-        new = SecondOrderState(
+        return unflatten(updates, result), SecondOrderState(
             step=step,
             skipped=state.skipped + ~ready,
             due=(step < every) | (step % every == 0) | ~known,
@@ -161,54 +163,29 @@ class ScaleBySecondOrder:
             bound=bound,
             least=least,
             clip=clip,
-            quadratic=solved.quadratic,
+            quadratic=quadratic,
             ratio=state.ratio if moved is None else moved.ratio,
             predicted=state.predicted if moved is None else moved.predicted,
             previous=params if self._adapts else None,
-            curvature=averages,
-            solver=solved.state,
+            curvature={} if self.decay is None else curvature,
+            solver=solver,
         )
-        return unflatten(updates, result), new
-
-    def _bound(
-        self,
-        state: SecondOrderState,
-        moved: Moved | None,
-        solved: Directions,
-        ready: Array,
-        taken_back: Array,
-    ) -> tuple[Array, Array]:
-        """The bound and its least value."""
-        if not isinstance(self.kl_bound, TrustRegion):
-            fixed = state.bound if self.kl_bound is None else current(self.kl_bound, state.step)
-            return fixed, state.least
-        assert moved is not None
-        slope = jnp.where(ready, moved.slope_along(solved), self.kl_bound.aim)
-        # A bound that was not active cannot have been too small.
-        slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, self.kl_bound.aim))
-        return self.kl_bound.adapted(state.bound, state.least, slope, taken_back, state.step)
 
     def _curvature(
         self, groups: Groups, factors: Factors | None, state: SecondOrderState
-    ) -> tuple[Factors, Factors, Array]:
-        """New averages, the curvature to use, and whether it is new."""
+    ) -> tuple[Factors, Array]:
+        """The curvature to use, and whether it is new."""
         if factors is None:
             if self.decay is None:
                 raise ValueError(
                     f"`{self.name}` with decay=None needs factors at every step: "
                     "update(grads, state, params, factors=factors)."
                 )
-            averages, fresh = state.curvature, jnp.zeros((), bool)
-            return averages, averages, fresh
+            return state.curvature, jnp.zeros((), bool)
         new = stack_factors(groups, factors)
-        names = [block.name for blocks in groups.values() for block in blocks]
-        good = _all_finite([factors[name] for name in names])
+        good = _all_finite([factors[block.name] for blocks in groups.values() for block in blocks])
         if self.decay is None:
-            usable = {
-                key: jax.tree.map(lambda x: jnp.where(good, x, 0), factor)
-                for key, factor in new.items()
-            }
-            return {}, usable, jnp.ones((), bool)
+            return jax.tree.map(lambda x: jnp.where(good, x, 0), new), jnp.ones((), bool)
         for key, factor in new.items():
             if isinstance(factor, RowFactor):
                 raise TypeError(
@@ -219,8 +196,7 @@ class ScaleBySecondOrder:
         averages = {
             key: averaged(state.curvature[key], factor, decay, good) for key, factor in new.items()
         }
-        fresh = good & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
-        return averages, averages, fresh
+        return averages, good & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
 
 
 def _all_finite(tree: Any) -> Array:

@@ -9,16 +9,25 @@ Algorithm 1's product has two readings, and tokens can be counted in two ways:
 """
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.optim.factors import kind_of, shapes_of
-from moment_jax.optim.layer_blocks import DenseBlock, EmbeddingBlock, LayerBlock, Shape
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    Factor,
+    Factors,
+    KroneckerFactor,
+    RowFactor,
+    shapes_of,
+)
+from moment_jax.optim.layer_blocks import Blocks, DenseBlock, LayerBlock
 
-Arrays = dict[str, Array]
+OF_INPUTS = ("inputs", "frequencies")  # averages over rows; the others are sums over them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,113 +67,116 @@ Reading = KroneckerExpand | KroneckerReduce | PerSample | PerToken
 class Statistic:
     """What the backward pass of a layer returns, from inputs a (N, T, in) and gradients g (N, T, out).
 
-    Hashable, so that it can be a static attribute of a module.
+    It is a factor of sums, and its weight the number of rows. Hashable, so that it can be a static
+    attribute of a module.
     """
 
     block: LayerBlock
     reading: Reading
+    dtype: jnp.dtype
     num_rows: int = 0  # T, for readings that keep rows; else unused
 
-    def zeros(self, dtype: jnp.dtype | type = jnp.float32) -> Arrays:
-        """The dummy arguments whose cotangents are the statistics."""
-        block = self.block
-        if isinstance(block, DenseBlock) and isinstance(self.reading, PerSample | PerToken):
-            size = self.num_rows
-            shapes: dict[str, Shape] = {"a": (size, block.rows), "g": (size, block.columns)}
-        else:
-            shapes = shapes_of(kind_of(block), block)
-        named = {**shapes, "rows": ()}
-        return {name: jnp.zeros((*block.stack, *shape), dtype) for name, shape in named.items()}
+    @property
+    def kind(self) -> Any:
+        """The type of the factor."""
+        by_rows = isinstance(self.reading, PerSample | PerToken)
+        return RowFactor if by_rows and isinstance(self.block, DenseBlock) else self.block.factor
 
-    def __call__(self, inputs: Array, grads: Array) -> Arrays:
-        """The statistics, of the shapes of `zeros` without the stack.
+    def zeros(self) -> Factor:
+        """The dummy argument whose cotangent is the statistic."""
+        block = self.block
+        shapes = *shapes_of(self.kind, block.rows, block.columns, (self.num_rows,)), ()
+        return self.kind(*(jnp.zeros((*block.stack, *shape), self.dtype) for shape in shapes))
+
+    def __call__(self, inputs: Array, grads: Array) -> Factor:
+        """The statistic, of the shapes of `zeros` without the stack.
 
         The inputs are (N, T) symbols for a table, normalised for a normalisation.
         """
-        ones = _ones(grads)
-        count = jnp.sum(ones)
+        ones, kind, block = _ones(grads), self.kind, self.block
+        count, g = jnp.sum(ones), _flat(grads)
+        if kind is EmbeddingFactor:
+            seen = jnp.zeros((block.rows,), g.dtype).at[inputs.reshape(-1)].add(ones.reshape(-1))
+            return EmbeddingFactor(seen, g.T @ g, count)
         reduced = isinstance(self.reading, KroneckerReduce | PerSample)
-        if isinstance(self.block, EmbeddingBlock):
-            g, seen = _flat(grads), jnp.zeros((self.block.rows,), grads.dtype)
-            seen = seen.at[inputs.reshape(-1)].add(ones.reshape(-1))
-            return {"frequencies": seen, "outputs": g.T @ g, "rows": count}
-        if not isinstance(self.block, DenseBlock):
-            return {"squares": _squares(self.block, inputs, grads, reduced), "rows": count}
-        if isinstance(self.reading, PerSample | PerToken):
-            a, g = _flat(inputs), _flat(grads)
-            if self.block.has_bias:
-                a = jnp.concatenate([a, jnp.ones((*a.shape[:-1], 1), a.dtype)], axis=-1)
-            return {"a": a, "g": g, "rows": count}
+        if kind is DiagonalFactor:
+            return DiagonalFactor(_squares(block, inputs, grads, reduced), count)
+        bias = len(block.leaves) == 2
+        if kind is RowFactor:
+            a = _flat(inputs)
+            return RowFactor(jnp.pad(a, ((0, 0), (0, int(bias))), constant_values=1), g, count)
         if reduced:
             inputs = jnp.mean(inputs, axis=1, keepdims=True)
             grads = jnp.sum(grads, axis=1, keepdims=True)
-            count = jnp.sum(_ones(grads))
-        a, g = _flat(inputs), _flat(grads)
-        return {"inputs": _input_gram(a, self.block.has_bias), "outputs": g.T @ g, "rows": count}
+            count, g = jnp.sum(_ones(grads)), _flat(grads)
+        return KroneckerFactor(_input_gram(_flat(inputs), bias), g.T @ g, count)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowCounter(Statistic):
-    """A statistic that records how many rows a layer sees at each call, in `counts` by name."""
+class RowCounter:
+    """A statistic that records how many rows a layer sees at each call, in `counts` by name.
 
-    counts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-
-    # By identity: a cached trace of an equal counter would record nothing.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    def zeros(self, dtype: jnp.dtype | type = jnp.float32) -> Arrays:
-        """A dummy argument for the row count only."""
-        return {"rows": jnp.zeros(self.block.stack, dtype)}
-
-    def __call__(self, inputs: Array, grads: Array) -> Arrays:
-        """Record the number of rows."""
-        self.counts.setdefault(self.block.name, []).append(grads.shape[0] * grads.shape[1])
-        return {"rows": jnp.zeros((), grads.dtype)}
-
-
-def observe(statistic: Callable[[Array, Array], Arrays], dtype: jnp.dtype) -> Callable[..., Array]:
-    """An identity (output, inputs, dummies) -> output whose backward pass returns the statistics.
-
-    The cotangent of `dummies` is statistic(inputs, cotangent of output). The output's cotangent passes
-    unchanged and the inputs get none, so gradients stay the same. JAX treats the statistic like the
-    gradient of any parameter: it is summed over vmap, scan, remat and devices.
+    Compared by identity: a cached trace of an equal counter would record nothing.
     """
 
-    @jax.custom_vjp
-    def identity(output: Array, inputs: Array, dummies: Arrays) -> Array:
-        del inputs, dummies
-        return output
+    block: LayerBlock
+    counts: dict[str, list[int]]
+    dtype: ClassVar[jnp.dtype] = jnp.dtype("float32")
 
-    def forward(output: Array, inputs: Array, dummies: Arrays) -> tuple[Array, Array]:
-        del dummies
-        return output, inputs
+    def zeros(self) -> Array:
+        """A dummy argument, so that there is a backward pass."""
+        return jnp.zeros(self.block.stack, self.dtype)
 
-    def backward(inputs: Array, grads: Array) -> tuple[Array, None, Arrays]:
-        if jnp.issubdtype(inputs.dtype, jnp.floating):
-            inputs = inputs.astype(dtype)
-        return grads, None, statistic(inputs, grads.astype(dtype))
+    def __call__(self, inputs: Array, grads: Array) -> Array:
+        """Record the number of rows."""
+        del inputs
+        self.counts.setdefault(self.block.name, []).append(grads.shape[0] * grads.shape[1])
+        return jnp.zeros((), self.dtype)
 
-    identity.defvjp(forward, backward)
-    return identity
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def observe(statistic: Statistic | RowCounter, output: Array, inputs: Array, dummies: Any) -> Array:
+    """The output; its backward pass returns the statistic as the cotangent of the dummies.
+
+    The output's cotangent passes unchanged and the inputs get none, so gradients stay the same. JAX
+    treats the statistic like the gradient of any parameter: it is summed over vmap, scan, remat and
+    devices.
+    """
+    del statistic, inputs, dummies
+    return output
+
+
+def _observe_forward(
+    statistic: Statistic, output: Array, inputs: Array, dummies: Any
+) -> tuple[Array, Array]:
+    del statistic, dummies
+    return output, inputs
+
+
+def _observe_backward(statistic: Statistic, inputs: Array, grads: Array) -> Any:
+    if jnp.issubdtype(inputs.dtype, jnp.floating):
+        inputs = inputs.astype(statistic.dtype)
+    return grads, None, statistic(inputs, grads.astype(statistic.dtype))
+
+
+observe.defvjp(_observe_forward, _observe_backward)
 
 
 def _flat(array: Array) -> Array:
     return array.reshape(-1, array.shape[-1])
 
 
-def _input_gram(rows: Array, has_bias: bool) -> Array:
+def _input_gram(rows: Array, bias: bool) -> Array:
     """The Gram matrix of the rows, each with a one appended if there is a bias.
 
     Assembled from blocks, because appending to the rows would copy them.
     """
     inner = rows.T @ rows
-    if not has_bias:
+    if not bias:
         return inner
-    total = jnp.sum(rows, axis=0)
-    count = jnp.full((1,), rows.shape[0], rows.dtype)
-    last = jnp.concatenate([total, count])[None, :]
-    return jnp.concatenate([jnp.concatenate([inner, total[:, None]], axis=1), last], axis=0)
+    total = jnp.sum(rows, axis=0)[:, None]
+    count = jnp.full((1, 1), rows.shape[0], rows.dtype)
+    return jnp.block([[inner, total], [total.T, count]])
 
 
 def _ones(grads: Array) -> Array:
@@ -180,10 +192,44 @@ def _ones(grads: Array) -> Array:
 def _squares(block: LayerBlock, normal: Array, grads: Array, reduced: bool) -> Array:
     """Squared gradients of gain and bias, summed over examples; `reduced` sums tokens first."""
     by_leaf = {"scale": grads * normal, "bias": grads}
-    rows = []
-    for leaf in block.leaves:
-        gradient = by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]]
-        if reduced:
-            gradient = jnp.sum(gradient, axis=1, keepdims=True)
-        rows.append(jnp.sum(gradient**2, axis=(0, 1)))
-    return jnp.stack(rows)
+    each = [by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]] for leaf in block.leaves]
+    if reduced:
+        each = [jnp.sum(gradient, axis=1, keepdims=True) for gradient in each]
+    return jnp.stack([jnp.sum(gradient**2, axis=(0, 1)) for gradient in each])
+
+
+def factors_of(blocks: Blocks, statistics: dict[str, Factor], correction: float) -> Factors:
+    """Factors from the statistics of the layers by name, summed over a batch.
+
+    The correction multiplies what is quadratic in the gradients: 1/N for gradients of each example's own
+    loss, N for those of an average over N examples.
+    """
+    factors: Factors = {}
+    for block in blocks:
+        sums: Any = statistics[block.name]
+        *arrays, rows = (x.reshape(block.count, *x.shape[len(block.stack) :]) for x in sums)
+        rows = jnp.maximum(rows, 1)
+        means = (
+            jax.vmap(jnp.divide)(x, rows) if name in OF_INPUTS else x * correction
+            for name, x in zip(sums._fields, arrays, strict=False)
+        )
+        factors[block.name] = type(sums)(*means, jnp.ones((), rows.dtype))
+    return factors
+
+
+def row_factors_of(blocks: Blocks, statistics: dict[str, Factor], every_token: bool) -> Factors:
+    """Factors from the statistics of every example: rows (N, *stack, T, features), and sums."""
+    factors: Factors = {}
+    for block in blocks:
+        each = statistics[block.name]
+        n = each.weight.shape[0]
+        if not isinstance(each, RowFactor):
+            summed = jax.tree.map(lambda x: jnp.sum(x, axis=0), each)
+            factors |= factors_of((block,), {block.name: summed}, 1 / n)
+            continue
+        tokens = each.inputs.shape[-2]
+        a, g = (jnp.swapaxes(x.reshape(n, block.count, tokens, -1), 0, 1) for x in each[:2])
+        if every_token:  # F divides by N T rows; g makes up for the T
+            a, g = (x.reshape(block.count, n * tokens, 1, -1) for x in (a, g * tokens**0.5))
+        factors[block.name] = RowFactor(a, g, jnp.ones((), a.dtype))
+    return factors

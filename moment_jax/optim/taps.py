@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.linear import canonicalize_padding
 from jax import Array
@@ -23,19 +24,19 @@ from jax import Array
 from moment_jax import nn
 from moment_jax.layers import DenseParams, NormParams
 from moment_jax.optim.layer_blocks import (
+    KINDS,
     Blocks,
+    DenseBlock,
     EmbeddingBlock,
     LayerBlock,
     NormBlock,
-    dense_block,
-    row_block,
 )
-from moment_jax.optim.statistics import KroneckerExpand, RowCounter, Statistic, observe
+from moment_jax.optim.statistics import RowCounter, Statistic, observe
 from moment_jax.optim.trees import flatten
 
 
 class CurvatureTap(nnx.Param):
-    """A zero dummy argument of a layer; its cotangent is a statistic of the layer.
+    """A zero dummy argument of a layer; its cotangent is the layer's statistic.
 
     A subclass of `nnx.Param`, so that a model that scans over its parameters scans over it too.
     """
@@ -47,27 +48,20 @@ Arrange = Callable[[Any, Array, Array], tuple[Array, Array]]
 
 def _examples(array: Array, num_features: int) -> Array:
     """(N, ..., features) -> (N, T, features), the last `num_features` axes made one."""
-    lead = array.shape[: array.ndim - num_features]
+    first, *lead = array.shape[: array.ndim - num_features] or (1,)
     width = math.prod(array.shape[array.ndim - num_features :])
-    first = lead[0] if lead else 1
-    return array.reshape(first, math.prod(lead[1:]), width)
+    return array.reshape(first, math.prod(lead), width)
 
 
-def _linear(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
-    del layer
-    return _examples(inputs, 1), _examples(output, 1)
-
-
-def _linear_general(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
-    axes = layer.axis
+def _dense(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
+    axes = getattr(layer, "axis", (-1,))
     moved = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
-    return _examples(moved, len(axes)), _examples(output, len(layer.out_features))
+    return _examples(moved, len(axes)), _examples(output, _length(layer.out_features))
 
 
 def _embed(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     del layer
-    lead = inputs.shape[:1] or (1,)
-    return inputs.reshape(lead[0], math.prod(inputs.shape[1:])), _examples(output, 1)
+    return _examples(inputs, 0), _examples(output, 1)
 
 
 def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
@@ -84,41 +78,43 @@ def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
 def _conv(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     """Patches (N, T, height * width * channels) in the kernel's order, and the output (N, T, out)."""
     rank = len(layer.kernel_size)
-    lead = inputs.shape[: inputs.ndim - rank - 1]
-    images = inputs.reshape(-1, *inputs.shape[inputs.ndim - rank - 1 :])
+    lead, image = inputs.shape[: -rank - 1], inputs.shape[-rank - 1 :]
+    images = inputs.reshape(-1, *image)
+    strides, dilation, kernel_dilation = (
+        np.broadcast_to(value or 1, rank).tolist()
+        for value in (layer.strides, layer.input_dilation, layer.kernel_dilation)
+    )
     patches = jax.lax.conv_general_dilated_patches(
         jnp.moveaxis(images, -1, 1),
         layer.kernel_size,
-        _each(layer.strides, rank),
+        strides,
         canonicalize_padding(layer.padding, rank),
-        lhs_dilation=_each(layer.input_dilation, rank),
-        rhs_dilation=_each(layer.kernel_dilation, rank),
+        lhs_dilation=dilation,
+        rhs_dilation=kernel_dilation,
     )
     # (M, channels * kernel, *places) -> (M, places, kernel * channels)
-    places = math.prod(patches.shape[2:])
-    channels = images.shape[-1]
-    patches = patches.reshape(images.shape[0], channels, -1, places)
-    rows = patches.transpose(0, 3, 2, 1).reshape(images.shape[0], places, -1)
+    patches = patches.reshape(len(images), image[-1], -1, math.prod(patches.shape[2:]))
+    rows = patches.transpose(0, 3, 2, 1)
     first = lead[0] if lead else 1
-    return rows.reshape(first, -1, rows.shape[-1]), output.reshape(first, -1, output.shape[-1])
+    width = math.prod(rows.shape[2:])
+    return rows.reshape(first, -1, width), output.reshape(first, -1, output.shape[-1])
 
 
-def _each(value: Any, rank: int) -> tuple[int, ...]:
-    if value is None or isinstance(value, int):
-        return (1 if value is None else value,) * rank
-    return tuple(value)
+def _length(size: int | tuple[int, ...]) -> int:
+    """The number of axes of a layer's `in_features` or `out_features`."""
+    return len(size) if isinstance(size, tuple) else 1
 
 
 ARRANGE: dict[type[nnx.Module], Arrange] = {
-    nnx.Linear: _linear,
-    nnx.LinearGeneral: _linear_general,
+    nnx.Linear: _dense,
+    nnx.LinearGeneral: _dense,
     nnx.Embed: _embed,
     nnx.LayerNorm: _norm,
     nnx.RMSNorm: _norm,
     nnx.Conv: _conv,
 }
 """Observed layers, and how a call of each is arranged; add a new layer here."""
-NORMS = (nnx.LayerNorm, nnx.RMSNorm)
+BAYESIAN = nn.Dense | nn.LayerNorm
 
 
 def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
@@ -138,17 +134,21 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
     return tuple(blocks)
 
 
-def tap(model: nnx.Module, statistics: Mapping[str, Statistic], dtype: jnp.dtype) -> None:
+def tap(model: nnx.Module, statistics: Mapping[str, Statistic | RowCounter]) -> None:
     """Make the named layers of a model report their statistics, in place: pass a copy."""
     for layer, block in list(_layers(model)):
         if block.name in statistics:
-            statistic = statistics[block.name]
             cls: Any = type(layer)
             # Flax's own assignment would look for variables in the class.
             object.__setattr__(layer, "__class__", _tapped(cls))
-            layer.statistic = statistic
-            for name, zeros in statistic.zeros(dtype).items():
-                setattr(layer, f"tap_{name}", CurvatureTap(zeros))
+            layer.statistic = statistics[block.name]
+            layer.tap = CurvatureTap(layer.statistic.zeros())
+
+
+def tapped_statistics(taps: Any) -> dict[str, Any]:
+    """What the taps of a model hold, by the name of the layer."""
+    variables = flatten(taps, lambda x: isinstance(x, CurvatureTap))
+    return {path.rpartition("/")[0] or "model": tap.get_value() for path, tap in variables.items()}
 
 
 def count_rows(
@@ -160,8 +160,7 @@ def count_rows(
     """
     copy: Any = nnx.merge(*nnx.split(model), copy=True)
     counts: dict[str, list[int]] = {}
-    counters = {b.name: RowCounter(b, KroneckerExpand(), counts=counts) for b in blocks}
-    tap(copy, counters, jnp.dtype("float32"))
+    tap(copy, {block.name: RowCounter(block, counts) for block in blocks})
     split: Any = nnx.split(copy, CurvatureTap, ...)
     graph, taps, rest = split
     jax.eval_shape(jax.grad(lambda taps: fn(nnx.merge(graph, taps, rest, copy=True))), taps)
@@ -186,40 +185,37 @@ def _known(cls: type) -> type[nnx.Module] | None:
 
 def _block(name: str, layer: Any) -> LayerBlock | None:
     """The parameters of a layer (of its beliefs, the means), or None if it is not observed."""
-    cls, prefix, suffix = _known(type(layer)), f"{name}/" if name else "", ""
-    if isinstance(layer, nn.Dense | nn.LayerNorm):
-        cls, suffix = layer.flax_type, "/mean"
-    elif cls is None or not _is_plain(cls, layer):
+    belief = isinstance(layer, BAYESIAN)
+    if not belief and (_known(type(layer)) is None or not _is_plain(layer)):
         return None
-    names = ("scale", "bias") if cls in NORMS else ("kernel", "embedding", "bias")
-    found = {leaf: getattr(layer, leaf, None) for leaf in names}
-    arrays = {leaf: x.mean if suffix else x for leaf, x in found.items() if x is not None}
-    if not arrays:
+    leaves = [leaf for leaf in (*KINDS, "bias") if getattr(layer, leaf, None) is not None]
+    if not leaves:
         return None
-    leaves = [f"{prefix}{leaf}{suffix}" for leaf in arrays]
-    shapes = [tuple(array.shape) for array in arrays.values()]
-    name, first = name or "model", shapes[0]
-    if cls is nnx.Embed:
-        return row_block(EmbeddingBlock, name, leaves, shapes, first[:-2])
-    if cls in NORMS:
-        return row_block(NormBlock, name, leaves, shapes, first[:-1])
-    num_inputs, num_outputs = 1, 1
-    if cls is nnx.LinearGeneral:
-        num_inputs, num_outputs = len(layer.in_features), len(layer.out_features)
-    elif cls is nnx.Conv:
-        num_inputs = len(layer.kernel_size) + 1
-    stack = first[: len(first) - num_inputs - num_outputs]
-    return dense_block(name, leaves, shapes, num_outputs, stack)
+    prefix, suffix = f"{name}/" if name else "", "/mean" if belief else ""
+    paths = tuple(f"{prefix}{leaf}{suffix}" for leaf in leaves)
+    arrays = (getattr(layer, leaf) for leaf in leaves)
+    shapes = tuple(tuple((x.mean if belief else x).shape) for x in arrays)
+    kind, shape = (
+        KINDS.get(leaves[0], NormBlock),
+        shapes[0],
+    )  # a normalisation may have biases alone
+    outputs, own = 1, 2 if kind is EmbeddingBlock else 1
+    if kind is DenseBlock:
+        outputs = _length(getattr(layer, "out_features", 1))
+        inputs = _length(getattr(layer, "in_features", 1)) + len(getattr(layer, "kernel_size", ()))
+        own = inputs + outputs
+    columns = math.prod(shape[len(shape) - outputs :])
+    return kind(name or "model", paths, shapes, columns, shape[: len(shape) - own])
 
 
-def _is_plain(cls: type, layer: Any) -> bool:
+def _is_plain(layer: Any) -> bool:
     """Whether a layer of Flax has no option that its arrangement leaves out."""
-    if cls is nnx.LinearGeneral:
+    if isinstance(layer, nnx.LinearGeneral):
         return not layer.batch_axis
-    if cls in NORMS:
+    if isinstance(layer, nnx.LayerNorm | nnx.RMSNorm):
         axes = (layer.reduction_axes, layer.feature_axes)
         return layer.axis_name is None and axes == (-1, -1)
-    if cls is nnx.Conv:
+    if isinstance(layer, nnx.Conv):
         plain = layer.feature_group_count == 1 and getattr(layer, "mask", None) is None
         return plain and (not isinstance(layer.padding, str) or layer.padding in ("SAME", "VALID"))
     return True
@@ -230,43 +226,37 @@ class _Observed:
     """Mixed into parameters: reports inputs and output gradients of their mean output."""
 
     statistic: Statistic = dataclasses.field(kw_only=True, metadata={"static": True})
-    dummies: dict[str, Array] = dataclasses.field(kw_only=True)
+    dummies: Any = dataclasses.field(kw_only=True)
 
     def mean_output(self, inputs: Array) -> Array:
         """The mean output, observed; one sequence (T, D) is one example."""
         plain: Any = super()
-        identity = observe(self.statistic, self.dummies["rows"].dtype)
         output, inputs = plain.mean_output(inputs), jax.lax.stop_gradient(inputs)
-        return identity(output[None], inputs[None], self.dummies)[0]
+        return observe(self.statistic, output[None], inputs[None], self.dummies)[0]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ObservedDense(_Observed, DenseParams):
-    """`DenseParams`, observed at their inputs."""
+class _ObservedDense(_Observed, DenseParams):
+    """Observed at their inputs."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ObservedNorm(_Observed, NormParams):
-    """`NormParams`, observed at their normalised inputs."""
-
-
-def _dummies(layer: Any) -> dict[str, Array]:
-    names = layer.statistic.zeros()
-    return {name: getattr(layer, f"tap_{name}")[...] for name in names}
+class _ObservedNorm(_Observed, NormParams):
+    """Observed at their normalised inputs."""
 
 
 @functools.cache
 def _tapped(cls: type) -> type:
     """A subclass whose instances report the statistics of their calls."""
-    if issubclass(cls, nn.Dense | nn.LayerNorm):
+    if issubclass(cls, BAYESIAN):
         plain: Any = cls.params  # a property
 
         def params(self: Any) -> Any:
             own = plain.fget(self)
-            observed = ObservedDense if isinstance(own, DenseParams) else ObservedNorm
-            return observed(**vars(own), statistic=self.statistic, dummies=_dummies(self))
+            observed = _ObservedDense if isinstance(own, DenseParams) else _ObservedNorm
+            return observed(**vars(own), statistic=self.statistic, dummies=self.tap.get_value())
 
         return type(f"Tapped{cls.__name__}", (cls,), {"params": property(params)})
     base = _known(cls)
@@ -275,10 +265,9 @@ def _tapped(cls: type) -> type:
 
     def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:
         output = cls.__call__(self, inputs, *args, **kwargs)
-        dummies = _dummies(self)
-        dtype = dummies["rows"].dtype
         rows, observed = arrange(self, inputs, output)
-        observed = observe(self.statistic, dtype)(observed, jax.lax.stop_gradient(rows), dummies)
+        rows = jax.lax.stop_gradient(rows)
+        observed = observe(self.statistic, observed, rows, self.tap.get_value())
         return observed.reshape(output.shape)
 
     return type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})

@@ -1,9 +1,9 @@
 """Parameter trees as flat dictionaries of arrays by path."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 from jax import Array
 
 
@@ -13,9 +13,9 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
-def flatten(tree: Any) -> dict[str, Array]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """All arrays of a tree by path, without those that a mask hides."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
     return {path_name(path): leaf for path, leaf in leaves}
 
 
@@ -24,9 +24,3 @@ def unflatten(tree: Any, leaves: dict[str, Array]) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, old: leaves[path_name(path)].astype(old.dtype), tree
     )
-
-
-def has_masks(tree: Any) -> bool:
-    """Whether a mask hides a part of the tree, as `optax.masked` and `optax.partition` do."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-    return any(isinstance(node, optax.MaskedNode) for node in nodes)

@@ -81,8 +81,9 @@ def regress(model, x, y):
     return jnp.sum((output - y) ** 2) / (2 * x.shape[0]), mj.optim.NormalPrediction(output)
 
 
-def bayesian_mlp(seed=0, **settings):
-    return mj.nn.MLP([4, 5, CLASSES], rngs=nnx.Rngs(seed), structure=mj.TokenBlock, **settings)
+def bayesian_mlp(**settings):
+    settings = {"learn_prior": True, "structure": mj.TokenBlock, **settings}
+    return mj.nn.MLP([4, 5, CLASSES], rngs=nnx.Rngs(0), **settings)
 
 
 def bayesian_loss(model, x, labels):

@@ -10,21 +10,10 @@ import optax
 import pytest
 
 import moment_jax as mj
-from tests.optim.networks import (
-    Perceptron,
-    capture,
-    classify,
-    compiled,
-    dense_batch,
-    inside,
-    losses_of,
-    of_double,
-    regress,
-)
+from tests.optim.networks import compiled, inside
 
 optim = mj.optim
 MAKERS = pytest.mark.parametrize("make", [optim.cg_fac, optim.kfac])
-EXACT = {"damping": 1e-1, "kl_bound": 0.02, "decay": None}
 SOLVED = {"kl_bound": None, "momentum": 0.0}  # the solution itself, neither bounded nor averaged
 
 
@@ -219,20 +208,6 @@ def test_schedules_are_followed():
     assert np.any(steps[0])
 
 
-def test_a_warm_start_saves_iterations_where_the_system_stays():
-    """The same averaged curvature and gradient: nothing is left to do."""
-    params, grads, factors = one_layer()
-    options = {"damping": 1e-2, "max_iterations": 30, "tolerance": 1e-6, "precondition": None}
-    counts = []
-    for warm_start in (True, False):
-        update, state = start(optim.cg_fac, params, 1.0, warm_start=warm_start, **SOLVED, **options)
-        for _ in range(2):
-            _, state = update(grads, state, params, factors=factors)
-        counts.append(int(inside(state).solver.iterations["dense_5x3"][0]))
-    assert counts[0] == 0
-    assert counts[1] > 2
-
-
 @MAKERS
 def test_tables_and_norms_by_their_own_blocks(make):
     params = {
@@ -258,24 +233,6 @@ def test_tables_and_norms_by_their_own_blocks(make):
         )
         expected = -np.linalg.solve(fishers[kind] + 0.2 * np.eye(len(grad)), grad)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "reading", "loss"),
-    [
-        (optim.cg_fac, {"damping": 1e-2, "kl_bound": 0.05}, optim.KroneckerExpand(), classify),
-        (optim.cg_fac, EXACT, optim.PerSample(), classify),
-        (optim.cg_fac, EXACT, optim.PerToken(), regress),
-        (optim.kfac, {"damping": 1e-2, "kl_bound": 0.05}, optim.KroneckerReduce(), regress),
-    ],
-    ids=["cg_fac", "cg_fac exact", "cg_fac exact by token", "kfac"],
-)
-def test_a_loss_falls(make, settings, reading, loss):
-    model, (x, labels) = of_double(Perceptron()), dense_batch(n=24)
-    batch = (x, labels) if loss is classify else (x, jnp.sin(x[:, :3]))
-    tx, update = compiled(make, 0.5, **settings)
-    values = losses_of(model, capture(loss, reading=reading), batch, tx, update, 40)
-    assert values[-1] < 0.3 * values[0]
 
 
 @MAKERS
