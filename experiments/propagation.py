@@ -43,31 +43,23 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
         logits, logit_cov = mj.dense(*mj.mean_pool(mean, cov), head)
         return output, (logits[0], jnp.sqrt(logit_cov.variance()[0]))
 
-    def batch(inputs: Array, params: tuple[Any, Any, Any]) -> Any:
-        if structure is mj.Full:  # one sequence at a time: its memory is T^4 and (T D)^2
-            return jax.lax.map(lambda x: one(x, params), inputs)
-        return jax.vmap(lambda x: one(x, params), axis_name="batch")(inputs)
-
-    everything = (case.layers, case.blocks, case.head)
-    if structure is mj.FrozenSeparable:
-        return _frozen(one, case, everything)
-    return _compiled(batch, case.inputs, everything)
-
-
-def _frozen(one: Callable[..., Any], case: Case, params: Any) -> Forward:
-    """`one` for each input, feature correlations averaged over the others."""
     explicit = mj.with_feature_statistics(one)
 
-    def write(params: Any) -> Any:
-        others = jnp.asarray(case.others)
-        written = jax.vmap(lambda x: explicit(None, x, params)[1], axis_name="batch")(others)
-        return jax.tree.map(lambda leaf: leaf.mean(axis=0), written)
-
-    def batch(inputs: Array, given: tuple[Any, Any]) -> Any:
+    def batch(inputs: Array, given: tuple[Any, Any]) -> tuple[Any, Any]:
         statistics, params = given
-        return jax.vmap(lambda x: explicit(statistics, x, params)[0])(inputs)
 
-    return _compiled(batch, case.inputs, (jax.jit(write)(params), params))
+        def run(x: Array) -> tuple[Any, Any]:
+            return explicit(statistics, x, params)
+
+        if structure is mj.Full:  # one sequence at a time: its memory is T^4 and (T D)^2
+            return jax.lax.map(run, inputs)
+        return jax.vmap(run, axis_name="batch")(inputs)
+
+    params, statistics = (case.layers, case.blocks, case.head), None
+    if structure is mj.FrozenSeparable:  # averaged over the inputs without truth
+        written = jax.jit(batch)(jnp.asarray(case.others), (None, params))[1]
+        statistics = jax.tree.map(lambda leaf: leaf.mean(axis=0), written)
+    return _compiled(lambda *given: batch(*given)[0], case.inputs, (statistics, params))
 
 
 def deterministic(case: Case) -> Forward:
