@@ -53,8 +53,10 @@ def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     forwards = {"": propagation.deterministic(case)}
     for name in dict.fromkeys(args.structure):
-        size = propagation.full_gib(case) if STRUCTURES[name] is mj.Full else 0
-        if size > args.full_limit:
+        hidden = [block.feed_forward.hidden for block in case.blocks] + case.layers
+        widest = max(layer.kernel.shape[1] for layer in hidden)
+        size = propagation.full_gib(case.inputs.shape[1], widest, case.num_heads)
+        if STRUCTURES[name] is mj.Full and size > args.full_limit:
             reason = f"one array of {size:.2g} GiB is over --full-limit {args.full_limit:g}"
             records.append({"case": case.name, "structure": name, "skipped": f"skipped: {reason}"})
             continue

@@ -11,9 +11,10 @@ import numpy as np
 import moment_jax as mj
 from experiments.frontier import passes
 from experiments.frontier.passes import Moments
-from experiments.frontier.problem import Problem, Spec
+from experiments.frontier.problem import Problem
 from experiments.frontier.truth import Sampled, Truth, sample
-from experiments.programs import GIB, Program, Skip, check_memory, failure, interleaved
+from experiments.programs import Program, Skip, check_memory, failure, interleaved
+from experiments.propagation import full_gib
 
 Record = dict[str, Any]
 Programs = dict[str, Program]  # "forward" and "step"
@@ -71,25 +72,10 @@ def sampled_networks(error: float, resolution: float, truth: Truth) -> float:
     return max(2.0, 1 + (float(truth.samples) - 1) * (resolution / error) ** 2)
 
 
-def largest_array_gib(spec: Spec, structure: type[mj.Covariance]) -> float:
-    """The largest array that a structure has to hold, in GiB.
-
-    That of `Full` is the covariance of all hidden units, (T F)^2, or of all scores, H^2 T^4, of one
-    sequence; that of `TokenBlock` each token's covariance of the hidden units; else the scores.
-    """
-    tokens, hidden = spec.num_tokens, spec.hidden_features
-    if structure is mj.Full:
-        numbers = max((tokens * hidden) ** 2, spec.num_heads**2 * tokens**4)
-    elif structure is mj.TokenBlock:
-        numbers = spec.batch * tokens * hidden**2
-    else:
-        numbers = spec.batch * spec.num_heads * tokens**2
-    return numbers * BYTES / GIB
-
-
 def _programs(problem: Problem, structure: type[mj.Covariance]) -> Programs:
-    size = largest_array_gib(problem.spec, structure)
-    if size > ARRAY_GIB:
+    spec = problem.spec
+    size = full_gib(spec.num_tokens, spec.hidden_features, spec.num_heads)
+    if structure is mj.Full and size > ARRAY_GIB:
         raise Skip(f"one array of {size:.2g} GiB is over the limit of {ARRAY_GIB:g}")
     forward = passes.moment_forward(problem, structure)
     check_memory(forward.bytes, MEMORY_GIB)

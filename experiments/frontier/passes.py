@@ -13,8 +13,9 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import draws
-from experiments.frontier.problem import EPSILON, Problem, Spec
+from experiments.frontier.problem import Problem, Spec
 from experiments.programs import Program, compile_program
+from experiments.propagation import EPSILON, plain_block
 
 Head = tuple[Array, Array]
 DATASET_SIZE = 1000  # weighs the KL divergence in the train step; its cost does not depend on it
@@ -64,13 +65,9 @@ def moments(encoder: mj.nn.Encoder, params: Any, head: Head, x: Array) -> Moment
 
 def plain_tokens(spec: Spec, blocks: Any, x: Array) -> Array:
     """The output of the last block, (..., T, D), of Flax's own layers, scanned over stacked arrays."""
-    gelu = mj.nn.find_activation("gelu").plain
 
     def step(x: Array, arrays: Any) -> tuple[Array, None]:
-        block = mj.nn.PlainEncoderBlock(
-            arrays, num_heads=spec.num_heads, norm_first=True, activation=gelu, epsilon=EPSILON
-        )
-        return block(x), None
+        return plain_block(arrays, spec.num_heads)(x), None
 
     return jax.lax.scan(step, x, blocks)[0]
 

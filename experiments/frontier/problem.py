@@ -11,8 +11,6 @@ from jax import Array
 
 import moment_jax as mj
 
-EPSILON = 1e-5  # of the normalisations; the case files' value
-
 
 @dataclasses.dataclass(frozen=True)
 class Training:

@@ -13,11 +13,12 @@ import moment_jax as mj
 from experiments.__main__ import main
 from experiments.cases import read_case
 from experiments.frontier import measure, problems
-from experiments.frontier.measure import accuracy, largest_array_gib, sampled_networks
+from experiments.frontier.measure import accuracy, sampled_networks
 from experiments.frontier.passes import classify, plain_tokens
 from experiments.frontier.problem import NETWORKS, Spec, Training, random_problem
 from experiments.frontier.problems import Problems
 from experiments.frontier.truth import Sampled, Truth, sample
+from experiments.propagation import full_gib
 
 TINY = "random_b1_t4_d8"
 FIGURES = {*mj.reference.Agreement._fields, "rms_sd_error", "resolution", "at_resolution"}
@@ -184,12 +185,6 @@ def test_the_error_is_never_below_the_truths_noise():
         accuracy(np.zeros(1000), sampled * np.nan, moments)
 
 
-def test_the_largest_arrays():
-    spec = Spec("any", 1, 16, 32, batch=2, num_heads=2)
-    numbers = {
-        mj.Full: (16 * 128) ** 2,
-        mj.TokenBlock: 2 * 16 * 128**2,
-        mj.Separable: 2 * 2 * 16**2,
-    }
-    for structure, number in numbers.items():
-        assert largest_array_gib(spec, structure) == number * 4 / 2**30
+def test_the_largest_array_of_full():
+    assert full_gib(16, 128, 2) == (16 * 128) ** 2 * 4 / 2**30
+    assert full_gib(16, 8, 2) == 2**2 * 16**4 * 4 / 2**30
