@@ -57,8 +57,9 @@ class SideBySide:
             return self._fit(params, given, keys, label)
         done = []
         for i in range(len(keys)):
-            own: Any = jax.tree.map(lambda leaf, i=i: leaf[i], (params, given, keys))
-            done.append(self._fit(*own, f"{label}, {i + 1} of {len(keys)}"))
+            name = f"{label}, {i + 1} of {len(keys)}"
+            one, data, key = jax.tree.map(lambda leaf, i=i: leaf[i], (params, given, keys))
+            done.append(self._fit(one, data, key, name))
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *done)
 
     def _fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
