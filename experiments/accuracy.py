@@ -8,8 +8,6 @@ the logits where the file has a head, and the time as a multiple of the determin
 import argparse
 from typing import Any
 
-import numpy as np
-
 import moment_jax as mj
 from experiments import propagation
 from experiments.cases import Case, Truth, read_folder
@@ -26,20 +24,15 @@ HEADER = ["case", "structure", "mean error", "sd ratio", "|ratio-1|", "sd corr."
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    parser.source(
-        "--cases",
-        "folder of .npz case files; a weight's standard deviation of 0 is a certain weight, a "
-        "negative one an error",
-    )
+    what = "folder of .npz case files; a weight's standard deviation of 0 is a certain weight"
+    parser.source("--cases", what)
     parser.choice("--structure", STRUCTURES, list(mj.STRUCTURES), "structures")
     parser.json()
     parser.whole("--repeats", 10, "timed runs of each forward, interleaved; their medians count")
-    parser.real(
-        "--full-limit",
-        0.5,
-        "skip Full where one of its arrays is larger than this, in GiB; it holds several of them",
-        unit="GIB",
+    limit = (
+        "skip Full where one of its arrays is larger than this, in GiB; it holds several of them"
     )
+    parser.real("--full-limit", 0.5, limit, unit="GIB")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -60,12 +53,12 @@ def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     forwards = {"": propagation.deterministic(case)}
     for name in dict.fromkeys(args.structure):
-        size = propagation.full_gib(case)
+        hidden = [block.feed_forward.hidden for block in case.blocks] + case.layers
+        widest = max(layer.kernel.shape[1] for layer in hidden)
+        size = propagation.full_gib(case.inputs.shape[1], widest, case.num_heads)
         if STRUCTURES[name] is mj.Full and size > args.full_limit:
-            reason = (
-                f"skipped: one array of {size:.2g} GiB is over --full-limit {args.full_limit:g}"
-            )
-            records.append({"case": case.name, "structure": name, "skipped": reason})
+            reason = f"one array of {size:.2g} GiB is over --full-limit {args.full_limit:g}"
+            records.append({"case": case.name, "structure": name, "skipped": f"skipped: {reason}"})
             continue
         if STRUCTURES[name] is mj.FrozenSeparable and not len(case.others):
             raise InputError(f"case {case.name} holds no inputs without truth, of which "
@@ -83,8 +76,7 @@ def _measure(case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _record(case: str, structure: str, moments: tuple[Any, Any], truth: Truth) -> dict[str, Any]:
-    mean, sd = (np.asarray(part) for part in moments)
-    agreement = mj.reference.Agreement.of(mean, sd, truth.mean, truth.sd)
+    agreement = mj.reference.Agreement.of(*moments, *truth)
     return {"case": case, "structure": structure, **agreement._asdict()}
 
 

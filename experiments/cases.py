@@ -10,10 +10,10 @@ A standard deviation of exactly zero is a certain weight, as the files that vary
 it; a negative one is an error, and so is a truth whose standard deviation is not positive.
 """
 
-import dataclasses
 import zipfile
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,18 +23,17 @@ from experiments.command_line import InputError
 
 DEFAULT_HEADS = 4
 MLP, BLOCKS = "W0", "L0_Wq"  # the keys that tell the kinds apart
+BROKEN = OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error
 
 
-@dataclasses.dataclass(frozen=True)
-class Truth:
+class Truth(NamedTuple):
     """Sampled mean and standard deviation of an output."""
 
     mean: np.ndarray
     sd: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A network of random weights, an input, and the sampled truth of the output."""
 
     name: str  # the file's
@@ -74,14 +73,7 @@ class _Reader:
                 if not isinstance(stored, np.lib.npyio.NpzFile):
                     raise ValueError("a single array")
                 self.arrays = {name: stored[name] for name in stored.files}
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            AttributeError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
+        except BROKEN as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
                 f"cannot read case file {path} ({reason}); it is truncated or no .npz of plain "
@@ -146,37 +138,34 @@ class _Reader:
         width = inputs.shape[1]
         while f"W{len(layers)}" in self.arrays:
             i = len(layers)
-            layer = self.dense(f"W{i}", f"Ws{i}", f"b{i}", f"bs{i}", width)
-            layers.append(layer)
-            width = layer.kernel.shape[1]
+            layers.append(self.dense(f"W{i}", f"Ws{i}", f"b{i}", f"bs{i}", width))
+            width = layers[-1].kernel.shape[1]
         truth = self.truth("mc_mean", "mc_std", None, width)
         rows, others = (part[:, None, :] for part in self.rows(inputs, truth))
-        truth = Truth(truth.mean[:, None, :], truth.sd[:, None, :])
+        truth = Truth(*(part[:, None, :] for part in truth))
         return Case(self.path.stem, layers, [], 0, None, rows, others, truth, None)
 
     def encoder(self) -> Case:
         inputs = self.array("X", None, None, None)
         _, tokens, width = inputs.shape
-        num_heads = int(self.array("heads")) if "heads" in self.arrays else DEFAULT_HEADS
+        heads = int(self.array("heads")) if "heads" in self.arrays else DEFAULT_HEADS
         blocks: list[mj.EncoderBlockParams] = []
         while f"L{len(blocks)}_Wq" in self.arrays:
             blocks.append(self.block(f"L{len(blocks)}_", width))
         joined = blocks[0].attention.query.kernel.shape[1]
-        if num_heads < 1 or joined % num_heads:
+        if heads < 1 or joined % heads:
             raise self.wrong(
-                f"{num_heads} heads do not divide a width of {joined}", "write `heads`, a divisor"
+                f"{heads} heads do not divide a width of {joined}", "write `heads`, a divisor"
             )
         truth = self.truth("mc_mean", "mc_std", None, tokens, width)
         rows, others = self.rows(inputs, truth)
         head, logits = None, None
         if "head_W" in self.arrays:
             kernel = self.array("head_W", None, width)
-            bias = self.array("head_b", kernel.shape[0])
-            head = mj.DenseParams(
-                mj.posterior.Point(jnp.asarray(kernel.T)), mj.posterior.Point(jnp.asarray(bias))
-            )
+            certain = kernel.T, self.array("head_b", kernel.shape[0])
+            head = mj.DenseParams(*(mj.posterior.Point(jnp.asarray(part)) for part in certain))
             logits = self.truth("logit_mean", "logit_std", len(rows), kernel.shape[0])
-        return Case(self.path.stem, [], blocks, num_heads, head, rows, others, truth, logits)
+        return Case(self.path.stem, [], blocks, heads, head, rows, others, truth, logits)
 
     def rows(self, inputs: np.ndarray, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
         """The first inputs, whose truth is known, and the others."""
@@ -199,10 +188,8 @@ class _Reader:
             return self.dense(weight, f"{weight}_s", bias, f"{bias}_s", into, out)
 
         def norm(name: str) -> mj.NormParams:
-            gain, bias = (self.array(f"{prefix}{name}_{part}", width) for part in "gb")
-            return mj.NormParams(
-                self.belief(gain, f"{prefix}{name}_g_s"), self.belief(bias, f"{prefix}{name}_b_s")
-            )
+            names = (f"{prefix}{name}_{part}" for part in "gb")
+            return mj.NormParams(*(self.belief(self.array(n, width), f"{n}_s") for n in names))
 
         query = dense("q", width)
         joined = query.kernel.shape[1]

@@ -11,6 +11,7 @@ linearised at the mean weights, and a few sampled networks.
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         mj.reference.closure_report(network, image, structures, key, args.samples)
         for image, key in zip(images, keys, strict=True)
     ]
-    rows = [_average(same) for same in zip(*reports, strict=True)]
+    rows = jax.tree.map(_average, *reports)
     table = [["stage", "structure", *(f"{kind} sd ratio" for kind in KINDS), "mean error"]]
     for row in rows:
         parts = [getattr(row, kind) for kind in KINDS]
@@ -61,38 +62,22 @@ def run(args: argparse.Namespace) -> None:
         table.append([row.stage, row.structure, *ratios, f"{row.library.mean_error:.3f}"])
     print(aligned(table))
     beside = _logits(network, images, keys, args.samples)
-    figures = [*mj.reference.Agreement._fields, "milliseconds"]
+    figures = list(beside["library"])
     table = [["logits of", *(figure.replace("_", " ") for figure in figures)]]
     table += [[name, *(f"{row[figure]:.3f}" for figure in figures)] for name, row in beside.items()]
     print("\n" + aligned(table))
-    write_json(args.json, {"stages": [_record(row) for row in rows], "logits": beside})
+    write_json(args.json, {"stages": rows, "logits": beside})
+
+
+def _average(first: Any, *others: Any) -> Any:
+    """Of a figure over the images; names are the same for all."""
+    return first if isinstance(first, str) else float(np.mean([first, *others]))
 
 
 def _logits(
     network: mj.nn.VisionTransformer, images: list[Array], keys: list[Array], num_samples: int
 ) -> dict[str, dict[str, float]]:
     """How mean and sd of the logits agree with those of sampled networks, averaged over the images."""
-    truth, ways = _sampled(network, num_samples), _ways(network)
-    found: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for image, key in zip(images, keys, strict=True):
-        true, other = truth(key, image), jax.random.fold_in(key, 1)
-
-        def run(name: str, key: Array = other, image: Array = image) -> tuple[Array, Array]:
-            return jax.block_until_ready(ways[name](key, image))
-
-        seconds = interleaved({name: partial(run, name) for name in ways}, REPEATS)
-        for name in ways:
-            agreement = mj.reference.Agreement.of(*run(name), *true)
-            found[name].append([*agreement, 1e3 * seconds[name]])
-    fields = [*mj.reference.Agreement._fields, "milliseconds"]
-    return {
-        name: dict(zip(fields, map(float, np.mean(rows, axis=0)), strict=True))
-        for name, rows in found.items()
-    }
-
-
-def _ways(network: mj.nn.VisionTransformer) -> dict[str, Logits]:
-    """The library's own pass, the linearised network, and a few sampled networks."""
 
     def library(key: Array, image: Array) -> tuple[Array, Array]:
         mean, cov = network(image)
@@ -103,32 +88,31 @@ def _ways(network: mj.nn.VisionTransformer) -> dict[str, Logits]:
         mean, cov = logits(network.params, image)
         return mean[0], jnp.sqrt(cov.variance()[0])
 
+    def sampled(count: int) -> Logits:
+        def logits(key: Array, image: Array) -> tuple[Array, Array]:
+            drawn = mj.monte_carlo(
+                lambda draw: network.network(draw)(image), network.params, key, count
+            )
+            return drawn.mean, drawn.standard_deviation
+
+        return jax.jit(logits)
+
+    truth = sampled(num_samples)
     ways: dict[str, Logits] = {"library": jax.jit(library), "linearised": jax.jit(linearised)}
-    return ways | {f"{count} networks": _sampled(network, count) for count in NETWORKS}
+    ways |= {f"{count} networks": sampled(count) for count in NETWORKS}
+    found: list[dict[str, dict[str, float]]] = []
+    for image, key in zip(images, keys, strict=True):
+        other, true = jax.random.fold_in(key, 1), truth(key, image)
 
+        def run(way: Logits, key: Array = other, image: Array = image) -> tuple[Array, Array]:
+            return jax.block_until_ready(way(key, image))
 
-def _sampled(network: mj.nn.VisionTransformer, count: int) -> Logits:
-    """So many networks drawn with the key."""
-
-    def logits(key: Array, image: Array) -> tuple[Array, Array]:
-        truth = mj.monte_carlo(
-            lambda draw: network.network(draw)(image), network.params, key, count
-        )
-        return truth.mean, truth.standard_deviation
-
-    return jax.jit(logits)
-
-
-def _average(rows: tuple[mj.reference.ClosureRow, ...]) -> mj.reference.ClosureRow:
-    """The figures of one stage and structure, averaged over the images."""
-    figures = (np.mean([getattr(row, kind) for row in rows], axis=0) for kind in KINDS)
-    parts = (mj.reference.Agreement(*map(float, mean)) for mean in figures)
-    return mj.reference.ClosureRow(rows[0].stage, rows[0].structure, *parts)
-
-
-def _record(row: mj.reference.ClosureRow) -> dict[str, object]:
+        seconds = interleaved({name: partial(run, way) for name, way in ways.items()}, REPEATS)
+        found.append({})
+        for name, way in ways.items():
+            agreement = mj.reference.Agreement.of(*run(way), *true)
+            found[-1][name] = {**agreement._asdict(), "milliseconds": 1e3 * seconds[name]}
     return {
-        "stage": row.stage,
-        "structure": row.structure,
-        **{kind: getattr(row, kind)._asdict() for kind in KINDS},
+        name: {figure: _average(*(one[name][figure] for one in found)) for figure in own}
+        for name, own in found[0].items()
     }

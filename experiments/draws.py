@@ -19,7 +19,7 @@ Draw = Callable[[Array], Arrays]
 
 def means(params: Any) -> Arrays:
     """The arrays at the centre of the beliefs."""
-    return jax.tree.map(lambda belief: belief.mean, params, is_leaf=_is_belief)
+    return jax.tree.map(lambda belief: belief.mean, params, is_leaf=is_belief)
 
 
 def weights(params: Any) -> Draw:
@@ -32,14 +32,12 @@ def relative(params: Any, spread: float) -> Draw:
 
     Under a log-uniform prior the KL of these beliefs depends on `spread` alone, not on the means.
     """
-    arrays = means(params)
-    leaves, form = jax.tree.flatten(arrays)
+    leaves, form = jax.tree.flatten(means(params))
 
     def draw(key: Array) -> Arrays:
-        keys = jax.tree.unflatten(form, list(jax.random.split(key, len(leaves))))
-        return jax.tree.map(
-            lambda mean, k: mean * (1 + spread * jax.random.normal(k, mean.shape)), arrays, keys
-        )
+        pairs = zip(leaves, jax.random.split(key, len(leaves)), strict=True)
+        noisy = [mean * (1 + spread * jax.random.normal(k, mean.shape)) for mean, k in pairs]
+        return jax.tree.unflatten(form, noisy)
 
     return draw
 
@@ -50,7 +48,7 @@ def dropout(params: Any, rate: Array | float) -> Draw:
     An input that is dropped is dropped from all tokens of an example (Gal and Ghahramani, 2016); what is
     left is scaled up, so the mean stays. Vectors are kept whole.
     """
-    leaves, form = jax.tree.flatten(params, is_leaf=_is_belief)
+    leaves, form = jax.tree.flatten(params, is_leaf=is_belief)
 
     def draw(key: Array) -> Arrays:
         arrays = []
@@ -88,7 +86,8 @@ def many(
     )
 
 
-def _is_belief(leaf: Any) -> bool:
+def is_belief(leaf: Any) -> bool:
+    """Whether a node of a parameter group is a belief."""
     return isinstance(leaf, mj.posterior.Posterior)
 
 
@@ -99,13 +98,13 @@ def learned_prior_kl(module: Any) -> Array:
     the half of sum log(s^2 / variance). `Factorized` beliefs only.
     """
     total = jnp.zeros(())
-    for belief in beliefs(module):
-        best = jnp.mean(belief.mean**2 + belief.variance)
-        total += 0.5 * jnp.sum(jnp.log(best) - jnp.log(belief.variance))
+    for own in beliefs(module):
+        best = jnp.mean(own.mean**2 + own.variance)
+        total += 0.5 * jnp.sum(jnp.log(best) - jnp.log(own.variance))
     return total
 
 
 def beliefs(module: Any) -> list[mj.posterior.Factorized]:
     """All beliefs of a parameter group."""
-    leaves = jax.tree.leaves(module, is_leaf=_is_belief)
-    return [leaf for leaf in leaves if _is_belief(leaf)]
+    leaves = jax.tree.leaves(module, is_leaf=is_belief)
+    return [leaf for leaf in leaves if is_belief(leaf)]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 import moment_jax as mj
 from experiments.data import NUM_CLASSES
 from experiments.outputs import whole_file
-from experiments.predictions import Prediction
+from experiments.predictions import Prediction, scores
 
 STYLE = {
     "figure.dpi": 140,
@@ -38,136 +38,131 @@ def save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
+styled = plt.rc_context(STYLE)
+"""Decorator of functions that draw."""
+
+
+@styled
 def histograms(panels: dict[str, dict[str, np.ndarray]], unit: str) -> Figure:
     """A panel for each name: how its values are distributed on each set of examples."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 2.6), squeeze=False)
-        for axis, (name, given) in zip(axes[0], panels.items(), strict=True):
-            bins = np.linspace(0, max(map(np.max, given.values())), 24)
-            for which, values in given.items():
-                axis.hist(values, bins, density=True, histtype="step", label=which)
-            axis.set(title=name, xlabel=unit)
-        axes[0, 0].legend(fontsize=6)
+    figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 2.6), squeeze=False)
+    for axis, (name, given) in zip(axes[0], panels.items(), strict=True):
+        bins = np.linspace(0, max(map(np.max, given.values())), 24)
+        for which, values in given.items():
+            axis.hist(values, bins, density=True, histtype="step", label=which)
+        axis.set(title=name, xlabel=unit)
+    axes[0, 0].legend(fontsize=6)
     return figure
 
 
 def show_image(axes: Axes, image: np.ndarray) -> None:
     """An image of digits, without ticks."""
     axes.imshow(image, cmap="gray_r", interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     for side in axes.spines.values():
-        side.set_visible(True)
-        side.set_color("0.8")
+        side.set(visible=True, color="0.8")
 
 
+@styled
 def rotation(
     angles: np.ndarray, images: np.ndarray, analytic: Prediction, samples: Prediction, label: int
 ) -> Figure:
     """One digit turned: the images, and each class's probability and logit against the angle."""
-    with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(8.4, 6.6))
-        strip, below = figure.subfigures(2, 1, height_ratios=(1, 5.2))
-        shown = np.linspace(0, len(angles) - 1, 13).round().astype(int)
-        for axes, i in zip(strip.subplots(1, len(shown)), shown, strict=True):
-            show_image(axes, images[i])
-            axes.set_title(f"{angles[i]:.0f}°", fontsize=8)
-        strip.suptitle(f"A {label} of the test set, turned", x=0.01, ha="left", fontweight="bold")
-        top, bottom = below.subplots(2, 1, sharex=True)
-        leading = analytic.probabilities.max(axis=0) > 0.25
-        colours = [*plt.get_cmap("tab10").colors]
-        colours[7] = "#1a1a1a"  # the map has grey here, which means "never likely"
-        for digit in range(NUM_CLASSES):
-            colour = colours[digit] if leading[digit] else OTHER
-            order = 3 if leading[digit] else 1
-            line = {"color": colour, "zorder": order}
-            top.plot(angles, analytic.probabilities[:, digit], linewidth=1.8, **line)
-            top.plot(angles, samples.probabilities[:, digit], ":", linewidth=1.2, **line)
-            mean, sd = analytic.logit_mean[:, digit], analytic.logit_sd[:, digit]
-            bottom.plot(angles, mean, linewidth=1.5, **line)
-            if leading[digit]:
-                bottom.fill_between(
-                    angles, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0, zorder=2
-                )
-                peak = int(analytic.probabilities[:, digit].argmax())
-                highest = angles[peak], analytic.probabilities[peak, digit]
-                style = {"color": colour, "fontweight": "bold", "ha": "center"}
-                top.annotate(f"{digit}", highest, (0, 4), textcoords="offset points", **style)
-        top.set(ylabel="probability of the class", ylim=(0, 1.1))
-        top.set_title("solid: analytic, dotted: sampled networks", loc="right", color="0.4")
-        bottom.set(ylabel="logit: mean ± sd", xlabel="angle (degrees)")
-        bottom.set(xlim=(angles[0], angles[-1]), xticks=angles[shown])
-        bottom.set_title("grey: classes that are never likely", loc="right", color="0.4")
+    figure = plt.figure(figsize=(8.4, 6.6))
+    strip, below = figure.subfigures(2, 1, height_ratios=(1, 5.2))
+    shown = np.linspace(0, len(angles) - 1, 13).round().astype(int)
+    for axes, i in zip(strip.subplots(1, len(shown)), shown, strict=True):
+        show_image(axes, images[i])
+        axes.set_title(f"{angles[i]:.0f}°", fontsize=8)
+    strip.suptitle(f"A {label} of the test set, turned", x=0.01, ha="left", fontweight="bold")
+    top, bottom = below.subplots(2, 1, sharex=True)
+    colours = [*plt.get_cmap("tab10").colors]
+    colours[7] = "#1a1a1a"  # the map has grey here, which means "never likely"
+    for digit in range(NUM_CLASSES):
+        likely, mean = analytic.probabilities[:, digit], analytic.logit_mean[:, digit]
+        leads = likely.max() > 0.25
+        line = {"color": colours[digit] if leads else OTHER, "zorder": 3 if leads else 1}
+        top.plot(angles, likely, linewidth=1.8, **line)
+        top.plot(angles, samples.probabilities[:, digit], ":", linewidth=1.2, **line)
+        bottom.plot(angles, mean, linewidth=1.5, **line)
+        if leads:
+            sd, peak = analytic.logit_sd[:, digit], int(likely.argmax())
+            band = {"color": colours[digit], "alpha": 0.18, "linewidth": 0, "zorder": 2}
+            bottom.fill_between(angles, mean - sd, mean + sd, **band)
+            style = {"color": colours[digit], "fontweight": "bold", "ha": "center"}
+            place = {"xytext": (0, 4), "textcoords": "offset points"}
+            top.annotate(f"{digit}", (angles[peak], likely[peak]), **place, **style)
+    top.set(ylabel="probability of the class", ylim=(0, 1.1))
+    top.set_title("solid: analytic, dotted: sampled networks", loc="right", color="0.4")
+    bottom.set(ylabel="logit: mean ± sd", xlabel="angle (degrees)")
+    bottom.set(xlim=(angles[0], angles[-1]), xticks=angles[shown])
+    bottom.set_title("grey: classes that are never likely", loc="right", color="0.4")
     return figure
 
 
+@styled
 def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]]]) -> Figure:
     """Accuracy, NLL and entropy on the rotated test images against the angle, with standard errors."""
     titles = {"accuracy": "accuracy", "nll": "NLL (nats)", "entropy": "entropy (nats)"}
-    with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(1, 3, figsize=(9, 2.8))
-        for axes, (score, title) in zip(panels, titles.items(), strict=True):
-            for colour, (name, curve) in zip((PLAIN, BAYES), curves.items(), strict=True):
-                mean, error = ([point[k] for point in curve[score]] for k in ("mean", "error"))
-                line = {"color": colour, "markersize": 3, "capsize": 2, "label": name}
-                axes.errorbar(angles, mean, np.nan_to_num(error), fmt="o-", **line)
-            axes.set(title=title, xlabel="angle (degrees)", xticks=angles[::2])
-            axes.set_ylim(bottom=0)
-        # As unsure as a guess between all classes.
-        panels[2].axhline(np.log(NUM_CLASSES), color="0.75", linewidth=1, zorder=0)
-        panels[1].legend(loc="upper left")
+    figure, panels = plt.subplots(1, 3, figsize=(9, 2.8))
+    for axes, (score, title) in zip(panels, titles.items(), strict=True):
+        for colour, (name, curve) in zip((PLAIN, BAYES), curves.items(), strict=True):
+            mean, error = ([point[k] for point in curve[score]] for k in ("mean", "error"))
+            line = {"color": colour, "markersize": 3, "capsize": 2, "label": name}
+            axes.errorbar(angles, mean, np.nan_to_num(error), fmt="o-", **line)
+        axes.set(title=title, xlabel="angle (degrees)", xticks=angles[::2])
+        axes.set_ylim(bottom=0)
+    # As unsure as a guess between all classes.
+    panels[2].axhline(np.log(NUM_CLASSES), color="0.75", linewidth=1, zorder=0)
+    panels[1].legend(loc="upper left")
     return figure
 
 
+@styled
 def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: int = 10) -> Figure:
     """Accuracy against confidence, and a histogram of confidence."""
-    with plt.rc_context(STYLE):
-        figure, (top, bottom) = plt.subplots(
-            2, 1, figsize=(4.6, 5.6), height_ratios=(3, 1), sharex=True
-        )
-        top.plot((0, 1), (0, 1), color="0.75", linewidth=1, zorder=0)
-        width = 0.42 / bins
-        for k, (name, prediction) in enumerate(predictions.items()):
-            colour = (PLAIN, BAYES)[k % 2]
-            given = jnp.asarray(prediction.probabilities), jnp.asarray(labels)
-            curve = mj.objectives.reliability_curve(*given, num_bins=bins)
-            error = float(mj.objectives.expected_calibration_error(*given))
-            count = np.asarray(curve.num_examples)
-            used = count > 0
-            confidence, accuracy = np.asarray(curve.confidence), np.asarray(curve.accuracy)
-            # What chance alone does to an accuracy, were the confidence right.
-            chance = np.sqrt(confidence * (1 - confidence) / np.maximum(count, 1))
-            line = {"color": colour, "markersize": 4, "linewidth": 1.2, "elinewidth": 0.8}
-            line["label"] = f"{name}: ECE {error:.3f}"
-            top.errorbar(confidence[used], accuracy[used], chance[used], fmt="o-", **line)
-            middles = (np.arange(bins) + 0.5) / bins
-            bottom.bar(middles + (k - 0.5) * width, count, width, color=colour)
-        top.legend(loc="lower right")
-        top.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.04), title="Reliability on the test set")
-        bottom.set(xlabel="confidence", ylabel="images", yscale="log")
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(4.6, 5.6), height_ratios=(3, 1), sharex=True
+    )
+    top.plot((0, 1), (0, 1), color="0.75", linewidth=1, zorder=0)
+    width = 0.42 / bins
+    for k, (name, prediction) in enumerate(predictions.items()):
+        colour, given = (PLAIN, BAYES)[k % 2], jnp.asarray(prediction.probabilities)
+        curve = mj.objectives.reliability_curve(given, jnp.asarray(labels), num_bins=bins)
+        error = scores(prediction.probabilities, labels)["ece"]
+        count = np.asarray(curve.num_examples)
+        used = count > 0
+        confidence, accuracy = np.asarray(curve.confidence), np.asarray(curve.accuracy)
+        # What chance alone does to an accuracy, were the confidence right.
+        chance = np.sqrt(confidence * (1 - confidence) / np.maximum(count, 1))
+        line = {"color": colour, "markersize": 4, "linewidth": 1.2, "elinewidth": 0.8}
+        line["label"] = f"{name}: ECE {error:.3f}"
+        top.errorbar(confidence[used], accuracy[used], chance[used], fmt="o-", **line)
+        middles = (np.arange(bins) + 0.5) / bins
+        bottom.bar(middles + (k - 0.5) * width, count, width, color=colour)
+    top.legend(loc="lower right")
+    top.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.04), title="Reliability on the test set")
+    bottom.set(xlabel="confidence", ylabel="images", yscale="log")
     return figure
 
 
+@styled
 def spread(analytic: Prediction, samples: Prediction) -> Figure:
     """The analytic standard deviation of every logit against that of the sampled networks."""
-    agreement = mj.reference.Agreement.of(
-        analytic.logit_mean, analytic.logit_sd, samples.logit_mean, samples.logit_sd
-    )
+    agreement = mj.reference.Agreement.of(*analytic[1:3], *samples[1:3])
     x, y = samples.logit_sd, analytic.logit_sd
-    low, high = 0.9 * min(x.min(), y.min()), 1.05 * max(x.max(), y.max())
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(4.8, 4.9))
-        axes.plot((low, high), (low, high), color="0.6", linewidth=1)
-        said = analytic.probabilities.argmax(axis=1)
-        top = np.arange(NUM_CLASSES)[None, :] == said[:, None]
-        points = {"markersize": 2.5, "markeredgewidth": 0, "alpha": 0.45}
-        axes.plot(x[~top], y[~top], "o", color=BAYES, label="other classes", **points)
-        axes.plot(x[top], y[top], "o", color=PLAIN, label="the predicted class", **points)
-        axes.legend(loc="upper left", markerscale=2)
-        axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-        axes.set(xlabel="sd of the logit, sampled networks", ylabel="sd of the logit, analytic")
-        axes.set_title(
-            f"analytic / sampled sd: {agreement.sd_ratio:.2f} on average, "
-            f"correlation {agreement.sd_correlation:.2f}"
-        )
+    ends = 0.9 * min(x.min(), y.min()), 1.05 * max(x.max(), y.max())
+    figure, axes = plt.subplots(figsize=(4.8, 4.9))
+    axes.plot(ends, ends, color="0.6", linewidth=1)
+    top = np.arange(NUM_CLASSES)[None, :] == analytic.probabilities.argmax(axis=1)[:, None]
+    points = {"markersize": 2.5, "markeredgewidth": 0, "alpha": 0.45}
+    axes.plot(x[~top], y[~top], "o", color=BAYES, label="other classes", **points)
+    axes.plot(x[top], y[top], "o", color=PLAIN, label="the predicted class", **points)
+    axes.legend(loc="upper left", markerscale=2)
+    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    axes.set(xlabel="sd of the logit, sampled networks", ylabel="sd of the logit, analytic")
+    axes.set_title(
+        f"analytic / sampled sd: {agreement.sd_ratio:.2f} on average, "
+        f"correlation {agreement.sd_correlation:.2f}"
+    )
     return figure

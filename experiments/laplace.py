@@ -1,12 +1,11 @@
 """Laplace approximations of the digits' plain vision Transformer, against the network itself and laplax.
 
-Trains the plain network of `classify`, with a smaller weight decay, in each division and with each
-seed. All methods get the same weights, training and validation images. Approximations are linearised,
-at the prior precision of the best validation NLL, of 17; "temperature" divides the logits, likewise.
-Prints NLL, ECE and AUROC (of the entropy, the average over four kinds of other images) on test images,
-with standard errors over the divisions, or over the seeds of a single one; in brackets the difference
-from the plain network. --laplax adds that library (pip install 'moment_jax[laplax]'); its moments of
-the logits go through the same expected softmax.
+Trains the plain network of `classify`, with a smaller weight decay, with each seed. All methods get the
+same weights, training and validation images. Approximations are linearised, at the prior precision of
+the best validation NLL, of 17; "temperature" divides the logits, likewise. Prints NLL, ECE and AUROC (of
+the entropy, the average over four kinds of other images) on test images, with standard errors over the
+seeds; in brackets the difference from the plain network. --laplax adds that library (pip install
+'moment_jax[laplax]'); its moments of the logits go through the same expected softmax.
 """
 
 import argparse
@@ -28,16 +27,20 @@ from experiments.classify.images import Task
 from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.classify.networks import Network
 from experiments.command_line import InputError, Parser
-from experiments.data import Images
 from experiments.outputs import write_json
 from experiments.report import aligned
 
 Moments = Callable[[Array], tuple[Array, Array]]
 """Images (N, H, W) -> mean (N, C) and covariance (N, C, C) of the logits."""
+At = Callable[[Any, Array], tuple[Array, Array]]
+"""The same at a prior precision or temperature."""
+Scores = dict[str, dict[str, float]]
+"""Figures of each method."""
 
 KINDS = ("kfac", "last_layer", "diagonal")
 PRECISIONS = np.logspace(-2, 6, 17)  # those of `mj.posterior.laplace(held_out=)`
 TEMPERATURES = np.logspace(-0.5, 1, 31)
+RANK = 300  # of laplax's lanczos
 WEIGHT_DECAY = 0.01  # with the 0.3 of `classify` every precision but the largest raises the NLL
 PROBED = 1e3  # the precision at which both libraries' diagonals are compared
 OTHERS, CHUNK = 250, 50  # other images of each kind; images at a time
@@ -45,11 +48,9 @@ OTHERS, CHUNK = 250, 50  # other images of each kind; images at a time
 
 def add_arguments(parser: Parser) -> None:
     """How many networks, and which curvature of laplax."""
-    parser.whole("--seeds", 3, "networks in each division")
-    parser.whole("--divisions", 1, "divisions into training, validation and test images")
+    parser.whole("--seeds", 3, "networks")
     parser.whole("--plain-steps", Budget().plain_steps, "updates of a plain network")
     parser.choice("--laplax", ("lanczos", "diagonal"), (), "curvature of laplax to compare with")
-    parser.whole("--rank", 300, "of laplax's lanczos")
     parser.json()
 
 
@@ -57,57 +58,53 @@ def run(args: argparse.Namespace) -> None:
     """Train, compare, print a table."""
     if args.laplax:
         _laplax()
-    records: list[list[dict[str, dict[str, float]]]] = []
-    for division in range(args.divisions):
-        stack = images.load("digits", [division])
-        task = the_only(stack)
-        others = {name: given[0] for name, given in images.others(stack, OTHERS).items()}
-        records.append([])
-        for seed, model in enumerate(plain_networks(task, args.seeds, args.plain_steps)):
-            records[-1].append(compared(model, task, others, args.laplax, args.rank))
-            nll = {name: f"{found['nll']:.4f}" for name, found in records[-1][-1].items()}
-            print(f"division {division}, seed {seed}, NLL: {nll}")
+    stack = images.load("digits", [0])
+    train, validation, test, background = jax.tree.map(lambda x: x[0], stack[:4])
+    task = Task(train, validation, test, background, stack.patch_size)
+    others = {name: given[0] for name, given in images.others(stack, OTHERS).items()}
+    records = []
+    for seed, model in enumerate(plain_networks(task, args.seeds, args.plain_steps)):
+        records.append(compared(model, task, others, args.laplax))
+        nll = {name: f"{found['nll']:.4f}" for name, found in records[-1].items()}
+        print(f"seed {seed}, NLL: {nll}")
     show(records)
     write_json(args.json, {"settings": vars(args) | {"json": None}, "networks": records})
 
 
-def the_only(task: Task) -> Task:
-    """The task of a single division, without the axis of divisions."""
-    arrays: tuple[Images, Images, Images, np.ndarray] = jax.tree.map(lambda x: x[0], task[:4])
-    return Task(*arrays, task.patch_size)
-
-
 def plain_networks(task: Task, seeds: int, steps: int) -> list[nnx.Module]:
     """Trained networks, in inference mode."""
-    network = Network.of(task)
-    keys = jax.random.split(jax.random.key(0), seeds)
+    network, keys = Network.of(task), jax.random.split(jax.random.key(0), seeds)
     budget = Budget(plain_steps=steps, weight_decay=WEIGHT_DECAY)
     copies = Trainer(network, stacked(task.train, seeds), budget, keys).plain().params
-    modules = [
-        network.module(jax.tree.map(lambda leaf, i=i: leaf[i], copies)) for i in range(seeds)
-    ]
-    models = [module.network(draws.means(module.params)) for module in modules]
-    for model in models:
-        model.eval()
+    models = []
+    for seed in range(seeds):
+        module = network.module(jax.tree.map(lambda leaf, i=seed: leaf[i], copies))
+        models.append(module.network(draws.means(module.params)))
+        models[-1].eval()
     return models
 
 
 def compared(
-    model: Any, task: Task, others: dict[str, np.ndarray], curvatures: list[str], rank: int
-) -> dict[str, dict[str, float]]:
+    model: Any, task: Task, others: dict[str, np.ndarray], curvatures: list[str]
+) -> Scores:
     """Scores, precision and seconds of every method."""
+    result: Scores = {}
 
-    def scored(moments: Moments, **more: float) -> dict[str, float]:
+    def add(name: str, fit: Callable[[], tuple[Moments, dict[str, float]]]) -> None:
+        start = time.perf_counter()
+        moments, more = fit()
+        fit_s = time.perf_counter() - start
         predict = jax.jit(lambda x: jax.vmap(mj.objectives.class_probabilities)(*moments(x)))
         _in_chunks(predict, task.test.images[:CHUNK])
         start = time.perf_counter()
         test = _in_chunks(predict, task.test.images)
-        seconds = (time.perf_counter() - start) / len(test)
+        ms_an_image = 1e3 * (time.perf_counter() - start) / len(test)
         found = [scores.detection(test, _in_chunks(predict, x))["auroc"] for x in others.values()]
-        return {
+        result[name] = {
             **predictions.scores(test, task.test.labels),
             "auroc": float(np.mean(found)),
-            "ms_an_image": 1e3 * seconds,
+            "ms_an_image": ms_an_image,
+            "fit_s": fit_s,
             **more,
         }
 
@@ -115,29 +112,31 @@ def compared(
         logits = model(given) / factor
         return logits, jnp.zeros((*logits.shape, logits.shape[-1]))
 
-    result = {"plain": scored(partial(certain, 1.0))}
-    start = time.perf_counter()
-    best = _best(certain, TEMPERATURES, task)
-    seconds = time.perf_counter() - start
-    result["temperature"] = scored(partial(certain, best), chosen=best, fit_s=seconds)
-    for kind in KINDS:
-        start = time.perf_counter()
+    def by_grid(at: At, grid: np.ndarray) -> tuple[Moments, dict[str, float]]:
+        best = _best(at, grid, task)
+        return partial(at, best), {"chosen": best}
+
+    def own(kind: str) -> tuple[Moments, dict[str, float]]:
         belief, receipt = mj.posterior.laplace(
             model, mj.objectives.Categorical(), tuple(task.train), kind=kind,
             held_out=tuple(task.validation), receipt=True,
         )  # fmt: skip
-        seconds = time.perf_counter() - start
-        precision = next(iter(receipt.prior_precision.values()))
-        result[kind] = scored(linearised(model, belief), chosen=precision, fit_s=seconds)
+        return linearised(model, belief), {"chosen": next(iter(receipt.prior_precision.values()))}
+
+    ats: dict[str, At] = {}
+
+    def theirs(curvature: str) -> tuple[Moments, dict[str, float]]:
+        ats[curvature] = of_laplax(model, task, curvature)
+        return by_grid(ats[curvature], PRECISIONS)
+
+    add("plain", lambda: (partial(certain, 1.0), {}))
+    add("temperature", lambda: by_grid(certain, TEMPERATURES))
+    for kind in KINDS:
+        add(kind, partial(own, kind))
     for curvature in curvatures:
-        start = time.perf_counter()
-        at = of_laplax(model, task, curvature, rank)
-        best = _best(at, PRECISIONS, task)
-        seconds = time.perf_counter() - start
-        off = {"variances_off": _difference(model, task, at)} if curvature == "diagonal" else {}
-        result[f"laplax, {curvature}"] = scored(
-            partial(at, best), chosen=best, fit_s=seconds, **off
-        )
+        add(f"laplax, {curvature}", partial(theirs, curvature))
+    if "diagonal" in ats:
+        result["laplax, diagonal"]["variances_off"] = _difference(model, task, ats["diagonal"])
     return result
 
 
@@ -151,10 +150,8 @@ def linearised(model: Any, belief: Any) -> Moments:
     return moments
 
 
-def of_laplax(
-    model: Any, task: Task, curvature: str, rank: int
-) -> Callable[[Any, Array], tuple[Array, Array]]:
-    """(Prior precision, images) -> moments of the network linearised by laplax."""
+def of_laplax(model: Any, task: Task, curvature: str) -> At:
+    """The network linearised by laplax, at a prior precision."""
     laplax, pushforward = _laplax()
     split: Any = nnx.split(model, nnx.Param, ...)
     graph, state, rest = split
@@ -166,7 +163,7 @@ def of_laplax(
         return nnx.merge(graph, filled, rest)(input[None])[0]
 
     data = tuple(jnp.asarray(part) for part in task.train)
-    options: Any = {"rank": rank, "key": jax.random.key(0)} if curvature == "lanczos" else {}
+    options: Any = {"rank": RANK, "key": jax.random.key(0)} if curvature == "lanczos" else {}
     posterior, _ = laplax.laplace(
         model_fn, params, data, loss_fn="cross_entropy", curv_type=curvature, **options
     )
@@ -195,7 +192,7 @@ def _laplax() -> tuple[Any, Any]:
     return laplax, pushforward
 
 
-def _best(at: Callable[[Any, Array], Any], grid: np.ndarray, task: Task) -> float:
+def _best(at: At, grid: np.ndarray, task: Task) -> float:
     """The value of the grid with the lowest validation NLL."""
     predict = jax.jit(lambda v, x: jax.vmap(mj.objectives.class_probabilities)(*at(v, x)))
     given, labels = task.validation
@@ -207,7 +204,7 @@ def _best(at: Callable[[Any, Array], Any], grid: np.ndarray, task: Task) -> floa
     return float(grid[np.nanargmin([nll(value) for value in grid])])
 
 
-def _difference(model: Any, task: Task, at: Callable[[Any, Array], Any]) -> float:
+def _difference(model: Any, task: Task, at: At) -> float:
     """The largest relative difference of the logits' variances, both by diagonals, on test images."""
     belief = mj.posterior.laplace(
         model, mj.objectives.Categorical(), tuple(task.train), kind="diagonal",
@@ -227,30 +224,25 @@ def _in_chunks(predict: Callable[[Array], Array], given: np.ndarray) -> np.ndarr
     return np.concatenate(parts)[: len(given)]
 
 
-def show(records: list[list[dict[str, dict[str, float]]]]) -> None:
-    """Means over divisions of the seeds' means; of one division, over its seeds."""
-    groups = records if len(records) > 1 else [[network] for network in records[0]]
+def show(records: list[Scores]) -> None:
+    """Means over the networks, and paired differences from the plain one."""
+
+    def every(name: str, figure: str) -> list[float]:
+        return [network[name][figure] for network in records if figure in network[name]]
 
     def cell(name: str, score: str) -> str:
-        def of(network: dict[str, dict[str, float]], other: str) -> float:
-            return network[other][score]
-
-        values = [float(np.mean([of(n, name) for n in group])) for group in groups]
-        more = [np.mean([of(n, name) - of(n, "plain") for n in group]) for group in groups]
-        found, gap = scores.summary(values), scores.summary([float(m) for m in more])
+        own, plain = every(name, score), every("plain", score)
+        found, gap = scores.summary(own), scores.summary(list(np.subtract(own, plain)))
         text = f"{found['mean']:.4f} ± {found['error']:.4f}"
         return text if name == "plain" else f"{text} ({gap['mean']:+.4f} ± {gap['error']:.4f})"
 
-    networks = [network for group in groups for network in group]
     rows = [["", "NLL", "ECE", "AUROC", "chosen", "fit", "an image"]]
-    for name in networks[0]:
+    for name in records[0]:
         row = [name, *(cell(name, score) for score in ("nll", "ece", "auroc"))]
-        chosen = [n[name]["chosen"] for n in networks if "chosen" in n[name]]
+        chosen, off = every(name, "chosen"), every(name, "variances_off")
         row.append(f"{min(chosen):.3g} to {max(chosen):.3g}" if chosen else "")
-        fits = [n[name].get("fit_s", 0.0) for n in networks]
-        times = [n[name]["ms_an_image"] for n in networks]
-        rows.append([*row, f"{np.mean(fits):.1f} s", f"{np.mean(times):.2f} ms"])
-        off = [n[name]["variances_off"] for n in networks if "variances_off" in n[name]]
+        times = np.mean(every(name, "ms_an_image"))
+        rows.append([*row, f"{np.mean(every(name, 'fit_s')):.1f} s", f"{times:.2f} ms"])
         if off:
             print(f"variances of the logits, diagonals of both: at most {max(off):.1e} apart")
     print(aligned(rows))

@@ -28,11 +28,8 @@ class Prediction(NamedTuple):
 
     def at(self, part: slice) -> Prediction:
         """The predictions for some of the images."""
-        return self._replace(
-            probabilities=self.probabilities[part],
-            logit_mean=self.logit_mean[part],
-            logit_sd=self.logit_sd[part],
-        )
+        probabilities, mean, sd = (array[part] for array in self[:3])
+        return Prediction(probabilities, mean, sd, self.seconds_per_image)
 
 
 Outputs = tuple[Array, Array, Array]
@@ -108,10 +105,7 @@ def sampled(
 
 
 class CaughtUp(NamedTuple):
-    """How many drawn networks are as good as one analytic pass, and their time over its.
-
-    Both are None where none of the counts is.
-    """
+    """How many drawn networks are as good as one analytic pass, and their time over its, or None."""
 
     samples: int | None
     time_ratio: float | None

@@ -27,7 +27,7 @@ def failure(error: Exception) -> dict[str, str]:
 def check_memory(needed: int, limit: float) -> None:
     """Raise `Skip` if `needed` bytes are more than `limit` GiB."""
     if needed > limit * GIB:
-        raise Skip(f"{needed / GIB:.3g} GiB of memory are over --memory-limit {limit:g}")
+        raise Skip(f"{needed / GIB:.3g} GiB of memory are over the limit of {limit:g}")
 
 
 class Size(NamedTuple):
@@ -50,6 +50,11 @@ class Program(NamedTuple):
     def run(self, *arguments: Any) -> Any:
         """The result, once it is there."""
         return jax.block_until_ready(self.call(*arguments))
+
+    def figures(self) -> dict[str, float]:
+        """Seconds to compile, memory, and size."""
+        known = {"compile_seconds": self.seconds, "bytes": self.bytes}
+        return {**known, "bytes_accessed": self.bytes_accessed, **size_of(self.lowered)._asdict()}
 
 
 def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:

@@ -11,6 +11,7 @@ from jax import Array
 import moment_jax as mj
 from experiments import draws
 from experiments.cases import Case
+from experiments.programs import GIB
 
 Forward = Callable[[], Any]
 
@@ -43,45 +44,43 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
         logits, logit_cov = mj.dense(*mj.mean_pool(mean, cov), head)
         return output, (logits[0], jnp.sqrt(logit_cov.variance()[0]))
 
-    def batch(inputs: Array, params: tuple[Any, Any, Any]) -> Any:
-        if structure is mj.Full:  # one sequence at a time: its memory is T^4 and (T D)^2
-            return jax.lax.map(lambda x: one(x, params), inputs)
-        return jax.vmap(lambda x: one(x, params), axis_name="batch")(inputs)
-
-    everything = (case.layers, case.blocks, case.head)
-    if structure is mj.FrozenSeparable:
-        return _frozen(one, case, everything)
-    return _compiled(batch, case.inputs, everything)
-
-
-def _frozen(one: Callable[..., Any], case: Case, params: Any) -> Forward:
-    """`one` for each input, feature correlations averaged over the others."""
     explicit = mj.with_feature_statistics(one)
 
-    def write(params: Any) -> Any:
-        others = jnp.asarray(case.others)
-        written = jax.vmap(lambda x: explicit(None, x, params)[1], axis_name="batch")(others)
-        return jax.tree.map(lambda leaf: leaf.mean(axis=0), written)
-
-    def batch(inputs: Array, given: tuple[Any, Any]) -> Any:
+    def batch(inputs: Array, given: tuple[Any, Any]) -> tuple[Any, Any]:
         statistics, params = given
-        return jax.vmap(lambda x: explicit(statistics, x, params)[0])(inputs)
 
-    return _compiled(batch, case.inputs, (jax.jit(write)(params), params))
+        def run(x: Array) -> tuple[Any, Any]:
+            return explicit(statistics, x, params)
+
+        if structure is mj.Full:  # one sequence at a time: its memory is T^4 and (T D)^2
+            return jax.lax.map(run, inputs)
+        return jax.vmap(run, axis_name="batch")(inputs)
+
+    params, statistics = (case.layers, case.blocks, case.head), None
+    if structure is mj.FrozenSeparable:  # averaged over the inputs without truth
+        written = jax.jit(batch)(jnp.asarray(case.others), (None, params))[1]
+        statistics = jax.tree.map(lambda leaf: leaf.mean(axis=0), written)
+    return _compiled(lambda *given: batch(*given)[0], case.inputs, (statistics, params))
+
+
+def plain_block(arrays: Any, num_heads: int) -> mj.nn.PlainEncoderBlock:
+    """A case's block in Flax's layers, of arrays in place of its beliefs."""
+    gelu = mj.nn.find_activation("gelu").plain
+    return mj.nn.PlainEncoderBlock(
+        arrays, num_heads=num_heads, norm_first=True, activation=gelu, epsilon=EPSILON
+    )
 
 
 def deterministic(case: Case) -> Forward:
     """Compile the same network in Flax's layers at the mean weights, to compare times with."""
-    gelu, relu = (mj.nn.find_activation(name).plain for name in ("gelu", "relu"))
 
     def batch(x: Array, params: tuple[Any, Any, Any]) -> Array:
         layers, blocks, head = params
         if layers:
+            relu = mj.nn.find_activation("relu").plain
             return mj.nn.PlainMLP([mj.nn.plain_linear(layer) for layer in layers], relu)(x)
         for block in blocks:
-            x = mj.nn.PlainEncoderBlock(
-                block, num_heads=case.num_heads, norm_first=True, activation=gelu, epsilon=EPSILON
-            )(x)
+            x = plain_block(block, case.num_heads)(x)
         return x if head is None else mj.nn.plain_linear(head)(x.mean(axis=1))
 
     return _compiled(batch, case.inputs, draws.means((case.layers, case.blocks, case.head)))
@@ -93,13 +92,10 @@ def _compiled(fn: Callable[[Array, Any], Any], inputs: np.ndarray, params: Any) 
     return lambda: jax.block_until_ready(compiled(*arguments))
 
 
-def full_gib(case: Case) -> float:
+def full_gib(num_tokens: int, hidden_features: int, num_heads: int) -> float:
     """The largest arrays that `Full` needs for one sequence, in GiB.
 
     They are the covariances of all scores, H^2 T^4, and of all hidden units, (T F)^2.
     """
-    tokens = case.inputs.shape[1]
-    hidden = [block.feed_forward.hidden.kernel.shape[1] for block in case.blocks]
-    hidden += [layer.kernel.shape[1] for layer in case.layers]
-    largest = max(case.num_heads**2 * tokens**4, (tokens * max(hidden)) ** 2)
-    return largest * BYTES / 2**30
+    largest = max(num_heads**2 * num_tokens**4, (num_tokens * hidden_features) ** 2)
+    return largest * BYTES / GIB

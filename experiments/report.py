@@ -6,7 +6,6 @@ The module also has the tables that the experiments print.
 import argparse
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,12 +23,6 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "folder", type=path, metavar="DIR", help="folder with metrics.json files at any depth"
     )
-    parser.place(
-        "--page",
-        None,
-        "where the page goes (default: report.md in DIR); figures are linked from there",
-        unit="FILE",
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -37,11 +30,12 @@ def run(args: argparse.Namespace) -> None:
     found = {file: _read(file) for file in sorted(args.folder.glob("**/metrics.json"))}
     if not found:
         raise InputError(f"{args.folder} holds no metrics.json; name the folder of finished runs")
-    page = args.page or args.folder / "report.md"
+    page = args.folder / "report.md"
     lines = [f"# Runs in {args.folder.name}"]
     for file, metrics in found.items():
         lines += ["", f"## {file.parent.relative_to(args.folder).as_posix()}", ""]
-        lines += _figures(file.parent, page.parent)
+        figures = sorted(file.parent.glob("[!.]*.png"))
+        lines += [f"![{f.stem}]({f.relative_to(args.folder).as_posix()})" for f in figures]
         lines += _section(metrics, ())
     with whole_file(page) as temporary:
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -56,12 +50,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(metrics, dict):
         raise InputError(f"{file} holds no object but {type(metrics).__name__}")
     return metrics
-
-
-def _figures(folder: Path, base: Path) -> list[str]:
-    names = sorted(file for file in folder.glob("*.png") if not file.name.startswith("."))
-    links = [Path(os.path.relpath(name, base)).as_posix() for name in names]
-    return [f"![{name.stem}]({link})" for name, link in zip(names, links, strict=True)]
 
 
 def _section(metrics: dict[str, Any], above: tuple[str, ...]) -> Iterator[str]:

@@ -45,10 +45,10 @@ class SideBySide:
         self.loss, self.num_steps, self.validate = loss, num_steps, validate
         self.optimizer = clipped_adam(learning_rate, num_steps, weight_decay=weight_decay)
         self.in_turn = in_turn
-        steps = self._steps if in_turn else jax.vmap(self._steps, in_axes=(0, None, 0, 0))
-        self._chunk = jax.jit(steps)
+        over = (lambda fn, axes: fn) if in_turn else jax.vmap
+        self._chunk = jax.jit(over(self._steps, (0, None, 0, 0)))
+        self._init = jax.jit(over(self._start, 0))
         self._programs: dict[str, jax.stages.Compiled] = {}
-        self._init = jax.jit(self._start if in_turn else jax.vmap(self._start))
 
     def fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
         """The parameters of every copy after training."""
@@ -56,10 +56,10 @@ class SideBySide:
         if not self.in_turn:
             return self._fit(params, given, keys, label)
         done = []
-        for copy in range(len(keys)):
-            own = jax.tree.map(lambda leaf, copy=copy: leaf[copy], [params, given, keys])
-            name = f"{label}, {copy + 1} of {len(keys)}"
-            done.append(self._fit(own[0], own[1], own[2], name))
+        for i in range(len(keys)):
+            name = f"{label}, {i + 1} of {len(keys)}"
+            one, data, key = jax.tree.map(lambda leaf, i=i: leaf[i], (params, given, keys))
+            done.append(self._fit(one, data, key, name))
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *done)
 
     def _fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
@@ -92,14 +92,12 @@ class SideBySide:
             grads = jax.grad(self.loss)(params, given, jax.random.fold_in(key, step), step)
             changes, state = self.optimizer.update(grads, state, params)
             changed = optax.apply_updates(params, changes), state
-            return jax.tree.map(lambda new, old: jnp.where(step < self.num_steps, new, old),
-                                changed, carry), None  # fmt: skip
+            return jax.tree.map(partial(jnp.where, step < self.num_steps), changed, carry), None
 
         steps = first + jnp.arange(min(CHUNK, self.num_steps))
         (params, state), _ = jax.lax.scan(update, carry[:2], steps)
         best = carry[2]
         if self.validate is not None:
             score = self.validate(params, given)
-            better = score < best[1]
-            best = jax.tree.map(partial(jnp.where, better), (params, score), best)
+            best = jax.tree.map(partial(jnp.where, score < best[1]), (params, score), best)
         return params, state, best

@@ -21,10 +21,10 @@ from experiments.brownian import figures as draw
 from experiments.brownian.heads import head_curve, head_importance
 from experiments.brownian.model_sphere import model_sphere
 from experiments.brownian.motion import token_motion
-from experiments.brownian.reversibility import split_projections, split_scores
+from experiments.brownian.reversibility import antisymmetric_share, split_scores
 from experiments.brownian.stream import residual_stream
 from experiments.command_line import Parser, writable_folder
-from experiments.data import Digits
+from experiments.data import Digits, Images
 from experiments.digits_training import trained
 from experiments.figures import save
 from experiments.outputs import write_json
@@ -48,21 +48,21 @@ def run(args: argparse.Namespace) -> None:
     network, digits = trained(args.run)
     out = writable_folder(args.run / "brownian" if args.out is None else args.out, "--out")
     rng = np.random.default_rng(args.seed)
-    chosen = rng.permutation(len(digits.test.labels))[: args.images]
-    test = digits.test.part(chosen)
-    plain = network.mean_network()
-    assert isinstance(plain, mj.nn.PlainVisionTransformer)
-    stream = residual_stream(plain, jnp.asarray(test.images))
+    test = digits.test.part(rng.permutation(len(digits.test.labels))[: args.images])
+    plain: Any = network.mean_network()
+    images = jnp.asarray(test.images)
+    stream = residual_stream(plain, images)
     metrics = {
         "settings": vars(args),
         "attention": _attention(out, plain, digits),
-        "sphere": _sphere(plain, jnp.asarray(test.images)),
+        "sphere": _sphere(plain, images),
         "diffusion_map": _map(out, stream, test.labels, rng),
-        "motion": _motion(args, out, network, test.images, stream),
+        "motion": _motion(args, out, network, images, stream),
         "heads": _heads(args, out, network, digits, test, rng),
     }
     write_json(out / "metrics.json", metrics)
-    _print(out, metrics)
+    _print(metrics)
+    print(f"figures and metrics.json in {out}")
 
 
 def _attention(out: Path, plain: mj.nn.PlainVisionTransformer, digits: Digits) -> dict[str, Any]:
@@ -73,41 +73,36 @@ def _attention(out: Path, plain: mj.nn.PlainVisionTransformer, digits: Digits) -
     for i, block in enumerate(plain.encoder.blocks):
         x = stream[i, 0]
         tokens = block.norm1(x) if block.norm_first else x
-        layer = block.attention
-        assert layer.query.bias is not None
-        assert layer.key.bias is not None
-        scores = mj.brownian.attention_scores(
-            tokens, layer.query.kernel[...], layer.key.kernel[...],
-            layer.query.bias[...], layer.key.bias[...],
-        )  # fmt: skip
-        identity = mj.brownian.transition_matrix(mj.brownian.to_sphere(x))
+        layers: list[Any] = [block.attention.query, block.attention.key]
+        query, key = kernels = [layer.kernel[...] for layer in layers]
+        biases = [layer.bias[...] for layer in layers]
+        scores = mj.brownian.attention_scores(tokens, *kernels, *biases)
+        shares = jax.vmap(antisymmetric_share, in_axes=1)(query, key)
         chains = {f"head {h}": jax.nn.softmax(s, axis=1) for h, s in enumerate(scores)}
-        chains["identity projections"] = identity
-        for name, chain in chains.items():
+        identity = mj.brownian.transition_matrix(mj.brownian.to_sphere(x))
+        for h, (name, chain) in enumerate({**chains, "identity projections": identity}.items()):
             law = mj.brownian.stationary(chain)
-            rows.append({"block": i, "chain": name, **_chain_figures(chain, law)})
+            row = {"block": i, "chain": name, **_chain_figures(chain, law)}
+            if name in chains:
+                parts = split_scores(scores[h])
+                row["form_antisymmetric_share"] = shares[h]
+                row["score_cyclic_share"] = parts.cyclic_share
+                row["score_symmetric_share"] = parts.symmetric_share
+            rows.append(row)
             if i == 0:
                 drawn[name] = (np.asarray(chain), np.asarray(law))
-        forms = jax.vmap(split_projections, in_axes=1)(
-            layer.query.kernel[...], layer.key.kernel[...]
-        )
-        for h, row in enumerate(rows[-len(chains) : -1]):
-            parts = split_scores(scores[h])
-            row["form_antisymmetric_share"] = float(forms.antisymmetric_share[h])
-            row["score_cyclic_share"] = float(parts.cyclic_share)
-            row["score_symmetric_share"] = float(parts.symmetric_share)
     save(draw.attention(image, drawn), out / "attention.png")
     return {"label": int(digits.test.labels[0]), "chains": rows}
 
 
-def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, float]:
+def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, Any]:
     brownian = mj.brownian
     return {
-        "detailed_balance_gap": float(brownian.detailed_balance_gap(chain, law)),
-        "spectral_gap": float(brownian.spectral_gap(chain)),
-        "mixing_time": float(brownian.mixing_time(chain)),
-        "entropy_rate": float(brownian.entropy_rate(chain, law)),
-        "largest_stationary": float(law.max()),
+        "detailed_balance_gap": brownian.detailed_balance_gap(chain, law),
+        "spectral_gap": brownian.spectral_gap(chain),
+        "mixing_time": brownian.mixing_time(chain),
+        "entropy_rate": brownian.entropy_rate(chain, law),
+        "largest_stationary": law.max(),
     }
 
 
@@ -133,13 +128,12 @@ def _map(
     found = mj.brownian.diffusion_map(tokens, count=NUM_COORDINATES + 7, time=1)
     coordinates = np.asarray(found.coordinates)
     save(draw.diffusion(coordinates, np.asarray(found.eigenvalues), classes), out / "diffusion.png")
+    shares = [_explained(column, classes) for column in coordinates.T[:NUM_COORDINATES]]
     return {
         "tokens": len(tokens),
-        "bandwidth": float(jnp.asarray(found.bandwidth)),
-        "eigenvalues": [float(v) for v in found.eigenvalues],
-        "class_share_of_variance": [
-            _explained(column, classes) for column in coordinates.T[:NUM_COORDINATES]
-        ],
+        "bandwidth": found.bandwidth,
+        "eigenvalues": found.eigenvalues,
+        "class_share_of_variance": shares,
     }
 
 
@@ -151,24 +145,18 @@ def _explained(values: np.ndarray, classes: np.ndarray) -> float:
 
 
 def _motion(
-    args: argparse.Namespace,
-    out: Path,
-    network: mj.nn.VisionTransformer,
-    images: np.ndarray,
+    args: argparse.Namespace, out: Path, network: mj.nn.VisionTransformer, images: jax.Array,
     stream: jax.Array,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Statistics of the steps, predicted moments, and the verdict."""
     key = jax.random.key(args.seed)
-    motion = token_motion(network, jnp.asarray(images), key=key, num_samples=args.samples)
-    assert motion.agreement is not None
+    motion = token_motion(network, images, key=key, num_samples=args.samples)
     steps = np.diff(np.asarray(stream), axis=0)
-    standard = (steps - steps.mean(axis=1, keepdims=True)) / np.maximum(
-        steps.std(axis=1, keepdims=True), 1e-12
-    )
+    spread = np.maximum(steps.std(axis=1, keepdims=True), 1e-12)
+    standard = (steps - steps.mean(axis=1, keepdims=True)) / spread
     levels = (np.arange(200) + 0.5) / 200
-    quantiles = stats.norm.ppf(levels)
     found = [np.quantile(step, levels) for step in standard]
-    save(draw.increments(quantiles, found, motion), out / "increments.png")
+    save(draw.increments(stats.norm.ppf(levels), found, motion), out / "increments.png")
     return {
         "brownian": motion.is_brownian,
         "sentence": motion.sentence,
@@ -179,22 +167,16 @@ def _motion(
 
 
 def _heads(
-    args: argparse.Namespace,
-    out: Path,
-    network: mj.nn.VisionTransformer,
-    digits: Digits,
-    test: Any,
-    rng: np.random.Generator,
-) -> dict[str, Any]:
+    args: argparse.Namespace, out: Path, network: mj.nn.VisionTransformer, digits: Digits,
+    test: Images, rng: np.random.Generator,
+) -> dict[str, Any]:  # fmt: skip
     """Importance of the heads on training images, and the curves on test images."""
-    count = min(args.head_images, len(digits.train.labels))
-    part = digits.train.part(rng.permutation(len(digits.train.labels))[:count])
+    size = len(digits.train.labels)
+    part = digits.train.part(rng.permutation(size)[: args.head_images])
+    given = jnp.asarray(part.images), jnp.asarray(part.labels)
+    settings = json.loads((args.run / "metrics.json").read_text())["settings"]
     importance = head_importance(
-        network,
-        jnp.asarray(part.images),
-        jnp.asarray(part.labels),
-        dataset_size=len(digits.train.labels),
-        kl_weight=json.loads((args.run / "metrics.json").read_text())["settings"]["kl_weight"],
+        network, *given, dataset_size=size, kl_weight=settings["kl_weight"]
     )
     orders = {
         "ELBO": [-change for change in importance.elbo_change],
@@ -208,7 +190,7 @@ def _heads(
     return {"importance": importance, "curves": curves}
 
 
-def _print(out: Path, metrics: dict[str, Any]) -> None:
+def _print(metrics: dict[str, Any]) -> None:
     print(metrics["motion"]["sentence"])
     table = [["block", "chain", "balance gap", "spectral gap", "mixing time", "entropy"]]
     for row in metrics["attention"]["chains"]:
@@ -219,4 +201,3 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
     curve = metrics["heads"]["curves"]["ELBO"]
     kept = ", ".join(f"{k}: {a:.3f}" for k, a in zip(curve.kept, curve.accuracy, strict=True))
     print(f"accuracy by heads kept: {kept}")
-    print(f"figures and metrics.json in {out}")

@@ -1,16 +1,10 @@
 """The figures of the Brownian experiment."""
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from experiments.brownian.heads import HeadCurve, HeadImportance
 from experiments.brownian.motion import TokenMotion
-from experiments.figures import BAYES, OTHER, PLAIN, STYLE, WRONG
+from experiments.figures import BAYES, OTHER, PLAIN, WRONG, Axes, Figure, plt, styled
 
 MOST_TOKENS = 3000
 """Tokens in the diffusion map; its kernel holds the square of their number."""
@@ -19,18 +13,18 @@ EDGES = 40
 """Attention steps drawn in a graph: the most frequent ones."""
 
 
+@styled
 def attention(image: np.ndarray, chains: dict[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
     """Each head's attention graph over the image: edges show the flow, discs the stationary law."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(chains), figsize=(2.5 * len(chains), 3.0), squeeze=False)
-        for axis, (name, (chain, law)) in zip(axes[0], chains.items(), strict=True):
-            _graph(axis, image, chain, law)
-            axis.set_title(name)
-        figure.suptitle(
-            f"Attention as a walk, first block; discs: stationary law, "
-            f"lines: the {EDGES} steps walked most",
-            x=0.01, ha="left", fontweight="bold",
-        )  # fmt: skip
+    figure, axes = plt.subplots(1, len(chains), figsize=(2.5 * len(chains), 3.0), squeeze=False)
+    for axis, (name, (chain, law)) in zip(axes[0], chains.items(), strict=True):
+        _graph(axis, image, chain, law)
+        axis.set_title(name)
+    figure.suptitle(
+        f"Attention as a walk, first block; discs: stationary law, "
+        f"lines: the {EDGES} steps walked most",
+        x=0.01, ha="left", fontweight="bold",
+    )  # fmt: skip
     return figure
 
 
@@ -55,75 +49,69 @@ def _graph(axes: Axes, image: np.ndarray, chain: np.ndarray, law: np.ndarray) ->
     axes.set(xticks=[], yticks=[])
 
 
+@styled
 def diffusion(coordinates: np.ndarray, eigenvalues: np.ndarray, classes: np.ndarray) -> Figure:
     """Tokens in their first two diffusion coordinates by class, and the spectrum of the walk."""
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.6), width_ratios=(2.4, 1))
-        style = {"cmap": "tab10", "s": 5, "linewidth": 0, "alpha": 0.7}
-        points = left.scatter(coordinates[:, 0], coordinates[:, 1], c=classes, **style)
-        handles, _ = points.legend_elements()
-        left.legend(
-            handles, [str(c) for c in np.unique(classes)], title="class", loc="best", ncols=2
-        )
-        left.set(xlabel="diffusion coordinate 1", ylabel="diffusion coordinate 2")
-        left.set_title(f"{len(classes):,} tokens of the test set after the last block")
-        right.bar(np.arange(1, len(eigenvalues) + 1), eigenvalues, color=BAYES)
-        right.set(xlabel="k", ylabel="eigenvalue of the walk", title="spectrum (without the first)")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.6), width_ratios=(2.4, 1))
+    style = {"cmap": "tab10", "s": 5, "linewidth": 0, "alpha": 0.7}
+    points = left.scatter(coordinates[:, 0], coordinates[:, 1], c=classes, **style)
+    handles, _ = points.legend_elements()
+    left.legend(handles, [str(c) for c in np.unique(classes)], title="class", loc="best", ncols=2)
+    left.set(xlabel="diffusion coordinate 1", ylabel="diffusion coordinate 2")
+    left.set_title(f"{len(classes):,} tokens of the test set after the last block")
+    right.bar(np.arange(1, len(eigenvalues) + 1), eigenvalues, color=BAYES)
+    right.set(xlabel="k", ylabel="eigenvalue of the walk", title="spectrum (without the first)")
     return figure
 
 
+@styled
 def increments(quantiles: np.ndarray, found: list[np.ndarray], motion: TokenMotion) -> Figure:
     """Steps of each block against normal quantiles, and the growth of the variance with depth."""
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.2))
-        ends = quantiles[[0, -1]]
-        left.plot(ends, ends, color="0.6", linewidth=1, label="normal")
-        for i, values in enumerate(found):
-            colour = (BAYES, PLAIN, WRONG, "0.3")[i % 4]
-            left.plot(quantiles, values, ".", markersize=3, color=colour, label=f"block {i + 1}")
-        left.legend(loc="upper left")
-        left.set(xlabel="normal quantile", ylabel="quantile of the standardised steps")
-        left.set_title("Steps of the tokens by coordinate")
-        growth = motion.growth
-        depth = np.arange(len(growth.variance))
-        right.plot(depth, growth.variance, "o-", color=BAYES, label="Var[x_l - x_0]")
-        right.plot(
-            depth, growth.brownian_variance, "s--", color=OTHER, label="sum of the steps' variances"
-        )
-        right.plot(
-            depth[1:], growth.displacement, "^:", color=PLAIN, label="mean squared displacement"
-        )
-        straight = growth.brownian_variance[-1] * depth / depth[-1]
-        right.plot(depth, straight, color="0.6", linewidth=1, label="equal steps (Brownian law)")
-        right.legend(loc="upper left")
-        right.set(xlabel="blocks", ylabel="per feature", xticks=depth)
-        exponent = growth.exponent
-        right.set_title(
-            "Growth with depth"
-            if exponent is None
-            else f"displacement ~ depth^{exponent:.2f} ± {growth.exponent_error:.3f}"
-        )
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.2))
+    ends = quantiles[[0, -1]]
+    left.plot(ends, ends, color="0.6", linewidth=1, label="normal")
+    for i, values in enumerate(found):
+        colour = (BAYES, PLAIN, WRONG, "0.3")[i % 4]
+        left.plot(quantiles, values, ".", markersize=3, color=colour, label=f"block {i + 1}")
+    left.legend(loc="upper left")
+    left.set(xlabel="normal quantile", ylabel="quantile of the standardised steps")
+    left.set_title("Steps of the tokens by coordinate")
+    growth = motion.growth
+    depth = np.arange(len(growth.variance))
+    right.plot(depth, growth.variance, "o-", color=BAYES, label="Var[x_l - x_0]")
+    right.plot(
+        depth, growth.brownian_variance, "s--", color=OTHER, label="sum of the steps' variances"
+    )
+    right.plot(depth[1:], growth.displacement, "^:", color=PLAIN, label="mean squared displacement")
+    straight = growth.brownian_variance[-1] * depth / depth[-1]
+    right.plot(depth, straight, color="0.6", linewidth=1, label="equal steps (Brownian law)")
+    right.legend(loc="upper left")
+    right.set(xlabel="blocks", ylabel="per feature", xticks=depth)
+    exponent = growth.exponent
+    right.set_title(
+        "Growth with depth"
+        if exponent is None
+        else f"displacement ~ depth^{exponent:.2f} ± {growth.exponent_error:.3f}"
+    )
     return figure
 
 
+@styled
 def heads(importance: HeadImportance, curves: dict[str, HeadCurve]) -> Figure:
     """Importance of each head, and accuracy as heads are removed."""
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.0))
-        names = [f"{i + 1}.{h + 1}" for i, w in enumerate(importance.signal) for h in range(len(w))]
-        change = np.concatenate(importance.elbo_change)
-        left.bar(
-            names, change, color=BAYES, yerr=np.concatenate(importance.fit_error), ecolor="0.3"
-        )
-        left.axhline(0, color="0.4", linewidth=0.8)
-        left.set(xlabel="block.head", ylabel="change of the ELBO without it (nats)")
-        for i, ratio in enumerate(np.concatenate(importance.signal)):
-            left.annotate(f"{ratio:.1f}", (i, max(change[i], 0)), (0, 3), fontsize=7,
-                          textcoords="offset points", ha="center", color="0.4")  # fmt: skip
-        left.set_title("Worth of each head (grey: signal-to-noise)")
-        for (name, curve), colour in zip(curves.items(), (BAYES, PLAIN), strict=False):
-            right.plot(curve.kept, curve.accuracy, "o-", color=colour, label=f"removed by {name}")
-        right.legend(loc="lower right")
-        right.set(xlabel="heads kept", ylabel="accuracy on test images", xticks=curve.kept)
-        right.set_title("Accuracy against heads kept")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.0))
+    names = [f"{i + 1}.{h + 1}" for i, w in enumerate(importance.signal) for h in range(len(w))]
+    change = np.concatenate(importance.elbo_change)
+    left.bar(names, change, color=BAYES, yerr=np.concatenate(importance.fit_error), ecolor="0.3")
+    left.axhline(0, color="0.4", linewidth=0.8)
+    left.set(xlabel="block.head", ylabel="change of the ELBO without it (nats)")
+    for i, ratio in enumerate(np.concatenate(importance.signal)):
+        left.annotate(f"{ratio:.1f}", (i, max(change[i], 0)), (0, 3), fontsize=7,
+                      textcoords="offset points", ha="center", color="0.4")  # fmt: skip
+    left.set_title("Worth of each head (grey: signal-to-noise)")
+    for (name, curve), colour in zip(curves.items(), (BAYES, PLAIN), strict=False):
+        right.plot(curve.kept, curve.accuracy, "o-", color=colour, label=f"removed by {name}")
+    right.legend(loc="lower right")
+    right.set(xlabel="heads kept", ylabel="accuracy on test images", xticks=curve.kept)
+    right.set_title("Accuracy against heads kept")
     return figure

@@ -1,8 +1,8 @@
 """How variance and displacement grow with depth, against the Brownian law."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -29,36 +29,34 @@ def variance_growth(stream: Array) -> VarianceGrowth:
             "`variance_growth` needs a stream (L + 1, N, T, D) with L >= 1 and N >= 2. Got "
             f"{tuple(stream.shape)}."
         )
-    spread = jnp.var(stream - stream[:1], axis=1, ddof=1).mean(axis=(1, 2))
-    steps = np.asarray(_step_variances(stream), np.float64)
-    by_input = _displacements(stream)
-    groups = np.array_split(np.arange(stream.shape[1]), min(GROUPS, stream.shape[1]))
-    exponent = error = None
-    if stream.shape[0] > 2:
-        exponent = _exponent(by_input.mean(axis=1))
-        error = _jackknife(
-            [_exponent(np.delete(by_input, group, axis=1).mean(axis=1)) for group in groups]
-        )
-    largest, smallest = int(steps.argmax()), int(steps.argmin())
-    without = [
-        np.asarray(_step_variances(jnp.delete(stream, group, axis=1)), np.float64)
-        for group in (groups if stream.shape[1] > 2 * len(groups[0]) else [])
-    ]
-    ratio_error = _jackknife([_log_ratio(part[largest], part[smallest]) for part in without])
+    paths = np.asarray(stream, np.float64)
+    depth, count = len(paths) - 1, paths.shape[1]
+    steps, every = np.diff(paths, axis=0), np.arange(count)
+    variances = _variances(steps)
+    both = [variances.argmax(), variances.argmin()]
+    squares = [np.square(paths[lag:] - paths[:-lag]) for lag in range(1, depth + 1)]
+    displacement = np.stack([square.mean(axis=(0, 2, 3)) for square in squares])  # (L, N)
+
+    def log_ratio(chosen: np.ndarray) -> float:
+        return _log_ratio(*_variances(steps[both][:, chosen]))
+
+    def exponent(chosen: np.ndarray) -> float:
+        return _exponent(displacement[:, chosen].mean(axis=1))
+
     return VarianceGrowth(
-        np.asarray(spread),
-        np.concatenate([[0.0], np.cumsum(steps)]),
-        _log_ratio(steps[largest], steps[smallest]),
-        ratio_error,
-        by_input.mean(axis=1),
-        exponent,
-        error,
+        _variances(paths - paths[:1]),
+        np.concatenate([[0.0], np.cumsum(variances)]),
+        log_ratio(every),
+        _jackknife(log_ratio, count),
+        displacement.mean(axis=1),
+        exponent(every) if depth > 1 else None,
+        _jackknife(exponent, count) if depth > 1 else None,
     )
 
 
-def _step_variances(stream: Array) -> Array:
-    """Variance of each block's steps over the inputs, per feature, (L,)."""
-    return jnp.var(jnp.diff(stream, axis=0), axis=1, ddof=1).mean(axis=(1, 2))
+def _variances(values: np.ndarray) -> np.ndarray:
+    """Variance over the inputs, per feature, of each (N, T, D)."""
+    return values.var(axis=1, ddof=1).mean(axis=(1, 2))
 
 
 def _log_ratio(larger: float, smaller: float) -> float:
@@ -68,21 +66,15 @@ def _log_ratio(larger: float, smaller: float) -> float:
     return float(np.log(larger / smaller)) if smaller > 0 else float("inf")
 
 
-def _jackknife(without: list[float]) -> float:
-    """The standard error of a statistic from its values without each group; nan for fewer than two."""
-    count = len(without)
-    if count < 2:
+def _jackknife(statistic: Callable[[np.ndarray], float], count: int) -> float:
+    """The standard error of a statistic of chosen inputs; nan for fewer than three inputs."""
+    if count < 3:
         return float("nan")
-    return float(np.sqrt((count - 1) ** 2 / count * np.var(without, ddof=1)))
-
-
-def _displacements(stream: Array) -> np.ndarray:
-    """Mean squared displacement at every lag for every input, (L, N)."""
-    rows = [
-        jnp.mean((stream[lag:] - stream[:-lag]) ** 2, axis=(0, 2, 3))
-        for lag in range(1, stream.shape[0])
-    ]
-    return np.asarray(jnp.stack(rows), np.float64)
+    every = np.arange(count)
+    groups = np.array_split(every, min(GROUPS, count))
+    without = [statistic(np.delete(every, group)) for group in groups]
+    n = len(groups)
+    return float(np.sqrt((n - 1) ** 2 / n * np.var(without, ddof=1)))
 
 
 def _exponent(displacement: np.ndarray) -> float:

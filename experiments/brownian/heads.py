@@ -11,13 +11,7 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
-from experiments.brownian.pruning import (
-    check_kept,
-    entries_of,
-    marginal,
-    mask_heads,
-    parts_of_heads,
-)
+from experiments.brownian.pruning import entries_of, marginal, mask_heads, parts_of_heads
 from experiments.brownian.stream import blocks_of, enter
 
 
@@ -39,7 +33,7 @@ def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
 
 @partial(jax.jit, static_argnums=0)
 def _all_signals(graph: Any, state: Any, inputs: Array) -> list[tuple[Array, Array]]:
-    """Signal and noise of every head, (N, H) each, for each block."""
+    """Sums of squared means and of variances of every head's output, (N, H) each, for each block."""
     module = nnx.merge(graph, state)
 
     def one(x: Array) -> list[tuple[Array, Array]]:
@@ -50,66 +44,66 @@ def _all_signals(graph: Any, state: Any, inputs: Array) -> list[tuple[Array, Arr
             seen = mean, cov
             if block.norm_first:
                 seen = mj.layer_norm(mean, cov, params.norm1, epsilon=block.epsilon)
-            rows.append(_signals(*seen, params.attention, block.num_heads))
+            own = params.attention
+            output = mj.DenseParams(own.output.kernel, None)
+            own = mj.AttentionParams(own.query, own.key, own.value, output)
+            alone = jax.vmap(partial(_alone, *seen, own, block.num_heads))
+            rows.append(alone(jnp.eye(block.num_heads, dtype=mean.dtype)))
             mean, cov = block.moments(mean, cov, params, None)
         return rows
 
     return jax.lax.map(one, inputs)
 
 
-def _signals(
-    mean: Array, cov: mj.Covariance, params: mj.AttentionParams, num_heads: int
+def _alone(
+    mean: Array, cov: mj.Covariance, params: mj.AttentionParams, num_heads: int, kept: Array
 ) -> tuple[Array, Array]:
-    """Sums of squared means and of variances of each head's output, (H,) each."""
-    output = mj.DenseParams(params.output.kernel, None)
-    params = mj.AttentionParams(params.query, params.key, params.value, output)
-
-    def alone(kept: Array) -> tuple[Array, Array]:
-        added, spread = mj.attention(mean, cov, mask_heads(params, kept), num_heads=num_heads)
-        return jnp.sum(added**2), jnp.sum(spread.variance())
-
-    return jax.vmap(alone)(jnp.eye(num_heads, dtype=mean.dtype))
+    added, spread = mj.attention(mean, cov, mask_heads(params, kept), num_heads=num_heads)
+    return jnp.sum(added**2), jnp.sum(spread.variance())
 
 
-def head_predictions(
-    module: Any, inputs: Array, masks: Sequence[np.ndarray]
-) -> tuple[Array, Array]:
+def head_predictions(module: Any, inputs: Array, masks: np.ndarray) -> tuple[Array, Array]:
     """Mean (M, N, C) and covariance (M, N, C, C) of the logits, under M masks of the heads.
 
     Args:
       module: a `VisionTransformer` of `mj.nn`.
       inputs: a batch (N, ...).
-      masks: for each block, (M, H) booleans. One compiled pass serves all.
+      masks: (M, heads of all blocks) booleans. One compiled pass serves all.
     """
     if blocks_of(module) is module:
         raise TypeError(
             "`head_predictions` needs a module that gives logits, such as mj.nn.VisionTransformer. Got "
             f"{type(module).__name__}."
         )
-    check_kept("head_predictions", module.encoder.blocks, [mask[0] for mask in masks])
-    given = jnp.asarray(inputs), [jnp.asarray(mask) for mask in masks]
-    mean, cov = _masked_logits(*nnx.split(module), *given)
-    return mean, cov
+    total = sum(block.num_heads for block in module.encoder.blocks)
+    if np.shape(masks)[1:] != (total,):
+        raise ValueError(
+            f"`head_predictions` needs masks (M, {total}), the heads of all blocks. Got "
+            f"{np.shape(masks)}."
+        )
+    return _masked_logits(*nnx.split(module), jnp.asarray(inputs), jnp.asarray(masks))
 
 
 @partial(jax.jit, static_argnums=0)
-def _masked_logits(graph: Any, state: Any, inputs: Array, masks: list[Array]) -> Any:
+def _masked_logits(graph: Any, state: Any, inputs: Array, masks: Array) -> tuple[Array, Array]:
     module = nnx.merge(graph, state)
-    return jax.lax.map(
-        lambda mask: jax.lax.map(lambda x: _logits(module, x, mask), inputs, batch_size=50), masks
-    )
+    blocks, final_norm = module.encoder.params
+    ends = np.cumsum([block.num_heads for block in module.encoder.blocks])[:-1]
 
+    def under(mask: Array) -> tuple[Array, Array]:
+        masked = [
+            mj.EncoderBlockParams(mask_heads(b.attention, kept), b.norm1, b.feed_forward, b.norm2)
+            for b, kept in zip(blocks, jnp.split(mask, ends), strict=True)
+        ]
 
-def _logits(module: Any, x: Array, kept: Sequence[Array]) -> tuple[Array, Array]:
-    encoder = module.encoder
-    blocks, final_norm = encoder.params
-    masked = [
-        mj.EncoderBlockParams(mask_heads(b.attention, mask), b.norm1, b.feed_forward, b.norm2)
-        for b, mask in zip(blocks, kept, strict=True)
-    ]
-    mean, cov = encoder.moments(*enter(module, x), (masked, final_norm), None)
-    logits, logit_cov = module.stages[-1].moments(mean, cov)
-    return logits[0], logit_cov.blocks[0]
+        def logits(x: Array) -> tuple[Array, Array]:
+            mean, cov = module.encoder.moments(*enter(module, x), (masked, final_norm), None)
+            mean, cov = module.stages[-1].moments(mean, cov)
+            return mean[0], cov.blocks[0]
+
+        return jax.lax.map(logits, inputs, batch_size=50)
+
+    return jax.lax.map(under, masks)
 
 
 class HeadImportance(NamedTuple):
@@ -142,32 +136,25 @@ def head_importance(
         raise ValueError(
             f"`head_importance` needs 2 <= N <= dataset_size. Got N={count} and {dataset_size}."
         )
-    fit = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
     blocks = blocks_of(module).blocks
     heads = [block.num_heads for block in blocks]
-    masks = _one_out(heads)
-    means, covs = head_predictions(module, inputs, masks)
+    every = np.eye(sum(heads) + 1, sum(heads), -1, dtype=bool)
+    means, covs = head_predictions(module, inputs, ~every)  # all heads, then without each
+    fit = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
     fits = jax.jit(jax.vmap(jax.vmap(fit), (None, 0, 0)))(jnp.asarray(labels), means, covs)
-    change = np.asarray(fits[1:] - fits[:1], np.float64)  # the first mask keeps all
+    change = dataset_size * np.asarray(fits[1:] - fits[:1], np.float64)
     left_out = 1 - count / dataset_size  # of a finite data set: no error where it is all given
-    error = dataset_size * change.std(axis=1, ddof=1) * (left_out / count) ** 0.5
-    change = dataset_size * change.mean(axis=1)
-    split = np.cumsum(heads)[:-1]
+    error = change.std(axis=1, ddof=1) * (left_out / count) ** 0.5
+    ends = np.cumsum(heads)[:-1]
     saved = [_kl_of_heads(block.attention, h) for block, h in zip(blocks, heads, strict=True)]
-    changes = np.split(change, split)
+    changes = np.split(change.mean(axis=1), ends)
     return HeadImportance(
         head_signal(module, inputs),
         changes,
-        np.split(error, split),
+        np.split(error, ends),
         saved,
         [c + kl_weight * s for c, s in zip(changes, saved, strict=True)],
     )
-
-
-def _one_out(heads: list[int]) -> list[np.ndarray]:
-    """Masks that keep all heads, then all but each one: (1 + total, H) for each block."""
-    every = np.concatenate([np.ones((1, sum(heads)), bool), ~np.eye(sum(heads), dtype=bool)])
-    return np.split(every, np.cumsum(heads)[:-1], axis=1)
 
 
 @jax.jit
@@ -196,7 +183,7 @@ class HeadCurve(NamedTuple):
     order: list[tuple[int, int]]  # (block, head) pairs in the order in which they were removed
 
 
-def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.ndarray]) -> HeadCurve:
+def head_curve(module: Any, inputs: Array, labels: Any, worth: Sequence[np.ndarray]) -> HeadCurve:
     """Accuracy as heads are masked one after the other, the least important first.
 
     Args:
@@ -205,15 +192,11 @@ def head_curve(module: Any, inputs: Array, labels: Array, worth: Sequence[np.nda
       labels: (N,) class indices.
       worth: for each block (H,), such as `-importance.elbo_change` or `importance.signal`.
     """
-    heads = [len(np.asarray(w)) for w in worth]
-    check_kept("head_curve", blocks_of(module).blocks, [np.ones(h, bool) for h in heads])
-    pairs = [(i, h) for i, number in enumerate(heads) for h in range(number)]
-    flat = np.concatenate([np.asarray(w, np.float64) for w in worth])
-    removed = np.argsort(flat, kind="stable")
-    masks = np.ones((len(pairs) + 1, len(pairs)), bool)
-    for step, head in enumerate(removed):
-        masks[step + 1 :, head] = False
-    means, covs = head_predictions(module, inputs, np.split(masks, np.cumsum(heads)[:-1], axis=1))
+    pairs = [(i, h) for i, own in enumerate(worth) for h in range(len(own))]
+    removed = np.argsort(np.concatenate(worth), kind="stable")
+    # The head in place k of this order is there in the first k + 1 masks.
+    masks = np.argsort(removed) >= np.arange(len(pairs) + 1)[:, None]
+    means, covs = head_predictions(module, inputs, masks)
     probabilities = jax.jit(jax.vmap(jax.vmap(mj.objectives.class_probabilities)))(means, covs)
     labels = jnp.asarray(labels)
     return HeadCurve(

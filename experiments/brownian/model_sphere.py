@@ -8,6 +8,8 @@ from jax import Array
 import moment_jax as mj
 from experiments.brownian.stream import blocks_of, residual_stream
 
+STAGES = ("normalised", "gain", "attended")
+
 
 def model_sphere(module: Any, inputs: Array) -> list[dict[str, mj.brownian.SphereGap]]:
     """Distances of each block's attention inputs from the sphere of radius sqrt(D), by cause.
@@ -36,20 +38,15 @@ def _gaps(blocks: Any, i: int, tokens: Array) -> dict[str, mj.brownian.SphereGap
     if block.norm_first:
         gain, bias = _gain_and_bias(block.norm1, tokens)
         normalised = mj.brownian.to_sphere(tokens, epsilon=block.norm1.epsilon)
-        stages = {
-            "normalised": normalised,
-            "gain": normalised * gain,
-            "attended": normalised * gain + bias,
-        }
+        stages = [normalised, normalised * gain, normalised * gain + bias]
     elif i == 0:
-        stages = {"attended": tokens}
+        stages = [tokens]
     else:  # the stream is what comes out of the normalisation: undo its bias and gain
         gain, bias = _gain_and_bias(blocks[i - 1].norm2, tokens)
-        scaled = tokens - bias
-        some = gain != 0
-        normalised = jnp.where(some, scaled / jnp.where(some, gain, 1), 0)
-        stages = {"normalised": normalised, "gain": scaled, "attended": tokens}
-    return {name: mj.brownian.sphere_gap(stage) for name, stage in stages.items()}
+        some, scaled = gain != 0, tokens - bias
+        stages = [jnp.where(some, scaled / jnp.where(some, gain, 1), 0), scaled, tokens]
+    named = zip(STAGES[-len(stages) :], stages, strict=True)
+    return {name: mj.brownian.sphere_gap(stage) for name, stage in named}
 
 
 def _gain_and_bias(norm: Any, tokens: Array) -> tuple[Array, Array]:

@@ -1,5 +1,6 @@
 """Is the residual stream a Brownian motion? Statistics of its steps, and a verdict."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +10,9 @@ from jax import Array
 from scipy import stats
 
 import moment_jax as mj
+from experiments.brownian import stream as streams
 from experiments.brownian.dependence import Dependence, independence_test
 from experiments.brownian.growth import VarianceGrowth, variance_growth
-from experiments.brownian.stream import (
-    StreamMoments,
-    predicted_stream,
-    residual_stream,
-    sampled_stream,
-)
 
 FEWEST = 20
 """Minimum number of inputs for the approximations of the normality test."""
@@ -33,10 +29,6 @@ class BlockMotion(NamedTuple):
     """
 
     step_length: float  # mean of |step| / sqrt(D)
-    step_spread: float  # sd of |step| over its mean: about 1 / sqrt(2 D) for a Brownian step
-    relative_step: float  # mean of |step| / |position|
-    angle_to_position: float  # mean, in degrees: 90 for a Brownian step
-    angle_to_previous: float | None  # to the block before's step; None for the first block
     drift_share: float  # of E|step|^2, by the positions' mean steps, less the chance in these
     drift_p: float  # of zero mean steps
     on_position: Dependence  # of the step on the position before it
@@ -53,7 +45,7 @@ class TokenMotion(NamedTuple):
 
     blocks: list[BlockMotion]
     growth: VarianceGrowth
-    predicted: StreamMoments | None  # moments of the stream by propagation, for a Bayesian module
+    predicted: streams.StreamMoments | None  # by propagation, of a Bayesian module
     agreement: list[mj.reference.Agreement] | None  # theirs with samples, before and after blocks
     failures: list[str]  # what speaks against the Brownian claim, sentences
 
@@ -97,13 +89,15 @@ def token_motion(
       permutations: of each independence test; too few can refute nothing, see `motion_report`.
     """
     key = jax.random.key(0) if key is None else key
-    report = motion_report(residual_stream(module, inputs), key=key, permutations=permutations)
+    report = motion_report(
+        streams.residual_stream(module, inputs), key=key, permutations=permutations
+    )
     if not hasattr(module, "mean_network"):
         return report
-    predicted = predicted_stream(module, inputs)
+    predicted = streams.predicted_stream(module, inputs)
     if not num_samples:
         return report._replace(predicted=predicted)
-    truth = sampled_stream(module, inputs, jax.random.fold_in(key, 1), num_samples)
+    truth = streams.sampled_stream(module, inputs, jax.random.fold_in(key, 1), num_samples)
     agreement = [_agreement(*point) for point in zip(*predicted, *truth, strict=True)]
     return report._replace(predicted=predicted, agreement=agreement)
 
@@ -148,19 +142,13 @@ def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> Toke
 def _block_motion(
     position: Array, step: Array, previous: Array | None, key: Array, permutations: int
 ) -> BlockMotion:
-    moments = _moments(position, step)
     skewness, kurtosis, normality_p = _normality(np.asarray(step, np.float64))
     keys = jax.random.split(key)
-    on_position = independence_test(step, position, keys[0], permutations=permutations)
-    on_previous = angle = None
-    if previous is not None:
-        on_previous = independence_test(step, previous, keys[1], permutations=permutations)
-        angle = float(_mean_angle(step, previous))
+    test = partial(independence_test, step, permutations=permutations)
     return BlockMotion(
-        **{name: float(value) for name, value in moments.items()},
-        angle_to_previous=angle,
-        on_position=on_position,
-        on_previous=on_previous,
+        **{name: float(value) for name, value in _moments(step).items()},
+        on_position=test(position, keys[0]),
+        on_previous=None if previous is None else test(previous, keys[1]),
         skewness=float(np.sqrt(np.mean(skewness**2))),
         excess_kurtosis=float(np.mean(kurtosis)),
         not_normal=float(np.mean(normality_p < 0.01)),
@@ -168,24 +156,22 @@ def _block_motion(
     )
 
 
-def _normality(step: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _normality(step: np.ndarray) -> np.ndarray:
     """Skewness, excess kurtosis and p value of each coordinate: 0, 0 and 1 where nothing varies."""
     size = 10 * np.finfo(np.float32).eps * np.abs(step).max(axis=0)
     varies = step.std(axis=0) > size
     moving = step[:, varies]
-    found = np.zeros((3, *varies.shape))
-    found[2] = 1
+    found = np.stack([np.zeros(varies.shape), np.zeros(varies.shape), np.ones(varies.shape)])
     if varies.any():
         tested = stats.skew(moving), stats.kurtosis(moving), stats.normaltest(moving).pvalue
         found[:, varies] = np.stack(tested)
-    return found[0], found[1], found[2]
+    return found
 
 
 @jax.jit
-def _moments(position: Array, step: Array) -> dict[str, Array]:
+def _moments(step: Array) -> dict[str, Array]:
     count, features = step.shape[0], step.shape[2]
     length = jnp.linalg.norm(step, axis=-1)
-    radius = jnp.linalg.norm(position, axis=-1)
     mean = jnp.mean(step, axis=0)
     centred = step - mean[None]
     variance = jnp.sum(centred**2, axis=0) / (count - 1)
@@ -198,9 +184,6 @@ def _moments(position: Array, step: Array) -> dict[str, Array]:
     square = jnp.sum(cov**2, axis=(1, 2))
     return {
         "step_length": jnp.mean(length) / features**0.5,
-        "step_spread": jnp.std(length) / _positive(jnp.mean(length)),
-        "relative_step": jnp.mean(length / _positive(radius)),
-        "angle_to_position": _mean_angle(step, position),
         "drift_share": drift / _positive(jnp.mean(length**2) * step.shape[1]),
         "drift_p": jnp.minimum(smallest * mean.size, 1),
         "isotropy": jnp.mean(trace**2 / _positive(features * square)),
@@ -209,13 +192,6 @@ def _moments(position: Array, step: Array) -> dict[str, Array]:
 
 def _positive(x: Array) -> Array:
     return jnp.where(x > 0, x, 1)
-
-
-def _mean_angle(x: Array, y: Array) -> Array:
-    """Mean angle between two arrays of vectors, in degrees."""
-    lengths = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
-    cosine = jnp.sum(x * y, axis=-1) / _positive(lengths)
-    return jnp.mean(jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1))))
 
 
 def _failures(blocks: list[BlockMotion], growth: VarianceGrowth, share: float) -> list[str]:

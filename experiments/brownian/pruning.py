@@ -12,9 +12,6 @@ from jax import Array
 import moment_jax as mj
 from experiments.brownian.stream import blocks_of
 
-Kept = Sequence[Array | np.ndarray | Sequence[bool]]
-"""For each block, which of its heads are kept: (H,) booleans."""
-
 
 def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
     """Beliefs about attention with the queries, keys and values of heads outside `kept` set to zero.
@@ -30,7 +27,7 @@ def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
     """
     kept = jnp.asarray(kept)
     width = params.value.kernel.shape[1]
-    if kept.ndim != 1 or kept.shape[0] < 1 or width % kept.shape[0]:
+    if kept.ndim != 1 or not kept.size or width % kept.size:
         raise ValueError(
             f"`mask_heads` needs one number for each head, H a divisor of {width}. Got "
             f"{tuple(kept.shape)}."
@@ -49,22 +46,23 @@ def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
 
 def _scaled(belief: mj.posterior.Posterior, factor: Array) -> mj.posterior.Posterior:
     """The belief about an array scaled along its last axis."""
-    mean = belief.mean * factor.reshape(*(1,) * (belief.mean.ndim - 1), -1)
-    if isinstance(belief, mj.posterior.Point):
-        return mj.posterior.Point(mean)
-    if isinstance(belief, mj.posterior.Factorized):
-        square = (factor**2).reshape(*(1,) * (belief.mean.ndim - 1), -1)
-        return mj.posterior.Factorized(mean, belief.variance * square)
-    if isinstance(belief, mj.posterior.OutputShared):
-        return mj.posterior.OutputShared(mean, belief.variance * factor**2)
-    if isinstance(belief, mj.posterior.MatrixNormal):
-        return mj.posterior.MatrixNormal(
-            mean, belief.in_cov, belief.out_cov * jnp.outer(factor, factor)
-        )
-    if isinstance(belief, mj.posterior.FullNormal):
-        entries = jnp.broadcast_to(factor, belief.mean.shape).ravel()
-        both = jnp.outer(entries, entries).reshape(belief.cov.shape)
-        return mj.posterior.FullNormal(mean, belief.cov * both)
+
+    def times(array: Array, by: Array) -> Array:
+        return array * by.reshape(*(1,) * (array.ndim - by.ndim), *by.shape)
+
+    mean = times(belief.mean, factor)
+    match belief:
+        case mj.posterior.Point():
+            return mj.posterior.Point(mean)
+        case mj.posterior.Factorized() | mj.posterior.OutputShared():
+            return type(belief)(mean, times(belief.variance, factor**2))
+        case mj.posterior.MatrixNormal():
+            out_cov = belief.out_cov * jnp.outer(factor, factor)
+            return mj.posterior.MatrixNormal(mean, belief.in_cov, out_cov)
+        case mj.posterior.FullNormal():
+            entries = jnp.broadcast_to(factor, mean.shape).ravel()
+            both = jnp.outer(entries, entries).reshape(belief.cov.shape)
+            return mj.posterior.FullNormal(mean, belief.cov * both)
     raise TypeError(
         "Heads need beliefs of mj.posterior: Point, Factorized, OutputShared, MatrixNormal or "
         f"FullNormal. Got {type(belief).__name__}."
@@ -98,19 +96,7 @@ def entries_of(kept: np.ndarray, size: int) -> np.ndarray:
     return np.flatnonzero(np.repeat(kept, size // len(kept)))
 
 
-def check_kept(name: str, blocks: Sequence[Any], kept: Kept) -> list[np.ndarray]:
-    """One (H,) array of booleans for each block, or a ValueError."""
-    arrays = [np.asarray(mask, bool) for mask in kept]
-    heads = [block.num_heads for block in blocks]
-    if [mask.shape for mask in arrays] != [(h,) for h in heads]:
-        raise ValueError(
-            f"`{name}` needs booleans for the heads of each block, {heads} of them. Got arrays of "
-            f"shapes {[mask.shape for mask in arrays]}."
-        )
-    return arrays
-
-
-def prune_heads(module: Any, kept: Kept) -> Any:
+def prune_heads(module: Any, kept: Sequence[Any]) -> Any:
     """A copy of the module without the heads that are not kept.
 
     The beliefs that remain are the marginals of those there were, so moments and samples are those of
@@ -120,7 +106,13 @@ def prune_heads(module: Any, kept: Kept) -> Any:
       module: an `Encoder` or `VisionTransformer` of `mj.nn`.
       kept: for each block, (H,) booleans, at least one of them true.
     """
-    masks = check_kept("prune_heads", blocks_of(module).blocks, kept)
+    masks = [np.asarray(mask, bool) for mask in kept]
+    heads = [block.num_heads for block in blocks_of(module).blocks]
+    if [mask.shape for mask in masks] != [(h,) for h in heads]:
+        raise ValueError(
+            f"`prune_heads` needs booleans for the heads of each block, {heads} of them. Got arrays of "
+            f"shapes {[mask.shape for mask in masks]}."
+        )
     empty = [i for i, mask in enumerate(masks) if not mask.any()]
     if empty:
         raise ValueError(

@@ -31,7 +31,7 @@ def split_scores(scores: Array) -> ScoreParts:
     if scores.ndim != 2 or scores.shape[0] != scores.shape[1]:
         raise ValueError(f"`split_scores` needs scores (T, T). Got {tuple(scores.shape)}.")
     scores = scores - jnp.mean(scores, axis=1, keepdims=True)
-    symmetric, antisymmetric = _halves(scores)
+    symmetric, antisymmetric = (scores + scores.T) / 2, (scores - scores.T) / 2
     height = jnp.mean(antisymmetric, axis=0)
     gradient = height[None, :] - height[:, None]
     cyclic = antisymmetric - gradient
@@ -41,37 +41,19 @@ def split_scores(scores: Array) -> ScoreParts:
     return ScoreParts(symmetric, gradient, cyclic, *share)
 
 
-class FormParts(NamedTuple):
-    """A bilinear form in its two parts, (D, D) each, and the share of each in its squared norm."""
+def antisymmetric_share(query_kernel: Array, key_kernel: Array) -> Array:
+    """Antisymmetric share of the squared norm of one head's form Wq Wk^T, of kernels (D, K).
 
-    symmetric: Array
-    antisymmetric: Array
-    symmetric_share: Array
-    antisymmetric_share: Array
-
-
-def split_projections(query_kernel: Array, key_kernel: Array) -> FormParts:
-    """Symmetric and antisymmetric part of one head's form Wq Wk^T / sqrt(K), of kernels (D, K).
-
-    With identity projections all of it is symmetric; with independent random ones about half. The
+    With identity projections it is 0; with independent random ones about a half. The
     form's antisymmetric part is what can make attention's chain irreversible; how much of it the tokens
     see is `split_scores` of their scores.
     """
     if query_kernel.ndim != 2 or query_kernel.shape != key_kernel.shape:
         raise ValueError(
-            "`split_projections` needs two kernels (D, K) of one head. Got "
+            "`antisymmetric_share` needs two kernels (D, K) of one head. Got "
             f"{tuple(query_kernel.shape)} and {tuple(key_kernel.shape)}. For all heads, use jax.vmap "
             "with in_axes=1 on kernels (D, H, K)."
         )
-    form = query_kernel @ key_kernel.T / query_kernel.shape[1] ** 0.5
-    symmetric, antisymmetric = _halves(form)
+    form = query_kernel @ key_kernel.T
     total = jnp.sum(form**2)
-    scale = jnp.where(total > 0, total, 1)
-    return FormParts(
-        symmetric, antisymmetric, jnp.sum(symmetric**2) / scale, jnp.sum(antisymmetric**2) / scale
-    )
-
-
-def _halves(matrix: Array) -> tuple[Array, Array]:
-    """(m + m^T)/2 and (m - m^T)/2 of a square matrix."""
-    return (matrix + matrix.T) / 2, (matrix - matrix.T) / 2
+    return jnp.sum((form - form.T) ** 2) / 4 / jnp.where(total > 0, total, 1)

@@ -55,9 +55,8 @@ class _Recorder:
     def __call__(self, x: Array, *args: Any, **options: Any) -> Any:
         if not self.stream:
             self.stream.append(x)
-        result = self.block(x, *args, **options)
-        self.stream.append(result)
-        return result
+        self.stream.append(self.block(x, *args, **options))
+        return self.stream[-1]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)
@@ -77,7 +76,7 @@ def _recording(network: Any, stream: list[Array]) -> Any:
 
 
 class StreamMoments(NamedTuple):
-    """Mean and variance of the residual stream, (L + 1, N, T, D) each, from the weights' randomness."""
+    """Of the residual stream, (L + 1, N, T, D) each, from the weights' randomness."""
 
     mean: Array
     variance: Array
@@ -96,11 +95,11 @@ def predicted_stream(module: Any, inputs: Array) -> StreamMoments:
         points = [enter(module, x)]
         for block in owner.blocks:
             points.append(block.moments(*points[-1], block.params, None))
-        means, variances = zip(*((mean, cov.variance()) for mean, cov in points), strict=True)
-        return StreamMoments(jnp.stack(means, axis=0), jnp.stack(variances, axis=0))
+        means, covs = zip(*points, strict=True)
+        return StreamMoments(jnp.stack(means), jnp.stack([cov.variance() for cov in covs]))
 
     per_input = jax.jit(lambda batch: jax.lax.map(one, batch))(inputs)
-    return StreamMoments(*(jnp.swapaxes(part, 0, 1) for part in per_input))
+    return jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), per_input)
 
 
 def enter(module: Any, x: Array) -> tuple[Array, mj.Covariance]:
@@ -112,24 +111,13 @@ def enter(module: Any, x: Array) -> tuple[Array, mj.Covariance]:
 
 
 def sampled_stream(module: Any, inputs: Array, key: Array, num_samples: int) -> StreamMoments:
-    """Moments of the residual stream over sampled networks.
+    """Moments of the residual stream over sampled networks, one at a time."""
 
-    Standard errors are sd / sqrt(num_samples) of a mean and 1 / sqrt(2 num_samples) of a sd.
-    """
-    if num_samples < 2:
-        raise ValueError(f"`sampled_stream` needs num_samples >= 2. Got {num_samples}.")
+    def run(inputs: Array) -> StreamMoments:
+        def stream(arrays: Any) -> Array:
+            return residual_stream(module.network(arrays), inputs)
 
-    def run(inputs: Array) -> tuple[Array, Array]:
-        def add(total: tuple[Array, Array, Array], key: Array) -> tuple[Any, None]:
-            count, mean, squares = total
-            stream = residual_stream(module.sample(key), inputs)
-            change = stream - mean
-            mean = mean + change / (count + 1)
-            return (count + 1, mean, squares + change * (stream - mean)), None
+        found = mj.monte_carlo(stream, module.params, key, num_samples, batch_size=1)
+        return StreamMoments(found.mean, found.variance)
 
-        start = jnp.zeros_like(residual_stream(module, inputs))
-        first = jnp.zeros((), start.dtype), start, start
-        (_, mean, squares), _ = jax.lax.scan(add, first, jax.random.split(key, num_samples))
-        return mean, squares / (num_samples - 1)
-
-    return StreamMoments(*jax.jit(run)(inputs))
+    return jax.jit(run)(inputs)

@@ -15,10 +15,10 @@ import optax
 from jax import Array
 
 import moment_jax as mj
-from experiments import data
+from experiments import data, draws
 from experiments.data import Digits
 from experiments.frontier.passes import classify, plain_tokens
-from experiments.frontier.problem import Problem, Spec, Training, from_unconstrained, tree_of
+from experiments.frontier.problem import Problem, Spec, Training, tree_of
 from experiments.training import Report, Task
 
 BATCH = 64
@@ -37,6 +37,18 @@ class Weights(NamedTuple):
     position: Array  # (T, D)
     head: tuple[Array, Array]
 
+    def blocks(self) -> Any:
+        """Beliefs about the blocks' weights."""
+        return jax.tree.map(
+            lambda mean, raw: mj.posterior.Factorized(mean, jax.nn.softplus(raw) ** 2),
+            self.means,
+            self.raws,
+        )
+
+    def embedded(self, spec: Spec, images: Array) -> Array:
+        """The encoder's input, (N, T, D)."""
+        return mj.nn.Patches(patch_size(spec))(images) @ self.embed + self.position
+
 
 def patch_size(spec: Spec) -> int:
     """Side of the patches that cut a digit into as many tokens."""
@@ -50,52 +62,40 @@ def initial(spec: Spec, seed: int) -> Weights:
     """LeCun normal means, small spreads."""
     rng = np.random.default_rng(seed)
 
-    def normal(*shape: int, scale: float = 1.0) -> Array:
+    def normal(*shape: int, scale: float) -> Array:
         return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
 
-    blocks = spec.num_blocks
+    blocks, features, pixels = spec.num_blocks, spec.num_features, patch_size(spec) ** 2
     means = tree_of(
-        spec.num_features,
-        spec.hidden_features,
+        spec,
         lambda into, out: normal(blocks, into, out, scale=into**-0.5),
         lambda size: jnp.zeros((blocks, size), jnp.float32),
         lambda size: jnp.ones((blocks, size), jnp.float32),
     )
     raw = math.log(math.expm1(START_SD))
-    pixels = patch_size(spec) ** 2
-    features = spec.num_features
+    embed = normal(pixels, features, scale=pixels**-0.5)
+    position = normal(spec.num_tokens, features, scale=0.5)
+    head = normal(features, data.NUM_CLASSES, scale=features**-0.5)
     return Weights(
         means,
         jax.tree.map(lambda mean: jnp.full_like(mean, raw), means),
-        normal(pixels, features, scale=pixels**-0.5),
-        normal(spec.num_tokens, features, scale=0.5),
-        (
-            normal(features, data.NUM_CLASSES, scale=features**-0.5),
-            jnp.zeros(data.NUM_CLASSES, jnp.float32),
-        ),
+        embed,
+        position,
+        (head, jnp.zeros(data.NUM_CLASSES, jnp.float32)),
     )
-
-
-def embedded(weights: Weights, spec: Spec, images: Array) -> Array:
-    """The encoder's input, (N, T, D)."""
-    return mj.nn.Patches(patch_size(spec))(images) @ weights.embed + weights.position
 
 
 def divergence(spec: Spec, blocks: Any) -> Array:
     """KL of all beliefs: kernels from N(0, 1/fan_in), biases from N(0, 1/4), gains from N(1, 1/4)."""
     prior = mj.posterior.GaussianPrior
     priors = tree_of(
-        spec.num_features,
-        spec.hidden_features,
+        spec,
         lambda into, out: prior(0.0, 1 / into),
         lambda size: prior(0.0, VECTOR_PRIOR_SD**2),
         lambda size: prior(1.0, VECTOR_PRIOR_SD**2),
     )
     terms = jax.tree.map(
-        lambda belief, prior: belief.kl(prior),
-        blocks,
-        priors,
-        is_leaf=lambda node: isinstance(node, mj.posterior.Posterior),
+        lambda belief, prior: belief.kl(prior), blocks, priors, is_leaf=draws.is_belief
     )
     return sum(jax.tree.leaves(terms), jnp.zeros(()))
 
@@ -108,8 +108,7 @@ def task(spec: Spec, training: Training, digits: Digits) -> Task:
         order_key, shift_key, draw_key = jax.random.split(key, 3)
         images, labels = data.mini_batch(order_key, step, digits.train, BATCH)
         images = data.shifted(jax.random.fold_in(shift_key, step), images, digits.background)
-        blocks = from_unconstrained(weights.means, weights.raws)
-        inputs = embedded(weights, spec, images)
+        blocks, inputs = weights.blocks(), weights.embedded(spec, images)
         parts = [part.reshape(DRAWS, -1, *part.shape[1:]) for part in (inputs, labels)]
 
         def fit(part: tuple[Array, Array, Array]) -> Array:
@@ -135,7 +134,5 @@ def task(spec: Spec, training: Training, digits: Digits) -> Task:
 def finished(spec: Spec, weights: Weights, digits: Digits) -> Problem:
     """The trained network with the first test images."""
     images = jnp.asarray(digits.test.images[: spec.batch])
-    blocks = from_unconstrained(weights.means, weights.raws)
-    head = np.asarray(weights.head[0]), np.asarray(weights.head[1])
-    inputs = np.asarray(embedded(weights, spec, images))
-    return Problem(spec, blocks, head, inputs, digits.test.labels[: spec.batch])
+    inputs, labels = weights.embedded(spec, images), digits.test.labels[: spec.batch]
+    return Problem(spec, weights.blocks(), weights.head, inputs, labels)

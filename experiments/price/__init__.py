@@ -20,30 +20,17 @@ import jax
 from experiments.accuracy import STRUCTURES
 from experiments.command_line import Parser, PartError
 from experiments.outputs import write_json
-from experiments.price.parts import (
-    NETWORKS,
-    PARTS,
-    PLAIN,
-    SAMPLED,
-    Shape,
-    arguments_of,
-    forward_of,
-    gradient_of,
-)
-from experiments.programs import (
-    GIB,
-    check_memory,
-    compile_program,
-    failure,
-    interleaved,
-    size_of,
-    warm_up,
-)
+from experiments.price import parts
+from experiments.price.parts import PARTS, PLAIN, SAMPLED, Shape
+from experiments.programs import GIB, check_memory, compile_program, failure, interleaved, warm_up
 from experiments.report import aligned, duration
 
 Record = dict[str, Any]
 
-KINDS: dict[str, Callable[..., Any]] = {"forward": lambda forward: forward, "gradient": gradient_of}
+KINDS: dict[str, Callable[..., Any]] = {
+    "forward": lambda forward: forward,
+    "gradient": parts.gradient_of,
+}
 DEFAULT = Shape(64, 128, 4, 4)
 QUEUED = 20  # calls that an accelerator is given before the host waits
 SLOW = 4.0  # seconds for the timed runs of one function, unless three take longer
@@ -61,25 +48,13 @@ def add_arguments(parser: Parser) -> None:
     """Which structures and shapes, how often they are timed, and where the figures go."""
     parser.choice("--structure", STRUCTURES, None, "structures")
     parser.add_argument(
-        "--shape",
-        type=_shape,
-        nargs="+",
-        action="extend",
-        metavar="T,D,HEADS,BATCH",
+        "--shape", type=_shape, nargs="+", action="extend", metavar="T,D,HEADS,BATCH",
         help=f"tokens, features, heads and sequences (default: {','.join(map(str, DEFAULT))}; a block "
         "of ViT-B is 196,768,12,16)",
-    )
-    parser.whole(
-        "--repeats",
-        10,
-        "timed runs of each function, interleaved; their medians count, and slow functions have fewer",
-    )
-    parser.real(
-        "--memory-limit",
-        None,
-        "do not run what needs more than this, in GiB (default: an accelerator's memory, else 4)",
-        unit="GIB",
-    )
+    )  # fmt: skip
+    parser.whole("--repeats", 10, "timed runs of each function, in turn; slow ones have fewer")
+    memory = "do not run what needs more, in GiB (default: an accelerator's memory, else 4)"
+    parser.real("--memory-limit", None, memory, unit="GIB")
     parser.json()
 
 
@@ -132,19 +107,14 @@ def measure(
     for name in names:
         record: Record = {"shape": shape._asdict(), "structure": name, "part": part, "kind": kind}
         records[name] = record | {"status": "ok"}
-        arguments = partial(arguments_of, name, PARTS[part], shape)
-        function = KINDS[kind](forward_of(name, PARTS[part], shape.heads))
+        arguments = partial(parts.arguments_of, name, PARTS[part], shape)
+        function = KINDS[kind](parts.forward_of(name, PARTS[part], shape.heads))
         try:
             shapes = jax.eval_shape(arguments)
             # The compiler itself ends the process where a size overflows.
             check_memory(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)), limit)
             program = compile_program(function, *shapes)
-            records[name] |= {
-                "compile_seconds": program.seconds,
-                "bytes": program.bytes,
-                "bytes_accessed": program.bytes_accessed,
-                **size_of(program.lowered)._asdict(),
-            }
+            records[name] |= program.figures()
             check_memory(program.bytes, limit)
             runs[name] = partial(_queued, program.call, arguments(), calls)
             runs[name]()
@@ -152,7 +122,7 @@ def measure(
             records[name] |= failure(error)
             runs.pop(name, None)
     for name, seconds in interleaved(runs, repeats, SLOW).items():
-        records[name]["seconds"] = seconds / calls / (NETWORKS if name == SAMPLED else 1)
+        records[name]["seconds"] = seconds / calls / (parts.NETWORKS if name == SAMPLED else 1)
     print(f"{part}, {kind}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     return list(records.values())
 
@@ -180,20 +150,20 @@ def table(records: list[Record]) -> str:
             cells.append(_ratio(pairs[0][0], one, "seconds") if one else "")
             rows.append([f"{name:{width}s}  {part}", *cells])
     reasons = [
-        f"{name} {part} {kind} {record['status']}: {record['reason']}"
-        for (name, part, kind), record in found.items()
+        "{structure} {part} {kind} {status}: {reason}".format_map(record)
+        for record in records
         if record["status"] != "ok"
     ]
     return "\n".join([aligned(rows), *reasons])
 
 
 def _cell(own: Record, plain: Record, figure: str) -> str:
-    if own is not plain and figure in OVER_PLAIN.values():
-        return _ratio(own, plain, figure)
     if figure not in own:
         return "-"
     if figure in COUNTS.values():
         return str(own[figure])
+    if own is not plain:
+        return _ratio(own, plain, figure)
     return duration(own[figure]) if "seconds" in figure else f"{own[figure] / 2**20:.3g} MiB"
 
 

@@ -32,17 +32,13 @@ class Shape(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A block or a layer.
+    """A block or a layer."""
 
-    Args:
-      params: its beliefs, of a block's.
-      moments: (mean, cov, beliefs, heads) of one sequence -> (mean, cov).
-      plain: (arrays in place of the beliefs, heads) -> a Flax module, of a batch.
-    """
-
-    params: Callable[[Any], Any]
+    params: Callable[[Any], Any]  # its beliefs, of a block's
     moments: Callable[[Array, Any, Any, int], tuple[Array, Any]]
+    """(mean, cov, beliefs, heads) of one sequence -> (mean, cov)."""
     plain: Callable[[Any, int], nnx.Module]
+    """(Arrays in place of the beliefs, heads) -> a Flax module, of a batch."""
 
 
 PARTS = {

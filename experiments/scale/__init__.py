@@ -10,6 +10,7 @@ the other parts are done and written all the same.
 """
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import moment_jax as mj
@@ -39,26 +40,22 @@ def run(args: argparse.Namespace) -> None:
             "part export needs the package flatbuffers; pip install 'moment_jax[experiments]', or name "
             "other parts with --part"
         )
-    records: dict[str, Any] = {}
-    failed = []
+    every = list(dict.fromkeys(args.structure))
+    compiled = [COMPILED] if every == list(mj.STRUCTURES) else every
+    one = every[0] if len(every) == 1 else mj.DEFAULT_STRUCTURE.__name__
+    runs: dict[str, Callable[[], Any]] = {
+        "devices": lambda: devices.run(every),
+        "export": lambda: export.run(one, args.out),
+        "weak": lambda: weak.run(compiled),
+        "tpu": lambda: tpu.run(args.network, compiled),
+    }
+    records, failed = {}, []
     for part in dict.fromkeys(args.part):
         try:
-            records[part] = _part(part, args)
+            records[part] = runs[part]()
         except PartError as error:
-            failed.append(str(error))
+            failed.append(f"{part}: {error}")
             records[part] = {"failed": str(error)}
         write_json(args.json, records)
     if failed:
         raise PartError("; ".join(failed))
-
-
-def _part(part: str, args: argparse.Namespace) -> Any:
-    every = list(dict.fromkeys(args.structure))
-    compiled = [COMPILED] if every == list(mj.STRUCTURES) else every
-    if part == "devices":
-        return devices.run(every)
-    if part == "weak":
-        return weak.run(compiled)
-    if part == "export":
-        return export.run(every[0] if len(every) == 1 else mj.DEFAULT_STRUCTURE.__name__, args.out)
-    return tpu.run(args.network, compiled)

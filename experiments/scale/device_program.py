@@ -81,11 +81,10 @@ def case(structure: type[mj.Covariance], mesh: Mesh | None) -> dict[str, Array]:
     return results
 
 
-def main(arguments: list[str]) -> None:
+def main(out: str, layouts: str, structure: str, *place: str) -> None:
     """All cases; the first of several processes writes."""
-    out, layouts, structure = arguments[:3]
-    if arguments[3:]:
-        address, process, processes = arguments[3:]
+    if place:
+        address, process, processes = place
         jax.distributed.initialize(
             address,
             int(processes),
@@ -100,15 +99,12 @@ def main(arguments: list[str]) -> None:
         mesh = mj.parallel.make_mesh(rows, columns, devices=jax.devices()[: rows * columns])
         results = case(mj.STRUCTURES[structure], mesh if layout != "1x1" else None)
         for what, value in results.items():
-            found[f"{layout}/{what}"] = (
-                multihost_utils.process_allgather(value, tiled=True)
-                if jax.process_count() > 1
-                else np.asarray(value)
-            )
+            whole = multihost_utils.process_allgather(value, tiled=True) if place else value
+            found[f"{layout}/{what}"] = np.asarray(whole)
     if jax.process_index() == 0:
         with Path(out).open("wb") as file:
             np.savez(file, allow_pickle=False, **found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

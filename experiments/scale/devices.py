@@ -4,12 +4,10 @@ They do up to rounding, and rounding is measured: the same numbers on one device
 one device in float32 is from the truth.
 """
 
-import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,18 @@ import numpy as np
 
 from experiments import report
 from experiments.command_line import PartError
+from experiments.scale.processes import VIRTUAL, fresh
 
 ONE = "1x1"
-EIGHT = ("8x1", "1x8", "2x4")
-FOUR = ("4x1", "1x4")
+LAYOUTS = (ONE, "8x1", "1x8", "2x4", "4x1", "1x4")  # in a process of eight devices
 FLOAT64 = "float64"  # one device again
 TWO = "2x2"  # two processes of two devices, a row each
-PROCESSES = 2
-COUNTS = (2, 8)  # devices of a process
 TOLERANCE = 1e-5  # of the largest entry, in float32
 ROUNDING = 3  # or this many times one device's own rounding, if larger
 WHAT = ("loss", "mean", "variance", "gradient", "update")
 TIMEOUT = 1800
-# Virtual devices; no times are compared, so compilation may be short.
-VIRTUAL = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+Results = Mapping[str, np.ndarray]
 
 
 def run(structures: Sequence[str]) -> list[dict[str, Any]]:
@@ -38,19 +34,17 @@ def run(structures: Sequence[str]) -> list[dict[str, Any]]:
     print("largest difference from one device, over the largest entry of an array (float32)")
     records, wrong = [], []
     for structure in structures:  # each is printed when it is there
-        results = compute(structure, [ONE, *EIGHT, *FOUR], max(COUNTS))
-        two = compute(structure, [TWO], COUNTS[0], processes=PROCESSES)
-        exact = compute(structure, [ONE], 1, environment={"JAX_ENABLE_X64": "1"})
-        found = differences(
-            structure, {**results, f"{PROCESSES} processes": two[TWO], FLOAT64: exact[ONE]}
-        )
+        results = compute(structure, LAYOUTS, 8)
+        results["2 processes"] = compute(structure, [TWO], 2, processes=2)[TWO]
+        results[FLOAT64] = compute(structure, [ONE], 1, {"JAX_ENABLE_X64": "1"})[ONE]
+        found = differences(structure, results)
         rows = [[structure, *WHAT]]
         rows += [[one["layout"], *(f"{one[what]:.1e}" for what in WHAT)] for one in found]
         print(report.aligned(rows), flush=True)
         records += found
         wrong += faults(found)
     if wrong:
-        raise PartError(f"devices: {'; '.join(wrong)}")
+        raise PartError("; ".join(wrong))
     return records
 
 
@@ -70,49 +64,29 @@ def compute(
     structure: str,
     layouts: Sequence[str],
     devices: int,
+    environment: Mapping[str, str] | None = None,
     *,
     processes: int = 1,
-    environment: Mapping[str, str] | None = None,
-) -> dict[str, dict[str, np.ndarray]]:
+) -> dict[str, Results]:
     """Results of `device_program`, by layout and name."""
-    known = {**os.environ, **VIRTUAL, "JAX_NUM_CPU_DEVICES": str(devices), **(environment or {})}
+    known = {**VIRTUAL, "JAX_NUM_CPU_DEVICES": str(devices), **(environment or {})}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.npz"
-        words = [str(out), ",".join(layouts), structure]
-        command = [sys.executable, "-m", "experiments.scale.device_program", *words]
+        words = ["-m", "experiments.scale.device_program", str(out), ",".join(layouts), structure]
         address = f"127.0.0.1:{_free_port()}"
-        started = [
-            subprocess.Popen(
-                command + ([address, str(i), str(processes)] if processes > 1 else []),
-                cwd=Path(__file__).parents[2],
-                env=known,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for i in range(processes)
-        ]
-        try:
-            printed = [process.communicate(timeout=TIMEOUT)[0] for process in started]
-        except subprocess.TimeoutExpired:
-            raise PartError(f"devices: no result after {TIMEOUT} s") from None
-        finally:
-            for process in started:
-                process.kill()
-        for process, text in zip(started, printed, strict=True):
-            if process.returncode:
-                raise PartError(f"devices: a process failed: {text[-1500:]}")
+        places = [[address, str(i), str(processes)] for i in range(processes)]
+        commands = [words + place for place in places] if processes > 1 else [words]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda one: fresh(one, known, TIMEOUT), commands))
         results: dict[str, dict[str, np.ndarray]] = {}
         with np.load(out) as file:
             for key, value in file.items():
                 layout, name = key.split("/")
                 results.setdefault(layout, {})[name] = value
-        return results
+    return {**results}
 
 
-def differences(
-    structure: str, results: Mapping[str, Mapping[str, np.ndarray]]
-) -> list[dict[str, Any]]:
+def differences(structure: str, results: Mapping[str, Results]) -> list[dict[str, Any]]:
     """For each layout and kind of result, the largest difference from one device's."""
     records = []
     for layout in (name for name in results if name != ONE):

@@ -5,43 +5,30 @@ computations, the loops that call them with their numbers of rounds, and in them
 that are read and written, and collectives.
 """
 
-import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from typing import NamedTuple
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}
 BYTES |= {"f64": 8, "c64": 8, "s32": 4, "u32": 4, "f32": 4}
-COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 ARRAY = re.compile(r"([a-z]+\d+|pred)\[([\d,]*)\](\{[^}]*\})?")
 CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|async_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
 )
+NAME = re.compile(r"%([\w.\-]+)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """The type of one array in a program."""
 
-    dtype: str
     dims: tuple[int, ...]
-    layout: str = ""
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return math.prod(self.dims) * BYTES.get(self.dtype, 4)
-
-    @property
-    def in_hbm(self) -> bool:
-        """Whether it is in HBM; memory spaces S(1) and above are on the chip."""
-        return re.search(r"S\([1-9]", self.layout) is None
+    bytes: int
+    in_hbm: bool  # memory spaces S(1) and above are on the chip
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One line of a computation."""
 
     name: str
@@ -62,11 +49,13 @@ class Instruction:
         return sum(array.bytes for array in self.results)
 
 
-@dataclasses.dataclass(frozen=True)
-class Module:
+Lines = dict[str, Instruction]
+
+
+class Module(NamedTuple):
     """A program: its computations by name, and which one is the entry."""
 
-    computations: dict[str, dict[str, Instruction]]
+    computations: dict[str, Lines]
     entry: str
 
     def counts(self) -> dict[str, int]:
@@ -81,29 +70,17 @@ class Module:
                     visit(other, times * rounds)
 
         visit(self.entry, 1)
-        return counts
+        return {name: times for name, times in counts.items() if name in self.computations}
 
     def rounds(self, loop: Instruction) -> int:
         """How often a loop runs: as XLA notes it, or the largest number that its condition names."""
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.text)
         if known:
             return int(known.group(1))
-        condition = re.search(r"condition=%?([\w.\-]+)", loop.text)
-        lines = self.computations.get(condition.group(1), {}) if condition else {}
-        numbers = [
-            int(found.group(1))
-            for line in lines.values()
-            if line.opcode == "constant"
-            and (found := re.search(r"constant\((\d+)\)", line.text)) is not None
-        ]
-        return max(numbers, default=1)
-
-    def lines(self) -> Iterator[tuple[Instruction, dict[str, Instruction], int]]:
-        """Every instruction that runs, with its computation and how often it runs."""
-        for name, times in self.counts().items():
-            lines = self.computations.get(name, {})
-            for line in lines.values():
-                yield line, lines, times
+        lines = self.computations.get(loop.attribute("condition").lstrip("%"), {})
+        constants = [line.text for line in lines.values() if line.opcode == "constant"]
+        numbers = re.findall(r"constant\((\d+)\)", " ".join(constants))
+        return max(map(int, numbers), default=1)
 
     def fused(self) -> set[str]:
         """Computations whose instructions keep what they compute on the chip."""
@@ -118,59 +95,39 @@ class Module:
 
 def parse(text: str) -> Module:
     """A module from its text, `compiled.as_text()`."""
-    computations: dict[str, dict[str, Instruction]] = {}
+    computations: dict[str, Lines] = {}
     entry, current = None, None
     for row in text.splitlines():
-        if current is None:
-            found = COMPUTATION.match(row)
-            if found:
-                current = found.group(1)
-                computations[current] = {}
-                entry = current if row.startswith("ENTRY") else entry
+        head, found = COMPUTATION.match(row), INSTRUCTION.match(row)
+        if current is None and head:
+            current = computations.setdefault(head.group(2), {})
+            entry = head.group(2) if head.group(1) else entry
         elif row.startswith("}"):
             current = None
-        else:
-            line = _instruction(row)
-            if line is not None:
-                computations[current][line.name] = line
+        elif current is not None and found:
+            current[found.group(1)] = _instruction(row.strip(), *found.groups())
     if entry is None:
         raise ValueError("`parse` needs the text of a compiled module. Found no ENTRY in it.")
     return Module(computations, entry)
 
 
-def _instruction(row: str) -> Instruction | None:
-    found = INSTRUCTION.match(row)
-    if found is None:
-        return None
-    name, rest = found.groups()
-    code = OPCODE.search(" " + rest)
-    if code is None:
-        return None
-    before, after = rest[: max(code.start() - 1, 0)], rest[code.end() - 1 :]
-    inside = _until_closed(after)
+def _instruction(text: str, name: str, types: str, opcode: str, rest: str) -> Instruction:
+    inside, *attributes = re.split(r"\), (?=[a-z_]+=)", rest, maxsplit=1)
     called = [
         other.strip().lstrip("%")
-        for one, several in CALLED.findall(after[len(inside) :])
+        for one, several in CALLED.findall(" ".join(attributes))
         for other in ([one] if one else several.split(","))
     ]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    results = tuple(arrays(before))
-    return Instruction(name, code.group(1), results, operands, tuple(called), row.strip())
+    return Instruction(
+        name, opcode, arrays(types), tuple(NAME.findall(inside)), tuple(called), text
+    )
 
 
-def _until_closed(text: str) -> str:
-    """The text up to the closing bracket."""
-    depth = 1
-    for i, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0:
-            return text[:i]
-    return text
-
-
-def arrays(text: str) -> list[Array]:
+def arrays(text: str) -> tuple[Array, ...]:
     """The arrays of a type, of a tuple too."""
-    return [
-        Array(dtype, tuple(int(n) for n in dims.split(",") if n), layout)
-        for dtype, dims, layout in ARRAY.findall(text)
-    ]
+    found = []
+    for dtype, sizes, layout in ARRAY.findall(text):
+        dims = tuple(int(n) for n in sizes.split(",") if n)
+        size = math.prod(dims) * BYTES.get(dtype, 4)
+        found.append(Array(dims, size, re.search(r"S\([1-9]", layout) is None))
+    return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +15,8 @@ import moment_jax as mj
 S = TypeVar("S", bound=mj.Covariance)
 
 STACKED = "blocks"  # the name of the module whose arrays have a leading axis
+constrained = jax.lax.with_sharding_constraint
+map_with_path = jax.tree_util.tree_map_with_path
 
 
 class Layout:
@@ -28,28 +30,34 @@ class Layout:
         """All on the first device."""
         return cls(mj.parallel.make_mesh(1, 1, devices=jax.devices()[:1]))
 
-    def place(self, path: Sequence[Any], shape: tuple[int, ...], fsdp: bool = True) -> Any:
-        """The sharding of one parameter."""
-        sizes = dict(self.mesh.shape)
-        if STACKED in path:
-            spec = mj.parallel.partition_spec(path, shape[1:], sizes, fsdp=fsdp)
-            return NamedSharding(self.mesh, PartitionSpec(None, *spec))
-        return NamedSharding(self.mesh, mj.parallel.partition_spec(path, shape, sizes, fsdp=fsdp))
+    @property
+    def rows(self) -> int:
+        """Rows of devices, along which batches are split."""
+        return int(self.mesh.shape["data"])
+
+    def sharding(self, *axes: Any) -> NamedSharding:
+        """A sharding on the mesh."""
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def axes(self, path: Any, shape: tuple[int, ...], *, fsdp: bool = True) -> tuple[Any, ...]:
+        """Mesh axes of one parameter; `path` is that of a pytree."""
+        key = jax.tree_util
+        names = [
+            part.key if isinstance(part, key.DictKey) else part.idx
+            for part in path
+            if isinstance(part, key.DictKey | key.SequenceKey)  # no fields of Python objects
+        ]
+        lead, sizes = (None,) * (STACKED in names), dict(self.mesh.shape)
+        return *lead, *mj.parallel.partition_spec(names, shape[len(lead) :], sizes, fsdp=fsdp)
 
     def shapes(self, state: Any) -> Any:
         """A state of shapes, with the sharding of every one."""
 
         def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=self.place(names_of(path), leaf.shape)
-            )
+            place = self.sharding(*self.axes(path, leaf.shape))
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
-        return jax.tree_util.tree_map_with_path(placed, state)
-
-    @property
-    def rows(self) -> int:
-        """Rows of devices, along which batches are split."""
-        return int(self.mesh.shape["data"])
+        return map_with_path(placed, state)
 
     def for_rows(self, block: Any) -> Any:
         """One block's parameters as every row of devices uses them, (rows, ...).
@@ -59,16 +67,13 @@ class Layout:
         """
 
         def copies(path: Any, leaf: Array) -> Array:
+            # So the gradient is sharded as the parameter is.
+            leaf = constrained(leaf, self.sharding(*self.axes(path, leaf.shape)))
             whole = jnp.broadcast_to(leaf[None], (self.rows, *leaf.shape))
-            spec = self.place(names_of(path), leaf.shape, fsdp=False).spec
-            place = NamedSharding(self.mesh, PartitionSpec("data", *spec))
-            return jax.lax.with_sharding_constraint(whole, place)
+            place = self.sharding("data", *self.axes(path, leaf.shape, fsdp=False))
+            return constrained(whole, place)
 
-        def split(path: Any, leaf: Array) -> Array:
-            return jax.lax.with_sharding_constraint(leaf, self.place(names_of(path), leaf.shape))
-
-        over = jax.tree_util.tree_map_with_path
-        return over(copies, over(split, block))  # so the gradient is sharded as by `split`
+        return map_with_path(copies, block)
 
     def in_chunks(self, fn: Callable[..., Any], weights: Any, batch: Any, count: int) -> Any:
         """`fn` of one row's weights and of its examples, by `count` parts of a batch in turn.
@@ -95,14 +100,4 @@ class Layout:
 
     def activations(self, x: Array) -> Array:
         """A plain network's activations between blocks, (N, T, D), as the means lie."""
-        place = NamedSharding(self.mesh, PartitionSpec("data", None, "model"))
-        return jax.lax.with_sharding_constraint(x, place)
-
-
-def names_of(path: Any) -> list[Any]:
-    """Names and indices on the way to a leaf of a state, without the fields of Python objects."""
-    return [
-        key.key if isinstance(key, jax.tree_util.DictKey) else key.idx
-        for key in path
-        if isinstance(key, jax.tree_util.DictKey | jax.tree_util.SequenceKey)
-    ]
+        return constrained(x, self.sharding("data", None, "model"))

@@ -7,7 +7,7 @@ So one block is compiled, and the optimiser updates one array in place of one fo
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,24 +125,12 @@ def _stack(size: Size, rngs: nnx.Rngs, form: Any, settings: dict[str, Any]) -> A
     @nnx.vmap
     def make(rngs: nnx.Rngs) -> Any:
         block = mj.nn.EncoderBlock(
-            size.num_features,
-            size.num_heads,
-            hidden_features=size.hidden_features,
-            norm_first=True,
-            activation="gelu",
-            rngs=rngs,
-            **settings,
-        )
+            size.num_features, size.num_heads, hidden_features=size.hidden_features,
+            norm_first=True, activation="gelu", rngs=rngs, **settings,
+        )  # fmt: skip
         return form(block)
 
     return make(rngs.split(size.num_blocks))
-
-
-class Step(NamedTuple):
-    """A train step and what it takes."""
-
-    fn: Callable[..., Any]  # (state, inputs, labels) -> (state, loss)
-    state: Any  # shapes of the parameters and of the optimizer's state
 
 
 def negative_elbo(network: Any, inputs: Array, labels: Array, layout: Layout) -> Array:
@@ -160,10 +148,11 @@ def cross_entropy(network: Any, inputs: Array, labels: Array, layout: Layout) ->
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def make_step(size: Size, structure: str, layout: Layout) -> Step:
-    """The step of moments in a structure, or of the plain network.
+def make_step(size: Size, structure: str, layout: Layout) -> tuple[Callable[..., Any], Any]:
+    """A train step (state, inputs, labels) -> (state, loss), and the shapes of its state.
 
-    It is made of shapes alone: no array is allocated, however large the network.
+    It is that of moments in a structure, or of the plain network. No array is allocated, however large
+    the network.
     """
     plain = structure == PLAIN
     loss = cross_entropy if plain else negative_elbo
@@ -187,4 +176,4 @@ def make_step(size: Size, structure: str, layout: Layout) -> Step:
         updates, moments = optimizer.update(gradient, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    return Step(step, (params, jax.eval_shape(optimizer.init, params)))
+    return step, (params, jax.eval_shape(optimizer.init, params))

@@ -2,20 +2,35 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental import topologies
+
+import moment_jax as mj
 from experiments import report
 from experiments.command_line import PartError
+from experiments.scale.compiled import compile_step
+from experiments.scale.layout import Layout
 from experiments.scale.networks import PLAIN, SIZES
+from experiments.scale.processes import fresh
+from experiments.scale.work import roofline
 
 NETWORKS = {name: size for name, size in SIZES.items() if name != "tiny"}
 TOPOLOGIES = ("v5e:4x4", "v5e:16x16")
+COLUMNS = 2  # chips that share heads and hidden units
+# What libtpu asks of a machine without a TPU.
+WITHOUT_CHIPS = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+}
 MEMORY_RATIO = 3.0  # what the moments' step may take of the plain step's memory
-TIMEOUT = 3600
 MISSING = (
     "tpu: skipped, for libtpu is not installed; pip install 'moment_jax[tpu]' compiles it here"
 )
@@ -34,59 +49,37 @@ def run(networks: Sequence[str], structures: Sequence[str]) -> list[dict[str, An
     records, wrong = [], []
     for network in networks:
         for topology in TOPOLOGIES:
-            plain: dict[str, Any] | None = None
+            plain: dict[str, Any] = {}
             for structure in (PLAIN, *structures):
                 record = compile_one(network, structure, topology)
-                records.append(record)
-                if "failed" not in record:
-                    plain = record if structure == PLAIN else plain
+                plain = record if structure == PLAIN else plain
+                if plain.keys() & record.keys() >= {"memory"}:
                     record["over_plain"] = over_plain(record, plain)
+                records.append(record)
                 _print(record)
                 wrong += faults(record)
     if wrong:
-        raise PartError(f"tpu: {'; '.join(wrong)}")
+        raise PartError("; ".join(wrong))
     return records
 
 
 def compile_one(network: str, structure: str, topology: str) -> dict[str, Any]:
     """The record of one compilation; {"failed": why} with its names if there is none."""
     words = [network, structure, topology]
-    named = {"network": network, "structure": structure, "topology": topology}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "experiments.scale.tpu_program", *words],
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        return {**named, "failed": f"no result after {TIMEOUT} s"}
-    if done.returncode:
-        return {**named, "failed": why(done.stderr)}
+        done = fresh(["-m", "experiments.scale.tpu", *words], WITHOUT_CHIPS)
+    except PartError as error:
+        names = dict(zip(("network", "structure", "topology"), words, strict=True))
+        return {**names, "failed": str(error)}
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     # The partitioner warns on standard error where it had to gather and reshard.
     record["rematerializations"] = done.stderr.count("Involuntary full rematerialization")
     return record
 
 
-def why(printed: str) -> str:
-    """The line of a traceback that names the error, or the last one."""
-    lines = [line for line in printed.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line or "RESOURCE_EXHAUSTED" in line]
-    return (errors or lines or ["no output"])[-1][:300]
-
-
-def over_plain(
-    record: Mapping[str, Any], plain: Mapping[str, Any] | None
-) -> dict[str, float] | None:
+def over_plain(record: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, float]:
     """What a step takes over what the plain one does, in the same layout."""
-    if plain is None:
-        return None
-    ratios = {
-        f"memory_{key}": record["memory"][key] / plain["memory"][key] for key in plain["memory"]
-    }
+    ratios = {f"memory_{key}": own / plain["memory"][key] for key, own in record["memory"].items()}
     return ratios | {key: record[key] / plain[key] for key in ("flops", "model_flops", "hbm_bytes")}
 
 
@@ -95,50 +88,56 @@ def faults(record: Mapping[str, Any]) -> list[str]:
     name = f"{record['network']} {record['structure']} on {record['topology']}"
     if "failed" in record:
         return [f"{name}: {record['failed']}"]
-    found = []
-    ratios = record["over_plain"]
-    if ratios is not None:
-        worst = max(ratios["memory_reserved"], ratios["memory_peak"])
-        if worst > MEMORY_RATIO:
-            found.append(f"{name}: {worst:.2f} times the memory of the plain step")
+    found, ratios = [], record.get("over_plain", {})
+    worst = max(ratios.get("memory_reserved", 0), ratios.get("memory_peak", 0))
+    if worst > MEMORY_RATIO:
+        found.append(f"{name}: {worst:.2f} times the memory of the plain step")
     if not record["fits"]:
         found.append(f"{name}: does not fit into the memory of a chip")
     return found
 
 
 def _print(record: Mapping[str, Any]) -> None:
-    head = f"{record['network']}, {record['structure']}, {record['topology']}"
-    if "failed" in record:
-        print(f"{head}: {record['failed']}\n", flush=True)
-        return
-    memory, seconds = record["memory"], record["seconds"]
-    print(
-        f"{head}: {record['rows']} x {record['devices'] // record['rows']} chips, batch "
-        f"{record['batch']}; compiled in {record['seconds_compiling']:.0f} s"
-    )
-    rows = [
-        ["  memory of a chip, MB", *(f"{key} {value / 1e6:.0f}" for key, value in memory.items())],
-        [
-            "  work of a chip",
-            f"{record['flops'] / 1e9:.0f} GFLOP",
-            f"{record['model_flops'] / 1e9:.0f} without recomputation",
-            f"{record['hbm_bytes'] / 1e9:.1f} GB of memory traffic",
-            "",
-        ],
-        [
-            f"  at the best, bound by {record['bound']}",
-            *(f"{key} {value * 1e3:.1f} ms" for key, value in seconds.items()),
-            f"MFU {record['mfu_overlapped']:.3f} ({record['mfu_in_turn']:.3f} in turn)",
-        ],
-    ]
-    for kind, own in record["collectives"].items():
-        cells = [f"{own['lines']} lines", f"{own['runs']} runs", f"{own['bytes'] / 1e6:.1f} MB", ""]
-        rows.append([f"  {kind}", *cells])
-    print(report.aligned(rows))
-    ratios = record["over_plain"]
-    if record["structure"] != PLAIN and ratios is not None:
-        text = ", ".join(f"{key} {value:.2f}" for key, value in ratios.items())
-        print(f"  over the plain step: {text}")
-    if record["rematerializations"]:
-        print(f"  involuntary full rematerializations: {record['rematerializations']}")
+    print(f"{record['network']}, {record['structure']}, {record['topology']}")
+    lines = {"failed": record["failed"]} if "failed" in record else _lines(record)
+    for label, text in lines.items():
+        print(f"  {label}: {text}")
     print(flush=True)
+
+
+def _lines(record: Mapping[str, Any]) -> dict[str, str]:
+    columns = record["devices"] // record["rows"]
+    work = {
+        "operations": record["flops"],
+        "without recomputation": record["model_flops"],
+        "bytes of memory traffic": record["hbm_bytes"],
+    }
+    mfu = {"overlapped": record["mfu_overlapped"], "in turn": record["mfu_in_turn"]}
+    return {
+        "chips": f"{record['rows']} x {columns}, batch {record['batch']}",
+        "compiled in": report.duration(record["seconds_compiling"]),
+        "memory of a chip, MB": _said(record["memory"], 1e6),
+        "work of a chip, billions": _said(work, 1e9),
+        f"at the best, ms, bound by {record['bound']}": _said(record["seconds"], 1e-3),
+        "MFU": _said(mfu),
+        **{kind: _said(own) for kind, own in record["collectives"].items()},
+        "over the plain step": _said(record.get("over_plain", {})),
+        "involuntary full rematerializations": str(record["rematerializations"]),
+    }
+
+
+def _said(figures: Mapping[str, float], unit: float = 1) -> str:
+    return ", ".join(f"{name} {value / unit:.3g}" for name, value in figures.items())
+
+
+def main(network: str, structure: str, topology: str) -> dict[str, Any]:
+    """The record of one compilation, in a process `WITHOUT_CHIPS`."""
+    jax.config.update("jax_exec_time_optimization_effort", -1.0)  # 0 takes several times as long
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = mj.parallel.make_mesh(None, COLUMNS, devices=devices)
+    record = compile_step(SIZES[network], structure, Layout(mesh))
+    return {"network": network, "topology": topology, **record, **roofline(record)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

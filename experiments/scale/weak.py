@@ -6,11 +6,8 @@ sent over what sharded parameters have to send, which is (n - 1) / n of a few ti
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +15,10 @@ import jax
 import moment_jax as mj
 from experiments import report
 from experiments.command_line import PartError
-from experiments.scale.devices import VIRTUAL
+from experiments.scale.compiled import compile_step
+from experiments.scale.layout import Layout
+from experiments.scale.networks import SIZES
+from experiments.scale.processes import VIRTUAL, fresh
 from experiments.scale.work import sent
 
 COUNTS = (1, 2, 4, 8)
@@ -28,27 +28,16 @@ UNEVEN = 1.1  # what the bytes sent, over (n - 1) / n, may differ by
 
 def run(structures: Sequence[str], counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
     """Compile for all numbers of devices, one the first, in a process that has as many as the last."""
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.scale.weak", json.dumps(counts), *structures],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **VIRTUAL, "JAX_NUM_CPU_DEVICES": str(max(counts))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise PartError(f"weak: the process failed: {done.stderr[-1500:]}")
+    words = ["-m", "experiments.scale.weak", json.dumps(counts), *structures]
+    done = fresh(words, {**VIRTUAL, "JAX_NUM_CPU_DEVICES": str(max(counts))})
     records: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    rows = [["", "devices", "batch", "GFLOP", "MB", "sent, MB", "flops / one's", "memory / one's"]]
-    wrong = []
-    for record in records:
-        rows.append(_cells(record))
-        wrong += faults(record)
     print("weak scaling, one device's share of the compiled train step")
-    print(report.aligned(rows), flush=True)
+    rows = [["", "devices", "batch", "GFLOP", "MB", "sent, MB", "flops / one's", "memory / one's"]]
+    print(report.aligned(rows + [_cells(record) for record in records]), flush=True)
+    wrong = [fault for record in records for fault in faults(record)]
     wrong += [fault for name in structures for fault in uneven(name, records)]
     if wrong:
-        raise PartError(f"weak: {'; '.join(wrong)}")
+        raise PartError("; ".join(wrong))
     return records
 
 
@@ -83,24 +72,20 @@ def uneven(structure: str, records: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def compile_all(structures: Sequence[str], counts: Sequence[int]) -> list[dict[str, Any]]:
+def main(counts: str, *structures: str) -> list[dict[str, Any]]:
     """The records, in a process with enough devices."""
-    from experiments.scale.compiled import compile_step
-    from experiments.scale.layout import Layout
-    from experiments.scale.networks import SIZES
-
-    records = []
+    records: list[dict[str, Any]] = []
     for structure in structures:
-        alone: dict[str, Any] | None = None
-        for count in counts:
+        first = len(records)
+        for count in json.loads(counts):
             mesh = mj.parallel.make_mesh(count, 1, devices=jax.devices()[:count])
             record = compile_step(SIZES["tiny"], structure, Layout(mesh))
-            alone = record if alone is None else alone
+            records.append(record)
+            alone = records[first]
             record["flops_growth"] = record["flops"] / alone["flops"]
             record["memory_growth"] = record["memory"]["reserved"] / alone["memory"]["reserved"]
-            records.append(record)
     return records
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(sys.argv[2:], json.loads(sys.argv[1]))))
+    print(json.dumps(main(*sys.argv[1:])))

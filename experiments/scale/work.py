@@ -1,13 +1,12 @@
 """Operations, memory traffic and collectives of a compiled program, and its least time on a chip."""
 
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments.scale.hlo import Instruction, Module
+from experiments.scale.hlo import Instruction, Lines, Module
 
 # Instructions that move no data.
 FREE = frozenset(
@@ -21,37 +20,35 @@ SCATTERED = "all-reduce-scatter"
 
 def matrix_flops(module: Module) -> float:
     """Operations of all matrix products, an addition and a multiplication each."""
+    kinds = {"dot": _dot_flops, "convolution": _convolution_flops}
     total = 0.0
-    for line, lines, times in module.lines():
-        if line.opcode == "dot":
-            total += times * _dot_flops(line, lines)
-        elif line.opcode == "convolution":
-            total += times * _convolution_flops(line, lines)
+    for name, times in module.counts().items():
+        lines = module.computations[name]
+        for line in lines.values():
+            if line.opcode in kinds:
+                left, right = (lines[one].results[0].dims for one in line.operands[:2])
+                total += times * kinds[line.opcode](line, left, right)
     return total
 
 
-def _dot_flops(line: Instruction, lines: dict[str, Instruction]) -> float:
-    left = lines[line.operands[0]].results[0].dims
+Dims = tuple[int, ...]
+
+
+def _dot_flops(line: Instruction, left: Dims, right: Dims) -> float:
     contracted = [int(n) for n in re.findall(r"\d+", line.attribute("lhs_contracting_dims"))]
     return 2.0 * math.prod(line.results[0].dims) * math.prod(left[i] for i in contracted)
 
 
-def _convolution_flops(line: Instruction, lines: dict[str, Instruction]) -> float:
+def _convolution_flops(line: Instruction, left: Dims, right: Dims) -> float:
     """XLA for TPU writes every matrix product as a convolution, batches as padded windows."""
-    left, right = (lines[name].results[0].dims for name in line.operands[:2])
     inputs, kernels, outputs = re.split("_|->", line.attribute("dim_labels"))
     out = line.results[0].dims
     flops = 2.0 * out[outputs.index("b")] * out[outputs.index("f")] * right[kernels.index("i")]
     given = re.findall(r"(\w+)=([\w\-]+)", line.attribute("window"))
-    window = {key: value.split("x") for key, value in given}
     for i in range(len(inputs) - 2):
-        axis = str(i)
-        flops *= _pairs(
-            left[inputs.index(axis)],
-            right[kernels.index(axis)],
-            out[outputs.index(axis)],
-            {key: values[i] for key, values in window.items()},
-        )
+        axis, window = str(i), {key: value.split("x")[i] for key, value in given}
+        size, kernel = left[inputs.index(axis)], right[kernels.index(axis)]
+        flops *= _pairs(size, kernel, out[outputs.index(axis)], window)
     return flops
 
 
@@ -60,28 +57,23 @@ def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
     low = int(window.get("pad", "0_0").split("_")[0])
     stride = int(window.get("stride", 1))
     spread, step = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
-    count = 0
-    for o, k in itertools.product(range(out), range(kernel)):
-        place = o * stride + k * step - low
-        count += 0 <= place <= (size - 1) * spread and place % spread == 0
-    return count
+    places = (o * stride + k * step - low for o, k in itertools.product(range(out), range(kernel)))
+    return sum(0 <= place <= (size - 1) * spread and place % spread == 0 for place in places)
 
 
 def hbm_bytes(module: Module) -> float:
     """Bytes read from and written to the large memory, what is fused counted at its edges."""
-    fused, counts = module.fused(), module.counts()
-    total = 0.0
-    for name, times in counts.items():
-        if name in fused:
-            continue
-        lines = module.computations.get(name, {})
-        for line in lines.values():
-            if line.opcode not in FREE and not line.opcode.endswith("-done"):
-                total += times * _moved(line, lines, module)
-    return total
+    fused = module.fused()
+    return sum(
+        times * _moved(line, module.computations[name], module)
+        for name, times in module.counts().items()
+        if name not in fused
+        for line in module.computations[name].values()
+        if line.opcode not in FREE and not line.opcode.endswith("-done")
+    )
 
 
-def _moved(line: Instruction, lines: dict[str, Instruction], module: Module) -> float:
+def _moved(line: Instruction, lines: Lines, module: Module) -> float:
     """Bytes that one instruction reads and writes."""
     reads = [lines[name].results for name in line.operands if name in lines]
     sizes = [float(sum(a.bytes for a in arrays if a.in_hbm)) for arrays in reads]
@@ -99,14 +91,7 @@ def _moved(line: Instruction, lines: dict[str, Instruction], module: Module) -> 
     return sum(sizes) + written
 
 
-def _parameter(inner: dict[str, Instruction], index: int) -> str | None:
-    for line in inner.values():
-        if line.opcode == "parameter" and f"parameter({index})" in line.text:
-            return line.name
-    return None
-
-
-def _readers(inner: dict[str, Instruction], name: str) -> list[tuple[Instruction, str]]:
+def _readers(inner: Lines, name: str) -> list[tuple[Instruction, str]]:
     """Instructions that read an array, also through bitcasts, and the name they use."""
     found = []
     for line in inner.values():
@@ -115,10 +100,13 @@ def _readers(inner: dict[str, Instruction], name: str) -> list[tuple[Instruction
     return found
 
 
-def _read(inner: dict[str, Instruction], index: int, size: float) -> float:
+def _read(inner: Lines, index: int, size: float) -> float:
     """Bytes read of a fusion's operand: of a slice, its own; of an array that is updated, none."""
-    name = _parameter(inner, index)
-    readers = _readers(inner, name) if name is not None else []
+    this = f"parameter({index})"
+    names = [
+        line.name for line in inner.values() if line.opcode == "parameter" and this in line.text
+    ]
+    readers = [reader for name in names for reader in _readers(inner, name)]
     total = 0.0
     for line, as_name in readers:
         if line.opcode == "dynamic-slice" and line.operands[0] == as_name:
@@ -128,7 +116,7 @@ def _read(inner: dict[str, Instruction], index: int, size: float) -> float:
     return min(total, size) if readers else size
 
 
-def _written(inner: dict[str, Instruction], size: float) -> float:
+def _written(inner: Lines, size: float) -> float:
     """Bytes written by a fusion: where slices of arrays are updated, those of the slices."""
     updates = [line for line in inner.values() if line.opcode == "dynamic-update-slice"]
     if not updates:
@@ -138,47 +126,29 @@ def _written(inner: dict[str, Instruction], size: float) -> float:
     return max(size - whole, 0) + parts
 
 
-class Collective(NamedTuple):
-    """One line of a program that sends."""
-
-    kind: str
-    bytes: float  # that a device sends each time
-    times: int
-    group: int  # devices that take part together
-    line: Instruction
-
-
-def collectives(module: Module, devices: int) -> list[Collective]:
-    """All that are run, of more than one device each.
+def collectives(module: Module, devices: int) -> dict[str, dict[str, float]]:
+    """Lines, runs and bytes sent by a device, for each kind of collective of more than one device.
 
     A device sends (n - 1) / n of the gathered array in a ring of n, as much of what a reduce-scatter
     takes, and both for an all-reduce.
     """
-    counts, found = module.counts(), []
-    for name, lines in module.computations.items():
+    table: dict[str, dict[str, float]] = {}
+    for name, times in module.counts().items():
+        lines = module.computations[name]
         for line in lines.values():
-            kind = line.opcode.removesuffix("-start")
-            if kind not in KINDS or name not in counts:
+            kind, group = line.opcode.removesuffix("-start"), group_size(line, devices)
+            if kind not in KINDS or group == 1:
                 continue
             if kind == "all-reduce" and name.startswith(SCATTERED):
                 kind = "reduce-scatter"
-            group = group_size(line, devices)
-            if group == 1:
-                continue
-            found.append(
-                Collective(kind, _sent(kind, line, lines, group), counts[name], group, line)
-            )
-    return found
-
-
-def _sent(kind: str, line: Instruction, lines: dict[str, Instruction], group: int) -> float:
-    taken = sum(lines[name].bytes for name in line.operands if name in lines)
-    share = (group - 1) / group
-    if kind == "all-gather":
-        return taken * (group - 1)
-    if kind == "all-reduce":
-        return 2 * taken * share
-    return float(taken) if kind == "collective-permute" else taken * share
+            taken = sum(lines[one].bytes for one in line.operands if one in lines)
+            share = (group - 1) / group
+            parts = {"all-gather": group - 1, "all-reduce": 2 * share, "collective-permute": 1}
+            own = table.setdefault(kind, {"lines": 0, "runs": 0, "bytes": 0})
+            own["lines"] += 1
+            own["runs"] += times
+            own["bytes"] += times * taken * parts.get(kind, share)
+    return table
 
 
 def group_size(line: Instruction, devices: int) -> int:
@@ -201,27 +171,12 @@ def group_size(line: Instruction, devices: int) -> int:
     return devices
 
 
-def by_kind(found: list[Collective]) -> dict[str, dict[str, float]]:
-    """Lines, runs and bytes sent by a device, for each kind."""
-    table = {}
-    for kind in KINDS:
-        own = [one for one in found if one.kind == kind]
-        if own:
-            table[kind] = {
-                "lines": len(own),
-                "runs": sum(one.times for one in own),
-                "bytes": sum(one.times * one.bytes for one in own),
-            }
-    return table
-
-
 def sent(record: Mapping[str, Any]) -> float:
     """Bytes that a device sends in a step."""
     return float(sum(kind["bytes"] for kind in record["collectives"].values()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """Peaks of one chip."""
 
     flops: float  # operations of matrix products a second

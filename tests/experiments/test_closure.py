@@ -7,7 +7,9 @@ from experiments import closure
 from tests.builders import tiny_vision
 
 
-def test_the_competitors_logits():
+def test_the_competitors_logits(monkeypatch):
+    monkeypatch.setattr(closure, "NETWORKS", (10, 300))
+    monkeypatch.setattr(closure, "REPEATS", 1)
     network = tiny_vision(hidden_features=16, activation="gelu")
     images = list(jax.random.normal(jax.random.key(0), (2, 4, 4)))
     keys = list(jax.random.split(jax.random.key(1), 2))

@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,15 +10,15 @@ pytest.importorskip("sklearn")
 pytest.importorskip("orbax.checkpoint")
 
 import moment_jax as mj
-from experiments import frontier
 from experiments.__main__ import main
 from experiments.cases import read_case
-from experiments.frontier import problems, storage, truth
-from experiments.frontier.measure import Accuracy, advantage, largest_array_gib
-from experiments.frontier.passes import plain_tokens
-from experiments.frontier.problem import NETWORKS, Spec, Training
-from experiments.frontier.problems import Problems, random_problem
-from experiments.frontier.truth import Sampled, sample
+from experiments.frontier import measure, problems
+from experiments.frontier.measure import accuracy, sampled_networks
+from experiments.frontier.passes import classify, plain_tokens
+from experiments.frontier.problem import NETWORKS, Spec, Training, random_problem
+from experiments.frontier.problems import Problems
+from experiments.frontier.truth import Sampled, Truth, sample
+from experiments.propagation import full_gib
 
 TINY = "random_b1_t4_d8"
 FIGURES = {*mj.reference.Agreement._fields, "rms_sd_error", "resolution", "at_resolution"}
@@ -42,34 +41,30 @@ def test_bad_options_are_one_line(capsys, tmp_path):
     fails(capsys, ["--samples", "3"], "--samples", "16 or more")
     fails(capsys, ["--repeats", "0"], "--repeats", "1 or more")
     fails(capsys, ["--seed", "-1"], "--seed", "0 or more")
-    fails(capsys, ["--array-limit", "0"], "--array-limit", "above 0")
     file = tmp_path / "file"
     file.write_text("mine")
     fails(capsys, ["--out", file / "below"], "--out", "may write")
-    fails(capsys, ["--out", tmp_path / "out", "--json", tmp_path], "--json", "folder")
 
 
 @pytest.mark.slow
-def test_a_tiny_run_has_all_figures(capsys, tmp_path):
+def test_a_tiny_run_has_all_figures(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "ARRAY_GIB", 1e-6)
+    monkeypatch.setattr(measure, "SAMPLED", (10, 100))
     arguments = ["--networks", TINY, "--structure", "Diagonal", "Full", "--samples", "400"]
-    arguments += ["--repeats", "1", "--out", str(tmp_path), "--json", str(tmp_path / "a.json")]
-    assert main(["frontier", *arguments, "--array-limit", "1e-6"]) == 0
-    records = json.loads((tmp_path / "a.json").read_text())
-    assert records == json.loads((tmp_path / "frontier.json").read_text())
+    assert main(["frontier", *arguments, "--repeats", "1", "--out", str(tmp_path)]) == 0
+    records = json.loads((tmp_path / "frontier.json").read_text())
     record, skipped, linear, *sampled = records
     assert [each["structure"] for each in (linear, sampled[0])] == ["linearised", "10 sampled"]
     for each in (record, linear, *sampled):
-        assert each["predictive"]["probability_error"] < 0.2
+        assert each["probability_error"] < 0.2
         assert each["logits"]["cov_error"] < 3
     assert sampled[-1]["logits"]["sd_error"] < sampled[0]["logits"]["sd_error"]
     assert skipped["status"] == "skipped"
-    assert "--array-limit" in skipped["reason"]
-    assert record["about"]["tokens_per_sequence"] == 4
-    assert record["truth"]["samples"] == 400
+    assert "one array" in skipped["reason"]
     for output in ("tokens", "logits"):
         assert set(record[output]) - {"cov_error"} == {*FIGURES, "monte_carlo"}
         assert 0.2 < record[output]["sd_ratio"] < 1.2
-        assert set(record[output]["monte_carlo"]) == {"formula", "samples", "ratio"}
+        assert set(record[output]["monte_carlo"]) == {"samples", "ratio"}
     for kind in ("forward", "step"):
         assert set(record["cost"][kind]) == COSTS
         assert all(value > 0 for value in record["cost"][kind].values())
@@ -86,7 +81,9 @@ def test_a_bad_network_does_not_stop_the_others(capsys, tmp_path, monkeypatch):
     measured = {"network": "random_b1_t16_d32", "structure": "Diagonal", "status": "skipped"}
     monkeypatch.setattr(problems, "random_problem", problem)
     monkeypatch.setattr(Problems, "truth", lambda self, problem: sample(random, 16, 0))
-    monkeypatch.setattr(frontier, "measure", lambda *_: [{**measured, "reason": "of no interest"}])
+    monkeypatch.setattr(
+        measure, "records_of", lambda *_: [{**measured, "reason": "of no interest"}]
+    )
     random = random_problem(NETWORKS[TINY], 0)
     arguments = ["--networks", TINY, "random_b1_t16_d32", "--structure", "Diagonal"]
     assert main(["frontier", *arguments, "--out", str(tmp_path)]) == 1
@@ -122,63 +119,55 @@ def test_a_trained_network_is_kept(tmp_path, monkeypatch):
     case = read_case(tmp_path / "trained" / "trained.npz")
     kernel = problem.each_block()[0].feed_forward.hidden.kernel
     np.testing.assert_allclose(case.blocks[0].feed_forward.hidden.kernel.mean, kernel.mean)
-    np.testing.assert_array_equal(case.truth.sd, sampled.tokens.sd)
+    np.testing.assert_array_equal(case.truth.sd, sampled.tokens.std)
 
 
 def test_a_damaged_file_counts_as_none(tmp_path):
-    store = storage.Store(tmp_path)
-    store.save("a", {"x": 1}, {"y": np.ones(3)})
-    assert store.load("a", {"x": 2}) is None
-    (tmp_path / "a.npz").write_bytes(store.path("a").read_bytes()[:-20])
-    assert store.load("a", {"x": 1}) is None
-    assert store.load("b", {}) is None
+    path = tmp_path / "a.npz"
+    problems.save(path, {"x": 1}, {"y": np.ones(3)})
+    assert problems.load(path, {"x": 1}).keys() == {"y"}
+    assert problems.load(path, {"x": 2}) is None
+    path.write_bytes(path.read_bytes()[:-20])
+    assert problems.load(path, {"x": 1}) is None
+    assert problems.load(tmp_path / "b.npz", {}) is None
 
 
-def test_the_truth_is_that_of_monte_carlo(monkeypatch):
-    monkeypatch.setattr(truth, "CHUNK_NUMBERS", 1000)  # eleven draws at a time
+def test_the_truth_is_the_textbooks_of_its_draws():
     problem = random_problem(NETWORKS[TINY], 3)
-    sampled = sample(problem, 50, 7)
+    found = sample(problem, 50, 7)
 
-    def tokens(arrays):
-        return plain_tokens(problem.spec, arrays, jnp.asarray(problem.inputs))
+    @jax.jit
+    def draw(key):
+        arrays = mj.posterior.sample_params(problem.blocks, key)
+        tokens = plain_tokens(problem.spec, arrays, problem.inputs)
+        return tokens, classify(tokens, problem.head)
 
-    wanted = mj.monte_carlo(tokens, problem.blocks, jax.random.key(7), 50)
-    for mine, theirs in zip(
-        sampled.tokens,
-        (wanted.mean, wanted.standard_deviation, wanted.mean_error, wanted.sd_error),
-        strict=True,
-    ):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=1e-5)
-
-
-def test_moments_and_their_errors_are_the_textbooks(monkeypatch):
-    monkeypatch.setattr(truth, "COLUMNS", 2)
-    draws = np.random.default_rng(0).gamma(2.0, size=(1000, 3)).astype(np.float32)
-    exact = draws.astype(np.float64)
-    variance = exact.var(axis=0, ddof=1)
-    fourth = ((exact - exact.mean(axis=0)) ** 4).mean(axis=0)
-    square = (fourth - exact.var(axis=0) ** 2 * 997 / 999) / 1000
-    wanted = exact.mean(axis=0), variance**0.5, (variance / 1000) ** 0.5
-    wanted = (*wanted, square**0.5 / (2 * variance**0.5))
-    for mine, textbook in zip(truth.moments(draws, (3,)), wanted, strict=True):
-        np.testing.assert_allclose(mine, textbook, rtol=1e-5)
+    keys = [jax.random.fold_in(jax.random.key(7), i) for i in range(50)]
+    tokens, logits = (np.stack(part) for part in zip(*map(draw, keys), strict=True))
+    for drawn, sampled in ((tokens, found.tokens), (logits, found.logits)):
+        np.testing.assert_allclose(sampled.mean, drawn.mean(axis=0), rtol=2e-3, atol=1e-5)
+        np.testing.assert_allclose(sampled.std, drawn.std(axis=0, ddof=1), rtol=2e-3)
+        np.testing.assert_allclose(sampled.mean_error, sampled.std / 50**0.5, rtol=1e-5)
+    cov = np.stack([np.cov(logits[:, i], rowvar=False) for i in range(logits.shape[1])])
+    np.testing.assert_allclose(found.logit_cov, cov, rtol=2e-3, atol=1e-4 * cov.max())
+    wanted = np.asarray(jax.nn.softmax(logits)).mean(axis=0)
+    np.testing.assert_allclose(found.probabilities, wanted, rtol=1e-4)
 
 
-def test_fewer_gaussian_draws_err_as_the_formula_says():
-    draws = np.random.default_rng(1).standard_normal((8192, 200))
-    for size in (8, 64, 512):
-        square = truth._subsampled(draws, draws.std(axis=0, ddof=1), size).mean()
-        # E (s/sigma - 1)^2 = 2 (1 - c4), which is 1 / (2 (n - 1)) but for a term of higher order.
-        assert abs(square * 2 * (size - 1) - 1) < 0.5 / size + 0.06
-
-
-def test_the_advantage_of_gaussian_draws():
-    sizes = 2 ** np.arange(1, 10)
-    curve = 1 / np.sqrt(2 * (sizes - 1))
-    for error in (1.0, 0.1, 0.03, 0.004):
-        found = advantage(error, sizes, curve, cost=4.0)
-        wanted = max(2.0, 1 + 1 / (2 * error**2))
-        np.testing.assert_allclose(found, (1 + 1 / (2 * error**2), wanted, wanted / 4), rtol=1e-9)
+def test_fewer_draws_err_as_said():
+    """Of a distribution that is not normal."""
+    draws = np.random.default_rng(1).gamma(2.0, size=(8192, 200))
+    sd, centred = draws.std(axis=0, ddof=1), draws - draws.mean(axis=0)
+    error = np.sqrt((centred**4).mean(axis=0) - sd**4) / (2 * sd * 8192**0.5)
+    true = Truth(None, None, None, None, np.array(8192))
+    for size in (64, 256):
+        ratio = draws.reshape(-1, size, 200).std(axis=1, ddof=1) / sd
+        rms = ((ratio - 1) ** 2).mean() ** 0.5
+        resolution = ((error / sd) ** 2).mean() ** 0.5
+        assert sampled_networks(rms, resolution, true) == pytest.approx(size, rel=0.1)
+    gaussian = 1 / (2 * 8191) ** 0.5
+    assert sampled_networks(0.1, gaussian, true) == pytest.approx(1 + 1 / (2 * 0.1**2))
+    assert sampled_networks(9.0, gaussian, true) == 2
 
 
 def test_the_error_is_never_below_the_truths_noise():
@@ -186,22 +175,16 @@ def test_the_error_is_never_below_the_truths_noise():
     sd = rng.uniform(1, 2, 1000)
     sampled = sd * (1 + 0.02 * rng.standard_normal(1000))
     moments = Sampled(np.zeros(1000), sampled, 0.1 * sampled, 0.02 * sampled)
-    exact = Accuracy.of(np.zeros(1000), sampled, moments)
-    assert exact.at_resolution
-    np.testing.assert_allclose(exact.rms_sd_error, 0.02, rtol=1e-6)
-    wrong = Accuracy.of(np.zeros(1000), 1.1 * sd, moments)
-    assert not wrong.at_resolution
-    assert abs(wrong.rms_sd_error - 0.1) < 0.005
+    exact = accuracy(np.zeros(1000), sampled, moments)
+    assert exact["at_resolution"]
+    np.testing.assert_allclose(exact["rms_sd_error"], 0.02, rtol=1e-6)
+    wrong = accuracy(np.zeros(1000), 1.1 * sd, moments)
+    assert not wrong["at_resolution"]
+    assert abs(wrong["rms_sd_error"] - 0.1) < 0.005
     with pytest.raises(ValueError, match="not finite"):
-        Accuracy.of(np.zeros(1000), sampled * np.nan, moments)
+        accuracy(np.zeros(1000), sampled * np.nan, moments)
 
 
-def test_the_largest_arrays():
-    spec = Spec("any", 1, 16, 32, batch=2, num_heads=2)
-    numbers = {
-        mj.Full: (16 * 128) ** 2,
-        mj.TokenBlock: 2 * 16 * 128**2,
-        mj.Separable: 2 * 2 * 16**2,
-    }
-    for structure, number in numbers.items():
-        assert largest_array_gib(spec, structure) == number * 4 / 2**30
+def test_the_largest_array_of_full():
+    assert full_gib(16, 128, 2) == (16 * 128) ** 2 * 4 / 2**30
+    assert full_gib(16, 8, 2) == 2**2 * 16**4 * 4 / 2**30

@@ -89,7 +89,7 @@ def test_what_needs_too_much_memory_is_not_run(limit, compiled, cheap, capsys, t
     assert {record["status"] for record in records.values()} == {"skipped"}
     assert not any("seconds" in record for record in records.values())
     assert ("bytes" in records["plain", "forward"]) == compiled
-    assert "GiB of memory are over --memory-limit" in capsys.readouterr().out
+    assert "GiB of memory are over the limit" in capsys.readouterr().out
 
 
 def test_what_fails_is_a_row_and_a_status(monkeypatch, capsys):

@@ -5,10 +5,12 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from experiments.__main__ import main
-from experiments.scale import devices, export, hlo, tpu, weak, work
+from experiments.command_line import PartError
+from experiments.scale import devices, export, hlo, networks, processes, tpu, weak, work
 from experiments.scale.layout import Layout
 from experiments.scale.networks import PLAIN, SIZES, make_step
 from experiments.scale.work import Chip, roofline
@@ -79,8 +81,7 @@ def test_loops_count_as_often_as_they_run():
 
 
 def test_collectives_by_kind():
-    found = work.collectives(hlo.parse(PROGRAM), 8)
-    kinds = work.by_kind(found)
+    kinds = work.collectives(hlo.parse(PROGRAM), 8)
     assert kinds["all-gather"] == {"lines": 1, "runs": 5, "bytes": 5 * 128}
     assert kinds["reduce-scatter"] == {"lines": 1, "runs": 5, "bytes": 5 * 256 / 2}
     assert kinds["all-reduce"] == {"lines": 1, "runs": 1, "bytes": 2 * 256 * 3 / 4}
@@ -106,25 +107,11 @@ def test_who_takes_part(groups, size):
 @pytest.mark.parametrize(
     ("left", "right", "out", "labels", "window", "flops"),
     [
-        (
-            "32,196,256",
-            "256,768,1",
-            "32,196,768",
-            "0bf_io0->0bf",
-            "size=1",
-            2 * 32 * 196 * 256 * 768,
-        ),
-        # A product for each of three heads, (196, 768) by (768, 64): padding multiplies nothing.
-        (
-            "1,4,5",
-            "3,7,5",
-            "3,4,7",
-            "0bf_0oi->0bf",
-            "size=3 pad=2_2 rhs_reversal=1",
-            2 * 3 * 4 * 7 * 5,
-        ),
+        ("32,196,256", "256,768,1", "32,196,768", "0bf_io0->0bf", "size=1", 2 * 32 * 196 * 256 * 768),
+        # A product for each of three heads, (4, 5) by (5, 7): padding multiplies nothing.
+        ("1,4,5", "3,7,5", "3,4,7", "0bf_0oi->0bf", "size=3 pad=2_2 rhs_reversal=1", 2 * 3 * 4 * 7 * 5),
     ],
-)
+)  # fmt: skip
 def test_convolutions_that_are_products(left, right, out, labels, window, flops):
     module = hlo.parse(
         f"ENTRY %main (a: f32[{left}]) -> f32[{out}] {{\n"
@@ -149,18 +136,18 @@ def test_roofline_names_the_bound():
     assert not bound["fits"]
 
 
-def test_a_step_in_chunks_is_the_step():
+def test_a_step_in_chunks_is_the_step(monkeypatch):
+    monkeypatch.setattr(optax, "adam", optax.sgd)  # so that parameters show the gradient
+    monkeypatch.setattr(networks, "LEARNING_RATE", 1.0)
     size = dataclasses.replace(SIZES["tiny"], num_blocks=1, per_row=4)
     keys = jax.random.split(jax.random.key(0), 3)
 
     def loss(size):
-        step = make_step(size, PLAIN, Layout.one_device())
-        params, moments = step.state
+        step, (params, state) = make_step(size, PLAIN, Layout.one_device())
         params = jax.tree.map(lambda x: 0.1 * jax.random.normal(keys[0], x.shape, x.dtype), params)
-        moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), moments)
         images = jax.random.normal(keys[1], size.batch(1)[0].shape)
         labels = jax.random.randint(keys[2], (4,), 0, size.num_classes)
-        return jax.jit(step.fn)((params, moments), images, labels)
+        return jax.jit(step)((params, state), images, labels)
 
     whole = loss(dataclasses.replace(size, remat=False))
     parts = loss(dataclasses.replace(size, chunks=2))
@@ -199,9 +186,16 @@ def test_what_a_tpu_record_must_not_say():
     }
     assert len(tpu.faults(record)) == 2
     assert tpu.faults({**record, "failed": "why"}) == ["n Diagonal on t: why"]
-    assert tpu.why("Traceback\n  x\njax.errors.JaxRuntimeError: out\nend") == (
+
+
+def test_a_process_that_fails_says_why():
+    assert processes.why("Traceback\n  x\njax.errors.JaxRuntimeError: out\nend") == (
         "jax.errors.JaxRuntimeError: out"
     )
+    with pytest.raises(PartError, match="ZeroDivisionError: "):
+        processes.fresh(["-c", "1 / 0"])
+    with pytest.raises(PartError, match="no result"):
+        processes.fresh(["-c", "import time; time.sleep(60)"], timeout=0.01)
 
 
 def test_differences_are_relative_to_the_largest_entry():

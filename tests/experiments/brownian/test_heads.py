@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 
 IMAGES = jax.random.normal(jax.random.key(1), (3, 4, 4))
 LABELS = jnp.array([0, 2, 1])
-ALL = np.ones((2, 2), bool)
 KEPT = np.array([[True, True], [False, True]])
-MASKS = np.stack([ALL, KEPT, ~KEPT, ~ALL, ALL])  # as many as importance and curve take: one program
+ALL, ONE = np.ones(4, bool), KEPT.ravel()
+MASKS = np.stack([ALL, ONE, ~ONE, ~ALL, ALL])  # as many as importance and curve take: one program
 
 
 def stirred(model):
@@ -101,7 +101,7 @@ def test_a_pruned_layer_is_the_masked_one():
 
 
 def test_a_pruned_module_is_the_masked_one(model, smaller):
-    masked = head_predictions(model, IMAGES, list(MASKS.swapaxes(0, 1)))
+    masked = head_predictions(model, IMAGES, MASKS)
     for mine, theirs in zip(moments(smaller, IMAGES), masked, strict=True):
         assert_close(mine, theirs[1])
     for mine, theirs in zip(moments(model, IMAGES), masked, strict=True):
@@ -176,7 +176,8 @@ def test_curve_removes_the_least_worthy_first(model):
         (lambda m: prune_heads(m, [[True, True]]), ValueError, r"\[2, 2\]"),
         (lambda m: mask_heads(m.encoder.blocks[0].params.attention, jnp.ones(3)),
          ValueError, "divisor of 4"),
-        (lambda m: head_predictions(m.encoder, IMAGES, KEPT), TypeError, "logits"),
+        (lambda m: head_predictions(m.encoder, IMAGES, MASKS), TypeError, "logits"),
+        (lambda m: head_predictions(m, IMAGES, KEPT), ValueError, r"\(M, 4\)"),
         (lambda m: head_importance(m, IMAGES, LABELS, dataset_size=2), ValueError, "N=3"),
         (lambda m: head_signal(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), IMAGES), TypeError,
          "blocks"),

@@ -63,7 +63,6 @@ def test_a_brownian_stream_is_not_refuted():
     np.testing.assert_allclose(growth.brownian_variance, np.arange(4), rtol=0.2)
     block = motion.blocks[1]
     assert abs(block.drift_share) < 0.05
-    assert abs(block.angle_to_previous - 90) < 6
     assert block.step_length == pytest.approx(1, abs=0.1)
 
 

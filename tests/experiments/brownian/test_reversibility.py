@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments.brownian.reversibility import split_projections, split_scores
+from experiments.brownian.reversibility import antisymmetric_share, split_scores
 
 brownian = mj.brownian
 
@@ -32,17 +32,16 @@ def test_scores_split_into_orthogonal_parts():
     assert split_scores(jnp.ones((3, 3))).symmetric_share == 0
 
 
-def test_projections_split_into_symmetric_and_antisymmetric():
+def test_the_antisymmetric_share_of_projections():
     query, key = jax.random.normal(jax.random.key(6), (2, 5, 3))
-    parts = split_projections(query, key)
-    assert_close(parts.symmetric + parts.antisymmetric, query @ key.T / 3**0.5)
-    assert_close(parts.symmetric, parts.symmetric.T)
-    assert_close(parts.symmetric_share + parts.antisymmetric_share, jnp.ones(()))
-    assert split_projections(query, query).antisymmetric_share < 1e-30
+    form = query @ key.T
+    wanted = jnp.linalg.norm((form - form.T) / 2) ** 2 / jnp.linalg.norm(form) ** 2
+    assert_close(antisymmetric_share(query, key), wanted)
+    assert antisymmetric_share(query, query) < 1e-30
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"\(T, T\)"):
         split_scores(jnp.ones((2, 3)))
     with pytest.raises(ValueError, match="one head"):
-        split_projections(jnp.ones((2, 3)), jnp.ones((3, 3)))
+        antisymmetric_share(jnp.ones((2, 3)), jnp.ones((3, 3)))
