@@ -20,10 +20,8 @@ Record = dict[str, Any]
 Programs = dict[str, Program]  # "forward" and "step"
 
 BYTES = 4  # float32
-ARRAY_GIB, MEMORY_GIB = (
-    0.3,
-    12.0,
-)  # of one array and of a program, beyond which a structure is skipped
+ARRAY_GIB = 0.3  # of one array, beyond which a structure is skipped
+MEMORY_GIB = 12.0  # of a program
 SLOW = 30.0  # seconds for all timed runs of one kind
 SAMPLED = (10, 30, 100, 300)  # numbers of sampled networks
 
