@@ -12,9 +12,8 @@ from jax import Array
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.branches import through_gain
-from moment_jax.propagation.dense import branches_of
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Moments, fresh, taken
+from moment_jax.propagation.moments import Moments, taken
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
 
@@ -26,30 +25,26 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         return None
     source, fn = found
     m = propagator.moments(source)
-    tokens, features = m.natural()
-    mean, cov = m.sequence(tokens, features)
+    x = m.sequence()
+    mean, cov = x.mean, x.cov
     with jax.ensure_compile_time_eval():
         values = np.asarray(jax.vmap(fn)(jnp.asarray(POINTS, mean.dtype)), float)
     name = recognised(values, mean.dtype)
     kinks = piecewise(values, mean.dtype) if name == "quadrature" else None
-    before = branches_of(m, mean, tokens, features)
     if name == "linear":
-        shift = jnp.asarray(values[ZERO], mean.dtype)
-        slope = jnp.full((1, mean.shape[1]), values[ONE] - values[ZERO], mean.dtype)
-        out, out_cov = mean * slope + shift, cov.rescale(slope)
-        branches = through_gain(before, slope, cov, out_cov, mean)
+        gain = jnp.full((1, mean.shape[1]), values[ONE] - values[ZERO], mean.dtype)
+        out, out_cov = mean * gain + jnp.asarray(values[ZERO], mean.dtype), cov.rescale(gain)
     else:
-        if kinks is None:
-            finite = np.isfinite(values[NEAR]).all()
-            moments = _moments(name, fn, mean, cov.variance(), finite=bool(finite))
-        else:
-            moments = expectations.piecewise_linear(mean, cov.variance(), *kinks)
+        if kinks is not None:
             name = "piecewise linear"
-        out, out_cov = moments.mean, cov.elementwise(moments)
-        branches = through_gain(before, moments.gain, cov, out_cov, mean)
-    slopes = jnp.broadcast_to(slope if name == "linear" else moments.gain, mean.shape)
-    own = fresh(out, out_cov, node.shape, tokens, features, branches)
-    node.line = source, m.array(), taken(slopes, own.places), own.array()
+            moments = expectations.piecewise_linear(mean, cov.variance(), *kinks)
+        else:
+            finite = bool(np.isfinite(values[NEAR]).all())
+            moments = _moments(name, fn, mean, cov.variance(), finite=finite)
+        gain, out, out_cov = moments.gain, moments.mean, cov.elementwise(moments)
+    own = x.changed(out, out_cov, node.shape, through_gain(x, gain, out_cov))
+    gains = taken(jnp.broadcast_to(gain, mean.shape), own.places)
+    node.line = source, m.array(), gains, own.array()
     propagator.note(node, name, "" if name == "linear" else "its input Gaussian")
     return own
 

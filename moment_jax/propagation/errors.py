@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class PropagationError(NotImplementedError):
@@ -15,6 +16,14 @@ class PropagationError(NotImplementedError):
 def refuse(what: str, source: Any, fix: str) -> PropagationError:
     """The error for an operation: what it is, where it is, and how to fix it."""
     return PropagationError(f"`propagate` needs moments of {what}, at {where(source)}. {fix}")
+
+
+def register(node: Any) -> str:
+    """How to fix the error for a node without a rule."""
+    return (
+        f'Register one with mj.propagation_rule("{node.op}"), or compute this part from certain '
+        "weights."
+    )
 
 
 def where(source: Any) -> str:
@@ -57,7 +66,7 @@ def takes(fn: Callable[..., Any], *inputs: Any) -> bool:
 
 def shapes(inputs: Any) -> str:
     """The inputs' shapes, for error messages."""
-    return ", ".join(str(tuple(jnp.shape(x))) for x in jax.tree.leaves(inputs))
+    return ", ".join(str(tuple(np.shape(x))) for x in jax.tree.leaves(inputs))
 
 
 def with_axes(inputs: Any, axes: int) -> Any:

@@ -9,7 +9,7 @@ from jax import Array
 
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
+from moment_jax.propagation.moments import Moments, fresh, gather
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.windows import pool_places
 
@@ -21,11 +21,8 @@ def _window_max(propagator: Propagator, node: Node) -> Moments:
     Covariances with other entries are weighted by the probability of being the larger.
     """
     x = propagator.moments(node.operands[0])
-    tokens, features = x.natural()
-    places = pool_places(node, x)
-    seen = as_rows(places, tokens, features, len(x.shape))
     # Pad with an entry of the window itself, which leaves the maximum unchanged.
-    seen = np.sort(seen, axis=-1)
+    seen = np.sort(pool_places(node, x), axis=-1)
     first = np.min(np.where(seen < 0, x.mean.size, seen), axis=-1, keepdims=True)
     seen = np.where(seen < 0, first, seen)
     size, count = seen.shape[1], seen.shape[2]
@@ -41,7 +38,7 @@ def _window_max(propagator: Propagator, node: Node) -> Moments:
     ratio = jnp.where(own > variance, variance / jnp.where(own > 0, own, 1), 1)
     moments = ElementwiseMoments(mean, variance, jnp.sqrt(ratio), jnp.zeros_like(variance))
     propagator.note(node, "maximum over windows", "entries Gaussian, maxima too (Clark)")
-    return fresh(mean, linear.elementwise(moments), node.shape, tokens, features)
+    return fresh(mean, linear.elementwise(moments), node.shape, *x.natural())
 
 
 def _between(cov: Any, seen: np.ndarray) -> list[list[Array]]:

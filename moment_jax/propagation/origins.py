@@ -14,7 +14,7 @@ from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.linearisation import carried
-from moment_jax.propagation.moments import Axes, Moments, as_rows
+from moment_jax.propagation.moments import Axes, as_rows, entries
 from moment_jax.propagation.primitives import evaluate
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import diagonal_of
@@ -22,17 +22,17 @@ from moment_jax.xla import diagonal_of
 LARGEST = 2**24  # most entries of a Jacobian
 
 
-def dominator(roots: list[Node], tied: bool) -> Node | None:
+def dominator(roots: list[Node], tied: bool, users: list[Node] | None = None) -> Node | None:
     """The nearest array through which all random paths to the roots pass, or None.
 
-    If any weights are tied, it shares none with what lies between it and the roots.
+    If any weights are tied, it shares none with what lies between it and the users (default: roots).
     """
 
     def unfit(n: Node) -> bool:
-        if not tied or not jnp.issubdtype(n.dtype, jnp.floating):
-            return not jnp.issubdtype(n.dtype, jnp.floating)
-        before = weights_of(n, None)
-        return any(weights_of(root, n).keys() & before.keys() for root in roots)
+        if not jnp.issubdtype(n.dtype, jnp.floating):
+            return True
+        before = weights_of(n, None).keys() if tied else set()
+        return tied and any(weights_of(user, n).keys() & before for user in users or roots)
 
     frontier = set(roots)
     while len(frontier) > 1 or any(map(unfit, frontier)):
@@ -40,21 +40,6 @@ def dominator(roots: list[Node], tied: bool) -> Node | None:
         frontier.remove(last)
         frontier.update(last.nodes)
     return next(iter(frontier), None)
-
-
-def knows_its_weights(node: Node) -> bool:
-    """Whether one operand is a weight that another depends on, such as a tied embedding."""
-    own = {id(x.posterior) for x in node.operands if isinstance(x, Weight)}
-    return bool(own) and any(own & weights_of(x, None).keys() for x in node.nodes)
-
-
-def share_a_weight(node: Node) -> bool:
-    """Whether a product's factors apply the same weight to one array: tied projections."""
-    if node.op != "dot_general" or len(node.nodes) != 2:
-        return False
-    source = dominator(node.nodes, True)
-    left, right = (weights_of(x, source) for x in node.nodes)
-    return bool(left.keys() & right.keys())
 
 
 def weights_of(root: Node, source: Node | None) -> dict[int, Posterior]:
@@ -112,12 +97,14 @@ def _alike(operands: list[Any]) -> list[Any]:
     return [x.astype(jnp.result_type(*wide)) if x.dtype in wide else x for x in arrays]
 
 
-def common(propagator: Any, a: Node, b: Node) -> Array | None:
+def common(propagator: Any, a: Any, b: Any) -> Array | None:
     """Cov[a, b], (size of a, size of b), to first order in their common origin.
 
     The origin is their nearest common dominator and the weights that both depend on. None if there is
     none, or if it is too large for a dense covariance.
     """
+    if not (isinstance(a, Node) and isinstance(b, Node)):
+        return None
     source = dominator([a, b], propagator.tied)
     left, right = (weights_of(x, source) for x in (a, b))
     shared = {i: left[i] for i in left.keys() & right.keys()}
@@ -125,16 +112,18 @@ def common(propagator: Any, a: Node, b: Node) -> Array | None:
     return None if found is None else found[: a.size, a.size :]
 
 
-def cross_of(propagator: Any, node: Node, sides: Any, tokens: Axes, features: Axes) -> Array | None:
-    """`common` of two operands broadcast to the node, as sequences: (T, D, T, D)."""
-    a, b = sides
-    if not (isinstance(a, Node) and isinstance(b, Node)):
-        return None
-    dense = common(propagator, a, b)
+def cross_of(
+    propagator: Any, node: Node, parts: str, axes: tuple[Axes, Axes]
+) -> tuple[Array | None, str]:
+    """`common` of two operands broadcast to the node, as sequences: (T, D, T, D); and `assumed`."""
+    dense = common(propagator, *node.operands)
+    text = assumed(parts, node.operands, dense is not None)
     if dense is None:
-        return None
-    rows, columns = (np.broadcast_to(np.arange(x.size).reshape(x.shape), node.shape) for x in sides)
-    return as_sequence(dense, rows, columns, tokens, features)
+        return None, text
+    rows, columns = (
+        np.broadcast_to(np.arange(x.size).reshape(x.shape), node.shape) for x in node.operands
+    )
+    return as_sequence(dense, rows, columns, axes), text
 
 
 def assumed(parts: str, operands: Any, known: bool) -> str:
@@ -156,44 +145,34 @@ def joint(
     sizes = [n if source is None else source.size, *(w.mean.size for w in weights.values())]
     if n * max(n, *sizes) > LARGEST:
         return None
-    start: dict[Any, Array] = {i: w.mean for i, w in weights.items()}
-    moments = None if source is None else propagator.moments(source)
-    if moments is not None:
-        start[0] = moments.array()
+    keys: list[Any] = list(weights)
+    start = [w.mean for w in weights.values()]
+    if source is not None:
+        moments = propagator.moments(source)
+        keys, start = [*keys, source], [*start, moments.array()]
 
-    def output(at: dict[Any, Array]) -> Array:
-        known: dict[Any, Array] = {**at}
+    def output(at: list[Array]) -> Array:
+        known = dict(zip(keys, at, strict=True))
         if source is not None:
-            known[source] = known.pop(0).astype(source.dtype)
+            known[source] = known[source].astype(source.dtype)
         return jnp.concatenate([x.reshape(-1) for x in values(roots, known)])
 
-    jacobians = jax.jacrev(output)(start)
-    total = jnp.zeros((n, n), jnp.result_type(*start.values()))
-    for i, w in weights.items():
-        total = total + carried(w, jacobians[i].reshape(n, -1))
-    if moments is not None:
-        jacobian = jacobians[0].reshape(n, -1)
-        total = total + jacobian @ dense_of(moments) @ jacobian.T
+    jacobians = [j.reshape(n, -1) for j in jax.jacrev(output)(start)]
+    total = jnp.zeros((n, n), jnp.result_type(*start))
+    for w, jacobian in zip(weights.values(), jacobians, strict=False):
+        total = total + carried(w, jacobian)
+    if source is not None:
+        total = (
+            total + jacobians[-1] @ entries(moments.cov, moments.places.ravel()) @ jacobians[-1].T
+        )
     return total
 
 
-def dense_of(m: Moments) -> Array:
-    """Covariance of an array's entries in C order, (size, size)."""
-    flat = m.places.ravel()
-    size = m.mean.size
-    dense = m.cov.to_dense().reshape(size, size)
-    if not np.array_equal(flat, np.arange(size)):
-        dense = dense[np.maximum(flat, 0)[:, None], np.maximum(flat, 0)[None]]
-        dense = jnp.where((flat < 0)[:, None] | (flat < 0)[None], 0, dense)
-    return dense
-
-
 def as_sequence(
-    dense: Array, rows: np.ndarray, columns: np.ndarray, tokens: Axes, features: Axes
+    dense: Array, rows: np.ndarray, columns: np.ndarray, axes: tuple[Axes, Axes]
 ) -> Array:
     """Covariance (T, D, T, D) of a result's entries, which lie at `rows` and `columns` of `dense`."""
-    r, c = (as_rows(x, tokens, features) for x in (rows, columns))
-    return dense[r[:, :, None, None], c]
+    return dense[as_rows(rows, *axes)[:, :, None, None], as_rows(columns, *axes)]
 
 
 @singledispatch

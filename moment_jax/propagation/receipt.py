@@ -6,8 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,9 @@ from moment_jax.propagation.origins import between, weights_of
 from moment_jax.propagation.primitives import is_view
 from moment_jax.propagation.regions import compute
 from moment_jax.propagation.weights import Weight
+
+if TYPE_CHECKING:
+    from moment_jax.propagation.propagator import Propagator
 
 
 class Step(NamedTuple):
@@ -40,11 +42,9 @@ class Receipt(list[Step]):
     arrays through which everything later passes, and share no weights.
     """
 
-    def __init__(
-        self, steps: list[Step], nodes: list[Node], output: Node, run: Callable[..., Any]
-    ) -> None:
+    def __init__(self, steps: list[Step], propagator: Propagator) -> None:
         super().__init__(steps)
-        self._nodes, self._output, self._run = nodes, output, run
+        self._propagator = propagator
 
     def sequence(self, x: Any) -> Array:
         """The input as rows of features."""
@@ -53,13 +53,12 @@ class Receipt(list[Step]):
     @property
     def stages(self) -> list[Stage]:
         """The stages, from one cut to the next; the last ends at the function's output."""
-        steps = dict(zip(self._nodes, self, strict=True))
-        cuts = [*_cuts(self._nodes, self._output), self._output]
-        return [
-            Stage(f"{steps[end].rule} {steps[end].where}" if end in steps else end.op,
-                  start, end, self._run)
-            for start, end in zip([None, *cuts], cuts, strict=False)
-        ]  # fmt: skip
+        nodes, output = self._propagator.noted, self._propagator.output
+        steps = dict(zip(nodes, self, strict=True))
+        cuts = [*_cuts(nodes, output), output]
+        names = (f"{steps[n].rule} {steps[n].where}" if n in steps else n.op for n in cuts)
+        starts = [None, *cuts[:-1]]
+        return [Stage(*one, self._propagator) for one in zip(names, starts, cuts, strict=True)]
 
 
 def _cuts(nodes: list[Node], output: Node) -> list[Node]:
@@ -82,7 +81,7 @@ class Stage:
     name: str
     start: Node | None
     end: Node
-    run: Callable[[Any, Callable[[Any], Moments]], Moments]  # (structure, pass) -> moments
+    propagator: Propagator  # of the whole function
 
     def __post_init__(self) -> None:
         self.inner = between(self.end, self.start)
@@ -90,8 +89,9 @@ class Stage:
 
     def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
         """Moments of the end, given those of the start as a sequence."""
+        propagator = self.propagator.like(type(cov))
 
-        def one_pass(propagator: Any) -> Moments:
+        def one_pass() -> Moments:
             for node in self.inner:
                 node.moments = node.line = None
             if self.start is not None:
@@ -101,10 +101,11 @@ class Stage:
 
         kept = [(node, node.moments, node.line) for node in between(self.end, None)]
         try:
-            return self.run(type(cov), one_pass).sequence(*self.axes[self.end])
+            found = propagator.run(one_pass).sequence(*self.axes[self.end])
         finally:
             for node, moments, line in kept:
                 node.moments, node.line = moments, line
+        return found.mean, found.cov
 
     def draw(self, key: Array, x: Array) -> Array:
         """The end in one sampled network, given the start as a sequence."""
@@ -120,9 +121,8 @@ class Stage:
 
         known = {n: array(n.operands[0]) for n in self.inner if n.op == "belief"}
         if self.start is not None:
-            no_cov: Any = None
-            shown = fresh(x, no_cov, self.start.shape, *self.axes[self.start])
-            known[self.start] = shown.array().astype(self.start.dtype)
+            places = fresh(x, None, self.start.shape, *self.axes[self.start]).places
+            known[self.start] = x.reshape(-1)[places].astype(self.start.dtype)
         return as_rows(compute(self.end, known, array), *self.axes[self.end])
 
 

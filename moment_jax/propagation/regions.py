@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -53,20 +54,25 @@ def compute(node: Node, known: dict[Node, Any], replace: Callable[[Any], Any] = 
     return value(node)
 
 
+def probe(node: Node, source: Node, x: Any, replace: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Value of a node at a known value of its source, computed immediately; known if all else is."""
+    with jax.ensure_compile_time_eval():
+        value = jnp.asarray(x, source.dtype).reshape(source.shape)
+        found = compute(node, {source: value}, replace)
+        return np.asarray(found, float) if is_known(found) else found
+
+
 def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
     """The node and the scalar function of which `node` is the elementwise image, or None."""
 
     def expandable(n: Node) -> bool:
         same = all(x.shape == node.shape for x in n.nodes)
-        rest = (x for x in n.operands if not isinstance(x, Node))
-        return n.op in ELEMENTWISE and same and all(uniform(x) is not None for x in rest)
+        return n.op in ELEMENTWISE and same and all_uniform(n)
 
-    source = None
-    for found in sources(node, expandable):
-        if jnp.issubdtype(found.dtype, jnp.floating):
-            source = found
-    if source is None:
+    found = [x for x in sources(node, expandable) if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not found:
         return None
+    source = found[-1]
 
     def fn(x: Array) -> Array:
         def number(constant: Any) -> Array:
@@ -77,19 +83,24 @@ def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
     return source, fn
 
 
+def all_uniform(node: Node) -> bool:
+    """Whether each certain operand holds one number."""
+    return all(isinstance(x, Node) or uniform(x) is not None for x in node.operands)
+
+
 def follow(node: Node, source: Node) -> np.ndarray | None:
     """Places of `source`'s entries in an array made of it by views and elementwise functions."""
     if node is source:
         return np.arange(source.size).reshape(source.shape)
-    if node.op not in BY_ROW or node.op in REDUCTIONS:
+    if node.op not in VIEWS | ELEMENTWISE:
         return None
     for operand in node.nodes:
         places = follow(operand, source)
         if places is None:
             continue
-        if node.op in VIEWS:
-            rest = node.operands[1:]
-            return moved(node.primitive, places, list(rest), node.params)[node.output]
+        seen = moved(node, places, node.operands[1:])
+        if seen is not None:
+            return seen[node.output]
         if operand.size == source.size and operand.shape == node.shape:
             return places
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,7 +19,7 @@ from moment_jax.posterior import (
     Reshaped,
 )
 from moment_jax.propagation.moments import Axes, Moments, as_rows
-from moment_jax.propagation.primitives import uniform
+from moment_jax.propagation.primitives import is_known, uniform
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,10 +67,9 @@ class Weight:
         """The belief about the kernel (in, out) with these axes, or None if the family has none."""
         return select(self.posterior, as_rows(self.places, inputs, outputs))
 
-    def affine(self, scale: Any = 1.0, shift: Any = 0.0) -> Weight | None:
+    def affine(self, scale: Any, shift: Any) -> Weight | None:
         """The belief about scale * w + shift, or None if the family cannot express it."""
-        number = np.ndim(scale) == 0 and not isinstance(scale, jax.core.Tracer)
-        if number and np.ndim(shift) == 0 and not isinstance(shift, jax.core.Tracer) and shift == 0:
+        if all(np.ndim(x) == 0 and is_known(x) for x in (scale, shift)) and shift == 0:
             if scale == 1:
                 return self
             return Weight(rescaled(self.posterior, scale), self.places, self.origin)
@@ -84,14 +82,16 @@ class Weight:
         if isinstance(posterior, Point):
             return Weight.of(Point(mean))
         variance = jnp.broadcast_to(posterior.variance * jnp.square(scale), mean.shape)
-        changed = Weight.of(Factorized(mean, variance))
-        return dataclasses.replace(changed, root=self.origin)
+        return dataclasses.replace(Weight.of(Factorized(mean, variance)), root=self.origin)
+
+    def broadcast(self, shape: tuple[int, ...]) -> Weight:
+        """The view broadcast to a shape."""
+        return dataclasses.replace(self, places=np.broadcast_to(self.places, shape))
 
     def moments(self, structure: type[Covariance]) -> Moments:
         """Moments of the view as a random array."""
-        posterior, shape = self.posterior, self.posterior.shape
-        d = shape[-1] if shape else 1
-        mean = jnp.reshape(posterior.mean, (-1, d))
+        posterior = self.posterior
+        mean = jnp.reshape(posterior.mean, (-1, (posterior.shape or (1,))[-1]))
         if isinstance(posterior, Point):
             cov: Any = structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
         elif isinstance(posterior, FullNormal):
@@ -106,20 +106,20 @@ class Weight:
 def affine(name: str, operands: list[Any]) -> Weight | None:
     """A weight combined with a certain array by a primitive, or None if no family expresses it."""
     if name == "neg":
-        return operands[0].affine(-1.0)
+        return operands[0].affine(-1.0, 0.0)
     if name not in ("mul", "add", "sub", "div"):
         return None
     first = isinstance(operands[0], Weight)
     weight, other = operands if first else operands[::-1]
     constant = uniform(other)
     other = other if constant is None else constant
+    if name == "div":
+        return weight.affine(1 / other, 0.0) if first else None
+    if name == "mul":
+        return weight.affine(other, 0.0)
     if name == "add":
         return weight.affine(1.0, other)
-    if name == "mul":
-        return weight.affine(other)
-    if name == "sub":
-        return weight.affine(1.0, -other) if first else weight.affine(-1.0, other)
-    return weight.affine(1 / other) if first else None
+    return weight.affine(1.0, -other) if first else weight.affine(-1.0, other)
 
 
 def rescaled(posterior: Posterior, factor: Any) -> Posterior:

@@ -1,6 +1,5 @@
 """Windows of an array: convolutions and sums; and embedding lookups."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +16,9 @@ from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Factorized, Point
 from moment_jax.propagation.errors import refuse
-from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.graph import Node, as_weight, is_random
 from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
-from moment_jax.propagation.propagator import Propagator, as_weight, rule
+from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import rows_diagonal
 
@@ -51,37 +50,32 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     weight = as_weight(kernel)
     if weight is None or p["batch_group_count"] != 1:
         return None
-    lhs, rhs, out = p["dimension_numbers"]
-    groups = p["feature_group_count"]
+    (batch, channel, *space), (outputs, inputs, *window), out = p["dimension_numbers"]
     random = isinstance(image, Node)
-    x = propagator.moments(image) if random else propagator.certain(image, (lhs[1],))
-    shown = _dilated(x.places, lhs[2:], p["lhs_dilation"])
-    shape = shown.shape
-    first, second, *rest = rhs  # outputs, inputs, and the window's axes
-    spatial = [weight.shape[i] for i in rest]
-    ones = [1] * len(shape)
-    size, strides, dilation = [*ones], [*ones], [*ones]
-    padding = [(0, 0)] * len(shape)
-    for axis, n, s, d, pad in zip(
-        lhs[2:], spatial, p["window_strides"], p["rhs_dilation"], p["padding"], strict=True
-    ):
-        size[axis], strides[axis], dilation[axis], padding[axis] = n, s, d, pad
-    size[lhs[1]] = shape[lhs[1]]
-    seen = window_places(shape, (size, strides, padding, dilation))
-    n = len(shape)
-    # positions (batch and space), then offsets (space, channels)
-    order = [lhs[0], *lhs[2:], lhs[1], *(n + i for i in (lhs[0], *lhs[2:], lhs[1]))]
-    seen = seen.transpose(order)
-    positions = seen.shape[: n - 1]
-    seen = seen.reshape(math.prod(positions), -1)
-    places = np.where(seen < 0, -1, shown.ravel()[seen])
+    x = propagator.moments(image) if random else propagator.certain(image, (channel,))
+    shown = _dilated(x.places, space, p["lhs_dilation"])
+    rows = weight.places.transpose(*window, inputs, outputs)
+    belief = _grouped_kernel(
+        Weight(weight.posterior, rows), p["feature_group_count"], shown.shape[channel]
+    )
+    if belief is None:
+        return None
+    # Windows of the batch and the channels are trivial: of length one, and of all.
+    lead = (batch, *space, channel)
+    seen = window_places(
+        tuple(shown.shape[i] for i in lead),
+        (
+            (1, *(weight.shape[i] for i in window), shown.shape[channel]),
+            (1, *p["window_strides"], 1),
+            ((0, 0), *p["padding"], (0, 0)),
+            (1, *p["rhs_dilation"], 1),
+        ),
+    )
+    seen = seen.reshape(-1, belief.shape[0])
+    places = np.where(seen < 0, -1, shown.transpose(lead).ravel()[seen])
     mean: Any = jnp.where(places < 0, 0, x.mean.reshape(-1)[np.maximum(places, 0)])
     zeros = propagator.structure.zeros
     cov: Any = gather(x.cov, places) if random else zeros(mean.shape, mean.dtype)
-    rows = weight.places.transpose(*rest, second, first)
-    belief = _grouped_kernel(Weight(weight.posterior, rows), groups, shape[lhs[1]])
-    if belief is None:
-        return None
     params = DenseParams(belief)
     if random and isinstance(cov, Separable):
         mapped = cov.map_features(belief.mean)
@@ -129,36 +123,31 @@ def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
 
 
 def pool_places(node: Node, x: Moments) -> np.ndarray:
-    """Places of the entries in each window, with the offsets as the last axis."""
+    """Places of the entries in each window of a sequence, (T, D, offsets)."""
     p = node.params
     if any(n != 1 for n in p["base_dilation"]):
         raise refuse(f"`{node.op}` of a dilated array", node.source, "Use plain windows.")
     window = (p["window_dimensions"], p["window_strides"], p["padding"], p["window_dilation"])
     seen = window_places(x.shape, window)
-    positions = seen.shape[: len(x.shape)]
-    seen = seen.reshape(*positions, -1)
-    return np.where(seen < 0, -1, x.places.ravel()[seen])
+    places = np.where(seen < 0, -1, x.places.ravel()[seen])
+    return as_rows(places, *x.natural(), tuple(range(len(x.shape), seen.ndim)))
 
 
 @rule("reduce_window_sum")
 def _window_sum(propagator: Propagator, node: Node) -> Moments | None:
-    x = propagator.moments(node.operands[0])
-    tokens, features = x.natural()
-    places = pool_places(node, x)
+    m = propagator.moments(node.operands[0])
+    places = pool_places(node, m)
+    num_tokens, d = m.mean.shape
     # Only windows over tokens, the same for every feature, are a map of the tokens.
-    seen = as_rows(places, tokens, features, len(x.shape))
-    token, feature = np.divmod(seen, x.mean.shape[1])
-    d = np.arange(x.mean.shape[1])
-    own = np.where(seen < 0, d[None, :, None], feature)
-    if seen.shape[1] != len(d) or (own != d[None, :, None]).any():
+    feature = np.arange(d)[:, None]
+    if places.shape[1] != d or (np.where(places < 0, feature, places % d) != feature).any():
         return None
-    choose = np.zeros((len(seen), x.mean.shape[0]))
-    for position, offset in itertools.product(range(len(seen)), range(seen.shape[2])):
-        if seen[position, 0, offset] >= 0:
-            choose[position, token[position, 0, offset]] += 1
-    weights = jnp.asarray(choose, x.mean.dtype)
+    token = np.where(places < 0, num_tokens, places // d)[:, 0]  # (T', offsets)
+    choose = np.zeros((len(token), num_tokens + 1))
+    np.add.at(choose, (np.arange(len(token))[:, None], token), 1)
+    weights = jnp.asarray(choose[:, :-1], m.mean.dtype)
     propagator.note(node, "sum over windows")
-    return fresh(weights @ x.mean, x.cov.map_tokens(weights), node.shape, tokens, features)
+    return fresh(weights @ m.mean, m.cov.map_tokens(weights), node.shape, *m.natural())
 
 
 @rule("gather")
@@ -168,17 +157,15 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     numbers = node.params["dimension_numbers"]
     if not isinstance(table, Weight) or is_random(ids) or table.ndim != 2:
         return None
-    sizes = tuple(node.params["slice_sizes"])
     by_row = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
-    if not by_row or sizes[1] != table.shape[1]:
+    if not by_row or node.params["slice_sizes"][1] != table.shape[1]:
         return None
     belief = table.kernel((0,), (1,))
     if belief is None:
         return None
-    flat = jnp.reshape(ids, (-1,))
-    mean, cov = embedding(flat, belief, propagator.structure)
+    mean, cov = embedding(jnp.reshape(ids, (-1,)), belief, propagator.structure)
     features = tuple(numbers.offset_dims)
-    tokens = tuple(i for i in range(len(node.shape)) if i not in features)
+    tokens = tuple(i for i in range(node.ndim) if i not in features)
     propagator.note(node, "embedding", "rows as the family represents them")
     return fresh(mean, cov, node.shape, tokens, features)
 
