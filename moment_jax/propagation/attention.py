@@ -11,14 +11,25 @@ from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Point
 from moment_jax.propagation.branches import Branch
+from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.graph import Node, as_weight
-from moment_jax.propagation.heads import Layout, find_layout, find_scores
 from moment_jax.propagation.moments import Moments, as_rows
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
-from moment_jax.propagation.projections import Projection, projection
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
-from moment_jax.propagation.regions import compute, probe, stand_in
+from moment_jax.propagation.regions import BY_ROW, compute, follow, probe, sources, stand_in
 from moment_jax.propagation.weights import Weight, select
+
+
+class Layout(NamedTuple):
+    """The head, query and key of each entry of the scores and weights."""
+
+    query_columns: np.ndarray  # (H, K)
+    key_columns: np.ndarray
+    value_columns: np.ndarray
+    scores: np.ndarray  # places of the scores in their array, (H, T, S)
+    weights: np.ndarray  # places of the weights in theirs, (H, T, S)
+    swapped: bool  # whether the keys are the left factor of the scores
+    output: np.ndarray  # places of the output's entries in (T, H K)
 
 
 class Core(NamedTuple):
@@ -26,7 +37,7 @@ class Core(NamedTuple):
 
     query: Projection
     key: Projection
-    params: tuple[DenseParams, ...]  # of queries, keys and values
+    params: tuple[DenseParams, DenseParams, DenseParams]  # of queries, keys and values
     num_heads: int
     mask: Any
     places: np.ndarray  # of the array's entries, in (T, H K)
@@ -129,14 +140,14 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         return None
     for side in (0, 1):
         weights, values = node.operands[side], node.operands[1 - side]
-        scores = find_scores(weights)
+        scores = _find_scores(weights)
         if scores is None:
             continue
         parts = [projection(propagator, x) for x in (*scores.operands, values)]
         left, right, value = parts
         if left is None or right is None or value is None:
             return None  # such as normalised queries
-        layout = find_layout(node, side, weights, scores, left, right, value)
+        layout = _find_layout(node, side, weights, scores, left, right, value)
         if layout is None:
             return None
         query, key = (right, left) if layout.swapped else (left, right)
@@ -165,21 +176,23 @@ def _read(
     if not np.allclose(noisy, expected, atol=1e4 * eps):
         return None  # biases of scores, soft caps, sinks
     mask: Any = None if allowed.all() else jnp.asarray(allowed)
-    computed = compute(weights, {scores: zero})
+    (computed,) = compute([weights], {scores: zero})
     if not is_known(computed):
         mask = computed.reshape(-1)[layout.weights] > 0
     elif mask is not None and (allowed == allowed[:1]).all():
         mask = mask[0]
     factor = scale * width**0.5
     scaled = query if abs(factor - 1) < 1e3 * eps else query.times(factor)
-    params = (
+    of_query, of_key, of_value = (
         scaled.params(layout.query_columns),
         key.params(layout.key_columns),
         value.params(layout.value_columns),
     )
-    if None in params or layout.value_columns.shape[1] != width:
+    if of_query is None or of_key is None or of_value is None:
         return None  # shared keys whose family cannot repeat weights
-    return Core(query, key, params, num_heads, mask, layout.output)
+    if layout.value_columns.shape[1] != width:
+        return None
+    return Core(query, key, (of_query, of_key, of_value), num_heads, mask, layout.output)
 
 
 def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) -> float:
@@ -192,3 +205,57 @@ def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) 
     dx, dw = centred(x), centred(np.log(np.where(allowed, weights, 1.0)))
     total = float((dx**2).sum())
     return float((dx * dw).sum()) / total if total > 0 else width**-0.5
+
+
+def _find_scores(weights: Node) -> Node | None:
+    """The product of two random arrays from which these weights are computed."""
+    for source in sources(weights, lambda n: n.op in BY_ROW):
+        if source.op == "dot_general":
+            return source if len(source.nodes) == 2 else None
+    return None
+
+
+def _find_layout(
+    node: Node, side: int, weights: Node, scores: Node, left: Projection, right: Projection,
+    value: Projection,
+) -> Layout | None:  # fmt: skip
+    """The layout of attention whose output is `node`, with the weights on this side of the product."""
+    shown = follow(weights, scores)
+    if shown is None:
+        return None
+    own, other = factors(node)[side], factors(node)[1 - side]
+    at = as_rows(shown, *own)  # places of the scores; (batch, rows, keys), like all that follow
+    entry = as_rows(np.arange(weights.size).reshape(weights.shape), *own)
+    (lt, lc), (rt, rc) = (
+        p.decoded(*f) for p, f in zip((left, right), factors(scores), strict=True)
+    )
+    batch, *rows = np.unravel_index(at, (*lt.shape[:2], rt.shape[1]))
+    # The token and the first column of both factors of each score.
+    (lt, l_first), (rt, r_first) = (
+        (t[batch, i, 0], c[batch, i, 0])
+        for (t, c), i in zip(((lt, lc), (rt, rc)), rows, strict=True)
+    )
+    swapped = bool((lt != lt[..., :1]).any()) or (lt.shape[-1] == 1 and bool(lt.max() > rt.max()))
+    query, key, first = (rt, lt, r_first) if swapped else (lt, rt, l_first)
+    heads, head = np.unique(first, return_inverse=True)
+    head = head.reshape(first.shape)
+    shape = len(heads), len(np.unique(query)), at.shape[-1]
+    if np.prod(shape) != at.size or key.max() >= shape[2] or query.max() >= shape[1]:
+        return None
+    table = np.full(shape, -1)
+    table[head, query, key] = np.arange(at.size)
+    # Every weight has a place; rows are those of a query, and columns those of a key and a value.
+    value_tokens, value_columns = value.decoded(other.batch, other.contracted, other.free)
+    by_row = (head == head[..., :1]) & (query == query[..., :1])
+    by_key = (key == key[:1, :1]).all() and (value_tokens == key[0, 0][:, None]).all()
+    if (table < 0).any() or not by_row.all() or not by_key:
+        return None
+    pick = np.unravel_index(table[:, 0, 0], at.shape)  # an entry of each head
+    l_columns, r_columns = (c[batch[pick], i[pick]] for c, i in zip((lc, rc), rows, strict=True))
+    columns = (r_columns, l_columns) if swapped else (l_columns, r_columns)
+    width = value_columns.shape[-1]
+    output = (query[..., 0] * len(heads) + head[..., 0])[..., None] * width + np.arange(width)
+    return Layout(
+        *columns, value_columns[pick[0], pick[2]], at.ravel()[table], entry.ravel()[table], swapped,
+        in_product(node, side, output),
+    )  # fmt: skip

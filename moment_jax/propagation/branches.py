@@ -43,7 +43,7 @@ class Path:
             return dataclasses.replace(self, output=kernel)
         return Path.straight(self.collapsed() @ kernel)
 
-    def scaled(self, gain: Array, before: Covariance, after: Covariance) -> Path:
+    def scaled(self, gain: Array, before: Any, after: Covariance) -> Path:
         """This path followed by an elementwise function of this gain, (T, F) or (1, F)."""
         path = self if self.output is None else Path.straight(self.collapsed())
         average: Any = None

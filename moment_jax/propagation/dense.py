@@ -1,31 +1,55 @@
-"""Products with weights: dense layers with any arrangement of axes, biases and gains."""
+"""Dense layers with any arrangement of axes, arrays that are views of one, biases and gains."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Point, Posterior
+from moment_jax.posterior import Point
 from moment_jax.propagation.branches import through_dense, through_gain
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, as_weight
-from moment_jax.propagation.moments import Moments, Sequence, as_rows, taken
-from moment_jax.propagation.primitives import factors, in_product
+from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, taken
+from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved, uniform
 from moment_jax.propagation.propagator import Propagator, rule
-from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.regions import probe, sources
+from moment_jax.propagation.weights import Weight, rescaled, select
 
 
-class Dense(NamedTuple):
-    """A sequence times a weight."""
+class Projection(NamedTuple):
+    """A view of a dense layer of a sequence."""
 
-    x: Sequence
-    kernel: Posterior  # (in, out)
-    places: np.ndarray  # of the result's entries, in (T, out)
+    x: Sequence  # (T, D)
+    layer: DenseParams  # (D, O)
+    places: np.ndarray  # of the view's entries, in (T, O)
+    turn: Array | None = None  # then applied to the last axis, by token, (T, K, K)
+
+    def decoded(self, *groups: Axes) -> Any:
+        """Token and column of each entry, with each group of axes merged into one."""
+        return np.divmod(as_rows(self.places, *groups), self.layer.kernel.shape[1])
+
+    def params(self, columns: np.ndarray) -> DenseParams | None:
+        """The dense layer of these columns; None if its beliefs cannot be expressed."""
+        (kernel, bias), columns = (self.layer.kernel, self.layer.bias), columns.ravel()
+        d, width = kernel.shape
+        # Keys and values shared by several heads are taken as independent copies.
+        chosen = select(kernel, np.arange(d)[:, None] * width + columns, repeats=True)
+        shift = None if bias is None else select(bias, columns, repeats=True)
+        if chosen is None or (shift is None and bias is not None):
+            return None
+        return DenseParams(chosen, shift)
+
+    def times(self, number: Any) -> "Projection":
+        """The projection times a number."""
+        kernel, bias = self.layer.kernel, self.layer.bias
+        bias = None if bias is None else rescaled(bias, number)
+        return self._replace(layer=DenseParams(rescaled(kernel, number), bias))
 
 
-def read_dense(propagator: Propagator, node: Node) -> Dense | None:
+def read_dense(propagator: Propagator, node: Node) -> Projection | None:
     """A `dot_general` as a dense layer, or None if it is another product."""
     for side in (0, 1):
         value, weight = node.operands[side], as_weight(node.operands[1 - side])
@@ -42,7 +66,8 @@ def read_dense(propagator: Propagator, node: Node) -> Dense | None:
         if kernel is None:
             return None
         places = in_product(node, side, np.arange(node.size))
-        return Dense(x.sequence((*own.batch, *own.free), own.contracted), kernel, places)
+        rows = x.sequence((*own.batch, *own.free), own.contracted)
+        return Projection(rows, DenseParams(kernel), places)
     return None
 
 
@@ -51,9 +76,8 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
     found = read_dense(propagator, node)
     if found is None:
         return None
-    x, kernel = found.x, found.kernel
-    mean, cov = dense(x.mean, x.cov, DenseParams(kernel))
-    branches = through_dense(x, kernel.mean)
+    mean, cov = dense(found.x.mean, found.x.cov, found.layer)
+    branches = through_dense(found.x, found.layer.kernel.mean)
     propagator.note(node, "dense", "input and kernel independent")
     return Moments(mean, cov, found.places, branches)
 
@@ -64,12 +88,9 @@ class _Pair(NamedTuple):
     side: int  # of the random array
     x: Sequence
     weight: Weight  # the other, with the same shape
-    vector: Posterior | None  # the belief about it if it is the same for every token
+    vector: Any  # the belief about it if it is the same for every token, or None
     mean: Array  # (1, D) then, else (T, D)
-
-    @property
-    def random(self) -> bool:
-        return not isinstance(self.weight.posterior, Point)
+    random: bool
 
 
 def _pair(propagator: Propagator, node: Node) -> _Pair | None:
@@ -77,17 +98,19 @@ def _pair(propagator: Propagator, node: Node) -> _Pair | None:
     weight = as_weight(node.operands[1 - side])
     if weight is None:
         return None
+    random = not isinstance(weight.posterior, Point)
+    if node.op == "div" and (side == 1 or random):
+        return None
     if node.op == "div":
-        if side == 1 or not isinstance(weight.posterior, Point):
-            return None
         weight = Weight.of(Point(1 / weight.posterior.mean))
     weight = weight.broadcast(node.shape)
     x = propagator.moments(node.operands[side]).broadcast(node.shape).sequence()
     vector = weight.vector(x.features)
-    if vector is not None:
-        return _Pair(side, x, weight, vector, vector.mean.reshape(1, -1))
-    mean = as_rows(taken(weight.posterior.mean, weight.places), *x.axes)
-    return _Pair(side, x, weight, None, mean)
+    if vector is None:
+        mean = as_rows(taken(weight.posterior.mean, weight.places), *x.axes)
+    else:
+        mean = vector.mean.reshape(1, -1)
+    return _Pair(side, x, weight, vector, mean, random)
 
 
 @rule("add", "add_any", "sub")
@@ -104,7 +127,7 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
     if node.op == "sub" and pair.side == 1:
         return x.changed(pair.mean - x.mean, cov, node.shape)
     mean = x.mean - pair.mean if node.op == "sub" else x.mean + pair.mean
-    propagator.note(node, "bias" if pair.random else "shift", "independent" if pair.random else "")
+    propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
     return x.changed(mean, cov, node.shape, x.branches)
 
 
@@ -114,16 +137,101 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
     pair = _pair(propagator, node)
     if pair is None:
         return None
-    x = pair.x
-    cov = x.cov.rescale(pair.mean)
-    branches = through_gain(x, pair.mean, cov)
     if pair.random and pair.vector is None:
         raise refuse(
             f"a product with random weights {pair.weight.shape} that are not one gain per feature",
             node.source,
             "Use one gain per feature, or a certain array.",
         )
+    x = pair.x
+    cov = x.cov.rescale(pair.mean)
+    branches = through_gain(x, pair.mean, cov)
     if pair.random:
         cov = cov.add(x.cov.gain_noise(x.mean, pair.vector.vector_cov()))
     propagator.note(node, "gain", "input and gain independent" if pair.random else "")
     return x.changed(x.mean * pair.mean, cov, node.shape, branches)
+
+
+def projection(propagator: Propagator, node: Any) -> Projection | None:
+    """An array as a view of a dense layer with its bias, or None."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "dot_general":
+        return read_dense(propagator, node)
+    first, *rest = node.operands
+    if is_view(node) and all(map(is_known, rest)):
+        inner = projection(propagator, first)
+        if inner is None:
+            return None
+        places = moved(node, inner.places, rest)
+        return None if places is None else inner._replace(places=places[node.output])
+    found = None
+    if node.op == "add":
+        found = _with_bias(propagator, node)
+    elif node.op in ("mul", "div"):
+        found = _scaled(propagator, node)
+    return _turned(propagator, node) if found is None else found
+
+
+def _with_bias(propagator: Propagator, node: Node) -> Projection | None:
+    for inner, addend in (node.operands, node.operands[::-1]):
+        weight, found = as_weight(addend), projection(propagator, inner)
+        if weight is None or found is None:
+            continue
+        plain = found.layer.bias is None and found.turn is None
+        if not plain or found.places.shape != tuple(node.shape):
+            return None
+        shown = weight.broadcast(node.shape).places.ravel()
+        width = found.layer.kernel.shape[1]
+        columns = found.places.ravel() % width
+        entries = np.full(width, -1)
+        entries[columns] = shown
+        if (entries[columns] != shown).any() or (entries < 0).any():
+            return None
+        bias = select(weight.posterior, entries, repeats=True)
+        return found._replace(layer=DenseParams(found.layer.kernel, bias))
+    return None
+
+
+def _scaled(propagator: Propagator, node: Node) -> Projection | None:
+    for inner, factor in (node.operands, node.operands[::-1]):
+        number = uniform(factor)
+        if number is None or (node.op == "div" and inner is not node.operands[0]):
+            continue
+        found = projection(propagator, inner)
+        return None if found is None else found.times(1 / number if node.op == "div" else number)
+    return None
+
+
+def _turned(propagator: Propagator, node: Node) -> Projection | None:
+    """A known linear map of the last axis, different for each token, such as rotary positions."""
+
+    def linear(n: Node) -> bool:
+        summed = n.op in ("add", "sub", "neg", "concatenate")
+        return summed or is_view(n) or (n.op == "mul" and len(n.nodes) == 1)
+
+    for source in sources(node, linear):
+        if source.shape != node.shape or source.op == "concatenate":
+            continue
+        inner = projection(propagator, source)
+        if inner is None or inner.turn is not None:
+            return None
+        turn = _turn(node, source, inner)
+        return None if turn is None else inner._replace(turn=jnp.asarray(turn))
+    return None
+
+
+def _turn(node: Node, source: Node, inner: Projection) -> np.ndarray | None:
+    """The matrix that maps the last axis, by token, (T, K, K); None for any other map."""
+    k = node.shape[-1]
+    x = np.random.default_rng(0).normal(size=node.shape)
+    inputs = [x, *(np.broadcast_to(unit, node.shape) for unit in np.eye(k))]
+    outputs = [probe(node, source, value) for value in inputs]
+    if not all(map(is_known, outputs)):
+        return None
+    expected, *images = (np.reshape(y, (-1, k)) for y in outputs)
+    tokens = inner.places.reshape(-1, k)[:, 0] // inner.layer.kernel.shape[1]
+    _, first = np.unique(tokens, return_index=True)
+    turn = np.stack(images, axis=1)[first]
+    found = np.einsum("nj,njk->nk", x.reshape(-1, k), turn[tokens])
+    return turn if np.allclose(found, expected, atol=1e-4) else None

@@ -26,14 +26,13 @@ def register(node: Any) -> str:
     )
 
 
-def where(source: Any) -> str:
+def where(sources: tuple[Any, ...]) -> str:
     """File and line of the innermost frame outside JAX, Flax and this library.
 
-    A source is `eqn.source_info`, or several: an equation's and those of the calls around it, innermost
-    first. A cached trace carries the line of its first call; the enclosing call has the right one.
+    The sources are the `source_info` of an equation and of the calls around it, innermost first. A
+    cached trace carries the line of its first call; the enclosing call has the right one.
     """
-    sources = source if isinstance(source, tuple) else (source,)
-    lines = [_lines(one) for one in sources]
+    lines = [_lines(source) for source in sources]
     for inner, outer in zip(lines, [*lines[1:], []], strict=True):
         if inner and (not outer or outer[0] in inner):
             return inner[0]
@@ -42,17 +41,16 @@ def where(source: Any) -> str:
 
 def _lines(source: Any) -> list[str]:
     """Lines of the user's program, innermost first."""
-    traceback = getattr(source, "traceback", None)
+    others = ("/jax/", "/flax/", "/einops/", sys.prefix, *_OWN)
     return [
         f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-        for frame in getattr(traceback, "frames", ()) or ()
+        for frame in getattr(source.traceback, "frames", ())
         if not frame.file_name.startswith("<")
-        and not any(part in frame.file_name for part in _INNER)
+        and not any(part in frame.file_name for part in others)
     ]
 
 
 _OWN = ("/moment_jax/propagation/", "/moment_jax/nn/any_model")
-_INNER = ("/jax/", "/flax/", "/einops/", sys.prefix, *_OWN)
 
 
 def takes(fn: Callable[..., Any], *inputs: Any) -> bool:

@@ -132,6 +132,8 @@ class Recorder:
             return self._branch(eqn, operands)
         if name == "scan":
             return self._unrolled(eqn, operands)
+        if name == "stack":
+            return [self._stacked(operands, eqn, eqn.params["axis"])]
         calls = [k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params]
         if calls:
             return self._entered(eqn, eqn.params[calls[0]], operands)
@@ -220,9 +222,7 @@ class Recorder:
         # Scanned inputs and stacked outputs have one axis more outside than in the body.
         inner = _opened(body)
         over, carry = (
-            sum(
-                len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outside, inside, strict=True)
-            )
+            sum(v.aval.ndim == w.aval.ndim for v, w in zip(outside, inside, strict=True))
             for outside, inside in ((eqn.invars, inner.invars), (eqn.outvars, inner.outvars))
         )
         fixed = over - carry
@@ -236,15 +236,16 @@ class Recorder:
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
         return [*state, *(self._stacked(rows, eqn) for rows in ys)]
 
-    def _stacked(self, rows: list[Value], eqn: Any) -> Value:
-        """The stacked outputs of a loop's steps."""
-        if not any(map(is_random, rows)):
-            return jnp.stack(rows)
+    def _stacked(self, rows: list[Value], eqn: Any, axis: int = 0) -> Value:
+        """Arrays stacked along a new axis."""
         source = self.source(eqn)
         rows = [self._belief(x, source) if isinstance(x, Weight) else x for x in rows]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows]
-        (stack,) = self._entered(eqn, jax.make_jaxpr(lambda *xs: jnp.stack(xs))(*shapes), rows)
-        return stack
+
+        def stack(*arrays: Array) -> Array:
+            return jnp.concatenate([jnp.expand_dims(x, axis) for x in arrays], axis)
+
+        return self._entered(eqn, jax.make_jaxpr(stack)(*shapes), rows)[0]
 
     def _row(self, x: Value, i: int) -> Value:
         if not isinstance(x, Weight):

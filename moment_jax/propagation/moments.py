@@ -124,10 +124,22 @@ def fresh(
     branches: tuple[Branch, ...] = (),
 ) -> Moments:  # fmt: skip
     """A random array of this shape from its moments as a sequence."""
+    return Moments(mean, cov, ordered(shape, tokens, features), branches)
+
+
+def ordered(shape: tuple[int, ...], tokens: Axes, features: Axes) -> np.ndarray:
+    """Places of an array's entries in a sequence with these axes."""
     rest = tuple(i for i in range(len(shape)) if i not in (*tokens, *features))
     order = (*rest, *tokens, *features)
-    places = np.arange(mean.size).reshape([shape[i] for i in order])
-    return Moments(mean, cov, places.transpose(np.argsort(order)), branches)
+    return (
+        np.arange(math.prod(shape)).reshape([shape[i] for i in order]).transpose(np.argsort(order))
+    )
+
+
+def by_last_axis(ndim: int) -> tuple[Axes, Axes]:
+    """Token and feature axes, with the last one for features."""
+    axes = tuple(range(ndim))
+    return axes[:-1], axes[-1:]
 
 
 def as_rows(array: Any, *groups: Axes) -> Any:

@@ -1,7 +1,6 @@
 """Products of two random arrays, such as gates."""
 
 import dataclasses
-from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,20 +27,6 @@ class Shared(NamedTuple):
     mean_a: Array  # (T, F)
     mean_b: Array
     bound: Array  # on the size of what is added to half the variance of a * b, (T, F)
-
-    def within(self) -> Array:
-        """Cov[a_tf, b_tf] for a diagonal covariance of the origin's features, (T, F)."""
-        return self.entered.variance() @ (self.kernel_a * self.kernel_b) * self.gain_a * self.gain_b
-
-    def added(self, within: Array) -> Array:
-        """What Cov[a_tf, b_tf] adds to half the variance of a * b, (T, F)."""
-        return jnp.clip(within * self.mean_a * self.mean_b, -self.bound, self.bound)
-
-    def token_gram(self, own: Array) -> Array:
-        """sum_f Cov[a_tf, b_sf] E[b_tf] E[a_sf] and its transpose, (T, T)."""
-        left = self.gain_a * self.mean_b * own[None, :]
-        gram = self.entered.token_gram() * (left @ (self.gain_b * self.mean_a).T)
-        return gram + gram.T
 
 
 @rule("mul")
@@ -90,60 +75,48 @@ def _is_one_layer(branch: Branch) -> bool:
     return len(branch.paths) == 1 and branch.paths[0].output is None
 
 
-@singledispatch
 def _correlated(cov: Any, shared: Shared) -> tuple[Array, Any]:
-    """Cov[a_tf, b_tf], and the covariance of a * b given that of independent factors; here densely."""
-    dense = shared.entered.to_dense()
-    cross = jnp.einsum("io,tisj,jp->tosp", shared.kernel_a, dense, shared.kernel_b)
-    cross = cross * shared.gain_a[:, :, None, None] * shared.gain_b[None, None]
-    within = jnp.einsum("tftf->tf", cross)
-    return within, with_cross(cov, _owed(cross, shared.mean_a, shared.mean_b))
+    """Cov[a_tf, b_tf], and the covariance of a * b given that of independent factors."""
+    entered, kernel_a, kernel_b, gain_a, gain_b, mean_a, mean_b, _ = shared
+    if isinstance(cov, Diagonal | TokenCorrelated | Separable):
+        return _correlated_grams(cov, shared)
+    if isinstance(cov, TokenBlock):
+        cross = jnp.einsum("io,tij,jp->top", kernel_a, entered.blocks, kernel_b)
+        cross = cross * gain_a[:, :, None] * gain_b[:, None, :]
+        added = cross * mean_b[:, :, None] * mean_a[:, None, :]
+        blocks = cov.blocks + added + jnp.swapaxes(added, 1, 2) + cross * jnp.swapaxes(cross, 1, 2)
+        return diagonal_of(cross), TokenBlock(blocks)
+    cross = jnp.einsum("io,tisj,jp->tosp", kernel_a, entered.to_dense(), kernel_b)
+    cross = cross * gain_a[:, :, None, None] * gain_b[None, None]
+    return jnp.einsum("tftf->tf", cross), with_cross(cov, _owed(cross, mean_a, mean_b))
 
 
-@_correlated.register
-def _correlated_block(cov: TokenBlock, shared: Shared) -> tuple[Array, TokenBlock]:
-    blocks = shared.entered.blocks
-    cross = jnp.einsum("io,tij,jp->top", shared.kernel_a, blocks, shared.kernel_b)
-    cross = cross * shared.gain_a[:, :, None] * shared.gain_b[:, None, :]
-    added = cross * shared.mean_b[:, :, None] * shared.mean_a[:, None, :]
-    blocks = cov.blocks + added + jnp.swapaxes(added, 1, 2) + cross * jnp.swapaxes(cross, 1, 2)
-    return diagonal_of(cross), TokenBlock(blocks)
-
-
-@_correlated.register
-def _correlated_diagonal(cov: Diagonal, shared: Shared) -> tuple[Array, Diagonal]:
-    within = shared.within()
-    return within, Diagonal(cov.variances + 2 * shared.added(within))
-
-
-@_correlated.register
-def _correlated_tokens(cov: TokenCorrelated, shared: Shared) -> tuple[Array, TokenCorrelated]:
-    within = shared.within()
-    total = jnp.sum(shared.entered.variance(), axis=0)
-    own = safe_divide(total @ (shared.kernel_a * shared.kernel_b), jnp.sum(total)[None])
-    variance = cov.variance() + 2 * shared.added(within)
-    token_gram = cov.token_gram() + shared.token_gram(own)
-    return within, TokenCorrelated.from_moments(variance, token_gram)
-
-
-@_correlated.register
-def _correlated_separable(cov: Separable, shared: Shared) -> tuple[Array, Separable]:
-    entered = shared.entered
-    features = entered.feature_gram()
-    total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
-    mapped = shared.kernel_a.T @ safe_divide(features, total) @ shared.kernel_b  # (F, F)
-    own = diagonal_of(mapped)
-    energy = jnp.sum(entered.variance(), axis=1, keepdims=True)
-    within = energy * own[None, :] * shared.gain_a * shared.gain_b
-    gain_a = weighted(shared.gain_a * shared.mean_b, entered.pool)
-    gain_b = weighted(shared.gain_b * shared.mean_a, entered.pool)
-    feature = mapped * (gain_a.T @ (entered.token_gram() @ gain_b))
-    return within, cov.from_moments(
-        cov.variance() + 2 * shared.added(within),
-        cov.token_gram() + shared.token_gram(own),
-        cov.feature_gram() + feature + feature.T,
-        cov.pool,
-    )
+def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
+    """`_correlated` in structures that keep variances, token and feature Gram matrices."""
+    entered, kernel_a, kernel_b, gain_a, gain_b, mean_a, mean_b, bound = shared
+    gains = gain_a * gain_b
+    if isinstance(cov, Separable):
+        features = entered.feature_gram()
+        total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
+        mapped = kernel_a.T @ safe_divide(features, total) @ kernel_b  # (F, F)
+        own = diagonal_of(mapped)
+        within = jnp.sum(entered.variance(), axis=1, keepdims=True) * own[None, :] * gains
+    else:
+        total = jnp.sum(entered.variance(), axis=0)
+        own = safe_divide(total @ (kernel_a * kernel_b), jnp.sum(total)[None])
+        within = entered.variance() @ (kernel_a * kernel_b) * gains
+    variance = cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
+    if isinstance(cov, Diagonal):
+        return within, Diagonal(variance)
+    # sum_f Cov[a_tf, b_sf] E[b_tf] E[a_sf], (T, T)
+    gram = entered.token_gram() * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
+    token_gram = cov.token_gram() + gram + gram.T
+    if isinstance(cov, TokenCorrelated):
+        return within, TokenCorrelated.from_moments(variance, token_gram)
+    left, right = (weighted(x, entered.pool) for x in (gain_a * mean_b, gain_b * mean_a))
+    feature = mapped * (left.T @ (entered.token_gram() @ right))
+    feature_gram = cov.feature_gram() + feature + feature.T
+    return within, cov.from_moments(variance, token_gram, feature_gram, cov.pool)
 
 
 def hadamard(a: Any, b: Any) -> Any:

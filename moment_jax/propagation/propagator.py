@@ -14,7 +14,7 @@ from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.posterior import Posterior
 from moment_jax.propagation.errors import explain, refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, Recorder, Value, as_floating, is_random
-from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
+from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh
 from moment_jax.propagation.receipt import Receipt, Step, costs, scope
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
@@ -22,40 +22,35 @@ from moment_jax.xla import materialized_inputs
 Rule = Callable[[Any, Node], Moments | None]
 
 
+@dataclasses.dataclass(eq=False)
 class Propagator:
     """Computes the moments of a graph's nodes in one structure."""
 
-    def __init__(self, structure: type[Covariance], *, tied: bool = False) -> None:
-        self.structure = structure
-        self.tied = tied  # whether any weight is used more than once
-        self.output: Value = None  # of the function
-        self._begin(None)
+    structure: type[Covariance]
+    tied: bool = False  # whether any weight is used more than once
+    pool: Array | None = None  # pool sequences as long as this over its tokens, see `Pooled`
+    output: Value = None  # of the function
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    noted: list[Node] = dataclasses.field(default_factory=list)  # the node of each step
+    known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
 
-    def like(self, structure: type[Covariance]) -> "Propagator":
-        """A propagator of the same function in another structure."""
-        return Propagator(structure, tied=self.tied)
-
-    def _begin(self, pool: Array | None) -> None:
-        """Reset, and pool sequences as long as `pool` over its tokens (see `Pooled`)."""
-        self.pool = pool
-        self.steps: list[Step] = []
-        self.noted: list[Node] = []  # the node of each step
-        self._certain: dict[tuple[int, Axes], tuple[Any, Moments]] = {}
-
-    def run(self, one_pass: Callable[[], Moments]) -> Moments:
+    def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
         """Moments from one pass, or from a second one if an attention mask calls for pooling."""
         try:
-            return one_pass()
+            return one_pass(self)
         except Pooled as found:
-            self._begin(*found.args)
-            return one_pass()
+            (self.pool,) = found.args
+            self.steps.clear()
+            self.noted.clear()
+            self.known.clear()
+            return one_pass(self)
 
     def moments(self, value: Value) -> Moments:
         """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
             return value.moments(self.structure)
         if not isinstance(value, Node):
-            return self.certain(value, tuple(range(np.ndim(value)))[-1:])
+            return self.certain(value, by_last_axis(np.ndim(value))[1])
         if value.moments is None:
             value.moments = self._resolved(value)
         return value.moments
@@ -63,13 +58,14 @@ class Propagator:
     def certain(self, array: Any, features: Axes) -> Moments:
         """Moments of a certain array, as a sequence with these feature axes."""
         key = (id(array), features)
-        if key not in self._certain:
+        if key not in self.known:
             x = as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
             cov = self.structure.zeros(mean.shape, mean.dtype)
-            self._certain[key] = (array, self.pooled(fresh(mean, cov, x.shape, tokens, features)))
-        return self._certain[key][1]
+            found = fresh(mean, cov, x.shape, tokens, features)
+            self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
+        return self.known[key][1]
 
     def pooled(self, found: Moments) -> Moments:
         """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
@@ -215,12 +211,11 @@ def propagate(
         )
 
     def propagated(params: Any, *inputs: Any) -> Any:
-        propagator = Propagator(structure)
-        mean, cov = materialized_inputs(_output)(propagator, fn, params, inputs)
+        propagator, counted = Propagator(structure), Propagator(structure)
+        mean, cov = materialized_inputs(_run)(propagator, fn, params, inputs)
         if not receipt:
             return mean, cov
-        counted = Propagator(structure)  # a second pass, only traced
-        traced = jax.make_jaxpr(lambda: _output(counted, fn, params, inputs))()
+        traced = jax.make_jaxpr(lambda: _run(counted, fn, params, inputs))()
         cost = costs(traced.jaxpr)
         steps = [
             step._replace(cost=cost.pop(node.index, 0))
@@ -231,7 +226,9 @@ def propagate(
     return propagated
 
 
-def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Array, Any]:
+def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Array, Any]:
+    """Mean and covariance of fn's output."""
+
     def is_belief(leaf: Any) -> bool:
         return isinstance(leaf, Posterior)
 
@@ -249,7 +246,7 @@ def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[
             f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
         )
 
-    def one_pass() -> Moments:
+    def one_pass(propagator: Propagator) -> Moments:
         recorder = Recorder()
         (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
         if recorder.repeated():
@@ -259,6 +256,5 @@ def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[
         return propagator.moments(propagator.output)
 
     m = propagator.run(one_pass)
-    last = len(m.shape) - 1
-    found = m.sequence(tuple(range(max(last, 0))), (last,) if last >= 0 else ())
+    found = m.sequence(*by_last_axis(len(m.shape)))
     return found.mean, found.cov

@@ -14,11 +14,9 @@ import numpy as np
 from jax import Array
 
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
-from moment_jax.propagation.origins import between, weights_of
+from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh, ordered
 from moment_jax.propagation.primitives import is_view
-from moment_jax.propagation.regions import compute
-from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.regions import between, compute, weights_of
 
 if TYPE_CHECKING:
     from moment_jax.propagation.propagator import Propagator
@@ -89,9 +87,8 @@ class Stage:
 
     def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
         """Moments of the end, given those of the start as a sequence."""
-        propagator = self.propagator.like(type(cov))
 
-        def one_pass() -> Moments:
+        def one_pass(propagator: Propagator) -> Moments:
             for node in self.inner:
                 node.moments = node.line = None
             if self.start is not None:
@@ -101,37 +98,31 @@ class Stage:
 
         kept = [(node, node.moments, node.line) for node in between(self.end, None)]
         try:
-            found = propagator.run(one_pass).sequence(*self.axes[self.end])
+            whole = self.propagator
+            m = type(whole)(type(cov), whole.tied).run(one_pass)
         finally:
             for node, moments, line in kept:
                 node.moments, node.line = moments, line
+        found = m.sequence(*self.axes[self.end])
         return found.mean, found.cov
 
     def draw(self, key: Array, x: Array) -> Array:
         """The end in one sampled network, given the start as a sequence."""
         weights = weights_of(self.end, self.start)
         keys = jax.random.split(key, max(len(weights), 1))
-        drawn = {i: w.sample(k) for (i, w), k in zip(weights.items(), keys, strict=False)}
-
-        def array(operand: Any) -> Any:
-            if not isinstance(operand, Weight):
-                return operand
-            value = drawn.get(id(operand.posterior), operand.posterior.mean)
-            return value.reshape(-1)[operand.places]
-
-        known = {n: array(n.operands[0]) for n in self.inner if n.op == "belief"}
+        known: dict[Any, Any] = {
+            i: w.sample(k) for (i, w), k in zip(weights.items(), keys, strict=False)
+        }
         if self.start is not None:
-            places = fresh(x, None, self.start.shape, *self.axes[self.start]).places
+            places = ordered(self.start.shape, *self.axes[self.start])
             known[self.start] = x.reshape(-1)[places].astype(self.start.dtype)
-        return as_rows(compute(self.end, known, array), *self.axes[self.end])
+        (end,) = compute([self.end], known)
+        return as_rows(end, *self.axes[self.end])
 
 
 def _axes(node: Node) -> tuple[Axes, Axes]:
     """The token and feature axes that the pass used."""
-    if node.moments is not None:
-        return node.moments.natural()
-    last = node.ndim - 1
-    return tuple(range(max(last, 0))), (last,) if node.ndim else ()
+    return by_last_axis(node.ndim) if node.moments is None else node.moments.natural()
 
 
 def scope(node: Node) -> str:

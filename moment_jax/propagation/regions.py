@@ -1,6 +1,7 @@
-"""Parts of the graph that depend on a single random array, as plain functions of it."""
+"""Parts of the graph: what lies between two arrays, as a plain function."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved, uniform
 from moment_jax.propagation.weights import Weight
@@ -26,39 +28,95 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 
 
-def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
-    """Nodes through which every path to `node` passes, nearest first."""
-    frontier = {node}
+def weights_of(root: Node, source: Node | None) -> dict[int, Posterior]:
+    """Beliefs, by id, that an array depends on other than through `source`."""
+    weights = (x for n in between(root, source) for x in n.operands if isinstance(x, Weight))
+    return {id(x.posterior): x.posterior for x in weights if not isinstance(x.posterior, Point)}
+
+
+def between(root: Node, source: Node | None) -> set[Node]:
+    """The nodes that an array depends on, down to but without the source."""
+    seen: set[Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node is source or node in seen:
+            continue
+        seen.add(node)
+        stack.extend(node.nodes)
+    return seen
+
+
+def dominators(
+    roots: Iterable[Node], expandable: Callable[[Node], bool] = lambda n: True
+) -> Iterator[Node]:
+    """Nodes through which every random path to the roots passes, nearest first."""
+    frontier = set(roots)
     while frontier:
+        if len(frontier) == 1:
+            yield next(iter(frontier))
         last = max(frontier, key=lambda n: n.index)
-        if any(isinstance(x, Weight) for x in last.operands) or not expandable(last):
+        if not expandable(last):
             return
         frontier.remove(last)
         frontier.update(last.nodes)
-        if len(frontier) == 1:
-            yield next(iter(frontier))
 
 
-def compute(node: Node, known: dict[Node, Any], replace: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Value of a node, given the values of `known` nodes; `replace` maps its certain operands."""
+def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
+    """Arrays of which `node` is a function, without weights, of expandable nodes; nearest first."""
+
+    def certain(n: Node) -> bool:
+        return not any(isinstance(x, Weight) for x in n.operands) and expandable(n)
+
+    return itertools.islice(dominators([node], certain), 1, None)
+
+
+def compute(
+    roots: Iterable[Node], known: dict[Any, Any], replace: Callable[[Any], Any] = lambda x: x, *,
+    linearised: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Values of the roots, given those of some nodes, and of weights by the id of their posterior.
+
+    Other weights have their mean. `replace` maps the certain operands. With `linearised`, elementwise
+    functions are replaced by their expected linear maps.
+    """
     values = dict(known)
 
-    def value(n: Any) -> Any:
-        if not isinstance(n, Node):
-            return replace(n)
-        if n not in values:
-            operands = [value(x) for x in n.operands]
-            values[n] = evaluate(n.primitive, operands, n.params)[n.output]
-        return values[n]
+    def value(x: Any) -> Any:
+        if isinstance(x, Weight):
+            return known.get(id(x.posterior), x.posterior.mean).reshape(-1)[x.places]
+        if not isinstance(x, Node):
+            return replace(x)
+        if x in values:
+            return values[x]
+        if x.op == "belief":
+            values[x] = value(x.operands[0])
+        elif linearised and x.line is not None:
+            source, before, gain, after = x.line
+            values[x] = (after + gain * (value(source) - before)).astype(x.dtype)
+        else:
+            operands = [value(y) for y in x.operands]
+            operands = _alike(operands) if linearised else operands
+            values[x] = evaluate(x.primitive, operands, x.params)[x.output].astype(x.dtype)
+        return values[x]
 
-    return value(node)
+    return [value(x) for x in roots]
+
+
+def _alike(operands: list[Any]) -> list[Any]:
+    """Promote floating-point operands to a common dtype: moments may be wider than the user's arrays."""
+    arrays = [jnp.asarray(x) for x in operands]
+    wide = [x.dtype for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    if len(set(wide)) < 2:
+        return operands
+    return [x.astype(jnp.result_type(*wide)) if x.dtype in wide else x for x in arrays]
 
 
 def probe(node: Node, source: Node, x: Any, replace: Callable[[Any], Any] = lambda x: x) -> Any:
     """Value of a node at a known value of its source, computed immediately; known if all else is."""
     with jax.ensure_compile_time_eval():
         value = jnp.asarray(x, source.dtype).reshape(source.shape)
-        found = compute(node, {source: value}, replace)
+        (found,) = compute([node], {source: value}, replace)
         return np.asarray(found, float) if is_known(found) else found
 
 
@@ -78,7 +136,8 @@ def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
         def number(constant: Any) -> Array:
             return jnp.asarray(np.asarray(constant).reshape(-1)[0])
 
-        return compute(node, {source: x.astype(source.dtype)}, number).astype(x.dtype)
+        (found,) = compute([node], {source: x.astype(source.dtype)}, number)
+        return found.astype(x.dtype)
 
     return source, fn
 

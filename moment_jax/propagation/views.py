@@ -142,6 +142,8 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     axes = tuple(sorted({*tokens, *left})), features
     mean, covs = jnp.zeros((), first.mean.dtype), []
     for x, m, end in zip(parts, moments, ends, strict=True):
+        if m.places.size == 0:
+            continue
         local = np.where(shown < end, shown - end, 0)  # from the end: negative
         places = np.append(m.places, -1)[np.where(-local <= m.places.size, local - 1, -1)]
         placed = Moments(m.mean, m.cov, places).sequence(*axes)

@@ -18,7 +18,7 @@ from moment_jax.posterior import (
     Posterior,
     Reshaped,
 )
-from moment_jax.propagation.moments import Axes, Moments, as_rows
+from moment_jax.propagation.moments import Axes, Moments, as_rows, taken
 from moment_jax.propagation.primitives import is_known, uniform
 
 
@@ -138,18 +138,19 @@ def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -
     """The belief about these weights in this arrangement, or None if the family cannot express it.
 
     Only a `Point` can repeat a weight, because two copies are not independent. With `repeats`, a
-    `Factorized` belief takes the copies as independent all the same.
+    `Factorized` belief takes the copies as independent all the same. Place -1 is a certain zero, which
+    other families cannot express.
     """
     shape = posterior.shape
     if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):
         return posterior
     if isinstance(posterior, Point):
-        return Point(posterior.mean.reshape(-1)[places])
-    repeated = len(np.unique(places)) != places.size
+        return Point(taken(posterior.mean, places))
+    known = places[places >= 0]
+    repeated = len(np.unique(known)) != known.size
     if isinstance(posterior, Factorized) and (repeats or not repeated):
-        mean, variance = (a.reshape(-1)[places] for a in (posterior.mean, posterior.variance))
-        return Factorized(mean, variance)
-    if repeated:
+        return Factorized(taken(posterior.mean, places), taken(posterior.variance, places))
+    if repeated or known.size < places.size:
         return None
     if isinstance(posterior, FullNormal):
         n = posterior.mean.size
