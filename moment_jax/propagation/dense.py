@@ -60,7 +60,7 @@ def read_dense(propagator: Propagator, node: Node) -> Projection | None:
             return None
         certain = not isinstance(value, Node)
         x = propagator.certain(value, own.contracted) if certain else propagator.moments(value)
-        if not certain and set(x.token_axes()) & set(own.contracted):
+        if not certain and set(x.axes()[0]) & set(own.contracted):
             return None  # over tokens
         kernel = weight.kernel(other.contracted, other.free)
         if kernel is None:

@@ -230,7 +230,7 @@ class Recorder:
         steps = range(p["length"])
         stacked: dict[int, list[Value]] = {}
         for i in reversed(steps) if p["reverse"] else steps:
-            xs = [self._row(x, i) for x in operands[fixed + carry :]]
+            xs = [self._row(x, i, eqn) for x in operands[fixed + carry :]]
             out = self._entered(eqn, body, [*consts, *state, *xs])
             state, stacked[i] = out[:carry], out[carry:]
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
@@ -240,16 +240,20 @@ class Recorder:
         """Arrays stacked along a new axis."""
         source = self.source(eqn)
         rows = [self._belief(x, source) if isinstance(x, Weight) else x for x in rows]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows]
 
         def stack(*arrays: Array) -> Array:
             return jnp.concatenate([jnp.expand_dims(x, axis) for x in arrays], axis)
 
-        return self._entered(eqn, jax.make_jaxpr(stack)(*shapes), rows)[0]
+        return self._applied(stack, rows, eqn)
 
-    def _row(self, x: Value, i: int) -> Value:
+    def _applied(self, fn: Any, operands: list[Value], eqn: Any) -> Value:
+        """The result of a function that stands for a part of an equation."""
+        shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in operands]
+        return self._entered(eqn, jax.make_jaxpr(fn)(*shapes), operands)[0]
+
+    def _row(self, x: Value, i: int, eqn: Any) -> Value:
         if not isinstance(x, Weight):
-            return x[i]
+            return self._applied(lambda a: jax.lax.index_in_dim(a, i, keepdims=False), [x], eqn)
         whole = x.places.shape == x.posterior.shape
         whole = whole and np.array_equal(x.places.ravel(), np.arange(x.places.size))
         self.scanned.add(id(x.posterior))

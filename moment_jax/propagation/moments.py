@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import singledispatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,31 @@ if TYPE_CHECKING:
 Axes = tuple[int, ...]
 
 
+class View:
+    """An array of any shape whose entries lie at flat places of something else."""
+
+    places: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.places.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.places.ndim
+
+    def broadcast(self, shape: tuple[int, ...]) -> Self:
+        """The array broadcast to a shape."""
+        own: Any = self
+        if self.shape == tuple(shape):
+            return own
+        return dataclasses.replace(own, places=np.broadcast_to(self.places, shape))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(View):
     """Mean and covariance of a sequence (T, D), viewed as an array of any shape.
 
     Reshapes, transposes, slices and repeats only change `places`; moments are recomputed when the array
@@ -33,36 +56,22 @@ class Moments:
     cov: Covariance
     places: np.ndarray  # of each entry of the array in the flat (T, D); -1 where it is zero
     branches: tuple[Branch, ...] = ()  # dependence on other random arrays, for sums and products
-    known: dict[Any, Sequence] = dataclasses.field(default_factory=dict)  # cache of `sequence`
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return self.places.shape
+    known: dict[Any, Sequence] = dataclasses.field(default_factory=dict, init=False)
 
     def array(self) -> Array:
         """Mean of the array."""
         return taken(self.mean, self.places)
 
-    def broadcast(self, shape: tuple[int, ...]) -> Moments:
-        """The array broadcast to a shape."""
-        if self.shape == tuple(shape):
-            return self
-        return Moments(self.mean, self.cov, np.broadcast_to(self.places, shape), self.branches)
-
-    def token_axes(self) -> Axes:
-        """The axes along which the token changes and the feature does not."""
-        return self._axes()[0]
-
-    def _axes(self) -> tuple[Axes, Axes]:
+    def axes(self) -> tuple[Axes, Axes]:
+        """The array's token axes and feature axes; an axis along which both change is a feature axis."""
         tokens, features = np.divmod(self.places, self.mean.shape[1])
-        axes = range(self.places.ndim)
+        axes = range(self.ndim)
         by_feature = tuple(i for i in axes if _changes(features, i))
         return tuple(i for i in axes if i not in by_feature and _changes(tokens, i)), by_feature
 
     def natural(self) -> tuple[Axes, Axes]:
         """Token axes and feature axes, which together hold every axis longer than one."""
-        tokens, features = self._axes()
+        tokens, features = self.axes()
         long = [i for i, n in enumerate(self.shape) if n > 1]
         features = features or tuple(i for i in long if i not in tokens)
         others = (i for i in long if i not in (*tokens, *features))

@@ -63,7 +63,7 @@ def _by_group(propagator: Propagator, node: Node) -> Moments | None:
         return None if groups.shape[1] == 1 else _over_groups(propagator, node, m, groups, kind)
     if axes is None:
         return None
-    x = m.sequence(tuple(i for i in range(len(m.shape)) if i not in axes), axes)
+    x = m.sequence(tuple(i for i in range(m.ndim) if i not in axes), axes)
     if isinstance(kind, str):
         propagator.note(node, "softmax", "its input Gaussian")
         return x.changed(*softmax(x.mean, x.cov), node.shape)
@@ -77,7 +77,7 @@ def _normalized(
     propagator: Propagator, node: Node, m: Moments, axes: Axes, kind: Normalization
 ) -> Moments:
     """A normalisation of the features of each token."""
-    x = m.sequence(tuple(i for i in range(len(m.shape)) if i not in axes), axes)
+    x = m.sequence(tuple(i for i in range(m.ndim) if i not in axes), axes)
     mean, cov, tangent = layer_norm_and_tangent(
         x.mean, x.cov, NormParams(), kind.epsilon, 2, centres=kind.centres
     )

@@ -72,7 +72,7 @@ class Propagator:
         cov: Any = found.cov
         if self.pool is None or cov.shape[:1] != self.pool.shape or cov.pool is not None:
             return found
-        return dataclasses.replace(found, cov=cov.pooled(self.pool), known={})
+        return dataclasses.replace(found, cov=cov.pooled(self.pool))
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Add an operation to the receipt."""
@@ -256,5 +256,5 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
         return propagator.moments(propagator.output)
 
     m = propagator.run(one_pass)
-    found = m.sequence(*by_last_axis(len(m.shape)))
+    found = m.sequence(*by_last_axis(m.ndim))
     return found.mean, found.cov

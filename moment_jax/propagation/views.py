@@ -42,12 +42,6 @@ def _belief(propagator: Propagator, node: Node) -> Moments:
     return propagator.moments(node.operands[0])
 
 
-@rule("neg")
-def _negative(propagator: Propagator, node: Node) -> Moments:
-    m = propagator.moments(node.operands[0])
-    return Moments(-m.mean, m.cov, m.places)
-
-
 @rule("add", "add_any", "sub")
 def _sum(propagator: Propagator, node: Node) -> Moments | None:
     """The sum of x and a function of x, or of two arrays with or without a common origin."""
@@ -106,7 +100,7 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
     else:
         mean, cov = x.mean @ choose, x.cov.map_features(choose)
     propagator.note(node, "sum over " + ("tokens" if by_token else "features"))
-    left = [i for i in range(len(m.shape)) if i not in axes]
+    left = [i for i in range(m.ndim) if i not in axes]
     tokens, features = (tuple(left.index(i) for i in g if i not in axes) for g in x.axes)
     return fresh(mean, cov, node.shape, tokens, features)
 

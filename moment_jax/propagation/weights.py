@@ -18,12 +18,12 @@ from moment_jax.posterior import (
     Posterior,
     Reshaped,
 )
-from moment_jax.propagation.moments import Axes, Moments, as_rows, taken
+from moment_jax.propagation.moments import Axes, Moments, View, as_rows, taken
 from moment_jax.propagation.primitives import is_known, uniform
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Weight:
+class Weight(View):
     """A view of a belief's weights."""
 
     posterior: Posterior
@@ -42,19 +42,9 @@ class Weight:
         return self.posterior if self.root is None else self.root
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the view."""
-        return self.places.shape
-
-    @property
     def dtype(self) -> Any:
         """Dtype of the weights."""
         return self.posterior.mean.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.places.ndim
 
     def vector(self, axes: Axes) -> Posterior | None:
         """The belief about a vector along these axes, if the view is constant along all others."""
@@ -83,10 +73,6 @@ class Weight:
             return Weight.of(Point(mean))
         variance = jnp.broadcast_to(posterior.variance * jnp.square(scale), mean.shape)
         return dataclasses.replace(Weight.of(Factorized(mean, variance)), root=self.origin)
-
-    def broadcast(self, shape: tuple[int, ...]) -> Weight:
-        """The view broadcast to a shape."""
-        return dataclasses.replace(self, places=np.broadcast_to(self.places, shape))
 
     def moments(self, structure: type[Covariance]) -> Moments:
         """Moments of the view as a random array."""

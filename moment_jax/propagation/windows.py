@@ -97,7 +97,7 @@ def pool_places(node: Node, x: Moments) -> np.ndarray:
         x.places, p["window_dimensions"], p["window_strides"], p["padding"], p["window_dilation"],
         p["base_dilation"],
     )  # fmt: skip
-    return as_rows(places, *x.natural(), tuple(range(len(x.shape), places.ndim)))
+    return as_rows(places, *x.natural(), tuple(range(x.ndim, places.ndim)))
 
 
 @rule("reduce_window_sum")

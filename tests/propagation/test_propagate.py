@@ -480,6 +480,8 @@ MOVING = {  # sums along an axis, scattered entries, and what loops return of ev
     "one set": lambda w, x: (x @ w).at[1].set(2.0),
     "map": lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x),
     "recurrent": recurrent,
+    "over random rows": lambda w, x: recurrent(w, jnp.tanh(x @ w)),
+    "stacked": lambda w, x: jnp.stack([x @ w, jnp.tanh(x @ w)], axis=1).reshape(8, 3),
 }
 
 
