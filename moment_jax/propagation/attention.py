@@ -243,7 +243,7 @@ def _find_layout(
     if np.prod(shape) != at.size or key.max() >= shape[2] or query.max() >= shape[1]:
         return None
     table = np.full(shape, -1)
-    table[head, query, key] = np.arange(at.size)
+    table[head, query, key] = np.arange(at.size).reshape(at.shape)
     # Every weight has a place; rows are those of a query, and columns those of a key and a value.
     value_tokens, value_columns = value.decoded(other.batch, other.contracted, other.free)
     by_row = (head == head[..., :1]) & (query == query[..., :1])

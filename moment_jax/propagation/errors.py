@@ -41,16 +41,17 @@ def where(sources: tuple[Any, ...]) -> str:
 
 def _lines(source: Any) -> list[str]:
     """Lines of the user's program, innermost first."""
-    others = ("/jax/", "/flax/", "/einops/", sys.prefix, *_OWN)
     return [
         f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
         for frame in getattr(source.traceback, "frames", ())
         if not frame.file_name.startswith("<")
-        and not any(part in frame.file_name for part in others)
+        and not any(part in frame.file_name for part in _INNER)
     ]
 
 
-_OWN = ("/moment_jax/propagation/", "/moment_jax/nn/any_model")
+_INNER = (
+    "/jax/", "/flax/", "/einops/", "/moment_jax/propagation/", "/moment_jax/nn/any_model", sys.prefix
+)  # fmt: skip
 
 
 def takes(fn: Callable[..., Any], *inputs: Any) -> bool:

@@ -186,13 +186,17 @@ def entries(cov: Any, places: np.ndarray) -> Array:
     return dense.reshape(*places.shape, *places.shape)
 
 
-def gather(cov: Any, places: np.ndarray) -> Any:
-    """Covariance of the sequence made of these entries of another; -1 stands for zero."""
+def gather(cov: Any, places: np.ndarray, *, zeros: bool = False) -> Any:
+    """Covariance of the sequence made of these entries of another; -1 stands for zero.
+
+    With `zeros`, whole rows and columns of zeros are added by maps of the tokens and the features.
+    """
     num_tokens, num_features = cov.shape
     rows = np.where(places < 0, -1, places // num_features).max(axis=1)
     columns = np.where(places < 0, -1, places % num_features).max(axis=0)
     known = (rows >= 0)[:, None] & (columns >= 0)
-    if not np.array_equal(places, np.where(known, rows[:, None] * num_features + columns, -1)):
+    whole = np.where(known, rows[:, None] * num_features + columns, -1)
+    if not np.array_equal(places, whole) or not (zeros or known.all()):
         return _gathered(cov, places)
     if not np.array_equal(rows, np.arange(num_tokens)):
         cov = cov.map_tokens(jax.nn.one_hot(rows, num_tokens, dtype=cov.dtype))

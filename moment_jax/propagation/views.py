@@ -14,7 +14,7 @@ from moment_jax.propagation import origins
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.moments import Moments, Sequence, fresh
+from moment_jax.propagation.moments import Moments, Sequence, as_rows, fresh, gather, taken
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight
@@ -116,6 +116,7 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
 
     Concatenated parts keep the covariance of every pair.
     """
+    joined = node.op == "concatenate"
     data = range(len(node.operands))[slice(*_DATA[node.op])]
     if not all(is_known(x) for i, x in enumerate(node.operands) if i not in data):
         return None
@@ -138,13 +139,16 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     for x, m, end in zip(parts, moments, ends, strict=True):
         if m.places.size == 0:
             continue
+        if joined:
+            own = m.sequence(*axes)
+            m = own.changed(own.mean, own.cov, m.shape)
         local = np.where(shown < end, shown - end, 0)  # from the end: negative
         places = np.append(m.places, -1)[np.where(-local <= m.places.size, local - 1, -1)]
-        placed = Moments(m.mean, m.cov, places).sequence(*axes)
-        mean = mean + placed.mean
-        covs += [placed.cov] if is_random(x) else []
+        rows = as_rows(places, *axes)
+        mean = mean + taken(m.mean, rows)
+        covs += [gather(m.cov, rows, zeros=joined)] if is_random(x) else []
     cov = covs[0].add(*covs[1:])
-    if node.op == "concatenate":
+    if joined:
         cross = _between(propagator, parts, ends)
         if cross is not None:
             cov = origins.with_cross(cov, origins.as_sequence(cross, shown, shown, axes))

@@ -472,7 +472,14 @@ def recurrent(w, x):
     return jax.lax.scan(step, jnp.zeros(3), x)[1]
 
 
-MOVING = {  # sums along an axis, scattered entries, and what loops return of every step
+def depthwise(w, x):
+    numbers = ("NHC", "HIO", "NHC")
+    return jax.lax.conv_general_dilated(
+        x[None], w[:, None], (1,), "SAME", dimension_numbers=numbers, feature_group_count=3
+    )[0]
+
+
+MOVING = {  # sums along an axis or in windows, scattered entries, and what loops return of every step
     "cumulative over tokens": lambda w, x: jnp.cumsum(x @ w, axis=0),
     "cumulative over features": lambda w, x: jnp.cumsum(x @ w, axis=1),
     "in parallel": lambda w, x: jax.lax.associative_scan(jnp.add, x @ w),
@@ -481,6 +488,7 @@ MOVING = {  # sums along an axis, scattered entries, and what loops return of ev
     "map": lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x),
     "recurrent": recurrent,
     "over random rows": lambda w, x: recurrent(w, jnp.tanh(x @ w)),
+    "depthwise": depthwise,
     "stacked": lambda w, x: jnp.stack([x @ w, jnp.tanh(x @ w)], axis=1).reshape(8, 3),
 }
 
