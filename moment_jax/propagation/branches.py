@@ -16,6 +16,7 @@ from moment_jax.covariance.separable_noise import average_gain
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent, average_kernel
 from moment_jax.layers.norm_tangent import NormTangent
+from moment_jax.propagation.moments import Sequence
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,6 +28,11 @@ class Path:
     average: Array  # the hidden kernel times the token-averaged gains, (D, F)
     output: Array | None = None  # (F, O); None is the identity
 
+    @classmethod
+    def straight(cls, kernel: Array) -> Path:
+        """The path of a dense layer."""
+        return cls(kernel, jnp.ones((1, kernel.shape[1]), kernel.dtype), kernel)
+
     def collapsed(self) -> Array:
         """A single kernel with averaged gains, (D, O)."""
         return self.average if self.output is None else self.average @ self.output
@@ -35,24 +41,20 @@ class Path:
         """This path followed by a dense layer."""
         if self.output is None:
             return dataclasses.replace(self, output=kernel)
-        return straight(self.collapsed() @ kernel)
+        return Path.straight(self.collapsed() @ kernel)
 
-    def scaled(self, gain: Array, before: Covariance, after: Covariance) -> Path:
+    def scaled(self, gain: Array, before: Any, after: Covariance) -> Path:
         """This path followed by an elementwise function of this gain, (T, F) or (1, F)."""
-        path = self if self.output is None else straight(self.collapsed())
-        average = path.average
-        if isinstance(before, Separable):
-            known = average_kernel(path.hidden, gain, before, after) if path.plain else None
+        path = self if self.output is None else Path.straight(self.collapsed())
+        average: Any = None
+        if not isinstance(before, Separable):
+            average = path.average * jnp.mean(gain, axis=0)[None, :]
+        elif path.average is path.hidden:
+            average = average_kernel(path.hidden, gain, before, after)
+        if average is None:
             shares = average_gain(before, jnp.broadcast_to(gain, before.shape))
-            average = average * shares[None, :] if known is None else known
-        else:
-            average = average * jnp.mean(gain, axis=0)[None, :]
+            average = path.average * shares[None, :]
         return Path(path.hidden, path.gain * gain, average)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the path is just its hidden kernel."""
-        return self.average is self.hidden
 
     def columns(self, chosen: Any) -> Path:
         """This path restricted to some outputs."""
@@ -60,11 +62,6 @@ class Path:
             return dataclasses.replace(self, output=self.output[:, chosen])
         gain = self.gain if self.gain.shape[1] == 1 else self.gain[:, chosen]
         return Path(self.hidden[:, chosen], gain, self.average[:, chosen])
-
-
-def straight(kernel: Array) -> Path:
-    """The path of a dense layer."""
-    return Path(kernel, jnp.ones((1, kernel.shape[1]), kernel.dtype), kernel)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,69 +82,60 @@ class Branch:
         """The tangent for `layers.residual`, or None."""
         if self.attention is not None or not self.paths:
             return self.attention
-
-        def output(path: Path) -> Array:
+        hidden, gain, output = [], [], []
+        for path in self.paths:
             f = path.hidden.shape[1]
-            return jnp.eye(f, dtype=path.hidden.dtype) if path.output is None else path.output
-
-        def gain(path: Path) -> Array:
-            return jnp.broadcast_to(path.gain, (num_tokens, path.hidden.shape[1]))
-
+            hidden.append(path.hidden)
+            gain.append(jnp.broadcast_to(path.gain, (num_tokens, f)))
+            output.append(
+                jnp.eye(f, dtype=path.hidden.dtype) if path.output is None else path.output
+            )
         collapsed = None
         if isinstance(self.entered, Separable):
             collapsed = functools.reduce(operator.add, (path.collapsed() for path in self.paths))
-        return FeedForwardTangent(
-            _joined([path.hidden for path in self.paths], 1),
-            _joined([gain(path) for path in self.paths], 1),
-            _joined([output(path) for path in self.paths], 0),
-            self.entered,
-            collapsed,
-        )
+        joined = _joined(hidden, 1), _joined(gain, 1), _joined(output, 0)
+        return FeedForwardTangent(*joined, self.entered, collapsed)
 
 
 _LONGEST = 4  # branches kept for each array
 
 
-def through_dense(
-    branches: tuple[Branch, ...], mean: Array, cov: Covariance, kernel: Array
-) -> tuple[Branch, ...]:
-    """The branches after a dense layer."""
+def through_dense(x: Sequence, kernel: Array) -> tuple[Branch, ...]:
+    """The branches of a sequence after a dense layer."""
+    straight = (Path.straight(kernel),)
 
     def step(branch: Branch) -> Branch:
         if not branch.paths:
-            return dataclasses.replace(branch, inner=mean, entered=cov, paths=(straight(kernel),))
+            return dataclasses.replace(branch, inner=x.mean, entered=x.cov, paths=straight)
         return dataclasses.replace(branch, paths=tuple(p.mapped(kernel) for p in branch.paths))
 
-    return _begun(branches, step, Branch(mean, mean, cov, None, (straight(kernel),)))
+    return _extended(x, step, straight)
 
 
-def through_gain(
-    branches: tuple[Branch, ...], gain: Array, before: Covariance, after: Covariance, mean: Array
-) -> tuple[Branch, ...]:
-    """The branches after an elementwise function, from its expected gain and its input's mean."""
-    unit = straight(jnp.eye(mean.shape[1], dtype=mean.dtype))
+def through_gain(x: Sequence, gain: Array, after: Covariance) -> tuple[Branch, ...]:
+    """The branches of a sequence after an elementwise function, from its expected gain."""
+    unit = (Path.straight(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)),)
+
+    def scaled(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(p.scaled(gain, x.cov, after) for p in paths)
 
     def step(branch: Branch) -> Branch:
         if not branch.paths and branch.norm is not None and gain.shape[0] == 1:
-            scaled = branch.norm._replace(scale=branch.norm.scale * gain)
-            return dataclasses.replace(branch, norm=scaled, entered=after)
-        paths = branch.paths or (unit,)
-        return dataclasses.replace(
-            branch, paths=tuple(p.scaled(gain, before, after) for p in paths)
-        )
+            norm = branch.norm._replace(scale=branch.norm.scale * gain)
+            return dataclasses.replace(branch, norm=norm, entered=after)
+        return dataclasses.replace(branch, paths=scaled(branch.paths or unit))
 
-    new = Branch(mean, mean, before, None, (unit.scaled(gain, before, after),))
-    return _begun(branches, step, new)
+    return _extended(x, step, scaled(unit))
 
 
-def _begun(
-    branches: tuple[Branch, ...], step: Callable[[Branch], Branch], new: Branch
+def _extended(
+    x: Sequence, step: Callable[[Branch], Branch], paths: tuple[Path, ...]
 ) -> tuple[Branch, ...]:
-    """Extend every branch by `step`, and add a new one unless its start is in a branch already."""
-    known = tuple(step(branch) for branch in branches if branch.attention is None)
-    if any(branch.inner is new.mean for branch in known):
+    """Every branch extended by `step`, and one that starts at x unless there is one already."""
+    known = tuple(step(branch) for branch in x.branches if branch.attention is None)
+    if any(branch.inner is x.mean for branch in known):
         return known
-    return (*known, new)[-_LONGEST:]
+    return (*known, Branch(x.mean, x.mean, x.cov, paths=paths))[-_LONGEST:]
 
 
 def _joined(arrays: list[Array], axis: int) -> Array:

@@ -1,87 +1,74 @@
-"""Products with weights: dense layers with any arrangement of axes, biases and gains."""
+"""Dense layers with any arrangement of axes, arrays that are views of one, biases and gains."""
 
-import dataclasses
-import math
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Point, Posterior
-from moment_jax.propagation.branches import Branch, through_dense, through_gain
+from moment_jax.posterior import Point
+from moment_jax.propagation.branches import through_dense, through_gain
 from moment_jax.propagation.errors import refuse
-from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh, taken
-from moment_jax.propagation.propagator import Propagator, as_weight, rule
-from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.graph import Node, as_weight
+from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, taken
+from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved, uniform
+from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.regions import probe, sources
+from moment_jax.propagation.weights import Weight, rescaled, select
 
 
-class Dense(NamedTuple):
-    """A random sequence times a weight."""
+class Projection(NamedTuple):
+    """A view of a dense layer of a sequence."""
 
-    x: Moments
-    tokens: Axes  # axes of x
-    features: Axes
-    kernel: Posterior  # (in, out)
-    places: np.ndarray  # of the result's entries, in (T, out)
+    x: Sequence  # (T, D)
+    layer: DenseParams  # (D, O)
+    places: np.ndarray  # of the view's entries, in (T, O)
+    turn: Array | None = None  # then applied to the last axis, by token, (T, K, K)
+
+    def decoded(self, *groups: Axes) -> Any:
+        """Token and column of each entry, with each group of axes merged into one."""
+        return np.divmod(as_rows(self.places, *groups), self.layer.kernel.shape[1])
+
+    def params(self, columns: np.ndarray) -> DenseParams | None:
+        """The dense layer of these columns; None if its beliefs cannot be expressed."""
+        (kernel, bias), columns = (self.layer.kernel, self.layer.bias), columns.ravel()
+        d, width = kernel.shape
+        # Keys and values shared by several heads are taken as independent copies.
+        chosen = select(kernel, np.arange(d)[:, None] * width + columns, repeats=True)
+        shift = None if bias is None else select(bias, columns, repeats=True)
+        if chosen is None or (shift is None and bias is not None):
+            return None
+        return DenseParams(chosen, shift)
+
+    def times(self, number: Any) -> "Projection":
+        """The projection times a number."""
+        kernel, bias = self.layer.kernel, self.layer.bias
+        bias = None if bias is None else rescaled(bias, number)
+        return self._replace(layer=DenseParams(rescaled(kernel, number), bias))
 
 
-def read_dense(propagator: Propagator, node: Node) -> Dense | None:
+def read_dense(propagator: Propagator, node: Node) -> Projection | None:
     """A `dot_general` as a dense layer, or None if it is another product."""
-    (contract, batch) = node.params["dimension_numbers"]
     for side in (0, 1):
-        value, other = node.operands[side], node.operands[1 - side]
-        weight = as_weight(other)
+        value, weight = node.operands[side], as_weight(node.operands[1 - side])
         if weight is None or isinstance(value, Weight):
             continue
-        if any(np.shape(value)[i] > 1 for i in batch[side]):
+        own, other = factors(node)[side], factors(node)[1 - side]
+        if any(np.shape(value)[i] > 1 for i in own.batch):
             return None
-        free = _free(np.ndim(value), contract[side], batch[side])
-        outputs = _free(weight.ndim, contract[1 - side], batch[1 - side])
-        inputs, features = tuple(contract[1 - side]), tuple(contract[side])
-        if isinstance(value, Node):
-            x = propagator.moments(value)
-            if set(x.axes()[0]) & set(features):
-                return None  # over tokens
-            free = (*batch[side], *free)
-        else:
-            x = propagator.certain(value, features)
-        kernel = weight.kernel(inputs, outputs)
+        certain = not isinstance(value, Node)
+        x = propagator.certain(value, own.contracted) if certain else propagator.moments(value)
+        if not certain and set(x.axes()[0]) & set(own.contracted):
+            return None  # over tokens
+        kernel = weight.kernel(other.contracted, other.free)
         if kernel is None:
             return None
-        shape = [np.shape(value)[i] for i in free], [weight.shape[i] for i in outputs]
-        return Dense(x, free, features, kernel, product_places(*shape, side, node.shape))
+        places = in_product(node, side, np.arange(node.size))
+        rows = x.sequence((*own.batch, *own.free), own.contracted)
+        return Projection(rows, DenseParams(kernel), places)
     return None
-
-
-def product_places(rows: list[int], columns: list[int], side: int, shape: Any) -> np.ndarray:
-    """Places of a product's entries in (T, out); the sequence is the factor on `side`."""
-    places = np.arange(math.prod([*rows, *columns])).reshape(*rows, *columns)
-    if side == 1:
-        places = np.moveaxis(places, range(len(rows)), range(-len(rows), 0))
-    return places.reshape(shape)
-
-
-def _free(ndim: int, contract: Any, batch: Any) -> Axes:
-    return tuple(i for i in range(ndim) if i not in contract and i not in batch)
-
-
-def branches_of(m: Moments, mean: Array, tokens: Axes, features: Axes) -> tuple[Branch, ...]:
-    """The branches of `m` as this sequence: all, restricted to its features, or none."""
-    if not m.branches or mean is m.mean:
-        return m.branches
-    token, feature = np.divmod(as_rows(m.places, tokens, features), m.mean.shape[1])
-    if len(token) != len(m.mean) or (token != np.arange(len(token))[:, None]).any():
-        return ()
-    if (feature != feature[:1]).any():
-        return ()
-    return tuple(
-        dataclasses.replace(branch, paths=tuple(p.columns(feature[0]) for p in branch.paths))
-        for branch in m.branches
-        if branch.paths
-    )
 
 
 @rule("dot_general")
@@ -89,92 +76,162 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
     found = read_dense(propagator, node)
     if found is None:
         return None
-    mean, cov = found.x.sequence(found.tokens, found.features)
-    out_mean, out_cov = dense(mean, cov, DenseParams(found.kernel))
-    before = branches_of(found.x, mean, found.tokens, found.features)
-    branches = through_dense(before, mean, cov, found.kernel.mean)
+    mean, cov = dense(found.x.mean, found.x.cov, found.layer)
+    branches = through_dense(found.x, found.layer.kernel.mean)
     propagator.note(node, "dense", "input and kernel independent")
-    return Moments(out_mean, out_cov, found.places, branches)
+    return Moments(mean, cov, found.places, branches)
+
+
+class _Pair(NamedTuple):
+    """A random array, and a weight or a certain array that is added to it or multiplies it."""
+
+    side: int  # of the random array
+    x: Sequence
+    weight: Weight  # the other, with the same shape
+    vector: Any  # the belief about it if it is the same for every token, or None
+    mean: Array  # (1, D) then, else (T, D)
+    random: bool
+
+
+def _pair(propagator: Propagator, node: Node) -> _Pair | None:
+    side = int(isinstance(node.operands[1], Node))
+    weight = as_weight(node.operands[1 - side])
+    if weight is None:
+        return None
+    random = not isinstance(weight.posterior, Point)
+    if node.op == "div" and (side == 1 or random):
+        return None
+    if node.op == "div":
+        weight = Weight.of(Point(1 / weight.posterior.mean))
+    weight = weight.broadcast(node.shape)
+    x = propagator.moments(node.operands[side]).broadcast(node.shape).sequence()
+    vector = weight.vector(x.features)
+    if vector is None:
+        mean = as_rows(taken(weight.posterior.mean, weight.places), *x.axes)
+    else:
+        mean = vector.mean.reshape(1, -1)
+    return _Pair(side, x, weight, vector, mean, random)
 
 
 @rule("add", "add_any", "sub")
 def _shifted(propagator: Propagator, node: Node) -> Moments | None:
     """Plus or minus a weight or a certain array."""
-    for side in (0, 1):
-        weight = as_weight(node.operands[1 - side])
-        if weight is None:
-            continue
-        if isinstance(node.operands[side], Weight):  # two independent weights
-            return None
-        m = spread(propagator.moments(node.operands[side]), node.shape)
-        tokens, features = m.natural()
-        mean, cov = m.sequence(tokens, features)
-        shift, parts = _noise(propagator, weight, node, m, tokens, features)
-        cov = cov.add(*parts) if parts else cov
-        if node.op == "sub" and side == 1:
-            return fresh(shift - mean, cov, node.shape, tokens, features)
-        total = mean - shift if node.op == "sub" else mean + shift
-        propagator.note(node, "bias" if parts else "shift", "independent" if parts else "")
-        branches = branches_of(m, mean, tokens, features)
-        return fresh(total, cov, node.shape, tokens, features, branches)
-    return None
-
-
-def spread(m: Moments, shape: tuple[int, ...]) -> Moments:
-    """The moments broadcast to a shape."""
-    if m.shape == tuple(shape):
-        return m
-    return Moments(m.mean, m.cov, np.broadcast_to(m.places, shape), m.branches)
-
-
-def _noise(
-    propagator: Propagator, weight: Weight, node: Node, m: Moments, tokens: Axes, features: Axes
-) -> tuple[Array, list[Any]]:
-    """Mean of a weight broadcast to the node, as a sequence, and its covariance if it has one."""
-    whole = _broadcast(weight, node.shape)
-    t = math.prod(node.shape[i] for i in tokens)
-    vector = whole.vector(features)
-    if vector is not None:
-        shift = vector.mean.reshape(1, -1)
-        if isinstance(vector, Point):
-            return shift, []
-        return shift, [type(m.cov).shared(t, vector.vector_cov())]
-    if isinstance(weight.posterior, Point):
-        return as_rows(taken(weight.posterior.mean, whole.places), tokens, features), []
-    mean, cov = whole.moments(propagator.structure).sequence(tokens, features)
-    return mean, [cov]
+    pair = _pair(propagator, node)
+    if pair is None:
+        return None
+    x, cov = pair.x, pair.x.cov
+    if pair.random and pair.vector is not None:
+        cov = cov.add(type(cov).shared(cov.shape[0], pair.vector.vector_cov()))
+    elif pair.random:
+        cov = cov.add(propagator.moments(pair.weight).sequence(*x.axes).cov)
+    if node.op == "sub" and pair.side == 1:
+        return x.changed(pair.mean - x.mean, cov, node.shape)
+    mean = x.mean - pair.mean if node.op == "sub" else x.mean + pair.mean
+    propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
+    return x.changed(mean, cov, node.shape, x.branches)
 
 
 @rule("mul", "div")
 def _gain(propagator: Propagator, node: Node) -> Moments | None:
     """Times a weight, or times or divided by a certain array."""
-    for side in (0, 1):
-        weight = as_weight(node.operands[1 - side])
-        if weight is None or isinstance(node.operands[side], Weight):
-            continue
-        if node.op == "div" and (side == 1 or not isinstance(weight.posterior, Point)):
+    pair = _pair(propagator, node)
+    if pair is None:
+        return None
+    if pair.random and pair.vector is None:
+        raise refuse(
+            f"a product with random weights {pair.weight.shape} that are not one gain per feature",
+            node.source,
+            "Use one gain per feature, or a certain array.",
+        )
+    x = pair.x
+    cov = x.cov.rescale(pair.mean)
+    branches = through_gain(x, pair.mean, cov)
+    if pair.random:
+        cov = cov.add(x.cov.gain_noise(x.mean, pair.vector.vector_cov()))
+    propagator.note(node, "gain", "input and gain independent" if pair.random else "")
+    return x.changed(x.mean * pair.mean, cov, node.shape, branches)
+
+
+def projection(propagator: Propagator, node: Any) -> Projection | None:
+    """An array as a view of a dense layer with its bias, or None."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "dot_general":
+        return read_dense(propagator, node)
+    first, *rest = node.operands
+    if is_view(node) and all(map(is_known, rest)):
+        inner = projection(propagator, first)
+        if inner is None:
             return None
-        if node.op == "div":
-            weight = Weight.of(Point(1 / weight.posterior.mean))
-        m = spread(propagator.moments(node.operands[side]), node.shape)
-        tokens, features = m.natural()
-        mean, cov = m.sequence(tokens, features)
-        shift, noise = _noise(propagator, weight, node, m, tokens, features)
-        scaled = cov.rescale(shift)
-        branches = through_gain(branches_of(m, mean, tokens, features), shift, cov, scaled, mean)
-        if noise:
-            vector = _broadcast(weight, node.shape).vector(features)
-            if vector is None:
-                raise refuse(
-                    f"a product with random weights {weight.shape} that are not one gain per feature",
-                    node.source,
-                    "Use one gain per feature, or a certain array.",
-                )
-            scaled = scaled.add(cov.gain_noise(mean, vector.vector_cov()))
-        propagator.note(node, "gain", "input and gain independent" if noise else "")
-        return fresh(mean * shift, scaled, node.shape, tokens, features, branches)
+        places = moved(node, inner.places, rest)
+        return None if places is None else inner._replace(places=places[node.output])
+    found = None
+    if node.op == "add":
+        found = _with_bias(propagator, node)
+    elif node.op in ("mul", "div"):
+        found = _scaled(propagator, node)
+    return _turned(propagator, node) if found is None else found
+
+
+def _with_bias(propagator: Propagator, node: Node) -> Projection | None:
+    for inner, addend in (node.operands, node.operands[::-1]):
+        weight, found = as_weight(addend), projection(propagator, inner)
+        if weight is None or found is None:
+            continue
+        plain = found.layer.bias is None and found.turn is None
+        if not plain or found.places.shape != tuple(node.shape):
+            return None
+        shown = weight.broadcast(node.shape).places.ravel()
+        width = found.layer.kernel.shape[1]
+        columns = found.places.ravel() % width
+        entries = np.full(width, -1)
+        entries[columns] = shown
+        if (entries[columns] != shown).any() or (entries < 0).any():
+            return None
+        bias = select(weight.posterior, entries, repeats=True)
+        return found._replace(layer=DenseParams(found.layer.kernel, bias))
     return None
 
 
-def _broadcast(weight: Weight, shape: tuple[int, ...]) -> Weight:
-    return Weight(weight.posterior, np.broadcast_to(weight.places, shape))
+def _scaled(propagator: Propagator, node: Node) -> Projection | None:
+    for inner, factor in (node.operands, node.operands[::-1]):
+        number = uniform(factor)
+        if number is None or (node.op == "div" and inner is not node.operands[0]):
+            continue
+        found = projection(propagator, inner)
+        return None if found is None else found.times(1 / number if node.op == "div" else number)
+    return None
+
+
+def _turned(propagator: Propagator, node: Node) -> Projection | None:
+    """A known linear map of the last axis, different for each token, such as rotary positions."""
+
+    def linear(n: Node) -> bool:
+        summed = n.op in ("add", "sub", "neg", "concatenate")
+        return summed or is_view(n) or (n.op == "mul" and len(n.nodes) == 1)
+
+    for source in sources(node, linear):
+        if source.shape != node.shape or source.op == "concatenate":
+            continue
+        inner = projection(propagator, source)
+        if inner is None or inner.turn is not None:
+            return None
+        turn = _turn(node, source, inner)
+        return None if turn is None else inner._replace(turn=jnp.asarray(turn))
+    return None
+
+
+def _turn(node: Node, source: Node, inner: Projection) -> np.ndarray | None:
+    """The matrix that maps the last axis, by token, (T, K, K); None for any other map."""
+    k = node.shape[-1]
+    x = np.random.default_rng(0).normal(size=node.shape)
+    inputs = [x, *(np.broadcast_to(unit, node.shape) for unit in np.eye(k))]
+    outputs = [probe(node, source, value) for value in inputs]
+    if not all(map(is_known, outputs)):
+        return None
+    expected, *images = (np.reshape(y, (-1, k)) for y in outputs)
+    tokens = inner.places.reshape(-1, k)[:, 0] // inner.layer.kernel.shape[1]
+    _, first = np.unique(tokens, return_index=True)
+    turn = np.stack(images, axis=1)[first]
+    found = np.einsum("nj,njk->nk", x.reshape(-1, k), turn[tokens])
+    return turn if np.allclose(found, expected, atol=1e-4) else None

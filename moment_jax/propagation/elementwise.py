@@ -1,5 +1,6 @@
 """Elementwise functions of one random array, recognised by their values."""
 
+import functools
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,11 +13,12 @@ from jax import Array
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.branches import through_gain
-from moment_jax.propagation.dense import branches_of
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Moments, fresh, taken
+from moment_jax.propagation.moments import Moments, taken
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
+
+Transform = Callable[[Array, Array], ElementwiseMoments]  # of mean and variance
 
 
 @pattern
@@ -26,51 +28,22 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         return None
     source, fn = found
     m = propagator.moments(source)
-    tokens, features = m.natural()
-    mean, cov = m.sequence(tokens, features)
+    x = m.sequence()
+    mean, cov = x.mean, x.cov
     with jax.ensure_compile_time_eval():
         values = np.asarray(jax.vmap(fn)(jnp.asarray(POINTS, mean.dtype)), float)
-    name = recognised(values, mean.dtype)
-    kinks = piecewise(values, mean.dtype) if name == "quadrature" else None
-    before = branches_of(m, mean, tokens, features)
-    if name == "linear":
-        shift = jnp.asarray(values[ZERO], mean.dtype)
-        slope = jnp.full((1, mean.shape[1]), values[ONE] - values[ZERO], mean.dtype)
-        out, out_cov = mean * slope + shift, cov.rescale(slope)
-        branches = through_gain(before, slope, cov, out_cov, mean)
+    name, transform = recognised(values, mean.dtype, fn)
+    if transform is None:
+        gain = jnp.full((1, mean.shape[1]), values[ONE] - values[ZERO], mean.dtype)
+        out, out_cov = mean * gain + jnp.asarray(values[ZERO], mean.dtype), cov.rescale(gain)
     else:
-        if kinks is None:
-            finite = np.isfinite(values[NEAR]).all()
-            moments = _moments(name, fn, mean, cov.variance(), finite=bool(finite))
-        else:
-            moments = expectations.piecewise_linear(mean, cov.variance(), *kinks)
-            name = "piecewise linear"
-        out, out_cov = moments.mean, cov.elementwise(moments)
-        branches = through_gain(before, moments.gain, cov, out_cov, mean)
-    slopes = jnp.broadcast_to(slope if name == "linear" else moments.gain, mean.shape)
-    own = fresh(out, out_cov, node.shape, tokens, features, branches)
-    node.line = source, m.array(), taken(slopes, own.places), own.array()
-    propagator.note(node, name, "" if name == "linear" else "its input Gaussian")
+        moments = transform(mean, cov.variance())
+        gain, out, out_cov = moments.gain, moments.mean, cov.elementwise(moments)
+    own = x.changed(out, out_cov, node.shape, through_gain(x, gain, out_cov))
+    gains = taken(jnp.broadcast_to(gain, mean.shape), own.places)
+    node.line = source, m.array(), gains, own.array()
+    propagator.note(node, name, "" if transform is None else "its input Gaussian")
     return own
-
-
-def _moments(
-    name: str, fn: Callable[[Array], Array], mean: Array, variance: Array, *, finite: bool
-) -> ElementwiseMoments:
-    if name == "relu":
-        return expectations.rectified(mean, variance)
-    if name == "gelu":
-        return expectations.gelu(mean, variance)
-    moments = expectations.elementwise(fn, mean, variance)
-    if finite:
-        return moments
-    # First order where quadrature nodes leave the domain, as those of a logarithm near zero do.
-    slope = jax.grad(lambda x: jnp.sum(jnp.vectorize(fn)(x)))(mean)
-    first = ElementwiseMoments(
-        jnp.vectorize(fn)(mean), slope**2 * variance, slope, jnp.zeros_like(mean)
-    )
-    known = jnp.isfinite(moments.mean) & jnp.isfinite(moments.variance)
-    return jax.tree.map(lambda a, b: jnp.where(known, a, b), moments, first)
 
 
 # A function is recognised by its values at these points, evaluated in one go.
@@ -82,30 +55,48 @@ POINTS = np.concatenate(
         np.linspace(-32, 32, 257) + 1 / 16,
     ]
 )
-NEAR, FAR, EVEN = slice(0, 49), slice(49, 73), slice(73, None)
+NEAR, NEAR_OR_FAR, EVEN = slice(0, 49), (slice(0, 49), slice(49, 73)), slice(73, None)
 ZERO, ONE = 24, 28
-FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "relu": lambda x: np.maximum(x, 0),
-    "gelu": lambda x: x * 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2)),
+FUNCTIONS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Transform]] = {
+    "relu": (lambda x: np.maximum(x, 0), expectations.rectified),
+    "gelu": (lambda x: x * 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2)), expectations.gelu),
 }
 
 
-def recognised(values: np.ndarray, dtype: jnp.dtype) -> str:
-    """The name of a function by its values: linear, relu, gelu, or quadrature for any other."""
-    near = values[NEAR]
-    if not np.isfinite(near).all():
-        return "quadrature"
-    line = near[ZERO] + (near[-1] - near[0]) / 12 * POINTS
-    candidates = {"linear": line, **{name: fn(POINTS) for name, fn in FUNCTIONS.items()}}
-    for name, expected in candidates.items():
-        if all(_same(values[at], expected[at], dtype) for at in (NEAR, FAR)):
-            return name
-    return "quadrature"
+def recognised(
+    values: np.ndarray, dtype: jnp.dtype, fn: Callable[[Array], Array]
+) -> tuple[str, Transform | None]:
+    """The name of a function with these values at `POINTS`, and its transform; None if it is linear."""
+
+    def is_like(expected: np.ndarray) -> bool:
+        close = 32 * float(jnp.finfo(dtype).eps)
+        return all(
+            (np.abs(values[at] - y) <= close * (1 + float(np.abs(y).max()))).all()
+            for at, y in ((at, expected[at]) for at in NEAR_OR_FAR)
+        )
+
+    finite = bool(np.isfinite(values[NEAR]).all())
+    if finite and is_like(values[ZERO] + (values[NEAR][-1] - values[0]) / 12 * POINTS):
+        return "linear", None
+    for name, (function, transform) in FUNCTIONS.items():
+        if finite and is_like(function(POINTS)):
+            return name, transform
+    kinks = piecewise(values, dtype)
+    if kinks is not None:
+        return "piecewise linear", lambda m, v: expectations.piecewise_linear(m, v, *kinks)
+    quadrature = expectations.elementwise if finite else _quadrature
+    return "quadrature", functools.partial(quadrature, fn)
 
 
-def _same(values: np.ndarray, expected: np.ndarray, dtype: jnp.dtype) -> bool:
-    close = 32 * float(jnp.finfo(dtype).eps) * (1 + float(np.abs(expected).max()))
-    return bool((np.abs(values - expected) <= close).all())
+def _quadrature(fn: Callable[[Array], Array], mean: Array, variance: Array) -> ElementwiseMoments:
+    """By quadrature; to first order where nodes leave the domain, as a logarithm's near zero do."""
+    moments = expectations.elementwise(fn, mean, variance)
+    slope = jax.grad(lambda x: jnp.sum(jnp.vectorize(fn)(x)))(mean)
+    first = ElementwiseMoments(
+        jnp.vectorize(fn)(mean), slope**2 * variance, slope, jnp.zeros_like(mean)
+    )
+    known = jnp.isfinite(moments.mean) & jnp.isfinite(moments.variance)
+    return jax.tree.map(lambda a, b: jnp.where(known, a, b), moments, first)
 
 
 def piecewise(
@@ -120,22 +111,18 @@ def piecewise(
         return None
     slope = np.diff(y) / np.diff(x)
     close = 1e3 * float(jnp.finfo(dtype).eps) * (1 + np.abs(slope).max())
-    same = np.abs(np.diff(slope)) < close
     lines: list[tuple[float, float]] = []  # slope, value at zero
-    for i in np.flatnonzero(same):
-        line = slope[i], y[i] - slope[i] * x[i]
-        if not lines or abs(line[0] - lines[-1][0]) > close:
-            lines.append(line)
+    for i in np.flatnonzero(np.abs(np.diff(slope)) < close):
+        if not lines or abs(slope[i] - lines[-1][0]) > close:
+            lines.append((slope[i], y[i] - slope[i] * x[i]))
     if not 2 <= len(lines) <= 4:
         return None
     kinks = [(b - d) / (c - a) for (a, b), (c, d) in pairwise(lines)]
     kinks = [0.0 if abs(t) < close else float(t) for t in kinks]
     slopes = [0.0 if abs(a) < close else float(a) for a, _ in lines]
-    if kinks != sorted(kinks):
-        return None
     value = float(slopes[0] * kinks[0] + lines[0][1])
     parts = [c * np.maximum(POINTS - t, 0) for c, t in zip(np.diff(slopes), kinks, strict=True)]
     expected = value + slopes[0] * (POINTS - kinks[0]) + sum(parts)
-    if (np.abs(values - expected) > close * (1 + np.abs(POINTS))).any():
-        return None
-    return kinks, slopes, value
+    close = close * (1 + np.abs(POINTS))
+    fits = kinks == sorted(kinks) and (np.abs(values - expected) <= close).all()
+    return (kinks, slopes, value) if fits else None

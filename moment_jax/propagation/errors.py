@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class PropagationError(NotImplementedError):
@@ -17,14 +18,21 @@ def refuse(what: str, source: Any, fix: str) -> PropagationError:
     return PropagationError(f"`propagate` needs moments of {what}, at {where(source)}. {fix}")
 
 
-def where(source: Any) -> str:
+def register(node: Any) -> str:
+    """How to fix the error for a node without a rule."""
+    return (
+        f'Register one with mj.propagation_rule("{node.op}"), or compute this part from certain '
+        "weights."
+    )
+
+
+def where(sources: tuple[Any, ...]) -> str:
     """File and line of the innermost frame outside JAX, Flax and this library.
 
-    A source is `eqn.source_info`, or several: an equation's and those of the calls around it, innermost
-    first. A cached trace carries the line of its first call; the enclosing call has the right one.
+    The sources are the `source_info` of an equation and of the calls around it, innermost first. A
+    cached trace carries the line of its first call; the enclosing call has the right one.
     """
-    sources = source if isinstance(source, tuple) else (source,)
-    lines = [_lines(one) for one in sources]
+    lines = [_lines(source) for source in sources]
     for inner, outer in zip(lines, [*lines[1:], []], strict=True):
         if inner and (not outer or outer[0] in inner):
             return inner[0]
@@ -33,17 +41,17 @@ def where(source: Any) -> str:
 
 def _lines(source: Any) -> list[str]:
     """Lines of the user's program, innermost first."""
-    traceback = getattr(source, "traceback", None)
     return [
         f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-        for frame in getattr(traceback, "frames", ()) or ()
+        for frame in getattr(source.traceback, "frames", ())
         if not frame.file_name.startswith("<")
         and not any(part in frame.file_name for part in _INNER)
     ]
 
 
-_OWN = ("/moment_jax/propagation/", "/moment_jax/nn/any_model")
-_INNER = ("/jax/", "/flax/", "/einops/", sys.prefix, *_OWN)
+_INNER = (
+    "/jax/", "/flax/", "/einops/", "/moment_jax/propagation/", "/moment_jax/nn/any_model", sys.prefix
+)  # fmt: skip
 
 
 def takes(fn: Callable[..., Any], *inputs: Any) -> bool:
@@ -57,7 +65,7 @@ def takes(fn: Callable[..., Any], *inputs: Any) -> bool:
 
 def shapes(inputs: Any) -> str:
     """The inputs' shapes, for error messages."""
-    return ", ".join(str(tuple(jnp.shape(x))) for x in jax.tree.leaves(inputs))
+    return ", ".join(str(tuple(np.shape(x))) for x in jax.tree.leaves(inputs))
 
 
 def with_axes(inputs: Any, axes: int) -> Any:

@@ -18,7 +18,7 @@ from jax.extend import core
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.moments import Moments
-from moment_jax.propagation.primitives import evaluate, is_known, is_view, moved, uniform
+from moment_jax.propagation.primitives import evaluate, is_known, moved, uniform
 from moment_jax.propagation.weights import Weight, affine
 
 Value = Any  # an array, a `Weight`, or a `Node`
@@ -67,9 +67,20 @@ def is_random(value: Value) -> bool:
     return isinstance(value, Weight | Node)
 
 
-DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+def as_weight(value: Value) -> Weight | None:
+    """A weight, a certain array as a `Point` weight, or None for a node."""
+    if is_random(value):
+        return value if isinstance(value, Weight) else None
+    return Weight.of(Point(as_floating(value)))
 
 
+def as_floating(value: Any) -> Array:
+    """A certain array, in floating point."""
+    array = jnp.asarray(value)
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(float)
+
+
+_DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _BELIEF = SimpleNamespace(name="belief")  # the primitive of a weight used as a random array
 _PRODUCTS = {"dot_general", "conv_general_dilated", "gather", "concatenate"}
 _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
@@ -114,57 +125,50 @@ class Recorder:
         name = eqn.primitive.name
         if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
             results = evaluate(eqn.primitive, operands, eqn.params)
-            if name in DRAWS or any(id(x) in self.drawn for x in operands):
+            if name in _DRAWS or any(id(x) in self.drawn for x in operands):
                 self.drawn.update({id(x): x for x in results})
             return results
         if name == "cond":
             return self._branch(eqn, operands)
         if name == "scan":
             return self._unrolled(eqn, operands)
-        inner = next(
-            (eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None
-        )
-        if inner is not None and name not in ("while",):
-            return self._entered(eqn, *_opened(inner), operands)
+        if name == "stack":
+            return [self._stacked(operands, eqn, eqn.params["axis"])]
+        calls = [k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params]
+        if calls:
+            return self._entered(eqn, eqn.params[calls[0]], operands)
         if any(id(x) in self.drawn for x in operands):
             raise refuse(
                 f"`{name}` of a random value with random numbers drawn in the function (dropout?)",
                 self.source(eqn),
                 "Evaluate the model in inference mode: model.eval(), or deterministic=True.",
             )
-        if isinstance(operands[0], Weight):
-            seen = self._weight(eqn, operands)
-            if seen is not None:
-                return seen
-        weights = [x for x in operands if isinstance(x, Weight)]
-        alone = len(weights) == 1 == sum(map(is_random, operands))
-        if alone and id(weights[0].origin) not in self.whole:
-            changed = affine(name, operands)
-            if changed is not None:
-                return [changed]
-        return self._nodes(eqn, operands)
+        return self._weights(eqn, operands) or self._nodes(eqn, operands)
 
     def source(self, eqn: Any) -> tuple[Any, ...]:
         """Source of an equation, and of the calls around it."""
         return (eqn.source_info, *self.calls)
 
-    def _entered(self, eqn: Any, jaxpr: Any, consts: Any, operands: list[Value]) -> list[Value]:
+    def _entered(self, eqn: Any, jaxpr: Any, operands: list[Value]) -> list[Value]:
         before, self.calls = self.calls, self.source(eqn)
         try:
-            return self.run(jaxpr, consts, operands)
+            return self.run(_opened(jaxpr), getattr(jaxpr, "consts", ()), operands)
         finally:
             self.calls = before
 
-    def _weight(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
-        weight, *rest = operands
-        if not is_view(eqn) or any(map(is_random, rest)) or not all(map(is_known, rest)):
+    def _weights(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
+        """The results as views or multiples of a single belief, or None."""
+        random = [x for x in operands if is_random(x)]
+        weight = random[0]
+        if len(random) > 1 or not isinstance(weight, Weight):
             return None
-        places = moved(eqn.primitive, weight.places, rest, eqn.params)
-        if eqn.primitive.name == "gather" and (
-            weight.ndim == 2 or any((p < 0).any() for p in places)
-        ):
-            return None  # embedding lookup
-        return [dataclasses.replace(weight, places=p) for p in places]
+        name = eqn.primitive.name
+        seen = moved(eqn, weight.places, operands[1:]) if weight is operands[0] else None
+        lookup = name == "gather" and (weight.ndim == 2 or any((p < 0).any() for p in seen or ()))
+        if seen is not None and not lookup:  # no embedding
+            return [dataclasses.replace(weight, places=places) for places in seen]
+        changed = None if id(weight.origin) in self.whole else affine(name, operands)
+        return None if changed is None else [changed]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
         if all(v.aval.size == 0 for v in eqn.outvars):  # no entries
@@ -211,51 +215,45 @@ class Recorder:
                 "Use a static condition, or jnp.where of both results.",
             )
         branch = eqn.params["branches"][int(index)]
-        return self._entered(eqn, *_opened(branch), args)
+        return self._entered(eqn, branch, args)
 
     def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
         p, body = eqn.params, eqn.params["jaxpr"]
         # Scanned inputs and stacked outputs have one axis more outside than in the body.
-        jaxpr, _ = _opened(body)
+        inner = _opened(body)
         over, carry = (
-            sum(len(v.aval.shape) == len(w.aval.shape) for v, w in zip(outer, inner, strict=True))
-            for outer, inner in ((eqn.invars, jaxpr.invars), (eqn.outvars, jaxpr.outvars))
+            sum(v.aval.ndim == w.aval.ndim for v, w in zip(outside, inside, strict=True))
+            for outside, inside in ((eqn.invars, inner.invars), (eqn.outvars, inner.outvars))
         )
         fixed = over - carry
         consts, state = operands[:fixed], operands[fixed : fixed + carry]
         steps = range(p["length"])
         stacked: dict[int, list[Value]] = {}
         for i in reversed(steps) if p["reverse"] else steps:
-            xs = [self._row(x, i) for x in operands[fixed + carry :]]
-            out = self._entered(eqn, *_opened(body), [*consts, *state, *xs])
+            xs = [self._row(x, i, eqn) for x in operands[fixed + carry :]]
+            out = self._entered(eqn, body, [*consts, *state, *xs])
             state, stacked[i] = out[:carry], out[carry:]
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
         return [*state, *(self._stacked(rows, eqn) for rows in ys)]
 
-    def _stacked(self, rows: list[Value], eqn: Any) -> Value:
-        """The stacked outputs of a loop's steps."""
+    def _stacked(self, rows: list[Value], eqn: Any, axis: int = 0) -> Value:
+        """Arrays stacked along a new axis."""
         source = self.source(eqn)
-        if not any(map(is_random, rows)):
-            return jnp.stack(rows)
         rows = [self._belief(x, source) if isinstance(x, Weight) else x for x in rows]
-        shape, dtype = tuple(rows[0].shape), rows[0].dtype
 
-        def node(primitive: Any, operands: Any, first: int, **params: Any) -> Node:
-            return Node(primitive, params, tuple(operands), (first, *shape), dtype, source)
+        def stack(*arrays: Array) -> Array:
+            return jnp.concatenate([jnp.expand_dims(x, axis) for x in arrays], axis)
 
-        axes = tuple(range(1, len(shape) + 1))
-        lifted = [
-            node(jax.lax.broadcast_in_dim_p, [x], 1, shape=(1, *shape), broadcast_dimensions=axes,
-                 sharding=None)
-            if isinstance(x, Node)
-            else x[None]
-            for x in rows
-        ]  # fmt: skip
-        return node(jax.lax.concatenate_p, lifted, len(rows), dimension=0)
+        return self._applied(stack, rows, eqn)
 
-    def _row(self, x: Value, i: int) -> Value:
+    def _applied(self, fn: Any, operands: list[Value], eqn: Any) -> Value:
+        """The result of a function that stands for a part of an equation."""
+        shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in operands]
+        return self._entered(eqn, jax.make_jaxpr(fn)(*shapes), operands)[0]
+
+    def _row(self, x: Value, i: int, eqn: Any) -> Value:
         if not isinstance(x, Weight):
-            return x[i]
+            return self._applied(lambda a: jax.lax.index_in_dim(a, i, keepdims=False), [x], eqn)
         whole = x.places.shape == x.posterior.shape
         whole = whole and np.array_equal(x.places.ravel(), np.arange(x.places.size))
         self.scanned.add(id(x.posterior))
@@ -269,9 +267,9 @@ class Recorder:
         return self.rows[key][1]
 
 
-def _opened(jaxpr: Any) -> tuple[Any, Any]:
-    """A jaxpr, open or closed, and its constants."""
-    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+def _opened(jaxpr: Any) -> Any:
+    """The open jaxpr of an open or a closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:

@@ -43,22 +43,19 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
     def predict(params: Any, *inputs: Any) -> tuple[Array, Full]:
         leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Posterior))
         beliefs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Posterior)}
+        means = {i: belief.mean for i, belief in beliefs.items()}
 
         def filled(means: dict[int, Array]) -> Any:
             return jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)])
 
-        def output(means: dict[int, Array]) -> Array:
-            return fn(filled(means), *inputs)
-
-        means = {i: belief.mean for i, belief in beliefs.items()}
         try:
-            mean = output(means)
+            mean = fn(filled(means), *inputs)
         except Exception as error:
             explain("linearised", fn, filled(means), inputs, error)
             raise
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
-        for i, jacobian in jax.jacrev(output)(means).items():
+        for i, jacobian in jax.jacrev(lambda at: fn(filled(at), *inputs))(means).items():
             total = total + carried(beliefs[i], jacobian.reshape(mean.size, -1))
         mean = mean.reshape(shape)
         return mean, Full(total.reshape(*mean.shape, *mean.shape))

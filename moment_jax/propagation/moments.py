@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import singledispatch
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,31 @@ if TYPE_CHECKING:
 Axes = tuple[int, ...]
 
 
+class View:
+    """An array of any shape whose entries lie at flat places of something else."""
+
+    places: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.places.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.places.ndim
+
+    def broadcast(self, shape: tuple[int, ...]) -> Self:
+        """The array broadcast to a shape."""
+        own: Any = self
+        if self.shape == tuple(shape):
+            return own
+        return dataclasses.replace(own, places=np.broadcast_to(self.places, shape))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(View):
     """Mean and covariance of a sequence (T, D), viewed as an array of any shape.
 
     Reshapes, transposes, slices and repeats only change `places`; moments are recomputed when the array
@@ -33,12 +56,7 @@ class Moments:
     cov: Covariance
     places: np.ndarray  # of each entry of the array in the flat (T, D); -1 where it is zero
     branches: tuple[Branch, ...] = ()  # dependence on other random arrays, for sums and products
-    known: dict[Any, Any] = dataclasses.field(default_factory=dict)  # cache of `sequence`
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return self.places.shape
+    known: dict[Any, Sequence] = dataclasses.field(default_factory=dict, init=False)
 
     def array(self) -> Array:
         """Mean of the array."""
@@ -47,57 +65,101 @@ class Moments:
     def axes(self) -> tuple[Axes, Axes]:
         """The array's token axes and feature axes; an axis along which both change is a feature axis."""
         tokens, features = np.divmod(self.places, self.mean.shape[1])
-        by_feature = tuple(i for i in range(features.ndim) if _changes(features, i))
-        by_token = tuple(
-            i for i in range(tokens.ndim) if i not in by_feature and _changes(tokens, i)
-        )
-        return by_token, by_feature
+        axes = range(self.ndim)
+        by_feature = tuple(i for i in axes if _changes(features, i))
+        return tuple(i for i in axes if i not in by_feature and _changes(tokens, i)), by_feature
 
     def natural(self) -> tuple[Axes, Axes]:
         """Token axes and feature axes, which together hold every axis longer than one."""
         tokens, features = self.axes()
         long = [i for i, n in enumerate(self.shape) if n > 1]
-        if not features:
-            features = tuple(i for i in long if i not in tokens)
+        features = features or tuple(i for i in long if i not in tokens)
         others = (i for i in long if i not in (*tokens, *features))
         return tuple(sorted((*tokens, *others))), features
 
-    def sequence(self, tokens: Axes, features: Axes) -> tuple[Array, Any]:
-        """Mean and covariance of the array as a sequence with these token and feature axes, in order."""
+    def sequence(self, tokens: Axes | None = None, features: Axes = ()) -> Sequence:
+        """The array as a sequence with these axes, in order; by default the natural ones."""
+        if tokens is None:
+            tokens, features = self.natural()
         if (tokens, features) not in self.known:
             order = as_rows(self.places, tokens, features)
-            same = np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape))
             found = self.mean, self.cov
-            if not same:
+            if not np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
                 found = taken(self.mean, order), gather(self.cov, order)
-            self.known[tokens, features] = found
+            self.known[tokens, features] = Sequence(*found, tokens, features, self)
         return self.known[tokens, features]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sequence:
+    """A random array as tokens by features, and the axes along which these lie."""
+
+    mean: Array  # (T, D)
+    cov: Any  # a covariance of the same shape
+    tokens: Axes
+    features: Axes
+    of: Moments
+
+    @property
+    def axes(self) -> tuple[Axes, Axes]:
+        """The token axes and the feature axes."""
+        return self.tokens, self.features
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The array's branches as this sequence: all, restricted to its features, or none."""
+        if not self.of.branches or self.mean is self.of.mean:
+            return self.of.branches
+        rows = as_rows(self.of.places, *self.axes)
+        token, feature = np.divmod(rows, self.of.mean.shape[1])
+        same_tokens = len(token) == len(self.of.mean) and (np.arange(len(token)) == token.T).all()
+        if not same_tokens or (feature != feature[:1]).any():
+            return ()
+        return tuple(
+            dataclasses.replace(branch, paths=tuple(p.columns(feature[0]) for p in branch.paths))
+            for branch in self.of.branches
+            if branch.paths
+        )
+
+    def changed(
+        self, mean: Array, cov: Covariance, shape: Any, branches: tuple[Branch, ...] = ()
+    ) -> Moments:
+        """An array of this shape, with the same axes, from its moments as a sequence."""
+        return fresh(mean, cov, shape, self.tokens, self.features, branches)
+
+
 def fresh(
-    mean: Array,
-    cov: Covariance,
-    shape: tuple[int, ...],
-    tokens: Axes,
-    features: Axes,
+    mean: Array, cov: Covariance, shape: tuple[int, ...], tokens: Axes, features: Axes,
     branches: tuple[Branch, ...] = (),
-) -> Moments:
+) -> Moments:  # fmt: skip
     """A random array of this shape from its moments as a sequence."""
+    return Moments(mean, cov, ordered(shape, tokens, features), branches)
+
+
+def ordered(shape: tuple[int, ...], tokens: Axes, features: Axes) -> np.ndarray:
+    """Places of an array's entries in a sequence with these axes."""
     rest = tuple(i for i in range(len(shape)) if i not in (*tokens, *features))
     order = (*rest, *tokens, *features)
-    places = np.arange(mean.size).reshape([shape[i] for i in order])
-    return Moments(mean, cov, places.transpose(np.argsort(order)), branches)
+    return (
+        np.arange(math.prod(shape)).reshape([shape[i] for i in order]).transpose(np.argsort(order))
+    )
 
 
-def as_rows(array: Any, tokens: Axes, features: Axes, *last: int) -> Any:
-    """An array as (T, D): rows run along the token axes, columns along the feature axes.
+def by_last_axis(ndim: int) -> tuple[Axes, Axes]:
+    """Token and feature axes, with the last one for features."""
+    axes = tuple(range(ndim))
+    return axes[:-1], axes[-1:]
 
-    The axes in `last` are merged into a third one; all remaining axes must have length one.
+
+def as_rows(array: Any, *groups: Axes) -> Any:
+    """An array with each group of axes merged into one, such as tokens and features into (T, D).
+
+    All remaining axes must have length one.
     """
-    named = (*tokens, *features, *last)
+    named = [i for axes in groups for i in axes]
     rest = (i for i in range(array.ndim) if i not in named)
-    size = [math.prod(array.shape[i] for i in axes) for axes in (tokens, features)]
-    return array.transpose(*rest, *named).reshape(*size, *(-1 for _ in last[:1]))
+    size = [math.prod(array.shape[i] for i in axes) for axes in groups]
+    return array.transpose(*rest, *named).reshape(size)
 
 
 def taken(array: Array, places: np.ndarray) -> Array:
@@ -112,45 +174,57 @@ def _changes(values: np.ndarray, axis: int) -> bool:
     return bool((values.take(range(min(1, values.shape[axis])), axis) != values).any())
 
 
-def gather(cov: Any, places: np.ndarray) -> Any:
-    """Covariance of the sequence made of these entries of another; -1 stands for zero."""
-    tokens, features = np.divmod(np.maximum(places, 0), cov.shape[1])
-    rows, columns = tokens[:, 0], features[0]
-    known = places >= 0
-    whole = (tokens == rows[:, None]) & (features == columns[None]) & known
-    if whole.all():
-        if not np.array_equal(rows, np.arange(cov.shape[0])):
-            cov = cov.map_tokens(jax.nn.one_hot(rows, cov.shape[0], dtype=cov.dtype))
-        if not np.array_equal(columns, np.arange(cov.shape[1])):
-            cov = cov.map_features(jax.nn.one_hot(columns, cov.shape[1], dtype=cov.dtype).T)
-        return cov
-    return _gathered(cov, tokens, features, known)
+def entries(cov: Any, places: np.ndarray) -> Array:
+    """Dense covariance of the entries at these flat places, of shape (*places, *places)."""
+    size = math.prod(cov.shape)
+    flat = places.ravel()
+    dense = cov.to_dense().reshape(size, size)
+    if not np.array_equal(flat, np.arange(size)):
+        dense = dense[np.maximum(flat, 0)[:, None], np.maximum(flat, 0)]
+    if (flat < 0).any():
+        dense = jnp.where((flat < 0)[:, None] | (flat < 0), 0, dense)
+    return dense.reshape(*places.shape, *places.shape)
+
+
+def gather(cov: Any, places: np.ndarray, *, zeros: bool = False) -> Any:
+    """Covariance of the sequence made of these entries of another; -1 stands for zero.
+
+    With `zeros`, whole rows and columns of zeros are added by maps of the tokens and the features.
+    """
+    num_tokens, num_features = cov.shape
+    rows = np.where(places < 0, -1, places // num_features).max(axis=1)
+    columns = np.where(places < 0, -1, places % num_features).max(axis=0)
+    known = (rows >= 0)[:, None] & (columns >= 0)
+    whole = np.where(known, rows[:, None] * num_features + columns, -1)
+    if not np.array_equal(places, whole) or not (zeros or known.all()):
+        return _gathered(cov, places)
+    if not np.array_equal(rows, np.arange(num_tokens)):
+        cov = cov.map_tokens(jax.nn.one_hot(rows, num_tokens, dtype=cov.dtype))
+    if not np.array_equal(columns, np.arange(num_features)):
+        cov = cov.map_features(jax.nn.one_hot(columns, num_features, dtype=cov.dtype).T)
+    return cov
 
 
 @singledispatch
-def _gathered(cov: Any, tokens: np.ndarray, features: np.ndarray, known: np.ndarray) -> Any:
+def _gathered(cov: Any, places: np.ndarray) -> Any:
     """Arbitrary entries, by way of the dense covariance."""
-    dense = cov.to_dense()[tokens[:, :, None, None], features[:, :, None, None], tokens, features]
-    both = known[:, :, None, None] & known
-    return type(cov).project(jnp.where(both, dense, 0))
+    return type(cov).project(entries(cov, places))
 
 
 @_gathered.register
-def _gathered_diagonal(
-    cov: Diagonal, tokens: np.ndarray, features: np.ndarray, known: np.ndarray
-) -> Diagonal:
-    return Diagonal(jnp.where(known, cov.variances[tokens, features], 0))
+def _gathered_diagonal(cov: Diagonal, places: np.ndarray) -> Diagonal:
+    return Diagonal(taken(cov.variances, places))
 
 
 @_gathered.register
-def _gathered_separable(
-    cov: Separable, tokens: np.ndarray, features: np.ndarray, known: np.ndarray
-) -> Separable:
+def _gathered_separable(cov: Separable, places: np.ndarray) -> Separable:
     """Windows of a sequence without its dense covariance, if each column holds one feature."""
+    known = places >= 0
+    tokens, features = np.divmod(np.maximum(places, 0), cov.shape[1])
     columns = features.max(axis=0)
     if tokens.shape[0] == 1 or (known & (features != columns)).any():
-        return _gathered.dispatch(Full)(cov, tokens, features, known)
-    scale = jnp.where(known, cov.scale[tokens, features], 0)
+        return _gathered.dispatch(Full)(cov, places)
+    scale = taken(cov.scale, places)
 
     def pairs(total: Array, column: tuple[Array, Array]) -> tuple[Array, None]:
         s, at = column

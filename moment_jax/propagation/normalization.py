@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,16 +11,20 @@ from moment_jax.layers.norm import layer_norm_and_tangent
 from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
 from moment_jax.propagation.branches import Branch, through_dense
-from moment_jax.propagation.dense import branches_of
 from moment_jax.propagation.errors import refuse
-from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
+from moment_jax.propagation.graph import Node
+from moment_jax.propagation.moments import Axes, Moments, as_rows, gather, taken
 from moment_jax.propagation.origins import LARGEST
-from moment_jax.propagation.primitives import VIEWS, is_known, uniform
+from moment_jax.propagation.primitives import VIEWS, is_known
 from moment_jax.propagation.propagator import Propagator, pattern
-from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, compute, follow, sources
-
-RowFunction = Callable[[np.ndarray], np.ndarray]
+from moment_jax.propagation.regions import (
+    BY_ROW,
+    REDUCTIONS,
+    all_uniform,
+    follow,
+    probe,
+    sources,
+)
 
 
 class Normalization(NamedTuple):
@@ -33,90 +36,150 @@ class Normalization(NamedTuple):
 
 
 @pattern
-def _by_row(propagator: Propagator, node: Node) -> Moments | None:
-    found = None
-    for source, axes in _row_functions(node):
+def _by_group(propagator: Propagator, node: Node) -> Moments | None:
+    """Functions of rows or other groups of entries: LayerNorm, GroupNorm, softmax and the like."""
+    found: Any = None
+    for source, groups in _grouped_sources(node):
 
-        def fn(x: np.ndarray, source: Node = source) -> np.ndarray:
-            with jax.ensure_compile_time_eval():
-                value = jnp.asarray(x, source.dtype).reshape(source.shape)
-                return np.asarray(compute(node, {source: value}), float)
+        def fn(x: np.ndarray, source: Node = source, groups: np.ndarray = groups) -> np.ndarray:
+            flat = np.empty(x.size)
+            flat[groups] = x
+            return probe(node, source, flat).ravel()[groups]
 
-        kind = recognised_rows(fn, source.shape, source.dtype, axes)
+        kind = recognised_rows(fn, groups.shape, source.dtype)
         if kind is None and found is None:
             continue  # such as the exponentials inside a softmax
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
             break
-        found = source, axes, kind
+        found = source, groups, kind
     if found is None:
         return None
-    source, axes, kind = found
+    source, groups, kind = found
     m = propagator.moments(source)
-    long = {i for i in axes if m.shape[i] > 1}
-    if isinstance(kind, Normalization) and long != set(m.natural()[1]):
-        return None  # over groups: `_over_groups`
-    tokens = tuple(i for i in range(len(m.shape)) if i not in axes)
-    mean, cov = m.sequence(tokens, axes)
-    if isinstance(kind, np.ndarray):
-        kernel = jnp.asarray(kind, mean.dtype)
-        branches = through_dense(branches_of(m, mean, tokens, axes), mean, cov, kernel)
-        propagator.note(node, "linear map of the features")
-        cov = cov.map_features(kernel)
-        return fresh(mean @ kernel, cov, node.shape, tokens, axes, branches)
+    axes = _axes(groups, m.shape)
+    if isinstance(kind, Normalization):
+        if axes is not None and set(axes) == set(m.natural()[1]):
+            return _normalized(propagator, node, m, axes, kind)
+        return None if groups.shape[1] == 1 else _over_groups(propagator, node, m, groups, kind)
+    if axes is None:
+        return None
+    x = m.sequence(tuple(i for i in range(m.ndim) if i not in axes), axes)
     if isinstance(kind, str):
         propagator.note(node, "softmax", "its input Gaussian")
-        return fresh(*softmax(mean, cov), node.shape, tokens, axes)
-    out_mean, out_cov, tangent = layer_norm_and_tangent(
-        mean, cov, NormParams(), kind.epsilon, 2, centres=kind.centres
+        return x.changed(*softmax(x.mean, x.cov), node.shape)
+    kernel = jnp.asarray(kind, x.mean.dtype)
+    branches = through_dense(x, kernel)
+    propagator.note(node, "linear map of the features")
+    return x.changed(x.mean @ kernel, x.cov.map_features(kernel), node.shape, branches)
+
+
+def _normalized(
+    propagator: Propagator, node: Node, m: Moments, axes: Axes, kind: Normalization
+) -> Moments:
+    """A normalisation of the features of each token."""
+    x = m.sequence(tuple(i for i in range(m.ndim) if i not in axes), axes)
+    mean, cov, tangent = layer_norm_and_tangent(
+        x.mean, x.cov, NormParams(), kind.epsilon, 2, centres=kind.centres
     )
     if kind.factor != 1:
         factor = jnp.full((1, mean.shape[1]), kind.factor, mean.dtype)
-        out_mean, out_cov = out_mean * factor, out_cov.rescale(factor)
-        tangent = tangent._replace(scale=factor)
+        mean, cov, tangent = mean * factor, cov.rescale(factor), tangent._replace(scale=factor)
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    branch = Branch(mean, out_mean, out_cov, tangent)
-    return fresh(out_mean, out_cov, node.shape, tokens, axes, (branch,))
+    return x.changed(mean, cov, node.shape, (Branch(x.mean, mean, cov, tangent),))
 
 
-def _row_functions(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
-    """Dominators of the same shape, and the axes reduced in between."""
+def _over_groups(
+    propagator: Propagator, node: Node, m: Moments, groups: np.ndarray, kind: Normalization
+) -> Moments:
+    """A normalisation of other groups of entries, (G, n), such as GroupNorm."""
+    cov: Any = m.cov
+    structured = isinstance(cov, Diagonal | Full)
+    if not structured and m.mean.size**2 > LARGEST:
+        raise refuse(
+            f"a normalisation over {groups.shape[0]} groups of {groups.shape[1]} entries, "
+            f"which needs a dense covariance of more than {LARGEST} entries",
+            node.source,
+            "Use structure=mj.Diagonal.",
+        )
+    at = m.places.ravel()[groups]
+    cov = gather(cov if structured else Full(cov.to_dense()), at)
+    mean, cov, _ = layer_norm_and_tangent(
+        taken(m.mean, at), cov, NormParams(), kind.epsilon, 2, centres=kind.centres
+    )
+    factor = jnp.full((1, mean.shape[1]), kind.factor, mean.dtype)
+    places = np.argsort(groups.ravel()).reshape(m.shape)
+    x = Moments(mean * factor, cov.rescale(factor), places).sequence(*m.natural())
+    cov = x.cov if structured else propagator.structure.project(x.cov.to_dense())
+    propagator.note(node, "group_norm", "its input Gaussian")
+    return x.changed(x.mean, cov, node.shape)
+
+
+def _grouped_sources(node: Node) -> Iterator[tuple[Node, np.ndarray]]:
+    """Dominators of the same shape, with the entries reduced together in between, (G, n)."""
     if node.op not in ("mul", "div", "sub", "add"):
         return
-    reduced: set[tuple[int, ...]] = set()
+    reduced: list[Node] = []
 
     def expandable(n: Node) -> bool:
         if n.op in REDUCTIONS:
-            (operand,) = n.nodes[:1]
-            if operand.ndim != node.ndim:
-                return False
-            reduced.add(tuple(n.params["axes"]))
-        constants = (x for x in n.operands if not isinstance(x, Node))
-        return n.op in BY_ROW and all(uniform(x) is not None for x in constants)
+            reduced.append(n)
+        fixed = n.op in VIEWS and all(map(is_known, n.operands[1:]))
+        return n.op in BY_ROW and (fixed or all_uniform(n))
 
     for source in sources(node, expandable):
-        if len(reduced) > 1:
+        if not reduced or source.shape != node.shape:
+            continue
+        first, *others = (_groups(n, source) for n in reduced)
+        if first is None or any(x is None or not np.array_equal(x, first) for x in others):
             return
-        if reduced and source.shape == node.shape:
-            yield source, next(iter(reduced))
+        yield source, first
+
+
+def _groups(node: Node, source: Node) -> np.ndarray | None:
+    """The source's entries that are reduced together, sorted, (G, n)."""
+    places = follow(node.nodes[0], source)
+    if places is None or places.size != source.size:
+        return None
+    axes = tuple(node.params["axes"])
+    rows = np.sort(as_rows(places, tuple(i for i in range(places.ndim) if i not in axes), axes))
+    rows = rows[np.argsort(rows[:, 0])]
+    return rows if np.array_equal(np.sort(rows.ravel()), np.arange(rows.size)) else None
+
+
+def _axes(groups: np.ndarray, shape: tuple[int, ...]) -> Axes | None:
+    """The axes of an array along which its groups run, or None if they are of another kind."""
+    label = np.empty(groups.size, int)
+    label[groups] = np.arange(len(groups))[:, None]
+    label = label.reshape(shape)
+    axes = tuple(
+        i for i, n in enumerate(shape) if n > 1 and (label == label.take([0], axis=i)).all()
+    )
+    return axes if np.prod([shape[i] for i in axes]) == groups.shape[1] else None
 
 
 def recognised_rows(
-    fn: RowFunction, shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[int, ...]
+    fn: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype
 ) -> Normalization | np.ndarray | str | None:
-    """A normalisation, "softmax", the matrix of a linear map of the features, or None."""
+    """A normalisation of the rows, "softmax", the matrix of a linear map of them, or None."""
+
+    def average(x: np.ndarray) -> np.ndarray:
+        return x.mean(1, keepdims=True)
+
     x = np.random.default_rng(0).normal(size=shape)
     y = fn(x)
     close = 1e3 * float(jnp.finfo(dtype).eps)
-    weights = np.exp(x) / np.exp(x).sum(axes, keepdims=True)
-    if np.allclose(y, weights, atol=close):
+    if np.allclose(y, np.exp(x) / np.exp(x).sum(1, keepdims=True), atol=close):
         return "softmax"
     if not np.isfinite(y).all():
         return None
     if np.allclose(fn(2 * x), 2 * y, atol=close * np.abs(y).max()):
-        return _matrix(fn, x, y, axes, close)
+        units = np.eye(shape[1])[:, None]
+        matrix = np.stack([fn(np.broadcast_to(unit, shape))[0] for unit in units])
+        fits = np.allclose(x @ matrix, y, atol=close * max(np.abs(y).max(), 1))
+        return matrix if fits else None
     for centres in (True, False):
-        z = x - x.mean(axes, keepdims=True) if centres else x
-        z = z / np.sqrt((z**2).mean(axes, keepdims=True))
+        moved = x - average(x) if centres else x
+        z = moved / np.sqrt(average(moved**2))
         wide, small = fn(1e3 * z), 1e-3
         factor = float((wide * z).mean())
         if factor == 0 or not np.isfinite(factor):
@@ -127,108 +190,7 @@ def recognised_rows(
         kept = float((fn(small * z) * z).mean()) / factor
         epsilon = small**2 * max(1 / kept**2 - 1, 0.0)
         factor = 1.0 if abs(factor - 1) < close else factor
-        kind = Normalization(centres, float(f"{epsilon:.5g}"), factor)
-        moved = x - x.mean(axes, keepdims=True) if centres else x
-        expected = factor * moved / np.sqrt((moved**2).mean(axes, keepdims=True) + epsilon)
+        expected = factor * moved / np.sqrt(average(moved**2) + epsilon)
         if np.allclose(y, expected, atol=close * abs(factor)):
-            return kind
+            return Normalization(centres, float(f"{epsilon:.5g}"), factor)
     return None
-
-
-def _matrix(
-    fn: RowFunction, x: np.ndarray, y: np.ndarray, axes: tuple[int, ...], close: float
-) -> np.ndarray | None:
-    """The matrix (D, D) of a linear map of the features, or None."""
-    lead = tuple(i for i in range(x.ndim) if i not in axes)
-    before, after = as_rows(x, lead, axes), as_rows(y, lead, axes)
-    shape = [x.shape[i] if i in axes else 1 for i in range(x.ndim)]
-    units = (np.broadcast_to(unit.reshape(shape), x.shape) for unit in np.eye(before.shape[1]))
-    matrix = np.stack([as_rows(fn(unit), lead, axes)[0] for unit in units])
-    fits = np.allclose(before @ matrix, after, atol=close * max(np.abs(y).max(), 1))
-    return matrix if fits else None
-
-
-@pattern
-def _over_groups(propagator: Propagator, node: Node) -> Moments | None:
-    """GroupNorm, InstanceNorm and the like."""
-    found = _partitioned(node)
-    if found is None:
-        return None
-    source, groups = found
-
-    def fn(x: np.ndarray) -> np.ndarray:
-        flat = np.empty(x.size)
-        flat[groups] = x
-        with jax.ensure_compile_time_eval():
-            value = jnp.asarray(flat, source.dtype).reshape(source.shape)
-            return np.asarray(compute(node, {source: value}), float).ravel()[groups]
-
-    kind = recognised_rows(fn, groups.shape, source.dtype, (1,))
-    if not isinstance(kind, Normalization):
-        return None
-    m = propagator.moments(source)
-    cov: Any = m.cov
-    if not isinstance(cov, Diagonal | Full):
-        if m.mean.size**2 > LARGEST:
-            raise refuse(
-                f"a normalisation over {groups.shape[0]} groups of {groups.shape[1]} entries, "
-                f"which needs a dense covariance of more than {LARGEST} entries",
-                node.source,
-                "Use structure=mj.Diagonal.",
-            )
-        cov = Full(cov.to_dense())
-    at = m.places.ravel()[groups]
-    mean, cov, _ = layer_norm_and_tangent(
-        m.mean.reshape(-1)[at], gather(cov, at), NormParams(), kind.epsilon, 2, centres=kind.centres
-    )
-    factor = jnp.full((1, mean.shape[1]), kind.factor, mean.dtype)
-    places = np.empty(groups.size, int)
-    places[groups.ravel()] = np.arange(groups.size)
-    tokens, features = m.natural()
-    normal = Moments(mean * factor, cov.rescale(factor), places.reshape(source.shape))
-    mean, cov = normal.sequence(tokens, features)
-    if not isinstance(m.cov, Diagonal | Full):
-        cov = propagator.structure.project(cov.to_dense())
-    propagator.note(node, "group_norm", "its input Gaussian")
-    return fresh(mean, cov, node.shape, tokens, features)
-
-
-def _partitioned(node: Node) -> tuple[Node, np.ndarray] | None:
-    """The dominator of the same shape, and its entries by group, (G, n)."""
-    if node.op not in ("mul", "div"):
-        return None
-    reduced: list[Node] = []
-
-    def expandable(n: Node) -> bool:
-        if n.op in REDUCTIONS:
-            reduced.append(n)
-        constants = [x for x in n.operands if not is_random(x)]
-        views = n.op in VIEWS and all(map(is_known, constants))
-        return n.op in BY_ROW and (views or all(uniform(x) is not None for x in constants))
-
-    found = None
-    for source in sources(node, expandable):
-        if reduced and source.shape == node.shape:
-            found = source
-    if found is None:
-        return None
-    partitions = [_groups(n, found) for n in reduced if n.index > found.index]
-    first = partitions[0] if partitions else None
-    if first is None or first.shape[1] == 1:
-        return None
-    if any(p is None or not np.array_equal(p, first) for p in partitions):
-        return None
-    return found, first
-
-
-def _groups(node: Node, source: Node) -> np.ndarray | None:
-    """The source's entries that are reduced together, sorted, (G, n)."""
-    (operand,) = node.nodes[:1]
-    places = follow(operand, source)
-    if places is None or places.size != source.size:
-        return None
-    axes = tuple(node.params["axes"])
-    kept = [i for i in range(places.ndim) if i not in axes]
-    rows = np.sort(as_rows(places, tuple(kept), axes), axis=1)
-    rows = rows[np.argsort(rows[:, 0])]
-    return rows if np.array_equal(np.sort(rows.ravel()), np.arange(rows.size)) else None

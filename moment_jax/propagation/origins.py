@@ -1,7 +1,6 @@
-"""Dense covariances of arrays with a common origin, for cases without a structured rule."""
+"""Dense covariances, to first order: of arrays with a common origin, and of what no rule covers."""
 
 import itertools
-from functools import singledispatch
 from typing import Any
 
 import jax
@@ -11,44 +10,77 @@ from jax import Array
 
 from moment_jax.covariance import Diagonal, Separable, TokenBlock, TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
-from moment_jax.posterior import Point, Posterior
-from moment_jax.propagation.graph import Node
+from moment_jax.posterior import Posterior
+from moment_jax.propagation.errors import PropagationError, refuse, register, shapes
+from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.linearisation import carried
-from moment_jax.propagation.moments import Axes, Moments, as_rows
-from moment_jax.propagation.primitives import evaluate
+from moment_jax.propagation.moments import Axes, Moments, as_rows, entries, fresh
+from moment_jax.propagation.primitives import VIEWS, factors
+from moment_jax.propagation.propagator import LAST, PATTERNS, RULES, Propagator, rule
+from moment_jax.propagation.regions import BY_ROW, between, compute, dominators, weights_of
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import diagonal_of
 
 LARGEST = 2**24  # most entries of a Jacobian
 
 
-def dominator(roots: list[Node], tied: bool) -> Node | None:
-    """The nearest array through which all random paths to the roots pass, or None.
+@rule("dot_general", "cumsum", "scatter", "scatter-add", *sorted(BY_ROW - VIEWS), last=True)
+def _linearised(propagator: Propagator, node: Node) -> Moments | None:
+    """The array linearised in its nearest dominator and in the weights in between.
 
-    If any weights are tied, it shares none with what lies between it and the roots.
+    Used for attention with normalised queries or score biases, for example.
     """
+    if not node.nodes or not jnp.issubdtype(node.dtype, jnp.floating):
+        return None
+    source = dominator(node.nodes, propagator.tied, [node])
+    weights = weights_of(node, source)
+    for inner in between(node, source):
+        if inner.op != "belief" and (
+            inner.op == "argmax" or not (RULES[inner.op] or LAST[inner.op])
+        ):
+            propagator.moments(inner)  # raises
+    dense = joint(propagator, [node], source, weights)
+    if dense is None:
+        raise refuse(
+            f"`{node.op}` of random {shapes(node.operands)}, which has no rule and a Jacobian of more "
+            f"than {LARGEST} entries",
+            node.source,
+            register(node),
+        )
+    known = {}
+    if source is not None:
+        known[source] = propagator.moments(source).array().astype(source.dtype)
+    (mean,) = compute([node], known, linearised=True)
+    axes = _axes(propagator, node)
+    index = np.arange(node.size).reshape(node.shape)
+    cov = propagator.structure.project(as_sequence(dense, index, index, axes))
+    propagator.note(node, "linearised", "weights independent of what they are applied to")
+    return fresh(as_rows(mean, *axes), cov, node.shape, *axes)
 
-    def unfit(n: Node) -> bool:
-        if not tied or not jnp.issubdtype(n.dtype, jnp.floating):
-            return not jnp.issubdtype(n.dtype, jnp.floating)
-        before = weights_of(n, None)
-        return any(weights_of(root, n).keys() & before.keys() for root in roots)
 
-    frontier = set(roots)
-    while len(frontier) > 1 or any(map(unfit, frontier)):
-        last = max(frontier, key=lambda n: n.index)
-        frontier.remove(last)
-        frontier.update(last.nodes)
-    return next(iter(frontier), None)
+def _tied(propagator: Propagator, node: Node) -> Moments | None:
+    """Weights applied to arrays that depend on them: tied embeddings or projections, repeated layers."""
+    if not propagator.tied or not (_knows_its_weights(node) or _shares_a_weight(node)):
+        return None
+    try:
+        return _linearised(propagator, node)
+    except PropagationError:
+        propagator.note(
+            node, "tied weights", "taken as independent: too large for a dense covariance"
+        )
+        return None
 
 
-def knows_its_weights(node: Node) -> bool:
+PATTERNS.insert(0, _tied)  # before attention, which assumes weights of its own
+
+
+def _knows_its_weights(node: Node) -> bool:
     """Whether one operand is a weight that another depends on, such as a tied embedding."""
     own = {id(x.posterior) for x in node.operands if isinstance(x, Weight)}
     return bool(own) and any(own & weights_of(x, None).keys() for x in node.nodes)
 
 
-def share_a_weight(node: Node) -> bool:
+def _shares_a_weight(node: Node) -> bool:
     """Whether a product's factors apply the same weight to one array: tied projections."""
     if node.op != "dot_general" or len(node.nodes) != 2:
         return False
@@ -57,67 +89,44 @@ def share_a_weight(node: Node) -> bool:
     return bool(left.keys() & right.keys())
 
 
-def weights_of(root: Node, source: Node | None) -> dict[int, Posterior]:
-    """Beliefs, by id, that an array depends on other than through `source`."""
-    weights = (x for node in between(root, source) for x in node.operands if isinstance(x, Weight))
-    return {id(x.posterior): x.posterior for x in weights if not isinstance(x.posterior, Point)}
+def _axes(propagator: Propagator, node: Node) -> tuple[Axes, Axes]:
+    """Token and feature axes; a product of two random arrays (attention) keeps those of its values."""
+    features: tuple[int, ...] = (node.ndim - 1,) if node.ndim else ()
+    if node.op == "dot_general" and all(map(is_random, node.operands)):
+        # The values are computed before the attention weights.
+        side = min((0, 1), key=lambda i: getattr(node.operands[i], "index", 0))
+        by_feature = propagator.moments(node.operands[side]).natural()[1]
+        left, right = factors(node)
+        shown = [i if side == 0 else j for i, j in zip(left.batch, right.batch, strict=True)]
+        shown += left.free if side == 0 else [-1] * len(left.free)
+        shown += right.free if side == 1 else [-1] * len(right.free)
+        features = tuple(i for i, axis in enumerate(shown) if axis in by_feature)
+    return tuple(i for i in range(node.ndim) if i not in features), features
 
 
-def between(root: Node, source: Node | None) -> set[Node]:
-    """The nodes that an array depends on, down to but without the source."""
-    seen: set[Node] = set()
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node is source or node in seen:
-            continue
-        seen.add(node)
-        stack.extend(node.nodes)
-    return seen
+def dominator(roots: list[Node], tied: bool, users: list[Node] | None = None) -> Node | None:
+    """The nearest array through which all random paths to the roots pass, or None.
 
-
-def values(roots: list[Node], known: dict[Any, Array]) -> list[Array]:
-    """Values of the roots, elementwise functions being replaced by their expected linear maps.
-
-    `known` has values of nodes, and of posteriors by id.
+    If any weights are tied, it shares none with what lies between it and the users (default: roots).
     """
-    memory = dict(known)
 
-    def value(x: Any) -> Any:
-        if isinstance(x, Weight):
-            return known.get(id(x.posterior), x.posterior.mean).reshape(-1)[x.places]
-        if not isinstance(x, Node):
-            return x
-        if x not in memory:
-            if x.op == "belief":
-                memory[x] = value(x.operands[0])
-            elif x.line is not None:
-                source, before, gain, after = x.line
-                memory[x] = (after + gain * (value(source) - before)).astype(x.dtype)
-            else:
-                operands = _alike([value(y) for y in x.operands])
-                result = evaluate(x.primitive, operands, x.params)[x.output]
-                memory[x] = result.astype(x.dtype)
-        return memory[x]
+    def fit(n: Node) -> bool:
+        if not tied or not jnp.issubdtype(n.dtype, jnp.floating):
+            return jnp.issubdtype(n.dtype, jnp.floating)
+        before = weights_of(n, None).keys()
+        return not any(weights_of(user, n).keys() & before for user in users or roots)
 
-    return [value(x) for x in roots]
+    return next(filter(fit, dominators(roots)), None)
 
 
-def _alike(operands: list[Any]) -> list[Any]:
-    """Promote floating-point operands to a common dtype: moments may be wider than the user's arrays."""
-    arrays = [jnp.asarray(x) for x in operands]
-    wide = [x.dtype for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-    if len(set(wide)) < 2:
-        return operands
-    return [x.astype(jnp.result_type(*wide)) if x.dtype in wide else x for x in arrays]
-
-
-def common(propagator: Any, a: Node, b: Node) -> Array | None:
+def common(propagator: Propagator, a: Any, b: Any) -> Array | None:
     """Cov[a, b], (size of a, size of b), to first order in their common origin.
 
     The origin is their nearest common dominator and the weights that both depend on. None if there is
     none, or if it is too large for a dense covariance.
     """
+    if not (isinstance(a, Node) and isinstance(b, Node)):
+        return None
     source = dominator([a, b], propagator.tied)
     left, right = (weights_of(x, source) for x in (a, b))
     shared = {i: left[i] for i in left.keys() & right.keys()}
@@ -125,16 +134,18 @@ def common(propagator: Any, a: Node, b: Node) -> Array | None:
     return None if found is None else found[: a.size, a.size :]
 
 
-def cross_of(propagator: Any, node: Node, sides: Any, tokens: Axes, features: Axes) -> Array | None:
-    """`common` of two operands broadcast to the node, as sequences: (T, D, T, D)."""
-    a, b = sides
-    if not (isinstance(a, Node) and isinstance(b, Node)):
-        return None
-    dense = common(propagator, a, b)
+def cross_of(
+    propagator: Propagator, node: Node, parts: str, axes: tuple[Axes, Axes]
+) -> tuple[Array | None, str]:
+    """`common` of two operands broadcast to the node, as sequences: (T, D, T, D); and `assumed`."""
+    dense = common(propagator, *node.operands)
+    text = assumed(parts, node.operands, dense is not None)
     if dense is None:
-        return None
-    rows, columns = (np.broadcast_to(np.arange(x.size).reshape(x.shape), node.shape) for x in sides)
-    return as_sequence(dense, rows, columns, tokens, features)
+        return None, text
+    rows, columns = (
+        np.broadcast_to(np.arange(x.size).reshape(x.shape), node.shape) for x in node.operands
+    )
+    return as_sequence(dense, rows, columns, axes), text
 
 
 def assumed(parts: str, operands: Any, known: bool) -> str:
@@ -147,7 +158,7 @@ def assumed(parts: str, operands: Any, known: bool) -> str:
 
 
 def joint(
-    propagator: Any, roots: list[Node], source: Node | None, weights: dict[int, Posterior]
+    propagator: Propagator, roots: list[Node], source: Node | None, weights: dict[int, Posterior]
 ) -> Array | None:
     """Covariance of the roots' concatenated entries, (N, N); None without an origin or if too large."""
     if source is None and not weights:
@@ -156,101 +167,65 @@ def joint(
     sizes = [n if source is None else source.size, *(w.mean.size for w in weights.values())]
     if n * max(n, *sizes) > LARGEST:
         return None
-    start: dict[Any, Array] = {i: w.mean for i, w in weights.items()}
-    moments = None if source is None else propagator.moments(source)
-    if moments is not None:
-        start[0] = moments.array()
+    keys: list[Any] = list(weights)
+    start = [w.mean for w in weights.values()]
+    if source is not None:
+        moments = propagator.moments(source)
+        keys, start = [*keys, source], [*start, moments.array()]
 
-    def output(at: dict[Any, Array]) -> Array:
-        known: dict[Any, Array] = {**at}
+    def output(at: list[Array]) -> Array:
+        known = dict(zip(keys, at, strict=True))
         if source is not None:
-            known[source] = known.pop(0).astype(source.dtype)
-        return jnp.concatenate([x.reshape(-1) for x in values(roots, known)])
+            known[source] = known[source].astype(source.dtype)
+        return jnp.concatenate([x.ravel() for x in compute(roots, known, linearised=True)])
 
-    jacobians = jax.jacrev(output)(start)
-    total = jnp.zeros((n, n), jnp.result_type(*start.values()))
-    for i, w in weights.items():
-        total = total + carried(w, jacobians[i].reshape(n, -1))
-    if moments is not None:
-        jacobian = jacobians[0].reshape(n, -1)
-        total = total + jacobian @ dense_of(moments) @ jacobian.T
+    jacobians = [j.reshape(n, -1) for j in jax.jacrev(output)(start)]
+    total = jnp.zeros((n, n), jnp.result_type(*start))
+    for w, jacobian in zip(weights.values(), jacobians, strict=False):
+        total = total + carried(w, jacobian)
+    if source is not None:
+        total = (
+            total + jacobians[-1] @ entries(moments.cov, moments.places.ravel()) @ jacobians[-1].T
+        )
     return total
 
 
-def dense_of(m: Moments) -> Array:
-    """Covariance of an array's entries in C order, (size, size)."""
-    flat = m.places.ravel()
-    size = m.mean.size
-    dense = m.cov.to_dense().reshape(size, size)
-    if not np.array_equal(flat, np.arange(size)):
-        dense = dense[np.maximum(flat, 0)[:, None], np.maximum(flat, 0)[None]]
-        dense = jnp.where((flat < 0)[:, None] | (flat < 0)[None], 0, dense)
-    return dense
-
-
 def as_sequence(
-    dense: Array, rows: np.ndarray, columns: np.ndarray, tokens: Axes, features: Axes
+    dense: Array, rows: np.ndarray, columns: np.ndarray, axes: tuple[Axes, Axes]
 ) -> Array:
     """Covariance (T, D, T, D) of a result's entries, which lie at `rows` and `columns` of `dense`."""
-    r, c = (as_rows(x, tokens, features) for x in (rows, columns))
-    return dense[r[:, :, None, None], c]
+    return dense[as_rows(rows, *axes)[:, :, None, None], as_rows(columns, *axes)]
 
 
-@singledispatch
 def with_cross(cov: Any, cross: Array) -> Any:
     """The covariance plus `cross` (T, D, T, D) and its transpose, with variances kept non-negative."""
-    share = _share(cov, cross)
-    cross = share[:, :, None, None] * cross * share[None, None]
-    return type(cov).project(cov.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1)))
+    t, d = cov.shape
+    own = diagonal_of(cross.reshape(t * d, t * d)).reshape(t, d)
+    if not isinstance(cov, Diagonal | TokenCorrelated | Separable):
+        return _with_shares(cov, cross, -2 * own)
+    variance = jnp.maximum(cov.variance() + 2 * own, 0)
+    if isinstance(cov, Diagonal):
+        return Diagonal(variance)
+    gram = jnp.einsum("tdsd->ts", cross)
+    token_gram = cov.token_gram() + gram + gram.T
+    if isinstance(cov, TokenCorrelated):
+        return TokenCorrelated.from_moments(variance, token_gram)
+    ones = weighted(jnp.ones((t, 1), cross.dtype), cov.pool)[:, 0]
+    features = jnp.einsum("t,tdse,s->de", ones, cross, ones)
+    feature_gram = cov.feature_gram() + features + features.T
+    return cov.from_crossed(variance, token_gram, feature_gram, cov.pool)
 
 
-@with_cross.register
-def _block(cov: TokenBlock, cross: Array) -> TokenBlock:
-    share = _share(cov, cross)
-    own = share[:, :, None] * jnp.einsum("tdte->tde", cross) * share[:, None, :]
-    return TokenBlock(cov.blocks + own + jnp.swapaxes(own, 1, 2))
-
-
-def _share(cov: Any, cross: Array) -> Array:
-    """A factor for each entry of `cross`, (T, D), below 1 where a variance would become negative.
+def _with_shares(cov: Any, cross: Array, owed: Array) -> Any:
+    """`with_cross`, where less of it is added if the `owed` variance (T, D) is more than there is.
 
     Variances are to second order and `cross` to first, so the two need not be consistent.
     """
-    owed = -2 * _own(cov, cross)
     left = safe_divide(cov.variance(), jnp.maximum(owed, 0))
     below = 1 - 8 * jnp.finfo(left.dtype).eps  # allow for rounding
-    return jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
-
-
-def _own(cov: Any, cross: Array) -> Array:
-    """The diagonal of `cross`, (T, D)."""
-    t, d = cov.shape
-    return diagonal_of(cross.reshape(t * d, t * d)).reshape(t, d)
-
-
-def _variance(cov: Any, cross: Array) -> Array:
-    return jnp.maximum(cov.variance() + 2 * _own(cov, cross), 0)
-
-
-@with_cross.register
-def _diagonal(cov: Diagonal, cross: Array) -> Diagonal:
-    return Diagonal(_variance(cov, cross))
-
-
-@with_cross.register
-def _tokens(cov: TokenCorrelated, cross: Array) -> TokenCorrelated:
-    gram = jnp.einsum("tdsd->ts", cross)
-    return TokenCorrelated.from_moments(_variance(cov, cross), cov.token_gram() + gram + gram.T)
-
-
-@with_cross.register
-def _separable(cov: Separable, cross: Array) -> Separable:
-    gram = jnp.einsum("tdsd->ts", cross)
-    ones = weighted(jnp.ones((cov.shape[0], 1), cross.dtype), cov.pool)[:, 0]
-    features = jnp.einsum("t,tdse,s->de", ones, cross, ones)
-    return cov.from_crossed(
-        _variance(cov, cross),
-        cov.token_gram() + gram + gram.T,
-        cov.feature_gram() + features + features.T,
-        cov.pool,
-    )
+    share = jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
+    if isinstance(cov, TokenBlock):
+        own = share[:, :, None] * jnp.einsum("tdte->tde", cross) * share[:, None, :]
+        return TokenBlock(cov.blocks + own + jnp.swapaxes(own, 1, 2))
+    cross = share[:, :, None, None] * cross * share[None, None]
+    return type(cov).project(cov.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1)))

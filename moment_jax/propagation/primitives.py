@@ -1,33 +1,21 @@
 """Evaluates primitives on certain arrays, and on the places of random entries."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+# fmt: off
 UNMOVED = {
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "optimization_barrier",
-    "reduce_precision",
-    "sharding_constraint",
-    "stop_gradient",
+    "convert_element_type", "copy", "copy_p", "optimization_barrier", "reduce_precision",
+    "sharding_constraint", "stop_gradient",
 }
 VIEWS = UNMOVED | {
-    "broadcast_in_dim",
-    "dynamic_slice",
-    "expand_dims",
-    "gather",
-    "reshape",
-    "rev",
-    "slice",
-    "split",
-    "squeeze",
-    "tile",
-    "transpose",
+    "broadcast_in_dim", "dynamic_slice", "expand_dims", "gather", "reshape", "rev", "slice",
+    "split", "squeeze", "tile", "transpose",
 }
+# fmt: on
 
 
 def evaluate(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
@@ -41,6 +29,12 @@ def evaluate(primitive: Any, operands: list[Any], params: dict[str, Any]) -> lis
     return list(results) if primitive.multiple_results else [results]
 
 
+def is_known(value: Any) -> bool:
+    """Whether a value is a concrete array or number: no tracer, weight or node."""
+    concrete = isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
+    return concrete and not isinstance(value, jax.core.Tracer)
+
+
 def is_view(operation: Any) -> bool:
     """Whether an equation or `Node` only rearranges its first operand."""
     if operation.primitive.name == "convert_element_type":
@@ -48,15 +42,14 @@ def is_view(operation: Any) -> bool:
     return operation.primitive.name in VIEWS
 
 
-def is_known(value: Any) -> bool:
-    """Whether an array is concrete (no tracer)."""
-    return not isinstance(value, jax.core.Tracer)
+def moved(operation: Any, places: np.ndarray, rest: Any) -> list[np.ndarray] | None:
+    """Places of an array's entries in each result of an equation or `Node` that is a view of it.
 
-
-def moved(
-    primitive: Any, places: np.ndarray, rest: list[Any], params: dict[str, Any]
-) -> list[np.ndarray]:
-    """The places of an array's entries after an operation that only rearranges them."""
+    None if it is none, or if the other operands `rest`, such as indices, are not known.
+    """
+    if not is_view(operation) or not all(map(is_known, rest)):
+        return None
+    primitive, params = operation.primitive, operation.params
     if primitive.name in UNMOVED:
         return [places]
     if primitive.name == "gather" and "fill_value" in params:
@@ -67,9 +60,40 @@ def moved(
 
 def uniform(array: Any) -> Any:
     """The number that fills a known array, or None."""
-    if not hasattr(array, "__array__") and not np.isscalar(array):
-        return None  # a weight or a node
     if not is_known(array):
         return None
     flat = np.asarray(array).reshape(-1)
     return flat[0] if flat.size and (flat == flat[0]).all() else None
+
+
+class Factor(NamedTuple):
+    """The axes of one factor of a product (`dot_general`)."""
+
+    batch: tuple[int, ...]
+    free: tuple[int, ...]
+    contracted: tuple[int, ...]
+
+
+def factors(node: Any) -> tuple[Factor, Factor]:
+    """The axes of a product's two factors; the result has the batch axes, then the free ones."""
+    contracted, batch = node.params["dimension_numbers"]
+    left, right = (
+        Factor(tuple(b), tuple(i for i in range(np.ndim(x)) if i not in (*c, *b)), tuple(c))
+        for x, c, b in zip(node.operands, contracted, batch, strict=True)
+    )
+    return left, right
+
+
+def in_product(node: Any, side: int, entries: np.ndarray) -> np.ndarray:
+    """An array of the product's entries, which has the free axes of `side` before those of the other.
+
+    The entries come in any shape whose C order is that of batch, own free and other free axes.
+    """
+    own, other = factors(node)[side], factors(node)[1 - side]
+    shape = [np.shape(node.operands[side])[i] for i in (*own.batch, *own.free)]
+    shape += [np.shape(node.operands[1 - side])[i] for i in other.free]
+    entries = entries.reshape(shape)
+    if side == 1:
+        start, count = len(own.batch), len(own.free)
+        entries = np.moveaxis(entries, range(start, start + count), range(-count, 0))
+    return entries

@@ -1,7 +1,7 @@
 """Mean and covariance of any JAX function of random weights: interprets its jaxpr on moments."""
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
-from moment_jax.posterior import Point, Posterior
-from moment_jax.propagation.errors import explain, refuse, where
-from moment_jax.propagation.graph import Node, Recorder, Value, is_random
-from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
+from moment_jax.posterior import Posterior
+from moment_jax.propagation.errors import explain, refuse, register, shapes, where
+from moment_jax.propagation.graph import Node, Recorder, Value, as_floating, is_random
+from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh
 from moment_jax.propagation.receipt import Receipt, Step, costs, scope
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
@@ -22,36 +22,35 @@ from moment_jax.xla import materialized_inputs
 Rule = Callable[[Any, Node], Moments | None]
 
 
+@dataclasses.dataclass(eq=False)
 class Propagator:
     """Computes the moments of a graph's nodes in one structure."""
 
-    def __init__(self, structure: type[Covariance]) -> None:
-        self.structure = structure
-        self.tied = False  # whether any weight is used more than once
-        self.output: Value = None  # of the function
-        self.begin(None)
+    structure: type[Covariance]
+    tied: bool = False  # whether any weight is used more than once
+    pool: Array | None = None  # pool sequences as long as this over its tokens, see `Pooled`
+    output: Value = None  # of the function
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    noted: list[Node] = dataclasses.field(default_factory=list)  # the node of each step
+    known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
 
-    def begin(self, pool: Array | None) -> None:
-        """Reset, and pool sequences as long as `pool` over its tokens (see `Pooled`)."""
-        self.pool = pool
-        self.steps: list[Step] = []
-        self.noted: list[Node] = []  # the node of each step
-        self._certain: dict[tuple[int, Axes], tuple[Any, Moments]] = {}
-
-    def run(self, one_pass: Callable[[], Moments]) -> Moments:
+    def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
         """Moments from one pass, or from a second one if an attention mask calls for pooling."""
         try:
-            return one_pass()
+            return one_pass(self)
         except Pooled as found:
-            self.begin(*found.args)
-            return one_pass()
+            (self.pool,) = found.args
+            self.steps.clear()
+            self.noted.clear()
+            self.known.clear()
+            return one_pass(self)
 
     def moments(self, value: Value) -> Moments:
         """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
             return value.moments(self.structure)
         if not isinstance(value, Node):
-            return self.certain(value, tuple(range(np.ndim(value)))[-1:])
+            return self.certain(value, by_last_axis(np.ndim(value))[1])
         if value.moments is None:
             value.moments = self._resolved(value)
         return value.moments
@@ -59,21 +58,21 @@ class Propagator:
     def certain(self, array: Any, features: Axes) -> Moments:
         """Moments of a certain array, as a sequence with these feature axes."""
         key = (id(array), features)
-        if key not in self._certain:
-            x = jnp.asarray(array)
-            x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+        if key not in self.known:
+            x = as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
             cov = self.structure.zeros(mean.shape, mean.dtype)
-            self._certain[key] = (array, self.pooled(fresh(mean, cov, x.shape, tokens, features)))
-        return self._certain[key][1]
+            found = fresh(mean, cov, x.shape, tokens, features)
+            self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
+        return self.known[key][1]
 
     def pooled(self, found: Moments) -> Moments:
         """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
         cov: Any = found.cov
         if self.pool is None or cov.shape[:1] != self.pool.shape or cov.pool is not None:
             return found
-        return dataclasses.replace(found, cov=cov.pooled(self.pool), known={})
+        return dataclasses.replace(found, cov=cov.pooled(self.pool))
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Add an operation to the receipt."""
@@ -81,18 +80,16 @@ class Propagator:
         self.noted.append(node)
 
     def _resolved(self, node: Node) -> Moments:
-        known = (RULES.get(node.op, ()), LAST.get(node.op, ()))
-        for rule in (*_REGISTERED.get(node.op, ()), *PATTERNS, *known[0], *known[1]):
+        own, library, last = (rules[node.op] for rules in (_REGISTERED, RULES, LAST))
+        for rule in (*own, *PATTERNS, *library, *last):
             with jax.named_scope(scope(node)):
                 found = rule(self, node)
             if found is not None:
                 return self.pooled(found)
-        shapes = ", ".join(str(tuple(np.shape(x))) for x in node.operands)
         raise refuse(
-            f"`{node.op}` of random {shapes}",
+            f"`{node.op}` of random {shapes(node.operands)}",
             node.source,
-            "No rule or pattern covers it. Register one with "
-            f'mj.propagation_rule("{node.op}"), or compute this part from certain weights.',
+            f"No rule or pattern covers it. {register(node)}",
         )
 
 
@@ -104,9 +101,9 @@ class Pooled(Exception):  # noqa: N818 (control flow, not an error)
 
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
-RULES: dict[str, list[Rule]] = {}
-LAST: dict[str, list[Rule]] = {}  # fallbacks, tried last
-_REGISTERED: dict[str, list[Rule]] = {}
+RULES: dict[str, list[Rule]] = defaultdict(list)  # by primitive
+LAST: dict[str, list[Rule]] = defaultdict(list)  # fallbacks
+_REGISTERED: dict[str, list[Rule]] = defaultdict(list)  # by users
 
 
 def rule(*primitives: str, last: bool = False) -> Callable[[Rule], Rule]:
@@ -114,7 +111,7 @@ def rule(*primitives: str, last: bool = False) -> Callable[[Rule], Rule]:
 
     def enter(function: Rule) -> Rule:
         for name in primitives:
-            (LAST if last else RULES).setdefault(name, []).append(function)
+            (LAST if last else RULES)[name].append(function)
         return function
 
     return enter
@@ -148,17 +145,13 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
 
     def enter(function: Callable[..., tuple[Array, Any]]) -> Any:
         def applied(propagator: Propagator, node: Node) -> Moments:
-            first = next(i for i, x in enumerate(node.operands) if is_random(x))
-            m = propagator.moments(node.operands[first])
-            tokens, features = m.natural()
-            others = [
-                propagator.moments(x).array() if is_random(x) else x
-                for i, x in enumerate(node.operands)
-                if i != first
-            ]
-            mean, cov = function(*m.sequence(tokens, features), *others, **node.params)
+            operands = list(node.operands)
+            first = operands.pop(next(i for i, x in enumerate(operands) if is_random(x)))
+            x = propagator.moments(first).sequence()
+            others = [propagator.moments(y).array() if is_random(y) else y for y in operands]
+            mean, cov = function(x.mean, x.cov, *others, **node.params)
             propagator.note(node, getattr(function, "__name__", "a rule"), "registered")
-            return fresh(mean, cov, node.shape, tokens, features)
+            return x.changed(mean, cov, node.shape)
 
         _REGISTERED[primitive] = [applied]
         return function
@@ -218,51 +211,42 @@ def propagate(
         )
 
     def propagated(params: Any, *inputs: Any) -> Any:
-        propagator = Propagator(structure)
-        mean, cov = materialized_inputs(_output)(propagator, fn, params, inputs)
+        propagator, counted = Propagator(structure), Propagator(structure)
+        mean, cov = materialized_inputs(_run)(propagator, fn, params, inputs)
         if not receipt:
             return mean, cov
-        counted = Propagator(structure)
-        traced = jax.make_jaxpr(lambda: _output(counted, fn, params, inputs))()
-        return mean, cov, _receipt(propagator, counted, costs(traced.jaxpr))
+        traced = jax.make_jaxpr(lambda: _run(counted, fn, params, inputs))()
+        cost = costs(traced.jaxpr)
+        steps = [
+            step._replace(cost=cost.pop(node.index, 0))
+            for step, node in zip(propagator.steps, counted.noted, strict=True)
+        ]
+        return mean, cov, Receipt(steps, propagator)
 
     return propagated
 
 
-def _receipt(propagator: Propagator, counted: Propagator, cost: Counter[int]) -> Receipt:
-    """The steps of a pass, with the costs that a second, traced pass has counted."""
+def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Array, Any]:
+    """Mean and covariance of fn's output."""
 
-    def run(structure: type[Covariance], one_pass: Callable[[Propagator], Moments]) -> Moments:
-        other = Propagator(structure)
-        other.tied = propagator.tied
-        return other.run(lambda: one_pass(other))
+    def is_belief(leaf: Any) -> bool:
+        return isinstance(leaf, Posterior)
 
-    steps = [
-        step._replace(cost=cost.pop(node.index, 0))
-        for step, node in zip(propagator.steps, counted.noted, strict=True)
-    ]
-    return Receipt(steps, propagator.noted, propagator.output, run)
-
-
-def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Array, Any]:
-    leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Posterior))
-    means = [leaf.mean if isinstance(leaf, Posterior) else leaf for leaf in leaves]
-    at = jax.tree.unflatten(treedef, means)
+    at = jax.tree.map(lambda x: x.mean if is_belief(x) else x, params, is_leaf=is_belief)
     try:
         traced = jax.make_jaxpr(fn)(at, *inputs)
     except Exception as error:
         explain("propagate", fn, at, inputs, error)
         raise
-    values = [Weight.of(leaf) if isinstance(leaf, Posterior) else leaf for leaf in leaves]
-    arguments = [*values, *jax.tree.leaves(inputs)]
-    arguments = [x if is_random(x) else jnp.asarray(x) for x in arguments]
+    leaves = [*jax.tree.leaves(params, is_leaf=is_belief), *jax.tree.leaves(inputs)]
+    arguments = [Weight.of(x) if is_belief(x) else jnp.asarray(x) for x in leaves]
     if len(traced.jaxpr.outvars) != 1:
         raise TypeError(
             "`propagate(fn)` needs a function that returns one array. Got "
             f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
         )
 
-    def one_pass() -> Moments:
+    def one_pass(propagator: Propagator) -> Moments:
         recorder = Recorder()
         (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
         if recorder.repeated():
@@ -272,17 +256,5 @@ def _output(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[
         return propagator.moments(propagator.output)
 
     m = propagator.run(one_pass)
-    last = len(m.shape) - 1
-    tokens = tuple(range(max(last, 0)))
-    return m.sequence(tokens, (last,) if last >= 0 else ())
-
-
-def as_weight(value: Value) -> Weight | None:
-    """A weight, a certain array as a `Point` weight, or None for a node."""
-    if isinstance(value, Node):
-        return None
-    if isinstance(value, Weight):
-        return value
-    array = jnp.asarray(value)
-    floating = jnp.issubdtype(array.dtype, jnp.floating)
-    return Weight.of(Point(array if floating else array.astype(float)))
+    found = m.sequence(*by_last_axis(m.ndim))
+    return found.mean, found.cov

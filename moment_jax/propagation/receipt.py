@@ -6,8 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,12 @@ import numpy as np
 from jax import Array
 
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh
-from moment_jax.propagation.origins import between, weights_of
+from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh, ordered
 from moment_jax.propagation.primitives import is_view
-from moment_jax.propagation.regions import compute
-from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.regions import between, compute, weights_of
+
+if TYPE_CHECKING:
+    from moment_jax.propagation.propagator import Propagator
 
 
 class Step(NamedTuple):
@@ -40,11 +40,9 @@ class Receipt(list[Step]):
     arrays through which everything later passes, and share no weights.
     """
 
-    def __init__(
-        self, steps: list[Step], nodes: list[Node], output: Node, run: Callable[..., Any]
-    ) -> None:
+    def __init__(self, steps: list[Step], propagator: Propagator) -> None:
         super().__init__(steps)
-        self._nodes, self._output, self._run = nodes, output, run
+        self._propagator = propagator
 
     def sequence(self, x: Any) -> Array:
         """The input as rows of features."""
@@ -53,13 +51,12 @@ class Receipt(list[Step]):
     @property
     def stages(self) -> list[Stage]:
         """The stages, from one cut to the next; the last ends at the function's output."""
-        steps = dict(zip(self._nodes, self, strict=True))
-        cuts = [*_cuts(self._nodes, self._output), self._output]
-        return [
-            Stage(f"{steps[end].rule} {steps[end].where}" if end in steps else end.op,
-                  start, end, self._run)
-            for start, end in zip([None, *cuts], cuts, strict=False)
-        ]  # fmt: skip
+        nodes, output = self._propagator.noted, self._propagator.output
+        steps = dict(zip(nodes, self, strict=True))
+        cuts = [*_cuts(nodes, output), output]
+        names = (f"{steps[n].rule} {steps[n].where}" if n in steps else n.op for n in cuts)
+        starts = [None, *cuts[:-1]]
+        return [Stage(*one, self._propagator) for one in zip(names, starts, cuts, strict=True)]
 
 
 def _cuts(nodes: list[Node], output: Node) -> list[Node]:
@@ -82,7 +79,7 @@ class Stage:
     name: str
     start: Node | None
     end: Node
-    run: Callable[[Any, Callable[[Any], Moments]], Moments]  # (structure, pass) -> moments
+    propagator: Propagator  # of the whole function
 
     def __post_init__(self) -> None:
         self.inner = between(self.end, self.start)
@@ -91,7 +88,7 @@ class Stage:
     def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
         """Moments of the end, given those of the start as a sequence."""
 
-        def one_pass(propagator: Any) -> Moments:
+        def one_pass(propagator: Propagator) -> Moments:
             for node in self.inner:
                 node.moments = node.line = None
             if self.start is not None:
@@ -101,37 +98,31 @@ class Stage:
 
         kept = [(node, node.moments, node.line) for node in between(self.end, None)]
         try:
-            return self.run(type(cov), one_pass).sequence(*self.axes[self.end])
+            whole = self.propagator
+            m = type(whole)(type(cov), whole.tied).run(one_pass)
         finally:
             for node, moments, line in kept:
                 node.moments, node.line = moments, line
+        found = m.sequence(*self.axes[self.end])
+        return found.mean, found.cov
 
     def draw(self, key: Array, x: Array) -> Array:
         """The end in one sampled network, given the start as a sequence."""
         weights = weights_of(self.end, self.start)
         keys = jax.random.split(key, max(len(weights), 1))
-        drawn = {i: w.sample(k) for (i, w), k in zip(weights.items(), keys, strict=False)}
-
-        def array(operand: Any) -> Any:
-            if not isinstance(operand, Weight):
-                return operand
-            value = drawn.get(id(operand.posterior), operand.posterior.mean)
-            return value.reshape(-1)[operand.places]
-
-        known = {n: array(n.operands[0]) for n in self.inner if n.op == "belief"}
+        known: dict[Any, Any] = {
+            i: w.sample(k) for (i, w), k in zip(weights.items(), keys, strict=False)
+        }
         if self.start is not None:
-            no_cov: Any = None
-            shown = fresh(x, no_cov, self.start.shape, *self.axes[self.start])
-            known[self.start] = shown.array().astype(self.start.dtype)
-        return as_rows(compute(self.end, known, array), *self.axes[self.end])
+            places = ordered(self.start.shape, *self.axes[self.start])
+            known[self.start] = x.reshape(-1)[places].astype(self.start.dtype)
+        (end,) = compute([self.end], known)
+        return as_rows(end, *self.axes[self.end])
 
 
 def _axes(node: Node) -> tuple[Axes, Axes]:
     """The token and feature axes that the pass used."""
-    if node.moments is not None:
-        return node.moments.natural()
-    last = node.ndim - 1
-    return tuple(range(max(last, 0))), (last,) if node.ndim else ()
+    return by_last_axis(node.ndim) if node.moments is None else node.moments.natural()
 
 
 def scope(node: Node) -> str:

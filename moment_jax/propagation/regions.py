@@ -1,12 +1,15 @@
-"""Parts of the graph that depend on a single random array, as plain functions of it."""
+"""Parts of the graph: what lies between two arrays, as a plain function."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved, uniform
 from moment_jax.propagation.weights import Weight
@@ -25,32 +28,96 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 
 
-def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
-    """Nodes through which every path to `node` passes, nearest first."""
-    frontier = {node}
+def weights_of(root: Node, source: Node | None) -> dict[int, Posterior]:
+    """Beliefs, by id, that an array depends on other than through `source`."""
+    weights = (x for n in between(root, source) for x in n.operands if isinstance(x, Weight))
+    return {id(x.posterior): x.posterior for x in weights if not isinstance(x.posterior, Point)}
+
+
+def between(root: Node, source: Node | None) -> set[Node]:
+    """The nodes that an array depends on, down to but without the source."""
+    seen: set[Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node is source or node in seen:
+            continue
+        seen.add(node)
+        stack.extend(node.nodes)
+    return seen
+
+
+def dominators(
+    roots: Iterable[Node], expandable: Callable[[Node], bool] = lambda n: True
+) -> Iterator[Node]:
+    """Nodes through which every random path to the roots passes, nearest first."""
+    frontier = set(roots)
     while frontier:
+        if len(frontier) == 1:
+            yield next(iter(frontier))
         last = max(frontier, key=lambda n: n.index)
-        if any(isinstance(x, Weight) for x in last.operands) or not expandable(last):
+        if not expandable(last):
             return
         frontier.remove(last)
         frontier.update(last.nodes)
-        if len(frontier) == 1:
-            yield next(iter(frontier))
 
 
-def compute(node: Node, known: dict[Node, Any], replace: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Value of a node, given the values of `known` nodes; `replace` maps its certain operands."""
+def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
+    """Arrays of which `node` is a function, without weights, of expandable nodes; nearest first."""
+
+    def certain(n: Node) -> bool:
+        return not any(isinstance(x, Weight) for x in n.operands) and expandable(n)
+
+    return itertools.islice(dominators([node], certain), 1, None)
+
+
+def compute(
+    roots: Iterable[Node], known: dict[Any, Any], replace: Callable[[Any], Any] = lambda x: x, *,
+    linearised: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Values of the roots, given those of some nodes, and of weights by the id of their posterior.
+
+    Other weights have their mean. `replace` maps the certain operands. With `linearised`, elementwise
+    functions are replaced by their expected linear maps.
+    """
     values = dict(known)
 
-    def value(n: Any) -> Any:
-        if not isinstance(n, Node):
-            return replace(n)
-        if n not in values:
-            operands = [value(x) for x in n.operands]
-            values[n] = evaluate(n.primitive, operands, n.params)[n.output]
-        return values[n]
+    def value(x: Any) -> Any:
+        if isinstance(x, Weight):
+            return known.get(id(x.posterior), x.posterior.mean).reshape(-1)[x.places]
+        if not isinstance(x, Node):
+            return replace(x)
+        if x in values:
+            return values[x]
+        if x.op == "belief":
+            values[x] = value(x.operands[0])
+        elif linearised and x.line is not None:
+            source, before, gain, after = x.line
+            values[x] = (after + gain * (value(source) - before)).astype(x.dtype)
+        else:
+            operands = [value(y) for y in x.operands]
+            operands = _alike(operands) if linearised else operands
+            values[x] = evaluate(x.primitive, operands, x.params)[x.output].astype(x.dtype)
+        return values[x]
 
-    return value(node)
+    return [value(x) for x in roots]
+
+
+def _alike(operands: list[Any]) -> list[Any]:
+    """Promote floating-point operands to a common dtype: moments may be wider than the user's arrays."""
+    arrays = [jnp.asarray(x) for x in operands]
+    wide = [x.dtype for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    if len(set(wide)) < 2:
+        return operands
+    return [x.astype(jnp.result_type(*wide)) if x.dtype in wide else x for x in arrays]
+
+
+def probe(node: Node, source: Node, x: Any, replace: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Value of a node at a known value of its source, computed immediately; known if all else is."""
+    with jax.ensure_compile_time_eval():
+        value = jnp.asarray(x, source.dtype).reshape(source.shape)
+        (found,) = compute([node], {source: value}, replace)
+        return np.asarray(found, float) if is_known(found) else found
 
 
 def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
@@ -58,38 +125,41 @@ def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
 
     def expandable(n: Node) -> bool:
         same = all(x.shape == node.shape for x in n.nodes)
-        rest = (x for x in n.operands if not isinstance(x, Node))
-        return n.op in ELEMENTWISE and same and all(uniform(x) is not None for x in rest)
+        return n.op in ELEMENTWISE and same and all_uniform(n)
 
-    source = None
-    for found in sources(node, expandable):
-        if jnp.issubdtype(found.dtype, jnp.floating):
-            source = found
-    if source is None:
+    found = [x for x in sources(node, expandable) if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not found:
         return None
+    source = found[-1]
 
     def fn(x: Array) -> Array:
         def number(constant: Any) -> Array:
             return jnp.asarray(np.asarray(constant).reshape(-1)[0])
 
-        return compute(node, {source: x.astype(source.dtype)}, number).astype(x.dtype)
+        (found,) = compute([node], {source: x.astype(source.dtype)}, number)
+        return found.astype(x.dtype)
 
     return source, fn
+
+
+def all_uniform(node: Node) -> bool:
+    """Whether each certain operand holds one number."""
+    return all(isinstance(x, Node) or uniform(x) is not None for x in node.operands)
 
 
 def follow(node: Node, source: Node) -> np.ndarray | None:
     """Places of `source`'s entries in an array made of it by views and elementwise functions."""
     if node is source:
         return np.arange(source.size).reshape(source.shape)
-    if node.op not in BY_ROW or node.op in REDUCTIONS:
+    if node.op not in VIEWS | ELEMENTWISE:
         return None
     for operand in node.nodes:
         places = follow(operand, source)
         if places is None:
             continue
-        if node.op in VIEWS:
-            rest = node.operands[1:]
-            return moved(node.primitive, places, list(rest), node.params)[node.output]
+        seen = moved(node, places, node.operands[1:])
+        if seen is not None:
+            return seen[node.output]
         if operand.size == source.size and operand.shape == node.shape:
             return places
     return None

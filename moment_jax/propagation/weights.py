@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,12 +18,12 @@ from moment_jax.posterior import (
     Posterior,
     Reshaped,
 )
-from moment_jax.propagation.moments import Axes, Moments, as_rows
-from moment_jax.propagation.primitives import uniform
+from moment_jax.propagation.moments import Axes, Moments, View, as_rows, taken
+from moment_jax.propagation.primitives import is_known, uniform
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Weight:
+class Weight(View):
     """A view of a belief's weights."""
 
     posterior: Posterior
@@ -43,19 +42,9 @@ class Weight:
         return self.posterior if self.root is None else self.root
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the view."""
-        return self.places.shape
-
-    @property
     def dtype(self) -> Any:
         """Dtype of the weights."""
         return self.posterior.mean.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.places.ndim
 
     def vector(self, axes: Axes) -> Posterior | None:
         """The belief about a vector along these axes, if the view is constant along all others."""
@@ -68,10 +57,9 @@ class Weight:
         """The belief about the kernel (in, out) with these axes, or None if the family has none."""
         return select(self.posterior, as_rows(self.places, inputs, outputs))
 
-    def affine(self, scale: Any = 1.0, shift: Any = 0.0) -> Weight | None:
+    def affine(self, scale: Any, shift: Any) -> Weight | None:
         """The belief about scale * w + shift, or None if the family cannot express it."""
-        number = np.ndim(scale) == 0 and not isinstance(scale, jax.core.Tracer)
-        if number and np.ndim(shift) == 0 and not isinstance(shift, jax.core.Tracer) and shift == 0:
+        if all(np.ndim(x) == 0 and is_known(x) for x in (scale, shift)) and shift == 0:
             if scale == 1:
                 return self
             return Weight(rescaled(self.posterior, scale), self.places, self.origin)
@@ -84,14 +72,12 @@ class Weight:
         if isinstance(posterior, Point):
             return Weight.of(Point(mean))
         variance = jnp.broadcast_to(posterior.variance * jnp.square(scale), mean.shape)
-        changed = Weight.of(Factorized(mean, variance))
-        return dataclasses.replace(changed, root=self.origin)
+        return dataclasses.replace(Weight.of(Factorized(mean, variance)), root=self.origin)
 
     def moments(self, structure: type[Covariance]) -> Moments:
         """Moments of the view as a random array."""
-        posterior, shape = self.posterior, self.posterior.shape
-        d = shape[-1] if shape else 1
-        mean = jnp.reshape(posterior.mean, (-1, d))
+        posterior = self.posterior
+        mean = jnp.reshape(posterior.mean, (-1, (posterior.shape or (1,))[-1]))
         if isinstance(posterior, Point):
             cov: Any = structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
         elif isinstance(posterior, FullNormal):
@@ -106,20 +92,20 @@ class Weight:
 def affine(name: str, operands: list[Any]) -> Weight | None:
     """A weight combined with a certain array by a primitive, or None if no family expresses it."""
     if name == "neg":
-        return operands[0].affine(-1.0)
+        return operands[0].affine(-1.0, 0.0)
     if name not in ("mul", "add", "sub", "div"):
         return None
     first = isinstance(operands[0], Weight)
     weight, other = operands if first else operands[::-1]
     constant = uniform(other)
     other = other if constant is None else constant
+    if name == "div":
+        return weight.affine(1 / other, 0.0) if first else None
+    if name == "mul":
+        return weight.affine(other, 0.0)
     if name == "add":
         return weight.affine(1.0, other)
-    if name == "mul":
-        return weight.affine(other)
-    if name == "sub":
-        return weight.affine(1.0, -other) if first else weight.affine(-1.0, other)
-    return weight.affine(1 / other) if first else None
+    return weight.affine(1.0, -other) if first else weight.affine(-1.0, other)
 
 
 def rescaled(posterior: Posterior, factor: Any) -> Posterior:
@@ -138,18 +124,19 @@ def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -
     """The belief about these weights in this arrangement, or None if the family cannot express it.
 
     Only a `Point` can repeat a weight, because two copies are not independent. With `repeats`, a
-    `Factorized` belief takes the copies as independent all the same.
+    `Factorized` belief takes the copies as independent all the same. Place -1 is a certain zero, which
+    other families cannot express.
     """
     shape = posterior.shape
     if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):
         return posterior
     if isinstance(posterior, Point):
-        return Point(posterior.mean.reshape(-1)[places])
-    repeated = len(np.unique(places)) != places.size
+        return Point(taken(posterior.mean, places))
+    known = places[places >= 0]
+    repeated = len(np.unique(known)) != known.size
     if isinstance(posterior, Factorized) and (repeats or not repeated):
-        mean, variance = (a.reshape(-1)[places] for a in (posterior.mean, posterior.variance))
-        return Factorized(mean, variance)
-    if repeated:
+        return Factorized(taken(posterior.mean, places), taken(posterior.variance, places))
+    if repeated or known.size < places.size:
         return None
     if isinstance(posterior, FullNormal):
         n = posterior.mean.size

@@ -1,8 +1,5 @@
-"""Windows of an array: convolutions and sums; and embedding lookups."""
+"""Windows of an array: convolutions, sums and maxima; and embedding lookups."""
 
-import itertools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,38 +7,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Separable
+from moment_jax.covariance import Diagonal, Separable, TokenCorrelated
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
+from moment_jax.expectations import ElementwiseMoments
 from moment_jax.layers.dense import dense
 from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Factorized, Point
+from moment_jax.posterior import Point
 from moment_jax.propagation.errors import refuse
-from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.moments import Moments, as_rows, fresh, gather
-from moment_jax.propagation.propagator import Propagator, as_weight, rule
-from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.graph import Node, as_weight, is_random
+from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh, gather, taken
+from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.weights import Weight, select
 from moment_jax.xla import rows_diagonal
 
-# size, strides, padding and dilation, each by axis
-Window = tuple[Sequence[int], Sequence[int], Sequence[tuple[int, int]], Sequence[int]]
 
+def window_places(
+    places: np.ndarray, size: Axes, strides: Axes, padding: Any, dilation: Axes, spread: Axes
+) -> np.ndarray:
+    """Places of the entries in each window of an array, (*positions, *offsets); -1 is padding.
 
-def window_places(shape: tuple[int, ...], window: Window) -> np.ndarray:
-    """Flat indices of the entries in each window of an array, (*positions, *offsets); -1 is padding."""
-    size, strides, padding, dilation = window
-    index = np.zeros((1,) * (2 * len(shape)), int)
-    inside = np.ones_like(index, bool)
-    for i, n in enumerate(shape):
-        reach = (size[i] - 1) * dilation[i] + 1
-        count = (n + sum(padding[i]) - reach) // strides[i] + 1
-        first = np.arange(count)[:, None] * strides[i] - padding[i][0]
-        at = first + np.arange(size[i]) * dilation[i]
-        axes = [1] * (2 * len(shape))
-        axes[i], axes[i + len(shape)] = at.shape
-        index = index * n + at.reshape(axes)
-        inside = inside & ((at >= 0) & (at < n)).reshape(axes)
-    return np.where(inside, index, -1)
+    All arguments are by axis; `spread` is the array's own dilation, as in transposed convolutions.
+    """
+    config = [(*pad, step - 1) for pad, step in zip(padding, spread, strict=True)]
+    with jax.ensure_compile_time_eval():
+        padded = np.asarray(jax.lax.pad(places.astype(np.int32), np.int32(-1), config))
+    reach = [(n - 1) * step + 1 for n, step in zip(size, dilation, strict=True)]
+    seen = np.lib.stride_tricks.sliding_window_view(padded, reach)
+    return seen[tuple(slice(None, None, step) for step in (*strides, *dilation))]
 
 
 @rule("conv_general_dilated")
@@ -51,38 +44,27 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     weight = as_weight(kernel)
     if weight is None or p["batch_group_count"] != 1:
         return None
-    lhs, rhs, out = p["dimension_numbers"]
-    groups = p["feature_group_count"]
+    (batch, channel, *space), (outputs, inputs, *window), out = p["dimension_numbers"]
     random = isinstance(image, Node)
-    x = propagator.moments(image) if random else propagator.certain(image, (lhs[1],))
-    shown = _dilated(x.places, lhs[2:], p["lhs_dilation"])
-    shape = shown.shape
-    first, second, *rest = rhs  # outputs, inputs, and the window's axes
-    spatial = [weight.shape[i] for i in rest]
-    ones = [1] * len(shape)
-    size, strides, dilation = [*ones], [*ones], [*ones]
-    padding = [(0, 0)] * len(shape)
-    for axis, n, s, d, pad in zip(
-        lhs[2:], spatial, p["window_strides"], p["rhs_dilation"], p["padding"], strict=True
-    ):
-        size[axis], strides[axis], dilation[axis], padding[axis] = n, s, d, pad
-    size[lhs[1]] = shape[lhs[1]]
-    seen = window_places(shape, (size, strides, padding, dilation))
-    n = len(shape)
-    # positions (batch and space), then offsets (space, channels)
-    order = [lhs[0], *lhs[2:], lhs[1], *(n + i for i in (lhs[0], *lhs[2:], lhs[1]))]
-    seen = seen.transpose(order)
-    positions = seen.shape[: n - 1]
-    seen = seen.reshape(math.prod(positions), -1)
-    places = np.where(seen < 0, -1, shown.ravel()[seen])
-    mean: Any = jnp.where(places < 0, 0, x.mean.reshape(-1)[np.maximum(places, 0)])
-    zeros = propagator.structure.zeros
-    cov: Any = gather(x.cov, places) if random else zeros(mean.shape, mean.dtype)
-    rows = weight.places.transpose(*rest, second, first)
-    belief = _grouped_kernel(Weight(weight.posterior, rows), groups, shape[lhs[1]])
+    x = propagator.moments(image) if random else propagator.certain(image, (channel,))
+    rows = weight.places.transpose(*window, inputs, outputs)
+    belief = select(weight.posterior, _ungrouped(rows, p["feature_group_count"]))
     if belief is None:
         return None
+    # Windows of the batch and the channels are trivial: of length one, and of all.
+    shown = x.places.transpose(batch, *space, channel)
+    places = window_places(
+        shown,
+        (1, *rows.shape[:-2], shown.shape[-1]),
+        (1, *p["window_strides"], 1),
+        ((0, 0), *p["padding"], (0, 0)),
+        (1, *p["rhs_dilation"], 1),
+        (1, *p["lhs_dilation"], 1),
+    ).reshape(-1, belief.shape[0])
+    mean: Any = taken(x.mean, places)
     params = DenseParams(belief)
+    zeros = propagator.structure.zeros
+    cov: Any = gather(x.cov, places) if random else zeros(mean.shape, mean.dtype)
     if random and isinstance(cov, Separable):
         mapped = cov.map_features(belief.mean)
         out_mean = params.mean_output(mean)
@@ -96,69 +78,43 @@ def _convolution(propagator: Propagator, node: Node) -> Moments | None:
     return fresh(out_mean, out_cov, node.shape, (out[0], *out[2:]), (out[1],))
 
 
-def _dilated(places: np.ndarray, axes: Any, steps: Any) -> np.ndarray:
-    """Places with padding between the entries, as in transposed convolutions."""
-    if all(n == 1 for n in steps):
-        return places
-    step = dict(zip(axes, steps, strict=True))
-    shape = [(n - 1) * step.get(i, 1) + 1 for i, n in enumerate(places.shape)]
-    wide = np.full(shape, -1)
-    wide[tuple(slice(None, None, step.get(i, 1)) for i in range(places.ndim))] = places
-    return wide
-
-
-def _grouped_kernel(weight: Weight, groups: int, channels: int) -> Any:
-    """The belief about the kernel (window * channels, out), zero between groups."""
-    *window, inputs, outputs = weight.shape
-    n = len(window)
-    belief = weight.kernel(tuple(range(n + 1)), (n + 1,))
-    if groups == 1:
-        return belief
-    if not isinstance(belief, Point | Factorized):
-        return None
-    own = np.arange(outputs) // (outputs // groups)
-    place = own[None, :] * inputs + np.arange(inputs)[:, None]  # each output's input channels
-    index = np.arange(math.prod(window))[:, None, None] * channels + place
-    index, columns = index.reshape(-1, outputs), np.arange(outputs)[None, :]
-
-    def spread(array: Array) -> Array:
-        zeros = jnp.zeros((math.prod(window) * channels, outputs), array.dtype)
-        return zeros.at[index, columns].set(array)
-
-    return type(belief)(*jax.tree.map(spread, jax.tree.leaves(belief)))
+def _ungrouped(rows: np.ndarray, groups: int) -> np.ndarray:
+    """Places of a kernel (window * channels, out) in a grouped one; -1 (zero) between groups."""
+    inputs, outputs = rows.shape[-2:]
+    rows = rows.reshape(-1, inputs, groups, outputs // groups)
+    wide = np.full((len(rows), groups, inputs, groups, outputs // groups), -1)
+    for i in range(groups):
+        wide[:, i, :, i] = rows[:, :, i]
+    return wide.reshape(-1, outputs)
 
 
 def pool_places(node: Node, x: Moments) -> np.ndarray:
-    """Places of the entries in each window, with the offsets as the last axis."""
+    """Places of the entries in each window of a sequence, (T, D, offsets)."""
     p = node.params
     if any(n != 1 for n in p["base_dilation"]):
         raise refuse(f"`{node.op}` of a dilated array", node.source, "Use plain windows.")
-    window = (p["window_dimensions"], p["window_strides"], p["padding"], p["window_dilation"])
-    seen = window_places(x.shape, window)
-    positions = seen.shape[: len(x.shape)]
-    seen = seen.reshape(*positions, -1)
-    return np.where(seen < 0, -1, x.places.ravel()[seen])
+    places = window_places(
+        x.places, p["window_dimensions"], p["window_strides"], p["padding"], p["window_dilation"],
+        p["base_dilation"],
+    )  # fmt: skip
+    return as_rows(places, *x.natural(), tuple(range(x.ndim, places.ndim)))
 
 
 @rule("reduce_window_sum")
 def _window_sum(propagator: Propagator, node: Node) -> Moments | None:
-    x = propagator.moments(node.operands[0])
-    tokens, features = x.natural()
-    places = pool_places(node, x)
+    m = propagator.moments(node.operands[0])
+    places = pool_places(node, m)
+    num_tokens, d = m.mean.shape
     # Only windows over tokens, the same for every feature, are a map of the tokens.
-    seen = as_rows(places, tokens, features, len(x.shape))
-    token, feature = np.divmod(seen, x.mean.shape[1])
-    d = np.arange(x.mean.shape[1])
-    own = np.where(seen < 0, d[None, :, None], feature)
-    if seen.shape[1] != len(d) or (own != d[None, :, None]).any():
+    feature = np.arange(d)[:, None]
+    if places.shape[1] != d or (np.where(places < 0, feature, places % d) != feature).any():
         return None
-    choose = np.zeros((len(seen), x.mean.shape[0]))
-    for position, offset in itertools.product(range(len(seen)), range(seen.shape[2])):
-        if seen[position, 0, offset] >= 0:
-            choose[position, token[position, 0, offset]] += 1
-    weights = jnp.asarray(choose, x.mean.dtype)
+    token = np.where(places < 0, num_tokens, places // d)[:, 0]  # (T', offsets)
+    choose = np.zeros((len(token), num_tokens + 1))
+    np.add.at(choose, (np.arange(len(token))[:, None], token), 1)
+    weights = jnp.asarray(choose[:, :-1], m.mean.dtype)
     propagator.note(node, "sum over windows")
-    return fresh(weights @ x.mean, x.cov.map_tokens(weights), node.shape, tokens, features)
+    return fresh(weights @ m.mean, m.cov.map_tokens(weights), node.shape, *m.natural())
 
 
 @rule("gather")
@@ -168,17 +124,15 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     numbers = node.params["dimension_numbers"]
     if not isinstance(table, Weight) or is_random(ids) or table.ndim != 2:
         return None
-    sizes = tuple(node.params["slice_sizes"])
     by_row = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
-    if not by_row or sizes[1] != table.shape[1]:
+    if not by_row or node.params["slice_sizes"][1] != table.shape[1]:
         return None
     belief = table.kernel((0,), (1,))
     if belief is None:
         return None
-    flat = jnp.reshape(ids, (-1,))
-    mean, cov = embedding(flat, belief, propagator.structure)
+    mean, cov = embedding(jnp.reshape(ids, (-1,)), belief, propagator.structure)
     features = tuple(numbers.offset_dims)
-    tokens = tuple(i for i in range(len(node.shape)) if i not in features)
+    tokens = tuple(i for i in range(node.ndim) if i not in features)
     propagator.note(node, "embedding", "rows as the family represents them")
     return fresh(mean, cov, node.shape, tokens, features)
 
@@ -221,3 +175,65 @@ def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Ar
     root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1), rows_diagonal(token_gram)))
     token_gram = root[:, None] * token_gram * root[None, :]
     return type(mapped).from_moments(variance, token_gram, mapped.features(), mapped.pool)
+
+
+@rule("reduce_window_max")
+def _window_max(propagator: Propagator, node: Node) -> Moments:
+    """Pairwise maxima, by Clark's mean and variance of the larger of two correlated Gaussians.
+
+    Covariances with other entries are weighted by the probability of being the larger.
+    """
+    x = propagator.moments(node.operands[0])
+    # Pad with an entry of the window itself, which leaves the maximum unchanged.
+    seen = np.sort(pool_places(node, x), axis=-1)
+    first = np.min(np.where(seen < 0, x.mean.size, seen), axis=-1, keepdims=True)
+    seen = np.where(seen < 0, first, seen)
+    size, count = seen.shape[1], seen.shape[2]
+    cov = gather(x.cov, np.swapaxes(seen, 1, 2).reshape(len(seen), -1))
+    means = [x.mean.reshape(-1)[seen[:, :, i]] for i in range(count)]
+    between = _between(x.cov, seen)
+    mean, shares, variance = _largest(means, between)
+    gated = cov.rescale(jnp.concatenate(shares, axis=1))
+    linear = gated.map_features(jnp.concatenate([jnp.eye(size, dtype=mean.dtype)] * count))
+    # The variances are these; the linear part shrinks where its own are larger.
+    own = linear.variance()
+    ratio = jnp.where(own > variance, variance / jnp.where(own > 0, own, 1), 1)
+    moments = ElementwiseMoments(mean, variance, jnp.sqrt(ratio), jnp.zeros_like(variance))
+    propagator.note(node, "maximum over windows", "entries Gaussian, maxima too (Clark)")
+    return fresh(mean, linear.elementwise(moments), node.shape, *x.natural())
+
+
+def _between(cov: Any, seen: np.ndarray) -> Array:
+    """Covariances of every pair of a window's n entries, (n, n, T, D)."""
+    token, feature = np.divmod(np.moveaxis(seen, -1, 0), cov.shape[1])
+    t, d, s, e = token[:, None], feature[:, None], token, feature
+    if isinstance(cov, Diagonal):
+        own = np.eye(len(token), dtype=bool)[:, :, None, None]
+        return jnp.where(own, cov.variance()[token, feature], 0)
+    if isinstance(cov, TokenCorrelated | Separable):
+        return cov.scale[t, d] * cov.scale[s, e] * cov.token_correlation[t, s]
+    return cov.to_dense()[t, d, s, e]
+
+
+def _largest(means: list[Array], between: Array) -> tuple[Array, list[Array], Array]:
+    """The largest of several Gaussians: mean, probability of each being it, and variance."""
+    mean, variance = means[0], between[0, 0]
+    cross = list(between[0])  # Cov[largest so far, entry i]
+    shares = [jnp.ones_like(mean)]
+    for i in range(1, len(means)):
+        spread = variance + between[i, i] - 2 * cross[i]
+        positive = spread > jnp.finfo(mean.dtype).tiny
+        theta = jnp.sqrt(jnp.where(positive, spread, 1))
+        gap = mean - means[i]
+        alpha = gap / theta
+        p = jnp.where(positive, jax.scipy.stats.norm.cdf(alpha), (gap >= 0).astype(mean.dtype))
+        density = jnp.where(positive, theta * jax.scipy.stats.norm.pdf(alpha), 0)
+        new = mean * p + means[i] * (1 - p) + density
+        # Clark's variance, arranged so that little cancels.
+        second = variance * p + between[i, i] * (1 - p)
+        second += gap * (gap * p * (1 - p) + density * (1 - 2 * p))
+        variance = jnp.maximum(second - density**2, 0)
+        cross = [p * c + (1 - p) * between[i, j] for j, c in enumerate(cross)]
+        shares = [*(s * p for s in shares), 1 - p]
+        mean = new
+    return mean, shares, variance

@@ -194,39 +194,9 @@ def propagated_and_sampled(fns, weights, key):
     return moments(weights)
 
 
-def test_gated_products_keep_what_both_factors_share():
-    x = jax.random.normal(jax.random.key(3), (2, 3))
-
-    def fn(p):
-        y = x @ p["w"]
-        return jax.nn.silu(y @ p["gate"]) * (y @ p["up"])
-
-    weights = {"w": belief(0, 3, 4, scale=0.2), "gate": belief(1, 4, 5), "up": belief(2, 4, 5)}
-    found = propagated_and_sampled({"gated": fn}, weights, jax.random.key(4))
-    mean, sd, sampled_mean, _, sampled_sd = found["gated"]
-    assert jnp.all(jnp.abs(mean - sampled_mean) < 0.05 * sampled_sd)
-    assert jnp.all(jnp.abs(sd / sampled_sd - 1) < 0.1)
-
-
-def test_residual_sums_know_their_branch_wherever_it_began():
-    x = jax.random.normal(jax.random.key(3), (2, 3))
-
-    def fn(p):
-        y = x @ p["w"]
-        return y + jnp.tanh(y @ p["up"]) @ p["down"]
-
-    weights = {"w": belief(0, 3, 4), "up": belief(1, 4, 5), "down": belief(2, 5, 4)}
-    rules = []
-
-    @jax.jit
-    def sd(weights):
-        _, cov, steps = mj.propagate(fn, structure=mj.Full, receipt=True)(weights)
-        rules.extend(step.rule for step in steps)
-        return jnp.sqrt(cov.variance())
-
-    truth = jax.jit(lambda w: mj.monte_carlo(fn, w, jax.random.key(4), 20_000))(weights)
-    assert jnp.all(jnp.abs(sd(weights) / truth.standard_deviation - 1) < 0.03)
-    assert rules[-1] == "residual"
+def gated(p, x):
+    y = x @ p["w"]
+    return jax.nn.silu(y @ p["gate"]) * (y @ p["up"])
 
 
 def perceptrons(p, x):
@@ -235,6 +205,30 @@ def perceptrons(p, x):
 
 
 PERCEPTRONS = {"w": belief(0, 3, 4), "up": belief(1, 4, 5), "down": belief(2, 5, 4)}
+SHARING = {  # what depends on one random array twice, and how well its standard deviation is known
+    "gated product": (gated, 0.1),
+    "residual sum": (perceptrons, 0.03),  # also where its input is no argument
+    "logsumexp": (lambda p, x: jax.nn.logsumexp(x @ p["w"], axis=-1)[None], 0.1),  # no relu
+}
+
+
+def of_inputs(fns, num_tokens):
+    x = jax.random.normal(jax.random.key(0), (num_tokens, 3))
+    return {name: partial(fn, x=x) for name, fn in fns.items()}
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    fns = of_inputs({name: fn for name, (fn, _) in SHARING.items()}, 2)
+    weights = PERCEPTRONS | {"gate": belief(3, 4, 5)}
+    return propagated_and_sampled(fns, weights, jax.random.key(4))
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_what_depends_on_an_array_twice(name, sharing):
+    mean, sd, sampled_mean, _, sampled_sd = sharing[name]
+    assert jnp.all(jnp.abs(mean - sampled_mean) < 0.05 * sampled_sd)
+    assert jnp.all(jnp.abs(sd / sampled_sd - 1) < SHARING[name][1])
 
 
 def test_a_closure_report_takes_a_receipt():
@@ -262,11 +256,35 @@ def test_a_receipt_tells_rule_line_and_cost():
     assert steps[1].cost < steps[0].cost < steps[2].cost
 
 
-def test_unknown_primitives_are_named_with_their_line_and_can_be_registered():
-    weights = {"w": belief(0, 3, 8)}
-    fn = mj.propagate(lambda p, x: jnp.sort(x @ p["w"], axis=-1))
-    with pytest.raises(mj.PropagationError, match=r"sort.*test_propagate.py.*propagation_rule"):
-        fn(weights, jnp.ones((2, 3)))
+def branching(p, x):
+    y = jnp.sum(x @ p)
+    return jax.lax.cond(y > 0, lambda: y, lambda: -y)
+
+
+REFUSED = {
+    "no rule": (
+        lambda p, x: jnp.sort(x @ p, axis=-1),
+        r"sort.*test_propagate.py.*propagation_rule",
+    ),
+    "a branch": (branching, r"cond.*test_propagate.py.*static"),
+    "an index": (lambda p, x: x[jnp.sum(x @ p).astype(int)], r"test_propagate.py"),
+    "a choice": (
+        lambda p, x: jax.nn.one_hot(jnp.argmax(x @ p, -1), 2) @ (x @ p),
+        r"test_propagate.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_random_is_named_with_its_line(name):
+    fn, words = REFUSED[name]
+    with pytest.raises(mj.PropagationError, match=words):
+        mj.propagate(fn)(belief(0, 3, 2), jnp.ones((2, 3)))
+
+
+def test_a_shape_cannot_be_random():
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        mj.propagate(lambda p, x: jnp.zeros(int(jnp.sum(x @ p))))(belief(0, 3, 2), jnp.ones((2, 3)))
 
 
 def test_dropout_in_training_is_refused():
@@ -282,17 +300,6 @@ def test_beliefs_that_do_not_fit_are_refused():
         mj.bayesian(model, {"kernel": belief(0, 3, 2)})
     with pytest.raises(ValueError, match=r"bias.*kernel.*Got .*weight"):
         mj.bayesian(model, {"weight": belief(0, 2, 3)})
-
-
-def test_random_branches_and_shapes_are_refused():
-    def branching(p, x):
-        y = jnp.sum(x @ p)
-        return jax.lax.cond(y > 0, lambda: y, lambda: -y)
-
-    with pytest.raises(mj.PropagationError, match=r"cond.*static"):
-        mj.propagate(branching)(belief(0, 3, 2), jnp.ones((2, 3)))
-    with pytest.raises(jax.errors.ConcretizationTypeError):
-        mj.propagate(lambda p, x: jnp.zeros(int(jnp.sum(x @ p))))(belief(0, 3, 2), jnp.ones((2, 3)))
 
 
 @pytest.mark.parametrize("transform", ["propagate", "linearised"])
@@ -395,9 +402,8 @@ def test_clipped_and_leaky_activations_are_exact():
     assert rules == 3 * ["piecewise linear"]
 
 
-def test_a_softmax_is_the_library_s_and_a_logsumexp_is_no_relu():
+def test_a_softmax_is_the_library_s():
     x = jax.random.normal(jax.random.key(3), (3, 4))
-    kernel = belief(0, 4, 4, scale=0.5)
 
     @jax.jit
     def both(kernel):
@@ -405,11 +411,7 @@ def test_a_softmax_is_the_library_s_and_a_logsumexp_is_no_relu():
         found = mj.propagate(lambda w: jax.nn.softmax(x @ w), structure=mj.Full)(kernel)
         return found, mj.softmax(*moments)
 
-    assert_same(*both(kernel))
-    fns = {"logsumexp": lambda w: jax.nn.logsumexp(x @ w, axis=-1)[None]}
-    found = propagated_and_sampled(fns, belief(0, 4, 4), jax.random.key(4))
-    _, sd, *_, sampled_sd = found["logsumexp"]
-    assert jnp.allclose(sd, sampled_sd, rtol=0.1)
+    assert_same(*both(belief(0, 4, 4, scale=0.5)))
 
 
 def test_loops_branches_and_recomputation_are_entered():
@@ -428,21 +430,17 @@ def test_loops_branches_and_recomputation_are_entered():
     def branching(layers, x):
         return jax.lax.cond(x.shape[0] == 2, lambda: loop(layers, x), lambda: x)
 
+    integers = jnp.arange(6).reshape(2, 3)  # inputs like others
+
     @jax.jit
     def moments(layers, stack):
         fns = (loop, jax.jit(loop), jax.checkpoint(loop), branching)
-        return [mj.propagate(scanned)(stack, x), *(mj.propagate(fn)(layers, x) for fn in fns)]
+        same = [mj.propagate(scanned)(stack, x), *(mj.propagate(fn)(layers, x) for fn in fns)]
+        return same, [mj.propagate(loop)(layers, y) for y in (integers, integers.astype(float))]
 
-    first, *others = moments(layers, stack)
-    for other in others:
-        assert_same(other, first)
-
-
-def test_integers_are_inputs_like_others():
-    w = belief(0, 4, 2)
-    fn = mj.propagate(lambda w, x: x @ w)
-    x = jnp.arange(8).reshape(2, 4)
-    assert_same(*jax.jit(lambda w: (fn(w, x), fn(w, x.astype(float))))(w))
+    for first, *others in moments(layers, stack):
+        for other in others:
+            assert_same(other, first)
 
 
 def twice(w, x):
@@ -474,7 +472,14 @@ def recurrent(w, x):
     return jax.lax.scan(step, jnp.zeros(3), x)[1]
 
 
-MOVING = {  # sums along an axis, scattered entries, and what loops return of every step
+def depthwise(w, x):
+    numbers = ("NHC", "HIO", "NHC")
+    return jax.lax.conv_general_dilated(
+        x[None], w[:, None], (1,), "SAME", dimension_numbers=numbers, feature_group_count=3
+    )[0]
+
+
+MOVING = {  # sums along an axis or in windows, scattered entries, and what loops return of every step
     "cumulative over tokens": lambda w, x: jnp.cumsum(x @ w, axis=0),
     "cumulative over features": lambda w, x: jnp.cumsum(x @ w, axis=1),
     "in parallel": lambda w, x: jax.lax.associative_scan(jnp.add, x @ w),
@@ -482,12 +487,10 @@ MOVING = {  # sums along an axis, scattered entries, and what loops return of ev
     "one set": lambda w, x: (x @ w).at[1].set(2.0),
     "map": lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x),
     "recurrent": recurrent,
+    "over random rows": lambda w, x: recurrent(w, jnp.tanh(x @ w)),
+    "depthwise": depthwise,
+    "stacked": lambda w, x: jnp.stack([x @ w, jnp.tanh(x @ w)], axis=1).reshape(8, 3),
 }
-
-
-def of_inputs(fns, num_tokens):
-    x = jax.random.normal(jax.random.key(0), (num_tokens, 3))
-    return {name: partial(fn, x=x) for name, fn in fns.items()}
 
 
 @pytest.fixture(scope="module")
