@@ -101,6 +101,15 @@ class Parser(argparse.ArgumentParser):
             "earlier run's checkpoints there are replaced",
         )
 
+    def training(self, default: str, structures: Iterable[str]) -> None:
+        """What all trainings on a fixed split have: `--out`, `--resume`, `--seed`, `--structure`."""
+        self.out(default)
+        self.resume()
+        self.seed("random seed of weights, batches and samples; never of the split")
+        self.choice(
+            "--structure", structures, "Diagonal", "covariance structure (Diagonal is the fastest)"
+        )
+
     def json(self) -> None:
         """`--json FILE`."""
         what = "write the figures there too (default: nowhere)"

@@ -19,7 +19,7 @@ from experiments.classify.compared import Compared, compared, mc_dropout, nll
 from experiments.classify.methods import Trained, Trainer, by_means, by_moments, stacked
 from experiments.intents.files import IntentSet, Part
 from experiments.intents.words import PADDING
-from experiments.text_network import PlainTextTransformer, TextTransformer
+from experiments.networks import PlainTextTransformer, TextTransformer
 
 KL_WEIGHTS = (0.01, 0.03, 0.1)
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression

@@ -9,8 +9,8 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
+from experiments.networks import PlainTextTransformer, TextTransformer
 from experiments.schedules import clipped_adam
-from experiments.text_network import PlainTextTransformer, TextTransformer
 from experiments.training import Report, Task
 
 CONTEXT = 64

@@ -4,7 +4,6 @@ Exit status: 0 finished, 1 not finite, 2 bad input, 75 preempted, 70 lost anothe
 """
 
 import importlib
-import json
 import os
 import signal
 import sys
@@ -24,12 +23,9 @@ LOST = os.EX_SOFTWARE
 def main(arguments: list[str]) -> int:
     """Join the others, train, and say how it ended."""
     rank, port, attempt = (int(word) for word in arguments[:3])
-    order = Order.from_json(json.loads(arguments[3]))
+    order = Order.from_json(arguments[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
-    if order.compile_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", order.compile_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     try:
         order.layout.start(rank, port)
         module, function = order.job.split(":")

@@ -14,7 +14,7 @@ import moment_jax as mj
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from experiments import draws, intents, text_network
+from experiments import draws, intents, networks
 from experiments.__main__ import main
 from experiments.bayesian_network import Params
 from experiments.classify import compared as classify_compared
@@ -142,8 +142,8 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_comparison(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(text_network, "NUM_FEATURES", 8)
-    monkeypatch.setattr(text_network, "HIDDEN_FEATURES", 8)
+    monkeypatch.setattr(networks, "NUM_FEATURES", 8)
+    monkeypatch.setattr(networks, "HIDDEN_FEATURES", 8)
     monkeypatch.setattr(classify_compared, "RATES", (0.1,))
     monkeypatch.setattr(compared, "STRENGTHS", (10.0,))
     monkeypatch.setattr(compared, "KL_WEIGHTS", (0.1,))
