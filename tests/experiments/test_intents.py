@@ -32,7 +32,7 @@ TINY = intent_texts(sizes=(3, 2, 2), outside=(4, 4, 6))
 
 def test_parts_are_read_and_numbered_by_the_training_intents(tmp_path):
     write_intents(tmp_path / "a.json", TINY)
-    given = read_set(tmp_path, None)
+    given = read_set(tmp_path / "a.json")
     assert given.intents == sorted({intent for _, intent in TINY["train"]})
     assert [len(part[0]) for part in (given.train, given.validation, given.test)] == [75, 50, 50]
     for key, (texts, labels) in (("train", given.train), ("test", given.test)):
@@ -45,7 +45,7 @@ def test_texts_out_of_scope_that_train_and_validate_reach_nothing(tmp_path):
     write_intents(tmp_path / "a.json", TINY)
     others = {"oos_train": [["all else", "oos"]], "oos_val": [["find the flight", "oos"]]}
     write_intents(tmp_path / "b.json", TINY | others)
-    given, same = read_set(tmp_path, "a"), read_set(tmp_path, "b")._replace(name="a")
+    given, same = read_set(tmp_path / "a.json"), read_set(tmp_path / "b.json")._replace(name="a")
     for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(one, other)
 
