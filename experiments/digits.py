@@ -2,7 +2,9 @@
 
 Compares it with the same plain network, and with networks sampled from the learned posterior; all of
 it for several seeds, by programs that are compiled once. Writes metrics.json and figures (of the first
-seed, but for the curves over the angle), and prints one table with standard errors over the seeds.
+seed, but for the curves over the angle), and prints one table with standard errors over the seeds. What
+has trained in BatchSeparable predicts in Separable; TokenBlock and Full are slow (for Full take
+--batch-size 4).
 """
 
 import argparse
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,29 +44,11 @@ Results = dict[str, dict[Any, Prediction]]
 
 def add_arguments(parser: Parser) -> None:
     """The options of the main job."""
-    parser.out("runs/digits")
-    parser.resume()
-    parser.seed("first random seed of weights, batches and samples; never of the split")
-    parser.whole(
-        "--seeds", 3, "how many times all is done, with this seed and those that follow it"
-    )
-    parser.choice(
-        "--structure",
-        mj.STRUCTURES,
-        "BatchSeparable",
-        "covariance structure (TokenBlock and Full are slow; for Full take --batch-size 4; what has "
-        "trained in BatchSeparable predicts in Separable)",
-    )
+    kind = "BatchSeparable"
+    parser.training("runs/digits", mj.STRUCTURES, kind, steps=150, batch_size=32, kl_weight=0.1)
+    parser.whole("--seeds", 3, "how many times all is done, with --seed and those that follow it")
     parser.choice("--posterior", POSTERIORS, "factorized", "family of the beliefs about weights")
-    parser.whole("--steps", 150, "updates of the Bayesian network")
-    parser.whole("--batch-size", 32, "training images for each update, of both networks")
     parser.real("--learning-rate", 1e-3, "peak of the Bayesian network's cosine schedule")
-    parser.real(
-        "--kl-weight",
-        0.1,
-        "final weight of the KL divergence in the ELBO: 1 is Bayes' rule, less a cold posterior",
-        least=0,
-    )
     parser.whole("--warm-up", 50, "updates in which the weight of the KL rises from 0", least=0)
     parser.whole("--plain-steps", 2200, "updates of the plain network")
     parser.real("--plain-learning-rate", 5e-3, "peak of the plain network's cosine schedule")
@@ -79,29 +63,23 @@ def run(args: argparse.Namespace) -> None:
     out, digits = run_folder(args), data.load()
     images = _images(digits)
     plain, bayesian = digits_training.plain(args, digits), digits_training.bayesian(args, digits)
-    programs = _compile(args, plain, bayesian, sum(len(images[name]) for name in DRAWN))
+    num_drawn = sum(len(images[name]) for name in DRAWN)
+    plain_update, update, predictors = _compile(args, plain, bayesian, num_drawn)
     # All plain networks first, while the Bayesian program is compiled.
     seeds = range(args.seed, args.seed + args.seeds)
-    plains = [
-        plain.fit(args, nnx.state(digits_training.plain_network(seed)), seed, programs.plain)
-        for seed in seeds
-    ]
-    fits = [
-        partial(
-            bayesian.fit, args, digits_training.started(args, seed, plain.network(means)), seed,
-            programs.bayesian,
-        )
-        for seed, (means, _) in zip(seeds, plains, strict=True)
-    ]  # fmt: skip
-    bayesians = together(fits, programs.bayesian)
+    plains, fits = [], []
+    for seed in seeds:
+        params = nnx.state(digits_training.plain_network(seed))
+        plains.append(plain.fit(args, params, seed, plain_update))
+        params = digits_training.started(args, seed, plain.network(plains[-1][0]))
+        fits.append(partial(bayesian.fit, args, params, seed, update))
+    fitted = zip(seeds, plains, together(fits, update), strict=True)
     records, caught = [], []
-    for seed, (means, plain_seconds), (params, seconds) in zip(
-        seeds, plains, bayesians, strict=True
-    ):
-        results, each = _predict(args, programs, (means, params), images, seed)
+    for seed, (means, seconds), (params, more_seconds) in fitted:
+        results, each = _predict(args, predictors(), (means, params), images, seed)
         caught.append(_catch_up(digits, results, each))
         records.append({
-            "seconds": {"plain": plain_seconds, "bayesian": seconds},
+            "seconds": {"plain": seconds, "bayesian": more_seconds},
             "kl": float(bayesian.network(params).kl()),
             **_compare(digits, results),
         })  # fmt: skip
@@ -120,32 +98,25 @@ def run(args: argparse.Namespace) -> None:
     _print(out, metrics)
 
 
-class Programs(NamedTuple):
-    """Compiled programs for all seeds; each function waits for its programs."""
-
-    plain: Callable[[], Compiled]
-    bayesian: Callable[[], Compiled]
-    predictors: Callable[[], tuple[Any, Any, Any]]  # of the plain, the analytic, the drawn networks
-
-
 def _compile(
     args: argparse.Namespace, plain: Training, bayesian: Training, num_drawn: int
-) -> Programs:
-    """Compile in the background: the plain training, and beside it the others, in the order of use."""
+) -> tuple[Callable[[], Compiled], Callable[[], Compiled], Callable[[], list[Any]]]:
+    """Compile in the background: the plain training, and beside it the others, in the order of use.
 
-    def predictors() -> tuple[Any, Any, Any]:
+    Each result waits for its programs, of all seeds: those of both trainings, and those that predict.
+    """
+
+    def predictors() -> list[Any]:
         graph, size = nnx.graphdef(bayesian.network(bayesian.params)), predictions.CHUNK
         drawn = predictions.drawn(graph, args.samples)
-        return (
+        return [
             predictions.compiled(predictions.plain(plain.task.graph), plain.params, size),
             predictions.compiled(predictions.analytic(graph), bayesian.params, size),
             predictions.compiled(drawn, bayesian.params, num_drawn, jax.random.key(0)),
-        )
+        ]
 
     first, second = Background(), Background()
-    return Programs(
-        first.start(plain.compile), second.start(bayesian.compile), second.start(predictors)
-    )
+    return first.start(plain.compile), second.start(bayesian.compile), second.start(predictors)
 
 
 def _images(digits: Digits) -> dict[Any, np.ndarray]:
@@ -168,13 +139,13 @@ def _turn(images: np.ndarray, angle: float, digits: Digits) -> np.ndarray:
 
 def _predict(
     args: argparse.Namespace,
-    programs: Programs,
+    programs: list[Any],
     params: tuple[Any, Any],
     images: dict[Any, np.ndarray],
     seed: int,
 ) -> tuple[Results, np.ndarray]:
     """Predictions of all three, and each drawn network's class probabilities, (samples, N, C)."""
-    plain, analytic, drawn = programs.predictors()
+    plain, analytic, drawn = programs
     every = np.concatenate(list(images.values()))
     few = np.concatenate([images[name] for name in DRAWN])
     whole = {

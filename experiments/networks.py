@@ -17,7 +17,7 @@ BELIEF: dict[str, Any] = {"relative_scale": 0.05, "prior_scale": 0.3}
 """How the beliefs about weights begin: see `mj.nn.Settings`."""
 
 
-def vision_transformer(seed: int, **settings: Any) -> mj.nn.VisionTransformer:
+def vision_transformer(seed: int | Array, **settings: Any) -> mj.nn.VisionTransformer:
     """A Bayesian vision Transformer for digits; `settings` are further arguments of its class."""
     sizes = {"image_size": data.IMAGE_SIZE, "num_classes": data.NUM_CLASSES, "num_heads": NUM_HEADS}
     return mj.nn.VisionTransformer(rngs=nnx.Rngs(seed), **sizes | BELIEF | settings)

@@ -31,14 +31,9 @@ NUM_SHOWN = 12
 
 def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
-    parser.training("runs/discrete", mj.STRUCTURES)
-    parser.whole("--steps", 400, "updates of the Bayesian network")
+    parser.training("runs/discrete", mj.STRUCTURES, steps=400, batch_size=64, kl_weight=0.02)
     parser.whole("--plain-steps", 4500, "updates of the plain Transformer before")
     parser.whole("--dense-steps", 6000, "updates of the dense network, which are cheaper")
-    parser.whole("--batch-size", 64, "training images for each update")
-    parser.real(
-        "--kl-weight", 0.02, "weight of the weights' KL: 1 is Bayes' rule, less is cold", least=0
-    )
     parser.whole("--draws", 20, "draws of the codes of every test image")
 
 

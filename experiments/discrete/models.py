@@ -100,23 +100,20 @@ def dense_autoencoder(num_weights: int, seed: int) -> mj.nn.PlainDiscreteAutoenc
     pixels, tokens = data.IMAGE_SIZE**2, (data.IMAGE_SIZE // DENSE_PATCH_SIZE) ** 2
     codes = tokens * DENSE_CODES
 
-    def widths(hidden: tuple[int, int]) -> tuple[list[int], list[int]]:
+    def widths(hidden: tuple[Any, Any]) -> tuple[list[Any], list[Any]]:
         return [pixels, *hidden, codes], [codes, *hidden[::-1], pixels]
 
-    def size(hidden: tuple[int, int]) -> int:
+    def size(*hidden: Any) -> Any:
         return sum((a + 1) * b for half in widths(hidden) for a, b in pairwise(half))
 
-    def beside(first: int) -> tuple[int, int]:
-        """With this first width, the second one that comes nearest; the count is linear in it."""
-        none = size((first, 0))
-        return first, max(1, round((num_weights - none) / (size((first, 1)) - none)))
-
-    def distance(hidden: tuple[int, int]) -> tuple[float, int]:
-        """Within half a per cent no count is better than another, but equal widths are."""
-        error = abs(size(hidden) - num_weights)
-        return max(error, 0.005 * num_weights), abs(hidden[0] - hidden[1])
-
-    hidden = min((beside(h) for h in range(1, num_weights // pixels + 2)), key=distance)
+    # With each first width the second one that comes nearest; the count is linear in it.
+    first = np.arange(1, num_weights // pixels + 2)
+    none, one = size(first, 0), size(first, 1)
+    second = np.maximum(1, np.rint((num_weights - none) / (one - none)).astype(int))
+    # Within half a per cent no count is better than another, but equal widths are.
+    error = np.maximum(np.abs(size(first, second) - num_weights), 0.005 * num_weights)
+    best = np.lexsort((np.abs(first - second), error))[0]
+    hidden = int(first[best]), int(second[best])
     rngs = nnx.Rngs(seed)
     encoder, decoder = (DenseTokens(half, tokens, rngs) for half in widths(hidden))
     return mj.nn.PlainDiscreteAutoencoder(

@@ -1,7 +1,6 @@
 """Processes and devices of a run, and the mesh that they form."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,13 +44,6 @@ class Layout:
         """Devices along `data`."""
         total = self.processes * self.devices
         return max(1, total // self.model) if self.data is None else self.data
-
-    def environment(self) -> dict[str, str]:
-        """Environment variables of a worker, set before it imports JAX."""
-        return {
-            "JAX_NUM_CPU_DEVICES": str(self.devices),
-            "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
-        }
 
     def start(self, rank: int, port: int) -> None:
         """Join the other processes; with one process there is nothing to join."""

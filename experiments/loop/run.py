@@ -1,6 +1,5 @@
 """The training loop of one process, and its preemption by SIGTERM."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -40,27 +39,28 @@ class Preemption(StopRequest):
         return self.received is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class Saving:
-    """Where and when a run saves."""
-
-    folder: Path  # of the run; it exists
-    every: int = 100  # updates between checkpoints; the last update is saved too
-    stop_at: int | None = None  # leave after this update, as if asked to; None to stay to the end
-
-
-def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainState:
+def fit(
+    job: Job, mesh: Mesh, folder: Path, *, every: int = 100, stop_at: int | None = None,
+    fsdp: bool = True,
+) -> TrainState:  # fmt: skip
     """Train to the end, from the latest checkpoint if there is one. Call in every process.
+
+    Args:
+      job: what to train.
+      mesh: of the devices of all processes.
+      folder: of the run; it exists.
+      every: updates between checkpoints; the last update is saved too.
+      stop_at: leave after this update, as if asked to; None to stay to the end.
+      fsdp: split parameters and optimiser over `data` too.
 
     Raises:
       InputError: if the batch does not divide, or the folder holds something else.
       PartError: if something is not finite. The latest checkpoint is of before.
       PreemptedError: if asked to leave. All that was done is on disk.
     """
-    folder = saving.folder
     blueprint = Blueprint.of(job, mesh, fsdp=fsdp)
     with Preemption() as preemption, Store(folder, job, blueprint) as store:
-        state, found = store.restore() or (blueprint.start(job), None)
+        state, found = store.last() or (blueprint.start(job), None)
         first = int(state.step)
         given = batches(job, mesh, first)
         with _Log(job, folder, first, blueprint) as log:
@@ -70,10 +70,10 @@ def fit(job: Job, mesh: Mesh, saving: Saving, *, fsdp: bool = True) -> TrainStat
                 state, outcome = update(state, next(given))
                 log.add(step, outcome)
                 last = step == job.num_steps
-                leave = preemption.reached(step) or step == saving.stop_at
-                if last or leave or step % saving.every == 0:
+                leave = preemption.reached(step) or step == stop_at
+                if last or leave or step % every == 0:
                     log.flush()  # raises before saving if this update is not finite
-                    bits = store.save(step, state)
+                    bits = store.begin(step, state)
                     log.event("save", step=step, digest=bits)
                 if last or leave:
                     store.wait()

@@ -5,7 +5,7 @@ On disk are arrays (Orbax, OCDBT) and JSON; reading them executes nothing.
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,50 +20,42 @@ CHECKPOINTS = "checkpoints"
 ANEW = "give what it was made with, or another --out"
 
 
-class Store:
+class Store(Checkpoints):
     """The checkpoints of a run."""
 
     def __init__(self, folder: Path, job: Job, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
         settings = {**job.identity, **{name: _version(name) for name in ("moment_jax", "jax")}}
         more: dict[str, Any] = {"option": "--out", "fix": ANEW, "background": True}
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, settings, resume=True, **more)
-        self.wait = self.checkpoints.manager.wait_until_finished
+        super().__init__(folder / CHECKPOINTS, settings, resume=True, **more)
+        self.wait = self.manager.wait_until_finished
 
-    def save(self, step: int, state: TrainState) -> str:
+    def begin(self, step: int, state: TrainState) -> str:
         """Start saving and return the state's digest; the state may then be donated."""
         self.wait()  # one save at a time
         bits = digest(state)
-        self.checkpoints.save(step, _copied(state), leaves=self.blueprint.leaves, digest=bits)
+        self.save(step, _copied(state), leaves=self.blueprint.leaves, digest=bits)
         return bits
 
-    def restore(self) -> tuple[TrainState, str] | None:
+    def last(self) -> tuple[TrainState, str] | None:
         """The latest state, on the mesh that there is now, and its digest, which was saved with it."""
-        step = self.checkpoints.manager.latest_step()
+        step = self.manager.latest_step()
         if step is None:
             return None
-        facts = self._read(step, lambda: self.checkpoints.facts(step))
-        self._check_leaves(facts)
-        state = self._read(step, lambda: self.checkpoints.restore(self.blueprint.abstract))
-        bits = digest(state)
-        if bits != facts["digest"] or int(state.step) != step:
-            raise self._damaged(step, "its content is not what was saved")
-        return state, bits
-
-    def _read(self, step: int, read: Any) -> Any:
         try:
-            return read()
-        except InputError:
-            raise
+            facts = self.facts(step)
+            self._check_leaves(facts)
+            state: Any = self.restore(self.blueprint.abstract)
+            bits = digest(state)
+            if bits != facts["digest"] or int(state.step) != step:
+                raise ValueError("its content is not what was saved")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(step, str(error).splitlines()[0][:200]) from error
-
-    def _damaged(self, step: int, why: str) -> InputError:
-        place = self.checkpoints.folder / str(step)
-        return InputError(
-            f"--out: the checkpoint {place} cannot be read, it is truncated or damaged ({why}); remove "
-            "this folder to go on from the checkpoint before it"
-        )
+            raise InputError(
+                f"--out: the checkpoint {self.folder / str(step)} cannot be read, it is truncated or "
+                f"damaged ({str(error).splitlines()[0][:200]}); remove this folder to go on from the "
+                "checkpoint before it"
+            ) from error
+        return state, bits
 
     def _check_leaves(self, facts: dict[str, Any]) -> None:
         before, now = facts.get("leaves", {}), self.blueprint.leaves
@@ -71,15 +63,9 @@ class Store:
             old, new = before.get(name, "nothing"), now.get(name, "nothing")
             if old != new:
                 raise InputError(
-                    f"--out: {self.checkpoints.folder} is of another model: {name} is {old} there, and "
-                    f"{new} here; {ANEW}"
+                    f"--out: {self.folder} is of another model: {name} is {old} there, and {new} here; "
+                    f"{ANEW}"
                 )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.checkpoints.__exit__()
 
 
 @jax.jit

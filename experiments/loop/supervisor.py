@@ -19,14 +19,12 @@ from typing import Any
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.loop.layout import HOST, Layout
 from experiments.loop.records import add_event, read_events
-from experiments.loop.run import Saving
 from experiments.stopping import StopRequest
 
 POLL = 0.02
 GRACE = 30.0  # seconds from SIGTERM to SIGKILL, for writing a checkpoint
 LOCK_TIMEOUT = 30.0  # seconds for the processes of a killed run to be gone
-FINISHED, FAILED, BAD_INPUT = 0, 1, 2
-EXPECTED = (FINISHED, FAILED, BAD_INPUT, PREEMPTED)
+EXPECTED = (0, InputError.status, PartError.status, PREEMPTED)
 LOCK, LOGS = ".lock", "logs"
 
 
@@ -37,7 +35,9 @@ class Order:
     job: str  # "module:function", which makes a `Job` of the settings
     settings: dict[str, Any]  # in JSON's types
     layout: Layout
-    saving: Saving
+    folder: Path
+    every: int = 100  # updates between checkpoints
+    stop_at: int | None = None  # leave after this update
     restarts: int = 3  # how often the processes are started again before the run is given up
 
     def to_json(self) -> str:
@@ -48,8 +48,7 @@ class Order:
     def from_json(cls, text: str) -> Order:
         """The order that `to_json` gave."""
         content = json.loads(text)
-        saving = {**content["saving"], "folder": Path(content["saving"]["folder"])}
-        parts = {"layout": Layout(**content["layout"]), "saving": Saving(**saving)}
+        parts = {"layout": Layout(**content["layout"]), "folder": Path(content["folder"])}
         return cls(**{**content, **parts})
 
 
@@ -66,18 +65,17 @@ def supervise(order: Order) -> None:
       PreemptedError: after SIGTERM, or if the workers were asked to leave.
       KeyboardInterrupt: after Ctrl-C; what was done is saved.
     """
-    folder = order.saving.folder
+    folder = order.folder
     with _locked(folder) as lock, StopRequest(signal.SIGTERM, signal.SIGINT) as request:
         for attempt in range(order.restarts + 1):
             codes, lost = _attempt(order, attempt, lock, request)
             asked = request.received
             add_event(folder, "over", attempt=attempt, codes=codes, asked=asked and asked.name)
-            if all(code == FINISHED for code in codes):
+            if not any(codes):
                 return
-            if BAD_INPUT in codes and not lost:
-                raise InputError(_message(folder, attempt))
-            if FAILED in codes and not lost:
-                raise PartError(_message(folder, attempt))
+            for error in (InputError, PartError):
+                if error.status in codes and not lost:
+                    raise error(_message(folder, attempt))
             if asked == signal.SIGINT:
                 raise KeyboardInterrupt(
                     f"stopped; the same command goes on from what is in {folder}"
@@ -97,9 +95,11 @@ def _attempt(order: Order, attempt: int, lock: int, request: StopRequest) -> tup
     Where one was lost, an unreadable checkpoint may mean to another one no more than that: the
     communication of JAX raises the same errors as the reading of files.
     """
-    folder = order.saving.folder
+    folder = order.folder
     (folder / LOGS).mkdir(exist_ok=True)
-    port = _free_port()
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = int(probe.getsockname()[1])
     workers = [_start(order, rank, port, attempt, lock) for rank in range(order.layout.processes)]
     try:
         add_event(folder, "launch", attempt=attempt, pids=[worker.pid for worker in workers])
@@ -116,14 +116,16 @@ def _start(order: Order, rank: int, port: int, attempt: int, lock: int) -> subpr
     command = [sys.executable, "-m", "experiments.loop.worker", str(rank), str(port), str(attempt)]
     root = Path(__file__).parents[2]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    own = {"JAX_NUM_CPU_DEVICES": str(order.layout.devices), "PYTHONPATH": path}
+    own["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
     with contextlib.ExitStack() as stack:
         log = None  # ours, for the progress bar
         if rank > 0 or not sys.stderr.isatty():
-            file = order.saving.folder / LOGS / f"worker-{rank}.log"
+            file = order.folder / LOGS / f"worker-{rank}.log"
             log = stack.enter_context(file.open("ab"))
         return subprocess.Popen(
             [*command, order.to_json()],
-            env={**os.environ, **order.layout.environment(), "PYTHONPATH": path},
+            env=os.environ | own,
             stdin=subprocess.PIPE,  # closes when we end, which ends the worker
             stdout=subprocess.DEVNULL,
             stderr=log,
@@ -136,7 +138,7 @@ def _wait(workers: list[subprocess.Popen[bytes]], request: StopRequest) -> None:
     deadline = None
     while any(worker.poll() is None for worker in workers):
         codes = [worker.returncode for worker in workers if worker.returncode is not None]
-        if any(code not in (FINISHED, PREEMPTED) for code in codes):
+        if any(code not in (0, PREEMPTED) for code in codes):
             return
         asked = request.received is not None
         if deadline is None and (asked or codes):
@@ -176,9 +178,3 @@ def _locked(folder: Path) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

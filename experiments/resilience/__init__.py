@@ -10,7 +10,7 @@ import argparse
 
 import moment_jax as mj
 from experiments.command_line import InputError, Parser, writable_folder
-from experiments.loop import Layout, Order, Saving, supervise
+from experiments.loop import Layout, Order, supervise
 from experiments.loop.layout import check_batch
 from experiments.loop.records import METRICS, read_lines
 from experiments.outputs import write_json
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> None:
         check(args, layout)
         return
     settings = {name: getattr(args, name) for name in SETTINGS}
-    saving = Saving(folder.absolute(), args.save_every, args.stop_at)
-    supervise(Order(REFERENCE, settings, layout, saving, args.restarts))
+    saving = folder.absolute(), args.save_every, args.stop_at
+    supervise(Order(REFERENCE, settings, layout, *saving, args.restarts))
     last = read_lines(folder / METRICS)[-1]
     write_json(args.json, {"metrics": last})
     print(f"{last['step']} updates, loss {last['loss']:.4f}; checkpoints and metrics in {folder}")

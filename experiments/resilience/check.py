@@ -132,7 +132,7 @@ def _final_state(args: argparse.Namespace, run: Run) -> TrainState:
     job = digits_job(vars(args))
     mesh = mj.parallel.make_mesh(1, 1, devices=jax.devices()[:1])
     with Store(run.folder, job, Blueprint.of(job, mesh)) as store:
-        restored = store.restore()
+        restored = store.last()
     assert restored is not None
     return restored[0]
 
