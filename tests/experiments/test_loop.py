@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("orbax.checkpoint")
 
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
-from experiments.loop import Layout, Order, Saving, fit, store, supervise, supervisor
+from experiments.loop import Layout, Order, fit, store, supervise, supervisor
 from experiments.loop.job import batches
 from experiments.loop.records import METRICS, open_metrics, read_events, read_lines
 from experiments.loop.run import Preemption
@@ -39,7 +39,7 @@ def settings_of_a_user():
 
 def train(folder, stop_at=None, every=1, **settings):
     folder.mkdir(exist_ok=True)
-    return fit(job(settings), Layout().mesh(), Saving(folder, every, stop_at))
+    return fit(job(settings), Layout().mesh(), folder, every=every, stop_at=stop_at)
 
 
 def stopped(folder, stop_at, **settings):
@@ -182,7 +182,7 @@ def test_a_folder_has_one_run(tmp_path, monkeypatch):
 
 def order(folder, processes, **settings):
     name = "tests.experiments.loop_job:job"
-    return Order(name, settings, Layout(processes), Saving(folder, every=25), restarts=1)
+    return Order(name, settings, Layout(processes), folder, every=15, restarts=1)
 
 
 class Supervised:
@@ -205,7 +205,7 @@ class Supervised:
 
     def wait_for_step(self, step, starts):
         """Until that many starts were made, the last has come that far, and a checkpoint is whole."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not self.has_come(step, starts):
             assert self.process.poll() is None, self.process.returncode
             assert time.monotonic() < deadline
@@ -218,19 +218,19 @@ class Supervised:
         return rows[-1]["step"] >= begun[-1]["step"] + step
 
     def end(self):
-        return self.process.wait(timeout=120)
+        return self.process.wait(timeout=600)
 
 
 @pytest.mark.slow
 def test_a_killed_worker_and_a_preemption_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    whole, broken = Supervised(tmp_path / "whole", 200), Supervised(tmp_path / "broken", 200)
+    whole, broken = Supervised(tmp_path / "whole", 120), Supervised(tmp_path / "broken", 120)
     whole.run()
     broken.start()
-    broken.wait_for_step(30, starts=1)
+    broken.wait_for_step(20, starts=1)
     whole_ones = steps_on_disk(broken.folder)
     os.kill(broken.events("launch")[0]["pids"][1], signal.SIGKILL)
-    broken.wait_for_step(30, starts=2)
+    broken.wait_for_step(20, starts=2)
     asked = time.time()
     broken.process.terminate()
     assert broken.end() == PREEMPTED
