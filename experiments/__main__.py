@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from experiments import background
-from experiments.command_line import PREEMPTED, InputError, Parser, PartError, PreemptedError
+from experiments.command_line import InputError, Parser, PartError, PreemptedError
 from experiments.stopping import INTERRUPTED, StopRequest
 
 COMMANDS = {
@@ -47,14 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)
-    except InputError as error:
-        return _say(error, 2)
-    except PartError as error:
-        return _say(error, 1)
-    except PreemptedError as error:
-        return _say(error, PREEMPTED)
-    except KeyboardInterrupt as error:
-        return _say(error, INTERRUPTED)
+    except (InputError, PartError, PreemptedError, KeyboardInterrupt) as error:
+        print(f"experiments: {' '.join(str(error).split())}", file=sys.stderr)  # in one line
+        return getattr(error, "status", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output is gone, as with `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -96,12 +91,6 @@ def _keep_compiled_programs(arguments: list[str]) -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(caches / "moment_jax"))
         # jaxlib 0.10 logs a page of machine features, harmless here, for every program that it reads.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-
-def _say(message: object, status: int) -> int:
-    """Print one line to standard error."""
-    print(f"experiments: {' '.join(str(message).split())}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

@@ -55,20 +55,11 @@ class Checkpoints:
         self.settings = settings
         self.option, self.fix = option, fix
         self.folder = folder.absolute()
-        self.manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=KEPT,
-                cleanup_tmp_directories=True,
-                # A step's buffers are donated to the next, so they must be on disk before it starts.
-                enable_async_checkpointing=background,
-            ),
+        # A step's buffers are donated to the next, so they must be on disk before it starts.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=background
         )
-
-    @property
-    def latest(self) -> int | None:
-        """The step of the latest checkpoint, or None."""
-        return self.manager.latest_step()
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, state: Any, **facts: Any) -> None:
         """Save the state after `step` updates; settings and `facts` go into its JSON."""
@@ -78,34 +69,27 @@ class Checkpoints:
         )
         self.manager.save(step, args=items, force=True)
 
-    def wait(self) -> None:
-        """Wait until all saves are on disk."""
-        self.manager.wait_until_finished()
-
     def facts(self, step: int) -> dict[str, Any]:
         """The JSON of a checkpoint."""
-        stored = self.manager.restore(
-            step, args=ocp.args.Composite(settings=ocp.args.JsonRestore())
-        ).settings
+        items = ocp.args.Composite(settings=ocp.args.JsonRestore())
+        stored: dict[str, Any] = self.manager.restore(step, args=items).settings
         for name, value in self.settings.items():
-            before = stored.get(name)
-            if before != value:
+            if stored.get(name) != value:
                 raise InputError(
-                    f"{self.option}: {self.folder} was made with {name} {before}, not {value}; "
-                    f"{self.fix}"
+                    f"{self.option}: {self.folder} was made with {name} {stored.get(name)}, not "
+                    f"{value}; {self.fix}"
                 )
         return stored
 
     def restore(self, like: Any) -> Any | None:
         """The latest checkpoint in the form of `like`, or None if there is none."""
-        step = self.latest
+        step = self.manager.latest_step()
         if step is None:
             return None
         self.facts(step)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self.manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        ).state
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        return self.manager.restore(step, args=items).state
 
     def __enter__(self) -> Self:
         return self

@@ -14,13 +14,19 @@ PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
 class InputError(Exception):
     """A file, folder or option is wrong; the message says how to fix it."""
 
+    status = 2  # of the process
+
 
 class PartError(Exception):
     """A part of the work failed; the message says which. The rest is done and written."""
 
+    status = 1
+
 
 class PreemptedError(Exception):
     """Preempted: progress is saved, and the same command continues from there."""
+
+    status = PREEMPTED
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,13 +70,17 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         """One key of a table; several if the default is a list, or None (all)."""
         names = list(table)
+        chosen = (
+            (default,) if isinstance(default, str) else ("all",) if default is None else default
+        )
+        shown = f" (default: {' '.join(chosen)})" if chosen else ""
         self.add_argument(
             name,
-            type=one_of(dict.fromkeys(names), name.lstrip("-")),
+            choices=names,
             nargs=None if isinstance(default, str) else "+",
             default=names if default is None else default,
             metavar="NAME",
-            help=f"{what}: {', '.join(names)} (default: {_shown(default)})",
+            help=f"{what}: {', '.join(names)}{shown}",
         )
 
     def flag(self, name: str, what: str) -> None:
@@ -84,6 +94,12 @@ class Parser(argparse.ArgumentParser):
     def source(self, name: str, what: str) -> None:
         """A required input folder."""
         self.add_argument(name, type=path, required=True, metavar="DIR", help=f"{what} (required)")
+
+    def sets(self, what: str, default: str) -> None:
+        """`--data-dir DIR` and `--set NAME ...`, to be found by `named_files`."""
+        self.source("--data-dir", what)
+        what = f"which files, by their names without the ending (default: {default})"
+        self.add_argument("--set", nargs="+", metavar="NAME", help=what)
 
     def seed(self, what: str = "random seed") -> None:
         """`--seed N`."""
@@ -101,16 +117,24 @@ class Parser(argparse.ArgumentParser):
             "earlier run's checkpoints there are replaced",
         )
 
+    def training(
+        self, out: str, structures: Iterable[str], structure: str = "Diagonal", *,
+        steps: int, batch_size: int, kl_weight: float,
+    ) -> None:  # fmt: skip
+        """What all trainings of a Bayesian network on a fixed split have, with its defaults."""
+        self.out(out)
+        self.resume()
+        self.seed("random seed of weights, batches and samples; never of the split")
+        self.choice("--structure", structures, structure, "covariance structure")
+        self.whole("--steps", steps, "updates of the Bayesian network")
+        self.whole("--batch-size", batch_size, "training examples for each update")
+        what = "weight of the KL in the end: 1 is Bayes' rule, less a cold posterior"
+        self.real("--kl-weight", kl_weight, what, least=0)
+
     def json(self) -> None:
         """`--json FILE`."""
         what = "write the figures there too (default: nowhere)"
         self.option("--json", None, what, _json_file, "FILE")
-
-
-def _shown(default: str | Sequence[str] | None) -> str:
-    if default is None:
-        return "all"
-    return default if isinstance(default, str) else " ".join(default)
 
 
 def number(
@@ -142,17 +166,18 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def one_of(table: dict[str, Any], what: str) -> Callable[[str], str]:
-    """A type for `add_argument`: a key of `table`; the error lists them."""
-
-    def parse(text: str) -> str:
-        if text not in table:
-            raise argparse.ArgumentTypeError(
-                f"knows no {what} {text!r}; take one of {', '.join(table)}"
-            )
-        return text
-
-    return parse
+def named_files(args: argparse.Namespace, ending: str) -> list[Path]:
+    """The files in --data-dir that --set names; without it all with this ending."""
+    folder, names = args.data_dir, args.set
+    if not folder.is_dir():
+        raise InputError(f"--data-dir {folder} is no folder; name one of {ending} files")
+    there = sorted(path.stem for path in folder.glob(f"*{ending}"))
+    if not there:
+        raise InputError(f"--data-dir {folder} holds no {ending} files; see --help")
+    for name in names or ():
+        if name not in there:
+            raise InputError(f"--set {name} is not in {folder}; take one of {', '.join(there)}")
+    return [folder / f"{name}{ending}" for name in dict.fromkeys(names or there)]
 
 
 def writable_folder(path: Path, option: str) -> Path:

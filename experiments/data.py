@@ -43,17 +43,23 @@ class Digits(NamedTuple):
 def load() -> Digits:
     """Read the images (no download) and split them: 1,147 to train, 150 to stop by, 500 to test."""
     pixels, labels = load_digits(return_X_y=True)
+    return divided(pixels, labels, IMAGE_SIZE, NUM_VALIDATION, SPLIT_SEED)
+
+
+def divided(
+    pixels: np.ndarray, labels: np.ndarray, side: int, validation: float, seed: int
+) -> Digits:
+    """Stratified parts of images (N, side * side), 500 to test, and a number or share to stop by."""
     rest, test = train_test_split(
-        np.arange(len(labels)), test_size=NUM_TEST, random_state=SPLIT_SEED, stratify=labels
+        np.arange(len(labels)), test_size=NUM_TEST, random_state=seed, stratify=labels
     )
-    train, validation = train_test_split(
-        rest, test_size=NUM_VALIDATION, random_state=SPLIT_SEED, stratify=labels[rest]
+    train, held_out = train_test_split(
+        rest, test_size=validation, random_state=seed, stratify=labels[rest]
     )
-    pixels = pixels.reshape(-1, IMAGE_SIZE, IMAGE_SIZE)
+    pixels = pixels.reshape(-1, side, side)
     centre, spread = pixels[train].mean(), pixels[train].std()
-    images = ((pixels - centre) / spread).astype(np.float32)
-    every = Images(images, labels.astype(np.int32))
-    parts = every.part(train), every.part(validation), every.part(test)
+    every = Images(((pixels - centre) / spread).astype(np.float32), labels.astype(np.int32))
+    parts = every.part(train), every.part(held_out), every.part(test)
     return Digits(*parts, float(-centre / spread))
 
 

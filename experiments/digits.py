@@ -2,14 +2,18 @@
 
 Compares it with the same plain network, and with networks sampled from the learned posterior; all of
 it for several seeds, by programs that are compiled once. Writes metrics.json and figures (of the first
-seed, but for the curves over the angle), and prints one table with standard errors over the seeds.
+seed, but for the curves over the angle), and prints one table with standard errors over the seeds. What
+has trained in BatchSeparable predicts in Separable; TokenBlock and Full are slow (for Full take
+--batch-size 4).
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,40 +29,26 @@ from experiments.command_line import Parser
 from experiments.data import Digits
 from experiments.digits_training import POSTERIORS, Training
 from experiments.outputs import write_json
-from experiments.predictions import CaughtUp, Prediction
-from experiments.training import Compiled
+from experiments.predictions import Prediction
+from experiments.training import Compiled, together
 
 TURNED_DIGIT = 6  # upside down it is a nine
 ANGLES = np.linspace(0.0, 180.0, 37)
 TEST_ANGLES = np.linspace(0.0, 90.0, 7)  # of all test images
 SHOWN_ANGLES = (45.0, 60.0)
+DRAWN = ("test", "validation", "digit")  # images that the drawn networks see too
+
+Results = dict[str, dict[Any, Prediction]]
+"""Predictions by the name of the network and that of the images, see `_images`."""
 
 
 def add_arguments(parser: Parser) -> None:
     """The options of the main job."""
-    parser.out("runs/digits")
-    parser.resume()
-    parser.seed("first random seed of weights, batches and samples; never of the split")
-    parser.whole(
-        "--seeds", 3, "how many times all is done, with this seed and those that follow it"
-    )
-    parser.choice(
-        "--structure",
-        mj.STRUCTURES,
-        "BatchSeparable",
-        "covariance structure (TokenBlock and Full are slow; for Full take --batch-size 4; what has "
-        "trained in BatchSeparable predicts in Separable)",
-    )
+    kind = "BatchSeparable"
+    parser.training("runs/digits", mj.STRUCTURES, kind, steps=150, batch_size=32, kl_weight=0.1)
+    parser.whole("--seeds", 3, "how many times all is done, with --seed and those that follow it")
     parser.choice("--posterior", POSTERIORS, "factorized", "family of the beliefs about weights")
-    parser.whole("--steps", 150, "updates of the Bayesian network")
-    parser.whole("--batch-size", 32, "training images for each update, of both networks")
     parser.real("--learning-rate", 1e-3, "peak of the Bayesian network's cosine schedule")
-    parser.real(
-        "--kl-weight",
-        0.1,
-        "final weight of the KL divergence in the ELBO: 1 is Bayes' rule, less a cold posterior",
-        least=0,
-    )
     parser.whole("--warm-up", 50, "updates in which the weight of the KL rises from 0", least=0)
     parser.whole("--plain-steps", 2200, "updates of the plain network")
     parser.real("--plain-learning-rate", 5e-3, "peak of the plain network's cosine schedule")
@@ -70,34 +60,31 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Train and compare both networks for every seed; write the results."""
     start = time.perf_counter()
-    out = run_folder(args)
-    digits = data.load()
+    out, digits = run_folder(args), data.load()
+    images = _images(digits)
     plain, bayesian = digits_training.plain(args, digits), digits_training.bayesian(args, digits)
-    turned, label = _turned(digits)
-    images = np.concatenate([digits.test.images, digits.validation.images, turned])
-    programs = _compile(args, plain, bayesian, len(images))
-    # The two cheap predictors also see all rotated test images.
-    every = np.concatenate([images, *(_turn(digits.test.images, a, digits) for a in TEST_ANGLES)])
+    num_drawn = sum(len(images[name]) for name in DRAWN)
+    plain_update, update, predictors = _compile(args, plain, bayesian, num_drawn)
     # All plain networks first, while the Bayesian program is compiled.
     seeds = range(args.seed, args.seed + args.seeds)
-    plains = [digits_training.train_plain(args, plain, programs.plain, seed) for seed in seeds]
-    starts = {seed: plain.network(means) for seed, (means, _) in zip(seeds, plains, strict=True)}
-    bayesians = digits_training.train_bayesian(args, bayesian, programs.bayesian, starts)
-    records = []
-    for seed, (means, plain_seconds), (params, seconds) in zip(
-        seeds, plains, bayesians, strict=True
-    ):
-        results, sweeps, each = _predict(args, programs, seed, (means, params), images, every)
+    plains, fits = [], []
+    for seed in seeds:
+        params = nnx.state(digits_training.plain_network(seed))
+        plains.append(plain.fit(args, params, seed, plain_update))
+        params = digits_training.started(args, seed, plain.network(plains[-1][0]))
+        fits.append(partial(bayesian.fit, args, params, seed, update))
+    fitted = zip(seeds, plains, together(fits, update), strict=True)
+    records, caught = [], []
+    for seed, (means, seconds), (params, more_seconds) in fitted:
+        results, each = _predict(args, predictors(), (means, params), images, seed)
+        caught.append(_catch_up(digits, results, each))
         records.append({
-            "seconds": {"plain": plain_seconds, "bayesian": seconds},
+            "seconds": {"plain": seconds, "bayesian": more_seconds},
             "kl": float(bayesian.network(params).kl()),
             **_compare(digits, results),
-            "rotation": _rotation(digits, sweeps),
-            "catch_up": _catch_up(digits, results, each),
         })  # fmt: skip
         if seed == args.seed:
-            _draw(out, digits, turned, label, results)
-    caught = [record.pop("catch_up") for record in records]
+            _draw(out, digits, images["digit"], results)
     metrics = {
         "settings": vars(args),
         "angles": TEST_ANGLES.tolist(),
@@ -111,41 +98,37 @@ def run(args: argparse.Namespace) -> None:
     _print(out, metrics)
 
 
-class Programs(NamedTuple):
-    """Compiled programs for all seeds; each function waits for its programs."""
-
-    plain: Callable[[], Compiled]
-    bayesian: Callable[[], Compiled]
-    predictors: Callable[[], tuple[Any, Any, Any]]  # of the plain, the analytic, the drawn networks
-
-
 def _compile(
     args: argparse.Namespace, plain: Training, bayesian: Training, num_drawn: int
-) -> Programs:
-    """Compile in the background: the plain training, and beside it the others, in the order of use."""
+) -> tuple[Callable[[], Compiled], Callable[[], Compiled], Callable[[], list[Any]]]:
+    """Compile in the background: the plain training, and beside it the others, in the order of use.
 
-    def predictors() -> tuple[Any, Any, Any]:
-        key = jax.random.key(0)
-        graph, _ = nnx.split(bayesian.network(bayesian.params))
+    Each result waits for its programs, of all seeds: those of both trainings, and those that predict.
+    """
+
+    def predictors() -> list[Any]:
+        graph, size = nnx.graphdef(bayesian.network(bayesian.params)), predictions.CHUNK
         drawn = predictions.drawn(graph, args.samples)
-        size = predictions.CHUNK
-        return (
-            predictions.compiled(predictions.plain(plain.graph), plain.params, size),
+        return [
+            predictions.compiled(predictions.plain(plain.task.graph), plain.params, size),
             predictions.compiled(predictions.analytic(graph), bayesian.params, size),
-            predictions.compiled(drawn, bayesian.params, num_drawn, key),
-        )
+            predictions.compiled(drawn, bayesian.params, num_drawn, jax.random.key(0)),
+        ]
 
     first, second = Background(), Background()
-    return Programs(
-        first.start(plain.compile), second.start(bayesian.compile), second.start(predictors)
-    )
+    return first.start(plain.compile), second.start(bayesian.compile), second.start(predictors)
 
 
-def _turned(digits: Digits) -> tuple[np.ndarray, int]:
-    """One test image at every angle, and its label."""
-    image = digits.test.images[np.flatnonzero(digits.test.labels == TURNED_DIGIT)[0]]
-    turned = np.concatenate([_turn(image[None], angle, digits) for angle in ANGLES])
-    return turned, TURNED_DIGIT
+def _images(digits: Digits) -> dict[Any, np.ndarray]:
+    """Test and validation images, one test image at every angle, and all of them at some, by these."""
+    test = digits.test.images
+    digit = test[np.flatnonzero(digits.test.labels == TURNED_DIGIT)[:1]]
+    return {
+        "test": test,
+        "validation": digits.validation.images,
+        "digit": np.concatenate([_turn(digit, angle, digits) for angle in ANGLES]),
+        **{angle: _turn(test, angle, digits) for angle in TEST_ANGLES},
+    }
 
 
 def _turn(images: np.ndarray, angle: float, digits: Digits) -> np.ndarray:
@@ -156,93 +139,73 @@ def _turn(images: np.ndarray, angle: float, digits: Digits) -> np.ndarray:
 
 def _predict(
     args: argparse.Namespace,
-    programs: Programs,
-    seed: int,
+    programs: list[Any],
     params: tuple[Any, Any],
-    images: np.ndarray,
-    every: np.ndarray,
-) -> tuple[dict[str, Prediction], dict[str, Prediction], np.ndarray]:
-    """Predictions for `images`, the two cheap ones' for the rest of `every`, and each drawn network's.
-
-    The last are class probabilities (samples, N, C).
-    """
-    plain, analytic, drawn = programs.predictors()
-    both = {
+    images: dict[Any, np.ndarray],
+    seed: int,
+) -> tuple[Results, np.ndarray]:
+    """Predictions of all three, and each drawn network's class probabilities, (samples, N, C)."""
+    plain, analytic, drawn = programs
+    every = np.concatenate(list(images.values()))
+    few = np.concatenate([images[name] for name in DRAWN])
+    whole = {
         "plain network": predictions.in_chunks(plain, params[0], every),
         "Bayesian, analytic": predictions.in_chunks(analytic, params[1], every),
     }
-    key = jax.random.key(seed + 2)
-    sampled, each = predictions.sampled(drawn, params[1], images, key)
-    results = {name: result.at(slice(len(images))) for name, result in both.items()}
-    results[f"Bayesian, {args.samples:,} samples"] = sampled
-    return results, {n: result.at(slice(len(images), None)) for n, result in both.items()}, each
+    sampled, each = predictions.sampled(drawn, params[1], few, jax.random.key(seed + 2))
+    whole[f"Bayesian, {args.samples:,} samples"] = sampled
+    ends = itertools.pairwise(np.cumsum([0, *map(len, images.values())]))
+    parts = {name: slice(*own) for name, own in zip(images, ends, strict=True)}
+    cut = {name: {of: result.at(p) for of, p in parts.items()} for name, result in whole.items()}
+    return cut, each
 
 
-def _rotation(digits: Digits, sweeps: dict[str, Prediction]) -> dict[str, dict[str, list[float]]]:
-    """Mean accuracy, NLL and entropy over the test images, by the angle."""
-    curves = {}
-    for name, result in sweeps.items():
-        parts = np.split(result.probabilities, len(TEST_ANGLES))
-        scores = [predictions.scores(part, digits.test.labels) for part in parts]
-        curves[name] = {
-            "accuracy": [score["accuracy"] for score in scores],
-            "nll": [score["nll"] for score in scores],
-            "entropy": [float(predictions.entropy(part).mean()) for part in parts],
+def _compare(digits: Digits, results: Results) -> dict[str, Any]:
+    """Scores of all three, how the analytic logits agree with sampled ones, and what rotation does."""
+    plain, analytic, samples = results.values()
+    agreement = mj.reference.Agreement.of(
+        analytic["test"].logit_mean, analytic["test"].logit_sd,
+        samples["test"].logit_mean, samples["test"].logit_sd,
+    )  # fmt: skip
+    labels = {"test": digits.test.labels, "validation": digits.validation.labels}
+    scores = {
+        of: {
+            name: {
+                **predictions.scores(each[of].probabilities, labels[of]),
+                "seconds_per_image": each[of].seconds_per_image,
+            }
+            for name, each in results.items()
         }
-    return curves
+        for of in labels
+    }
+    curves = [_curve(each, labels["test"]) for each in (plain, analytic)]
+    rotation = dict(zip(results, curves, strict=False))
+    return {**scores, "logits": agreement._asdict(), "rotation": rotation}
 
 
-def _catch_up(digits: Digits, results: dict[str, Prediction], each: np.ndarray) -> CaughtUp:
+def _curve(result: dict[Any, Prediction], labels: np.ndarray) -> dict[str, list[float]]:
+    """Mean accuracy, NLL and entropy over the test images, by the angle."""
+    turned = [result[angle].probabilities for angle in TEST_ANGLES]
+    scores = [predictions.scores(given, labels) for given in turned]
+    curve = {name: [score[name] for score in scores] for name in ("accuracy", "nll")}
+    return curve | {"entropy": [float(predictions.entropy(given).mean()) for given in turned]}
+
+
+def _catch_up(digits: Digits, results: Results, each: np.ndarray) -> predictions.CaughtUp:
     """How many drawn networks match the analytic pass on the test images."""
-    _, analytic, samples = (result.at(_parts(digits)[0]) for result in results.values())
+    _, analytic, samples = (result["test"] for result in results.values())
     of_one = samples.seconds_per_image / len(each) / analytic.seconds_per_image
     labels = digits.test.labels
     return predictions.catch_up(each[:, : len(labels)], labels, analytic.probabilities, of_one)
 
 
-def _compare(digits: Digits, results: dict[str, Prediction]) -> dict[str, Any]:
-    """Scores of all three on the test images, and how the analytic logits agree with sampled ones."""
-    test, validation, _ = _parts(digits)
-    _, analytic, samples = (result.at(test) for result in results.values())
-    agreement = mj.reference.Agreement.of(
-        analytic.logit_mean, analytic.logit_sd, samples.logit_mean, samples.logit_sd
-    )
-    return {
-        "test": _scores(results, test, digits.test.labels),
-        "validation": _scores(results, validation, digits.validation.labels),
-        "logits": agreement._asdict(),
-    }
-
-
-def _parts(digits: Digits) -> tuple[slice, slice, slice]:
-    """Slices of the predictions: test images, validation images, the rotated digit."""
-    first = len(digits.test.labels)
-    second = first + len(digits.validation.labels)
-    return slice(first), slice(first, second), slice(second, None)
-
-
-def _scores(
-    results: dict[str, Prediction], part: slice, labels: np.ndarray
-) -> dict[str, dict[str, float]]:
-    return {
-        name: {
-            **predictions.scores(result.at(part).probabilities, labels),
-            "seconds_per_image": result.seconds_per_image,
-        }
-        for name, result in results.items()
-    }
-
-
-def _draw(
-    out: Path, digits: Digits, turned: np.ndarray, label: int, results: dict[str, Prediction]
-) -> None:
-    test, _, sweep = _parts(digits)
-    plain, analytic, samples = (result.at(test) for result in results.values())
+def _draw(out: Path, digits: Digits, turned: np.ndarray, results: Results) -> None:
+    plain, analytic, samples = (result["test"] for result in results.values())
     both = {"plain": plain, "Bayesian, analytic": analytic}
     figures.save(figures.reliability(both, digits.test.labels), out / "reliability.png")
     figures.save(figures.spread(analytic, samples), out / "spread.png")
-    _, analytic, samples = (result.at(sweep) for result in results.values())
-    figure = figures.rotation(ANGLES, turned, analytic, samples, label)
+    _, analytic, samples = (result["digit"] for result in results.values())
+    figure = figures.rotation(ANGLES, turned, analytic, samples, TURNED_DIGIT)
     figures.save(figure, out / "rotation.png")
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import Array
 
 from experiments.background import Background
@@ -21,7 +22,6 @@ from experiments.stopping import StopRequest
 T = TypeVar("T")
 Params = Any
 Report = dict[str, Array]
-Loss = Callable[[Params, Array, Array], tuple[Array, Report]]
 
 VALIDATE_EVERY = 50
 SHOW_EVERY = 10
@@ -43,6 +43,11 @@ class TrainState(NamedTuple):
     key: Array
     best: Best | None = None
 
+    @property
+    def chosen(self) -> Params:
+        """The best parameters by validation, or the last ones where nothing validates."""
+        return self.params if self.best is None else self.best.params
+
 
 class Compiled(NamedTuple):
     """The programs of a task; they donate their state."""
@@ -57,17 +62,23 @@ class Task:
 
     Args:
       name: shown with the progress.
-      loss: (params, key, step) -> loss, figures to show; it draws its own mini-batch
+      loss: (model, key, step) -> loss, figures to show; it draws its own mini-batch
       optimizer: an optax transformation.
       num_steps: number of updates.
-      validate: parameters -> a score to minimise, by which the best are kept
+      validate: model -> a score to minimise, by which the best parameters are kept
+      graph: of the Flax module that is the model; without one the parameters are
     """
 
     name: str
-    loss: Loss
+    loss: Callable[[Any, Array, Array], tuple[Array, Report]]
     optimizer: optax.GradientTransformation
     num_steps: int
-    validate: Callable[[Params], Array] | None = None
+    validate: Callable[[Any], Array] | None = None
+    graph: Any = None
+
+    def model(self, params: Params) -> Any:
+        """What the loss and the validation take."""
+        return params if self.graph is None else nnx.merge(self.graph, params)
 
     def start(self, params: Params, key: Array) -> TrainState:
         """The state before the first update; the parameters are copied, for updates donate theirs."""
@@ -79,8 +90,11 @@ class Task:
 
     def update(self, state: TrainState) -> tuple[TrainState, Report]:
         """One step of the optimiser."""
-        compute = jax.value_and_grad(self.loss, has_aux=True)
-        (value, report), grads = compute(state.params, state.key, state.step)
+
+        def loss(params: Params) -> tuple[Array, Report]:
+            return self.loss(self.model(params), state.key, state.step)
+
+        (value, report), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         changes, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, changes)
         new = TrainState(params, optimizer, state.step + 1, state.key, state.best)
@@ -97,10 +111,10 @@ class Task:
         """Compare the parameters with the best so far."""
         assert self.validate is not None
         assert state.best is not None
-        score = self.validate(state.params).astype(state.best.score.dtype)
-        better = score < state.best.score
-        chosen = jax.tree.map(partial(jnp.where, better), state.params, state.best.params)
-        return state._replace(best=Best(chosen, jnp.minimum(score, state.best.score)))
+        score = self.validate(self.model(state.params)).astype(state.best.score.dtype)
+        now = Best(state.params, score)
+        better = partial(jnp.where, score < state.best.score)
+        return state._replace(best=jax.tree.map(better, now, state.best))
 
 
 def fit(
@@ -130,9 +144,8 @@ def fit(
       InputError: if the checkpoint is of other settings.
       KeyboardInterrupt: after Ctrl-C, from between two updates; all that was done is saved.
     """
-    restored = None if checkpoints is None else checkpoints.restore(state)
-    if restored is not None:
-        state = restored
+    if checkpoints is not None:
+        state = checkpoints.restore(state) or state
     first = int(state.step)
     if first >= task.num_steps:
         return state
@@ -162,21 +175,23 @@ def fit(
 
 
 def fit_saved(
-    task: Task,
-    params: Params,
-    args: argparse.Namespace,
-    name: str,
-    settings: dict[str, Any],
-    seed: int,
-    save_every: int,
-    compiled: Callable[[], Compiled] | None = None,
-    request: StopRequest | None = None,
-) -> TrainState:
-    """`fit` from `params`, with checkpoints in a folder `name` below --out, as --resume says."""
+    task: Task, params: Params, args: argparse.Namespace, name: str, settings: dict[str, Any],
+    seed: int, save_every: int, *more: Any,
+) -> TrainState:  # fmt: skip
+    """`fit` from `params`, with checkpoints in a folder `name` below --out, as --resume says.
+
+    `more`: further arguments of `fit`.
+    """
     settings = {"seed": args.seed, **settings}
     with Checkpoints(args.out / "checkpoints" / name, settings, resume=args.resume) as store:
-        start = task.start(params, jax.random.key(seed))
-        return fit(task, start, store, save_every, compiled, request)
+        return fit(task, task.start(params, jax.random.key(seed)), store, save_every, *more)
+
+
+def fit_network(task: Task, network: Any, *saved: Any) -> tuple[Any, TrainState]:
+    """`fit_saved` of a Flax module: the trained one, and the last state; `saved`: its arguments."""
+    graph, params = nnx.split(network)
+    state = fit_saved(dataclasses.replace(task, graph=graph), params, *saved)
+    return nnx.merge(graph, state.chosen), state
 
 
 def together(

@@ -11,7 +11,7 @@ import argparse
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,16 +68,17 @@ def run(args: argparse.Namespace) -> None:
     methods = train_all(trainer, args.seeds, task.validation, args.samples)
     predicted, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():
-        raw, costs = _predicted(method, task)
-        temperature = scores.best_temperature(raw.validation, task.validation.labels)
+        raw, seconds, size = _predicted(method, task)
+        temperature = scores.best_temperature(raw["validation"], task.validation.labels)
         predicted[name] = jax.tree.map(partial(scores.tempered, temperature=temperature), raw)
         before[name], after[name] = _scored(raw, task), _scored(predicted[name], task)
         rest[name] = {
-            **costs,
+            "seconds_per_image": seconds,
+            "bytes_of_prediction": size,
             "seconds_of_training": method.seconds / args.seeds,
             "bytes_of_training": method.bytes,
             "chosen": {**method.chosen, "temperature": temperature},
-            "catch_up": _catch_up(method, task, raw.test, costs["seconds_per_image"]),
+            "catch_up": _catch_up(method, task, raw["test"], seconds),
         }
     records = {
         name: {
@@ -94,30 +95,30 @@ def run(args: argparse.Namespace) -> None:
         "seconds": time.perf_counter() - start,
     }
     write_json(out / "metrics.json", metrics)
-    _draw(out, records, predicted)
+    save(_rotation({name: one["angle"] for name, one in records.items()}), out / "shifts.png")
+    entropies = {
+        name: {
+            which: predictions.entropy(p).ravel()
+            for which, p in {"test": one["test"], **one["others"]}.items()
+        }
+        for name, one in predicted.items()
+    }
+    save(histograms(entropies, "entropy (nats)"), out / "others.png")
     _print(records)
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and figures in {out}")
 
 
-class Predicted(NamedTuple):
-    """Class probabilities of one method, for every seed (L, N, C)."""
-
-    validation: np.ndarray
-    test: np.ndarray
-    turned: dict[float, np.ndarray]
-    others: dict[str, np.ndarray]
-
-
-def _predicted(method: Compared, task: Task) -> tuple[Predicted, dict[str, float]]:
-    """A method's predictions for all images, with seconds per image and bytes per chunk."""
-    some, test = task.test.images[:, :SHIFTED], task.test.images
-    predicted, seconds = _timed(method.predict, test)
+def _predicted(method: Compared, task: Task) -> tuple[dict[str, Any], float, int]:
+    """Class probabilities of all images, for every seed (L, N, C); seconds of one, bytes of a chunk."""
     assert isinstance(method.predict, Answers)
-    costs = {"seconds_per_image": seconds, "bytes_of_prediction": method.predict.bytes(test)}
-    turned = {angle: images.turned(some, angle, task.background) for angle in images.ANGLES}
-    more = task.validation.images, turned, images.others(task, SHIFTED)
-    validation, answers, others = jax.tree.map(method.predict, more)
-    return Predicted(validation, predicted, answers, others), costs
+    test = task.test.images
+    predicted, seconds = _timed(method.predict, test)
+    some = test[:, :SHIFTED]
+    angles = {angle: images.turned(some, angle, task.background) for angle in images.ANGLES}
+    others = images.others(task, SHIFTED)
+    more = {"validation": task.validation.images, "angle": angles, "others": others}
+    answers = jax.tree.map(method.predict, more)
+    return {"test": predicted, **answers}, seconds, method.predict.bytes(test)
 
 
 def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
@@ -138,31 +139,24 @@ def _catch_up(method: Compared, task: Task, analytic: np.ndarray, seconds: float
     return [predictions.catch_up(*part, of_one) for part in parts]
 
 
-def _scored(predicted: Predicted, task: Task) -> list[dict[str, Any]]:
+def _scored(predicted: dict[str, Any], task: Task) -> list[dict[str, Any]]:
     """All scores of each seed."""
-
-    def of_seed(seed: int) -> dict[str, Any]:
-        labels = task.test.labels[seed]
-
-        def score(given: np.ndarray) -> dict[str, float]:
-            return predictions.scores(given[seed], labels[: given.shape[1]])
-
-        found = {
-            name: scores.detection(predicted.test[seed], p[seed])
-            for name, p in predicted.others.items()
-        }
-        return {
-            "validation": predictions.scores(
-                predicted.validation[seed], task.validation.labels[seed]
-            ),
-            "test": score(predicted.test),
-            "angle": jax.tree.map(score, predicted.turned),
-            "others": found,
-            "auroc": float(np.mean([one["auroc"] for one in found.values()])),
-            "calibrated_ece": scores.calibrated_ece(predicted.test[seed]),
-        }
-
-    return [of_seed(seed) for seed in range(len(predicted.test))]
+    found = []
+    for seed, (test, labels) in enumerate(zip(predicted["test"], task.test.labels, strict=True)):
+        own = jax.tree.map(lambda given, seed=seed: given[seed], predicted)
+        others = {name: scores.detection(test, given) for name, given in own["others"].items()}
+        found.append({
+            "validation": predictions.scores(own["validation"], task.validation.labels[seed]),
+            "test": predictions.scores(test, labels),
+            "angle": {
+                angle: predictions.scores(given, labels[: len(given)])
+                for angle, given in own["angle"].items()
+            },
+            "others": others,
+            "auroc": float(np.mean([one["auroc"] for one in others.values()])),
+            "calibrated_ece": scores.calibrated_ece(test),
+        })  # fmt: skip
+    return found
 
 
 def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,18 +164,6 @@ def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str
     pairs = zip(each, plain, strict=True)
     differences = [jax.tree.map(np.subtract, one, base) for one, base in pairs]
     return {**scores.over_seeds(each), "minus_plain": scores.over_seeds(differences)}
-
-
-def _draw(out: Path, records: dict[str, Any], predicted: dict[str, Predicted]) -> None:
-    save(_rotation({n: one["angle"] for n, one in records.items()}), out / "shifts.png")
-    entropies = {
-        name: {
-            which: predictions.entropy(p).ravel()
-            for which, p in {"test": one.test, **one.others}.items()
-        }
-        for name, one in predicted.items()
-    }
-    save(histograms(entropies, "entropy (nats)"), out / "others.png")
 
 
 def _rotation(methods: dict[str, dict[float, dict[str, dict[str, float]]]]) -> Figure:

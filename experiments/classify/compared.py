@@ -11,20 +11,8 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import draws
-from experiments.classify.methods import (
-    Answers,
-    Predict,
-    Trained,
-    Trainer,
-    by_average,
-    by_average_logits,
-    by_average_moments,
-    by_draws,
-    by_each_draw,
-    by_means,
-    by_moments,
-    relative,
-)
+from experiments.classify import methods
+from experiments.classify.methods import Answers, Predict, Trained, Trainer
 from experiments.classify.scores import best_temperature, tempered
 from experiments.predictions import scores
 
@@ -61,29 +49,35 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     count = len(trainer.keys) // seeds
     every = trainer.plain("plain networks")
     plain = every.first(seeds)
-    mean, members = by_means(network), every.members(seeds)
+    mean, members = methods.by_means(network), every.members(seeds)
+    logits = methods.by_average_logits(network)
     result = {
         "plain": compared(mean, plain, first.keys),
-        f"{count} plain": compared(by_average(mean), members, first.keys),
-        f"{count} plain, averaged logits": compared(
-            by_average_logits(network), members, first.keys
-        ),
+        f"{count} plain": compared(methods.by_average(mean), members, first.keys),
+        f"{count} plain, averaged logits": compared(logits, members, first.keys),
         "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
     for kind, name in LAPLACE.items():
         result[name] = _laplace(first, plain, validation, kind)
     learned = first.elbo(KL_WEIGHT, plain.params, "ELBO")
     learned = learned._replace(seconds=learned.seconds + plain.seconds)
-    by_samples = by_draws(network, draws.weights, samples)
+    by_samples = methods.by_draws(network, draws.weights, samples)
     result["ELBO, drawn"] = compared(by_samples, learned, first.keys)
-    by = by_moments(network), by_each_draw(network, draws.weights, CATCH_UP)  # compiled once
-    result["ELBO, analytic"] = _analytic(first, learned, by)
+    moments = methods.by_moments(network)
+    each = methods.by_each_draw(network, draws.weights, CATCH_UP)
+
+    def analytic(trained: Trained) -> Compared:
+        """By moments, with networks drawn from the same beliefs to compare with; compiled once."""
+        drawn = Answers.of(each, trained.params, first.keys)
+        return compared(moments, trained, first.keys)._replace(each=drawn)
+
+    result["ELBO, analytic"] = analytic(learned)
     count = min(BAYESIAN_MEMBERS, count)
     noise = partial(draws.relative, spread=SPREAD)
     every = trainer.first(count * seeds).noisy(noise, "Bayesian networks", groups=1)
-    every = every._replace(params=relative(every.params, SPREAD))
-    average = by_average_moments(network)
-    result["Bayesian, analytic"] = _analytic(first, every.first(seeds), by)
+    every = every._replace(params=methods.relative(every.params, SPREAD))
+    result["Bayesian, analytic"] = analytic(every.first(seeds))
+    average = methods.by_average_moments(network)
     result[f"{count} Bayesian, analytic"] = compared(average, every.members(seeds), first.keys)
     return result
 
@@ -94,25 +88,18 @@ def compared(predict: Predict, trained: Trained, keys: Array, **chosen: Any) -> 
     return Compared(answers, trained.seconds, chosen, trained.bytes)
 
 
-def _analytic(trainer: Trainer, trained: Trained, by: tuple[Predict, Predict]) -> Compared:
-    """Predicted by moments, with networks drawn from the same beliefs to compare with."""
-    moments, each = by
-    answers = Answers.of(each, trained.params, trainer.keys)
-    return compared(moments, trained, trainer.keys)._replace(each=answers)
-
-
 def mc_dropout(
     trainer: Trainer, validation: Part, samples: int, score: Callable[[Any, Part], float]
 ) -> Compared:
     """MC dropout at the rate with the lowest validation score over all seeds."""
-    found = {}
-    for rate in RATES:
+
+    def at(rate: float) -> Compared:
         kind = partial(draws.dropout, rate=rate)
         trained = trainer.noisy(kind, f"MC dropout {rate:g}")
-        predict = by_draws(trainer.network, kind, samples)
-        method = compared(predict, trained, trainer.keys, rate=rate)
-        found[score(method.predict, validation)] = method
-    return found[min(found)]
+        predict = methods.by_draws(trainer.network, kind, samples)
+        return compared(predict, trained, trainer.keys, rate=rate)
+
+    return min(map(at, RATES), key=lambda method: score(method.predict, validation))
 
 
 def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> Compared:
@@ -121,7 +108,7 @@ def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> C
     Each network's prior precision is that of the best validation NLL.
     """
     start = time.perf_counter()
-    networks, beliefs, precisions = [], [], []
+    beliefs, precisions = [], []
     for seed in range(len(trainer.keys)):
         module = trainer.network.module(jax.tree.map(lambda leaf, i=seed: leaf[i], plain.params))
         network = module.network(draws.means(module.params))
@@ -130,13 +117,12 @@ def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> C
         belief, receipt = mj.posterior.laplace(
             network, mj.objectives.Categorical(), given, kind=kind, held_out=held_out, receipt=True
         )  # fmt: skip
-        networks.append(network)
         beliefs.append(belief)
         precisions.append(next(iter(receipt.prior_precision.values())))
 
     def predict(belief: Any, images: Array) -> Array:
         # A belief has all weights of its network.
-        mean, cov = mj.bayesian(networks[0], belief, linearised=True)(images)
+        mean, cov = mj.bayesian(network, belief, linearised=True)(images)
         dense = jax.vmap(lambda c: c.to_dense())(cov).reshape(*mean.shape, mean.shape[-1])
         return jax.vmap(mj.objectives.class_probabilities)(mean, dense)
 

@@ -12,7 +12,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from scipy import ndimage
 from sklearn.datasets import load_digits, load_sample_images
-from sklearn.model_selection import train_test_split
 
 from experiments import data
 from experiments.command_line import InputError
@@ -41,25 +40,11 @@ def load(name: str, divisions: Iterable[int], folder: Path | None = None) -> Tas
             f"got --data {name} {'without' if folder is None else 'with'} it"
         )
     pixels, labels, patch_size = SETS[name]() if folder is None else IN_FOLDERS[name](folder)
-    divided = [_divided(pixels, labels.astype(np.int32), seed) for seed in divisions]
+    each = [data.divided(pixels, labels, pixels.shape[-1], 0.2, seed) for seed in divisions]
     stack: tuple[Images, Images, Images, np.ndarray] = jax.tree.map(
-        lambda *leaves: np.stack(leaves), *divided
+        lambda *leaves: np.stack(leaves), *each
     )
     return Task(*stack, patch_size)
-
-
-def _divided(
-    pixels: np.ndarray, labels: np.ndarray, seed: int
-) -> tuple[Images, Images, Images, float]:
-    rows = np.arange(len(labels))
-    rest, test = train_test_split(rows, test_size=500, random_state=seed, stratify=labels)
-    train, validation = train_test_split(
-        rest, test_size=0.2, random_state=seed, stratify=labels[rest]
-    )
-    centre, spread = pixels[train].mean(), pixels[train].std()
-    every = Images(((pixels - centre) / spread).astype(np.float32), labels)
-    parts = every.part(train), every.part(validation), every.part(test)
-    return *parts, float(-centre / spread)
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray, int]:
@@ -79,17 +64,11 @@ SETS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray, int]]] = {
 
 
 def _fashion(folder: Path) -> tuple[np.ndarray, np.ndarray, int]:
-    pixels, labels = _read_idx(folder, "train")
-    return pixels[:FASHION] / 255, labels[:FASHION], 7
-
-
-def _read_idx(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, H, W) and labels (N,), bytes both, of the part "train" or "t10k"."""
-    pixels = _idx_array(folder, f"{part}-images-idx3-ubyte", 3)
-    labels = _idx_array(folder, f"{part}-labels-idx1-ubyte", 1)
+    pixels = _idx_array(folder, "train-images-idx3-ubyte", 3)
+    labels = _idx_array(folder, "train-labels-idx1-ubyte", 1)
     if len(pixels) != len(labels):
-        raise InputError(f"{folder} has {len(pixels)} images and {len(labels)} labels of {part}")
-    return pixels, labels
+        raise InputError(f"{folder} has {len(pixels)} images and {len(labels)} labels of train")
+    return pixels[:FASHION] / 255, labels[:FASHION], 7
 
 
 def _idx_array(folder: Path, name: str, ndim: int) -> np.ndarray:

@@ -90,9 +90,7 @@ class Trainer:
 
     def plain(self, label: str = "plain networks") -> Trained:
         """Cross-entropy at the means, with weight decay."""
-        return self._means(
-            lambda params, key, inputs: self.network.mean_logits(params, inputs), label
-        )
+        return self._means(lambda params, key, x: self.network.mean_logits(params, x), label)
 
     def noisy(self, kind: Callable[[Any], draws.Draw], label: str, groups: int = GROUPS) -> Trained:
         """Cross-entropy of networks that `kind` draws around the means, with weight decay."""
@@ -112,9 +110,9 @@ class Trainer:
             params = _faster(params, SPEED)
             beliefs = network.module(params).params
             outputs = network.drawn_logits(draws.weights(beliefs), params, key, inputs, GROUPS)
-            losses = optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
             weight = mj.objectives.kl_warmup(step, steps // 3, kl_weight)
-            return weight * draws.learned_prior_kl(beliefs) / given[1].size + losses.mean()
+            penalty = weight * draws.learned_prior_kl(beliefs) / given[1].size
+            return penalty + _cross_entropy(outputs, labels)
 
         training = SideBySide(loss, steps, self.budget.rate, in_turn=True)
         start = _faster(plain._replace(spreads=self.start().spreads), 1 / SPEED)
@@ -122,19 +120,16 @@ class Trainer:
         return trained._replace(params=_faster(trained.params, SPEED))
 
     def _means(self, logits: Callable[[Params, Array, Array], Array], label: str) -> Trained:
-        start = self.start()
-        budget = self.budget
+        start, budget = self.start(), self.budget
 
         def loss(means: Any, given: Any, key: Array, step: Array) -> Array:
             key, inputs, labels = self._batch(given[0], key)
-            outputs = logits(Params(means, given[1]), key, inputs)
-            return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+            return _cross_entropy(logits(Params(means, given[1]), key, inputs), labels)
 
         def validate(means: Any, given: Any) -> Array:
             assert self.validation is not None
             inputs, labels = (jnp.asarray(part) for part in self.validation)
-            outputs = self.network.mean_logits(Params(means, given[1]), inputs)
-            return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+            return _cross_entropy(self.network.mean_logits(Params(means, given[1]), inputs), labels)
 
         training = SideBySide(
             loss, budget.plain_steps, budget.plain_rate, budget.weight_decay, in_turn=True,
@@ -154,6 +149,10 @@ class Trainer:
         chosen = jax.random.randint(order_key, (self.budget.batch_size,), 0, labels.size)
         part = inputs[chosen]
         return key, part if self.augment is None else self.augment(own_key, part), labels[chosen]
+
+
+def _cross_entropy(logits: Array, labels: Array) -> Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def _faster(params: Params, factor: float) -> Params:
@@ -178,30 +177,28 @@ def by_means(network: BayesianNetwork) -> Predict:
 
 def by_moments(network: BayesianNetwork) -> Predict:
     """E[softmax] from one pass of moments."""
+    return lambda params, key, inputs: _expected_softmax(network.moments(params, inputs))
 
-    def predict(params: Params, key: Array, inputs: Array) -> Array:
-        return jax.vmap(mj.objectives.class_probabilities)(*network.moments(params, inputs))
 
-    return predict
+def _expected_softmax(moments: tuple[Array, Array]) -> Array:
+    return jax.vmap(mj.objectives.class_probabilities)(*moments)
+
+
+def _average(members: Params, fn: Callable[[Params], Any]) -> Any:
+    """Over the members, the leading axis of the parameters."""
+    return jax.tree.map(lambda part: part.mean(axis=0), jax.lax.map(fn, members))
 
 
 def by_average(predict: Predict) -> Predict:
     """The average of the members' predictions; members are the leading axis of the parameters."""
-
-    def average(members: Params, key: Array, inputs: Array) -> Array:
-        return jax.lax.map(lambda params: predict(params, key, inputs), members).mean(axis=0)
-
-    return average
+    return lambda members, key, x: _average(members, lambda params: predict(params, key, x))
 
 
 def by_average_logits(network: BayesianNetwork) -> Predict:
     """The softmax of the plain members' average logits."""
-
-    def predict(members: Params, key: Array, inputs: Array) -> Array:
-        logits = jax.lax.map(lambda params: network.mean_logits(params, inputs), members)
-        return jax.nn.softmax(logits.mean(axis=0))
-
-    return predict
+    return lambda members, key, inputs: jax.nn.softmax(
+        _average(members, lambda params: network.mean_logits(params, inputs))
+    )
 
 
 def by_average_moments(network: BayesianNetwork) -> Predict:
@@ -210,13 +207,9 @@ def by_average_moments(network: BayesianNetwork) -> Predict:
     What members differ by, having begun elsewhere, is taken as an error that averages out; what is left
     is the doubt that each has about its own weights.
     """
-
-    def predict(members: Params, key: Array, inputs: Array) -> Array:
-        moments = jax.lax.map(lambda params: network.moments(params, inputs), members)
-        mean, cov = (part.mean(axis=0) for part in moments)
-        return jax.vmap(mj.objectives.class_probabilities)(mean, cov)
-
-    return predict
+    return lambda members, key, inputs: _expected_softmax(
+        _average(members, lambda params: network.moments(params, inputs))
+    )
 
 
 def by_each_draw(
@@ -255,36 +248,30 @@ class Answers:
 
     def __call__(self, inputs: np.ndarray) -> np.ndarray:
         """The probabilities, chunk by chunk."""
-        more = -inputs.shape[1] % CHUNK
-        filled = np.concatenate([inputs, np.repeat(inputs[:, -1:], more, axis=1)], axis=1)
+        count = inputs.shape[1]
+        rows = np.minimum(np.arange(-(-count // CHUNK) * CHUNK), count - 1).reshape(-1, CHUNK)
         parts = [
-            np.stack([
-                np.asarray(self._program(*copy, jnp.asarray(own[first : first + CHUNK])))
-                for copy, own in zip(self.copies, filled, strict=True)
-            ])
-            for first in range(0, filled.shape[1], CHUNK)
-        ]  # fmt: skip
-        return np.concatenate(parts, axis=1)[:, : inputs.shape[1]]
+            [
+                np.asarray(self._program(*copy, own[chunk])(*copy, own[chunk]))
+                for copy, own in zip(self.copies, inputs, strict=True)
+            ]
+            for chunk in rows
+        ]
+        return np.concatenate([np.stack(part) for part in parts], axis=1)[:, :count]
 
     def bytes(self, inputs: np.ndarray) -> int:
         """The bytes that the program for a chunk of such inputs needs."""
         chunk = np.repeat(inputs[0, :1], CHUNK, axis=0)
-        return needed_bytes(_compiled(self.predict, (*self.copies[0], jnp.asarray(chunk))))
+        return needed_bytes(self._program(*self.copies[0], chunk))
 
-    def _program(self, *arguments: Any) -> Array:
-        result: Array = _compiled(self.predict, arguments)(*arguments)
-        return result
-
-
-def _compiled(predict: Callable[..., Array], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-    """The program for arguments of this form, compiled once for all that share the predictor."""
-    leaves, form = jax.tree.flatten(arguments)
-    key = form, tuple(jax.typeof(leaf) for leaf in leaves)
-    known = _programs.setdefault(predict, {})
-    if key not in known:
-        known[key] = jax.jit(predict).lower(*arguments).compile()
-    program: jax.stages.Compiled = known[key]
-    return program
+    def _program(self, *given: Any) -> jax.stages.Compiled:
+        """The program for arguments of this form, compiled once for all that share the predictor."""
+        key = jax.tree.structure(given), tuple(map(jax.typeof, jax.tree.leaves(given)))
+        known = _programs.setdefault(self.predict, {})
+        if key not in known:
+            known[key] = jax.jit(self.predict).lower(*given).compile()
+        program: jax.stages.Compiled = known[key]
+        return program
 
 
 _programs: Any = weakref.WeakKeyDictionary()  # predictor -> {form of its arguments: program}

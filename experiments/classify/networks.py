@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from flax import nnx
 from jax import Array
 
 import moment_jax as mj
 from experiments.bayesian_network import BayesianNetwork
 from experiments.classify.images import Task
+from experiments.networks import vision_transformer
 
-NUM_CLASSES = 10
+SIZES = {"num_features": 32, "hidden_features": 64, "num_blocks": 1}
 POSITION_SCALE = 1.0  # as large as the patches, so that attention can tell places apart
-RELATIVE_SCALE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,18 +30,8 @@ class Network(BayesianNetwork):
 
     def build(self, key: Array) -> mj.nn.VisionTransformer:
         """A new module."""
-        module = mj.nn.VisionTransformer(
-            image_size=self.image_size,
-            patch_size=self.patch_size,
-            num_classes=NUM_CLASSES,
-            num_features=32,
-            num_heads=4,
-            num_blocks=1,
-            hidden_features=64,
-            structure=mj.STRUCTURES[self.structure],
-            relative_scale=RELATIVE_SCALE,
-            rngs=nnx.Rngs(key),
-        )
+        sizes = {"image_size": self.image_size, "patch_size": self.patch_size, **SIZES}
+        module = vision_transformer(key, structure=mj.STRUCTURES[self.structure], **sizes)
         shape = module.position.mean.shape
         module.position.mean.set_value(POSITION_SCALE * jax.random.normal(key, shape))
         return module

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 import moment_jax as mj
 from experiments import figures
@@ -23,7 +22,7 @@ from experiments.discrete.models import Binary, Training
 from experiments.discrete.scores import Scores
 from experiments.outputs import write_json
 from experiments.report import aligned
-from experiments.training import Task, fit_saved
+from experiments.training import Task, fit_network
 
 BAYESIAN, TRANSFORMER, DENSE = "Bayesian Transformer", "plain Transformer", "dense VAE"
 SAVE_EVERY = 100  # updates of the Bayesian network
@@ -32,19 +31,9 @@ NUM_SHOWN = 12
 
 def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
-    parser.out("runs/discrete")
-    parser.resume()
-    parser.seed("random seed of weights, batches and draws; never of the split")
-    parser.choice(
-        "--structure", mj.STRUCTURES, "Diagonal", "covariance structure (Diagonal compiles fastest)"
-    )
-    parser.whole("--steps", 400, "updates of the Bayesian network")
+    parser.training("runs/discrete", mj.STRUCTURES, steps=400, batch_size=64, kl_weight=0.02)
     parser.whole("--plain-steps", 4500, "updates of the plain Transformer before")
     parser.whole("--dense-steps", 6000, "updates of the dense network, which are cheaper")
-    parser.whole("--batch-size", 64, "training images for each update")
-    parser.real(
-        "--kl-weight", 0.02, "weight of the weights' KL: 1 is Bayes' rule, less is cold", least=0
-    )
     parser.whole("--draws", 20, "draws of the codes of every test image")
 
 
@@ -79,31 +68,28 @@ def _train(
     networks: dict[str, Any] = {}
     validation: dict[str, float] = {}
     seconds: dict[str, float] = {}
+    size = min(args.batch_size, len(images.train))
     start = time.perf_counter()
 
-    def train(name: str, network: Any, task: Task, settings: dict[str, Any], every: int) -> None:
-        graph, params = nnx.split(network)
-        folder = name.replace(" ", "_")
-        state = fit_saved(task, params, args, folder, settings, args.seed + 1, every)
+    def train(network: Any, task: Task, settings: dict[str, Any], every: int) -> None:
+        settings = {**settings, "num_steps": task.num_steps, "batch_size": size}
+        saved = args, task.name.replace(" ", "_"), settings, args.seed + 1, every
+        networks[task.name], state = fit_network(task, network, *saved)
         assert state.best is not None
-        networks[name] = nnx.merge(graph, state.best.params)
-        validation[name] = float(state.best.score)
-        seconds[name] = time.perf_counter() - start
+        validation[task.name] = float(state.best.score)
+        seconds[task.name] = time.perf_counter() - start
 
     def plain(name: str, network: Any, steps: int, training: Training) -> None:
-        task = models.plain_task(name, nnx.graphdef(network), images, training, steps, size)
-        settings = {**training._asdict(), "num_steps": steps, "batch_size": size}
-        train(name, network, task, settings, max(1, steps // 2))  # its updates are cheap
+        task = models.plain_task(name, images, training, steps, size)
+        train(network, task, training._asdict(), max(1, steps // 2))  # its updates are cheap
 
-    size = min(args.batch_size, len(images.train))
     bayesian = models.bayesian_autoencoder(args.structure, args.seed)
     untrained = bayesian.mean_network()
     plain(TRANSFORMER, untrained, args.plain_steps, models.TRANSFORMER)
     bayesian.load(networks[TRANSFORMER])
-    options = {"num_steps": args.steps, "batch_size": size, "kl_weight": args.kl_weight}
-    task = models.bayesian_task(nnx.graphdef(bayesian), images, **options)
-    begun_with = {"structure": args.structure, "plain_steps": args.plain_steps}
-    train(BAYESIAN, bayesian, task, {**options, **begun_with}, SAVE_EVERY)
+    settings = {name: getattr(args, name) for name in ("kl_weight", "structure", "plain_steps")}
+    task = models.bayesian_task(BAYESIAN, images, args.steps, size, args.kl_weight)
+    train(bayesian, task, settings, SAVE_EVERY)
     start = time.perf_counter()
     dense = models.dense_autoencoder(models.count(untrained), args.seed)
     plain(DENSE, dense, args.dense_steps, models.DENSE)

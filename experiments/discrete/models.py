@@ -13,6 +13,7 @@ from sklearn.model_selection import train_test_split
 
 import moment_jax as mj
 from experiments import data
+from experiments.networks import BELIEF
 from experiments.schedules import clipped_adam
 from experiments.training import Report, Task
 
@@ -85,9 +86,8 @@ def bayesian_autoencoder(structure: str, seed: int) -> mj.nn.DiscreteAutoencoder
         likelihood=mj.objectives.Bernoulli(),
         rngs=nnx.Rngs(seed),
         structure=mj.STRUCTURES[structure],
-        relative_scale=0.05,
-        prior_scale=0.3,
         learn_prior=True,
+        **BELIEF,
     )
 
 
@@ -100,23 +100,20 @@ def dense_autoencoder(num_weights: int, seed: int) -> mj.nn.PlainDiscreteAutoenc
     pixels, tokens = data.IMAGE_SIZE**2, (data.IMAGE_SIZE // DENSE_PATCH_SIZE) ** 2
     codes = tokens * DENSE_CODES
 
-    def widths(hidden: tuple[int, int]) -> tuple[list[int], list[int]]:
+    def widths(hidden: tuple[Any, Any]) -> tuple[list[Any], list[Any]]:
         return [pixels, *hidden, codes], [codes, *hidden[::-1], pixels]
 
-    def size(hidden: tuple[int, int]) -> int:
+    def size(*hidden: Any) -> Any:
         return sum((a + 1) * b for half in widths(hidden) for a, b in pairwise(half))
 
-    def beside(first: int) -> tuple[int, int]:
-        """With this first width, the second one that comes nearest; the count is linear in it."""
-        none = size((first, 0))
-        return first, max(1, round((num_weights - none) / (size((first, 1)) - none)))
-
-    def distance(hidden: tuple[int, int]) -> tuple[float, int]:
-        """Within half a per cent no count is better than another, but equal widths are."""
-        error = abs(size(hidden) - num_weights)
-        return max(error, 0.005 * num_weights), abs(hidden[0] - hidden[1])
-
-    hidden = min((beside(h) for h in range(1, num_weights // pixels + 2)), key=distance)
+    # With each first width the second one that comes nearest; the count is linear in it.
+    first = np.arange(1, num_weights // pixels + 2)
+    none, one = size(first, 0), size(first, 1)
+    second = np.maximum(1, np.rint((num_weights - none) / (one - none)).astype(int))
+    # Within half a per cent no count is better than another, but equal widths are.
+    error = np.maximum(np.abs(size(first, second) - num_weights), 0.005 * num_weights)
+    best = np.lexsort((np.abs(first - second), error))[0]
+    hidden = int(first[best]), int(second[best])
     rngs = nnx.Rngs(seed)
     encoder, decoder = (DenseTokens(half, tokens, rngs) for half in widths(hidden))
     return mj.nn.PlainDiscreteAutoencoder(
@@ -134,68 +131,64 @@ def count(module: nnx.Module, kind: Any = nnx.Param) -> int:
     return sum(int(np.size(leaf)) for leaf in jax.tree.leaves(nnx.state(module, kind)))
 
 
-def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> Array:
-    return jnp.asarray(images)[data.batch_indices(key, step, len(images), size)]
+def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> tuple[Array, Array]:
+    """The images of an update, and its key for draws of codes."""
+    order_key, draw_key = jax.random.split(key)
+    chosen = data.batch_indices(order_key, step, len(images), size)
+    return jnp.asarray(images)[chosen], jax.random.fold_in(draw_key, step)
 
 
-def validation_bound(graph: Any, images: np.ndarray, **options: Any) -> Callable[[Any], Array]:
-    """A network's negative ELBO given its weights, by a few draws of hard codes, always the same.
+def _validation(images: np.ndarray, **options: Any) -> Callable[[Any], Array]:
+    """A network's negative ELBO, by a few draws of hard codes, always the same.
 
     `options` are further arguments of its `negative_elbo`.
     """
     repeated = jnp.tile(jnp.asarray(images), (VALIDATION_DRAWS, 1, 1))
 
-    def score(params: Any) -> Array:
-        bound = nnx.merge(graph, params).negative_elbo(
-            repeated, jax.random.key(0), 1.0, straight_through=True, **options
-        )
+    def score(network: Any) -> Array:
+        key = jax.random.key(0)
+        bound = network.negative_elbo(repeated, key, 1.0, straight_through=True, **options)
         return jnp.mean(bound.reconstruction + bound.code_kl)
 
     return score
 
 
 def plain_task(
-    name: str, graph: Any, images: Binary, training: Training, num_steps: int, batch_size: int
+    name: str, images: Binary, training: Training, num_steps: int, batch_size: int
 ) -> Task:
     """The negative ELBO with relaxed codes, stopped where the validation's with hard codes is best."""
     rate, decay, start, floor = training
     temperature = mj.discrete.exponential_annealing(start, floor, max(1, int(0.7 * num_steps)))
 
-    def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
-        order_key, draw_key = jax.random.split(key)
-        batch = _batch(images.train, batch_size, order_key, step)
-        draw_key = jax.random.fold_in(draw_key, step)
-        bound = nnx.merge(graph, params).negative_elbo(batch, draw_key, temperature(step))
+    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
+        batch, draw_key = _batch(images.train, batch_size, key, step)
+        bound = network.negative_elbo(batch, draw_key, temperature(step))
         weight = mj.objectives.kl_warmup(step, int(KL_WARM_UP * num_steps))
         fit, codes = bound.reconstruction.mean(), bound.code_kl.mean()
         return fit + weight * codes, {"fit": fit, "codes": codes}
 
     optimizer = clipped_adam(rate, num_steps, norm=10.0, weight_decay=decay)
-    return Task(name, loss, optimizer, num_steps, validation_bound(graph, images.validation))
+    return Task(name, loss, optimizer, num_steps, _validation(images.validation))
 
 
 def bayesian_task(
-    graph: Any, images: Binary, *, num_steps: int, batch_size: int, kl_weight: float
+    name: str, images: Binary, num_steps: int, batch_size: int, kl_weight: float
 ) -> Task:
     """The analytic negative ELBO for each training image, stopped where the validation's is best.
 
     Codes are hard; their gradient is that of relaxed ones.
     """
+    size = len(images.train)
 
-    def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
-        order_key, draw_key = jax.random.split(key)
-        batch = _batch(images.train, batch_size, order_key, step)
-        bound = nnx.merge(graph, params).negative_elbo(
-            batch,
-            jax.random.fold_in(draw_key, step),
-            TRANSFORMER.floor,
-            dataset_size=len(images.train),
-            kl_weight=kl_weight,
-            straight_through=True,
+    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
+        batch, draw_key = _batch(images.train, batch_size, key, step)
+        weights = {"dataset_size": size, "kl_weight": kl_weight}
+        bound = network.negative_elbo(
+            batch, draw_key, TRANSFORMER.floor, straight_through=True, **weights
         )
         parts = {"fit": bound.reconstruction.mean(), "codes": bound.code_kl.mean()}
         return bound.total.mean(), {**parts, "weights": bound.weight_kl}
 
     optimizer = clipped_adam(LEARNING_RATE, num_steps, norm=100.0)
-    validate = validation_bound(graph, images.validation, dataset_size=len(images.train))
-    return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)
+    validate = _validation(images.validation, dataset_size=size)
+    return Task(name, loss, optimizer, num_steps, validate)

@@ -18,13 +18,13 @@ from experiments import predictions
 from experiments.classify import scores
 from experiments.classify.compared import Compared
 from experiments.classify.methods import Budget, Trainer, stacked
-from experiments.command_line import Parser, writable_folder
+from experiments.command_line import InputError, Parser, named_files, writable_folder
 from experiments.figures import histograms, save
 from experiments.intents.compared import TextNetwork, logistic_regression, transformers
 from experiments.intents.files import IntentSet, read_set
 from experiments.intents.words import Vocabulary, with_lost_words
 from experiments.outputs import write_json
-from experiments.report import aligned, duration
+from experiments.report import aligned, duration, with_error
 
 LOST = 0.1  # share of a training text's words that are replaced by random buckets
 COLUMNS = ("accuracy", "nll", "ece", "brier", "oos_auroc", "oos_aupr")
@@ -32,12 +32,7 @@ COLUMNS = ("accuracy", "nll", "ece", "brier", "oos_auroc", "oos_aupr")
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    parser.source("--data-dir", "folder of CLINC150's data_full.json or others of this form")
-    parser.add_argument(
-        "--set",
-        metavar="NAME",
-        help="which file, by its name without .json (default: the only one in the folder)",
-    )
+    parser.sets("folder of CLINC150's data_full.json or others of this form", "the only one")
     parser.out("runs/intents", "metrics.json and the figure")
     parser.seed("random seed of weights, batches and samples")
     parser.whole("--seeds", 3, "how many times all is done")
@@ -49,7 +44,11 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Read the file, train all methods, and write the results."""
     start = time.perf_counter()
-    given = read_set(args.data_dir, args.set)
+    paths = named_files(args, ".json")
+    if len(paths) > 1:
+        names = ", ".join(path.stem for path in paths)
+        raise InputError(f"{args.data_dir} holds several sets; pass --set with one of {names}")
+    given = read_set(paths[0])
     out = writable_folder(args.out, "--out")
     vocabulary = Vocabulary.of(given.train[0])
     encoded = given.encoded(vocabulary.encode)
@@ -59,35 +58,31 @@ def run(args: argparse.Namespace) -> None:
     lose = partial(with_lost_words, rate=LOST)
     train = stacked(encoded.train, args.seeds)
     trainer = Trainer(network, train, budget, keys, lose, encoded.validation)
+    name = "TF-IDF, logistic regression"
+    measured = {name: _measure(logistic_regression(given), given)}
+    for name, method in transformers(trainer, encoded.validation, args.samples):
+        measured[name] = _measure(method, encoded)
+    records = {name: record for name, (record, _) in measured.items()}
+    sizes = {key: len(getattr(given, key)[1]) for key in ("train", "validation", "test")}
+    sizes |= {"intents": len(given.intents), "oos_test": len(given.outside)}
     metrics = {
         "settings": vars(args),
-        "data": _facts(given, vocabulary),
+        "data": {
+            "set": given.name,
+            **sizes,
+            "token_ids": vocabulary.size,
+            "longest": vocabulary.length,
+        },
         "ece_bins": scores.BINS,
         "oos_score": "entropy of the prediction; out of scope is positive",
+        "methods": records,
+        "seconds": time.perf_counter() - start,
     }
-    records, entropies = {}, {}
-    name = "TF-IDF, logistic regression"
-    records[name], entropies[name] = _measure(logistic_regression(given), given)
-    for name, method in transformers(trainer, encoded.validation, args.samples):
-        records[name], entropies[name] = _measure(method, encoded)
-    metrics |= {"methods": records, "seconds": time.perf_counter() - start}
     write_json(out / "metrics.json", metrics)
+    entropies = {name: each for name, (_, each) in measured.items()}
     save(histograms(entropies, "entropy (nats)"), out / "entropy.png")
     _print(records)
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and entropy.png in {out}")
-
-
-def _facts(given: IntentSet, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Facts about the data for metrics.json."""
-    sizes = {key: len(getattr(given, key)[1]) for key in ("train", "validation", "test")}
-    return {
-        "set": given.name,
-        "intents": len(given.intents),
-        **sizes,
-        "oos_test": len(given.outside),
-        "token_ids": vocabulary.size,
-        "longest": vocabulary.length,
-    }
 
 
 def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -124,7 +119,7 @@ def _print(records: dict[str, Any]) -> None:
         ["", "accuracy", "NLL", "ECE", "Brier", "AUROC", "AUPR", "training", "a text", "chosen"]
     ]
     for name, record in records.items():
-        cells = [f"{record[key]['mean']:.3f} ± {record[key]['error']:.3f}" for key in COLUMNS]
+        cells = [with_error(record[key], ".3f") for key in COLUMNS]
         times = [f"{record['seconds_of_training']:.0f} s", duration(record["seconds_per_text"])]
         rows.append([name, *cells, *times, record["chosen"]])
     print(aligned(rows))

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,15 @@ from flax import nnx
 from jax import Array
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.pipeline import make_pipeline
 
 import moment_jax as mj
 from experiments.bayesian_network import BayesianNetwork
 from experiments.classify.compared import Compared, compared, mc_dropout, nll
-from experiments.classify.methods import Trained, Trainer, by_means, by_moments, stacked
+from experiments.classify.methods import Trainer, by_means, by_moments, stacked
 from experiments.intents.files import IntentSet, Part
 from experiments.intents.words import PADDING
-from experiments.text_network import PlainTextTransformer, TextTransformer
+from experiments.networks import PlainTextTransformer, TextTransformer
 
 KL_WEIGHTS = (0.01, 0.03, 0.1)
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression
@@ -67,65 +68,49 @@ class TextNetwork(BayesianNetwork):
 
     def build(self, key: Array) -> TextClassifier:
         """A new module."""
-        return TextClassifier(
-            self.num_ids,
-            self.length,
-            self.num_classes,
-            1,
-            structure=mj.STRUCTURES[self.structure],
-            relative_scale=RELATIVE_SCALE,
-            rngs=nnx.Rngs(key),
-        )
+        sizes = self.num_ids, self.length, self.num_classes, 1
+        own: dict[str, Any] = {"structure": mj.STRUCTURES[self.structure], "rngs": nnx.Rngs(key)}
+        return TextClassifier(*sizes, relative_scale=RELATIVE_SCALE, **own)
 
 
 def logistic_regression(given: IntentSet) -> Compared:
     """On TF-IDF of words and pairs of words; C has the best validation NLL."""
-    found = {}
-    for strength in STRENGTHS:
+
+    def fitted(strength: float) -> Compared:
         start = time.perf_counter()
         model = make_pipeline(
             TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"\w+"),
             LogisticRegression(C=strength, max_iter=1000),
         ).fit(*given.train)
         seconds = time.perf_counter() - start
+        return Compared(lambda texts: model.predict_proba(texts)[None], seconds, {"C": strength})
 
-        def predict(texts: np.ndarray, model: Pipeline = model) -> np.ndarray:
-            return model.predict_proba(texts)[None]
-
-        found[nll(predict, (given.validation[0], given.validation[1][None]))] = Compared(
-            predict, seconds, {"C": strength}
-        )
-    return found[min(found)]
+    held_out = given.validation[0], given.validation[1][None]
+    return min(map(fitted, STRENGTHS), key=lambda method: nll(method.predict, held_out))
 
 
 def transformers(
     trainer: Trainer, validation: Part, samples: int
 ) -> Iterator[tuple[str, Compared]]:
     """Train the Transformers one after the other; open settings have the best validation NLL."""
-    held_out = stacked(validation, len(trainer.keys))
+    copies = len(trainer.keys)
+    held_out = stacked(validation, copies)
+
+    def alike(method: Compared) -> Compared:
+        """The method with the same texts (N, ...) for all copies."""
+        predict = method.predict
+        return method._replace(predict=lambda t: predict(np.broadcast_to(t, (copies, *t.shape))))
+
     plain = trainer.plain("plain Transformers")
-    method = compared(by_means(trainer.network), plain, trainer.keys)
-    yield "plain Transformer", _alike(method, len(trainer.keys))
-    yield "MC dropout", _alike(mc_dropout(trainer, held_out, samples, nll), len(trainer.keys))
-    bayesian = _bayesian(trainer, held_out, plain)
-    yield "Bayesian Transformer, analytic", _alike(bayesian, len(trainer.keys))
+    yield "plain Transformer", alike(compared(by_means(trainer.network), plain, trainer.keys))
+    yield "MC dropout", alike(mc_dropout(trainer, held_out, samples, nll))
+    # From the plain networks by the ELBO of drawn networks, predicted by moments.
+    moments = by_moments(trainer.network)
 
-
-def _alike(method: Compared, copies: int) -> Compared:
-    """The method with the same texts (N, ...) for all copies."""
-
-    def predict(texts: np.ndarray) -> np.ndarray:
-        return method.predict(np.broadcast_to(texts, (copies, *texts.shape)))
-
-    return method._replace(predict=predict)
-
-
-def _bayesian(trainer: Trainer, validation: Part, plain: Trained) -> Compared:
-    """From the plain networks by the ELBO of drawn networks, predicted by moments."""
-    predict, found = by_moments(trainer.network), {}
-    for weight in KL_WEIGHTS:
+    def bayesian(weight: float) -> Compared:
         trained = trainer.elbo(weight, plain.params, f"Bayesian, KL weight {weight:g}")
         trained = trained._replace(seconds=plain.seconds + trained.seconds)
-        method = compared(predict, trained, trainer.keys, kl_weight=weight)
-        found[nll(method.predict, validation)] = method
-    return found[min(found)]
+        return compared(moments, trained, trainer.keys, kl_weight=weight)
+
+    best = min(map(bayesian, KL_WEIGHTS), key=lambda method: nll(method.predict, held_out))
+    yield "Bayesian Transformer, analytic", alike(best)

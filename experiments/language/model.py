@@ -9,8 +9,8 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
+from experiments.networks import BELIEF, PlainTextTransformer, TextTransformer, negative_elbo
 from experiments.schedules import clipped_adam
-from experiments.text_network import PlainTextTransformer, TextTransformer
 from experiments.training import Report, Task
 
 CONTEXT = 64
@@ -48,17 +48,9 @@ class CharacterModel(TextTransformer):
 
 def bayesian_network(num_characters: int, structure: str, seed: int) -> CharacterModel:
     """The Bayesian network, its prior scales learned."""
-    return CharacterModel(
-        num_characters,
-        CONTEXT,
-        num_characters,
-        NUM_BLOCKS,
-        rngs=nnx.Rngs(seed),
-        structure=mj.STRUCTURES[structure],
-        relative_scale=0.05,
-        prior_scale=0.3,
-        learn_prior=True,
-    )
+    sizes = num_characters, CONTEXT, num_characters, NUM_BLOCKS
+    own = {"structure": mj.STRUCTURES[structure], "learn_prior": True, **BELIEF}
+    return CharacterModel(*sizes, rngs=nnx.Rngs(seed), **own)
 
 
 def batch(key: Array, step: Array, text: Array, size: int) -> tuple[Array, Array]:
@@ -70,44 +62,34 @@ def batch(key: Array, step: Array, text: Array, size: int) -> tuple[Array, Array
     return cut[:, :-1], cut[:, 1:]
 
 
-def plain_task(
-    graph: Any, text: Array, validation: Array, *, num_steps: int, batch_size: int
-) -> Task:
+def plain_task(text: Array, validation: Array, *, num_steps: int, batch_size: int) -> Task:
     """Cross-entropy with weight decay; the parameters of the best validation loss are kept."""
 
-    def average(params: Any, inputs: Array, targets: Array) -> Array:
-        logits = nnx.merge(graph, params)(inputs)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    def average(network: Any, inputs: Array, targets: Array) -> Array:
+        return optax.softmax_cross_entropy_with_integer_labels(network(inputs), targets).mean()
 
-    def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
-        return average(params, *batch(key, step, text, batch_size)), {}
+    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
+        return average(network, *batch(key, step, text, batch_size)), {}
 
-    def validate(params: Any) -> Array:
-        return average(params, validation[:, :-1], validation[:, 1:])
+    def validate(network: Any) -> Array:
+        return average(network, validation[:, :-1], validation[:, 1:])
 
     optimizer = clipped_adam(PLAIN_RATE, num_steps, norm=1.0, weight_decay=WEIGHT_DECAY)
     return Task("plain network", loss, optimizer, num_steps, validate)
 
 
-def bayesian_task(
-    graph: Any, text: Array, *, num_steps: int, batch_size: int, kl_weight: float
-) -> Task:
+def bayesian_task(text: Array, *, num_steps: int, batch_size: int, kl_weight: float) -> Task:
     """The negative ELBO for each character, by one pass of moments a step.
 
     With a hundred characters, points would cost more than the network: the data term is the closed lower
     bound on the expected log-likelihood, so the whole is a bound on the evidence still.
     """
-    fit_of = jax.vmap(mj.objectives.expected_log_likelihood_bound)
+    fit_of = jax.vmap(jax.vmap(mj.objectives.expected_log_likelihood_bound))
 
-    def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
+    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
         inputs, targets = batch(key, step, text, batch_size)
-        network = nnx.merge(graph, params)
-        mean, variance = network(inputs)
-        size = mean.shape[-1]
-        fits = fit_of(targets.reshape(-1), mean.reshape(-1, size), variance.reshape(-1, size))
-        kl = network.kl()
+        fits = fit_of(targets, *network(inputs)).ravel()
         weight = mj.objectives.kl_warmup(step, WARM_UP, kl_weight)
-        bound = mj.objectives.elbo(fits, kl, dataset_size=text.size, kl_weight=weight)
-        return -bound / text.size, {"fit": fits.mean(), "kl": kl}
+        return negative_elbo(fits, network.kl(), text.size, weight)
 
     return Task("Bayesian network", loss, clipped_adam(RATE, num_steps), num_steps)

@@ -7,7 +7,7 @@ a folder: `checkpoints/`, `metrics.jsonl` (one line for each update) and `events
 
 from experiments.loop.job import Job
 from experiments.loop.layout import Layout
-from experiments.loop.run import Saving, fit
+from experiments.loop.run import fit
 from experiments.loop.supervisor import Order, supervise
 
-__all__ = ["Job", "Layout", "Order", "Saving", "fit", "supervise"]
+__all__ = ["Job", "Layout", "Order", "fit", "supervise"]

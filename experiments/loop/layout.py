@@ -1,8 +1,8 @@
 """Processes and devices of a run, and the mesh that they form."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -11,9 +11,12 @@ import moment_jax as mj
 from experiments.command_line import InputError
 
 HOST = "127.0.0.1"
-START_TIMEOUT = 120  # seconds for all processes to join
-HEARTBEAT_TIMEOUT = 30  # seconds of silence after which a process counts as lost
-SHUTDOWN_TIMEOUT = 30
+CLUSTER: dict[str, Any] = {
+    "cluster_detection_method": "deactivate",
+    "initialization_timeout": 120,  # seconds for all processes to join
+    "heartbeat_timeout_seconds": 30,  # seconds of silence after which a process counts as lost
+    "shutdown_timeout_seconds": 30,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +32,9 @@ class Layout:
     def __post_init__(self) -> None:
         total = self.processes * self.devices
         if self.rows * self.model != total:
-            asked = (
-                f"{self.rows} x {self.model}" if self.data is not None else f"... x {self.model}"
-            )
+            rows = "..." if self.data is None else self.data
             raise InputError(
-                f"a mesh of {asked} devices does not match the {total} that there are "
+                f"a mesh of {rows} x {self.model} devices does not match the {total} that there are "
                 f"(--processes {self.processes} with --devices {self.devices} each); let --data times "
                 f"--model be {total}"
             )
@@ -44,28 +45,13 @@ class Layout:
         total = self.processes * self.devices
         return max(1, total // self.model) if self.data is None else self.data
 
-    def environment(self) -> dict[str, str]:
-        """Environment variables of a worker, set before it imports JAX."""
-        return {
-            "JAX_NUM_CPU_DEVICES": str(self.devices),
-            "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
-        }
-
     def start(self, rank: int, port: int) -> None:
         """Join the other processes; with one process there is nothing to join."""
-        if self.processes == 1:
-            return
-        address = f"{HOST}:{port}"
-        jax.distributed.initialize(
-            address,
-            self.processes,
-            rank,
-            coordinator_bind_address=address,
-            cluster_detection_method="deactivate",
-            initialization_timeout=START_TIMEOUT,
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
-            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
-        )
+        if self.processes > 1:
+            address = f"{HOST}:{port}"
+            jax.distributed.initialize(
+                address, self.processes, rank, coordinator_bind_address=address, **CLUSTER
+            )
 
     def mesh(self) -> Mesh:
         """The mesh over the devices of all processes."""

@@ -1,56 +1,23 @@
 """JSON lines: the metrics of every update and the events of a run."""
 
+import itertools
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from experiments.outputs import whole_file
+
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
 
-class Metrics:
-    """One line for each update; lines of updates after `after`, which are made again, are cut off."""
-
-    def __init__(self, folder: Path, after: int) -> None:
-        path = folder / METRICS
-        if path.exists():
-            with path.open("r+b") as file:
-                file.truncate(_length_until(file, after))
-        self._file: TextIO = path.open("a", encoding="utf-8")
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Append and flush the line of an update."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Sync to disk; call before saving a checkpoint."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _length_until(file: Any, last: int) -> int:
-    """Bytes of the whole lines of updates up to `last`."""
-    length = 0
-    for line in file:
-        row = _parsed(line)
-        if row is None or row.get("step", last + 1) > last:
-            break
-        length += len(line)
-    return length
-
-
-def _parsed(line: bytes | str) -> dict[str, Any] | None:
-    """The object of a line; None for a truncated line."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+def open_metrics(folder: Path, after: int) -> TextIO:
+    """The file of metrics, to append to; lines after update `after` are made again, so they are cut."""
+    path = folder / METRICS
+    kept = itertools.takewhile(lambda row: row.get("step", after + 1) <= after, read_lines(path))
+    with whole_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8")
 
 
 def add_event(folder: Path, event: str, **facts: Any) -> None:
@@ -61,8 +28,16 @@ def add_event(folder: Path, event: str, **facts: Any) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file; none if there is no file."""
-    if not path.exists():
-        return []
-    rows = (_parsed(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if row is not None]
+    """All whole lines of a file, which may be written to meanwhile; none if there is no file."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # truncated
+            continue
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def read_events(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The events of this name."""
+    return [row for row in read_lines(folder / EVENTS) if row["event"] == name]

@@ -22,15 +22,9 @@ from experiments.training import TrainState
 KeyPath = tuple[Any, ...]
 
 
-def names_of(path: KeyPath) -> tuple[Any, ...]:
-    """Names and indices on the path to a leaf, without the variable's own `value`."""
-    parts = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
-    return tuple(parts[:-1] if parts and parts[-1] == "value" else parts)
-
-
 def leaf_name(path: KeyPath) -> str:
-    """The path of a leaf, as text."""
-    return ".".join(str(part) for part in names_of(path))
+    """The path of a leaf, as text, without the variable's own `value`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +44,8 @@ class Blueprint:
             # Counters and keys are replicated.
             spec = PartitionSpec()
             if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                spec = mj.parallel.partition_spec(names_of(path), leaf.shape, sizes, fsdp=fsdp)
+                names = [name for name in leaf_name(path).split(".") if not name.isdigit()]
+                spec = mj.parallel.partition_spec(tuple(names), leaf.shape, sizes, fsdp=fsdp)
             sharding = NamedSharding(mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -78,12 +73,6 @@ def _initial(job: Job) -> TrainState:
     return TrainState(
         params, job.optimizer.init(params), jnp.int32(0), jax.random.key(job.seed + 1)
     )
-
-
-@jax.jit
-def copied(state: TrainState) -> TrainState:
-    """A copy whose buffers no update donates while they are written."""
-    return jax.tree.map(jnp.copy, state)
 
 
 def digest(state: TrainState) -> str:

@@ -14,18 +14,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
 from experiments.loop.layout import HOST, Layout
-from experiments.loop.records import EVENTS, add_event, read_lines
-from experiments.loop.run import Saving
+from experiments.loop.records import add_event, read_events
 from experiments.stopping import StopRequest
 
 POLL = 0.02
+GRACE = 30.0  # seconds from SIGTERM to SIGKILL, for writing a checkpoint
 LOCK_TIMEOUT = 30.0  # seconds for the processes of a killed run to be gone
-FINISHED, FAILED, BAD_INPUT = 0, 1, 2
-EXPECTED = (FINISHED, FAILED, BAD_INPUT, PREEMPTED)
+EXPECTED = (0, InputError.status, PartError.status, PREEMPTED)
 LOCK, LOGS = ".lock", "logs"
 
 
@@ -36,21 +35,20 @@ class Order:
     job: str  # "module:function", which makes a `Job` of the settings
     settings: dict[str, Any]  # in JSON's types
     layout: Layout
-    saving: Saving
+    folder: Path
+    every: int = 100  # updates between checkpoints
+    stop_at: int | None = None  # leave after this update
     restarts: int = 3  # how often the processes are started again before the run is given up
-    grace: float = 30.0  # seconds from SIGTERM to SIGKILL, for writing a checkpoint
-    compile_cache: str | None = None  # programs, which are executed: only you may write there
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON's types."""
-        saving = {**dataclasses.asdict(self.saving), "folder": str(self.saving.folder)}
-        return {**dataclasses.asdict(self), "saving": saving}
+    def to_json(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self), default=str)
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Order:
+    def from_json(cls, text: str) -> Order:
         """The order that `to_json` gave."""
-        saving = {**content["saving"], "folder": Path(content["saving"]["folder"])}
-        parts = {"layout": Layout(**content["layout"]), "saving": Saving(**saving)}
+        content = json.loads(text)
+        parts = {"layout": Layout(**content["layout"]), "folder": Path(content["folder"])}
         return cls(**{**content, **parts})
 
 
@@ -67,29 +65,27 @@ def supervise(order: Order) -> None:
       PreemptedError: after SIGTERM, or if the workers were asked to leave.
       KeyboardInterrupt: after Ctrl-C; what was done is saved.
     """
-    folder = order.saving.folder
+    folder = order.folder
     with _locked(folder) as lock, StopRequest(signal.SIGTERM, signal.SIGINT) as request:
         for attempt in range(order.restarts + 1):
             codes, lost = _attempt(order, attempt, lock, request)
             asked = request.received
             add_event(folder, "over", attempt=attempt, codes=codes, asked=asked and asked.name)
-            if all(code == FINISHED for code in codes):
+            if not any(codes):
                 return
-            if BAD_INPUT in codes and not lost:
-                raise InputError(_message(folder, attempt))
-            if FAILED in codes and not lost:
-                raise PartError(_message(folder, attempt))
+            for error in (InputError, PartError):
+                if error.status in codes and not lost:
+                    raise error(_message(folder, attempt))
             if asked == signal.SIGINT:
                 raise KeyboardInterrupt(
                     f"stopped; the same command goes on from what is in {folder}"
                 )
             if asked or PREEMPTED in codes:
                 raise PreemptedError(_message(folder, attempt))
-        said = [row["message"] for row in read_lines(folder / EVENTS) if row["event"] == "error"]
+        said = [f"; {row['message']}" for row in read_events(folder, "error")[-1:]]
         raise PartError(
             f"a process was lost {order.restarts + 1} times (exit codes at last: {codes}"
-            f"{''.join(f'; {text}' for text in said[-1:])}); see {folder / LOGS}; the same command goes "
-            "on from the latest checkpoint"
+            f"{''.join(said)}); see {folder / LOGS}; the same command goes on from the latest checkpoint"
         )
 
 
@@ -99,61 +95,54 @@ def _attempt(order: Order, attempt: int, lock: int, request: StopRequest) -> tup
     Where one was lost, an unreadable checkpoint may mean to another one no more than that: the
     communication of JAX raises the same errors as the reading of files.
     """
-    folder = order.saving.folder
-    logs = folder / LOGS
-    logs.mkdir(exist_ok=True)
-    port = _free_port()
-    with contextlib.ExitStack() as stack:
-        workers = [
-            _start(order, rank, port, attempt, lock, _log_file(stack, logs, rank))
-            for rank in range(order.layout.processes)
-        ]
-        try:
-            add_event(folder, "launch", attempt=attempt, pids=[worker.pid for worker in workers])
-            _wait(workers, order.grace, request)
-            lost = any(worker.poll() not in (None, *EXPECTED) for worker in workers)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-                assert worker.stdin is not None
-                worker.stdin.close()
+    folder = order.folder
+    (folder / LOGS).mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = int(probe.getsockname()[1])
+    workers = [_start(order, rank, port, attempt, lock) for rank in range(order.layout.processes)]
+    try:
+        add_event(folder, "launch", attempt=attempt, pids=[worker.pid for worker in workers])
+        _wait(workers, request)
+        lost = any(worker.poll() not in (None, *EXPECTED) for worker in workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
     return [worker.returncode for worker in workers], lost
 
 
-def _log_file(stack: contextlib.ExitStack, logs: Path, rank: int) -> IO[bytes] | None:
-    """Log file for a worker's standard error; None to inherit ours, for the progress bar."""
-    if rank == 0 and sys.stderr.isatty():
-        return None
-    return stack.enter_context((logs / f"worker-{rank}.log").open("ab"))
-
-
-def _start(
-    order: Order, rank: int, port: int, attempt: int, lock: int, log: IO[bytes] | None
-) -> subprocess.Popen[bytes]:
+def _start(order: Order, rank: int, port: int, attempt: int, lock: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "experiments.loop.worker", str(rank), str(port), str(attempt)]
     root = Path(__file__).parents[2]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(
-        [*command, json.dumps(order.to_json())],
-        env={**os.environ, **order.layout.environment(), "PYTHONPATH": path},
-        stdin=subprocess.PIPE,  # closes when we end, which ends the worker
-        stdout=subprocess.DEVNULL,
-        stderr=log,
-        pass_fds=(lock,),
-    )
+    own = {"JAX_NUM_CPU_DEVICES": str(order.layout.devices), "PYTHONPATH": path}
+    own["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+    with contextlib.ExitStack() as stack:
+        log = None  # ours, for the progress bar
+        if rank > 0 or not sys.stderr.isatty():
+            file = order.folder / LOGS / f"worker-{rank}.log"
+            log = stack.enter_context(file.open("ab"))
+        return subprocess.Popen(
+            [*command, order.to_json()],
+            env=os.environ | own,
+            stdin=subprocess.PIPE,  # closes when we end, which ends the worker
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=(lock,),
+        )
 
 
-def _wait(workers: list[subprocess.Popen[bytes]], grace: float, request: StopRequest) -> None:
+def _wait(workers: list[subprocess.Popen[bytes]], request: StopRequest) -> None:
     """Wait until all have ended, one is lost, or the grace period is over."""
     deadline = None
     while any(worker.poll() is None for worker in workers):
         codes = [worker.returncode for worker in workers if worker.returncode is not None]
-        if any(code not in (FINISHED, PREEMPTED) for code in codes):
+        if any(code not in (0, PREEMPTED) for code in codes):
             return
         asked = request.received is not None
         if deadline is None and (asked or codes):
-            deadline = time.monotonic() + grace
+            deadline = time.monotonic() + GRACE
             for worker in workers:
                 if asked and worker.poll() is None:
                     worker.terminate()
@@ -164,7 +153,7 @@ def _wait(workers: list[subprocess.Popen[bytes]], grace: float, request: StopReq
 
 def _message(folder: Path, attempt: int) -> str:
     """The first worker's final message."""
-    said = [row for row in read_lines(folder / EVENTS) if row["event"] == "ended"]
+    said = read_events(folder, "ended")
     if said and said[-1].get("attempt") == attempt:
         return str(said[-1]["message"])
     return f"asked to leave; what was saved is in {folder}; the same command goes on from there"
@@ -189,9 +178,3 @@ def _locked(folder: Path) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

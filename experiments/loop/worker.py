@@ -4,7 +4,6 @@ Exit status: 0 finished, 1 not finite, 2 bad input, 75 preempted, 70 lost anothe
 """
 
 import importlib
-import json
 import os
 import signal
 import sys
@@ -13,10 +12,10 @@ import traceback
 
 import jax
 
-from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
+from experiments.command_line import InputError, PartError, PreemptedError
 from experiments.loop.records import add_event
 from experiments.loop.run import fit
-from experiments.loop.supervisor import BAD_INPUT, FAILED, FINISHED, Order
+from experiments.loop.supervisor import Order
 
 LOST = os.EX_SOFTWARE
 
@@ -24,28 +23,24 @@ LOST = os.EX_SOFTWARE
 def main(arguments: list[str]) -> int:
     """Join the others, train, and say how it ended."""
     rank, port, attempt = (int(word) for word in arguments[:3])
-    order = Order.from_json(json.loads(arguments[3]))
+    order = Order.from_json(arguments[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
-    if order.compile_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", order.compile_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     try:
         order.layout.start(rank, port)
         module, function = order.job.split(":")
         job = getattr(importlib.import_module(module), function)(order.settings)
-        fit(job, order.layout.mesh(), order.saving, fsdp=order.layout.fsdp)
-        status = FINISHED
+        mesh, fsdp = order.layout.mesh(), order.layout.fsdp
+        fit(job, mesh, order.folder, every=order.every, stop_at=order.stop_at, fsdp=fsdp)
+        status = 0
     except (InputError, PartError, PreemptedError) as error:
-        folder = order.saving.folder
-        add_event(folder, "ended", attempt=attempt, rank=rank, message=str(error))
-        codes = {InputError: BAD_INPUT, PartError: FAILED, PreemptedError: PREEMPTED}
-        status = codes[type(error)]
+        add_event(order.folder, "ended", attempt=attempt, rank=rank, message=str(error))
+        status = error.status
     except Exception as error:  # a lost process shows as an error of the step or a barrier
         traceback.print_exc()
         sys.stderr.flush()
         message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        add_event(order.saving.folder, "error", attempt=attempt, rank=rank, message=message)
+        add_event(order.folder, "error", attempt=attempt, rank=rank, message=message)
         os._exit(LOST)  # JAX's own shutdown would wait for the lost process
     if order.layout.processes > 1:
         jax.distributed.shutdown()

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from experiments import report
-from experiments.command_line import InputError, Parser, number, one_of
+from experiments.command_line import InputError, Parser, number
 from experiments.optimizers import runs
 from experiments.optimizers.methods import tuned, untuned
 from experiments.optimizers.runs import Course, Method, Settings, Spent, Training
@@ -31,14 +31,8 @@ TUNING_STRIDE = 5
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    parser.add_argument(
-        "--task",
-        type=one_of(TASKS, "task"),
-        nargs="+",
-        metavar="NAME",
-        help=f"tasks: {', '.join(TASKS)} (default: {', '.join(DEFAULT_TASKS)}; with --untuned "
-        f"{' and '.join(MORE_TASKS)} too)",
-    )
+    parser.choice("--task", TASKS, (), f"tasks, if none is named {', '.join(DEFAULT_TASKS)}; with "
+                  f"--untuned {' and '.join(MORE_TASKS)} too")  # fmt: skip
     parser.choice(
         "--method", tuned() | untuned(), (), "methods, all if none is named; adam always runs"
     )
@@ -74,35 +68,32 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.json, records)
 
 
-def _known(args: argparse.Namespace) -> dict[str, Method]:
-    return untuned() if args.untuned else tuned()
-
-
-def _names(args: argparse.Namespace, known: dict[str, Method]) -> list[str]:
+def _methods(args: argparse.Namespace) -> dict[str, Method]:
     """Adam, and the wanted methods."""
-    wanted = list(dict.fromkeys(["adam", *(args.method or known)]))
+    known = untuned() if args.untuned else tuned()
+    wanted = dict.fromkeys(["adam", *(args.method or known)])
     for name in wanted:
         if name not in known:
             raise InputError(
                 f"--method {name} is for runs {'without' if args.untuned else 'with'} --untuned"
             )
-    return wanted
+    return {name: known[name] for name in wanted}
 
 
 def _widths(args: argparse.Namespace) -> None:
     """Memory and time of an update against the width; the settings do not matter for either."""
-    known, costs = _known(args), []
+    methods, costs = _methods(args), []
     rows = [["width", "", "MB", "mean seconds (CPU)", "new inverses", "new curvature", "neither"]]
     for width in args.widths:
         if width % NUM_HEADS:
             raise InputError(f"--widths must be multiples of {NUM_HEADS} heads; got {width}")
-        for name in _names(args, known):
-            settings = {key: values[0] for key, values in known[name].grid.items()}
-            cost = runs.cost_of_update(width, name, known[name], settings)
-            costs.append(cost._asdict() | {"mean": cost.mean})
-            times = (cost.mean, cost.inverses, cost.curvature, cost.neither)
+        for name, method in methods.items():
+            settings = {key: values[0] for key, values in method.grid.items()}
+            cost = runs.cost_of_update(width, name, method, settings)
+            costs.append(cost)
+            times = (cost[kind] for kind in ("mean", *runs.KINDS))
             shown = [f"{each.seconds:.3g} ({each.cpu:.3g})" for each in times]
-            rows.append([str(width), name, f"{cost.megabytes:.0f}", *shown])
+            rows.append([str(width), name, f"{cost['megabytes']:.0f}", *shown])
     print(report.aligned(rows), flush=True)
     write_json(args.json, costs)
 
@@ -111,34 +102,46 @@ def _compare(
     task: OptimizerTask, args: argparse.Namespace, chosen: dict[str, dict[str, Settings]]
 ) -> dict[str, Any]:
     """All methods on one task; Adam first, for its last loss may be the target."""
-    known = _known(args)
-    names = _names(args, known)
+    methods = _methods(args)
     seeds, target = list(range(args.seeds)), task.target
     courses: dict[str, list[Course]] = {}
     settings: dict[str, Settings] = {}
     trainings: dict[str, Training] = {}
-    for name in names:
-        first_order = known[name].curvature is None
+    for name, method in methods.items():
+        first_order = method.curvature is None
         steps = args.steps or (task.num_steps if first_order else task.num_second_order_steps)
         # A task of new data takes the settings of the one it is meant to check.
         source = chosen.get(TUNED_ON.get(task.name, ""), {}).get(name)
-        trainings[name] = training = Training(task, known[name], steps)
+        trainings[name] = training = Training(task, method, steps)
         settings[name] = source or _best(training, target)
         courses[name] = training.courses(settings[name], seeds, task.evaluate_every)
         if target is None:
             target = float(np.median([course.last_loss for course in courses[name]]))
     chosen[task.name] = settings
     assert target is not None
-    each = {name: (trainings[name], settings[name]) for name in names}
-    update = runs.timings(each, dict.fromkeys(names, TIMED_STEPS), anew=False)
-    reached = {name: _median_steps(courses[name], target) for name in names}
+    each = {name: (trainings[name], settings[name]) for name in methods}
+    update = runs.timings(each, dict.fromkeys(methods, TIMED_STEPS), anew=False)
+    reached = {
+        name: float(np.median([course.steps_to(target) for course in own]))
+        for name, own in courses.items()
+    }
     counts = {name: int(np.ceil(steps)) for name, steps in reached.items() if steps < np.inf}
     whole = runs.timings({name: each[name] for name in counts}, counts, anew=True)
-    never = Spent(np.inf, np.inf)
-    rows = {
-        name: _row(courses[name], settings[name], target, whole.get(name, never), update[name])
-        for name in names
-    }
+    rows = {}
+    for name in methods:
+        spent = whole.get(name, Spent(np.inf, np.inf))
+        rows[name] = {
+            "settings": settings[name],
+            "steps": [course.steps_to(target) for course in courses[name]],
+            "median_steps": reached[name],
+            "seconds": spent.seconds,
+            "cpu_seconds": spent.cpu,
+            "seconds_per_step": update[name].seconds / TIMED_STEPS,
+            "cpu_seconds_per_step": update[name].cpu / TIMED_STEPS,
+            "last_loss": float(np.median([course.last_loss for course in courses[name]])),
+            "diverged": sum(course.diverged for course in courses[name]),
+            "losses": [course.losses.tolist() for course in courses[name]],
+        }
     record = {"task": task.name, "target": target, "device": str(jax.devices()[0]), "methods": rows}
     _print(record)
     return record
@@ -146,44 +149,17 @@ def _compare(
 
 def _best(training: Training, target: float | None) -> Settings:
     """The setting that reaches the target first, or else ends lowest, from the first seed."""
-    values = training.grid
-    grid = [
-        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
-    ]
-
+    chosen = itertools.product(*training.grid.values())
+    grid = [dict(zip(training.grid, values, strict=True)) for values in chosen]
     if len(grid) == 1:
         return grid[0]
 
     def rank(settings: Settings) -> tuple[float, float]:
         (course,) = training.courses(settings, [0], evaluate_every=TUNING_STRIDE)
-        reached = None if target is None else course.steps_to(target)
-        last = course.last_loss
-        return (np.inf if reached is None else reached, last if np.isfinite(last) else np.inf)
+        reached = np.inf if target is None else course.steps_to(target)
+        return reached, np.nan_to_num(course.last_loss, nan=np.inf)
 
     return min(grid, key=rank)
-
-
-def _median_steps(courses: list[Course], target: float) -> float:
-    """The median number of updates to the target; infinite if half of the runs miss it."""
-    reached = [course.steps_to(target) for course in courses]
-    return float(np.median([np.inf if steps is None else steps for steps in reached]))
-
-
-def _row(
-    courses: list[Course], settings: Settings, target: float, whole: Spent, updates: Spent
-) -> dict[str, Any]:
-    return {
-        "settings": settings,
-        "steps": [course.steps_to(target) for course in courses],
-        "median_steps": _median_steps(courses, target),
-        "seconds": whole.seconds,
-        "cpu_seconds": whole.cpu,
-        "seconds_per_step": updates.seconds / TIMED_STEPS,
-        "cpu_seconds_per_step": updates.cpu / TIMED_STEPS,
-        "last_loss": float(np.median([course.last_loss for course in courses])),
-        "diverged": sum(course.diverged for course in courses),
-        "losses": [course.losses.tolist() for course in courses],
-    }
 
 
 def _print(record: dict[str, Any]) -> None:
@@ -197,7 +173,7 @@ def _print(record: dict[str, Any]) -> None:
 
     for name, row in record["methods"].items():
         settings = " ".join(f"{key} {value:g}" for key, value in row["settings"].items())
-        reached = ", ".join("-" if steps is None else str(steps) for steps in row["steps"])
+        reached = ", ".join(f"{steps}".replace("inf", "-") for steps in row["steps"])
         times = [f"{row['seconds']:.3g} ({row['cpu_seconds']:.3g})", over(row, "seconds")]
         last = f"{row['last_loss']:.4f}"
         update = over(row, "seconds_per_step")

@@ -47,18 +47,15 @@ def _first_order(
     owned = {leaf for block in mj.optim.find_blocks(model) for leaf in block.leaves}
     owned |= {scale.path for scale in mj.optim.find_scales(model)}
 
+    def part(path: tuple[Any, ...], _: Any) -> str:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return "layers" if name in owned else "others"
+
     def label(params: Any) -> Any:
-        paths = nnx.as_pure(params)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: "layers" if _name(path) in owned else "others", paths
-        )
+        return jax.tree_util.tree_map_with_path(part, nnx.as_pure(params))
 
     layers = method(lambda step: learning_rate * factor(step))
     return optax.partition({"layers": layers, "others": _others(factor)}, label)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _second_order(
@@ -105,19 +102,14 @@ def untuned() -> dict[str, Method]:
 
 def tuned() -> dict[str, Method]:
     """The methods whose settings are tuned on a grid, by name."""
-    curvature: dict[str, Any] = {"fisher": mj.optim.SampledFisher()}
-    kfac = partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)
-    cg_fac = partial(
-        mj.optim.cg_fac,
-        max_iterations=CG_ITERATIONS,
-        precondition=mj.optim.StaleInverse(refresh_every=REFRESH_EVERY),
-    )
-
-    def second_order(method: Any) -> Method:
-        optimizer = partial(_second_order, method)
-        return Method(optimizer, SECOND_ORDER, curvature)
-
+    inverse = mj.optim.StaleInverse(refresh_every=REFRESH_EVERY)
+    cg_fac = partial(mj.optim.cg_fac, max_iterations=CG_ITERATIONS, precondition=inverse)
+    second = {"cg_fac": cg_fac, "kfac": partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)}
+    curvature = {"fisher": mj.optim.SampledFisher()}
     first = {
         name: Method(partial(_first_order, FIRST[name]), FIRST_ORDER) for name in ("adam", "muon")
     }
-    return first | {"cg_fac": second_order(cg_fac), "kfac": second_order(kfac)}
+    return first | {
+        name: Method(partial(_second_order, each), SECOND_ORDER, curvature)
+        for name, each in second.items()
+    }

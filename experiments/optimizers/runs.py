@@ -61,10 +61,10 @@ class Course(NamedTuple):
 
     losses: np.ndarray
 
-    def steps_to(self, target: float) -> int | None:
-        """Updates until the loss is at most `target` for the first time."""
+    def steps_to(self, target: float) -> float:
+        """Updates until the loss is at most `target` for the first time; infinite if it never is."""
         reached = np.flatnonzero(self.losses <= target)
-        return int(reached[0]) + 1 if reached.size else None
+        return int(reached[0]) + 1 if reached.size else np.inf
 
     @property
     def last_loss(self) -> float:
@@ -94,7 +94,9 @@ class Training:
         self.graph, _ = nnx.split(task.create(0))
         self._start = jax.jit(self._start_of)
         self._advance = jax.jit(self._advanced)
-        self._evaluate = jax.jit(self._loss_of)
+        self._evaluate = jax.jit(
+            lambda params: task.loss(nnx.merge(self.graph, params, copy=True), *task.evaluated)[0]
+        )
 
     def courses(
         self, settings: Settings, seeds: list[int], evaluate_every: int = 1
@@ -103,20 +105,19 @@ class Training:
 
         Between evaluations the last loss is repeated.
         """
-        values = jax.tree.map(jnp.float32, dict(settings))
-        return [self._course(values, seed, evaluate_every) for seed in seeds]
-
-    def _course(self, values: Settings, seed: int, evaluate_every: int) -> Course:
-        params, key = nnx.split(self.task.create(seed))[1], jax.random.key(seed)
-        state = self._start(params, values)
-        last, losses = float(self._evaluate(params)), []
-        for first in range(0, self.num_steps, evaluate_every):
-            count = min(evaluate_every, self.num_steps - first)
-            params, state = self._advance(params, state, values, key, first, count)
-            losses += [last] * (count - 1)
-            last = float(self._evaluate(params))
-            losses.append(last)
-        return Course(np.asarray(losses))
+        values, found = jax.tree.map(jnp.float32, dict(settings)), []
+        for seed in seeds:
+            params, key = nnx.split(self.task.create(seed))[1], jax.random.key(seed)
+            state = self._start(params, values)
+            last, losses = float(self._evaluate(params)), []
+            for first in range(0, self.num_steps, evaluate_every):
+                count = min(evaluate_every, self.num_steps - first)
+                params, state = self._advance(params, state, values, key, first, count)
+                losses += [last] * (count - 1)
+                last = float(self._evaluate(params))
+                losses.append(last)
+            found.append(Course(np.asarray(losses)))
+        return found
 
     def timed(self, settings: Settings) -> Callable[[int], Spent]:
         """A function that continues training by a number of updates and returns their time."""
@@ -151,9 +152,6 @@ class Training:
 
         return jax.lax.fori_loop(first, first + count, one, (params, state))
 
-    def _loss_of(self, params: Any) -> Array:
-        return self.task.loss(nnx.merge(self.graph, params, copy=True), *self.task.evaluated)[0]
-
 
 Update = Callable[[Any, Any, Array, Array], tuple[Any, Any]]
 
@@ -169,21 +167,16 @@ def make_update(
     # Where every update has new curvature for sure, one forward pass serves for all.
     always = task.curvature_every == 1 and method.grid
 
-    def gradients(
-        params: Any, state: Any, batch: Any, key: Array, step: Array
-    ) -> tuple[Any, dict[str, Any]]:
-        model = nnx.merge(graph, params, copy=True)
-        if method.curvature is None:
-            loss = lambda model: task.loss(model, *batch)[0]  # noqa: E731
-            return nnx.grad(loss)(model), {}
-        compute = mj.optim.value_grad_and_factors(task.loss, **method.curvature)
-        when = None if always else mj.optim.curvature_due(state)
-        key = jax.random.fold_in(key, step)
-        value, grads, factors = compute(model, *batch, key=key, when=when)
-        return grads, {"factors": factors, "value": value}
-
     def update(params: Any, state: Any, key: Array, step: Array) -> tuple[Any, Any]:
-        grads, extra = gradients(params, state, task.batch(key, step), key, step)
+        model, batch = nnx.merge(graph, params, copy=True), task.batch(key, step)
+        if method.curvature is None:
+            grads, extra = nnx.grad(lambda model: task.loss(model, *batch)[0])(model), {}
+        else:
+            compute = mj.optim.value_grad_and_factors(task.loss, **method.curvature)
+            when = None if always else mj.optim.curvature_due(state)
+            own = jax.random.fold_in(key, step)
+            value, grads, factors = compute(model, *batch, key=own, when=when)
+            extra = {"factors": factors, "value": value}
         changes, state = tx.update(nnx.as_pure(grads), state, nnx.as_pure(params), **extra)
         new = optax.apply_updates(nnx.as_pure(params), changes)
         return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(new)), state
@@ -214,29 +207,12 @@ def timings(
     return {name: Spent(*np.median(each, axis=0).tolist()) for name, each in spent.items()}
 
 
-class Cost(NamedTuple):
-    """One update of one method at one width."""
+def cost_of_update(width: int, name: str, method: Method, settings: Settings) -> dict[str, Any]:
+    """Memory and times of one update of the Transformer of this width, all kinds of it in turn.
 
-    width: int
-    method: str
-    megabytes: float  # arguments, results in their place (donated), and what is held between
-    inverses: Spent  # with new curvature and new inverses
-    curvature: Spent  # with new curvature
-    neither: Spent  # with what there is
-
-    @property
-    def mean(self) -> Spent:
-        """Over the updates between two refreshes of the inverses."""
-        shares = [
-            1 / REFRESH_EVERY,
-            1 / CURVATURE_EVERY - 1 / REFRESH_EVERY,
-            1 - 1 / CURVATURE_EVERY,
-        ]
-        return Spent(*np.average([self.inverses, self.curvature, self.neither], 0, shares).tolist())
-
-
-def cost_of_update(width: int, name: str, method: Method, settings: Settings) -> Cost:
-    """Compile the update of the Transformer of this width, and time all kinds of it in turn."""
+    "megabytes" are arguments, results in their place (donated), and what is held between; the times
+    (`Spent`) are those of `KINDS`, and "mean", that between two refreshes of the inverses.
+    """
     task = transformer(width)
     tx, update = make_update(task, method, task.num_steps, settings)
     params: Any = nnx.split(task.create(0))[1]
@@ -256,8 +232,11 @@ def cost_of_update(width: int, name: str, method: Method, settings: Settings) ->
             params, state = compiled(params, state, key, step)
             jax.block_until_ready((params, state))
             spent[kind].append(Spent.since(began))
-    medians = [Spent(*np.median(each, axis=0).tolist()) for each in spent.values()]
-    return Cost(width, name, held / 1e6, *medians)
+    each = {kind: Spent(*np.median(times, axis=0).tolist()) for kind, times in spent.items()}
+    new, curved = 1 / REFRESH_EVERY, 1 / CURVATURE_EVERY
+    mean = np.average(list(each.values()), 0, [new, curved - new, 1 - curved])
+    times = {"mean": Spent(*mean.tolist()), **each}
+    return {"width": width, "method": name, "megabytes": held / 1e6, **times}
 
 
 def _with(state: Any, values: dict[str, Any]) -> Any:

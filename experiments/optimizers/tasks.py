@@ -16,6 +16,7 @@ from jax import Array
 import moment_jax as mj
 from experiments import data
 from experiments.data import Images
+from experiments.networks import class_fits, negative_elbo, vision_transformer
 
 Batch = tuple[Array, ...]
 
@@ -58,9 +59,10 @@ class OptimizerTask:
 class Autoencoder(nnx.Module):
     """Dense layers with tanh between them, and none of it at the narrow layer and at the end."""
 
-    def __init__(self, widths: tuple[int, ...], rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List(nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(widths))
-        self.linear_after = (widths.index(min(widths)) - 1, len(widths) - 2)
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.layers = nnx.List(nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(WIDTHS))
+        self.linear_after = (WIDTHS.index(min(WIDTHS)) - 1, len(WIDTHS) - 2)
 
     def __call__(self, x: Array) -> Array:
         """(N, D) -> (N, D)."""
@@ -80,10 +82,7 @@ def autoencoder() -> OptimizerTask:
         losses = jnp.sum((output - pixels) ** 2, axis=-1) / 2
         return losses.mean(), mj.optim.NormalPrediction(output)
 
-    def create(seed: int) -> nnx.Module:
-        return Autoencoder(WIDTHS, nnx.Rngs(seed))
-
-    return OptimizerTask("autoencoder", create, loss, (pixels,), 64, 0.25, 2500, 400, 1)
+    return OptimizerTask("autoencoder", Autoencoder, loss, (pixels,), 64, 0.25, 2500, 400, 1)
 
 
 def transformer(num_features: int = 64) -> OptimizerTask:
@@ -119,7 +118,8 @@ class AttentionBlock(nnx.Module):
 class AttentionNetwork(nnx.Module):
     """Patches of 2 x 2 pixels through two blocks, and their mean to the classes."""
 
-    def __init__(self, num_features: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, seed: int, num_features: int = 32) -> None:
+        rngs = nnx.Rngs(seed)
         self.patches = nnx.Conv(1, num_features, (2, 2), strides=2, rngs=rngs)
         tokens = (data.IMAGE_SIZE // 2) ** 2
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (tokens, num_features)))
@@ -139,7 +139,8 @@ class AttentionNetwork(nnx.Module):
 class ConvolutionNetwork(nnx.Module):
     """Two convolutions with strides, and a dense layer."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
         self.first = nnx.Conv(1, 8, (3, 3), strides=2, rngs=rngs)
         self.second = nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs)
         self.output = nnx.Linear(data.IMAGE_SIZE**2, data.NUM_CLASSES, rngs=rngs)
@@ -152,20 +153,20 @@ class ConvolutionNetwork(nnx.Module):
 
 def attention() -> OptimizerTask:
     """(e) A Transformer of `nnx.MultiHeadAttention` on digits; cross-entropy."""
-    part = data.load().train
-    return _classification("attention", part, lambda seed: AttentionNetwork(32, nnx.Rngs(seed)))
+    return _classification("attention", data.load().train, AttentionNetwork)
 
 
 def convolution() -> OptimizerTask:
     """(f) A small convolutional network on digits; cross-entropy."""
-    part = data.load().train
-    return _classification("convolution", part, lambda seed: ConvolutionNetwork(nnx.Rngs(seed)))
+    return _classification("convolution", data.load().train, ConvolutionNetwork)
 
 
 def _classifier(name: str, part: Images, patch_size: int, num_features: int) -> OptimizerTask:
-    sizes = {"image_size": part.images.shape[1], "patch_size": patch_size}
+    sizes = {"image_size": part.images.shape[1], "patch_size": patch_size, "num_blocks": 2}
     sizes |= {"num_features": num_features, "hidden_features": 4 * num_features}
-    return _classification(name, part, lambda seed: _vision(seed, sizes).mean_network())
+    return _classification(
+        name, part, lambda seed: vision_transformer(seed, **sizes).mean_network()
+    )
 
 
 def _classification(name: str, part: Images, create: Callable[[int], nnx.Module]) -> OptimizerTask:
@@ -184,43 +185,20 @@ def bayesian() -> OptimizerTask:
     what is compared here is the optimisers. The damping that fits is of the size of the prior's own
     curvature for each example, kl_weight / (N prior_scale^2) = 1e-3.
     """
-    part = data.load().train
-    size = NUM_TRAIN
-    assert part.labels.size == size
-    fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
 
     def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
-        mean, cov = model(images)
-        fits = jax.vmap(fit_of)(labels, mean, cov)
-        bound = mj.objectives.elbo(fits, model.kl(), dataset_size=size, kl_weight=KL_WEIGHT)
-        return -bound / size, mj.optim.BayesianCategoricalPrediction(mean, cov)
+        moments = model(images)
+        value, _ = negative_elbo(class_fits(labels, *moments), model.kl(), NUM_TRAIN, KL_WEIGHT)
+        return value, mj.optim.BayesianCategoricalPrediction(*moments)
 
-    sizes = {"image_size": data.IMAGE_SIZE, "patch_size": 4}
-    sizes |= {"num_features": 32, "hidden_features": 64}
-
-    def create(seed: int) -> nnx.Module:
-        return _vision(seed, sizes, structure=mj.Diagonal, activation="relu")
-
+    own: dict[str, Any] = {"patch_size": 4, "num_features": 32, "hidden_features": 64}
+    own |= {"num_blocks": 2, "structure": mj.Diagonal, "activation": "relu"}
+    create = partial(vision_transformer, **own)
+    grid = {"kl_bound": (3e-4, 1e-3, 3e-3), "damping": (3e-4, 1e-3, 3e-3)}
     return OptimizerTask(
-        "bayesian",
-        create,
-        loss,
-        (part.images, part.labels),
-        batch_size=64,
-        target=None,
-        num_steps=300,
-        num_second_order_steps=200,
-        evaluate_every=5,
-        falling=True,
-        scale_rate=0.3,
-        second_order={"kl_bound": (3e-4, 1e-3, 3e-3), "damping": (3e-4, 1e-3, 3e-3)},
-    )
-
-
-def _vision(seed: int, sizes: dict[str, Any], **settings: Any) -> mj.nn.VisionTransformer:
-    sizes = sizes | {"num_classes": data.NUM_CLASSES, "num_heads": NUM_HEADS, "num_blocks": 2}
-    spreads: dict[str, Any] = {"relative_scale": 0.05, "prior_scale": 0.3}
-    return mj.nn.VisionTransformer(rngs=nnx.Rngs(seed), **sizes, **spreads, **settings)
+        "bayesian", create, loss, tuple(data.load().train), 64, None, 300, 200,
+        evaluate_every=5, falling=True, scale_rate=0.3, second_order=grid,
+    )  # fmt: skip
 
 
 TUNED_ON = {"mnist": "transformer"}

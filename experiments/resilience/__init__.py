@@ -7,11 +7,10 @@ Exit status: 0 finished, 75 asked to leave by SIGTERM or --stop-at and to be sta
 """
 
 import argparse
-from pathlib import Path
 
 import moment_jax as mj
 from experiments.command_line import InputError, Parser, writable_folder
-from experiments.loop import Layout, Order, Saving, supervise
+from experiments.loop import Layout, Order, supervise
 from experiments.loop.layout import check_batch
 from experiments.loop.records import METRICS, read_lines
 from experiments.outputs import write_json
@@ -32,8 +31,27 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--batch-size", 32, "images for each update, over all devices")
     parser.whole("--accumulate", 1, "parts of a batch whose gradients are averaged, in turn")
     parser.real("--learning-rate", 3e-3, "peak of the cosine schedule")
-    _add_machines(parser)
-    _add_saving(parser)
+    parser.whole("--processes", 2, "processes")
+    what = "devices of each process, virtual on CPU, which is taken unless JAX_PLATFORMS says otherwise"
+    parser.whole("--devices", 2, what)
+    what = "devices along which batches and rows of parameters are split (default: all)"
+    parser.whole("--data", None, what)
+    parser.whole("--model", 1, "devices along which heads and hidden units are split")
+    parser.add_argument(
+        "--fsdp",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="split parameters and optimiser over --data too: less memory, more messages",
+    )
+    parser.out(
+        "runs/resilience",
+        "the run. A checkpoint in it is gone on from, by any processes and devices; one of another "
+        "model, other settings or another version is refused",
+    )
+    parser.whole("--save-every", 50, "updates between checkpoints")
+    parser.whole("--stop-at", None, "save and leave after this update, with the exit status 75")
+    what = "how often all processes are started again after one is lost"
+    parser.whole("--restarts", 3, what, least=0)
     parser.whole(
         "--check",
         None,
@@ -49,56 +67,6 @@ def add_arguments(parser: Parser) -> None:
     parser.json()
 
 
-def _add_machines(parser: Parser) -> None:
-    parser.whole("--processes", 2, "processes")
-    parser.whole(
-        "--devices",
-        2,
-        "devices of each process, virtual on CPU, which is taken unless JAX_PLATFORMS says otherwise",
-    )
-    parser.whole(
-        "--data",
-        None,
-        "devices along which batches and rows of parameters are split (default: all)",
-    )
-    parser.whole("--model", 1, "devices along which heads and hidden units are split")
-    parser.add_argument(
-        "--fsdp",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="split parameters and optimiser over --data too: less memory, more messages",
-    )
-
-
-def _add_saving(parser: Parser) -> None:
-    parser.out(
-        "runs/resilience",
-        "the run. A checkpoint in it is gone on from, by any processes and devices; one of another "
-        "model, other settings or another version is refused",
-    )
-    parser.whole("--save-every", 50, "updates between checkpoints")
-    parser.whole("--stop-at", None, "save and leave after this update, with the exit status 75")
-    parser.whole(
-        "--restarts", 3, "how often all processes are started again after one is lost", least=0
-    )
-    parser.real(
-        "--grace",
-        30.0,
-        "after SIGTERM: time to save before the processes are killed",
-        unit="SECONDS",
-    )
-    parser.flag(
-        "--any-version",
-        "go on from a checkpoint of another version of moment_jax or jax; not bit for bit",
-    )
-    parser.place(
-        "--compile-cache",
-        None,
-        "keep compiled programs there, for faster starts; what is in it is executed, so only you "
-        "should be able to write there (default: nowhere)",
-    )
-
-
 def run(args: argparse.Namespace) -> None:
     """Check the options, then train, or run the checks asked for."""
     layout = Layout(args.processes, args.devices, args.data, args.model, args.fsdp)
@@ -106,27 +74,14 @@ def run(args: argparse.Namespace) -> None:
     if args.stop_at is not None and args.stop_at > args.steps:
         raise InputError(f"--stop-at {args.stop_at} is beyond --steps {args.steps}")
     folder = writable_folder(args.out, "--out")
-    if args.compile_cache is not None:
-        writable_folder(args.compile_cache, "--compile-cache")
     if args.check is not None or args.topologies:
         from experiments.resilience.check import check
 
         check(args, layout)
         return
-    supervise(order_of(args, layout, folder))
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    saving = folder.absolute(), args.save_every, args.stop_at
+    supervise(Order(REFERENCE, settings, layout, *saving, args.restarts))
     last = read_lines(folder / METRICS)[-1]
     write_json(args.json, {"metrics": last})
     print(f"{last['step']} updates, loss {last['loss']:.4f}; checkpoints and metrics in {folder}")
-
-
-def order_of(args: argparse.Namespace, layout: Layout, folder: Path) -> Order:
-    """The order for the supervisor."""
-    return Order(
-        job=REFERENCE,
-        settings={name: getattr(args, name) for name in SETTINGS},
-        layout=layout,
-        saving=Saving(folder.absolute(), args.save_every, args.stop_at, args.any_version),
-        restarts=args.restarts,
-        grace=args.grace,
-        compile_cache=None if args.compile_cache is None else str(args.compile_cache.absolute()),
-    )

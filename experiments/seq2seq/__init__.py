@@ -26,22 +26,12 @@ from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.figures import BAYES, STYLE, Axes, Figure, plt, save
 from experiments.outputs import write_json
-from experiments.seq2seq import baselines
+from experiments.seq2seq import baselines, data
 from experiments.seq2seq import training as forecast_training
 from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
-from experiments.seq2seq.data import (
-    DAY,
-    PAST,
-    START,
-    Parts,
-    Windows,
-    day_difference_scale,
-    load,
-    split,
-    tokens,
-)
-from experiments.seq2seq.forecaster import Forecaster, Size
-from experiments.training import fit_saved
+from experiments.seq2seq.data import DAY, PAST, START, Parts, Windows, tokens
+from experiments.seq2seq.forecaster import Forecaster
+from experiments.training import fit_network
 
 NETWORK = "Bayesian Transformer"
 NUM_SHOWN = 5
@@ -52,36 +42,19 @@ NUM_SAMPLED = 60  # test windows that the analytic moments are judged on by samp
 
 def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
-    parser.out("runs/seq2seq")
-    parser.resume()
-    parser.seed("random seed of weights, batches and samples; never of the split")
-    parser.choice(
-        "--structure", mj.STRUCTURES, "Diagonal", "covariance structure (Diagonal is the fastest)"
-    )
-    parser.whole("--steps", 600, "updates")
-    parser.whole("--batch-size", 32, "training windows for each update")
-    parser.real(
-        "--kl-weight",
-        4.0,
-        "final weight of the KL divergence against all windows; they overlap, so 24 would count "
-        "each hour once",
-        least=0,
-    )
-    parser.whole(
-        "--samples",
-        200,
-        "networks sampled from the posterior to judge the analytic moments by",
-        least=2,
-    )
+    # The windows overlap: a KL weight of 24 would count each hour once.
+    parser.training("runs/seq2seq", mj.STRUCTURES, steps=600, batch_size=32, kl_weight=4.0)
+    what = "networks sampled from the posterior to judge the analytic moments by"
+    parser.whole("--samples", 200, what, least=2)
 
 
 def run(args: argparse.Namespace) -> None:
     """Fit the baselines, train the network, compare them, and write the results."""
     begin = time.perf_counter()
-    parts = split(load())
+    parts = data.split(data.load())
     out = run_folder(args)
     each, choices = _baselines(parts)
-    scale = day_difference_scale(parts.train)
+    scale = data.day_difference_scale(parts.train)
     network = _train(args, parts, scale)
     trained = time.perf_counter()
     later = parts.validation.followed_by(parts.test)
@@ -89,25 +62,36 @@ def run(args: argparse.Namespace) -> None:
     count = len(parts.validation.origin)
     validation, test = forecast.part(slice(count)), forecast.part(slice(count, None))
     factor = forecast_training.calibration(validation, parts.validation)
-    each[NETWORK] = tuple(forecast_training.calibrated(part, factor) for part in (validation, test))
+    each[NETWORK] = tuple(part._replace(sd=factor * part.sd) for part in (validation, test))
+    # Some of the test windows, for sampled networks.
+    some = np.unique(_spread_out(parts, NUM_SAMPLED))
+    analytic = test.part(some), parameter_sd[count:][some]
+    drawn = jax.random.key(args.seed + 2), args.samples
     metrics: dict[str, Any] = {
         "settings": vars(args),
-        "parts": _described(parts),
+        "parts": {name: _described(part) for name, part in parts._asdict().items()},
         "scale": scale,
         "baselines": choices,
         "kl": float(network.kl()),
-        "validation": _scores(each, parts, 0),
-        "test": _scores(each, parts, 1),
+        "validation": {n: baselines.scores(one[0], parts.validation) for n, one in each.items()},
+        "test": {n: baselines.scores(one[1], parts.test) for n, one in each.items()},
         "sd_factor": factor,
         "without_sd_factor": baselines.scores(test, parts.test),
-        "sampled": _sampled(args, network, parts, scale, (test, parameter_sd[count:])),
+        "sampled": forecast_training.against_samples(
+            network, parts.test.part(some), analytic, scale, *drawn
+        ),
         "seconds": {"training": trained - begin},
     }
-    shown = np.linspace(0, len(parts.test.origin) - 1, NUM_SHOWN).round().astype(int)
-    save(_figure(parts.test, each[NETWORK][1], shown), out / "forecasts.png")
+    save(
+        _figure(parts.test, each[NETWORK][1], _spread_out(parts, NUM_SHOWN)), out / "forecasts.png"
+    )
     metrics["seconds"]["total"] = time.perf_counter() - begin
     write_json(out / "metrics.json", metrics)
     _print(out, metrics)
+
+
+def _spread_out(parts: Parts, count: int) -> np.ndarray:
+    return np.linspace(0, len(parts.test.origin) - 1, count).round().astype(int)
 
 
 Both = tuple[Forecast, ...]
@@ -123,61 +107,29 @@ def _baselines(parts: Parts) -> tuple[dict[str, Both], dict[str, Any]]:
     means = {"yesterday": baselines.seasonal_naive, **{n: f.predict for n, f in fits.items()}}
     each: dict[str, Both] = {}
     for name, predict in means.items():
-        validation = predict(parts.validation)
+        validation, test = predict(parts.validation), predict(parts.test)
         each[name] = tuple(
             baselines.with_residual_spread(validation, mean, parts.validation)
-            for mean in (validation, predict(parts.test))
+            for mean in (validation, test)
         )
     return each, {f"{name}: alpha": fit.alpha for name, fit in fits.items()}
 
 
 def _train(args: argparse.Namespace, parts: Parts, scale: float) -> Forecaster:
     train, validation = tokens(parts.train, scale), tokens(parts.validation, scale)
-    size = Size(args.structure)
-    graph, params = nnx.split(
-        Forecaster(size, train.target_calendar.shape[-1], nnx.Rngs(args.seed))
-    )
-    options: dict[str, Any] = {
-        "num_steps": args.steps,
-        "batch_size": min(args.batch_size, len(train.correction)),
-        "kl_weight": args.kl_weight,
-    }
-    task = forecast_training.task(graph, train, validation, **options)
+    network = Forecaster(args.structure, train.target_calendar.shape[-1], nnx.Rngs(args.seed))
+    size = min(args.batch_size, len(train.correction))
+    options = {"num_steps": args.steps, "batch_size": size, "kl_weight": args.kl_weight}
+    task = forecast_training.task(train, validation, **options)
     settings = {"structure": args.structure, **options}
-    state = fit_saved(task, params, args, "", settings, args.seed + 1, SAVE_EVERY)
-    assert state.best is not None
-    return nnx.merge(graph, state.best.params)
+    return fit_network(task, network, args, "", settings, args.seed + 1, SAVE_EVERY)[0]
 
 
-def _described(parts: Parts) -> dict[str, dict[str, Any]]:
-    """Windows of each part, and the hours from the first known to the last wanted one."""
-    described = {}
-    for name, part in parts._asdict().items():
-        borders = (part.origin[0] - part.past.shape[1], part.origin[-1] + part.future.shape[1] - 1)
-        first, last = (str(START + datetime.timedelta(hours=int(hour))) for hour in borders)
-        described[name] = {"windows": len(part.origin), "first": first, "last": last}
-    return described
-
-
-def _scores(each: dict[str, Both], parts: Parts, which: int) -> dict[str, dict[str, float]]:
-    part = parts[1 + which]
-    return {name: baselines.scores(both[which], part) for name, both in each.items()}
-
-
-def _sampled(
-    args: argparse.Namespace,
-    network: Forecaster,
-    parts: Parts,
-    scale: float,
-    analytic: tuple[Forecast, np.ndarray],
-) -> dict[str, Any]:
-    """The analytic forecast beside that of sampled networks, on some of the test windows."""
-    chosen = np.unique(np.linspace(0, len(parts.test.origin) - 1, NUM_SAMPLED).round().astype(int))
-    forecast, parameter_sd = analytic
-    some = forecast.part(chosen), parameter_sd[chosen]
-    key = jax.random.key(args.seed + 2)
-    part = parts.test.part(chosen)
-    return forecast_training.against_samples(network, part, some, scale, key, args.samples)
+def _described(part: Windows) -> dict[str, Any]:
+    """Windows of a part, and the hours from the first known to the last wanted one."""
+    borders = (part.origin[0] - part.past.shape[1], part.origin[-1] + part.future.shape[1] - 1)
+    first, last = (str(START + datetime.timedelta(hours=int(hour))) for hour in borders)
+    return {"windows": len(part.origin), "first": first, "last": last}
 
 
 def _figure(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from sklearn.linear_model import Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 import moment_jax as mj
 from experiments.seq2seq.data import DAY, Parts, Windows
@@ -54,19 +56,17 @@ def change_regressors(part: Windows) -> np.ndarray:
 
 
 class Regression(NamedTuple):
-    """A ridge regression, the root mean square of its validation residuals, and its regressors."""
+    """A ridge regression, and the root mean square of its validation residuals."""
 
     model: Any
     alpha: float
-    validation_error: float
-    center: np.ndarray
-    scale: np.ndarray
     on_changes: bool
+    validation_error: float = np.inf
 
     def predict(self, part: Windows) -> np.ndarray:
         """Means, (N, 24)."""
         inputs, offset = _regressors(part, self.on_changes)
-        return offset + self.model.predict((inputs - self.center) / self.scale)
+        return offset + self.model.predict(inputs)
 
 
 def ridge(parts: Parts, *, on_changes: bool = False) -> Regression:
@@ -74,19 +74,18 @@ def ridge(parts: Parts, *, on_changes: bool = False) -> Regression:
 
     Args:
       parts: fitted on the training part, chosen on the validation part.
-      on_changes: instead of the temperatures and the calendar with an intercept, the change since
-        yesterday on the two differences of the days, without intercept: the linear model of which the
-        network's is the nonlinear one, and which, like it, takes warming and cooling for mirror images.
+      on_changes: instead of the standardised temperatures and calendar with an intercept, the change
+        since yesterday on the two differences of the days, in units of their spread, without intercept:
+        the linear model of which the network's is the nonlinear one, and which, like it, takes warming
+        and cooling for mirror images.
     """
     inputs, offset = _regressors(parts.train, on_changes)
-    # Without an intercept the regressors must keep their zero.
-    center = np.zeros(inputs.shape[1]) if on_changes else inputs.mean(axis=0)
-    scale = inputs.std() if on_changes else inputs.std(axis=0)
     fits = []
     for alpha in ALPHAS:
-        model = Ridge(alpha=alpha, fit_intercept=not on_changes, solver="svd")
-        model.fit((inputs - center) / scale, parts.train.future - offset)
-        fit = Regression(model, alpha, np.inf, center, scale, on_changes)
+        model: Any = Ridge(alpha=alpha * inputs.var(), fit_intercept=False, solver="svd")
+        if not on_changes:
+            model = make_pipeline(StandardScaler(), Ridge(alpha=alpha, solver="svd"))
+        fit = Regression(model.fit(inputs, parts.train.future - offset), alpha, on_changes)
         residual = parts.validation.future - fit.predict(parts.validation)
         fits.append(fit._replace(validation_error=float(np.sqrt(np.mean(residual**2)))))
     return min(fits, key=lambda fit: fit.validation_error)
@@ -99,21 +98,18 @@ def _regressors(part: Windows, on_changes: bool) -> tuple[np.ndarray, np.ndarray
 
 
 def scores(forecast: Forecast, part: Windows) -> dict[str, float]:
-    """Errors in degrees, negative log-likelihood (nats an hour), CRPS in degrees, and coverage."""
+    """Negative log-likelihood (nats an hour), CRPS and error in degrees, and coverage."""
     mean, variance, truth = map(jnp.asarray, (forecast.mean, forecast.sd**2, part.future))
     moments = {"mean": mean, "variance": variance}
     objectives = mj.objectives
-    coverage = {
-        f"coverage_{round(100 * level)}": float(
-            objectives.interval_coverage(truth, **moments, level=level)
-        )
-        for level in LEVELS
-    }
     return {
         "nll": float(objectives.gaussian_negative_log_likelihood(truth, **moments)),
         "crps": float(objectives.gaussian_crps(truth, **moments)),
         "rmse": float(jnp.sqrt(jnp.mean((truth - mean) ** 2))),
-        "mae": float(jnp.mean(jnp.abs(truth - mean))),
-        "mean_sd": float(jnp.mean(jnp.sqrt(variance))),
-        **coverage,
+        **{
+            f"coverage_{level:.0%}".rstrip("%"): float(
+                objectives.interval_coverage(truth, **moments, level=level)
+            )
+            for level in LEVELS
+        },
     }

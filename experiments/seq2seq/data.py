@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import datetime
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,28 +86,17 @@ class Tokens(NamedTuple):
 
 def load() -> Series:
     """Read the file inside the package (nothing is downloaded, and pandas is not needed)."""
-    package = _package_folder()
-    if package is None:
+    found = importlib.util.find_spec("vega_datasets")  # not imported, for that imports pandas
+    if found is None or not found.submodule_search_locations:
         raise InputError(MISSING)
     try:
-        text = (package / "_data" / "seattle-temps.csv").read_text(encoding="utf-8")
+        file = Path(found.submodule_search_locations[0]) / "_data" / "seattle-temps.csv"
+        rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines()))[1:]
     except OSError as error:
         raise InputError(f"{MISSING}; the installed one has no seattle-temps.csv") from error
-    rows = list(csv.reader(text.splitlines()))[1:]
     times = [datetime.datetime.strptime(row[0], "%Y/%m/%d %H:%M") for row in rows]
     hours = [round((time - START) / datetime.timedelta(hours=1)) for time in times]
     return Series(np.array(hours), np.array([float(row[1]) for row in rows]))
-
-
-def _package_folder() -> Path | None:
-    """The folder of vega_datasets, found without importing it (it imports pandas)."""
-    try:
-        found = importlib.util.find_spec("vega_datasets")
-    except ValueError:  # not a package
-        return None
-    if found is None or not found.submodule_search_locations:
-        return None
-    return Path(found.submodule_search_locations[0])
 
 
 def windows(series: Series, first: int, last: int) -> Windows:
@@ -129,11 +119,9 @@ def windows(series: Series, first: int, last: int) -> Windows:
 def split(series: Series) -> Parts:
     """Train, validation and test in the order of time, borders at midnight."""
     start, end = int(series.hour[0]), int(series.hour[-1]) + 1
-    borders = [start]
-    for share in SHARES:
-        borders.append(borders[-1] + round(share * (end - start) / DAY) * DAY)
-    borders.append(end)
-    return Parts(*(windows(series, *borders[i : i + 2]) for i in range(3)))
+    days = [round(share * (end - start) / DAY) for share in SHARES]
+    borders = [start, *(start + DAY * np.cumsum(days)), end]
+    return Parts(*(windows(series, *both) for both in itertools.pairwise(borders)))
 
 
 def day_difference_scale(train: Windows) -> float:

@@ -1,6 +1,5 @@
 """`Forecaster`: an encoder-decoder Bayesian Transformer over the hours of a day, and its plain form."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -9,20 +8,10 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
+from experiments.networks import BELIEF
 from experiments.seq2seq.data import DAY
 
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """Sizes of the network, and how its beliefs begin: see `mj.nn.Settings`."""
-
-    structure: str = "Diagonal"
-    num_features: int = 32
-    num_heads: int = 4
-    num_blocks: int = 1
-    hidden_features: int = 64
-    relative_scale: float = 0.05
-    prior_scale: float = 0.3
+WIDTH, NUM_HEADS, NUM_BLOCKS, HIDDEN_FEATURES = 32, 4, 1, 64
 
 
 class PlainForecaster(nnx.Module):
@@ -61,22 +50,13 @@ class Forecaster(mj.nn.Composite):
     parts = ("source", "target", "transformer", "head", "linear")
     plain_type = PlainForecaster
 
-    def __init__(self, size: Size, num_calendar: int, rngs: nnx.Rngs) -> None:
-        settings: dict[str, Any] = {
-            "structure": mj.STRUCTURES[size.structure],
-            "relative_scale": size.relative_scale,
-            "prior_scale": size.prior_scale,
-            "learn_prior": True,
-        }
-        width, num_inputs = size.num_features, 2 + num_calendar
-        self.source = mj.nn.Dense(num_inputs, width, rngs=rngs, **settings)
-        self.target = mj.nn.Dense(num_inputs, width, rngs=rngs, **settings)
-        blocks = {"hidden_features": size.hidden_features, "norm_first": True, "activation": "gelu"}
-        self.transformer = mj.nn.Transformer(
-            width, size.num_heads, size.num_blocks, rngs=rngs, **settings | blocks
-        )
-        self.head = mj.nn.Dense(width, 2, rngs=rngs, **settings)
-        self.linear = mj.nn.Dense(2 * DAY, DAY, use_bias=False, rngs=rngs, **settings)
+    def __init__(self, structure: str, num_calendar: int, rngs: nnx.Rngs) -> None:
+        own = {"structure": mj.STRUCTURES[structure], "learn_prior": True, "rngs": rngs, **BELIEF}
+        self.source, self.target = (mj.nn.Dense(2 + num_calendar, WIDTH, **own) for _ in range(2))
+        blocks = {"hidden_features": HIDDEN_FEATURES, "norm_first": True, "activation": "gelu"}
+        self.transformer = mj.nn.Transformer(WIDTH, NUM_HEADS, NUM_BLOCKS, **own | blocks)
+        self.head = mj.nn.Dense(WIDTH, 2, **own)
+        self.linear = mj.nn.Dense(2 * DAY, DAY, use_bias=False, **own)
         self.linear.kernel.mean.set_value(jnp.zeros_like(self.linear.kernel.mean[...]))
 
     def __call__(self, changes: Array, source: Array, target: Array) -> tuple[Array, Array]:

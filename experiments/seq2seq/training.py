@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
+from experiments.networks import negative_elbo
 from experiments.schedules import clipped_adam
 from experiments.seq2seq.baselines import Forecast, scores, seasonal_naive
 from experiments.seq2seq.data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
@@ -24,13 +25,7 @@ CHUNK = 128
 
 
 def task(
-    graph: Any,
-    train: Tokens,
-    validation: Tokens,
-    *,
-    num_steps: int,
-    batch_size: int,
-    kl_weight: float,
+    train: Tokens, validation: Tokens, *, num_steps: int, batch_size: int, kl_weight: float
 ) -> Task:
     """The negative analytic ELBO for each hour, by one pass of moments a step; best on validation kept.
 
@@ -39,20 +34,19 @@ def task(
     """
     size = len(train.correction)
     judged = Tokens(*(array[::VALIDATED] for array in validation))
+    fit_of = jax.vmap(jax.vmap(partial(mj.objectives.expected_log_likelihood, LIKELIHOOD)))
 
-    def loss(params: Any, key: Array, step: Array) -> tuple[Array, Report]:
+    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
         order_key, sign_key = jax.random.split(key)
         batch = mini_batch(order_key, step, train, batch_size)
         batch = mirrored(jax.random.fold_in(sign_key, step), batch)
-        network = nnx.merge(graph, params)
-        fits = jax.vmap(_fit)(batch.correction, *network(*batch[:3]))
-        kl = network.kl()
+        fits = fit_of(batch.correction[..., None], *network(*batch[:3])).sum(axis=1)
         weight = mj.objectives.kl_warmup(step, round(KL_WARM_UP * num_steps), kl_weight)
-        bound = mj.objectives.elbo(fits, kl, dataset_size=size, kl_weight=weight)
-        return -bound / (size * DAY), {"fit": fits.mean() / DAY, "kl": kl}
+        value, parts = negative_elbo(fits, network.kl(), size, weight)
+        return value / DAY, {**parts, "fit": parts["fit"] / DAY}
 
-    def validate(params: Any) -> Array:
-        mean, variance, _ = predictive(nnx.merge(graph, params), judged)
+    def validate(network: Any) -> Array:
+        mean, variance, _ = predictive(network, judged)
         truth = jnp.asarray(judged.correction)
         # As the forecasts will be: with the one factor that fits this part, see `calibration`.
         variance = variance * jnp.mean((truth - mean) ** 2 / variance)
@@ -60,12 +54,6 @@ def task(
 
     optimizer = clipped_adam(LEARNING_RATE, num_steps)
     return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)
-
-
-def _fit(correction: Array, mean: Array, cov: Array) -> Array:
-    """E[log p] of the 24 hours of one window."""
-    fit_of = partial(mj.objectives.expected_log_likelihood, LIKELIHOOD)
-    return jnp.sum(jax.vmap(fit_of)(correction[:, None], mean, cov))
 
 
 def predictive(network: Forecaster, part: Tokens) -> tuple[Array, Array, Array]:
@@ -85,11 +73,11 @@ def forecast(network: Forecaster, part: Windows, scale: float) -> tuple[Forecast
     graph, params = nnx.split(network)
     compiled = jax.jit(lambda params, chunk: predictive(nnx.merge(graph, params), chunk))
     given, total = tokens(part, scale), len(part.origin)
-    size = min(CHUNK, total)
-    results = []
-    for start in range(0, total, size):
-        rows = np.arange(start, start + size) % total  # all chunks of one size: one compilation
-        results.append(compiled(params, Tokens(*(array[rows] for array in given))))
+    rows = np.arange(-(-total // CHUNK) * CHUNK) % total  # all chunks of one size: one compilation
+    results = [
+        compiled(params, Tokens(*(array[chunk] for array in given)))
+        for chunk in rows.reshape(-1, CHUNK)
+    ]
     mean, variance, own = (np.concatenate(each)[:total] for each in zip(*results, strict=True))
     whole = Forecast(seasonal_naive(part) + scale * mean, scale * np.sqrt(variance))
     return whole, scale * np.sqrt(own)
@@ -98,11 +86,6 @@ def forecast(network: Forecaster, part: Windows, scale: float) -> tuple[Forecast
 def calibration(forecast: Forecast, part: Windows) -> float:
     """The factor of all standard deviations that makes the part likeliest, the root mean square of z."""
     return float(np.sqrt(np.mean(((part.future - forecast.mean) / forecast.sd) ** 2)))
-
-
-def calibrated(forecast: Forecast, factor: float) -> Forecast:
-    """The same means, the standard deviations times a factor."""
-    return forecast._replace(sd=factor * forecast.sd)
 
 
 def against_samples(

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from experiments.classify.scores import summary
-from experiments.command_line import InputError, Parser, writable_folder
+from experiments.command_line import InputError, Parser, named_files, writable_folder
 from experiments.outputs import write_json
-from experiments.report import aligned
+from experiments.report import aligned, with_error
 from experiments.uci.methods import METHODS
 from experiments.uci.networks import NETWORKS
-from experiments.uci.sets import RegressionSet, held_out, read_sets, whole
-from experiments.uci.training import Budget, Trained, choose_and_fit
+from experiments.uci.sets import RegressionSet, held_out, read_set, whole
+from experiments.uci.training import Trained, choose_and_fit
 
 NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
 """The noise models, with the number of outputs that each needs."""
@@ -28,19 +28,9 @@ NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
 
 def add_arguments(parser: Parser) -> None:
     """The options of the regression."""
-    parser.source("--data-dir", "folder of .npz sets with x, y, train_idx and test_idx")
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        metavar="NAME",
-        help="sets, by their files' names without .npz (default: all in the folder)",
-    )
-    parser.choice(
-        "--network",
-        NETWORKS,
-        "perceptron",
-        "the protocol's, or a Transformer with a token a feature",
-    )
+    parser.sets("folder of .npz sets with x, y, train_idx and test_idx", "all in the folder")
+    what = "the protocol's, or a Transformer with a token a feature"
+    parser.choice("--network", NETWORKS, "perceptron", what)
     parser.choice("--methods", METHODS, None, "methods, compared with the first")
     parser.out("runs/uci", "metrics.json")
     parser.seed()
@@ -54,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     if args.batch_size % 16:
         raise InputError(f"--batch-size needs a multiple of 16, got {args.batch_size}")
-    sets = read_sets(args.data_dir, args.set, args.splits)
+    sets = [read_set(path, args.splits) for path in named_files(args, ".npz")]
     out = writable_folder(args.out, "--out")
     metrics: dict[str, Any] = {"settings": vars(args), "sets": {}}
     for given in sets:
@@ -67,38 +57,31 @@ def run(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict[str, Any]:
     """Every method's scores on every split."""
-    budget = Budget(args.steps, args.batch_size)
     network = NETWORKS[args.network](given.x.shape[1], NOISES[noise])
-    parts = held_out(given, args.seed), whole(given)
-    results = {}
-    for kind in dict.fromkeys(args.methods):
-        method = METHODS[kind](network)
-        label = f"{given.name}, {noise}, {method.name}"
-        key = jax.random.key(args.seed)
-        results[method.name] = choose_and_fit(method, *parts, budget, key, label)
-    first = next(iter(results.values()))
-    return {name: _record(result, first) for name, result in results.items()}
-
-
-def _record(result: Trained, first: Trained) -> dict[str, Any]:
-    """Means, standard errors, and the difference to the first method, split by split."""
-    return {
-        "nll": summary(result.scores.nll.tolist()),
-        "rmse": summary(result.scores.rmse.tolist()),
-        "nll_above_first": summary((result.scores.nll - first.scores.nll).tolist()),
-        "nll_of_splits": result.scores.nll,
-        "rmse_of_splits": result.scores.rmse,
-        "chosen": result.setting,
-        "noise_factor": result.factor,
-        "seconds": result.seconds,
-    }
+    parts, sizes = (held_out(given, args.seed), whole(given)), (args.steps, args.batch_size)
+    records: dict[str, Any] = {}
+    first: Trained | None = None
+    for method in (METHODS[name] for name in dict.fromkeys(args.methods)):
+        label, key = f"{given.name}, {noise}, {method.name}", jax.random.key(args.seed)
+        found = choose_and_fit(method, network, *parts, sizes, key, label)
+        first = first or found
+        records[method.name] = {
+            "nll": summary(found.nll.tolist()),
+            "rmse": summary(found.rmse.tolist()),
+            "nll_above_first": summary((found.nll - first.nll).tolist()),  # split by split
+            "nll_of_splits": found.nll,
+            "rmse_of_splits": found.rmse,
+            "chosen": found.setting,
+            "noise_factor": found.factor,
+            "seconds": found.seconds,
+        }
+    return records
 
 
 def _print(name: str, record: dict[str, Any]) -> None:
     rows = [[name, "NLL", "RMSE", "NLL above the first, paired"]]
     for noise in NOISES:
         for method, found in record[noise].items():
-            keys = ("nll", "rmse", "nll_above_first")
-            cells = [f"{found[key]['mean']:.3f} ± {found[key]['error']:.3f}" for key in keys]
+            cells = [with_error(found[k], ".3f") for k in ("nll", "rmse", "nll_above_first")]
             rows.append([f"{noise}: {method}", *cells])
     print(aligned(rows) + "\n")

@@ -1,11 +1,10 @@
 """The methods: relative weight noise, the ELBO, and MC dropout."""
 
-import abc
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,144 +31,98 @@ RATES = (0.005, 0.01, 0.05, 0.1)  # of MC dropout, those of the published search
 
 
 @dataclasses.dataclass(frozen=True)
-class Method(abc.ABC):
-    """A way to train and to predict."""
+class Method:
+    """A way to train and to predict: by one pass of moments, or by drawn networks."""
 
-    network: Network
-    name: ClassVar[str]
-    candidates: ClassVar[list[dict[str, float]]]
+    name: str
+    candidates: Sequence[dict[str, float]]  # settings to choose from
+    penalty: Callable[[Any, Setting, Array], Array]
+    """(module, setting, share of the KL's weight) -> the penalty of all weights."""
+    draw: Callable[[Any, Setting], draws.Draw] | None = None  # None: by moments
+    beliefs: Callable[[Any, Setting], Any] = lambda module, setting: module
+    """(module, setting) -> the module whose moments are taken."""
 
     def loss(
-        self, params: Params, setting: Setting, key: Array, batch: tuple[Array, Array],
-        share: Array, num_rows: Array,
+        self, network: Network, params: Params, setting: Setting, key: Array,
+        batch: tuple[Array, Array], share: Array, num_rows: Array,
     ) -> Array:  # fmt: skip
-        """The loss for each row, on a mini-batch (x, y), at this share of the KL's weight."""
-        penalty = self.penalty(self.network.module(params), setting, share)
-        return penalty / num_rows - self.fit(params, setting, key, batch)
-
-    @abc.abstractmethod
-    def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
-        """The penalty of all weights."""
-
-    def draw(self, module: Any, setting: Setting) -> draws.Draw:
-        """How networks are drawn: from the beliefs by default."""
-        return draws.weights(module.params)
-
-    def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
-        """The mean log-likelihood of a mini-batch; each part of it uses its own drawn network."""
-        module = self.network.module(params)
-        outputs_of, draw = self.network.outputs(module), self.draw(module, setting)
-        given = draws.outputs(outputs_of, draw, key, batch[0], GROUPS)
-        return predictive.log_likelihood(given, batch[1], params["log_noise"]).mean()
+        """The loss for each row, on a mini-batch (x, y); each part of it uses its own drawn network."""
+        (x, y), module, log_noise = batch, network.module(params), params["log_noise"]
+        if self.draw is not None:
+            draw = self.draw(module, setting)
+            outputs = draws.outputs(network.outputs(module), draw, key, x, GROUPS)
+            fits = predictive.log_likelihood(outputs, y, log_noise)
+        else:
+            moments = network.moments(self.beliefs(module, setting), x)
+            likelihood: mj.objectives.Likelihood = mj.objectives.HeteroscedasticGaussian()
+            if network.num_outputs == 1:
+                likelihood = mj.objectives.Gaussian(jnp.exp(log_noise))
+            of_row = jax.vmap(partial(mj.objectives.expected_log_likelihood, likelihood))
+            fits = of_row(y[:, None], *moments)
+        return self.penalty(module, setting, share) / num_rows - fits.mean()
 
     def predict(
-        self, params: Params, setting: Setting, key: Array, x: Array, factor: Array
-    ) -> Mixture:
-        """The prediction for rows x, with this factor on the noise variance: here of many networks."""
-        module = self.network.module(params)
-        outputs_of, draw = self.network.outputs(module), self.draw(module, setting)
-        given = draws.many(outputs_of, draw, key, x, NUM_DRAWS)
-        return predictive.of_draws(given, self.noise(params, factor))
-
-    def noise(self, params: Params, factor: Array) -> Array:
-        """The noise variance; the factor on it where the network gives it."""
-        return factor if self.network.num_outputs == 2 else factor * jnp.exp(params["log_noise"])
-
-
-class Sampled(Method):
-    """An ELBO of factorised Gaussian beliefs, and the prediction, by sampled networks."""
-
-    name = "ELBO, drawn"
-    candidates: ClassVar = [{"prior_sd": sd} for sd in PRIORS]
-
-    def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
-        """The KL to priors of the setting's standard deviation, or to learned ones."""
-        sd = setting["prior_sd"]
-        prior = mj.posterior.GaussianPrior(variance=jnp.where(sd == 0, 1.0, sd) ** 2)
-        fixed = sum((b.kl(prior) for b in draws.beliefs(module.params)), jnp.zeros(()))
-        return share * jnp.where(sd == 0, draws.learned_prior_kl(module.params), fixed)
+        self, network: Network, params: Params, setting: Setting, key: Array, x: Array, factor: Array
+    ) -> Mixture:  # fmt: skip
+        """The prediction for rows x, with this factor on the noise variance."""
+        module = network.module(params)
+        # The factor alone where the network gives the noise variance.
+        noise = factor if network.num_outputs == 2 else factor * jnp.exp(params["log_noise"])
+        if self.draw is None:
+            moments = network.moments(self.beliefs(module, setting), x)
+            return predictive.of_moments(*moments, noise)
+        draw = self.draw(module, setting)
+        outputs = draws.many(network.outputs(module), draw, key, x, NUM_DRAWS)
+        return predictive.of_draws(outputs, noise)
 
 
-class ByMoments(Method):
-    """Training and prediction by one pass of moments."""
-
-    def beliefs(self, params: Params, setting: Setting) -> Any:
-        """The module whose moments are taken."""
-        return self.network.module(params)
-
-    def fit(self, params: Params, setting: Setting, key: Array, batch: Any) -> Array:
-        """The mean expected log-likelihood, by one pass of moments."""
-        mean, cov = self.network.moments(self.beliefs(params, setting), batch[0])
-        likelihood: mj.objectives.Likelihood = mj.objectives.HeteroscedasticGaussian()
-        if self.network.num_outputs == 1:
-            likelihood = mj.objectives.Gaussian(jnp.exp(params["log_noise"]))
-        of_row = jax.vmap(partial(mj.objectives.expected_log_likelihood, likelihood))
-        return of_row(batch[1][:, None], mean, cov).mean()
-
-    def predict(
-        self, params: Params, setting: Setting, key: Array, x: Array, factor: Array
-    ) -> Mixture:
-        """From one pass of moments."""
-        mean, cov = self.network.moments(self.beliefs(params, setting), x)
-        return predictive.of_moments(mean, cov, self.noise(params, factor))
+def kl(module: Any, setting: Setting, share: Array) -> Array:
+    """The KL to priors of the setting's standard deviation, or to learned ones."""
+    sd = setting["prior_sd"]
+    prior = mj.posterior.GaussianPrior(variance=jnp.where(sd == 0, 1.0, sd) ** 2)
+    fixed = sum((b.kl(prior) for b in draws.beliefs(module.params)), jnp.zeros(()))
+    return share * jnp.where(sd == 0, draws.learned_prior_kl(module.params), fixed)
 
 
-class Analytic(ByMoments, Sampled):
-    """The same ELBO and the prediction from moments."""
+def decay(module: Any, factor: Array) -> Array:
+    """Weight decay of the means, from the first update on."""
+    squares = (jnp.sum(belief.mean**2) for belief in draws.beliefs(module.params))
+    return factor * sum(squares, jnp.zeros(())) / 2
 
-    name = "ELBO, analytic"
 
-
-class Bayesian(ByMoments):
+def relative(module: Any, setting: Setting) -> Any:
     """Beliefs about kernels with a standard deviation that is a share of each weight's magnitude.
 
     Variational dropout (Kingma et al., 2015): under a log-uniform prior the KL depends on the share
     alone, which validation rows choose; and the decay of the means, a Gaussian prior of theirs.
     """
-
-    name = "Bayesian, analytic"
-    candidates: ClassVar = [
-        {"spread": spread, "decay": decay} for spread, decay in itertools.product(SPREADS, DECAYS)
-    ]
-
-    def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
-        """Weight decay of the means, from the first update on."""
-        return setting["decay"] * _squares(module) / 2
-
-    def beliefs(self, params: Params, setting: Setting) -> Any:
-        """With spreads by the means."""
-        module = self.network.module(params)
-        for _, node in nnx.iter_graph(module):
-            if isinstance(node, mj.nn.Belief):
-                mean = node.mean[...]
-                size = jnp.maximum(jnp.abs(mean) if mean.ndim == 2 else 0 * mean, LEAST)
-                node.raw["scale"].set_value(jnp.log(jnp.expm1(setting["spread"] * size)))
-        return module
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, mj.nn.Belief):
+            mean = node.mean[...]
+            size = jnp.maximum(jnp.abs(mean) if mean.ndim == 2 else 0 * mean, LEAST)
+            node.raw["scale"].set_value(jnp.log(jnp.expm1(setting["spread"] * size)))
+    return module
 
 
-class Dropout(Method):
-    """MC dropout (Gal and Ghahramani, 2016)."""
-
-    name = "MC dropout"
-    candidates: ClassVar = [{"rate": rate} for rate in RATES]
-
-    def penalty(self, module: Any, setting: Setting, share: Array) -> Array:
-        """Weight decay, from the first update on."""
-        return DECAY * (1 - setting["rate"]) * _squares(module) / 2
-
-    def draw(self, module: Any, setting: Setting) -> draws.Draw:
-        """Without a share of the inputs."""
-        return draws.dropout(module.params, setting["rate"])
-
-
-def _squares(module: Any) -> Array:
-    return sum((jnp.sum(b.mean**2) for b in draws.beliefs(module.params)), jnp.zeros(()))
-
-
-METHODS: dict[str, Callable[[Network], Method]] = {
-    "bayesian": Bayesian,
-    "analytic": Analytic,
-    "sampled": Sampled,
-    "dropout": Dropout,
+METHODS = {
+    "bayesian": Method(
+        "Bayesian, analytic",
+        [{"spread": s, "decay": d} for s, d in itertools.product(SPREADS, DECAYS)],
+        lambda module, setting, share: decay(module, setting["decay"]),
+        beliefs=relative,
+    ),
+    "analytic": Method("ELBO, analytic", [{"prior_sd": sd} for sd in PRIORS], kl),
+    "sampled": Method(
+        "ELBO, drawn",
+        [{"prior_sd": sd} for sd in PRIORS],
+        kl,
+        draw=lambda module, setting: draws.weights(module.params),
+    ),
+    "dropout": Method(  # Gal and Ghahramani, 2016
+        "MC dropout",
+        [{"rate": rate} for rate in RATES],
+        lambda module, setting, share: decay(module, DECAY * (1 - setting["rate"])),
+        draw=lambda module, setting: draws.dropout(module.params, setting["rate"]),
+    ),
 }
 """By the names that the command line takes."""

@@ -17,7 +17,7 @@ Params = dict[str, Any]
 """`beliefs`, the state of the Bayesian module, and `log_noise`, of the noise variance."""
 
 HIDDEN = 50
-TOKEN_FEATURES, TOKEN_HEADS, TOKEN_HIDDEN = 16, 4, 32
+TOKEN_SIZES: dict[str, Any] = {"num_features": 16, "num_heads": 4, "hidden_features": 32}
 RELATIVE_SCALE = 0.03  # spreads begin small, or units are pruned before they have learned anything
 START_LOG_NOISE = -1.0
 
@@ -37,9 +37,9 @@ class Network(abc.ABC):
     def moments(self, module: Any, x: Array) -> tuple[Array, Array]:
         """Rows (N, D) -> mean (N, O) and covariance (N, O, O) of the outputs."""
 
-    @abc.abstractmethod
     def outputs(self, module: Any) -> Callable[[Arrays, Array], Array]:
         """(weights, x (N, D)) -> outputs (N, O)."""
+        return lambda arrays, x: jnp.asarray(module.network(arrays)(x))
 
     def start(self, key: Array) -> Params:
         """The parameters before the first update."""
@@ -65,17 +65,11 @@ class Perceptron(Network):
     def moments(self, module: mj.nn.MLP, x: Array) -> tuple[Array, Array]:
         """Hidden units are independent where the input is certain, so this drops nothing."""
         first, last = module.params
-        hidden, cov = mj.relu(
-            *mj.dense(x, mj.Diagonal.zeros((x.shape[0], x.shape[1]), x.dtype), first)
-        )
+        hidden, cov = mj.relu(*mj.dense(x, mj.Diagonal.zeros((len(x), self.num_features)), first))
         mean, own = mj.dense(hidden, cov, last)
         shared = jnp.einsum("nh,ho,hp->nop", cov.variance(), last.kernel.mean, last.kernel.mean)
         same = jnp.eye(mean.shape[1], dtype=bool)
         return mean, jnp.where(same, own.variance()[:, :, None], shared)
-
-    def outputs(self, module: mj.nn.MLP) -> Callable[[Arrays, Array], Array]:
-        """(weights, x (N, D)) -> outputs (N, O)."""
-        return lambda arrays, x: jnp.asarray(module.network(arrays)(x))
 
 
 class FeatureTransformer(Network):
@@ -87,16 +81,9 @@ class FeatureTransformer(Network):
     def build(self, key: Array) -> mj.nn.TokenTransformer:
         """A new module."""
         return mj.nn.TokenTransformer(
-            self.num_features,
-            self.num_features,
-            self.num_outputs,
-            num_features=TOKEN_FEATURES,
-            num_heads=TOKEN_HEADS,
-            hidden_features=TOKEN_HIDDEN,
-            structure=mj.Separable,
-            relative_scale=RELATIVE_SCALE,
-            rngs=nnx.Rngs(key),
-        )
+            self.num_features, self.num_features, self.num_outputs, **TOKEN_SIZES,
+            structure=mj.Separable, relative_scale=RELATIVE_SCALE, rngs=nnx.Rngs(key),
+        )  # fmt: skip
 
     def moments(self, module: mj.nn.TokenTransformer, x: Array) -> tuple[Array, Array]:
         """Rows (N, D) -> mean (N, O) and covariance (N, O, O) of the outputs."""

@@ -1,6 +1,5 @@
 """A job that compiles in a second, and, as a program, a supervisor of it that takes its order."""
 
-import json
 import sys
 
 import jax
@@ -54,6 +53,6 @@ def job(settings):
 
 if __name__ == "__main__":
     try:
-        supervise(Order.from_json(json.loads(sys.argv[1])))
+        supervise(Order.from_json(sys.argv[1]))
     except PreemptedError:
         sys.exit(PREEMPTED)

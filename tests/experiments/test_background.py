@@ -27,14 +27,14 @@ import time, jax, jax.numpy as jnp
 from experiments.background import Background, end
 
 def many(x):
-    for i in range(3000):
+    for i in range(1500):
         x = jnp.sin(x @ x) + i
     return x
 
 x = jnp.ones((4, 4))
 lowered = jax.jit(many).lower(x)
 waited_for = Background().start(lowered.compile)
-time.sleep(1)
+time.sleep(0.5)
 print("said")
 end(130)
 """

@@ -56,7 +56,6 @@ def test_numbers_have_bounds():
 
 def test_unknown_names_list_those_there_are(capsys, tmp_path):
     fails(capsys, ["nothing"], "nothing", "digits", "accuracy")
-    fails(capsys, ["--structure", "Foo"], "Foo", "Diagonal", "TokenCorrelated")
     fails(capsys, ["--posterior", "Foo"], "Foo", "factorized")
     accuracy = ["accuracy", "--cases", tmp_path, "--structure", "Foo"]
     fails(capsys, accuracy, "Foo", "Diagonal")
@@ -81,6 +80,22 @@ def test_no_path_is_not_the_working_directory(name, capsys):
     for action in paths:
         option = action.option_strings[:1]  # none where the place says what it is
         fails(capsys, [name, *option, ""], *option, "needs the path")
+
+
+TRAININGS = ["digits", "language", "discrete", "seq2seq"]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_bad_options_of_a_training(name, capsys, tmp_path):
+    for option, value, *words in (
+        ("--structure", "Foo", "Foo", "Diagonal", "Separable"),
+        ("--steps", "0", "1 or more"),
+        ("--batch-size", "0.5", "1 or more"),
+        ("--kl-weight", "-1", "0 or more"),
+        *([] if name == "discrete" else [("--samples", "1", "2 or more")]),
+    ):
+        fails(capsys, [name, "--out", tmp_path / "run", option, value], option, *words)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["digits", "language", "discrete"])

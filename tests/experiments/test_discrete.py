@@ -63,18 +63,3 @@ def test_hard_codes_of_a_known_autoencoder():
     np.testing.assert_allclose(found.code_kl, 16 * np.log(4), rtol=1e-5)
     assert (found.codes == 2).all()
     assert found.summary()["perplexity"] == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--kl-weight", "-1"], "0 or more"),
-        (["--steps", "0"], "1 or more"),
-        (["--structure", "Foo"], "Separable"),
-    ],
-)
-def test_bad_input(arguments, words, capsys, tmp_path):
-    assert main(["discrete", *arguments, "--out", str(tmp_path / "run")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-    assert not (tmp_path / "run").exists()

@@ -14,7 +14,7 @@ import moment_jax as mj
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from experiments import draws, intents, text_network
+from experiments import draws, intents, networks
 from experiments.__main__ import main
 from experiments.bayesian_network import Params
 from experiments.classify import compared as classify_compared
@@ -32,7 +32,7 @@ TINY = intent_texts(sizes=(3, 2, 2), outside=(4, 4, 6))
 
 def test_parts_are_read_and_numbered_by_the_training_intents(tmp_path):
     write_intents(tmp_path / "a.json", TINY)
-    given = read_set(tmp_path, None)
+    given = read_set(tmp_path / "a.json")
     assert given.intents == sorted({intent for _, intent in TINY["train"]})
     assert [len(part[0]) for part in (given.train, given.validation, given.test)] == [75, 50, 50]
     for key, (texts, labels) in (("train", given.train), ("test", given.test)):
@@ -45,7 +45,7 @@ def test_texts_out_of_scope_that_train_and_validate_reach_nothing(tmp_path):
     write_intents(tmp_path / "a.json", TINY)
     others = {"oos_train": [["all else", "oos"]], "oos_val": [["find the flight", "oos"]]}
     write_intents(tmp_path / "b.json", TINY | others)
-    given, same = read_set(tmp_path, "a"), read_set(tmp_path, "b")._replace(name="a")
+    given, same = read_set(tmp_path / "a.json"), read_set(tmp_path / "b.json")._replace(name="a")
     for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -142,8 +142,8 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_comparison(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(text_network, "NUM_FEATURES", 8)
-    monkeypatch.setattr(text_network, "HIDDEN_FEATURES", 8)
+    monkeypatch.setattr(networks, "NUM_FEATURES", 8)
+    monkeypatch.setattr(networks, "HIDDEN_FEATURES", 8)
     monkeypatch.setattr(classify_compared, "RATES", (0.1,))
     monkeypatch.setattr(compared, "STRENGTHS", (10.0,))
     monkeypatch.setattr(compared, "KL_WEIGHTS", (0.1,))

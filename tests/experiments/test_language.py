@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import language, text_network
+from experiments import language, networks
 from experiments.__main__ import main
 from experiments.language import model as language_model
 from experiments.language import predictions as language_predictions
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 def small(monkeypatch):
     """A network that compiles and runs in no time."""
     for name, value in {"NUM_FEATURES": 8, "NUM_HEADS": 2, "HIDDEN_FEATURES": 8}.items():
-        monkeypatch.setattr(text_network, name, value)
+        monkeypatch.setattr(networks, name, value)
     for name, value in {"CONTEXT": 8, "NUM_BLOCKS": 1}.items():
         monkeypatch.setattr(language_model, name, value)
     monkeypatch.setattr(language, "CONTEXT", 8)

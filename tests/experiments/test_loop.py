@@ -1,6 +1,7 @@
 """The training loop: resumed is unbroken, bad checkpoints are refused, lost processes start again."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pickle
@@ -19,9 +20,9 @@ import pytest
 pytest.importorskip("orbax.checkpoint")
 
 from experiments.command_line import PREEMPTED, InputError, PartError, PreemptedError
-from experiments.loop import Layout, Order, Saving, fit, store, supervise, supervisor
-from experiments.loop.job import Reader
-from experiments.loop.records import EVENTS, METRICS, Metrics, read_lines
+from experiments.loop import Layout, Order, fit, store, supervise, supervisor
+from experiments.loop.job import batches
+from experiments.loop.records import METRICS, open_metrics, read_events, read_lines
 from experiments.loop.run import Preemption
 from experiments.loop.state import digest
 from experiments.loop.store import CHECKPOINTS, steps_on_disk
@@ -36,10 +37,9 @@ def settings_of_a_user():
         yield
 
 
-def train(folder, stop_at=None, every=1, any_version=False, **settings):
+def train(folder, stop_at=None, every=1, **settings):
     folder.mkdir(exist_ok=True)
-    saving = Saving(folder, every, stop_at, any_version)
-    return fit(job(settings), Layout().mesh(), saving)
+    return fit(job(settings), Layout().mesh(), folder, every=every, stop_at=stop_at)
 
 
 def stopped(folder, stop_at, **settings):
@@ -110,8 +110,7 @@ def test_checkpoints_of_something_else_are_refused(finished, monkeypatch):
         patch.setattr(store, "_version", lambda name: "9")
         with pytest.raises(InputError, match=r"was made with moment_jax .*, not 9"):
             train(finished, steps=2)
-        assert before == listing(finished)
-        assert int(train(finished, steps=2, any_version=True).step) == 2
+    assert before == listing(finished)
 
 
 # Where one read fails, Orbax closes its event loop over others that are under way, and these say so.
@@ -148,24 +147,23 @@ def test_a_digest_sees_places_and_bits(finished):
 def test_metrics_go_on_where_the_run_does(tmp_path):
     lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
     (tmp_path / METRICS).write_text("\n".join(lines) + '\n{"step": 4, "lo')
-    log = Metrics(tmp_path, 2)
-    log.write(3, {"loss": 1.0})
-    log.close()
-    assert (tmp_path / METRICS).read_text().splitlines() == [*lines[:2], '{"step": 3, "loss": 1.0}']
+    with open_metrics(tmp_path, 2) as file:
+        file.write("more\n")
+    assert (tmp_path / METRICS).read_text().splitlines() == [*lines[:2], "more"]
 
 
 def test_an_epoch_reads_every_example_once():
     mesh = Layout().mesh()
     given = dataclasses.replace(job({}), arrays=(np.arange(12),), batch_size=4, accumulate=2)
-    reader = Reader(given, mesh)
-    batches = [np.asarray(reader.next()[0]) for _ in range(6)]
-    assert batches[0].shape == (2, 2)
-    for epoch in (batches[:3], batches[3:]):
+    found = [np.asarray(batch[0]) for batch in itertools.islice(batches(given, mesh, 0), 6)]
+    assert found[0].shape == (2, 2)
+    for epoch in (found[:3], found[3:]):
         assert sorted(np.concatenate(epoch).ravel()) == list(range(12))
-    reader.position = 8
-    np.testing.assert_array_equal(reader.next()[0], batches[2])
+    assert not np.array_equal(found[:3], found[3:])  # in another order
+    for step in (2, 4):
+        np.testing.assert_array_equal(next(batches(given, mesh, step))[0], found[step])
     with pytest.raises(InputError, match="smaller --batch-size"):
-        Reader(dataclasses.replace(given, batch_size=16), mesh)
+        next(batches(dataclasses.replace(given, batch_size=16), mesh, 0))
 
 
 def test_sigterm_in_one_process_is_noticed():
@@ -186,7 +184,7 @@ def test_a_folder_has_one_run(tmp_path, monkeypatch):
 
 def order(folder, processes, **settings):
     name = "tests.experiments.loop_job:job"
-    return Order(name, settings, Layout(processes), Saving(folder, every=25), restarts=1)
+    return Order(name, settings, Layout(processes), folder, every=15, restarts=1)
 
 
 class Supervised:
@@ -201,16 +199,15 @@ class Supervised:
         supervise(self.order)
 
     def start(self):
-        order = json.dumps(self.order.to_json())
-        command = [sys.executable, "-m", "tests.experiments.loop_job", order]
+        command = [sys.executable, "-m", "tests.experiments.loop_job", self.order.to_json()]
         self.process = subprocess.Popen(command, cwd=ROOT)
 
     def events(self, name):
-        return [row for row in read_lines(self.folder / EVENTS) if row["event"] == name]
+        return read_events(self.folder, name)
 
     def wait_for_step(self, step, starts):
         """Until that many starts were made, the last has come that far, and a checkpoint is whole."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not self.has_come(step, starts):
             assert self.process.poll() is None, self.process.returncode
             assert time.monotonic() < deadline
@@ -223,19 +220,19 @@ class Supervised:
         return rows[-1]["step"] >= begun[-1]["step"] + step
 
     def end(self):
-        return self.process.wait(timeout=120)
+        return self.process.wait(timeout=600)
 
 
 @pytest.mark.slow
 def test_a_killed_worker_and_a_preemption_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    whole, broken = Supervised(tmp_path / "whole", 200), Supervised(tmp_path / "broken", 200)
+    whole, broken = Supervised(tmp_path / "whole", 120), Supervised(tmp_path / "broken", 120)
     whole.run()
     broken.start()
-    broken.wait_for_step(30, starts=1)
+    broken.wait_for_step(20, starts=1)
     whole_ones = steps_on_disk(broken.folder)
     os.kill(broken.events("launch")[0]["pids"][1], signal.SIGKILL)
-    broken.wait_for_step(30, starts=2)
+    broken.wait_for_step(20, starts=2)
     asked = time.time()
     broken.process.terminate()
     assert broken.end() == PREEMPTED

@@ -57,7 +57,7 @@ def test_a_method_that_is_not_compared(capsys):
 def test_steps_to_a_loss():
     course = Course(np.array([3.0, 2.0, 1.0, 1.5]))
     assert course.steps_to(1.0) == 3
-    assert course.steps_to(0.5) is None
+    assert course.steps_to(0.5) == np.inf
     assert not course.diverged
     assert Course(np.array([1.0, np.nan])).diverged
 
