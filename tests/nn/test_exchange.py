@@ -22,10 +22,9 @@ def mlp(family=families.Factorized, seed=0):
 
 def scattered(module):
     """The module with a different spread for each weight, as after training."""
-    state = nnx.state(module, mj.nn.VariationalScale)
-    keys = iter(jax.random.split(jax.random.key(5), 100))
-    moved = jax.tree.map(lambda raw: raw + 0.3 * jax.random.normal(next(keys), raw.shape), state)
-    nnx.update(module, moved)
+    rng, state = np.random.default_rng(5), nnx.state(module, mj.nn.VariationalScale)
+    noise = jax.tree.map(lambda raw: 0.05 * rng.normal(size=raw.shape).astype(raw.dtype), state)
+    nnx.update(module, jax.tree.map(jnp.add, state, noise))
     return module
 
 
@@ -70,10 +69,9 @@ def test_both_sides_have_the_same_moments():
 
 @pytest.mark.usefixtures("ranks_of_a_user")
 def test_a_laplace_approximation_of_the_plain_twin():
-    module = tiny_vision(num_features=4, **SETTINGS)
-    plain = module.mean_network()
-    data = jax.random.normal(jax.random.key(1), (5, 4, 4)), jnp.arange(5) % 3
-    belief = mj.posterior.laplace(plain, mj.objectives.Categorical(), data, prior_precision=10.0)
+    module = mj.nn.MultiHeadAttention(4, 2, rngs=nnx.Rngs(0), **SETTINGS)
+    plain, x = module.mean_network(), X[None]
+    belief = mj.posterior.laplace(plain, mj.objectives.Gaussian(1.0), (x, x), prior_precision=10.0)
     mj.nn.set_beliefs(module, belief)
 
     @jax.jit
