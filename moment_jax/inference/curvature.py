@@ -1,7 +1,7 @@
 """The generalised Gauss-Newton matrix of a model on a data set: Kronecker factors and diagonals."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,11 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-    """What the compiled programs depend on besides the shapes of their arrays."""
+class Curvature:
+    """GGN of a model in inference mode, summed over examples, at noise variance 1.
+
+    The arrays of the model are a frame, an argument of the compiled programs.
+    """
 
     graph: Any  # of the model
     likelihood: type  # Categorical, Bernoulli or Gaussian
@@ -78,92 +81,63 @@ class Spec:
         merged: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame), copy=True)
         return merged
 
+    @partial(jax.jit, static_argnums=0)
+    def outputs(self, frame: Frame, inputs: Inputs) -> Array:
+        """The model's outputs for a batch, (N, ..., C)."""
+        return self.model(frame)(*inputs)
 
-@partial(jax.jit, static_argnums=0)
-def _outputs(spec: Spec, frame: Frame, inputs: Inputs) -> Array:
-    return spec.model(frame)(*inputs)
+    @partial(jax.jit, static_argnums=0)
+    def sums(self, frame: Frame, inputs: Inputs) -> Any:
+        """Of a batch of N: (N A, sum g g^T) of every block, and squares of the other parameters."""
+        columns = jnp.arange(jax.eval_shape(lambda: self.model(frame)(*inputs)).shape[-1])
+        factors: dict[str, Any] = {}
+        if self.blocks:
+            each = jax.lax.map(lambda k: self._column(frame, inputs, k), columns)
+            size = len(inputs[0])
+            factors = {name: (size * a[0], size * g.sum(0)) for name, (a, g) in each.items()}
+        squares: dict[str, Any] = {}
+        if self.diagonal:
+            squares_of = partial(self._squares, frame, columns)
+            each = jax.lax.map(squares_of, inputs, batch_size=EXAMPLES_AT_ONCE)
+            squares = jax.tree.map(lambda x: x.sum(0), each)
+        return factors, squares
+
+    def _column(self, frame: Frame, inputs: Inputs, index: Array) -> dict[str, tuple[Array, Array]]:
+        """Kronecker factors of each block, of one column of the Hessian's root."""
+
+        def loss(model: Any, *inputs: Array) -> tuple[Array, Column]:
+            return jnp.zeros(()), Column(model(*inputs), self.likelihood, index)
+
+        dtype = jnp.result_type(*jax.tree.leaves(frame[0]))
+        compute = value_grad_and_factors(loss, reading=KroneckerExpand(), dtype=dtype)
+        factors: Any = compute(self.model(frame), *inputs, key=jax.random.key(0))[2]
+        return {
+            b.name: (factors[b.name].inputs[0], factors[b.name].outputs[0]) for b in self.blocks
+        }
+
+    def _squares(self, frame: Frame, columns: Array, one: Inputs) -> dict[str, Array]:
+        """The diagonal's squared gradients of one example, summed over columns of the Hessian's root."""
+        params, rest = frame
+        known = flatten(params)
+
+        def output(leaves: dict[str, Array]) -> Array:
+            filled = unflatten(params, known | leaves)
+            return self.model((filled, rest))(*(x[None] for x in one))
+
+        outputs, pull = jax.vjp(output, {path: known[path] for path in self.diagonal})
+
+        def column(index: Array) -> Any:
+            root = root_column(self.likelihood, outputs, index) * signs(outputs)
+            return jax.tree.map(jnp.square, pull(root)[0])
+
+        return jax.tree.map(lambda x: x.sum(0), jax.vmap(column)(columns))
 
 
-class Curvature:
-    """GGN of a model in inference mode, summed over examples, at noise variance 1."""
-
-    def __init__(
-        self, model: nnx.Module, likelihood: type, blocks: Blocks, diagonal: list[str]
-    ) -> None:
-        split: Any = nnx.split(model, nnx.Param, ...)
-        graph, *frame = split
-        self.frame: Frame = tuple(frame)
-        self.spec = Spec(graph, likelihood, blocks, tuple(diagonal))
-
-    def outputs(self, inputs: Inputs, batch_size: int) -> np.ndarray:
-        """The model's outputs for all examples, (N, ..., C)."""
-        batches = _batches(inputs, batch_size)
-        parts = [np.asarray(_outputs(self.spec, self.frame, b), np.float64) for b in batches]
-        return np.concatenate(parts)
-
-    def sums(self, inputs: Inputs, batch_size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """(A, N G) of every block, and the squares of every other parameter, over all examples."""
-        total: Any = None
-        for batch in _batches(inputs, batch_size):
-            part = _of_batch(self.spec, self.frame, batch)
-            part = jax.tree.map(lambda x: np.asarray(x, np.float64), part)
-            total = part if total is None else jax.tree.map(np.add, total, part)
-        factors, squares = total
-        return {name: (a / len(inputs[0]), g) for name, (a, g) in factors.items()}, squares
-
-
-def _batches(inputs: Inputs, batch_size: int) -> Iterator[Inputs]:
+def of_batches(fn: Callable[[Inputs], Any], inputs: Inputs, batch_size: int) -> Iterator[Any]:
+    """`fn` of every batch, in double precision."""
     for start in range(0, len(inputs[0]), batch_size):
-        yield tuple(x[start : start + batch_size] for x in inputs)
-
-
-@partial(jax.jit, static_argnums=0)
-def _of_batch(spec: Spec, frame: Frame, inputs: Inputs) -> Any:
-    """Of one batch of N: (N A, sum g g^T) of every block, and squares of the other parameters."""
-    num_outputs = jax.eval_shape(lambda: spec.model(frame)(*inputs)).shape[-1]
-    factors: dict[str, Any] = {}
-    if spec.blocks:
-        each = jax.lax.map(lambda k: _column(spec, frame, inputs, k), jnp.arange(num_outputs))
-        size = len(inputs[0])
-        factors = {name: (size * a[0], size * g.sum(0)) for name, (a, g) in each.items()}
-    squares: dict[str, Any] = {}
-    if spec.diagonal:
-        squares_of = partial(_squares, spec, frame, num_outputs)
-        each = jax.lax.map(squares_of, inputs, batch_size=EXAMPLES_AT_ONCE)
-        squares = jax.tree.map(lambda x: x.sum(0), each)
-    return factors, squares
-
-
-def _column(
-    spec: Spec, frame: Frame, inputs: Inputs, index: Array
-) -> dict[str, tuple[Array, Array]]:
-    """Kronecker factors of each block, of one column of the Hessian's root."""
-
-    def loss(model: Any, *inputs: Array) -> tuple[Array, Column]:
-        return jnp.zeros(()), Column(model(*inputs), spec.likelihood, index)
-
-    dtype = jnp.result_type(*jax.tree.leaves(frame[0]))
-    compute = value_grad_and_factors(loss, reading=KroneckerExpand(), dtype=dtype)
-    factors: Any = compute(spec.model(frame), *inputs, key=jax.random.key(0))[2]
-    return {b.name: (factors[b.name].inputs[0], factors[b.name].outputs[0]) for b in spec.blocks}
-
-
-def _squares(spec: Spec, frame: Frame, num_outputs: int, one: Inputs) -> dict[str, Array]:
-    """The diagonal's squared gradients of one example, summed over columns of the Hessian's root."""
-    params, rest = frame
-    known = flatten(params)
-
-    def output(leaves: dict[str, Array]) -> Array:
-        filled = unflatten(params, known | leaves)
-        return spec.model((filled, rest))(*(x[None] for x in one))
-
-    outputs, pull = jax.vjp(output, {path: known[path] for path in spec.diagonal})
-
-    def column(index: Array) -> Any:
-        root = root_column(spec.likelihood, outputs, index) * signs(outputs)
-        return jax.tree.map(jnp.square, pull(root)[0])
-
-    return jax.tree.map(lambda x: x.sum(0), jax.vmap(column)(jnp.arange(num_outputs)))
+        result = fn(tuple(x[start : start + batch_size] for x in inputs))
+        yield jax.tree.map(lambda x: np.asarray(x, np.float64), result)
 
 
 def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:

@@ -19,10 +19,10 @@ FEWEST_HELD_OUT = 10
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """x -> (x - shift) / scale by feature; constant features are only shifted."""
+    """x -> (x - shift) / scale by feature; constant features are only shifted, classes kept."""
 
-    shift: np.ndarray
-    scale: np.ndarray
+    shift: Any = 0.0
+    scale: Any = 1.0
 
     @classmethod
     def of(cls, x: np.ndarray) -> Scaling:
@@ -34,6 +34,8 @@ class Scaling:
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """The scaled rows, in single precision."""
+        if x.dtype.kind != "f":
+            return x
         return ((x - self.shift) / self.scale).astype(np.float32)
 
 
@@ -71,9 +73,11 @@ def examples(caller: str, data: Any) -> tuple[Inputs, Any]:
     return inputs, data[1]
 
 
-def as_inputs(inputs: Any) -> Inputs:
-    """The inputs as a tuple of arrays; floats in single precision."""
+def as_inputs(inputs: Any, scaling: Scaling | None) -> Inputs:
+    """The inputs as a tuple of arrays, those of a table scaled; floats in single precision."""
     arrays = [np.asarray(x) for x in (inputs if isinstance(inputs, tuple) else (inputs,))]
+    if scaling is not None:
+        return (scaling(arrays[0].astype(np.float64)),)
     return tuple(x.astype(np.float32) if x.dtype.kind == "f" else x for x in arrays)
 
 
@@ -117,14 +121,9 @@ def one_table(inputs: Inputs) -> np.ndarray:
     return inputs[0]
 
 
-def scaled(data: Data, of_inputs: Scaling | None, of_targets: Scaling | None) -> Data:
+def scaled(data: Data, of_inputs: Scaling | None, of_targets: Scaling) -> Data:
     """The data in the network's units."""
-    inputs, targets = data
-    if of_targets is not None:
-        targets = of_targets(targets)
-    elif targets.dtype.kind == "f":
-        targets = targets.astype(np.float32)
-    return (as_inputs(inputs) if of_inputs is None else (of_inputs(inputs[0]),)), targets
+    return as_inputs(data[0], of_inputs), of_targets(data[1])
 
 
 def divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:

@@ -17,6 +17,23 @@ _probabilities = jax.jit(jax.vmap(class_probabilities))
 
 
 @dataclasses.dataclass(frozen=True)
+class Network:
+    """A model and its likelihood: what they say given a belief, computed in batches."""
+
+    spec: Spec
+    frame: Any
+
+    def moments(self, belief: Belief, inputs: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and covariance of all outputs, (N, D) and (N, D, D)."""
+        return in_batches(partial(variational.predict, self.spec, belief, self.frame), inputs)
+
+    def scores(self, belief: Belief, targets: np.ndarray, moments: Any) -> np.ndarray:
+        """Log predictive densities, (N,), given the outputs' moments."""
+        score = partial(variational.score, self.spec, belief)
+        return in_batches(lambda batch: score(*batch), (targets, *moments))
+
+
+@dataclasses.dataclass(frozen=True)
 class Fitted:
     """A fitted model: predictions in the units of the data.
 
@@ -33,11 +50,10 @@ class Fitted:
     posterior: Any
     noise_variance: np.ndarray | None
     history: list[tuple[int, float, float]]
-    _spec: Spec
+    _network: Network
     _belief: Belief
-    _frame: Any
     _inputs: Scaling | None
-    _targets: Scaling | None
+    _targets: Scaling
 
     def predict(self, inputs: Any) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the targets, noise included, (N, D) each."""
@@ -45,10 +61,7 @@ class Fitted:
         mean, cov = self._moments(inputs)
         noise = np.exp(np.asarray(self._belief.log_noise))
         sd = np.sqrt(np.diagonal(cov, axis1=1, axis2=2) + noise)
-        scaling = self._targets
-        if scaling is None:
-            return mean, sd
-        return mean * scaling.scale + scaling.shift, sd * scaling.scale
+        return mean * self._targets.scale + self._targets.shift, sd * self._targets.scale
 
     def predict_proba(self, inputs: Any) -> np.ndarray:
         """Predictive probabilities of the classes, (N, C)."""
@@ -57,43 +70,17 @@ class Fitted:
 
     def log_prob(self, inputs: Any, targets: Any) -> np.ndarray:
         """Log predictive density of each example, (N,), in nats and in the units of the targets."""
-        values = checked_targets(targets, self._spec.likelihood)
-        logs = held_out_scores(
-            self._spec, self._belief, self._frame, self._seen(inputs),
-            values if self._targets is None else self._targets(values),
-        )  # fmt: skip
-        return logs if self._targets is None else logs - np.sum(np.log(self._targets.scale))
+        values = self._targets(checked_targets(targets, self._network.spec.likelihood))
+        logs = self._network.scores(self._belief, values, self._moments(inputs))
+        return logs - np.sum(np.log(self._targets.scale))
 
     def _needs(self, likelihood: type, method: str, other: str) -> None:
-        if self._spec.likelihood is not likelihood:
+        known = self._network.spec.likelihood
+        if known is not likelihood:
             raise TypeError(
-                f"`{method}` needs the likelihood {likelihood.__name__}. Got "
-                f"{self._spec.likelihood.__name__}. Use `{other}`."
+                f"`{method}` needs the likelihood {likelihood.__name__}. Got {known.__name__}. Use "
+                f"`{other}`."
             )
 
-    def _seen(self, inputs: Any) -> tuple[np.ndarray, ...]:
-        return as_inputs(inputs) if self._inputs is None else (self._inputs(np.asarray(inputs)),)
-
     def _moments(self, inputs: Any) -> tuple[np.ndarray, np.ndarray]:
-        return output_moments(self._spec, self._belief, self._frame, self._seen(inputs))
-
-
-def output_moments(
-    spec: Spec, belief: Belief, frame: Any, inputs: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of all outputs, (N, D) and (N, D, D), computed in batches."""
-    return in_batches(partial(variational.predict, spec, belief, frame), inputs)
-
-
-def scores(
-    spec: Spec, belief: Belief, targets: np.ndarray, mean: np.ndarray, cov: np.ndarray
-) -> np.ndarray:
-    """Log predictive densities, (N,), given the outputs' moments."""
-    return in_batches(lambda batch: variational.score(spec, belief, *batch), (targets, mean, cov))
-
-
-def held_out_scores(
-    spec: Spec, belief: Belief, frame: Any, inputs: Any, targets: Any
-) -> np.ndarray:
-    """Log predictive densities, (N,), of targets given inputs."""
-    return scores(spec, belief, targets, *output_moments(spec, belief, frame, inputs))
+        return self._network.moments(self._belief, as_inputs(inputs, self._inputs))

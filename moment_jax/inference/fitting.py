@@ -21,7 +21,7 @@ from moment_jax.inference.data import (
     scaled,
     shuffled,
 )
-from moment_jax.inference.fitted import Fitted, held_out_scores, output_moments, scores
+from moment_jax.inference.fitted import Fitted, Network
 from moment_jax.inference.variational import STEPS_AT_ONCE, Belief, Spec, Training
 from moment_jax.nn import DEFAULT_STRUCTURE
 from moment_jax.objectives import Categorical, Gaussian
@@ -96,7 +96,7 @@ def fit(
     inputs, targets = checked_data(data, name)
     table = model is None
     x_scaling = Scaling.of(one_table(inputs)) if table else None
-    y_scaling = Scaling.of(targets) if table and name is Gaussian else None
+    y_scaling = Scaling.of(targets) if table and name is Gaussian else Scaling()
     if model is None:
         outputs = int(targets.max()) + 1 if name is Categorical else targets.shape[1]
         model = TableNetwork(
@@ -127,7 +127,8 @@ def fit(
     # warm-up may be the best. A table's network keeps its linear part.
     counts_from = spec.warm_up if table else 0
     state = variational.start(nnx.to_pure_dict(params), relative_scale, log_noise)
-    run = _Run(spec, (params, rest), rate, seed, max_steps, patience, counts_from, progress)
+    network = Network(spec, (params, rest))
+    run = _Run(network, rate, seed, max_steps, patience, counts_from, progress)
     state, history = run.train(state, train, held)
     noisy = name is Gaussian and spec.learn_noise and held is not None
     floor = run.noise_of(state.belief, held) if noisy else -jnp.inf
@@ -136,12 +137,9 @@ def fit(
     belief = state.belief._replace(log_noise=jnp.maximum(state.belief.log_noise, floor))
     noise = None
     if name is Gaussian:
-        noise = np.exp(np.asarray(belief.log_noise, np.float64))
-        noise = noise if y_scaling is None else noise * y_scaling.scale**2
-    return Fitted(
-        model, variational.posterior(belief), noise, history, spec, belief, (params, rest),
-        x_scaling, y_scaling,
-    )  # fmt: skip
+        noise = np.exp(np.asarray(belief.log_noise, np.float64)) * y_scaling.scale**2
+    beliefs = variational.posterior(belief)
+    return Fitted(model, beliefs, noise, history, network, belief, x_scaling, y_scaling)
 
 
 class TableNetwork(nnx.Module):
@@ -179,8 +177,7 @@ class TableNetwork(nnx.Module):
 class _Run:
     """Settings of the training loop."""
 
-    spec: Spec
-    frame: Any
+    network: Network
     rate: float
     seed: int
     max_steps: int
@@ -192,20 +189,18 @@ class _Run:
         self, state: Training, data: Any, held: Any, max_steps: int | None = None
     ) -> tuple[Training, list[tuple[int, float, float]]]:
         """Train to the best point on held-out data, or for all steps if there are none."""
+        spec, frame = self.network.spec, self.network.frame
         limit = self.max_steps if max_steps is None else max_steps
-        size = len(data[1])
-        batches = shuffled(data, size, self.seed)
+        size = float(len(data[1]))
         best, best_nll, since, history = state, math.inf, 0, []
         bar = _bar(limit, self.progress)
-        for _ in range(math.ceil(limit / STEPS_AT_ONCE)):
-            inputs, targets = next(batches)
-            state, loss = variational.train(
-                self.spec, state, self.frame, inputs, targets, float(size), self.rate
-            )
+        starts = range(0, limit, STEPS_AT_ONCE)
+        for _, batch in zip(starts, shuffled(data, len(data[1]), self.seed), strict=False):
+            state, loss = variational.train(spec, state, frame, *batch, size, self.rate)
             nll = math.nan
             if held is not None:
-                logs = held_out_scores(self.spec, state.belief, self.frame, *held)
-                nll = -float(np.mean(logs))
+                moments = self.network.moments(state.belief, held[0])
+                nll = -float(np.mean(self.network.scores(state.belief, held[1], moments)))
             history.append((int(state.step), float(loss), nll))
             if bar is not None:
                 bar.update(STEPS_AT_ONCE)
@@ -215,7 +210,7 @@ class _Run:
             elif nll < best_nll - 1e-3:
                 best, best_nll, since = state, nll, 0
             else:
-                since += int(state.step) > self.spec.warm_up
+                since += int(state.step) > spec.warm_up
                 if since >= self.patience:
                     break
         if bar is not None:
@@ -226,24 +221,20 @@ class _Run:
         """Log noise variance that is best on held-out data, at least the learned one."""
         dtype = belief.log_noise.dtype
         logs = [jnp.asarray(belief.log_noise + np.log(f), dtype) for f in NOISE_FACTORS]
-        mean, cov = output_moments(self.spec, belief, self.frame, held[0])
-        found = [
-            np.mean(scores(self.spec, belief._replace(log_noise=log), held[1], mean, cov))
-            for log in logs
-        ]
+        moments = self.network.moments(belief, held[0])
+        beliefs = [belief._replace(log_noise=log) for log in logs]
+        found = [np.mean(self.network.scores(one, held[1], moments)) for one in beliefs]
         return logs[int(np.argmax(found))]
 
 
-def _initial_noise(
-    targets: np.ndarray, known: float | None, scaling: Scaling | None, name: type
-) -> Array:
+def _initial_noise(targets: np.ndarray, known: float | None, scaling: Scaling, name: type) -> Array:
     """Initial log noise variances (D,): the known one, or the variance of the targets."""
     if name is Categorical:
         return jnp.zeros(1)
     if known is None:
         return jnp.log(jnp.maximum(jnp.asarray(targets.var(axis=0), jnp.float32), 1e-6))
-    scale = np.ones(targets.shape[1]) if scaling is None else scaling.scale
-    return jnp.asarray(np.log(known / scale**2), jnp.float32)
+    variance = np.full(targets.shape[1], known) / scaling.scale**2
+    return jnp.asarray(np.log(variance), jnp.float32)
 
 
 def _bar(total: int, wanted: bool | None) -> Any:

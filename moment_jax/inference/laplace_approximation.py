@@ -1,6 +1,8 @@
 """Laplace approximation: a belief about the weights of an ordinarily trained network."""
 
+import functools
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +12,9 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.inference import prior_precision as prior
-from moment_jax.inference.curvature import Curvature, last_block
+from moment_jax.inference.curvature import Curvature, last_block, of_batches
 from moment_jax.inference.data import checked_likelihood
-from moment_jax.inference.prior_precision import Piece
+from moment_jax.inference.prior_precision import Weights, joined
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.optim import find_blocks
 from moment_jax.optim.layer_blocks import DenseBlock
@@ -104,7 +106,9 @@ def laplace(
             "`laplace(held_out=...)` chooses one prior precision. Got per_layer or prior_precision too; "
             "leave them out."
         )
-    known = flatten(nnx.state(model, nnx.Param))
+    split: Any = nnx.split(model, nnx.Param, ...)
+    graph, *frame = split
+    known = flatten(frame[0])
     found = () if kind == "diagonal" else find_blocks(model)
     blocks = tuple(b for b in found if isinstance(b, DenseBlock) and not b.stack)
     if kind == "last_layer":
@@ -112,51 +116,55 @@ def laplace(
     covered = {leaf for block in blocks for leaf in block.leaves}
     rest = [] if kind == "last_layer" else [path for path in known if path not in covered]
 
-    curvature = Curvature(model, name, blocks, rest)
-    outputs = curvature.outputs(inputs, batch_size)
+    curvature = Curvature(graph, name, blocks, tuple(rest))
+    outputs = np.concatenate(
+        list(of_batches(partial(curvature.outputs, tuple(frame)), inputs, batch_size))
+    )
     prior.check_targets(outputs.shape, targets, name)
-    factors, squares = curvature.sums(inputs, batch_size)
-    spectra = {b.name: _Spectrum(factors[b.name], len(b.leaves) == 2) for b in blocks}
+    sums = of_batches(partial(curvature.sums, tuple(frame)), inputs, batch_size)
+    factors, squares = functools.reduce(partial(jax.tree.map, np.add), sums)
 
     centre = flatten(prior_mean) if prior_mean is not None else {}
-    distance = {
-        path: float(np.sum((np.asarray(w, np.float64) - np.asarray(centre.get(path, 0.0))) ** 2))
-        for path, w in known.items()
-    }
-    pieces: dict[str, list[Piece]] = {}
-    for block in blocks:
-        spectrum = spectra[block.name]
-        values = [spectrum.rows[:, None] * spectrum.columns[None, :], spectrum.columns]
-        pieces[block.name] = [
-            Piece(value, distance[leaf]) for value, leaf in zip(values, block.leaves, strict=False)
-        ]
-    for path in rest:
-        layer = path.rpartition("/")[0] or path
-        pieces.setdefault(layer, []).append(Piece(squares[path], distance[path]))
 
-    groups = list(pieces.values()) if per_layer else [[p for ps in pieces.values() for p in ps]]
-    state: Any = nnx.state(model, nnx.Param)
+    def weights(path: str, eigenvalues: np.ndarray) -> Weights:
+        offset = np.asarray(known[path], np.float64) - np.asarray(centre.get(path, 0.0))
+        return Weights(eigenvalues.ravel(), float(np.sum(offset**2)))
+
+    layers: dict[str, list[Weights]] = {}
+    spectra = {}
+    for block in blocks:
+        products, slopes = factors[block.name]
+        inner = products[: block.heights[0], : block.heights[0]] / len(
+            inputs[0]
+        )  # without the bias
+        spectra[block.name] = (rows, _), (columns, _) = _spectrum(inner), _spectrum(slopes)
+        values = (np.outer(rows, columns), columns)
+        layers[block.name] = [weights(*pair) for pair in zip(block.leaves, values, strict=False)]
+    for path in rest:
+        layers.setdefault(_layer(path), []).append(weights(path, squares[path]))
+    groups = [*map(joined, layers.values())]
+    groups = groups if per_layer else [joined(groups)]
 
     def at(given: float | None) -> tuple[Any, LaplaceReceipt]:
         precisions, noise = _optimise(groups, given, known_noise, outputs, targets, name)
-        of_layer = dict(zip(pieces, precisions * (1 if per_layer else len(pieces)), strict=True))
+        of_layer = dict(zip(layers, precisions * (1 if per_layer else len(layers)), strict=True))
         beliefs: dict[str, Posterior] = {}
         for block in blocks:
-            spectrum = spectra[block.name]
-            beliefs |= _kronecker_beliefs(block, spectrum, known, of_layer[block.name], noise)
+            spectrum, precision = spectra[block.name], of_layer[block.name]
+            beliefs |= _kronecker_beliefs(block, spectrum, known, precision, noise)
         for path in rest:
-            precision = of_layer[path.rpartition("/")[0] or path]
-            variance = jnp.asarray(1 / (squares[path] / noise + precision), known[path].dtype)
-            beliefs[path] = Factorized(known[path], variance)
+            variance = 1 / (squares[path] / noise + of_layer[_layer(path)])
+            beliefs[path] = Factorized(known[path], jnp.asarray(variance, known[path].dtype))
         tree = jax.tree_util.tree_map_with_path(
-            lambda path, w: beliefs.get(path_name(path), w), nnx.to_pure_dict(state)
+            lambda path, w: beliefs.get(path_name(path), w), nnx.to_pure_dict(frame[0])
         )
-        fit = _log_likelihood(name, outputs, targets, noise)
+        pairs = list(zip(groups, precisions, strict=True))
         return tree, LaplaceReceipt(
-            prior.log_evidence(groups, precisions, noise, fit),
+            _log_likelihood(name, outputs, targets, noise)
+            + sum(group.log_evidence(precision, noise) for group, precision in pairs),
             of_layer,
             noise if name is Gaussian else None,
-            prior.effective_parameters(groups, precisions, noise),
+            sum(group.effective_number(precision, noise) for group, precision in pairs),
         )
 
     if held_out is not None:
@@ -165,44 +173,42 @@ def laplace(
     return result if receipt else result[0]
 
 
-class _Spectrum:
-    """Eigenvalues and eigenvectors of a layer's input and output factors."""
+def _layer(path: str) -> str:
+    """The layer of a parameter."""
+    return path.rpartition("/")[0] or path
 
-    def __init__(self, factors: tuple[np.ndarray, np.ndarray], bias: bool) -> None:
-        inputs, outputs = factors
-        inputs = inputs[:-1, :-1] if bias else inputs
-        rows, self.row_vectors = np.linalg.eigh(inputs)
-        values, self.column_vectors = np.linalg.eigh(outputs)
-        self.rows, self.columns = np.maximum(rows, 0), np.maximum(values, 0)
+
+def _spectrum(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues, not below zero, and eigenvectors."""
+    values, vectors = np.linalg.eigh(matrix)
+    return np.maximum(values, 0), vectors
 
 
 def _kronecker_beliefs(
-    block: Any, spectrum: _Spectrum, known: dict[str, Array], precision: float, noise: float
+    block: Any, spectra: Any, known: dict[str, Array], precision: float, noise: float
 ) -> dict[str, Posterior]:
     """Beliefs about a dense layer's kernel and bias, by path."""
+    (rows, row_vectors), (columns, column_vectors) = spectra
 
     def cov(vectors: np.ndarray, values: np.ndarray, dtype: Any) -> Array:
         return jnp.asarray((vectors * values[None, :]) @ vectors.T, dtype)
 
     path, shape = block.leaves[0], block.shapes[0]
     kernel = known[path].reshape(block.heights[0], block.columns)
-    a, b = prior.kronecker_variances(spectrum.rows, spectrum.columns / noise, precision)
+    a, b = prior.kronecker_variances(rows, columns / noise, precision)
     belief: Posterior = MatrixNormal(
-        kernel,
-        cov(spectrum.row_vectors, a, kernel.dtype),
-        cov(spectrum.column_vectors, b, kernel.dtype),
+        kernel, cov(row_vectors, a, kernel.dtype), cov(column_vectors, b, kernel.dtype)
     )
     beliefs = {path: belief if shape == kernel.shape else Reshaped(belief, shape)}
-    if len(block.leaves) == 2:
-        bias = known[block.leaves[1]]
-        values = 1 / (spectrum.columns / noise + precision)
-        of_bias = cov(spectrum.column_vectors, values, bias.dtype)
-        beliefs[block.leaves[1]] = FullNormal(bias, of_bias.reshape(*bias.shape, *bias.shape))
+    for path in block.leaves[1:]:
+        bias = known[path]
+        of_bias = cov(column_vectors, 1 / (columns / noise + precision), bias.dtype)
+        beliefs[path] = FullNormal(bias, of_bias.reshape(*bias.shape, *bias.shape))
     return beliefs
 
 
 def _optimise(
-    groups: list[list[Piece]],
+    groups: list[Weights],
     given: float | None,
     noise: float | None,
     outputs: np.ndarray,
@@ -212,7 +218,7 @@ def _optimise(
     """Prior precision of each group, and the noise variance (1 if the likelihood has none)."""
 
     def precisions(noise: float) -> list[float]:
-        return [prior.optimal_precision(g, noise) if given is None else given for g in groups]
+        return [group.optimal_precision(noise) if given is None else given for group in groups]
 
     if noise is not None or name is not Gaussian:
         value = 1.0 if noise is None else noise
@@ -221,11 +227,10 @@ def _optimise(
     tiny = 1e-8 * max(float(np.var(targets)), 1e-30)
     value = max(residual / outputs.size, tiny)
     for _ in range(NOISE_UPDATES):
-        found = precisions(value)
+        pairs = zip(groups, precisions(value), strict=True)
         # MacKay's update; the weights use up at most half of the data's degrees of freedom.
-        used = prior.effective_parameters(groups, found, value)
-        free = outputs.size - min(used, outputs.size / 2)
-        new = max(residual / free, tiny)
+        used = sum(group.effective_number(precision, value) for group, precision in pairs)
+        new = max(residual / (outputs.size - min(used, outputs.size / 2)), tiny)
         if abs(new / value - 1) < 1e-4:
             break
         value = new
@@ -237,7 +242,6 @@ def _log_likelihood(name: type, outputs: np.ndarray, targets: np.ndarray, noise:
         squares = np.sum((targets - outputs) ** 2) / noise
         return float(-0.5 * (squares + outputs.size * math.log(2 * math.pi * noise)))
     if name is Categorical:
-        peak = outputs - outputs.max(-1, keepdims=True)
-        logs = peak - np.log(np.sum(np.exp(peak), axis=-1, keepdims=True))
+        logs = outputs - np.logaddexp.reduce(outputs, axis=-1, keepdims=True)
         return float(np.sum(np.take_along_axis(logs, targets[..., None].astype(int), axis=-1)))
     return float(np.sum(targets * outputs - np.logaddexp(0, outputs)))

@@ -1,6 +1,6 @@
 """The prior precision of a Laplace approximation: by the evidence, or by held-out data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,53 +20,42 @@ BISECTIONS = 60
 PRECISIONS = np.logspace(-2, 6, 17)  # compared on held-out data
 
 
-class Piece(NamedTuple):
-    """One array of weights."""
+class Weights(NamedTuple):
+    """Arrays of weights with one prior precision d."""
 
-    eigenvalues: np.ndarray  # of the summed curvature at noise variance 1; one for each weight
+    eigenvalues: np.ndarray  # l, of the summed curvature at noise variance 1; one for each weight
     square: float  # |w - prior mean|^2
 
+    def optimal_precision(self, noise: float) -> float:
+        """The prior precision that maximises the evidence, limited to 1e-6 ... 7e7.
 
-def optimal_precision(pieces: list[Piece], noise: float) -> float:
-    """The prior precision d that maximises the evidence, limited to 1e-6 ... 7e7.
+        It is the root of sum l / (l + d) = d |w - prior mean|^2, found by bisection. The root is unique:
+        the left side falls in d and the right side rises.
 
-    It is the root of sum l / (l + d) = d |w - prior mean|^2, found by bisection. The root is unique: the
-    left side falls in d and the right side rises.
+        Source: MacKay, "Bayesian interpolation" (1992), Eq. 4.
+        """
+        low, high = LOG_RANGE
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            precision = np.exp(middle)
+            rising = self.effective_number(precision, noise) > precision * self.square
+            low, high = (middle, high) if rising else (low, middle)
+        return float(np.exp((low + high) / 2))
 
-    Source: MacKay, "Bayesian interpolation" (1992), Eq. 4.
-    """
-    values = np.concatenate([piece.eigenvalues.ravel() for piece in pieces]) / noise
-    square = sum(piece.square for piece in pieces)
-    low, high = LOG_RANGE
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        precision = np.exp(middle)
-        rising = np.sum(values / (values + precision)) > precision * square
-        low, high = (middle, high) if rising else (low, middle)
-    return float(np.exp((low + high) / 2))
+    def effective_number(self, precision: float, noise: float) -> float:
+        """Sum of l / (l + d): the number of weights that the data determine."""
+        return float(np.sum(self.eigenvalues / (self.eigenvalues + noise * precision)))
 
-
-def log_evidence(
-    groups: list[list[Piece]], precisions: list[float], noise: float, log_likelihood: float
-) -> float:
-    """Log p(y | w) - 1/2 sum_groups (d |w - prior mean|^2 + sum log(1 + l / d)), nats."""
-    total = log_likelihood
-    for pieces, precision in zip(groups, precisions, strict=True):
-        for piece in pieces:
-            logs = np.log1p(piece.eigenvalues / (noise * precision))
-            total -= 0.5 * (precision * piece.square + np.sum(logs))
-    return float(total)
+    def log_evidence(self, precision: float, noise: float) -> float:
+        """-1/2 (d |w - prior mean|^2 + sum log(1 + l / d)), their part in log p(y), nats."""
+        logs = np.log1p(self.eigenvalues / (noise * precision))
+        return float(-0.5 * (precision * self.square + np.sum(logs)))
 
 
-def effective_parameters(groups: list[list[Piece]], precisions: list[float], noise: float) -> float:
-    """Sum of l / (l + d): the number of weights that the data determine."""
-    return float(
-        sum(
-            np.sum(piece.eigenvalues / (piece.eigenvalues + noise * precision))
-            for pieces, precision in zip(groups, precisions, strict=True)
-            for piece in pieces
-        )
-    )
+def joined(parts: Iterable[Weights]) -> Weights:
+    """All these weights, with one prior precision."""
+    eigenvalues, squares = zip(*parts, strict=True)
+    return Weights(np.concatenate(eigenvalues), sum(squares))
 
 
 def kronecker_variances(

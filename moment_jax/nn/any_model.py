@@ -75,24 +75,6 @@ def bayesian(
         nnx.replace_by_pure_dict(filled, values)
         return nnx.merge(graph, filled, others)
 
-    def moments(inputs: tuple[Any, ...], shared: dict[str, Any], own: dict[str, Any]) -> Any:
-        def fn(values: Any, inputs: tuple[Any, ...], own: dict[str, Any]) -> Any:
-            network = merged(values)
-            before = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
-            result = network(*inputs, **shared, **own)
-            after = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
-            if any(a is not b for a, b in zip(before, after, strict=True)):
-                raise ValueError(
-                    "`bayesian` needs a model in inference mode. Got one that updates its batch "
-                    "statistics (BatchStat). Call model.eval() first, or set use_running_average=True."
-                )
-            return result
-
-        of = linearise(fn) if linearised else propagate(fn, structure=structure, receipt=receipt)
-        mean, cov, *steps = of(beliefs, inputs, own)
-        shape = jax.eval_shape(fn, known, inputs, own).shape
-        return mean.reshape(shape), cov, *steps
-
     def call(*inputs: Any, **options: Any) -> Any:
         own = {name: options.pop(name) for name in batched if name in options}
         for x in inputs:
@@ -103,10 +85,25 @@ def bayesian(
                     "For one input, use x[None], or batch_axes=0."
                 )
 
+        def fn(values: Any, inputs: tuple[Any, ...], own: dict[str, Any]) -> Any:
+            network = merged(values)
+            before = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
+            result = network(*inputs, **options, **own)
+            after = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
+            if any(a is not b for a, b in zip(before, after, strict=True)):
+                raise ValueError(
+                    "`bayesian` needs a model in inference mode. Got one that updates its batch "
+                    "statistics (BatchStat). Call model.eval() first, or set use_running_average=True."
+                )
+            return result
+
+        of = linearise(fn) if linearised else propagate(fn, structure=structure, receipt=receipt)
+
         def one(inputs: Any, own: dict[str, Any]) -> Any:
             inputs, own = with_axes((inputs, own), batch_axes)
-            mean, *more = moments(inputs, options, own)
-            return mean.reshape(mean.shape[batch_axes:]), *more
+            mean, *more = of(beliefs, inputs, own)
+            shape = jax.eval_shape(fn, known, inputs, own).shape
+            return mean.reshape(shape[batch_axes:]), *more
 
         of_all = one
         for _ in range(batch_axes):
@@ -114,8 +111,7 @@ def bayesian(
         try:
             return of_all(inputs, own)
         except Exception as error:
-            plain = lambda x: merged(known)(*x[0], **options, **x[1])  # noqa: E731
-            _explain(plain, (inputs, own), batch_axes, error)
+            _explain(lambda x: fn(known, *x), (inputs, own), batch_axes, error)
             raise
 
     return call

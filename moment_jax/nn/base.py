@@ -14,8 +14,8 @@ from jax import Array
 from moment_jax.covariance import BATCH_AXIS, Covariance
 from moment_jax.covariance.fields import check_array
 from moment_jax.layers.checks import described, is_boolean
-from moment_jax.nn.belief import total_kl
-from moment_jax.nn.conversion import check_kind, check_loaded
+from moment_jax.nn.belief import Belief, total_kl
+from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_part
 from moment_jax.nn.freezing import over_statistics
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior, sample_params
@@ -37,19 +37,20 @@ class Stage(NamedTuple):
 class BayesianModule(nnx.Module):
     """A module that owns beliefs about its weights.
 
-    Subclasses define `params`, the parameter group of the layer they call, and `network(params)`, the
-    plain Flax network with arrays in place of the beliefs. Modules made of other modules name them in
-    `parts`, under the names that they have in the plain network.
+    Subclasses name their beliefs and the modules in them in `parts`, as these are called in the plain
+    network too, and the type of their parameters, which takes those of the parts in this order. They
+    define `network(params)`, the plain Flax network with arrays in place of the beliefs.
     """
 
     settings: Settings
     parts: ClassVar[tuple[str, ...]] = ()
+    params_type: ClassVar[Any]
     flax_type: ClassVar[type | None] = None  # the only type of layer to convert from; None for any
 
     @property
     def params(self) -> Any:
-        """The parameter group with a `Posterior` for every array."""
-        raise AttributeError(f"{type(self).__name__} has to define `params`.")
+        """The parameter group of the layer that is called, with a `Posterior` for every array."""
+        return type(self).params_type(*(_params_of(getattr(self, part)) for part in self.parts))
 
     def network(self, params: Any) -> nnx.Module:
         """The plain Flax network with these arrays, a group like `params`."""
@@ -69,23 +70,31 @@ class BayesianModule(nnx.Module):
           ValueError: if part of the network has no moments here, or would be lost or invented.
         """
         check_kind(cls, network)
-        new = cls(**cls.options_of(network, settings))
+        options = cls.options_of(network, settings)
+        new = cls(**{"rngs": nnx.Rngs(0), **options, **settings})
         new.load(network)
         return new
 
     @classmethod
     def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a module with the sizes of this plain network, and these settings."""
+        """The arguments of a module like this plain network, which the settings then override."""
         raise AttributeError(f"{cls.__name__} has to define `options_of`, or use `load`.")
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """Attributes in which a plain network has to agree, so that its weights can be taken."""
+        return {}
 
     def load(self, network: Any) -> None:
         """Take the weights of a plain network of the same sizes as means."""
+        name = f"{type(self).__name__}.load"
         check_kind(type(self), network)
+        check_same(name, network, **self.compared)
         if not self.parts:
             raise AttributeError(f"{type(self).__name__} has to define `parts` or `load`.")
-        for name in self.parts:
-            getattr(self, name).load(getattr(network, name))
-        check_loaded(f"{type(self).__name__}.load", self, network)
+        for part in self.parts:
+            load_part(name, part, getattr(self, part), getattr(network, part))
+        check_loaded(name, self, network)
 
     def kl(self) -> Array:
         """KL(posterior || prior) of all weights, a scalar in nats: the complexity loss (Eq. 12)."""
@@ -105,7 +114,11 @@ class BayesianModule(nnx.Module):
     @property
     def stages(self) -> list[Stage]:
         """The sublayers, as `reference.closure_report` takes them; by default the whole module."""
-        return [Stage(type(self).__name__, self, lambda key, x: self.sample(key)(x))]
+        return [self.stage(type(self).__name__)]
+
+    def stage(self, name: str) -> Stage:
+        """The whole module as one stage."""
+        return Stage(name, self, lambda key, x: self.sample(key)(x))
 
     def sequence(self, x: Array) -> Array:
         """One input as the sequence (T, D) that the first stage takes."""
@@ -114,14 +127,38 @@ class BayesianModule(nnx.Module):
     def _over_batch(
         self, layer: Callable[..., Any], *sequences: tuple[Any, ...], cache: Any = None
     ) -> Any:
-        """`over_batch` in the module's structure."""
-        structure = self.settings.structure
+        """`layer` of every sequence in a batch, together with its memory, padding mask and cache.
+
+        Sequences are (mean, cov) or (mean, cov, valid), all and the cache with the same leading axes: a
+        mean (..., T, D); its covariance, None where it is certain, which is zero in the module's
+        structure; (..., T) boolean, False for padding, None for none. The layer takes their contents in
+        order, then the cache.
+        """
+        structure, num_axes = self.settings.structure, _check_batch(*sequences)
 
         def run(layer: Callable[..., Any]) -> Any:
-            return over_batch(layer, structure, *sequences, cache=cache)
+            def one(sequences: Any, cache: Any) -> Any:
+                given = [] if cache is None else [cache]
+                for mean, cov, *valid in reversed(sequences):
+                    known = structure.zeros(mean.shape, mean.dtype) if cov is None else cov
+                    given = [mean, known, *valid, *given]
+                return layer(*given)
 
-        num_axes = getattr(sequences[0][0], "ndim", 2) - 2  # `over_batch` refuses what is no array
+            of_all = one
+            for _ in range(num_axes):
+                of_all = jax.vmap(of_all, axis_name=BATCH_AXIS)
+            return of_all(sequences, cache)
+
         return over_statistics(self, layer, run, num_axes)
+
+
+def _params_of(part: Any) -> Any:
+    """The beliefs in a part of a module, each in its place."""
+    if isinstance(part, nnx.List):
+        return [_params_of(one) for one in part]
+    if part is None:
+        return None
+    return part.posterior if isinstance(part, Belief) else part.params
 
 
 class Composite(BayesianModule):
@@ -142,40 +179,6 @@ class Composite(BayesianModule):
         return self.plain_type(*(getattr(self, name).network(params[name]) for name in self.parts))
 
 
-def over_batch(
-    layer: Callable[..., Any],
-    structure: type[Covariance],
-    *sequences: tuple[Any, ...],
-    cache: Any = None,
-) -> Any:
-    """`layer` of every sequence in a batch, together with its memory, padding mask and cache.
-
-    Sequences are (mean, cov) or (mean, cov, valid), all and the cache with the same leading axes: a mean
-    (..., T, D); its covariance, None where it is certain, which is zero in `structure`; (..., T)
-    boolean, False for padding, None for none. The layer takes their contents in order, then the cache.
-    """
-    for mean, cov, *valid in sequences:
-        check_sequences(mean, cov)
-        _check_valid(mean, *valid)
-    shapes = [tuple(mean.shape) for mean, *_ in sequences]
-    if len({shape[:-2] for shape in shapes}) > 1:
-        raise ValueError(
-            "A decoder needs a sequence (..., T, D) and a memory (..., S, E) with the same leading "
-            f"axes. Got {' and '.join(map(str, shapes))}. For a single row, use x[None, :]; for one "
-            "memory of a whole batch, broadcast it."
-        )
-    if len(shapes[0]) > 2:
-        return jax.vmap(
-            lambda sequences, cache: over_batch(layer, structure, *sequences, cache=cache),
-            axis_name=BATCH_AXIS,
-        )(sequences, cache)
-    given = []
-    for mean, cov, *valid in sequences:
-        known = structure.zeros(mean.shape, mean.dtype) if cov is None else cov
-        given += [mean, known, *valid]
-    return layer(*given) if cache is None else layer(*given, cache)
-
-
 def check_sequences(mean: Array, cov: Covariance | None = None) -> None:
     """Raise unless these are the moments of sequences (..., T, D)."""
     check_array("module(mean, cov)", mean)
@@ -194,10 +197,21 @@ def check_sequences(mean: Array, cov: Covariance | None = None) -> None:
         )
 
 
-def _check_valid(mean: Array, valid: Array | None = None) -> None:
-    if valid is not None and not is_boolean(valid, tuple(mean.shape[:-1])):
+def _check_batch(*sequences: Any) -> int:
+    """The number of leading axes of sequences (mean, cov) or (mean, cov, valid), which have to agree."""
+    for mean, cov, *valid in sequences:
+        check_sequences(mean, cov)
+        if not all(v is None or is_boolean(v, tuple(mean.shape[:-1])) for v in valid):
+            raise ValueError(
+                "`valid` needs one boolean per token, (..., T), False for padding; for a mean of shape "
+                f"{tuple(mean.shape)}, {tuple(mean.shape[:-1])}. Got {described(valid[0])}. For "
+                "lengths, use jnp.arange(T) < lengths[..., None]."
+            )
+    shapes = [tuple(mean.shape) for mean, *_ in sequences]
+    if len({shape[:-2] for shape in shapes}) > 1:
         raise ValueError(
-            "`valid` needs one boolean per token, (..., T), False for padding; for a mean of shape "
-            f"{tuple(mean.shape)}, {tuple(mean.shape[:-1])}. Got {described(valid)}. For lengths, use "
-            "jnp.arange(T) < lengths[..., None]."
+            "A decoder needs a sequence (..., T, D) and a memory (..., S, E) with the same leading "
+            f"axes. Got {' and '.join(map(str, shapes))}. For a single row, use x[None, :]; for one "
+            "memory of a whole batch, broadcast it."
         )
+    return len(shapes[0]) - 2

@@ -1,6 +1,7 @@
 """A Gaussian belief about one weight array: its variational parameters and its prior."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,14 @@ from moment_jax import posterior as families
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
-VECTOR_FAMILIES = (families.Point, families.Factorized, families.FullNormal)
-MATRIX_FAMILIES = (*VECTOR_FAMILIES, families.OutputShared, families.MatrixNormal)
+# The parameters of a spread by family: a `scale` of entries, or roots of covariance matrices.
+FAMILIES: dict[Any, tuple[str, ...]] = {
+    families.Point: (),
+    families.Factorized: ("scale",),
+    families.FullNormal: ("entries",),
+    families.OutputShared: ("scale",),
+    families.MatrixNormal: ("rows", "columns"),
+}
 
 
 class VariationalMean(nnx.Param):
@@ -56,20 +63,20 @@ class Belief(nnx.Module):
         prior_scale: float = 1.0,
         learn_prior: bool = False,
     ) -> None:
-        if family not in MATRIX_FAMILIES:
-            names = ", ".join(known.__name__ for known in MATRIX_FAMILIES)
+        if family not in FAMILIES:
+            names = ", ".join(known.__name__ for known in FAMILIES)
             raise TypeError(f"`Belief` needs a posterior family, one of {names}. Got {family!r}.")
         if scale <= 0 or prior_scale <= 0:
             raise ValueError(
                 "`Belief` needs positive scale and prior_scale. Got "
                 f"{scale} and {prior_scale}. For a certain array, use family=Point."
             )
-        if mean.ndim != 2 and family not in VECTOR_FAMILIES:
+        if mean.ndim != 2 and family in (families.OutputShared, families.MatrixNormal):
             raise ValueError(
                 f"`Belief` needs a matrix for {family.__name__}. Got an array of shape "
                 f"{tuple(mean.shape)}; for biases, gains and positions use Factorized."
             )
-        self.family = family
+        self.family: Any = family
         self.mean = VariationalMean(mean)
         self.raw = nnx.data(_initial_raw(family, mean, scale))
         log_scale = jnp.asarray(math.log(prior_scale), mean.dtype)
@@ -79,22 +86,11 @@ class Belief(nnx.Module):
     @property
     def posterior(self) -> Posterior:
         """The belief as a `mj.posterior` family."""
-        mean = self.mean[...]
-        raw = {name: value[...] for name, value in self.raw.items()}
-        if self.family is families.Point:
-            return families.Point(mean)
-        if self.family is families.MatrixNormal:
-            return families.MatrixNormal(
-                mean, _covariance(raw["rows"]), _covariance(raw["columns"])
-            )
-        if self.family is families.FullNormal:
-            return families.FullNormal(
-                mean, _covariance(raw["entries"]).reshape(*mean.shape, *mean.shape)
-            )
-        variance = jax.nn.softplus(raw["scale"]) ** 2
-        if self.family is families.OutputShared:
-            return families.OutputShared(mean, variance)
-        return families.Factorized(mean, variance)
+        mean, family = self.mean[...], self.family
+        spread = [_spread(name, self.raw[name][...]) for name in FAMILIES[family]]
+        if family is families.FullNormal:
+            spread = [spread[0].reshape(*mean.shape, *mean.shape)]
+        return family(mean, *spread)
 
     def hold(self, posterior: Posterior) -> None:
         """Take over family, mean and covariance of a belief about the same array; keep the prior.
@@ -103,7 +99,7 @@ class Belief(nnx.Module):
           ValueError: if the family is not supported, or a covariance is singular. Nothing is changed.
         """
         raw, dtype = stored_form(posterior), self.mean.dtype
-        self.family = next(f for f in MATRIX_FAMILIES if isinstance(posterior, f))
+        self.family = next(f for f in FAMILIES if isinstance(posterior, f))
         self.mean.set_value(jnp.asarray(posterior.mean, dtype))
         self.raw = nnx.data({k: VariationalScale(jnp.asarray(v, dtype)) for k, v in raw.items()})
 
@@ -142,13 +138,12 @@ def stored_form(belief: Posterior) -> dict[str, np.ndarray]:
     if isinstance(belief, families.Factorized | families.OutputShared):
         return {"scale": _inverse_softplus(np.sqrt(np.asarray(belief.variance, np.float64)))}
     if isinstance(belief, families.FullNormal):
-        n = belief.mean.size
-        return {"entries": _root(belief.cov.reshape(n, n))}
+        return {"entries": _root(belief.cov.reshape(2 * (belief.mean.size,)))}
     if isinstance(belief, families.MatrixNormal):
         return {"rows": _root(belief.in_cov), "columns": _root(belief.out_cov)}
     raise ValueError(
-        "A module needs Point, Factorized, OutputShared, MatrixNormal or FullNormal of its own shape. "
-        f"Got {type(getattr(belief, 'belief', belief)).__name__} of shape {belief.shape}."
+        f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
+        f"{type(getattr(belief, 'belief', belief)).__name__} of shape {belief.shape}."
     )
 
 
@@ -169,21 +164,19 @@ def _inverse_softplus(x: np.ndarray) -> np.ndarray:
 
 
 def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str, VariationalScale]:
-    raw = math.log(math.expm1(scale))  # softplus(raw) == scale
-    if family is families.Point:
-        return {}
-    if family is families.OutputShared:
-        return {"scale": VariationalScale(jnp.full((mean.shape[1],), raw, mean.dtype))}
-    if family is families.MatrixNormal:
-        # The product of the two standard deviations is the entry's: one factor each.
-        root = math.log(math.expm1(math.sqrt(scale)))
-        return {
-            "rows": VariationalScale(root * jnp.eye(mean.shape[0], dtype=mean.dtype)),
-            "columns": VariationalScale(root * jnp.eye(mean.shape[1], dtype=mean.dtype)),
-        }
-    if family is families.FullNormal:
-        return {"entries": VariationalScale(raw * jnp.eye(mean.size, dtype=mean.dtype))}
-    return {"scale": VariationalScale(jnp.full(mean.shape, raw, mean.dtype))}
+    """Parameters of a standard deviation of `scale` for every entry; of two factors, each a root."""
+    names, shape = FAMILIES[family], mean.shape
+    sizes = {"rows": shape[:1], "columns": shape[1:], "entries": shape}
+    raw = {}
+    for name in names:
+        value = math.log(math.expm1(scale ** (1 / len(names))))  # softplus(value) is the scale
+        if name == "scale":
+            shape = shape[1:] if family is families.OutputShared else shape
+            raw[name] = VariationalScale(jnp.full(shape, value, mean.dtype))
+        else:
+            eye = jnp.eye(math.prod(sizes[name]), dtype=mean.dtype)
+            raw[name] = VariationalScale(value * eye)
+    return raw
 
 
 def lower_factor(raw: Array) -> Array:
@@ -191,6 +184,9 @@ def lower_factor(raw: Array) -> Array:
     return jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
 
 
-def _covariance(raw: Array) -> Array:
+def _spread(name: str, raw: Array) -> Array:
+    """Variances, or the covariance L L^T."""
+    if name == "scale":
+        return jax.nn.softplus(raw) ** 2
     factor = lower_factor(raw)
     return factor @ factor.T

@@ -28,7 +28,7 @@ def check_same(name: str, layer: object, **expected: Any) -> None:
     """Raise if an attribute of `layer` has another value; missing attributes are ignored."""
     for attribute, wanted in expected.items():
         found = getattr(layer, attribute, wanted)
-        if found != wanted:
+        if found not in (wanted, (wanted,)):  # one axis may be written as a tuple
             raise ValueError(
                 f"`{name}` needs a {type(layer).__name__} with {attribute} == {wanted}. Got {found}, "
                 "whose moments are not implemented."
@@ -76,18 +76,26 @@ def check_loaded(name: str, module: nnx.Module, network: nnx.Module) -> None:
         )
 
 
-def load_array(
-    name: str, what: str, mine: Belief | None, theirs: Any, neutral: str = "zeros"
-) -> None:
-    """Start a belief at a plain layer's bias (or scale); raise if only one of the two has one."""
+def load_part(name: str, what: str, mine: Any, theirs: Any) -> None:
+    """Take a belief's mean, a parameter, a module or a list from another network, if both have it."""
     if (mine is None) != (theirs is None):
         has, lacks = ("has none", "one") if mine is None else ("has one", "none")
+        neutral = {"scale": "ones", "bias": "zeros"}.get(what)
         raise ValueError(
-            f"`{name}` needs a layer that has a {what} if the module has one. The module {has}. Got "
-            f"{lacks}. A {what} of {neutral} computes the same as none."
+            f"`{name}` needs a network that has a {what} if the module has one. The module {has}. Got "
+            f"{lacks}." + (f" A {what} of {neutral} computes the same as none." if neutral else "")
         )
-    if mine is not None:
+    if isinstance(mine, Belief):
         set_mean(mine, theirs[...])
+    elif isinstance(mine, nnx.Param):
+        mine.set_value(theirs[...])
+    elif isinstance(mine, nnx.List):
+        if len(mine) != len(theirs):
+            raise ValueError(f"`{name}` needs {len(mine)} {what}. Got {len(theirs)}.")
+        for one, other in zip(mine, theirs, strict=True):
+            load_part(name, what, one, other)
+    elif mine is not None:
+        mine.load(theirs)
 
 
 def set_mean(belief: Belief, value: Array) -> None:

@@ -3,17 +3,15 @@
 import abc
 from typing import Any
 
-from flax import nnx
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import DecoderBlockParams, FeedForwardParams, decoder_block
+from moment_jax.layers import DecoderBlockParams, decoder_block
 from moment_jax.layers.attention.attend import make_source
 from moment_jax.layers.attention.cache import empty_cache
 from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.base import BayesianModule, Moments
-from moment_jax.nn.layers import LayerNorm, MultiHeadAttention
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 
@@ -58,28 +56,10 @@ class DecoderBlock(WithMemory, Block):
     Arguments and errors are those of `EncoderBlock`; the memory has D features too.
     """
 
-    parts = ("self_attention", "norm1", "cross_attention", "norm2", "hidden", "output", "norm3")
+    parts = (*PlainDecoderBlock.attentions, *PlainDecoderBlock.norms, "hidden", "output")
     plain_type = PlainDecoderBlock
+    params_type = DecoderBlockParams
     step_moments = staticmethod(decoder_block_step)
-
-    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
-        """Self-attention, attention to the memory, and the third normalisation."""
-        size = (num_features, self.num_heads)
-        self.self_attention = MultiHeadAttention(*size, rngs=rngs, **settings)
-        self.cross_attention = MultiHeadAttention(*size, rngs=rngs, **settings)
-        self.norm3 = LayerNorm(num_features, epsilon=self.epsilon, **settings)
-
-    @property
-    def params(self) -> DecoderBlockParams:
-        """Beliefs about all sublayers."""
-        return DecoderBlockParams(
-            self.self_attention.params,
-            self.norm1.params,
-            self.cross_attention.params,
-            self.norm2.params,
-            FeedForwardParams(self.hidden.params, self.output.params),
-            self.norm3.params,
-        )
 
     def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
         """See `WithMemory`."""
@@ -107,10 +87,11 @@ class Decoder(WithMemory, Stack):
         """See `WithMemory`."""
         memory = memory[0], pool_seen(memory[1], masks[1], memory=True)
 
-        def step(block: DecoderBlock, mean: Array, cov: Covariance, beliefs: Any) -> Moments:
-            return block.moments((mean, cov), memory, beliefs, masks)
+        def step(block: DecoderBlock, mean: Array, cov: Covariance, own: Any, _: None) -> Any:
+            return *block.moments((mean, cov), memory, own, masks), None
 
-        return self._through(step, x[0], pool_seen(x[1], masks[0]), params)
+        mean, cov, _ = self._through(step, x[0], pool_seen(x[1], masks[0]), params)
+        return mean, cov
 
     def start(
         self,
@@ -129,15 +110,14 @@ class Decoder(WithMemory, Stack):
         blocks, structure = self.params[0], self.settings.structure
 
         def make(mean: Array, cov: Covariance, valid: Array | None) -> Any:
-            return stack_caches(
-                [
-                    DecoderBlockCache(
-                        empty_cache(max_length, own.self_attention, structure, mean.dtype),
-                        make_source(mean, cov, own.cross_attention),
-                        valid,
-                    )
-                    for own in blocks
-                ]
-            )
+            caches = [
+                DecoderBlockCache(
+                    empty_cache(max_length, own.self_attention, structure, mean.dtype),
+                    make_source(mean, cov, own.cross_attention),
+                    valid,
+                )
+                for own in blocks
+            ]
+            return stack_caches(caches)
 
         return self._over_batch(make, (memory_mean, memory_cov, memory_valid))

@@ -12,7 +12,7 @@ from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.discrete import category_moments, gumbel_softmax, log_category_probabilities
 from moment_jax.nn.base import Composite, Moments, Stage
-from moment_jax.nn.conversion import check_same
+from moment_jax.nn.conversion import check_same, load_part
 from moment_jax.nn.plain_discrete_autoencoder import (
     CodedImages,
     NegativeElbo,
@@ -102,15 +102,8 @@ class DiscreteAutoencoder(CodedImages, Composite):
         """Take the weights of a plain autoencoder of the same sizes as means, and its noise variance."""
         name = "DiscreteAutoencoder.load"
         check_same(name, network, patches=self.patches, image_size=self.image_size)
-        if (self.log_noise is None) != (network.log_noise is None):
-            raise ValueError(
-                f"`{name}` needs the same kind of likelihood. Got {network.likelihood}, not "
-                f"{self.likelihood}."
-            )
-        for part in self.parts:
-            getattr(self, part).load(getattr(network, part))
-        if self.log_noise is not None and network.log_noise is not None:
-            self.log_noise.set_value(network.log_noise[...])
+        for part in ("log_noise", *self.parts):
+            load_part(name, part, getattr(self, part), getattr(network, part))
 
     def network(self, params: dict[str, Any]) -> PlainDiscreteAutoencoder:
         """The plain autoencoder with these arrays."""
@@ -148,7 +141,7 @@ class DiscreteAutoencoder(CodedImages, Composite):
             gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
         )
 
-    def negative_elbo(
+    def negative_elbo(  # type: ignore[override]  # the divergence of the weights needs more
         self,
         images: Array,
         key: Array,
@@ -185,9 +178,8 @@ class DiscreteAutoencoder(CodedImages, Composite):
                 f"the number of images given. Got {dataset_size} for images {tuple(images.shape)}."
             )
         check_weight("negative_elbo", "kl_weight", kl_weight)
-        log_probs = self.code_log_probs(images)
-        fit, code_kl = self._code_terms(images, log_probs, key, temperature, straight_through)
-        return NegativeElbo(fit, code_kl, kl_weight * self.kl() / dataset_size)
+        bound = super().negative_elbo(images, key, temperature, straight_through=straight_through)
+        return bound._replace(weight_kl=kl_weight * self.kl() / dataset_size)
 
     def _log_likelihood(self, target: Array, z: Array) -> Array:
         return self._over_images(target, *self.decode(z))

@@ -14,7 +14,6 @@ from moment_jax.nn.base import BayesianModule, Moments, check_sequences
 from moment_jax.nn.conversion import check_kind, set_mean
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings
-from moment_jax.posterior import Posterior
 
 
 class Embedding(BayesianModule):
@@ -40,6 +39,8 @@ class Embedding(BayesianModule):
     ((2, 3, 4), (2, 3, 10))
     """
 
+    parts = ("table",)
+    params_type = staticmethod(lambda table: table)
     flax_type = nnx.Embed
 
     def __init__(
@@ -56,18 +57,12 @@ class Embedding(BayesianModule):
     @classmethod
     def options_of(cls, network: nnx.Embed, settings: dict[str, Any]) -> dict[str, Any]:
         """See `BayesianModule`."""
-        sizes = {"num_embeddings": network.num_embeddings, "num_features": network.features}
-        return {**sizes, "rngs": nnx.Rngs(0), **settings}
+        return {"num_embeddings": network.num_embeddings, "num_features": network.features}
 
     def load(self, network: nnx.Embed) -> None:
         """Take the rows of an `nnx.Embed` of the same size as means."""
-        check_kind(Embedding, network)
+        check_kind(type(self), network)
         set_mean(self.table, network.embedding[...])
-
-    @property
-    def params(self) -> Posterior:
-        """Belief about the (V, D) table."""
-        return self.table.posterior
 
     def network(self, params: Array) -> nnx.Embed:
         """The plain `nnx.Embed` with this table."""
@@ -107,6 +102,9 @@ class LearnedPositions(BayesianModule):
     (2, 3, 4)
     """
 
+    parts = ("embedding",)
+    params_type = staticmethod(lambda table: table)
+
     def __init__(
         self, max_length: int, num_features: int, *, rngs: nnx.Rngs, **settings: Any
     ) -> None:
@@ -116,17 +114,11 @@ class LearnedPositions(BayesianModule):
     @classmethod
     def options_of(cls, network: PlainPositions, settings: dict[str, Any]) -> dict[str, Any]:
         """See `BayesianModule`."""
-        sizes = {"max_length": network.table.num_embeddings, "num_features": network.table.features}
-        return {**sizes, "rngs": nnx.Rngs(0), **settings}
+        return {"max_length": network.table.num_embeddings, "num_features": network.table.features}
 
     def load(self, network: PlainPositions) -> None:
         """Take the positions of a plain network of the same size as means."""
         self.embedding.load(network.table)
-
-    @property
-    def params(self) -> Posterior:
-        """Belief about the (max_length, D) positions."""
-        return self.embedding.params
 
     def network(self, params: Array) -> PlainPositions:
         """The plain module that adds these positions."""

@@ -1,22 +1,21 @@
 """`EncoderBlock`, attention and feed-forward layer with random weights; `Encoder`, a stack."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from flax import nnx
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import EncoderBlockParams, FeedForwardParams, encoder_block
+from moment_jax.layers import EncoderBlockParams, NormParams, encoder_block
 from moment_jax.layers.attention.cache import KeyValueCache, empty_cache
 from moment_jax.layers.attention.multi_head import attention_and_tangent
 from moment_jax.layers.blocks import Normalization, sublayer
 from moment_jax.layers.cached_blocks import encoder_block_step
 from moment_jax.layers.feed_forward import feed_forward_and_tangent
-from moment_jax.layers.residual import Tangent
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import Moments, Stage
-from moment_jax.nn.layers import MultiHeadAttention
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
 from moment_jax.nn.stack import Block, Stack, stack_caches
 from moment_jax.posterior import sample_params
@@ -37,51 +36,30 @@ class EncoderBlock(Block):
       ValueError: if the heads do not divide the features, or the activation is unknown.
     """
 
-    parts = ("attention", "norm1", "hidden", "output", "norm2")
+    parts = (*PlainEncoderBlock.attentions, *PlainEncoderBlock.norms, "hidden", "output")
     plain_type = PlainEncoderBlock
+    params_type = EncoderBlockParams
     step_moments = staticmethod(encoder_block_step)
-
-    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
-        """Self-attention."""
-        self.attention = MultiHeadAttention(num_features, self.num_heads, rngs=rngs, **settings)
-
-    @property
-    def params(self) -> EncoderBlockParams:
-        """Beliefs about all sublayers."""
-        return EncoderBlockParams(
-            self.attention.params,
-            self.norm1.params,
-            FeedForwardParams(self.hidden.params, self.output.params),
-            self.norm2.params,
-        )
 
     @property
     def stages(self) -> list[Stage]:
         """Attention and feed-forward, each with its residual and its normalisation."""
         params, norm = self.params, Normalization(self.norm_first, self.epsilon)
-        options: Any = {"num_heads": self.num_heads, "mask": None, "order": norm.order}
         activation = find_activation(self.activation).moments
+        options: Any = {"num_heads": self.num_heads, "mask": None, "order": norm.order}
+        look = partial(attention_and_tangent, params=params.attention, **options)
+        feed = partial(feed_forward_and_tangent, params=params.feed_forward, activation=activation)
 
-        def look(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
-            return attention_and_tangent(mean, cov, params.attention, **options)
+        def stage(name: str, branch: Any, own: NormParams, drawn: Callable[..., Array]) -> Stage:
+            def draw(key: Array, x: Array) -> Array:
+                return drawn(self.network(sample_params(params, key)), x)
 
-        def feed(mean: Array, cov: Covariance) -> tuple[Array, Covariance, Tangent]:
-            return feed_forward_and_tangent(mean, cov, params.feed_forward, activation)
-
-        def drawn(key: Array) -> PlainEncoderBlock:
-            return self.network(sample_params(self.params, key))
+            moments = partial(sublayer, branch=branch, params=own, norm=norm)
+            return Stage(name, moments, draw)
 
         return [
-            Stage(
-                "attention",
-                lambda mean, cov: sublayer(mean, cov, look, params.norm1, norm),
-                lambda key, x: drawn(key).attend(x),
-            ),
-            Stage(
-                "feed-forward",
-                lambda mean, cov: sublayer(mean, cov, feed, params.norm2, norm),
-                lambda key, x: drawn(key).feed_forward(x),
-            ),
+            stage("attention", look, params.norm1, PlainEncoderBlock.attend),
+            stage("feed-forward", feed, params.norm2, PlainEncoderBlock.feed_forward),
         ]
 
     def moments(
@@ -119,9 +97,7 @@ class Encoder(Stack):
             for i, block in enumerate(self.blocks)
             for stage in block.stages
         ]
-        if self.final_norm is not None:
-            stages += [stage._replace(name="final norm") for stage in self.final_norm.stages]
-        return stages
+        return stages if self.final_norm is None else [*stages, self.final_norm.stage("final norm")]
 
     def moments(
         self,
@@ -134,10 +110,11 @@ class Encoder(Stack):
         """Moments of one sequence (T, D) with these beliefs."""
         mask = look_at_valid(mask, valid)
 
-        def step(block: EncoderBlock, mean: Array, cov: Covariance, beliefs: Any) -> Any:
-            return block.moments(mean, cov, beliefs, mask)
+        def step(block: EncoderBlock, mean: Array, cov: Covariance, own: Any, _: None) -> Any:
+            return *block.moments(mean, cov, own, mask), None
 
-        return self._through(step, mean, pool_seen(cov, mask), params)
+        mean, cov, _ = self._through(step, mean, pool_seen(cov, mask), params)
+        return mean, cov
 
     def start(self, max_length: int, batch: tuple[int, ...] = ()) -> KeyValueCache:
         """An empty cache for causal sequences of up to `max_length` tokens, with these leading axes.

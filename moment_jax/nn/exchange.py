@@ -105,34 +105,29 @@ def set_beliefs(module: BayesianModule, tree: Any) -> None:
 
 
 def _places(module: Any) -> tuple[dict[Path, Array], dict[Path, Belief]]:
-    """The arrays of the plain network, and their beliefs: found by means that are unique numbers."""
+    """The arrays of the plain network, and their beliefs: found by means whose entries are numbered."""
     if not isinstance(module, BayesianModule):
         raise TypeError(f"Beliefs belong to a module of mj.nn. Got {type(module).__name__}.")
     owners = owned_beliefs(module)
-
-    def probe(numbers: Any) -> dict[Path, Array]:
-        copy: Any = nnx.merge(*nnx.split(module), copy=True)
-        for i, owner in enumerate(owned_beliefs(copy)):
-            mean = numbers(i, owner.mean.shape) + FIRST
-            owner.mean.set_value(jnp.asarray(mean, owner.mean.dtype))
-        return _arrays(copy.mean_network())
-
-    whose = probe(lambda i, shape: np.full(shape, float(i)))
-    order = probe(lambda i, shape: np.arange(float(np.prod(shape))).reshape(shape))
+    sizes = [owner.mean.size for owner in owners]
+    firsts = np.cumsum([FIRST, *sizes[:-1]])
+    probe: Any = nnx.merge(*nnx.split(module), copy=True)
+    with jax.enable_x64(True):  # so that large numbers are exact
+        for copy, size, first in zip(owned_beliefs(probe), sizes, firsts, strict=True):
+            copy.mean.set_value(jnp.arange(float(size)).reshape(copy.mean.shape) + first)
+        numbered = {p: np.asarray(x).ravel() for p, x in _arrays(probe.mean_network()).items()}
     plain, found = _arrays(module.mean_network()), {}
     for path, value in plain.items():
-        number = float(whose[path].ravel()[0]) - FIRST
-        if np.array_equal(whose[path], value) and np.array_equal(order[path], value):
+        numbers = numbered[path]
+        if np.array_equal(numbers, np.ravel(value)):
             continue
-        in_order = np.arange(value.size) + FIRST
-        if number not in range(len(owners)) or not (
-            np.all(whose[path] == number + FIRST) and np.array_equal(order[path].ravel(), in_order)
-        ):
+        whose = [i for i, first in enumerate(firsts) if first == numbers[0]]
+        if not whose or not np.array_equal(numbers, numbers[0] + np.arange(sizes[whose[0]])):
             raise ValueError(
                 "Each array of the plain network needs a belief of the module. Got one that the module "
                 f"computes at '{_name(path)}'. Use the module itself."
             )
-        found[path] = owners[int(number)]
+        found[path] = owners[whose[0]]
     return plain, found
 
 

@@ -10,7 +10,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers import AttentionParams, DenseParams, NormParams, attention, dense, layer_norm
 from moment_jax.layers.checks import check_heads
 from moment_jax.nn.base import BayesianModule, Moments
-from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_array, set_mean
+from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_part, set_mean
 from moment_jax.nn.plain import plain_attention, plain_linear, plain_norm
 from moment_jax.nn.settings import Settings
 
@@ -32,6 +32,8 @@ class Dense(BayesianModule):
     ((5, 4, 2), (5, 4, 2))
     """
 
+    parts = ("kernel", "bias")
+    params_type = DenseParams
     flax_type = nnx.Linear
 
     def __init__(
@@ -52,19 +54,7 @@ class Dense(BayesianModule):
         """See `BayesianModule`."""
         in_features, out_features = network.kernel.shape
         sizes = {"in_features": in_features, "out_features": out_features}
-        return {**sizes, "use_bias": network.bias is not None, "rngs": nnx.Rngs(0), **settings}
-
-    def load(self, network: nnx.Linear) -> None:
-        """Take the weights of an `nnx.Linear` of the same sizes as means."""
-        check_kind(Dense, network)
-        set_mean(self.kernel, network.kernel[...])
-        load_array("Dense.load", "bias", self.bias, network.bias)
-
-    @property
-    def params(self) -> DenseParams:
-        """Beliefs about kernel and bias."""
-        bias = None if self.bias is None else self.bias.posterior
-        return DenseParams(self.kernel.posterior, bias)
+        return {**sizes, "use_bias": network.bias is not None}
 
     def network(self, params: DenseParams) -> nnx.Linear:
         """The plain `nnx.Linear` with these arrays."""
@@ -82,11 +72,21 @@ class LayerNorm(BayesianModule):
     Args:
       num_features: D.
       epsilon: added to the variance over the features.
+      rngs: not needed; accepted as by the other modules.
     """
 
+    parts = ("scale", "bias")
+    params_type = NormParams
     flax_type = nnx.LayerNorm
 
-    def __init__(self, num_features: int, *, epsilon: float = 1e-6, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        rngs: nnx.Rngs | None = None,
+        **settings: Any,
+    ) -> None:
         self.settings = Settings.of(self, settings)
         self.epsilon = epsilon
         self.scale = self.settings.vector(num_features, 1.0)
@@ -95,23 +95,13 @@ class LayerNorm(BayesianModule):
     @classmethod
     def options_of(cls, network: nnx.LayerNorm, settings: dict[str, Any]) -> dict[str, Any]:
         """See `BayesianModule`."""
-        return {"num_features": network.num_features, "epsilon": network.epsilon, **settings}
-
-    def load(self, network: nnx.LayerNorm) -> None:
-        """Take gain and bias of an `nnx.LayerNorm` of the same epsilon as means."""
-        name = "LayerNorm.load"
-        check_kind(LayerNorm, network)
-        check_same(name, network, epsilon=self.epsilon, axis_name=None)
-        for axes in ("reduction_axes", "feature_axes"):
-            if getattr(network, axes) != (-1,):
-                check_same(name, network, **{axes: -1})
-        load_array(name, "scale", self.scale, network.scale, "ones")
-        load_array(name, "bias", self.bias, network.bias)
+        return {"num_features": network.num_features, "epsilon": network.epsilon}
 
     @property
-    def params(self) -> NormParams:
-        """Beliefs about gain and bias."""
-        return NormParams(self.scale.posterior, self.bias.posterior)
+    def compared(self) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        axes = {"axis_name": None, "reduction_axes": -1, "feature_axes": -1}
+        return {"epsilon": self.epsilon, **axes}
 
     def network(self, params: NormParams) -> nnx.LayerNorm:
         """The plain `nnx.LayerNorm` with these arrays."""
@@ -136,6 +126,7 @@ class MultiHeadAttention(BayesianModule):
     """
 
     parts = ("query", "key", "value", "out")
+    params_type = AttentionParams
     flax_type = nnx.MultiHeadAttention
     query: Dense
     key: Dense
@@ -163,14 +154,16 @@ class MultiHeadAttention(BayesianModule):
         cls, network: nnx.MultiHeadAttention, settings: dict[str, Any]
     ) -> dict[str, Any]:
         """See `BayesianModule`."""
-        sizes = {"num_features": network.in_features, "num_heads": network.num_heads}
-        use_bias = network.query.bias is not None
-        return {**sizes, "use_bias": use_bias, "rngs": nnx.Rngs(0), **settings}
+        return {
+            "num_features": network.in_features,
+            "num_heads": network.num_heads,
+            "use_bias": network.query.bias is not None,
+        }
 
     def load(self, network: nnx.MultiHeadAttention) -> None:
         """Take the weights of an `nnx.MultiHeadAttention` of the same sizes as means."""
         name = "MultiHeadAttention.load"
-        check_kind(MultiHeadAttention, network)
+        check_kind(type(self), network)
         features, width = self.query.kernel.mean.shape
         check_same(
             name,
@@ -188,13 +181,8 @@ class MultiHeadAttention(BayesianModule):
             mine, theirs = getattr(self, part), getattr(network, part)
             set_mean(mine.kernel, theirs.kernel[...].reshape(mine.kernel.mean.shape))
             bias = None if theirs.bias is None else theirs.bias[...].reshape(-1)
-            load_array(name, "bias", mine.bias, bias)
+            load_part(name, "bias", mine.bias, bias)
         check_loaded(name, self, network)
-
-    @property
-    def params(self) -> AttentionParams:
-        """Beliefs about the four projections."""
-        return AttentionParams(*(getattr(self, part).params for part in self.parts))
 
     def network(self, params: AttentionParams) -> nnx.MultiHeadAttention:
         """The plain `nnx.MultiHeadAttention` with these arrays."""

@@ -9,13 +9,12 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DenseParams, dense
-from moment_jax.nn.activations import find_activation
+from moment_jax.nn.activations import Activation, find_activation
 from moment_jax.nn.base import BayesianModule, Moments, Stage
 from moment_jax.nn.conversion import activation_name, check_loaded
 from moment_jax.nn.layers import Dense
 from moment_jax.nn.plain import PlainMLP, plain_linear
 from moment_jax.nn.settings import Settings
-from moment_jax.posterior import sample_params
 
 
 class MLP(BayesianModule):
@@ -36,6 +35,9 @@ class MLP(BayesianModule):
     >>> mean.shape, cov.variance().shape
     ((10, 1), (10, 1))
     """
+
+    parts = ("layers",)
+    params_type = staticmethod(lambda layers: layers)
 
     def __init__(
         self,
@@ -61,8 +63,8 @@ class MLP(BayesianModule):
         name = "MLP.from_deterministic"
         activation = activation_name(name, network, settings.pop("activation", None))
         layers = nnx.List(Dense.from_deterministic(layer, **settings) for layer in network.layers)
-        widths = [layer.kernel.mean.shape[0] for layer in layers]
-        widths.append(layers[-1].kernel.mean.shape[1])
+        widths = [layer.in_features for layer in network.layers]
+        widths.append(network.layers[-1].out_features)
         new = cls(widths, activation=activation, rngs=nnx.Rngs(0), **settings)
         new.layers = layers
         check_loaded(name, new, network)
@@ -71,14 +73,7 @@ class MLP(BayesianModule):
     def load(self, network: PlainMLP) -> None:
         """Take the weights of a plain MLP of the same sizes as means."""
         activation_name("MLP.load", network, self.activation)
-        for mine, theirs in zip(self.layers, network.layers, strict=True):
-            mine.load(theirs)
-        check_loaded("MLP.load", self, network)
-
-    @property
-    def params(self) -> list[DenseParams]:
-        """Beliefs about all layers."""
-        return [layer.params for layer in self.layers]
+        super().load(network)
 
     def network(self, params: list[DenseParams]) -> PlainMLP:
         """The plain MLP with these arrays."""
@@ -88,20 +83,20 @@ class MLP(BayesianModule):
     @property
     def stages(self) -> list[Stage]:
         """Each layer with its activation."""
-        last, activation = len(self.layers) - 1, find_activation(self.activation)
+        activations = [find_activation(self.activation)] * (len(self.layers) - 1)
 
-        def stage(i: int, layer: Dense) -> Stage:
+        def stage(i: int, layer: Dense, activation: Activation) -> Stage:
             def moments(mean: Array, cov: Covariance) -> Moments:
-                mean, cov = layer(mean, cov)
-                return (mean, cov) if i == last else activation.moments(mean, cov)
+                return activation.moments(*layer(mean, cov))
 
             def draw(key: Array, x: Array) -> Array:
-                y = layer.network(sample_params(layer.params, key))(x)
-                return y if i == last else activation.plain(y)
+                return activation.plain(layer.sample(key)(x))
 
             return Stage(f"layer {i}", moments, draw)
 
-        return [stage(i, layer) for i, layer in enumerate(self.layers)]
+        none = Activation(lambda mean, cov: (mean, cov), lambda x: x)
+        pairs = zip(self.layers, [*activations, none], strict=True)
+        return [stage(i, *pair) for i, pair in enumerate(pairs)]
 
     def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""

@@ -5,6 +5,7 @@ transforms. Builders take the parameter groups of the transforms (`DenseParams`,
 `AttentionParams`, `EncoderBlockParams`), with arrays in place of beliefs.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -73,11 +74,11 @@ def plain_attention(params: Arrays, num_heads: int) -> nnx.MultiHeadAttention:
     return layer
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PlainPositions(nnx.Module):
     """Adds the row of its position in a table to every token."""
 
-    def __init__(self, table: nnx.Embed) -> None:
-        self.table = table
+    table: nnx.Embed
 
     def __call__(self, x: Array, start: int = 0) -> Array:
         """(..., T, D) -> (..., T, D), the first token at position `start`."""
@@ -101,11 +102,12 @@ class PlainMLP(nnx.Module):
 class PlainBlock(nnx.Module):
     """Base of encoder and decoder blocks: normalisations and the feed-forward layer.
 
-    Subclasses name their attentions. The feed-forward layer comes last; every sublayer has its own
-    normalisation, `norm1`, `norm2`, ..., after it (post-norm) or before it (pre-norm).
+    Subclasses name their attentions and normalisations. The feed-forward layer comes last; every
+    sublayer has its own normalisation, after it (post-norm) or before it (pre-norm).
     """
 
     attentions: ClassVar[tuple[str, ...]]
+    norms: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -120,9 +122,9 @@ class PlainBlock(nnx.Module):
             setattr(self, name, plain_attention(getattr(params, name), num_heads))
         self.hidden = plain_linear(params.feed_forward.hidden)
         self.output = plain_linear(params.feed_forward.output)
-        for i in range(1, len(self.attentions) + 2):
-            norm = plain_norm(getattr(params, f"norm{i}"), self.hidden.in_features, epsilon)
-            setattr(self, f"norm{i}", norm)
+        for name in self.norms:
+            norm = plain_norm(getattr(params, name), self.hidden.in_features, epsilon)
+            setattr(self, name, norm)
         self.norm_first = norm_first
         self.activation = activation
 
@@ -144,6 +146,7 @@ class PlainEncoderBlock(PlainBlock):
     """A Transformer encoder block of Flax layers, post-norm or pre-norm."""
 
     attentions = ("attention",)
+    norms = ("norm1", "norm2")
     attention: nnx.MultiHeadAttention
     norm1: nnx.LayerNorm
     norm2: nnx.LayerNorm
@@ -165,6 +168,7 @@ class PlainDecoderBlock(PlainBlock):
     """A Transformer decoder block of Flax layers, post-norm or pre-norm."""
 
     attentions = ("self_attention", "cross_attention")
+    norms = ("norm1", "norm2", "norm3")
     self_attention: nnx.MultiHeadAttention
     cross_attention: nnx.MultiHeadAttention
     norm1: nnx.LayerNorm
@@ -209,12 +213,12 @@ class PlainDecoder(PlainStack):
     """A stack of decoder blocks: (x, memory, mask, memory_mask)."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PlainTransformer(nnx.Module):
     """Encoder and decoder."""
 
-    def __init__(self, encoder: PlainEncoder, decoder: PlainDecoder) -> None:
-        self.encoder = encoder
-        self.decoder = decoder
+    encoder: PlainEncoder
+    decoder: PlainDecoder
 
     def __call__(
         self,
@@ -228,16 +232,14 @@ class PlainTransformer(nnx.Module):
         return self.decoder(target, self.encoder(source, source_mask), mask, memory_mask)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PlainTokenTransformer(nnx.Module):
     """Embedding, positions, encoder, and a linear head at every token."""
 
-    def __init__(
-        self, embed: nnx.Linear, positions: PlainPositions, encoder: PlainEncoder, head: nnx.Linear
-    ) -> None:
-        self.embed = embed
-        self.positions = positions
-        self.encoder = encoder
-        self.head = head
+    embed: nnx.Linear
+    positions: PlainPositions
+    encoder: PlainEncoder
+    head: nnx.Linear
 
     def __call__(self, x: Array) -> Array:
         """(..., T, in) -> (..., T, out)."""

@@ -83,6 +83,10 @@ class CodedImages:
         return self.decoder(z)
 
     @abc.abstractmethod
+    def code_log_probs(self, images: Array) -> Array:
+        """Log q(z_t = k | x), (..., height, width[, channels]) -> (..., T, K)."""
+
+    @abc.abstractmethod
     def _log_likelihood(self, target: Array, z: Array) -> Array:
         """(Expected) log p(x | z), (...,), of patches (..., T, P) given codes (..., T, K)."""
 
@@ -93,18 +97,20 @@ class CodedImages:
             fn = jax.vmap(fn)
         return fn(target, *moments)
 
-    def _code_terms(
+    def negative_elbo(
         self,
         images: Array,
-        log_probs: Array,
         key: Array,
         temperature: Array | float,
-        straight_through: bool,
-    ) -> tuple[Array, Array]:
-        """Reconstruction and KL of the codes of images, log q(z_t = k | x) being (..., T, K)."""
+        *,
+        straight_through: bool = False,
+    ) -> NegativeElbo:
+        """The negative ELBO in nats for each image: see `DiscreteAutoencoder.negative_elbo`."""
+        log_probs = self.code_log_probs(images)
         z = gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
-        kl = jnp.sum(categorical_kl(log_probs), axis=-1)
-        return -self._log_likelihood(self.cut(images), z), kl
+        fit = self._log_likelihood(self.cut(images), z)
+        code_kl = jnp.sum(categorical_kl(log_probs), axis=-1)
+        return NegativeElbo(-fit, code_kl, jnp.zeros((), fit.dtype))
 
 
 class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
@@ -140,19 +146,6 @@ class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
     def code_log_probs(self, images: Array) -> Array:
         """Log pi, (..., height, width[, channels]) -> (..., T, K)."""
         return log_probabilities(self.encoder(self.cut(images)))
-
-    def negative_elbo(
-        self,
-        images: Array,
-        key: Array,
-        temperature: Array | float,
-        *,
-        straight_through: bool = False,
-    ) -> NegativeElbo:
-        """The negative ELBO in nats for each image: see `DiscreteAutoencoder.negative_elbo`."""
-        log_probs = self.code_log_probs(images)
-        fit, code_kl = self._code_terms(images, log_probs, key, temperature, straight_through)
-        return NegativeElbo(fit, code_kl, jnp.zeros((), fit.dtype))
 
     def _log_likelihood(self, target: Array, z: Array) -> Array:
         mean = self.decoder(z)

@@ -53,18 +53,22 @@ class Settings:
             )
 
     @classmethod
-    def of(cls, module: object, settings: dict[str, Any]) -> Settings:
-        """The settings of a module, from its other keyword arguments; TypeError for unknown ones."""
+    def of(cls, module: object, options: dict[str, Any], *parts: Any) -> Settings:
+        """The settings among a module's other keyword arguments, some of which its parts take."""
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [name for name in settings if name not in known]
+        own = [
+            option.name
+            for kind in (type(module), *parts)
+            for option in [*inspect.signature(kind.__init__).parameters.values()][1:]
+            if option.kind is not option.VAR_KEYWORD
+        ]
+        unknown = [name for name in options if name not in known + own]
         if unknown:
-            own = [*inspect.signature(type(module).__init__).parameters.values()][1:]
-            names = [option.name for option in own if option.kind is not option.VAR_KEYWORD]
             raise TypeError(
-                f"`{type(module).__name__}` takes {', '.join(names)}, and the settings "
+                f"`{type(module).__name__}` takes {', '.join(dict.fromkeys(own))}, and the settings "
                 f"{', '.join(known)}. Got {', '.join(unknown)}."
             )
-        return cls(**settings)
+        return cls(**{name: value for name, value in options.items() if name in known})
 
     def kernel(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:
         """A belief about an (in, out) kernel, its mean drawn as in Flax (LeCun normal)."""

@@ -1,6 +1,6 @@
 """Base classes of encoders and decoders: `Block`, and `Stack` of blocks, scanned if they are alike."""
 
-import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -12,11 +12,11 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.statistics import checkpoint, scan
-from moment_jax.layers import NormParams, layer_norm
+from moment_jax.layers import FeedForwardParams, NormParams, layer_norm
 from moment_jax.nn.activations import find_activation
-from moment_jax.nn.base import BayesianModule, Moments
-from moment_jax.nn.conversion import activation_name, check_loaded, check_same
-from moment_jax.nn.layers import Dense, LayerNorm
+from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.conversion import activation_name
+from moment_jax.nn.layers import Dense, LayerNorm, MultiHeadAttention
 from moment_jax.nn.plain import plain_norm
 from moment_jax.nn.settings import Settings
 
@@ -24,12 +24,12 @@ from moment_jax.nn.settings import Settings
 class Block(BayesianModule):
     """A Transformer block with beliefs about all its weights.
 
-    Subclasses name their `parts`, `plain_type` and `step_moments`, and create their attention; the
-    feed-forward layer and two normalisations are created here.
+    Subclasses name their `parts`, the types of their plain network and of their parameters, and the
+    transform of the newest tokens, with a cache.
     """
 
     plain_type: ClassVar[Any]
-    step_moments: ClassVar[Any]  # the transform of the newest tokens, with a cache
+    step_moments: ClassVar[Any]
 
     def __init__(
         self,
@@ -49,16 +49,21 @@ class Block(BayesianModule):
         self.activation = activation
         find_activation(activation)
         self.epsilon = epsilon
-        self.make_attention(num_features, rngs, settings)
         hidden = 4 * num_features if hidden_features is None else hidden_features
-        self.norm1 = LayerNorm(num_features, epsilon=epsilon, **settings)
+        for name in self.plain_type.attentions:
+            layer = MultiHeadAttention(num_features, num_heads, rngs=rngs, **settings)
+            setattr(self, name, layer)
+        for name in self.plain_type.norms:
+            setattr(self, name, LayerNorm(num_features, epsilon=epsilon, **settings))
         self.hidden = Dense(num_features, hidden, rngs=rngs, **settings)
         self.output = Dense(hidden, num_features, rngs=rngs, **settings)
-        self.norm2 = LayerNorm(num_features, epsilon=epsilon, **settings)
 
-    @abc.abstractmethod
-    def make_attention(self, num_features: int, rngs: nnx.Rngs, settings: dict[str, Any]) -> None:
-        """Create the sublayers before the feed-forward layer."""
+    @property
+    def params(self) -> Any:
+        """Beliefs about all sublayers."""
+        own = {name: getattr(self, name).params for name in self.parts}
+        feed_forward = FeedForwardParams(own.pop("hidden"), own.pop("output"))
+        return self.params_type(feed_forward=feed_forward, **own)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -79,13 +84,24 @@ class Block(BayesianModule):
     @classmethod
     def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
         """See `BayesianModule`."""
-        return {**block_options(cls, network, settings), "rngs": nnx.Rngs(0)}
+        name = f"{cls.__name__}.from_deterministic"
+        return {
+            "num_features": network.hidden.in_features,
+            "num_heads": network.num_heads,
+            "hidden_features": network.hidden.out_features,
+            "norm_first": network.norm_first,
+            "epsilon": network.norm1.epsilon,
+            "activation": activation_name(name, network, settings.get("activation")),
+        }
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        return {"num_heads": self.num_heads, "norm_first": self.norm_first}
 
     def load(self, network: Any) -> None:
         """Take the weights of a plain block of the same sizes as means."""
-        name = f"{type(self).__name__}.load"
-        check_same(name, network, num_heads=self.num_heads, norm_first=self.norm_first)
-        activation_name(name, network, self.activation)
+        activation_name(f"{type(self).__name__}.load", network, self.activation)
         super().load(network)
 
     def network(self, params: Any) -> Any:
@@ -94,26 +110,14 @@ class Block(BayesianModule):
         return self.plain_type(params, **{**self.options, "activation": activation})
 
 
-def block_options(cls: type, block: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a module `cls` with blocks like this plain one, and these settings."""
-    name = f"{cls.__name__}.from_deterministic"
-    return {
-        "num_features": block.hidden.in_features,
-        "num_heads": block.num_heads,
-        "hidden_features": block.hidden.out_features,
-        "norm_first": block.norm_first,
-        "epsilon": block.norm1.epsilon,
-        **settings,
-        "activation": activation_name(name, block, settings.get("activation")),
-    }
-
-
 class Stack(BayesianModule):
     """Blocks one after another; with pre-norm, a final normalisation follows.
 
     Subclasses name the type of their blocks and of the plain stack.
     """
 
+    parts = ("blocks", "final_norm")
+    params_type = staticmethod(lambda blocks, final_norm: (blocks, final_norm))
     block_type: ClassVar[Any]
     plain_type: ClassVar[Any]
 
@@ -123,56 +127,25 @@ class Stack(BayesianModule):
         num_features: int,
         num_heads: int,
         *,
-        norm_first: bool = False,
-        epsilon: float = 1e-6,
-        hidden_features: int | None = None,
-        activation: str = "relu",
         remat: bool = False,
         rngs: nnx.Rngs,
-        **settings: Any,
+        **options: Any,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"`{type(self).__name__}` needs num_blocks >= 1. Got {num_blocks}.")
-        self.settings = Settings.of(self, settings)
-        block = partial(
-            self.block_type, num_features, num_heads, norm_first=norm_first, epsilon=epsilon
-        )
-        own = {"hidden_features": hidden_features, "activation": activation, "rngs": rngs}
-        self.blocks = nnx.List(block(**own, **settings) for _ in range(num_blocks))
-        self.remat, self.epsilon = remat, epsilon
-        self.final_norm = nnx.data(
-            LayerNorm(num_features, epsilon=epsilon, **settings) if norm_first else None
-        )
+        self.settings = Settings.of(self, options, self.block_type)
+        block = partial(self.block_type, num_features, num_heads, rngs=rngs, **options)
+        self.blocks = nnx.List(block() for _ in range(num_blocks))
+        self.remat, self.epsilon = remat, self.blocks[0].epsilon
+        norm = partial(LayerNorm, num_features, epsilon=self.epsilon)
+        settings = dataclasses.asdict(self.settings)
+        self.final_norm = nnx.data(norm(**settings) if self.blocks[0].norm_first else None)
 
     @classmethod
     def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
         """See `BayesianModule`."""
-        own = {"num_blocks": len(network.blocks), "rngs": nnx.Rngs(0)}
-        return {**own, **block_options(cls, network.blocks[0], settings)}
-
-    def load(self, network: Any) -> None:
-        """Take the weights of a plain stack of the same sizes as means."""
-        name = f"{type(self).__name__}.load"
-        if len(self.blocks) != len(network.blocks):
-            raise ValueError(
-                f"`{name}` needs {len(self.blocks)} blocks. Got {len(network.blocks)}."
-            )
-        if (self.final_norm is None) != (network.final_norm is None):
-            raise ValueError(
-                f"`{name}` needs a final normalisation with pre-norm, and none with post-norm. Got "
-                f"final_norm={network.final_norm}."
-            )
-        for mine, theirs in zip(self.blocks, network.blocks, strict=True):
-            mine.load(theirs)
-        if self.final_norm is not None:
-            self.final_norm.load(network.final_norm)
-        check_loaded(name, self, network)
-
-    @property
-    def params(self) -> tuple[list[Any], NormParams | None]:
-        """Beliefs about all blocks, and about the final normalisation."""
-        final = None if self.final_norm is None else self.final_norm.params
-        return [block.params for block in self.blocks], final
+        blocks = network.blocks
+        return {"num_blocks": len(blocks), **cls.block_type.options_of(blocks[0], settings)}
 
     def network(self, params: tuple[list[Any], NormParams | None]) -> Any:
         """The plain stack with these arrays."""
@@ -185,39 +158,40 @@ class Stack(BayesianModule):
 
     def _through(
         self,
-        step: Callable[..., Moments],
+        step: Callable[..., tuple[Array, Covariance, Any]],
         mean: Array,
         cov: Covariance,
         params: tuple[list[Any], NormParams | None],
-    ) -> Moments:
-        """Moments after `step` (block, mean, cov, beliefs) of all blocks and the normalisation."""
+        caches: Any = None,
+    ) -> tuple[Array, Covariance, Any]:
+        """Moments after all blocks and the normalisation, and the new caches.
+
+        `step` maps (block, mean, cov, beliefs, cache) to (mean, cov, cache).
+        """
         beliefs, final = params
 
-        def one(block: Any, at: Any, own: Any, _: None) -> Any:
+        def one(block: Any, at: Any, own: Any, cache: Any) -> Any:
             layer = partial(step, block)
-            return (checkpoint(layer) if self.remat else layer)(*at, own), None
+            mean, cov, cache = (checkpoint(layer) if self.remat else layer)(*at, own, cache)
+            return (mean, cov), cache
 
-        (mean, cov), _ = self._each(one, (mean, cov), beliefs, None)
-        return self._normalised(mean, cov, final)
-
-    def _each(self, step: Callable[..., Any], start: Any, beliefs: Any, caches: Any) -> Any:
-        """The state after `step` (block, state, beliefs, cache) -> (state, cache) of all blocks."""
+        at: Any = (mean, cov)
         if _alike(self.blocks, beliefs):
             # One block is compiled, whatever their number.
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
-            dtype = jnp.result_type(*jax.tree.leaves((start, stacked)))
-            start = jax.tree.map(lambda leaf: leaf.astype(dtype), start)
-            block = self.blocks[0]
-            return scan(lambda at, own: step(block, at, *own), start, (stacked, caches))
-        new = []
-        for i, (block, own) in enumerate(zip(self.blocks, beliefs, strict=True)):
-            cache = jax.tree.map(lambda leaf, i=i: leaf[i], caches)
-            start, cache = step(block, start, own, cache)
-            new.append(cache)
-        return start, stack_caches(new)
-
-    def _normalised(self, mean: Array, cov: Covariance, final: NormParams | None) -> Moments:
-        return (mean, cov) if final is None else layer_norm(mean, cov, final, epsilon=self.epsilon)
+            dtype = jnp.result_type(*jax.tree.leaves((at, stacked)))
+            at = jax.tree.map(lambda leaf: leaf.astype(dtype), at)
+            at, caches = scan(lambda at, own: one(self.blocks[0], at, *own), at, (stacked, caches))
+        else:
+            new = []
+            for i, (block, own) in enumerate(zip(self.blocks, beliefs, strict=True)):
+                at, cache = one(block, at, own, jax.tree.map(lambda leaf, i=i: leaf[i], caches))
+                new.append(cache)
+            caches = stack_caches(new)
+        mean, cov = at
+        if final is not None:
+            mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
+        return mean, cov, caches
 
     def step(
         self, mean: Array, cov: Covariance | None, cache: Any
@@ -234,15 +208,13 @@ class Stack(BayesianModule):
         Returns:
           Mean (..., N, D), covariance, and the cache for the next step.
         """
-        beliefs, final = self.params
+        params = self.params
 
-        def one(block: Any, at: Any, own: Any, cache: Any) -> Any:
-            mean, cov, cache = block.step(*at, cache, own)
-            return (mean, cov), cache
+        def one(block: Any, mean: Array, cov: Covariance, own: Any, cache: Any) -> Any:
+            return block.step(mean, cov, cache, own)
 
         def run(mean: Array, cov: Covariance, caches: Any) -> Any:
-            (mean, cov), caches = self._each(one, (mean, cov), beliefs, caches)
-            return *self._normalised(mean, cov, final), caches
+            return self._through(one, mean, cov, params, caches)
 
         return self._over_batch(run, (mean, cov), cache=cache)
 
@@ -257,12 +229,9 @@ def _alike(blocks: Sequence[Any], beliefs: Sequence[Any]) -> bool:
     """Whether the blocks differ only in numbers; blocks with pruned heads do not."""
     layouts = {
         (
-            block.num_heads,
-            block.norm_first,
-            block.activation,
-            block.epsilon,
+            *(block.num_heads, block.norm_first, block.activation, block.epsilon),
             jax.tree.structure(own),
-            tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(own)),
+            *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(own)),
         )
         for block, own in zip(blocks, beliefs, strict=True)
     }

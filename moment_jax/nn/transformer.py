@@ -150,12 +150,8 @@ class TokenTransformer(Composite):
     @property
     def stages(self) -> list[Stage]:
         """Embedding, positions, those of the encoder, and the head."""
-        return [
-            *(stage._replace(name="embedding") for stage in self.embed.stages),
-            *(stage._replace(name="positions") for stage in self.positions.stages),
-            *self.encoder.stages,
-            *(stage._replace(name="head") for stage in self.head.stages),
-        ]
+        before = self.embed.stage("embedding"), self.positions.stage("positions")
+        return [*before, *self.encoder.stages, self.head.stage("head")]
 
     def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""

@@ -1,8 +1,6 @@
 """`VisionTransformer`: images in, moments of the logits out."""
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,18 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.covariance import BATCH_AXIS, Covariance, TokenBlock
+from moment_jax.covariance import Covariance, TokenBlock
 from moment_jax.covariance.fields import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
 from moment_jax.nn.base import BayesianModule, Moments, Stage
-from moment_jax.nn.conversion import check_same, set_mean
-from moment_jax.nn.encoder import Encoder
-from moment_jax.nn.freezing import over_statistics
+from moment_jax.nn.encoder import Encoder, EncoderBlock
 from moment_jax.nn.layers import Dense
 from moment_jax.nn.plain import PlainVisionTransformer, plain_linear
 from moment_jax.nn.settings import Settings
-from moment_jax.nn.stack import block_options
 from moment_jax.posterior import Point, Posterior, sample_params
 
 
@@ -92,13 +87,14 @@ class VisionTransformer(BayesianModule):
       patch_size: height and width of a patch, a divisor of image_size.
       num_classes: C.
       channels: channels of the images.
-      settings: these and the other arguments are those of `Encoder`.
+      options: these and the other arguments are those of `Encoder`.
 
     Raises:
       ValueError: if patches do not divide the image or heads do not divide the features.
     """
 
-    parts = ("embed", "encoder", "head")
+    parts = ("embed", "position", "encoder", "head")
+    params_type = VisionTransformerParams
 
     def __init__(
         self,
@@ -111,32 +107,20 @@ class VisionTransformer(BayesianModule):
         num_heads: int = 4,
         num_blocks: int = 2,
         norm_first: bool = True,
-        hidden_features: int | None = None,
         activation: str = "gelu",
-        epsilon: float = 1e-6,
-        remat: bool = False,
         rngs: nnx.Rngs,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        self.settings = Settings.of(self, settings)
+        self.settings = Settings.of(self, options, Encoder, EncoderBlock)
+        settings = dataclasses.asdict(self.settings)
         self.patches = Patches(patch_size, channels)
         num_tokens = self.patches.count("VisionTransformer", image_size)
         self.embed = Dense(patch_size**2 * channels, num_features, rngs=rngs, **settings)
         shape = (num_tokens, num_features)
         start = 0.02 * jax.random.normal(rngs.params(), shape, self.settings.dtype)
         self.position = self.settings.entries(start, num_features)
-        self.encoder = Encoder(
-            num_blocks,
-            num_features,
-            num_heads,
-            norm_first=norm_first,
-            hidden_features=hidden_features,
-            activation=activation,
-            epsilon=epsilon,
-            remat=remat,
-            rngs=rngs,
-            **settings,
-        )
+        options = {"norm_first": norm_first, "activation": activation, **options}
+        self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
         self.head = Dense(num_features, num_classes, rngs=rngs, **settings)
 
     @classmethod
@@ -156,23 +140,13 @@ class VisionTransformer(BayesianModule):
             "patch_size": patches.size,
             "num_classes": network.head.out_features,
             "channels": patches.channels,
-            "num_blocks": len(network.encoder.blocks),
-            "rngs": nnx.Rngs(0),
-            **block_options(cls, network.encoder.blocks[0], settings),
+            **Encoder.options_of(network.encoder, settings),
         }
 
-    def load(self, network: PlainVisionTransformer) -> None:
-        """Take the weights of a plain network of the same sizes as means."""
-        check_same("VisionTransformer.load", network, patches=self.patches)
-        set_mean(self.position, network.position[...])
-        super().load(network)
-
     @property
-    def params(self) -> VisionTransformerParams:
-        """Beliefs about all weights."""
-        return VisionTransformerParams(
-            self.embed.params, self.position.posterior, self.encoder.params, self.head.params
-        )
+    def compared(self) -> dict[str, Any]:
+        """See `BayesianModule`."""
+        return {"patches": self.patches}
 
     def network(self, params: Any) -> PlainVisionTransformer:
         """The plain network with these arrays."""
@@ -190,15 +164,14 @@ class VisionTransformer(BayesianModule):
         Images are (..., height, width), or (..., height, width, channels).
         """
         params = self.params
-        tokens = self.patches(images)
-        batch = tokens.shape[:-2]
-        flat = tokens.reshape(math.prod(batch), *tokens.shape[-2:])
 
-        def run(layer: Callable[..., Any]) -> Any:
-            return jax.vmap(layer, axis_name=BATCH_AXIS)(flat)
+        def moments(mean: Array, cov: Covariance) -> tuple[Array, Array]:
+            mean, cov = self._embedded(mean, cov, params)
+            mean, cov = self.encoder.moments(mean, cov, params.encoder, None)
+            logits, logit_cov = self._logits(mean, cov, params)
+            return logits[0], logit_cov.blocks[0]
 
-        mean, cov = over_statistics(self, lambda x: self._moments(x, params), run, num_axes=1)
-        return mean.reshape(*batch, *mean.shape[1:]), cov.reshape(*batch, *cov.shape[1:])
+        return self._over_batch(moments, (self.patches(images), None))
 
     @property
     def stages(self) -> list[Stage]:
@@ -210,7 +183,7 @@ class VisionTransformer(BayesianModule):
             return plain_linear(layer)(x) + position
 
         def classify(key: Array, x: Array) -> Array:
-            return plain_linear(sample_params(params.head, key))(x.mean(axis=0, keepdims=True))
+            return jnp.asarray(self.head.sample(key)(x.mean(axis=0, keepdims=True)))
 
         return [
             Stage("embedding", lambda mean, cov: self._embedded(mean, cov, params), embed),
@@ -221,13 +194,6 @@ class VisionTransformer(BayesianModule):
     def sequence(self, x: Array) -> Array:
         """The patches of one image."""
         return self.patches(x)
-
-    def _moments(self, tokens: Array, params: VisionTransformerParams) -> tuple[Array, Array]:
-        start = self.settings.structure.zeros((tokens.shape[0], tokens.shape[1]), tokens.dtype)
-        mean, cov = self._embedded(tokens, start, params)
-        mean, cov = self.encoder.moments(mean, cov, params.encoder, None)
-        logits, logit_cov = self._logits(mean, cov, params)
-        return logits[0], logit_cov.blocks[0]
 
     def _embedded(self, mean: Array, cov: Covariance, params: VisionTransformerParams) -> Moments:
         mean, cov = dense(mean, cov, params.embed)

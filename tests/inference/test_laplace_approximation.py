@@ -11,9 +11,12 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
+from moment_jax.posterior import laplace, swag
 from tests.propagation.models import MyCNN, MyMLP, MyViT
 
 X = jax.random.normal(jax.random.key(0), (24, 3))
+ZEROS, NEGATIVE = (X, jnp.zeros((24, 1))), -jnp.ones(24, int)
 
 
 pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
@@ -44,9 +47,7 @@ def dense_cov(belief):
 def test_of_a_linear_model_it_is_the_exact_posterior(kind):
     model = linear(use_bias=False, param_dtype=jnp.float64)
     data = X.astype(jnp.float64), jnp.zeros((24, 1))
-    tree = mj.posterior.laplace(
-        model, mj.objectives.Gaussian(0.5), data, kind=kind, prior_precision=2.0
-    )
+    tree = laplace(model, Gaussian(0.5), data, kind=kind, prior_precision=2.0)
     x = np.asarray(data[0])
     assert np.allclose(dense_cov(tree["kernel"]), np.linalg.inv(x.T @ x / 0.5 + 2 * np.eye(3)))
     mean, cov = mj.bayesian(model, tree, linearised=True)(data[0])
@@ -58,9 +59,7 @@ def test_of_a_linear_model_it_is_the_exact_posterior(kind):
 def test_the_diagonal_is_that_of_the_hessian():
     model = nnx.Linear(3, 4, rngs=nnx.Rngs(1), param_dtype=jnp.float64)
     x, labels = X.astype(jnp.float64), jnp.arange(24) % 4
-    tree = mj.posterior.laplace(
-        model, mj.objectives.Categorical(), (x, labels), kind="diagonal", prior_precision=0.5
-    )
+    tree = laplace(model, Categorical(), (x, labels), kind="diagonal", prior_precision=0.5)
     graph, state = nnx.split(model)
 
     def loss(kernel):
@@ -76,10 +75,7 @@ def test_the_diagonal_is_that_of_the_hessian():
 def test_kronecker_factors_are_exact_on_average_and_batches_do_not_matter():
     model = evaluated(MyMLP)
     data = X, jnp.zeros((24, 2))
-    one, other = (
-        mj.posterior.laplace(model, mj.objectives.Gaussian(1.0), data, batch_size=b)
-        for b in (24, 10)
-    )
+    one, other = (laplace(model, Gaussian(1.0), data, batch_size=b) for b in (24, 10))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert np.allclose(a, b, atol=2e-5)
 
@@ -89,9 +85,7 @@ def test_the_evidence_is_highest_at_the_chosen_precision():
     data = X, jnp.sin(X[:, :2])
 
     def found(precision=None):
-        return mj.posterior.laplace(
-            model, mj.objectives.Gaussian(0.1), data, prior_precision=precision, receipt=True
-        )[1]
+        return laplace(model, Gaussian(0.1), data, prior_precision=precision, receipt=True)[1]
 
     best = found()
     (precision,) = set(best.prior_precision.values())
@@ -105,9 +99,7 @@ def test_blocks_of_one_example_seen_many_times_are_the_dense_matrix_s_own():
     nnx.update(model, jax.tree.map(lambda w: w.astype(jnp.float64), nnx.state(model, nnx.Param)))
     x = jnp.tile(X[:1].astype(jnp.float64), (5, 1))
     labels = jnp.zeros(5, int)
-    receipt = mj.posterior.laplace(
-        model, mj.objectives.Categorical(), (x, labels), prior_precision=0.3, receipt=True
-    )[1]
+    receipt = laplace(model, Categorical(), (x, labels), prior_precision=0.3, receipt=True)[1]
     graph, state, rest = nnx.split(model, nnx.Param, ...)
     weights = nnx.to_pure_dict(state)
 
@@ -134,10 +126,10 @@ def test_blocks_of_one_example_seen_many_times_are_the_dense_matrix_s_own():
 @pytest.mark.parametrize(
     ("likelihood", "targets"),
     [
-        (mj.objectives.Categorical(), lambda y: (y[:, 0] > 0).astype(int)),
-        (mj.objectives.Bernoulli(), lambda y: (y > 0).astype(float)),
-        (mj.objectives.Gaussian(0.1), lambda y: y),
-        (mj.objectives.Gaussian, lambda y: y),
+        (Categorical(), lambda y: (y[:, 0] > 0).astype(int)),
+        (Bernoulli(), lambda y: (y > 0).astype(float)),
+        (Gaussian(0.1), lambda y: y),
+        (Gaussian, lambda y: y),
     ],
     ids=["categorical", "bernoulli", "gaussian", "noise"],
 )
@@ -150,14 +142,14 @@ def test_held_out_data_choose_the_precision_that_predicts_them_best(likelihood, 
     def score(belief, noise):
         mean, cov = mj.bayesian(model, belief, linearised=True)(held[0])
         cov = jax.vmap(lambda c: c.token_blocks()[0])(cov)
-        if isinstance(likelihood, mj.objectives.Bernoulli):
+        if isinstance(likelihood, Bernoulli):
             p = mj.objectives.bernoulli_probabilities(mean, jnp.diagonal(cov, axis1=1, axis2=2))
             return jnp.log(jnp.where(held[1] > 0, p, 1 - p)).sum()
-        of = likelihood if noise is None else mj.objectives.Gaussian(noise)
+        of = likelihood if noise is None else Gaussian(noise)
         return jax.vmap(mj.objectives.log_marginal, (None, 0, 0, 0))(of, held[1], mean, cov).sum()
 
     def density(**options):
-        belief, receipt = mj.posterior.laplace(model, likelihood, train, receipt=True, **options)
+        belief, receipt = laplace(model, likelihood, train, receipt=True, **options)
         (precision,) = set(receipt.prior_precision.values())
         return score(belief, receipt.noise_variance), precision
 
@@ -173,7 +165,7 @@ def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     y = x @ weights + 0.3 * jax.random.normal(jax.random.key(3), (400, 1))
     model = linear(use_bias=False)
     model.kernel.set_value(jnp.linalg.lstsq(x, y)[0])
-    _, receipt = mj.posterior.laplace(model, mj.objectives.Gaussian, (x, y), receipt=True)
+    _, receipt = laplace(model, Gaussian, (x, y), receipt=True)
     assert abs(receipt.noise_variance - 0.09) < 0.02
     assert abs(receipt.effective_parameters - 3) < 0.01
     assert abs(receipt.prior_precision["model"] - 3 / float(jnp.sum(weights**2))) < 0.1
@@ -194,8 +186,8 @@ def test_models_as_users_write_them(make, shape, kind):
     inputs = jax.random.normal(jax.random.key(0), (6, *shape))
     logits = nnx.jit(model)(inputs)
     labels = jnp.argmax(logits, axis=-1)
-    tree, receipt = mj.posterior.laplace(
-        model, mj.objectives.Categorical(), (inputs, labels), kind=kind, receipt=True,
+    tree, receipt = laplace(
+        model, Categorical(), (inputs, labels), kind=kind, receipt=True,
         per_layer=kind == "kfac",
     )  # fmt: skip
     assert np.isfinite(receipt.log_evidence)
@@ -217,10 +209,8 @@ def test_models_as_users_write_them(make, shape, kind):
 
 def test_a_prior_may_be_centred_at_given_weights():
     model = linear()
-    data = X, jnp.zeros((24, 1))
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    laplace = mj.posterior.laplace
-    at = laplace(model, mj.objectives.Gaussian(1.0), data, prior_mean=weights, receipt=True)[1]
+    at = laplace(model, Gaussian(1.0), ZEROS, prior_mean=weights, receipt=True)[1]
     assert at.prior_precision["model"] > 1e6
 
 
@@ -229,39 +219,31 @@ def test_a_prior_may_be_centred_at_given_weights():
     [
         ({"kind": "full"}, ValueError, "one of kfac, diagonal, last_layer. Got 'full'"),
         ({"likelihood": "mse"}, TypeError, "Categorical.*Got 'mse'"),
-        ({"likelihood": mj.objectives.Gaussian(0.0)}, ValueError, "positive noise variance"),
+        ({"likelihood": Gaussian(0.0)}, ValueError, "positive noise variance"),
         ({"data": (X, jnp.zeros(24))}, ValueError, r"shape \(24, 1\). Got \(24,\)"),
         ({"data": (X, jnp.zeros((3, 1)))}, ValueError, "as many inputs as targets"),
         ({"data": X}, TypeError, "inputs, targets"),
         (
-            {"likelihood": mj.objectives.Categorical(), "data": (X, -jnp.ones(24, int))},
+            {"likelihood": Categorical(), "data": (X, NEGATIVE)},
             ValueError,
-            "from 0 to 0. Got int.* from -1",
+            "0 to 0. Got int.* from -1",
         ),
         ({"model": jnp.tanh}, TypeError, "NNX module"),
         ({"held_out": (X, jnp.zeros(24))}, ValueError, r"shape \(24, 1\). Got \(24,\)"),
-        (
-            {"held_out": (X, jnp.zeros((24, 1))), "per_layer": True},
-            ValueError,
-            "one prior precision",
-        ),
+        ({"held_out": ZEROS, "per_layer": True}, ValueError, "one prior precision"),
     ],
 )
 def test_bad_input(change, error, words):
-    arguments = {
-        "model": linear(),
-        "likelihood": mj.objectives.Gaussian(1.0),
-        "data": (X, jnp.zeros((24, 1))),
-    }
+    arguments = {"model": linear(), "likelihood": Gaussian(1.0), "data": ZEROS}
     with pytest.raises(error, match=words):
-        mj.posterior.laplace(**{**arguments, **change})
+        laplace(**{**arguments, **change})
 
 
 def test_beliefs_of_a_training_run():
-    tree = mj.posterior.swag({"w": w} for w in jnp.array([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]]))
+    tree = swag({"w": w} for w in jnp.array([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]]))
     assert jnp.allclose(tree["w"].mean, jnp.array([3.0, 2.0]))
     assert jnp.allclose(tree["w"].variance, jnp.array([4.0, 0.0]))
     with pytest.raises(ValueError, match="two iterates"):
-        mj.posterior.swag([{"w": jnp.ones(2)}])
+        swag([{"w": jnp.ones(2)}])
     with pytest.raises(ValueError, match="ScaleByAdamState"):
         mj.posterior.from_second_moments({"w": jnp.ones(2)}, (), dataset_size=1, batch_size=1)

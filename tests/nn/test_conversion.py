@@ -47,6 +47,10 @@ def encoder(change=nothing, **options):
     return made(mj.nn.Encoder(2, D, HEADS, hidden_features=6, rngs=nnx.Rngs(1), **options), change)
 
 
+def decoder(**options):
+    return mj.nn.Decoder(1, D, HEADS, hidden_features=6, rngs=nnx.Rngs(1), **options).mean_network()
+
+
 def vision(change=nothing, **options):
     return made(tiny_vision(activation="gelu", rngs=nnx.Rngs(1), **options), change)
 
@@ -100,22 +104,23 @@ KNOWN = "one of relu, gelu, tanh, silu"
     [
         (mj.nn.Dense, lambda: linear(use_bias=False)),
         (mj.nn.LayerNorm, lambda: norm(epsilon=0.1)),
-        (mj.nn.MultiHeadAttention, attention),
-        (mj.nn.MultiHeadAttention, lambda: attention(use_bias=False)),
+        (ATTENTION, attention),
+        (ATTENTION, lambda: attention(use_bias=False)),
         (mj.nn.MLP, mlp),
         (mj.nn.MLP, lambda: mlp(use_bias=False, activation=jax.nn.silu)),
         (mj.nn.MLP, lambda: mlp(activation=lambda x: jax.nn.gelu(x, approximate=False))),
-        (mj.nn.EncoderBlock, lambda: block(activation="gelu", epsilon=0.1)),
-        (mj.nn.EncoderBlock, lambda: block(activation="silu", norm_first=True)),
-        (mj.nn.Encoder, lambda: encoder(activation="tanh", epsilon=0.1, norm_first=True)),
-        (mj.nn.VisionTransformer, lambda: vision(epsilon=0.1, num_blocks=2)),
+        (BLOCK, lambda: block(activation="gelu", epsilon=0.1)),
+        (BLOCK, lambda: block(activation="silu", norm_first=True)),
+        (STACK, lambda: encoder(activation="tanh", epsilon=0.1, norm_first=True)),
+        (mj.nn.Decoder, lambda: decoder(norm_first=True)),
+        (VISION, lambda: vision(epsilon=0.1, num_blocks=2)),
     ],
 )
 def test_what_is_converted_computes_the_same(kind, make):
     plain = scattered(make())
-    again = kind.from_deterministic(plain).mean_network()
-    x = jnp.ones((1, 4, 4)) if kind is mj.nn.VisionTransformer else X
-    assert_close(again(x), plain(x), 1e-5)
+    given = {VISION: (jnp.ones((1, 4, 4)),), mj.nn.Decoder: (X, X)}.get(kind, (X,))
+    call = nnx.jit(lambda network: network(*given))
+    assert_close(call(kind.from_deterministic(plain).mean_network()), call(plain), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def test_what_is_converted_computes_the_same(kind, make):
         (BLOCK, lambda: block(put("gain", nnx.Param(X))), ValueError, "lost or invented"),
         (STACK, lambda: encoder(put("blocks", 1, "activation", jnp.tanh)), ValueError, "'relu'"),
         (STACK, lambda: encoder(put("blocks", 1, "norm_first", True)), ValueError, "norm_first"),
-        (STACK, lambda: encoder(put("final_norm", norm())), ValueError, "final normalisation"),
+        (STACK, lambda: encoder(put("final_norm", norm())), ValueError, "has a final_norm"),
         (VISION, lambda: vision(put("position", nnx.Param(X))), ValueError, SHAPES),
         (VISION, lambda: vision(put("patches", lambda x: x)), TypeError, "Patches"),
         (mj.nn.Embedding, linear, TypeError, "nnx.Embed"),
@@ -156,12 +161,10 @@ def test_what_would_compute_something_else_is_refused(kind, make, error, words):
 
 
 def test_the_activation_is_found_and_a_wrong_one_refused():
-    assert mj.nn.EncoderBlock.from_deterministic(block(activation="gelu")).activation == "gelu"
-    assert (
-        mj.nn.VisionTransformer.from_deterministic(vision()).encoder.blocks[0].activation == "gelu"
-    )
+    assert BLOCK.from_deterministic(block(activation="gelu")).activation == "gelu"
+    assert VISION.from_deterministic(vision()).encoder.blocks[0].activation == "gelu"
     with pytest.raises(ValueError, match="activation 'relu'"):
-        mj.nn.EncoderBlock.from_deterministic(block(activation="gelu"), activation="relu")
+        BLOCK.from_deterministic(block(activation="gelu"), activation="relu")
 
 
 def test_loading_does_not_reshape():

@@ -10,7 +10,7 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax import posterior as families
-from tests.builders import tiny_vision
+from tests.builders import KERNEL_FAMILIES, tiny_vision
 
 SETTINGS = {"structure": mj.Diagonal}
 X = jax.random.normal(jax.random.key(0), (3, 4))
@@ -22,10 +22,9 @@ def mlp(family=families.Factorized, seed=0):
 
 def scattered(module):
     """The module with a different spread for each weight, as after training."""
-    state = nnx.state(module, mj.nn.VariationalScale)
-    keys = iter(jax.random.split(jax.random.key(5), 100))
-    moved = jax.tree.map(lambda raw: raw + 0.3 * jax.random.normal(next(keys), raw.shape), state)
-    nnx.update(module, moved)
+    rng, state = np.random.default_rng(5), nnx.state(module, mj.nn.VariationalScale)
+    noise = jax.tree.map(lambda raw: 0.05 * rng.normal(size=raw.shape).astype(raw.dtype), state)
+    nnx.update(module, jax.tree.map(jnp.add, state, noise))
     return module
 
 
@@ -40,34 +39,22 @@ def assert_same(module, other):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        families.Point,
-        families.Factorized,
-        families.OutputShared,
-        families.MatrixNormal,
-        families.FullNormal,
-    ],
-)
-def test_what_is_put_in_is_what_is_taken_out(family):
-    module, other = scattered(mlp(family)), mlp(seed=1)
-    mj.nn.set_beliefs(other, mj.nn.beliefs(module))
-    assert_same(module, other)
+def pair(make, **options):
+    return [make(rngs=nnx.Rngs(seed), **options, **SETTINGS) for seed in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda seed=0: tiny_vision(rngs=nnx.Rngs(seed), **SETTINGS),
-        lambda seed=0: mj.nn.Encoder(2, 4, 2, hidden_features=6, rngs=nnx.Rngs(seed), **SETTINGS),
-        lambda seed=0: mj.nn.Dense(4, 3, rngs=nnx.Rngs(seed), **SETTINGS),
-    ],
-    ids=["vit", "encoder", "dense"],
-)
-def test_networks_with_heads_and_norms(make):
-    module, other = scattered(make()), make(seed=1)
-    mj.nn.set_beliefs(other, mj.nn.beliefs(module))
+PAIRS = {
+    **{family.__name__: lambda f=family: (mlp(f), mlp(seed=1)) for family in KERNEL_FAMILIES},
+    "vit": lambda: pair(tiny_vision),
+    "encoder": lambda: pair(mj.nn.Encoder, num_blocks=2, num_features=4, num_heads=2),
+    "dense": lambda: pair(mj.nn.Dense, in_features=4, out_features=3),
+}
+
+
+@pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS)
+def test_what_is_put_in_is_what_is_taken_out(make):
+    module, other = make()
+    mj.nn.set_beliefs(other, mj.nn.beliefs(scattered(module)))
     assert_same(module, other)
 
 
@@ -82,10 +69,9 @@ def test_both_sides_have_the_same_moments():
 
 @pytest.mark.usefixtures("ranks_of_a_user")
 def test_a_laplace_approximation_of_the_plain_twin():
-    module = tiny_vision(num_features=4, **SETTINGS)
-    plain = module.mean_network()
-    data = jax.random.normal(jax.random.key(1), (5, 4, 4)), jnp.arange(5) % 3
-    belief = mj.posterior.laplace(plain, mj.objectives.Categorical(), data, prior_precision=10.0)
+    module = mj.nn.MultiHeadAttention(4, 2, rngs=nnx.Rngs(0), **SETTINGS)
+    plain, x = module.mean_network(), X[None]
+    belief = mj.posterior.laplace(plain, mj.objectives.Gaussian(1.0), (x, x), prior_precision=10.0)
     mj.nn.set_beliefs(module, belief)
 
     @jax.jit

@@ -32,13 +32,7 @@ class Translator(nnx.Module):
         (x, x_cov), (y, y_cov) = (self.places(*self.tokens(ids)) for ids in (source, target))
         causal = jnp.tril(jnp.ones((target.shape[-1],) * 2, bool))
         mean, cov = self.transformer(
-            x,
-            y,
-            x_cov,
-            y_cov,
-            mask=causal,
-            source_valid=source_valid,
-            target_valid=target_valid,
+            x, y, x_cov, y_cov, mask=causal, source_valid=source_valid, target_valid=target_valid
         )
         mean, cov = self.tokens.attend(mean, cov)
         return mean, cov.variances
@@ -76,9 +70,6 @@ def test_padding_of_an_encoder(structure):
     assert_close(variances(cov)[0, :2], single_cov.variance(), 1e-5)
 
 
-def test_messages():
-    encoder = mj.nn.Encoder(1, FEATURES, HEADS, structure=mj.Diagonal, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="lengths"):
-        encoder(jnp.ones((2, 3, FEATURES)), valid=jnp.ones((2, 2), bool))
+def test_weights_of_another_length():
     with pytest.raises(ValueError, match="one weight for each"):
         mj.Separable.zeros((3, FEATURES)).pooled(jnp.ones(2))
