@@ -54,7 +54,7 @@ def with_slopes(x: jax.Array, params: Any) -> tuple[jax.Array, Moments]:
     """Slopes of the first sequence's variance in the inputs of all, and the moments of all."""
 
     def variance(x: jax.Array) -> tuple[jax.Array, Moments]:
-        moments = in_batch(mj.BatchSeparable, x, params)
+        moments = in_batch(mj.BatchSeparable, x, params, attended)
         return jnp.sum(moments[1].variance()[0]), moments
 
     return jax.grad(variance, has_aux=True)(x)
@@ -65,27 +65,27 @@ def x() -> jax.Array:
     return jax.random.normal(jax.random.key(1), (BATCH, TOKENS, FEATURES))
 
 
+FACTORIZED, MATRIX_NORMAL = (
+    random_block(KEY, FEATURES, 2 * FEATURES, family=family)
+    for family in (mj.posterior.Factorized, mj.posterior.MatrixNormal)
+)
+
+
 @pytest.mark.parametrize(
-    ("family", "layer", "moments"),
+    ("params", "layer", "moments"),
     [
-        (mj.posterior.Factorized, block, lambda *given: with_slopes(*given)[1]),  # compiled anyway
-        (
-            mj.posterior.MatrixNormal,
-            attended,
-            lambda *given: in_batch(mj.BatchSeparable, *given, attended),
-        ),
+        (FACTORIZED, block, lambda *given: in_batch(mj.BatchSeparable, *given)),
+        (MATRIX_NORMAL, attended, lambda *given: with_slopes(*given)[1]),  # compiled anyway
     ],
 )
 def test_a_batch_of_equal_sequences_is_separable(
     x: jax.Array,
-    family: type[mj.posterior.Posterior],
+    params: mj.EncoderBlockParams,
     layer: Layer,
     moments: Callable[[jax.Array, Any], Moments],
 ) -> None:
-    params = random_block(KEY, FEATURES, 2 * FEATURES, family=family)
     mean, cov = layer(mj.Separable, x[0], params)
-    same = jnp.broadcast_to(x[0], x.shape)
-    shared_mean, shared = moments(same, params)
+    shared_mean, shared = moments(jnp.broadcast_to(x[0], x.shape), params)
     for i in range(BATCH):
         assert_close(shared_mean[i], mean)
         assert_close(shared.variance()[i], cov.variance())
@@ -93,12 +93,14 @@ def test_a_batch_of_equal_sequences_is_separable(
 
 
 def test_without_a_batch_it_is_separable(x: jax.Array) -> None:
-    params = random_block(KEY, FEATURES, 2 * FEATURES)
-    mean, cov = block(mj.Separable, x[0], params)
-    own_mean, own = block(mj.BatchSeparable, x[0], params)
+    """Or after `own`, which gives each sequence its own features."""
+    mean, cov = block(mj.Separable, x[0], FACTORIZED)
+    own_mean, own = block(mj.BatchSeparable, x[0], FACTORIZED)
     assert isinstance(own, mj.BatchSeparable)
+    assert type(own.own()) is mj.Separable
     assert_close(own_mean, mean)
-    assert_close(own.to_dense(), cov.to_dense())
+    for same in (own, own.own()):
+        assert_close(same.to_dense(), cov.to_dense())
 
 
 def test_sequences_that_differ_in_the_size_of_their_noise_keep_it(x: jax.Array) -> None:
@@ -134,8 +136,7 @@ def test_matrices_of_the_features_are_multiplied_once_a_batch() -> None:
 
 
 def test_gradients_pass_the_average(x: jax.Array) -> None:
-    params = random_block(KEY, FEATURES, 2 * FEATURES)
-    slopes, _ = with_slopes(x, params)
+    slopes, _ = with_slopes(x, MATRIX_NORMAL)
     assert bool(jnp.all(jnp.isfinite(slopes)))
     assert float(jnp.abs(slopes[1:]).max()) > 0  # a sequence's result depends on the others
 
@@ -157,10 +158,3 @@ def test_a_module_trains_in_it_and_predicts_in_separable(x: jax.Array) -> None:
         assert a is b
     others = run(predicting, x.at[1:].multiply(3))  # a prediction depends on no other input
     assert_close(cov.variance()[:1], others.variance()[:1])
-
-
-def test_own_gives_each_sequence_its_own_features(x: jax.Array) -> None:
-    params = random_block(KEY, FEATURES, 2 * FEATURES)
-    cov = block(mj.BatchSeparable, x[0], params)[1].own()
-    assert type(cov) is mj.Separable
-    assert_close(cov.to_dense(), block(mj.Separable, x[0], params)[1].to_dense())

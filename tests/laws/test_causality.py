@@ -11,7 +11,8 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax.covariance import Covariance
-from tests.builders import ALL_STRUCTURES, assert_close, decoder_of, random_block
+from tests.builders import ALL_STRUCTURES, assert_close, random_block
+from tests.transforms import TRANSFORMS, Given
 
 TOKENS, HEADS, SEEN = 6, 2, 3
 CAUSAL = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
@@ -20,57 +21,38 @@ KEYS = jax.random.split(jax.random.key(4), 6)
 MEMORY = {d: jax.random.normal(KEYS[4], (5, d)) for d in (4, 14)}  # few features, and many
 
 
-def twice(mean, cov, layer):
-    """Two layers, of which only one is compiled."""
-    return jax.lax.scan(lambda carry, _: (layer(*carry), None), (mean, cov), None, 2)[0]
-
-
 @functools.cache
-def blocks(features):
-    return [random_block(key, features, 8, 0.5) for key in KEYS[:2]]
+def params_of(features):
+    return random_block(KEYS[0], features, 8, 0.5)
 
 
-def block(**options):
-    def run(mean, cov, mask, params, _):
-        return twice(
-            mean,
-            cov,
-            lambda m, c: mj.encoder_block(m, c, params, num_heads=HEADS, mask=mask, **options),
-        )
+def twice(name, **options):
+    """Two layers, of which only one is compiled."""
+
+    def run(mean, cov, mask, block):
+        memory = MEMORY[mean.shape[1]]
+        moments = memory, type(cov).independent(0.1 + 0 * memory)
+        given = Given(block, (), moments, mask=mask, **options)
+
+        def layer(carry, _):
+            return TRANSFORMS[name](*carry, given), None
+
+        return jax.lax.scan(layer, (mean, cov), None, 2)[0]
 
     return run
 
 
-def decoder(mean, cov, mask, *blocks):
-    params = decoder_of(*blocks)
-    memory = MEMORY[mean.shape[1]]
-    memory_cov = type(cov).independent(0.1 + 0 * memory)
-
-    def layer(mean, cov):
-        return mj.decoder_block(mean, cov, memory, memory_cov, params, num_heads=HEADS, mask=mask)
-
-    return twice(mean, cov, layer)
-
-
-def module(mean, cov, mask, *_):
-    encoder = mj.nn.Encoder(
-        2,
-        mean.shape[1],
-        HEADS,
-        structure=type(cov),
-        norm_first=True,
-        relative_scale=0.5,
-        dtype=jnp.float64,
-        rngs=nnx.Rngs(0),
-    )
+def module(mean, cov, mask, _):
+    settings = {"structure": type(cov), "relative_scale": 0.5, "dtype": jnp.float64}
+    encoder = mj.nn.Encoder(2, mean.shape[1], HEADS, norm_first=True, rngs=nnx.Rngs(0), **settings)
     return encoder(mean, cov, mask=mask)
 
 
 NETWORKS = {
-    "pre-norm": block(norm_first=True),
-    "post-norm": block(),
-    "order 1": block(norm_first=True, order=1),
-    "decoder": decoder,
+    "pre-norm": twice("encoder_block", norm_first=True),
+    "post-norm": twice("encoder_block"),
+    "order 1": twice("encoder_block", norm_first=True, order=1),
+    "decoder": twice("decoder_block"),
     "module": module,
 }
 
@@ -85,7 +67,7 @@ CASES += [(mj.Separable, name, 14, CAUSAL) for name in ("order 1", "decoder", "m
 
 @functools.partial(jax.jit, static_argnames=("structure", "name"))
 def moments(mean, noise, mask, params, *, structure, name):
-    mean, cov = NETWORKS[name](mean, structure.independent(noise), mask, *params)
+    mean, cov = NETWORKS[name](mean, structure.independent(noise), mask, params)
     return mean, cov.variance(), cov.token_gram()[:, :SEEN]
 
 
@@ -94,7 +76,7 @@ def test_later_tokens_change_nothing(structure: type[Covariance], name: str, fea
     mean = jax.random.normal(KEYS[2], (TOKENS, features))
     noise = jax.random.uniform(KEYS[3], (TOKENS, features))
     later = jnp.arange(TOKENS)[:, None] >= SEEN
-    others = {"mask": mask, "params": blocks(features), "structure": structure, "name": name}
+    others = {"mask": mask, "params": params_of(features), "structure": structure, "name": name}
     first = moments(mean, noise, **others)
     second = moments(
         jnp.where(later, 5 - 3 * mean, mean), jnp.where(later, 30 * noise, noise), **others

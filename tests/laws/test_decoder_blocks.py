@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +30,8 @@ MEMORY = jax.random.normal(KEYS[1], (SOURCES, FEATURES))
 CAUSAL = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
 
 
-def decoder_params(key, scale=0.3, family=mj.posterior.Factorized):
-    return decoder_of(*(random_block(k, FEATURES, 6, scale, family) for k in jax.random.split(key)))
+def decoder_params(key, scale=0.3):
+    return decoder_of(*(random_block(k, FEATURES, 6, scale) for k in jax.random.split(key)))
 
 
 PARAMS = decoder_params(KEYS[2])
@@ -56,26 +59,42 @@ def plain_block(arrays, x, memory, *, norm_first, mask=None):
     return x
 
 
+@functools.cache
+def decoder(structure: type[Covariance], norm_first: bool = True):
+    """Mean and variance by noise of the inputs, parameters, and the memory with its mask."""
+
+    @jax.jit
+    def run(mean, noise, params, memory, memory_mask):
+        cov, memory_cov = (structure.independent(jnp.full(a.shape, noise)) for a in (mean, memory))
+        if structure is mj.Separable:  # its feature correlation is averaged over the prompt
+            cov = cov.pooled(jnp.arange(TOKENS) < 2)
+        options = {"num_heads": HEADS, "mask": CAUSAL, "memory_mask": memory_mask}
+        mean, cov = mj.decoder_block(
+            mean, cov, memory, memory_cov, params, norm_first=norm_first, **options
+        )
+        return mean, cov.variance()
+
+    return run
+
+
+SEEN = jnp.broadcast_to(jnp.arange(SOURCES) < 3, (TOKENS, SOURCES))
+
+
 # Post-norm has no branch of a structure's own.
 @pytest.mark.parametrize(
     ("structure", "norm_first"), [(mj.Diagonal, False), *((s, True) for s in ALL_STRUCTURES)]
 )
 def test_a_certain_block_is_the_plain_block(structure: type[Covariance], norm_first: bool):
     """Its parts are those of an encoder block."""
-    certain = decoder_params(KEYS[2], family=mj.posterior.Point)
-    arrays = mj.posterior.sample_params(certain, KEYS[3])
 
-    @jax.jit
-    def both(x, memory):
-        zeros = (structure.zeros(a.shape, jnp.float64) for a in (x, memory))
-        options = {"norm_first": norm_first, "mask": CAUSAL}
-        mean, cov = mj.decoder_block(
-            x, next(zeros), memory, next(zeros), certain, num_heads=HEADS, **options
-        )
-        with jax.numpy_rank_promotion("allow"):
-            return mean, cov.variance(), plain_block(arrays, x, memory, **options)
+    def certain(belief):
+        return dataclasses.replace(belief, variance=jnp.zeros_like(belief.variance))
 
-    mean, variance, plain = both(MEAN, MEMORY)
+    params = jax.tree.map(certain, PARAMS, is_leaf=lambda p: isinstance(p, mj.posterior.Factorized))
+    arrays = mj.posterior.sample_params(params, KEYS[3])
+    mean, variance = decoder(structure, norm_first)(MEAN, 0.0, params, MEMORY, ~SEEN | SEEN)
+    with jax.numpy_rank_promotion("allow"):
+        plain = plain_block(arrays, MEAN, MEMORY, norm_first=norm_first, mask=CAUSAL)
     # jax.nn.dot_product_attention takes its softmax in float32, whatever the inputs.
     assert_close(mean, plain, 1e-6)
     assert not variance.any()
@@ -110,48 +129,29 @@ def test_full_against_samples():
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_later_tokens_and_padding_of_the_memory_do_not_matter(structure: type[Covariance]):
-    seen = jnp.broadcast_to(jnp.arange(SOURCES) < 3, (TOKENS, SOURCES))
-
-    @jax.jit
-    def run(mean, memory, mask):
-        cov, memory_cov = (structure.independent(jnp.full(a.shape, 0.1)) for a in (mean, memory))
-        if structure is mj.Separable:  # its feature correlation is averaged over the prompt
-            cov = cov.pooled(jnp.arange(TOKENS) < 2)
-        mean, cov = mj.decoder_block(
-            mean,
-            cov,
-            memory,
-            memory_cov,
-            PARAMS,
-            num_heads=HEADS,
-            norm_first=True,
-            mask=CAUSAL,
-            memory_mask=mask,
-        )
-        return mean, cov.variance()
-
-    mean, variance = run(MEAN, MEMORY, seen)
-    moved = run(MEAN.at[2].add(5.0), MEMORY.at[3].add(5.0), seen)
+def test_later_tokens_and_masked_memory_do_not_matter(structure: type[Covariance]):
+    run = decoder(structure)
+    mean, variance = run(MEAN, 0.1, PARAMS, MEMORY, SEEN)
+    moved = run(MEAN.at[2].add(5.0), 0.1, PARAMS, MEMORY.at[3].add(5.0), SEEN)
     np.testing.assert_array_equal(moved[0][:2], mean[:2])
     np.testing.assert_array_equal(moved[1][:2], variance[:2])
-    shorter = run(MEAN, MEMORY[:3], seen[:, :3])
-    assert_close(shorter[0], mean)
-    assert_close(shorter[1], variance)
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_a_memory_that_is_fully_masked(structure: type[Covariance]):
-    """The output is the bias: no NaN, and no gradient into the memory."""
-    cov, memory_cov = (random_cov(KEYS[5], structure, a.shape, 0.3) for a in (MEAN, MEMORY))
-    nobody = jnp.zeros((TOKENS, SOURCES), bool)
+def test_a_memory_that_is_masked_in_part_or_wholly(structure: type[Covariance]):
+    """Padding is as if it were not there. If all is, the output is the bias, without gradient."""
+    params = PARAMS.cross_attention
+    cov = random_cov(KEYS[5], structure, MEAN.shape, 0.3)
 
-    def total(memory):
-        mean, out = mj.cross_attention(
-            MEAN, cov, memory, memory_cov, PARAMS.cross_attention, num_heads=HEADS, mask=nobody
-        )
-        return jnp.sum(mean**2) + jnp.sum(out.variance()), mean
+    def total(memory, mask):
+        noise = structure.independent(jnp.full(memory.shape, 0.1))
+        mean, out = mj.cross_attention(MEAN, cov, memory, noise, params, num_heads=HEADS, mask=mask)
+        return jnp.sum(mean**2) + jnp.sum(out.variance()), (mean, out.variance())
 
-    gradient, mean = jax.jit(jax.grad(total, has_aux=True))(MEMORY)
-    assert_close(mean, jnp.broadcast_to(PARAMS.cross_attention.output.bias.mean, mean.shape))
+    run = jax.jit(jax.grad(total, has_aux=True))
+    gradient, (mean, _) = run(MEMORY, jnp.zeros_like(SEEN))
+    assert_close(mean, jnp.broadcast_to(params.output.bias.mean, mean.shape))
     assert not gradient.any()
+    padded, shorter = run(MEMORY, SEEN)[1], jax.jit(total)(MEMORY[:3], SEEN[:, :3])[1]
+    for alone, beside in zip(shorter, padded, strict=True):
+        assert_close(beside, alone)

@@ -18,63 +18,34 @@ from tests.builders import (
     random_block,
     random_cov,
     random_dense,
-    random_vector,
     rank_one,
 )
+from tests.transforms import TRANSFORMS, Given
 
 pytestmark = pytest.mark.slow
 
 KEYS = jax.random.split(jax.random.key(2), 8)
-SHAPE, HEADS, PADDED = (4, 6), 2, 7
+SHAPE, PADDED = (4, 6), 7
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
 MEAN = jax.random.normal(KEYS[1], SHAPE)
-NORM = mj.NormParams(
-    random_vector(KEYS[2], mj.posterior.Factorized, SHAPE[1], 0.3, 1.0),
-    random_vector(KEYS[3], mj.posterior.Factorized, SHAPE[1], 0.3),
-)
-
 MEMORY = jax.random.normal(KEYS[2], (5, 6))
 MEMORY_NOISE = random_dense(KEYS[3], (5, 6), 0.5)
-
-
-def cross_attention(mean, cov):
-    memory_cov = rank_one(type(cov).project(MEMORY_NOISE))
-    return mj.cross_attention(mean, cov, MEMORY, memory_cov, BLOCK.attention, num_heads=HEADS)
-
-
-def block(**options):
-    return lambda m, c, mask=None: mj.encoder_block(
-        m, c, BLOCK, num_heads=HEADS, mask=mask, **options
-    )
-
-
-ELEMENTARY = {
-    "dense": lambda m, c: mj.dense(m, c, BLOCK.attention.query),
-    "softmax": mj.softmax,
-    "layer_norm": lambda m, c: mj.layer_norm(m, c, NORM),
-    "relu": mj.relu,
-    "gelu": mj.gelu,
-    "tanh": lambda m, c: mj.activation(m, c, jnp.tanh),
-    "feed_forward": lambda m, c: mj.feed_forward(m, c, BLOCK.feed_forward, activation=mj.relu),
-    "mean_pool": mj.mean_pool,
-}
-# Called with a mask.
-MASKED = {
-    "attention": lambda m, c, mask: mj.attention(m, c, BLOCK.attention, num_heads=HEADS, mask=mask),
-}
-BLOCKS = {"cross_attention": cross_attention, "pre_norm": block(norm_first=True)}
-# Called with a mask, over `PADDED` tokens. Pre-norm too, for structures that summarise several tokens.
-LONGER = {"post_norm": block(), "padded_pre_norm": block(norm_first=True)}
-TRANSFORMS = [*ELEMENTARY, *MASKED, *BLOCKS, "post_norm"]
 
 # Every transform runs once, over one batch with these rows.
 COUNT = 200
 RANDOM, NAN, MEMBER, ONE_KEY, MOVED, NO_KEY = slice(COUNT), *range(COUNT, COUNT + 5)
-GROUPS = {
-    "elementary": ELEMENTARY,
-    "attention": MASKED,
-    **{name: {name: transform} for name, transform in (BLOCKS | LONGER).items()},
-}
+ELEMENTARY = (
+    *("dense", "softmax", "layer_norm", "relu", "gelu", "tanh", "feed_forward", "mean_pool"),
+    "attention",
+)
+BLOCKS = "post_norm", "pre_norm"  # over `PADDED` tokens
+NAMES = *ELEMENTARY, "cross_attention", *BLOCKS
+
+
+def transform(name: str, mean, cov, mask=None):
+    memory = MEMORY, rank_one(type(cov).project(MEMORY_NOISE))
+    given = Given(BLOCK, (), memory, mask=mask, norm_first=name == "pre_norm")
+    return TRANSFORMS["encoder_block" if name in BLOCKS else name](mean, cov, given)
 
 
 def member(structure: type[Covariance], key=KEYS[6]) -> Covariance:
@@ -141,24 +112,20 @@ def run():
     """Mean, dense covariance and variance of all rows by one transform."""
 
     @functools.cache
-    def group(structure: type[Covariance], name: str):
+    def group(structure: type[Covariance], names: tuple[str, ...]):
         def one(mean, cov, mask):
-            masks = (mask,) if GROUPS[name] is MASKED or name in LONGER else ()
+            found = {name: transform(name, mean, cov, mask) for name in names}
+            return {name: (m, c.to_dense(), c.variance()) for name, (m, c) in found.items()}
 
-            def moments(transform):
-                out, out_cov = transform(mean, cov, *masks)
-                return out, out_cov.to_dense(), out_cov.variance()
+        given = rows(structure, names[0] in BLOCKS)
+        return jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(*given))
 
-            return {name: moments(transform) for name, transform in GROUPS[name].items()}
-
-        return jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(*rows(structure, name in LONGER)))
-
-    return lambda structure, name: group(structure, "elementary" if name in ELEMENTARY else name)[
+    return lambda structure, name: group(structure, ELEMENTARY if name in ELEMENTARY else (name,))[
         name
     ]
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_positive_semidefinite_for_200_random_inputs(structure, name, run):
     means, dense, variance = (part[RANDOM] for part in run(structure, name))
@@ -170,27 +137,19 @@ def test_positive_semidefinite_for_200_random_inputs(structure, name, run):
     assert (lowest >= -1e-10 * np.maximum(largest, 1)).all(), (lowest / largest).min()
 
 
-def of_the_member(structure, name, run):
-    """The mean and the covariance of the tokens of `SHAPE`."""
-    mean, dense, _ = (part[MEMBER] for part in run(structure, name))
-    return mean[: SHAPE[0]], dense[: SHAPE[0], :, : SHAPE[0]]
-
-
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_block_sees_neither_jit_nor_vmap_nor_padding(structure, run):
+# In pre-norm too, for structures that summarise several tokens.
+@pytest.mark.parametrize(
+    ("structure", "name"),
+    [*((s, "post_norm") for s in ALL_STRUCTURES)]
+    + [(s, "pre_norm") for s in (mj.TokenCorrelated, mj.Separable)],
+)
+def test_block_sees_neither_jit_nor_vmap_nor_padding(structure, name, run):
     with jax.disable_jit():
-        mean, cov = LONGER["post_norm"](MEAN, member(structure))
+        mean, cov = transform(name, MEAN, member(structure))
         dense = cov.to_dense()
-    found_mean, found = of_the_member(structure, "post_norm", run)
-    assert_close(found_mean, mean)
-    assert_close(found, dense)
-
-
-@pytest.mark.parametrize("structure", [mj.TokenCorrelated, mj.Separable])
-def test_pre_norm_does_not_see_padding(structure: type[Covariance], run):
-    alone, beside = (of_the_member(structure, n, run) for n in ("pre_norm", "padded_pre_norm"))
-    for expected, found in zip(alone, beside, strict=True):
-        assert_close(found, expected)
+    found_mean, found, _ = (part[MEMBER] for part in run(structure, name))
+    assert_close(found_mean[: SHAPE[0]], mean)
+    assert_close(found[: SHAPE[0], :, : SHAPE[0]], dense)
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)

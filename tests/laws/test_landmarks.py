@@ -65,14 +65,15 @@ def crossed(structure, params, x):
     return mean, cov.variance(), cov.token_gram(), diagonal_of(cov.feature_gram())
 
 
+def choose_by(choose, monkeypatch):
+    for name in ("landmark_head", "values", "separable"):
+        monkeypatch.setattr(sys.modules[ATTENTION + name], "choose_landmarks", choose)
+
+
 @pytest.fixture
 def every_query(monkeypatch):
     """Make every query a landmark and the ridge negligible."""
-    for name in ("landmark_head", "values", "separable"):
-        module = sys.modules[ATTENTION + name]
-        monkeypatch.setattr(
-            module, "choose_landmarks", lambda size, count, exists: jnp.arange(size.size)
-        )
+    choose_by(lambda size, count, exists: jnp.arange(size.size), monkeypatch)
     monkeypatch.setattr(sys.modules[f"{ATTENTION}landmarks"], "_RIDGE", 1e-9)
     monkeypatch.setattr(sys.modules[f"{ATTENTION}separable"], "by_landmarks", lambda inputs: True)
 
@@ -102,11 +103,13 @@ def test_with_every_query_a_landmark_it_is_separable(family, layer, request):
         assert np.any(actual != exact), "the same program"
 
 
+PARAMS, X = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
+
+
 @pytest.fixture(scope="module")
 def exact_and_few():
     """Moments of a smooth sequence by all tokens, and by eight landmarks."""
-    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
-    return [attended(s, params, x) for s in (mj.Separable, FewLandmarks)]
+    return [attended(s, PARAMS, X) for s in (mj.Separable, FewLandmarks)]
 
 
 def test_few_landmarks_suffice_for_smooth_tokens(exact_and_few):
@@ -151,79 +154,61 @@ def test_no_correlation_exceeds_one(exact_and_few):
     assert jnp.max(jnp.abs(gram) - root[:, None] * root[None, :]) < 1e-12
 
 
-BOTH = FewLandmarks, mj.Separable
-
-
-def program(structure, mask=None):
-    """The jaxpr of attention."""
-    params, x = random_block(KEYS[0], 16, 32).attention, smooth(TOKENS, 16)
-
-    def attend(x):
-        cov = structure.independent(jnp.full_like(x, 0.01))
-        return mj.attention(x, cov, params, num_heads=2, mask=mask)[1].variance()
-
-    return str(jax.make_jaxpr(attend)(x))
-
-
-def test_padding_has_no_influence(exact_and_few):
-    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
-    longer = jnp.concatenate((x, 3 * jax.random.normal(KEYS[6], (9, 16))))
-    mask = jnp.arange(len(longer))[None, :] < TOKENS
-    mean, variance, gram, _ = attended(FewLandmarks, params, longer, mask)
-    found = mean[:TOKENS], variance[:TOKENS], gram[:TOKENS, :TOKENS]
-    for alone, beside in zip(exact_and_few[1][:3], found, strict=True):
+def test_a_batch_with_padding_equals_its_sequences(exact_and_few):
+    padding = 3 * jax.random.normal(KEYS[6], (9, 16))
+    longer = jnp.stack([jnp.concatenate((x, padding)) for x in (X, X[::-1])])
+    mask = jnp.arange(longer.shape[1])[None, :] < TOKENS
+    batch = jax.vmap(lambda x: attended(FewLandmarks, PARAMS, x, mask))(longer)
+    mean, variance, gram = (part[0, :TOKENS] for part in batch[:3])
+    for alone, beside in zip(exact_and_few[1], (mean, variance, gram[:, :TOKENS]), strict=False):
         np.testing.assert_allclose(beside, alone, rtol=1e-6, atol=1e-8)
 
 
-def test_a_causal_mask_uses_every_token():
-    """Landmarks would leak later tokens."""
-    few, exact = (program(s, jnp.tril(jnp.ones((TOKENS, TOKENS), bool))) for s in BOTH)
-    assert few == exact
+def own_attention(cov, mask=None):
+    return mj.attention(X, cov, PARAMS.attention, num_heads=2, mask=mask)
 
 
-def test_cross_attention_of_pooled_queries_uses_every_token():
-    """A causal decoder pools its first token: landmarks would be that token, or later ones."""
-    params, x = random_block(KEYS[0], 16, 32).attention, smooth(TOKENS, 16)
+def of_pooled_queries(cov):
+    cov = cov.pooled(jnp.arange(TOKENS) == 0)
+    memory = X, type(cov).zeros(X.shape, X.dtype)
+    return mj.cross_attention(X, cov, *memory, PARAMS.attention, num_heads=2)
 
-    def looked(structure):
-        cov, memory = structure.zeros(x.shape, x.dtype), structure.zeros(x.shape, x.dtype)
-        cov = cov.pooled(jnp.arange(TOKENS) == 0)
-        return str(
-            jax.make_jaxpr(lambda x: mj.cross_attention(x, cov, x, memory, params, num_heads=2)[0])(
-                x
-            )
-        )
 
-    assert looked(FewLandmarks) == looked(mj.Separable)
+@pytest.mark.parametrize(
+    ("attend", "precision", "by_landmarks"),
+    [
+        (own_attention, None, True),
+        # bfloat16 is too coarse for the regression.
+        (own_attention, "bfloat16", False),
+        # Landmarks would leak later tokens.
+        (lambda cov: own_attention(cov, jnp.tril(jnp.ones((TOKENS, TOKENS), bool))), None, False),
+        # A causal decoder pools its first token: landmarks would be that token, or later ones.
+        (of_pooled_queries, None, False),
+    ],
+)
+def test_where_every_token_is_used(attend, precision, by_landmarks, monkeypatch):
+    chosen = []
+
+    def choose(size, count, exists):
+        chosen.append(count)
+        return jnp.arange(count)
+
+    choose_by(choose, monkeypatch)
+    with jax.default_matmul_precision(precision):
+        jax.eval_shape(lambda: attend(FewLandmarks.independent(jnp.full_like(X, 0.01))))
+    assert bool(chosen) == by_landmarks
 
 
 def test_landmarks_do_not_depend_on_the_pool():
     """Without a mask, pooling one token leaves the variances of the others unchanged."""
-    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
 
     @functools.partial(jax.jit, static_argnums=0)
     def variance(structure):
-        cov = structure.independent(jnp.full_like(x, 0.01)).pooled(jnp.arange(TOKENS) == 0)
-        return mj.attention(x, cov, params.attention, num_heads=2)[1].variance()
+        cov = structure.independent(jnp.full_like(X, 0.01)).pooled(jnp.arange(TOKENS) == 0)
+        return own_attention(cov)[1].variance()
 
     few, exact = map(variance, (FewLandmarks, mj.Separable))
     np.testing.assert_allclose(few, exact, rtol=0.1)
-
-
-def test_products_in_bfloat16_use_every_token():
-    """bfloat16 is too coarse for the regression."""
-    few, exact = map(program, BOTH)
-    assert few != exact
-    with jax.default_matmul_precision("bfloat16"):
-        few, exact = map(program, BOTH)
-    assert few == exact
-
-
-def test_a_batch_equals_its_sequences(exact_and_few):
-    params, x = random_block(KEYS[0], 16, 32), smooth(TOKENS, 16)
-    batch = jax.vmap(lambda x: attended(FewLandmarks, params, x))(jnp.stack((x, x[::-1])))
-    for alone, together in zip(exact_and_few[1], batch, strict=True):
-        np.testing.assert_allclose(together[0], alone, rtol=1e-8, atol=1e-10)
 
 
 @jax.jit
@@ -241,7 +226,7 @@ def test_float32_stays_finite():
         for scale, size in ((0.0, 1.0), (0.1, 1.0), (1.0, 10.0)):
             params = random_block(KEYS[0], 16, 32, scale=scale)
             params = jax.tree.map(lambda leaf, s=size: s * leaf.astype(jnp.float32), params)
-            result = _slopes(params, smooth(TOKENS, 16).astype(jnp.float32))
+            result = _slopes(params, X.astype(jnp.float32))
             assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(result)), scale
 
 

@@ -17,19 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import moment_jax as mj
-from tests.builders import (
-    ALL_STRUCTURES,
-    KERNEL_FAMILIES,
-    decoder_of,
-    random_block,
-    random_dense,
-    random_dense_params,
-)
+from tests.builders import ALL_STRUCTURES, KERNEL_FAMILIES, random_block, random_dense
+from tests.transforms import TRANSFORMS, Given
 
 pytestmark = pytest.mark.slow
 
-HIDDEN, HEADS = 3, 2
+HIDDEN = 3
 TOLERANCE = {jnp.dtype("float32"): 2e-4, jnp.dtype("float64"): 1e-9}
 
 
@@ -61,79 +54,7 @@ def program(transform: str, index: int) -> Program:
     )
 
 
-class Parts(NamedTuple):
-    """Arguments shared by the transforms."""
-
-    dense: mj.DenseParams
-    block: mj.EncoderBlockParams
-    other: tuple  # a random matrix (D, HIDDEN)
-    memory: tuple  # a random sequence (T, D)
-
-
-# Each a function (program, mean, cov, parts, mask of T tokens) -> moments.
-TRANSFORMS = {
-    "dense": lambda p, m, c, parts, mask: mj.dense(m, c, parts.dense),
-    "matmul": lambda p, m, c, parts, mask: mj.matmul(m, c, *parts.other),
-    "relu": lambda p, m, c, parts, mask: mj.relu(m, c),
-    "gelu": lambda p, m, c, parts, mask: mj.gelu(m, c),
-    "activation": lambda p, m, c, parts, mask: mj.activation(m, c, jnp.tanh),
-    "softmax": lambda p, m, c, parts, mask: mj.softmax(
-        m, c, mask=pairs(mask, m.shape[1], across=True), order=p.order
-    ),
-    "layer_norm": lambda p, m, c, parts, mask: mj.layer_norm(
-        m, c, parts.block.norm1, order=p.order
-    ),
-    "mean_pool": lambda p, m, c, parts, mask: mj.mean_pool(m, c, mask),
-    "attention": lambda p, m, c, parts, mask: mj.attention(
-        m, c, parts.block.attention, num_heads=HEADS, mask=pairs(mask, len(m)), order=p.order
-    ),
-    "cross_attention": lambda p, m, c, parts, mask: mj.cross_attention(
-        m,
-        c,
-        *parts.memory,
-        parts.block.attention,
-        num_heads=HEADS,
-        mask=pairs(mask, len(m)),
-        order=p.order,
-    ),
-    "feed_forward": lambda p, m, c, parts, mask: mj.feed_forward(
-        m, c, parts.block.feed_forward, activation=mj.gelu
-    ),
-    "encoder_block": lambda p, m, c, parts, mask: mj.encoder_block(
-        m,
-        c,
-        parts.block,
-        num_heads=HEADS,
-        mask=pairs(mask, len(m)),
-        norm_first=p.norm_first,
-        order=p.order,
-    ),
-    "decoder_block": lambda p, m, c, parts, mask: mj.decoder_block(
-        m,
-        c,
-        *parts.memory,
-        decoder_of(parts.block),
-        num_heads=HEADS,
-        memory_mask=pairs(mask, len(m)),
-        norm_first=p.norm_first,
-    ),
-}
-
-
-def pairs(mask, size, across=False):
-    """Broadcast a mask of tokens to (size, T), or to (T, size)."""
-    if mask is None:
-        return None
-    return jnp.broadcast_to(mask[:, None] if across else mask[None, :], (len(mask), size))
-
-
 # Drawn without `jit`: tiny programs shared by all examples compile faster than one for each of these.
-def draw_params(key, family, features):
-    keys = jax.random.split(key)
-    dense = random_dense_params(keys[0], family, (features, HIDDEN))
-    return dense, random_block(keys[1], features, HIDDEN, family=family)
-
-
 def draw_moments(key, structure, shape, spread):
     keys = jax.random.split(key)
     mean = jax.random.normal(keys[0], shape)
@@ -144,8 +65,10 @@ def draw_moments(key, structure, shape, spread):
 def compiled(p: Program):
     """A transform compiled for one sequence, and for a batch."""
 
-    def one(moments, parts, mask):
-        return TRANSFORMS[p.transform](p, *moments, parts, mask)
+    def one(moments, arrays, seen):
+        mask = None if seen is None else jnp.broadcast_to(seen[None, :], (len(seen), len(seen)))
+        given = Given(*arrays, seen, mask, mask, p.order, p.norm_first)
+        return TRANSFORMS[p.transform](*moments, given)
 
     one = jax.jit(one)  # traced once for both
     return one, jax.jit(jax.vmap(one, in_axes=(0, None, None)))
@@ -182,8 +105,8 @@ def test_any_transform(transform, index, seed, spread, centre, seen):
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 5)  # compiles faster than the default
     other = draw_moments(keys[4], p.structure, (p.shape[1], HIDDEN), 1.0)
     memory = draw_moments(keys[1], p.structure, p.shape, 1.0)
-    params = draw_params(keys[0], p.family, p.shape[1])
-    parts = cast(Parts(*params, other, memory), p.dtype)
+    block = random_block(keys[0], p.shape[1], HIDDEN, family=p.family)
+    arrays = cast((block, other, memory), p.dtype)
     batch = [cast(draw_moments(key, p.structure, p.shape, spread), p.dtype) for key in keys[2:4]]
     scale = {"random": 1, "zeros": 0, "equal": 0}[centre]
     batch = [(scale * mean + mean.dtype.type(centre == "equal"), cov) for mean, cov in batch]
@@ -192,13 +115,13 @@ def test_any_transform(transform, index, seed, spread, centre, seen):
     mask = mask if p.masked else None
 
     with pytest.raises(TypeError, match=r"\.astype\(jnp.float32\)"):
-        one((batch[0][0].astype(np.uint8), batch[0][1]), parts, mask)
-    loop = [one(moments, parts, mask) for moments in batch]
+        one((batch[0][0].astype(np.uint8), batch[0][1]), arrays, mask)
+    loop = [one(moments, arrays, mask) for moments in batch]
     for result in loop:
         check_moments(p, *result)
     if p.shape[1] == 2 and ("norm" in p.transform or "block" in p.transform):
         return  # two features, normalised, are a sign: rounding decides it where they are equal
-    together = many(jax.tree.map(lambda *leaves: np.stack(leaves), *batch), parts, mask)
+    together = many(jax.tree.map(lambda *leaves: np.stack(leaves), *batch), arrays, mask)
     for row, result in enumerate(loop):
         for single, stacked in zip(*map(jax.tree.leaves, (result, together)), strict=True):
             size = max(1.0, float(np.max(np.abs(single))))

@@ -14,9 +14,7 @@ from tests.posterior.families import dense_kernel_cov
 
 ROWS, FEATURES = 5, 3
 IDS = jnp.array([3, 0, 3, 4, 0, 3])
-KEY = jax.random.key(4)
-
-
+KEY, RNGS = jax.random.key(4), nnx.Rngs(0)
 TABLES = {family: random_kernel(KEY, family, (ROWS, FEATURES)) for family in KERNEL_FAMILIES}
 
 
@@ -136,24 +134,24 @@ def test_places_beyond_the_last_are_nan_in_compiled_code():
 TABLE = mj.posterior.Factorized(jnp.zeros((ROWS, 2)), jnp.ones((ROWS, 2)))
 
 
+def look_up(*ids, table=TABLE, structure=mj.Full):
+    return mj.embedding(jnp.array(ids), table, structure)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: mj.embedding(jnp.array([5]), TABLE, mj.Full), ValueError, "from 0 to 4"),
-        (lambda: mj.embedding(jnp.array([-1]), TABLE, mj.Full), ValueError, "vocabulary"),
-        (lambda: mj.embedding(jnp.array([1.0]), TABLE, mj.Full), ValueError, "integers"),
-        (lambda: mj.embedding(jnp.zeros((2, 2), int), TABLE, mj.Full), ValueError, "mj.nn.Embed"),
+        (lambda: look_up(5), ValueError, "from 0 to 4"),
+        (lambda: look_up(-1), ValueError, "vocabulary"),
+        (lambda: look_up(1.0), ValueError, "integers"),
+        (lambda: look_up([0, 0], [0, 0]), ValueError, "mj.nn.Embed"),
         (lambda: mj.embedding(jnp.zeros(0, int), TABLE, mj.Full), ValueError, "one token"),
-        (lambda: mj.embedding(jnp.array([0]), jnp.ones((3, 2)), mj.Full), TypeError, "Point"),
-        (lambda: mj.embedding(jnp.array([0]), TABLE, "Full"), TypeError, "structure"),
+        (lambda: look_up(0, table=jnp.ones((3, 2))), TypeError, "Point"),
+        (lambda: look_up(0, structure="Full"), TypeError, "structure"),
         (lambda: mj.embedding([0], TABLE, mj.Full), TypeError, r"Got list. Use jnp.asarray"),
-        (lambda: mj.nn.Embedding(0, 3, rngs=nnx.Rngs(0)), ValueError, ">= 1"),
-        (lambda: mj.nn.Embedding(3, 2, rngs=nnx.Rngs(0))(jnp.array([[3]])), ValueError, "0 to 2"),
-        (
-            lambda: mj.nn.LearnedPositions(3, 2, rngs=nnx.Rngs(0))(jnp.ones((4, 2))),
-            ValueError,
-            "places 0 to 3",
-        ),
+        (lambda: mj.nn.Embedding(0, 3, rngs=RNGS), ValueError, ">= 1"),
+        (lambda: mj.nn.Embedding(3, 2, rngs=RNGS)(jnp.array([[3]])), ValueError, "0 to 2"),
+        (lambda: mj.nn.LearnedPositions(3, 2, rngs=RNGS)(jnp.ones((4, 2))), ValueError, "0 to 3"),
         (lambda: mj.sinusoidal_positions(3, 5), ValueError, "even"),
     ],
 )

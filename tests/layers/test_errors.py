@@ -17,133 +17,86 @@ DENSE = random_dense_params(KEY, mj.posterior.Factorized, (4, 5))
 BLOCK = random_block(KEY, 4, 8)
 
 
-def encoder(**options):
-    return mj.encoder_block(MEAN, COV, BLOCK, **{"num_heads": 2, **options})
+def vector(size):
+    return mj.posterior.Point(jnp.ones(size))
+
+
+def dense(mean=MEAN, cov=COV, params=DENSE):
+    return mj.dense(mean, cov, params)
+
+
+def softmax(**options):
+    return mj.softmax(MEAN, COV, **options)
+
+
+def attention(cov=COV, num_heads=2, **options):
+    return mj.attention(MEAN, cov, BLOCK.attention, num_heads=num_heads, **options)
+
+
+def look(memory, cov, **options):
+    return mj.cross_attention(MEAN, COV, memory, cov, BLOCK.attention, num_heads=2, **options)
+
+
+def encoder(mean=MEAN, **options):
+    return mj.encoder_block(mean, COV, BLOCK, **{"num_heads": 2, **options})
+
+
+def zeros(*shape, structure=mj.Diagonal):
+    return structure.zeros(shape)
+
+
+SHAPES = [
+    (lambda: dense(MEAN[None]), "use jax.vmap"),
+    (lambda: dense(cov=zeros(2, 4)), "cov.shape == mean"),
+    (lambda: dense(MEAN.T, zeros(4, 3)), "in == 3"),
+    (lambda: dense(params=mj.DenseParams(DENSE.kernel, vector(3))), "bias of shape"),
+    (lambda: dense(MEAN[:0], zeros(0, 4, structure=mj.Separable)), r"one token.*Got \(0, 4\)"),
+    (lambda: dense(cov=jax.tree.map(lambda v: v[..., None], COV)), "in_axes=None"),
+    (lambda: jax.vmap(dense, (0, 0, None))(jnp.ones((3, 3, 4)), COV, DENSE), "in_axes=None"),
+    (lambda: mj.matmul(MEAN, COV, MEAN, COV), "as many columns"),
+    (lambda: softmax(order=3), "order=1"),
+    (lambda: softmax(mask=jnp.ones(4, bool)), "mask"),
+    (lambda: softmax(mask=jnp.zeros((3, 4))), "boolean mask"),
+    (lambda: mj.layer_norm(MEAN, COV, mj.NormParams(vector(3))), "scale of shape"),
+    (lambda: mj.mean_pool(MEAN, COV, jnp.ones(4, bool)), "mask of shape"),
+    (lambda: mj.mean_pool(MEAN, COV, jnp.ones(3)), "boolean mask"),
+    (lambda: mj.mean_pool(MEAN, COV, [True] * 3), "Got list"),
+    (lambda: look(MEAN[None], COV), "cross_attention's memory"),
+    (lambda: look(MEAN[:, :3], zeros(3, 3)), "in == 3"),
+    (lambda: look(MEAN[:2], zeros(2, 4), mask=jnp.ones((3, 3), bool)), r"\(3, 2\)"),
+    (lambda: attention(num_heads=3), "num_heads to divide"),
+    (lambda: attention(mask=jnp.ones((3, 3))), "boolean mask"),
+    (lambda: attention(zeros(3, 4, structure=mj.Separable), mask=[[True]]), "Got list"),
+    (lambda: mj.nn.Encoder(1, 4, 2, rngs=nnx.Rngs(0))(MEAN, valid=[True] * 3), "jnp.arange.*"),
+    (lambda: encoder(MEAN[0]), "encoder_block"),
+    (lambda: encoder(num_heads=0), "num_heads=0"),
+    (lambda: encoder(epsilon=-1e-3, norm_first=True), "epsilon >= 0. Got -0.001"),
+    (lambda: mj.nn.MLP([3], rngs=None), r"\[8, 50, 1\]"),
+]
+TYPES = [
+    (lambda: dense(cov=jnp.ones((3, 4))), "Use one of"),
+    (lambda: dense([[1.0]]), "Got list. Use jnp.asarray"),
+    (lambda: dense(params=mj.DenseParams(jnp.ones((4, 5)))), r"Point\(kernel\)"),
+    (lambda: look(MEAN, zeros(3, 4, structure=mj.TokenBlock)), "in one structure"),
+    (lambda: mj.mean_pool(MEAN.astype(int), COV), r"int64.*astype\(jnp.float32\)"),
+    (lambda: mj.relu(MEAN > 0, COV), r"bool.*astype\(jnp.float32\)"),
+    (lambda: encoder(num_heads=2.0), "a whole number. Got 2.0"),
+    (lambda: encoder(num_heads="2"), "a whole number. Got '2'"),
+    (lambda: encoder(activation="gelu"), "Got 'gelu'. Use mj.gelu"),
+    (lambda: encoder(activation=jax.nn.gelu), "gelu.*Use mj.gelu"),
+    (lambda: encoder(activation=jax.nn.relu), "relu.*Use mj.gelu"),
+    (lambda: encoder(activation=lambda m, c: m), "Use mj.gelu"),
+    (lambda: mj.activation(MEAN, COV, "gelu"), "of a scalar. Got 'gelu'"),
+    (lambda: mj.activation(MEAN, COV, mj.gelu), r"mj.gelu\(mean, cov\)"),
+    (lambda: mj.nn.Dense(3, 2, rngs=None, structure="Full"), "mj.Separable"),
+]
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: mj.dense(MEAN[None], COV, DENSE), ValueError, "use jax.vmap"),
-        (lambda: mj.dense(MEAN, mj.Diagonal.zeros((2, 4)), DENSE), ValueError, "cov.shape == mean"),
-        (lambda: mj.dense(MEAN, jnp.ones((3, 4)), DENSE), TypeError, "Use one of"),
-        (lambda: mj.dense(MEAN.T, mj.Diagonal.zeros((4, 3)), DENSE), ValueError, "in == 3"),
-        (
-            lambda: mj.dense(MEAN, COV, mj.DenseParams(jnp.ones((4, 5)))),
-            TypeError,
-            r"Point\(kernel\)",
-        ),
-        (
-            lambda: mj.dense(
-                MEAN, COV, mj.DenseParams(DENSE.kernel, mj.posterior.Point(jnp.ones(3)))
-            ),
-            ValueError,
-            "bias of shape",
-        ),
-        (lambda: mj.matmul(MEAN, COV, MEAN, COV), ValueError, "as many columns"),
-        (lambda: mj.softmax(MEAN, COV, order=3), ValueError, "order=1"),
-        (lambda: mj.softmax(MEAN, COV, mask=jnp.ones(4, bool)), ValueError, "mask"),
-        (
-            lambda: mj.layer_norm(MEAN, COV, mj.NormParams(mj.posterior.Point(jnp.ones(3)))),
-            ValueError,
-            "scale of shape",
-        ),
-        (lambda: mj.mean_pool(MEAN, COV, jnp.ones(4, bool)), ValueError, "mask of shape"),
-        (
-            lambda: mj.cross_attention(
-                MEAN, COV, MEAN, mj.TokenBlock.zeros((3, 4)), BLOCK.attention, num_heads=2
-            ),
-            TypeError,
-            "in one structure",
-        ),
-        (
-            lambda: mj.cross_attention(MEAN, COV, MEAN[None], COV, BLOCK.attention, num_heads=2),
-            ValueError,
-            "cross_attention's memory",
-        ),
-        (
-            lambda: mj.cross_attention(
-                MEAN, COV, MEAN[:, :3], mj.Diagonal.zeros((3, 3)), BLOCK.attention, num_heads=2
-            ),
-            ValueError,
-            "in == 3",
-        ),
-        (
-            lambda: mj.cross_attention(
-                MEAN,
-                COV,
-                jnp.ones((2, 4)),
-                mj.Diagonal.zeros((2, 4)),
-                BLOCK.attention,
-                num_heads=2,
-                mask=jnp.ones((3, 3), bool),
-            ),
-            ValueError,
-            r"\(3, 2\)",
-        ),
-        (
-            lambda: mj.attention(MEAN, COV, BLOCK.attention, num_heads=3),
-            ValueError,
-            "num_heads to divide",
-        ),
-        (
-            lambda: mj.attention(MEAN, COV, BLOCK.attention, num_heads=2, mask=jnp.ones((3, 3))),
-            ValueError,
-            "boolean mask",
-        ),
-        (
-            lambda: mj.encoder_block(MEAN[0], COV, BLOCK, num_heads=2),
-            ValueError,
-            "encoder_block",
-        ),
-        (lambda: mj.mean_pool(MEAN.astype(int), COV), TypeError, r"int64.*astype\(jnp.float32\)"),
-        (lambda: mj.relu(MEAN > 0, COV), TypeError, r"bool.*astype\(jnp.float32\)"),
-        (lambda: mj.dense([[1.0]], COV, DENSE), TypeError, "Got list. Use jnp.asarray"),
-        (lambda: mj.mean_pool(MEAN, COV, jnp.ones(3)), ValueError, "boolean mask"),
-        (lambda: mj.mean_pool(MEAN, COV, [True] * 3), ValueError, "Got list"),
-        (
-            lambda: mj.attention(
-                MEAN, mj.Separable.zeros((3, 4)), BLOCK.attention, num_heads=2, mask=[[True]]
-            ),
-            ValueError,
-            "Got list",
-        ),
-        (
-            lambda: mj.nn.Encoder(1, 4, 2, rngs=nnx.Rngs(0))(MEAN, valid=[True] * 3),
-            ValueError,
-            "jnp.arange.*",
-        ),
-        (lambda: mj.softmax(MEAN, COV, mask=jnp.zeros((3, 4))), ValueError, "boolean mask"),
-        (
-            lambda: mj.dense(MEAN[:0], mj.Separable.zeros((0, 4)), DENSE),
-            ValueError,
-            r"at least one token.*Got \(0, 4\)",
-        ),
-        (
-            lambda: jax.vmap(mj.dense, (0, 0, None))(jnp.ones((3, 3, 4)), COV, DENSE),
-            ValueError,
-            "in_axes=None",
-        ),
-        (
-            lambda: mj.dense(MEAN, jax.tree.map(lambda v: v[..., None], COV), DENSE),
-            ValueError,
-            "in_axes=None",
-        ),
-        (lambda: encoder(num_heads=2.0), TypeError, "a whole number. Got 2.0"),
-        (lambda: encoder(num_heads="2"), TypeError, "a whole number. Got '2'"),
-        (lambda: encoder(num_heads=0), ValueError, "num_heads=0"),
-        (lambda: encoder(activation="gelu"), TypeError, "Got 'gelu'. Use mj.gelu"),
-        (lambda: encoder(activation=jax.nn.gelu), TypeError, "gelu.*Use mj.gelu"),
-        (lambda: encoder(activation=jax.nn.relu), TypeError, "relu.*Use mj.gelu"),
-        (lambda: encoder(activation=lambda m, c: m), TypeError, "Use mj.gelu"),
-        (lambda: mj.activation(MEAN, COV, "gelu"), TypeError, "of a scalar. Got 'gelu'"),
-        (lambda: mj.activation(MEAN, COV, mj.gelu), TypeError, r"mj.gelu\(mean, cov\)"),
-        (lambda: encoder(epsilon=-1e-3), ValueError, "epsilon >= 0. Got -0.001"),
-        (lambda: mj.nn.Dense(3, 2, rngs=None, structure="Full"), TypeError, "mj.Separable"),
-        (lambda: mj.nn.MLP([3], rngs=None), ValueError, r"\[8, 50, 1\]"),
-    ],
+    ("call", "words", "error"),
+    [(*case, ValueError) for case in SHAPES] + [(*case, TypeError) for case in TYPES],
 )
-def test_message(call, error, words):
+def test_message(call, words, error):
     with pytest.raises(error, match=words):
         call()
     with pytest.raises(error, match=words):

@@ -1,7 +1,6 @@
 """Models on 8 virtual devices beside one device; the test starts it as a process of its own.
 
-Prints one JSON object: for each case the largest difference, relative to the largest entry. Other cases
-can be named, such as "block:Separable:data x sequence"; one takes a minute or two to compile.
+Prints one JSON object: for each case the largest difference, relative to the largest entry.
 """
 
 import json
@@ -30,34 +29,13 @@ CAUSAL = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
 VALID = jnp.arange(TOKENS)[None, :] < jnp.array([[TOKENS], [TOKENS - 3]])
 # With Adam's usual epsilon of 1e-8 only the sign of a gradient matters, also of one that is rounding.
 ADAM = optax.adam(1e-2, eps=1e-3)
-MESHES = {
-    "sequence": (1, 1, 8),
-    "data x sequence": (2, 1, 4),
-    "sequence x model": (1, 2, 4),
-}  # data, model, sequence
-OPTIONS = {"hidden_features": 12, "relative_scale": 0.3, "dtype": DTYPE}
+OPTIONS = {"relative_scale": 0.3, "dtype": DTYPE}
 
 
 def difference(actual, expected):
     """The largest of all leaves, relative to the leaf's largest entry."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max(float(jnp.max(jnp.abs(a - b)) / max(1e-3, jnp.max(jnp.abs(b)))) for a, b in pairs)
-
-
-def block(structure):
-    """An encoder block with a causal mask: model, and its moments for an input that is random."""
-    model = mj.nn.EncoderBlock(
-        FEATURES, HEADS, structure=structure, rngs=nnx.Rngs(0), norm_first=True, **OPTIONS
-    )
-    return model, lambda model, x, noise, valid: model(x, _random(structure, noise), CAUSAL)
-
-
-def encoder(structure):
-    """A block and a final normalisation, with padding: model, and moments for a certain input."""
-    model = mj.nn.Encoder(
-        1, FEATURES, HEADS, structure=structure, rngs=nnx.Rngs(0), norm_first=True, **OPTIONS
-    )
-    return model, lambda model, x, noise, valid: model(x, None, None, valid)
 
 
 def _random(structure, noise):
@@ -70,14 +48,22 @@ def _random(structure, noise):
     return jax.vmap(one)(noise)
 
 
-def results(make, structure, mesh):
-    """Moments, loss, gradients by parameters and input, and an update, on a mesh or without one."""
-    model, moments = make(structure)
-    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-    inputs = (X, NOISE, VALID)
+def attend(structure):
+    """Attention with a causal mask: model, and its moments for an input that is random."""
+    model = mj.nn.MultiHeadAttention(
+        FEATURES, HEADS, structure=structure, rngs=nnx.Rngs(0), **OPTIONS
+    )
+    return model, lambda model, x, noise: model(x, _random(structure, noise), CAUSAL)
 
-    def loss(model, x, noise, valid):
-        mean, cov = moments(model, x, noise, valid)
+
+def step(mesh):
+    """Moments, loss, gradients by parameters and input, and an update, on a mesh or without one."""
+    model, moments = attend(mj.Diagonal)
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    inputs = (X, NOISE)
+
+    def loss(model, x, noise):
+        mean, cov = moments(model, x, noise)
         variance = jax.vmap(lambda c: c.variance())(cov)
         weights = jnp.cos(jnp.arange(mean.size, dtype=mean.dtype)).reshape(mean.shape)
         if mesh is not None:
@@ -96,16 +82,15 @@ def results(make, structure, mesh):
             inputs = mj.parallel.shard_sequences(inputs, mesh)
         else:
             inputs = mj.parallel.shard_batch(inputs, mesh)
-    arguments = (0, 1) if make is encoder else (0, 1, 2)
 
     @nnx.jit
-    def step(model, optimizer, *inputs):
-        compute = nnx.value_and_grad(loss, argnums=arguments, has_aux=True)
+    def update(model, optimizer, *inputs):
+        compute = nnx.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
         values, gradients = compute(model, *inputs)
         optimizer.update(model, gradients[0])
         return values, gradients, nnx.state((model, optimizer))
 
-    return step(model, optimizer, *inputs)
+    return update(model, optimizer, *inputs)
 
 
 def products(mesh):
@@ -126,12 +111,6 @@ def products(mesh):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*inputs)
 
 
-def attend(structure):
-    """Attention with a causal mask: model, and its moments for an input that is random."""
-    model = block(structure)[0].attention
-    return model, lambda model, x, noise, valid: model(x, _random(structure, noise), CAUSAL)
-
-
 def attention(mesh):
     """Moments of attention, and how many of its arrays have an entry for each pair of tokens."""
     structure, inputs = mj.TokenCorrelated, (X, NOISE)
@@ -139,7 +118,7 @@ def attention(mesh):
     graph, state = nnx.split(model)
 
     def run(x, noise):
-        mean, cov = moments(nnx.merge(graph, state), x, noise, None)
+        mean, cov = moments(nnx.merge(graph, state), x, noise)
         return (mean, cov) if mesh is None else mj.parallel.constrain(mean, cov, mesh)
 
     if mesh is not None:
@@ -155,10 +134,15 @@ def whole_arrays(program):
     return sum(shape.split(",").count(str(TOKENS)) >= 2 for shape in shapes)
 
 
-def forward(mesh):
-    """Moments of an encoder, with padding, as `Diagonal` has them."""
-    model, moments = encoder(mj.Diagonal)
-    inputs = (X, NOISE, VALID)
+def encoder(mesh):
+    """Moments of an encoder of one block, with padding, as `Diagonal` has them."""
+    settings = {"structure": mj.Diagonal, "norm_first": True, "hidden_features": 12, **OPTIONS}
+    model = mj.nn.Encoder(1, FEATURES, HEADS, rngs=nnx.Rngs(0), **settings)
+    inputs = (X, VALID)
+
+    def moments(model, x, valid):
+        return model(x, None, None, valid)
+
     if mesh is not None:
         moments = mj.parallel.by_sequence(moments, mesh)
         mj.parallel.shard(model, mesh)
@@ -166,44 +150,25 @@ def forward(mesh):
     return nnx.jit(moments)(model, *inputs)
 
 
-def lean():
-    """What the test asks for."""
+def main():
+    """Print what the test asks for."""
     both = mj.parallel.make_mesh(2, 1, sequence=4)
     heads = mj.parallel.make_mesh(1, 2, sequence=4)
     plain = mj.parallel.make_mesh(2, 2, devices=jax.devices()[:4])
     alone, count_alone = attention(None)
     sharded, count = attention(heads)
-    one = results(attend, mj.Diagonal, None)
-    return {
+    one = step(None)
+    results = {
         "products": difference(products(both), products(None)),
-        "step": difference(results(attend, mj.Diagonal, both), one),
-        "step without sequence": difference(results(attend, mj.Diagonal, plain), one),
+        "step": difference(step(both), one),
+        "step without sequence": difference(step(plain), one),
         "attention": difference(sharded, alone),
-        "encoder": difference(forward(both), forward(None)),
+        "encoder": difference(encoder(both), encoder(None)),
         "whole arrays alone": count_alone,
         "whole arrays": count,
     }
-
-
-def main(names):
-    """The cases of the test, or those named."""
-    differences = {} if names else lean()
-    alone = {}
-    for case in names:
-        kind, structure_name, name = case.split(":")
-        make, structure = (
-            {"attention": attend, "block": block, "encoder": encoder}[kind],
-            getattr(mj, structure_name),
-        )
-        data, model, sequence = MESHES[name]
-        mesh = mj.parallel.make_mesh(data, model, sequence=sequence)
-        if (make, structure) not in alone:
-            alone[make, structure] = results(make, structure, None)
-        key = f"{make.__name__} {structure.__name__} {name}"
-        differences[key] = difference(results(make, structure, mesh), alone[make, structure])
-        print(key, differences[key], file=sys.stderr, flush=True)
-    json.dump(differences, sys.stdout)
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

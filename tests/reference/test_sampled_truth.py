@@ -17,19 +17,23 @@ from moment_jax.covariance import Full
 from moment_jax.layers import attention, dense, encoder_block, layer_norm, matmul, relu
 from moment_jax.nn.plain import PlainEncoderBlock, plain_attention, plain_linear, plain_norm
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal
-from tests.reference.examples import FEATURES, TOKENS, Examples, product_operands, worst
+from tests.builders import random_block, random_dense_params
+from tests.reference.examples import FEATURES, HIDDEN, moments_of, product_operands, worst
 
 NUM_SAMPLES, EPSILON = 50_000, 1e-6
 
 
 def beliefs():
     """The random inputs: (x, params) with small noise and with large noise, and two matrices."""
-    small, large, operands = Examples(20, 0.01), Examples(21, 1.0), product_operands()
+    key, operands = jax.random.key(20), product_operands()
     return {
-        "small": (small.belief(FullNormal, TOKENS, FEATURES), small.block(Factorized)),
+        "small": (
+            FullNormal(*moments_of(20, noise=0.01)),
+            random_block(key, FEATURES, HIDDEN, 0.01, Factorized),
+        ),
         "large": (
-            large.belief(FullNormal, TOKENS, FEATURES),
-            large.dense(MatrixNormal, FEATURES, 2),
+            FullNormal(*moments_of(21, noise=1.0)),
+            random_dense_params(key, MatrixNormal, (FEATURES, 2)),
         ),
         "matrices": (FullNormal(*operands[:2]), FullNormal(*operands[2:])),
     }

@@ -19,12 +19,14 @@ from moment_jax.layers import (
     relu,
 )
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, OutputShared, Point
-from tests.builders import KERNEL_FAMILIES
+from tests.builders import KERNEL_FAMILIES, random_block, random_kernel
 from tests.reference.examples import (
     FEATURES,
+    HIDDEN,
     TOKENS,
-    Examples,
     assert_same,
+    attention_of,
+    moments_of,
     name,
 )
 
@@ -33,16 +35,15 @@ def compiled(transform, **options):
     return jax.jit(partial(transform, **options))
 
 
-def certain_input(make):
-    mean = make.array(TOKENS, FEATURES)
-    return mean, jnp.zeros((*mean.shape, *mean.shape))
+def certain_input(seed):
+    mean, cov = moments_of(seed)
+    return mean, jnp.zeros_like(cov)
 
 
 @pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name)
 def test_dense_moments_are_what_kernels_add(family):
-    make = Examples(10)
-    belief = make.belief(family, FEATURES, 2)
-    moment = make.array(FEATURES, FEATURES)
+    belief = random_kernel(jax.random.key(10), family, (FEATURES, 2))
+    moment = jax.random.normal(jax.random.key(11), (FEATURES, FEATURES))
     cov = reference.dense_moments(belief).cov
     np.testing.assert_allclose(
         belief.noise_block(moment), jnp.einsum("ij,iojp->op", moment, cov), rtol=1e-10, atol=1e-12
@@ -56,39 +57,33 @@ def test_dense_moments_of_another_kind():
 
 
 def test_relu():
-    make = Examples(11, noise=1.0)
-    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
+    mean, cov = moments_of(11, noise=1.0)
     cov = cov.at[0].set(0).at[:, :, 0].set(0)  # the first token is certain
     assert_same(jax.jit(relu)(mean, Full(cov)), reference.relu(mean, cov))
 
 
 # Only dense layers depend on the family, so each family is tested in some parts of the network.
-@pytest.mark.parametrize("family", [Factorized, MatrixNormal, FullNormal], ids=name)
-def test_attention_with_one_head(family):
-    make = Examples(12)
-    mean, cov = certain_input(make)
-    params = make.attention(family)
-    expected = reference.attention(mean, cov, params, num_heads=1)
-    assert_same(compiled(attention, num_heads=1, order=1)(mean, Full(cov), params), expected)
-
-
 @pytest.mark.parametrize(
-    ("family", "output_family"),
-    [(Point, FullNormal), (Factorized, Point), (OutputShared, MatrixNormal)],
-    ids=name,
+    ("num_heads", "families"),
+    [
+        (1, [MatrixNormal]),
+        (1, [FullNormal]),
+        (2, [Point, FullNormal]),
+        (2, [Factorized, Point]),
+        (2, [OutputShared, MatrixNormal]),
+    ],
 )
-def test_attention_with_independent_heads(family, output_family):
-    make = Examples(13)
-    mean, cov = certain_input(make)
-    params = make.attention(family, output_family)
-    expected = reference.attention(mean, cov, params, num_heads=2)
-    assert_same(compiled(attention, num_heads=2, order=1)(mean, Full(cov), params), expected)
+def test_attention_with_independent_heads(num_heads, families):
+    mean, cov = certain_input(12)
+    params = attention_of(12, *families)
+    expected = reference.attention(mean, cov, params, num_heads=num_heads)
+    got = compiled(attention, num_heads=num_heads, order=1)(mean, Full(cov), params)
+    assert_same(got, expected)
 
 
 def test_heads_of_correlated_kernels_are_not_independent():
-    make = Examples(14)
-    mean, cov = certain_input(make)
-    params = make.attention(FullNormal, Point)
+    mean, cov = certain_input(14)
+    params = attention_of(14, FullNormal, Point)
     identity = DenseParams(Point(jnp.eye(FEATURES)))
     params = AttentionParams(params.query, params.key, params.value, identity)
     _, got = compiled(attention, num_heads=2, order=1)(mean, Full(cov), params)
@@ -102,20 +97,17 @@ def test_heads_of_correlated_kernels_are_not_independent():
     assert np.max(np.abs(got[:, 0, :, :, 1, :])) > 1e-3
 
 
-@pytest.mark.parametrize("family", [OutputShared, MatrixNormal, FullNormal], ids=name)
+@pytest.mark.parametrize("family", [MatrixNormal, FullNormal], ids=name)
 def test_feed_forward(family):
-    make = Examples(15)
-    mean, cov = make.array(TOKENS, FEATURES), make.cov(TOKENS, FEATURES)
-    params = make.feed_forward(family)
+    mean, cov = moments_of(15)
+    params = random_block(jax.random.key(15), FEATURES, HIDDEN, 0.3, family).feed_forward
     got = compiled(feed_forward, activation=relu)(mean, Full(cov), params)
     assert_same(got, reference.feed_forward(mean, cov, params))
 
 
-@pytest.mark.parametrize("family", [Factorized, Point], ids=name)
-def test_block_with_independent_residuals(family):
-    make = Examples(16)
-    mean, cov = certain_input(make)
-    params = make.block(family)
+def test_block_with_independent_residuals():
+    mean, cov = certain_input(16)
+    params = random_block(jax.random.key(16), FEATURES, HIDDEN, 0.3)
     expected = reference.encoder_block(mean, cov, params, num_heads=2)
 
     @jax.jit
@@ -128,11 +120,9 @@ def test_block_with_independent_residuals(family):
     assert_same(block(mean, Full(cov), params), expected)
 
 
-@pytest.mark.parametrize("family", [Factorized, OutputShared], ids=name)
-def test_block_with_its_residual_covariance(family):
-    make = Examples(17)
-    mean, cov = certain_input(make)
-    params = make.block(family)
+def test_block_with_its_residual_covariance():
+    mean, cov = certain_input(17)
+    params = random_block(jax.random.key(17), FEATURES, HIDDEN, 0.3, OutputShared)
     got = compiled(encoder_block, num_heads=2, order=1)(mean, Full(cov), params)
 
     branch = reference.attention(mean, cov, params.attention, num_heads=2)

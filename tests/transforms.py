@@ -1,0 +1,64 @@
+"""Every public transform of a sequence, under one signature."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+import moment_jax as mj
+from tests.builders import decoder_of
+
+
+class Given(NamedTuple):
+    """Arguments beside the sequence (T, D); a block has two heads."""
+
+    block: mj.EncoderBlockParams
+    other: tuple[Any, Any]  # moments of a matrix (D, N)
+    memory: tuple[Any, Any]  # moments of a sequence (S, D)
+    seen: Any = None  # which tokens (T,) `softmax` and `mean_pool` see
+    mask: Any = None  # of queries and own keys
+    memory_mask: Any = None  # of queries and keys of the memory
+    order: int = 2
+    norm_first: bool = False
+
+    def heads(self, **mask: Any) -> dict[str, Any]:
+        return {"num_heads": 2, "order": self.order, **mask}
+
+
+def _softmax(mean, cov, given):
+    mask = None if given.seen is None else jnp.broadcast_to(given.seen[:, None], mean.shape)
+    return mj.softmax(mean, cov, mask=mask, order=given.order)
+
+
+TRANSFORMS = {
+    "dense": lambda m, c, given: mj.dense(m, c, given.block.feed_forward.hidden),
+    "matmul": lambda m, c, given: mj.matmul(m, c, *given.other),
+    "relu": lambda m, c, given: mj.relu(m, c),
+    "gelu": lambda m, c, given: mj.gelu(m, c),
+    "tanh": lambda m, c, given: mj.activation(m, c, jnp.tanh),
+    "softmax": _softmax,
+    "layer_norm": lambda m, c, given: mj.layer_norm(m, c, given.block.norm1, order=given.order),
+    "mean_pool": lambda m, c, given: mj.mean_pool(m, c, given.seen),
+    "feed_forward": lambda m, c, given: mj.feed_forward(
+        m, c, given.block.feed_forward, activation=mj.gelu
+    ),
+    "attention": lambda m, c, given: mj.attention(
+        m, c, given.block.attention, **given.heads(mask=given.mask)
+    ),
+    "cross_attention": lambda m, c, given: mj.cross_attention(
+        m, c, *given.memory, given.block.attention, **given.heads(mask=given.memory_mask)
+    ),
+    "encoder_block": lambda m, c, given: mj.encoder_block(
+        m, c, given.block, norm_first=given.norm_first, **given.heads(mask=given.mask)
+    ),
+    "decoder_block": lambda m, c, given: mj.decoder_block(
+        m,
+        c,
+        *given.memory,
+        decoder_of(given.block),
+        norm_first=given.norm_first,
+        **given.heads(mask=given.mask, memory_mask=given.memory_mask),
+    ),
+}
+"""Functions of mean (T, D), covariance and `Given`."""
