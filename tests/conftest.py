@@ -10,12 +10,7 @@ import jax
 import pytest
 
 jax.config.update("jax_enable_x64", True)
-# Most of the time goes into compiling. The older emitters of XLA for CPU take less than half the time of
-# the newer ones. Later releases do not have them, and abort at the flag, which is read when the first
-# program is compiled, here and in processes that tests start.
-if jax.__version_info__ < (0, 10, 2):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+# Most of the time goes into compiling many tiny programs.
 jax.config.update("jax_disable_most_optimizations", True)
 
 # Tracing allocates many long-lived objects. Collecting garbage less often saves about a tenth of the CPU
