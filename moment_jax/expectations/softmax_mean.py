@@ -181,8 +181,15 @@ def _quotient(x: Array, y: Array) -> Array:
 
 
 def _contrast(weights: Array, variance: Array, pulled: Array) -> Array:
-    """Var[s_i - a^T s], given R a."""
-    return _nonnegative(variance - 2 * pulled + _total(weights * pulled))
+    """Var[s_i - a^T s], given R a; 0 where it is rounding, with the full derivative at zero R.
+
+    The key with nearly all of a row's weight has next to none, and quotients of rounding errors would
+    decide its shrinkage.
+    """
+    common = _total(weights * pulled)
+    contrast = variance - 2 * pulled + common
+    rounding = 16 * jnp.finfo(pulled.dtype).eps * (variance + jnp.abs(pulled) + jnp.abs(common))
+    return jnp.where(contrast < rounding, 0, contrast)
 
 
 def _shrinkage(

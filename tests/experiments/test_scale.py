@@ -231,9 +231,9 @@ def test_a_share_that_grows_is_a_fault():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--part", "nothing"], "knows no part"),
-        (["--network", "tiny"], "knows no network"),
-        (["--structure", "Dense"], "knows no structure"),
+        (["--part", "nothing"], "--part: invalid choice: 'nothing'"),
+        (["--network", "tiny"], "--network: invalid choice: 'tiny'"),
+        (["--structure", "Dense"], "--structure: invalid choice: 'Dense'"),
     ],
 )
 def test_options(arguments, message, capsys):

@@ -10,7 +10,7 @@ from flax import nnx
 
 import moment_jax as mj
 from tests.builders import ALL_STRUCTURES, KERNEL_FAMILIES, assert_close, random_kernel
-from tests.posterior.families import dense_kernel_cov
+from tests.posterior.families import dense_cov
 
 ROWS, FEATURES = 5, 3
 IDS = jnp.array([3, 0, 3, 4, 0, 3])
@@ -18,11 +18,16 @@ KEY, RNGS = jax.random.key(4), nnx.Rngs(0)
 TABLES = {family: random_kernel(KEY, family, (ROWS, FEATURES)) for family in KERNEL_FAMILIES}
 
 
+def _dense(table):
+    """Cov[w_io, w_jp], (in, out, in, out)."""
+    return dense_cov(table).reshape(*table.shape, *table.shape)
+
+
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_the_covariance_is_that_of_the_rows(structure):
     """Cov[x_td, x_se] = Cov[w_(ids t)d, w_(ids s)e]: equal ids have equal rows."""
     ids = np.asarray(IDS)
-    exact = [dense_kernel_cov(table)[ids][:, :, ids] for table in TABLES.values()]
+    exact = [_dense(table)[ids][:, :, ids] for table in TABLES.values()]
 
     @jax.jit
     def both(tables, exact):
@@ -44,12 +49,12 @@ def test_the_covariance_is_that_of_the_rows(structure):
 @pytest.mark.parametrize("family", KERNEL_FAMILIES)
 def test_rows_and_transpose_of_a_belief(family):
     table = TABLES[family]
-    chosen, dense = np.array([4, 1, 2]), dense_kernel_cov(table)
+    chosen, dense = np.array([4, 1, 2]), _dense(table)
     rows, turned = table.rows(chosen), table.transpose()
     assert_close(rows.mean, table.mean[chosen])
-    assert_close(dense_kernel_cov(rows), dense[chosen][:, :, chosen])
+    assert_close(_dense(rows), dense[chosen][:, :, chosen])
     assert_close(turned.mean, table.mean.T)
-    assert_close(dense_kernel_cov(turned), dense.transpose(1, 0, 3, 2))
+    assert_close(_dense(turned), dense.transpose(1, 0, 3, 2))
 
 
 def test_tied_logits_against_the_dense_formula():

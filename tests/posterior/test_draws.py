@@ -5,14 +5,14 @@ import numpy as np
 
 from moment_jax.layers import DenseParams, EncoderBlockParams
 from moment_jax.posterior import Factorized, Point, sample_params
-from tests.reference.examples import Examples
+from tests.builders import random_block, random_vector
 
 KEY = jax.random.key(0)
 draw = jax.jit(sample_params)
 
 
 def test_sample_params_keeps_the_tree():
-    params = Examples(30).block(Point)
+    params = random_block(KEY, 4, 6, family=Point)
     shapes = jax.eval_shape(sample_params, params, KEY)
     assert isinstance(shapes, EncoderBlockParams)
     assert shapes.attention.query.kernel.shape == params.attention.query.kernel.shape
@@ -27,8 +27,8 @@ def test_sample_params_keeps_the_tree():
 
 def test_sample_params_draws_each_leaf_with_its_own_key():
     """Also where leaves alike in family and shape are drawn together, and others lie between them."""
-    make = Examples(31)
-    beliefs = [make.belief(Factorized, size) for size in (2, 3, 2)]
+    keys = jax.random.split(KEY, 3)
+    beliefs = [random_vector(k, Factorized, n) for k, n in zip(keys, (2, 3, 2), strict=True)]
     got = draw(beliefs, KEY)
 
     @jax.jit
