@@ -141,7 +141,7 @@ class DiscreteAutoencoder(CodedImages, Composite):
             gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
         )
 
-    def negative_elbo(  # type: ignore[override]  # the divergence of the weights needs more
+    def negative_elbo(
         self,
         images: Array,
         key: Array,
@@ -178,7 +178,7 @@ class DiscreteAutoencoder(CodedImages, Composite):
                 f"the number of images given. Got {dataset_size} for images {tuple(images.shape)}."
             )
         check_weight("negative_elbo", "kl_weight", kl_weight)
-        bound = super().negative_elbo(images, key, temperature, straight_through=straight_through)
+        bound = self._bound(images, key, temperature, straight_through=straight_through)
         return bound._replace(weight_kl=kl_weight * self.kl() / dataset_size)
 
     def _log_likelihood(self, target: Array, z: Array) -> Array:

@@ -97,15 +97,10 @@ class CodedImages:
             fn = jax.vmap(fn)
         return fn(target, *moments)
 
-    def negative_elbo(
-        self,
-        images: Array,
-        key: Array,
-        temperature: Array | float,
-        *,
-        straight_through: bool = False,
+    def _bound(
+        self, images: Array, key: Array, temperature: Array | float, *, straight_through: bool
     ) -> NegativeElbo:
-        """The negative ELBO in nats for each image: see `DiscreteAutoencoder.negative_elbo`."""
+        """The negative ELBO for each image, without the divergence of the weights."""
         log_probs = self.code_log_probs(images)
         z = gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
         fit = self._log_likelihood(self.cut(images), z)
@@ -153,6 +148,17 @@ class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
             # No quadrature without uncertainty.
             return jnp.sum(target * mean - jax.nn.softplus(mean), axis=(-2, -1))
         return self._over_images(target, mean, jnp.zeros_like(mean))
+
+    def negative_elbo(
+        self,
+        images: Array,
+        key: Array,
+        temperature: Array | float,
+        *,
+        straight_through: bool = False,
+    ) -> NegativeElbo:
+        """The negative ELBO in nats for each image: see `DiscreteAutoencoder.negative_elbo`."""
+        return self._bound(images, key, temperature, straight_through=straight_through)
 
     def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array]:
         """Codes (N, T) from the uniform prior, and the patches that they decode to."""
