@@ -51,7 +51,9 @@ class ValueNoise:
     def token_gram(self, metric: Array) -> Array:
         """Token Gram matrix between different heads, under a metric (H K, H K), (T, T)."""
         h, t, s = self.weights.shape
-        shares = jnp.sum((self.features * metric).reshape(*self.blocks, *self.blocks), axis=(1, 3))
+        # Rows first: splitting the last axis of a large array moves it on a TPU.
+        rows = jnp.sum((self.features * metric).reshape(*self.blocks, -1), axis=1)
+        shares = jnp.sum(rows.reshape(h, *self.blocks), axis=2)
         shares = jnp.where(on_diagonal(shares.shape), 0, shares)
         if self.pattern is not None:
             with in_float32():
@@ -86,13 +88,11 @@ class ValueNoise:
 
     def feature_gram(self) -> Array:
         """Covariance of the sum over tokens, (H K, H K)."""
-        h, width = self.blocks
-
-        def repeated(rows: Array) -> Array:
-            """Each of H rows K times, which moves nothing on a TPU."""
-            return jnp.broadcast_to(rows[:, None], (h, width, rows.shape[1])).reshape(h * width, -1)
-
-        return self.features * repeated(repeated(self.shares.T).T)
+        width = self.blocks[1]
+        by_row = self.features.reshape(*self.blocks, -1)
+        return (by_row * jnp.repeat(self.shares, width, axis=1)[:, None]).reshape(
+            self.features.shape
+        )
 
     def mapped_variance(self, kernel: Array) -> Array:
         """Variances of the averages times a kernel (H K, D), (T, D)."""
