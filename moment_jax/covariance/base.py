@@ -9,8 +9,9 @@ A method computes the projection of the textbook result without forming the (T, 
 """
 
 import abc
+import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -100,14 +101,20 @@ class Covariance(abc.ABC):
     # -- queries --------------------------------------------------------------------------------
 
     @property
-    @abc.abstractmethod
     def shape(self) -> tuple[int, int]:
-        """(T, D), the shape of the array whose covariance this is."""
+        """(T, D), the shape of the array whose covariance this is; by default of the first field."""
+        shape = self._first().shape
+        return shape[0], shape[1]
 
     @property
-    @abc.abstractmethod
     def dtype(self) -> jnp.dtype:
-        """Floating-point type of the moments."""
+        """Floating-point type of the moments; by default of the first field."""
+        return self._first().dtype
+
+    def _first(self) -> Array:
+        own: Any = self
+        first: Array = getattr(self, dataclasses.fields(own)[0].name)
+        return first
 
     @abc.abstractmethod
     def variance(self) -> Array:

@@ -65,14 +65,6 @@ class Diagonal(Covariance):
     def independent(cls, variance: Array) -> Self:
         return cls(variance)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.variances.shape[0], self.variances.shape[1]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.variances.dtype
-
     def variance(self) -> Array:
         return self.variances
 

@@ -61,14 +61,6 @@ class Full(Covariance):
     def independent(cls, variance: Array) -> Self:
         return cls(diagonal_matrix(variance.ravel()).reshape(*variance.shape, *variance.shape))
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.cov.shape[0], self.cov.shape[1]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.cov.dtype
-
     def variance(self) -> Array:
         return jnp.einsum("tdtd->td", self.cov)
 

@@ -61,14 +61,6 @@ class TokenBlock(Covariance):
     def independent(cls, variance: Array) -> Self:
         return cls(diagonal_matrix(variance))
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.blocks.shape[0], self.blocks.shape[1]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.blocks.dtype
-
     def variance(self) -> Array:
         return jnp.einsum("tdd->td", self.blocks)
 
