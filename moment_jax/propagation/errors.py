@@ -10,7 +10,10 @@ import numpy as np
 
 
 class PropagationError(NotImplementedError):
-    """Raised for an operation on random values that `propagate` has no rule for."""
+    """Raised for an operation on random values that `propagate` has no rule for.
+
+    A `NotImplementedError`, as JAX raises where a primitive lacks a rule of its own.
+    """
 
 
 def refuse(what: str, source: Any, fix: str) -> PropagationError:

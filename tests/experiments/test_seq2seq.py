@@ -256,7 +256,7 @@ def test_a_package_without_the_file(monkeypatch, tmp_path):
 
 def test_the_real_series():
     if importlib.util.find_spec("vega_datasets") is None:
-        pytest.skip("vega_datasets is not installed")
+        pytest.skip("the extra `forecast` (vega_datasets) is not installed")
     series = data.load()
     assert series.hour[0] == 0
     assert series.hour[-1] == 365 * DAY - 1
