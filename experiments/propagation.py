@@ -44,23 +44,15 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
         logits, logit_cov = mj.dense(*mj.mean_pool(mean, cov), head)
         return output, (logits[0], jnp.sqrt(logit_cov.variance()[0]))
 
-    explicit = mj.with_feature_statistics(one)
-
-    def batch(inputs: Array, given: tuple[Any, Any]) -> tuple[Any, Any]:
-        statistics, params = given
-
-        def run(x: Array) -> tuple[Any, Any]:
-            return explicit(statistics, x, params)
+    def batch(inputs: Array, params: tuple[Any, Any, Any]) -> Any:
+        def run(x: Array) -> Any:
+            return one(x, params)
 
         if structure is mj.Full:  # one sequence at a time: its memory is T^4 and (T D)^2
             return jax.lax.map(run, inputs)
-        return jax.vmap(run, axis_name="batch")(inputs)
+        return jax.vmap(run)(inputs)
 
-    params, statistics = (case.layers, case.blocks, case.head), None
-    if structure is mj.FrozenSeparable:  # averaged over the inputs without truth
-        written = jax.jit(batch)(jnp.asarray(case.others), (None, params))[1]
-        statistics = jax.tree.map(lambda leaf: leaf.mean(axis=0), written)
-    return _compiled(lambda *given: batch(*given)[0], case.inputs, (statistics, params))
+    return _compiled(batch, case.inputs, (case.layers, case.blocks, case.head))
 
 
 def plain_block(arrays: Any, num_heads: int) -> mj.nn.PlainEncoderBlock:

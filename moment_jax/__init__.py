@@ -4,8 +4,6 @@ Every layer is a pure function `(mean, cov, params) -> (mean, cov)` of one (T, D
 it, differentiate it. The type of `cov` says what is kept of the covariance.
 """
 
-from typing import Any
-
 from moment_jax import (
     brownian,
     decoding,
@@ -21,17 +19,11 @@ from moment_jax import (
 )
 from moment_jax.covariance import (
     STRUCTURES,
-    BatchSeparable,
-    ByProjection,
     Covariance,
     Diagonal,
-    FrozenSeparable,
     Full,
     Separable,
-    TokenBlock,
-    TokenCorrelated,
     register_fields,
-    with_feature_statistics,
 )
 from moment_jax.inference import fit
 from moment_jax.layers import (
@@ -68,21 +60,16 @@ __all__ = [
     "DEFAULT_STRUCTURE",
     "STRUCTURES",
     "AttentionParams",
-    "BatchSeparable",
-    "ByProjection",
     "Covariance",
     "DecoderBlockParams",
     "DenseParams",
     "Diagonal",
     "EncoderBlockParams",
     "FeedForwardParams",
-    "FrozenSeparable",
     "Full",
     "NormParams",
     "PropagationError",
     "Separable",
-    "TokenBlock",
-    "TokenCorrelated",
     "__version__",
     "activation",
     "attention",
@@ -118,12 +105,4 @@ __all__ = [
     "rms_norm",
     "sinusoidal_positions",
     "softmax",
-    "with_feature_statistics",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """`MomentRegressor` and `MomentClassifier`, for which scikit-learn is imported only now."""
-    if name in inference.ESTIMATORS:
-        return getattr(inference, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -99,7 +99,7 @@ def _masked_logits(graph: Any, state: Any, inputs: Array, masks: Array) -> tuple
         def logits(x: Array) -> tuple[Array, Array]:
             mean, cov = module.encoder.moments(*enter(module, x), (masked, final_norm), None)
             mean, cov = module.stages[-1].moments(mean, cov)
-            return mean[0], cov.blocks[0]
+            return mean[0], cov.cov[0, :, 0]
 
         return jax.lax.map(logits, inputs, batch_size=50)
 

@@ -53,9 +53,9 @@ class TextClassifier(TextTransformer):
 
     def _logits(self, mean: Array, cov: mj.Covariance, valid: Array) -> tuple[Array, Array]:
         pooled, pooled_cov = mj.mean_pool(mean, cov, valid)
-        features = mj.TokenBlock(pooled_cov.token_blocks())
+        features = mj.Full(pooled_cov.token_blocks()[:, :, None])
         logits, logit_cov = mj.dense(pooled, features, self.head.params)
-        return logits[0], logit_cov.blocks[0]
+        return logits[0], logit_cov.cov[0, :, 0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from moment_jax.covariance.fields import (
 )
 from moment_jax.covariance.low_rank import low_rank_variance
 from moment_jax.covariance.numerics import vector_variance
-from moment_jax.xla import by_tokens, diagonal_matrix
+from moment_jax.xla import diagonal_matrix
 
 
 @register_fields
@@ -38,9 +38,7 @@ class Diagonal(Covariance):
 
     variances: Array
 
-    independent_tokens: ClassVar[bool] = True
     feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1}
-    token_fields: ClassVar[frozenset[str]] = frozenset({"variances"})
 
     def __post_init__(self) -> None:
         call = "Diagonal(variances)"
@@ -49,7 +47,7 @@ class Diagonal(Covariance):
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(by_tokens(jnp.zeros(sequence_shape(cls, shape), dtype)))
+        return cls(jnp.zeros(sequence_shape(cls, shape), dtype))
 
     @classmethod
     def project(cls, dense: Array) -> Self:
@@ -64,6 +62,15 @@ class Diagonal(Covariance):
     @classmethod
     def independent(cls, variance: Array) -> Self:
         return cls(variance)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        t, d = self.variances.shape[:2]
+        return t, d
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.variances.dtype
 
     def variance(self) -> Array:
         return self.variances

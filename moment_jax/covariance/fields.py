@@ -193,7 +193,7 @@ def check_correlations(
     call: str,
     scale: object,
     tokens: object,
-    features: object = None,
+    features: object,
     pool: object = None,
     sum_variance: object = None,
 ) -> None:

@@ -1,5 +1,7 @@
 """`Full`: the complete covariance, T^2 D^2 numbers; the reference for all other structures."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -61,11 +63,23 @@ class Full(Covariance):
     def independent(cls, variance: Array) -> Self:
         return cls(diagonal_matrix(variance.ravel()).reshape(*variance.shape, *variance.shape))
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        t, d = self.cov.shape[:2]
+        return t, d
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.cov.dtype
+
     def variance(self) -> Array:
         return jnp.einsum("tdtd->td", self.cov)
 
     def to_dense(self) -> Array:
         return self.cov
+
+    def full(self) -> Full:
+        return self
 
     def token_blocks(self) -> Array:
         return jnp.einsum("tdte->tde", self.cov)

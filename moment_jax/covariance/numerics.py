@@ -7,15 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from moment_jax.xla import (
-    diagonal_matrix,
-    diagonal_of,
-    materialized,
-    on_chip,
-    on_diagonal,
-    product_with_transposed,
-    split_by_tokens,
-)
+from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, on_diagonal
 
 
 @jax.custom_jvp
@@ -75,20 +67,7 @@ def _infinite_where(void: Array, divisor: Array) -> Array:
     return jnp.where(void, jnp.full((), jnp.inf, divisor.dtype), divisor)
 
 
-def gram(rows: Array, metric: Array | None = None) -> Array:
-    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None.
-
-    Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
-    """
-    if on_chip():  # Mosaic has no rule for symbolic zeros
-        symmetric = metric if metric is None or metric.ndim == 1 else 0.5 * (metric + metric.T)
-        return under(rows, symmetric) @ rows.T
-    if split_by_tokens():  # a transposed sum would move blocks between devices
-        return product_with_transposed(under(rows, metric), rows)
-    return _gram(rows, metric)
-
-
-def under(rows: Array, metric: Array | None) -> Array:
+def _under(rows: Array, metric: Array | None) -> Array:
     """Rows (T, D) times a matrix (D, D), a diagonal (D,), or None for the identity."""
     if metric is None:
         return rows
@@ -96,8 +75,12 @@ def under(rows: Array, metric: Array | None) -> Array:
 
 
 @jax.custom_jvp
-def _gram(rows: Array, metric: Array | None) -> Array:
-    return under(rows, metric) @ rows.T
+def gram(rows: Array, metric: Array | None = None) -> Array:
+    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None.
+
+    Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
+    """
+    return _under(rows, metric) @ rows.T
 
 
 def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
@@ -105,14 +88,14 @@ def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Arra
     (rows, metric), (change, metric_change) = primals, tangents
     halves = []
     if not isinstance(change, SymbolicZero):
-        halves.append(under(change, metric))
+        halves.append(_under(change, metric))
     if metric is not None and not isinstance(metric_change, SymbolicZero):
-        halves.append(0.5 * under(rows, metric_change))
+        halves.append(0.5 * _under(rows, metric_change))
     half = sum(halves[1:], halves[0]) @ rows.T
-    return _gram(rows, metric), materialized(half + half.T)
+    return gram(rows, metric), materialized(half + half.T)
 
 
-_gram.defjvp(_gram_jvp, symbolic_zeros=True)
+gram.defjvp(_gram_jvp, symbolic_zeros=True)
 
 
 def vector_variance(cov: Array) -> Array:

@@ -21,7 +21,7 @@ from moment_jax.covariance.numerics import (
     weighted,
 )
 from moment_jax.covariance.separable_grams import FeatureGram, Grams, MadeOfGrams
-from moment_jax.xla import by_tokens, rows_diagonal
+from moment_jax.xla import diagonal_of
 
 DEFAULTS = ("pool", "sum_variance")  # fields that may be None
 
@@ -48,13 +48,7 @@ class Separable(MadeOfGrams):
     trained posteriors are within about a tenth of rank one.) In a wide layer, elementwise functions
     apply one gain per feature to the covariance of the sum.
 
-    With 512 tokens (8 times `landmarks`) or more, attention computes Gram matrices between queries by
-    regression on 64 of them: T^2 operations instead of T^3. All queries must see the same keys: no
-    mask, or one of shape (1, S), as the modules make from `valid`. Budget: sd of tokens and logits .003
-    to .005 below those with all queries (two trained networks of 256 and 1,024 tokens, nine images),
-    where the structure itself is 1 to 11 % off. bfloat16 products are too coarse for it, and it is off
-    when tokens are spread over devices. The class attribute is read while tracing;
-    `mj.Separable.landmarks = 0` uses all queries at any length.
+    Attention takes T^3 operations: for up to some 512 tokens. Use `Diagonal` beyond.
 
     Assumes that all pairs of features have the same token correlation.
 
@@ -77,8 +71,6 @@ class Separable(MadeOfGrams):
         "feature_correlation": 0,
         "sum_variance": 0,
     }
-    token_fields: ClassVar[frozenset[str]] = frozenset({"scale", "token_correlation", "pool"})
-    landmarks: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
         call = "Separable(scale, token_correlation, feature_correlation)"
@@ -107,7 +99,7 @@ class Separable(MadeOfGrams):
         ratio = safe_divide(self.pooled_variance(weights), self.pooled_variance())
         known: Grams | None = self.known("grams")
         if known is not None:
-            gain = self.share(safe_sqrt(ratio))
+            gain = safe_sqrt(ratio)
             known = known._replace(features=known.features.rescaled(gain))
         variance = None if self.sum_variance is None else self.sum_variance * ratio
         return self.with_grams(known, pool=pool, sum_variance=variance)
@@ -146,9 +138,8 @@ class Separable(MadeOfGrams):
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
         t, d = sequence_shape(cls, shape)
-        unit, none = by_tokens(jnp.eye(t, dtype=dtype)), jnp.zeros(d, dtype)
-        scale = by_tokens(jnp.zeros(shape, dtype))
-        return cls(scale, unit, jnp.eye(d, dtype=dtype), sum_variance=none)
+        unit, none = jnp.eye(t, dtype=dtype), jnp.zeros(d, dtype)
+        return cls(jnp.zeros(shape, dtype), unit, jnp.eye(d, dtype=dtype), sum_variance=none)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -189,7 +180,7 @@ class Separable(MadeOfGrams):
     def fitted_token_gram(self, energy: Array) -> Array:
         """The token Gram matrix with another diagonal, (T,), and the same correlation, (T, T)."""
         token_gram = self.token_gram()
-        root = safe_sqrt(safe_divide(energy, rows_diagonal(token_gram)))
+        root = safe_sqrt(safe_divide(energy, diagonal_of(token_gram)))
         return root[:, None] * token_gram * root[None, :]
 
     def feature_gram(self) -> Array:
@@ -204,11 +195,11 @@ class Separable(MadeOfGrams):
         rows = weighted(self.scale, self.pool)
         if self.sum_variance is None:
             inner = gram(rows.T, self.token_correlation)
-            return FeatureGram(self.feature_correlation * inner).shared(self.share)
+            return FeatureGram(self.feature_correlation * inner)
         sign = jnp.where(jnp.sum(rows, axis=0) < 0, -1, 1).astype(self.dtype)
         root = sign * safe_sqrt(self.sum_variance)
         whole = root[:, None] * self.feature_correlation * root[None, :]
-        return FeatureGram(whole, variance=self.sum_variance).shared(self.share)
+        return FeatureGram(whole, variance=self.sum_variance)
 
     def summed_variance(self) -> Array:
         """Variances of the sum over tokens, (D,)."""
@@ -255,7 +246,7 @@ class Separable(MadeOfGrams):
         else:
             total = jnp.sum(weights, axis=0)
             ratio = safe_divide(self.pooled_variance(total), self.pooled_variance())
-        features = features.rescaled(self.share(safe_sqrt(ratio)))
+        features = features.rescaled(safe_sqrt(ratio))
         return self.from_moments(variance, token_gram, features)
 
     def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:

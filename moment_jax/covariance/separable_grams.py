@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import jax.numpy as jnp
@@ -19,12 +18,10 @@ from moment_jax.covariance.numerics import (
     vector_variance,
 )
 from moment_jax.xla import (
-    by_tokens,
     diagonal_matrix,
     diagonal_of,
     materialized,
     materialized_inputs,
-    rows_diagonal,
 )
 
 NARROW = 12  # up to this many features `from_crossed` restores positive semidefiniteness
@@ -116,15 +113,6 @@ class FeatureGram(NamedTuple):
             return FeatureGram(self.inner, basis, diagonal, variance)
         return FeatureGram(gain[:, None] * self.inner * gain[None, :], None, diagonal, variance)
 
-    def shared(self, share: Callable[[Array], Array]) -> FeatureGram:
-        """Apply `share` to every part but the basis, which sequences have in common."""
-        parts = (self.inner, self.diagonal, self.variance)
-        inner, diagonal, variance = (None if part is None else share(part) for part in parts)
-        basis = self.basis
-        if basis is not None and inner is not None and inner is not self.inner:
-            basis = Basis(basis.rows, inner @ basis.rows)
-        return FeatureGram(inner, basis, diagonal, variance, self.reached)
-
     def without_noise(self) -> FeatureGram:
         """The matrix without the added diagonal."""
         return self._replace(diagonal=None, variance=None)
@@ -163,16 +151,6 @@ class Grams(NamedTuple):
 class MadeOfGrams(FormedLater, Covariance):
     """The constructors of `Separable`."""
 
-    @staticmethod
-    def share(statistic: Array) -> Array:
-        """A statistic of the features as this structure keeps it; here the sequence's own."""
-        return statistic
-
-    @classmethod
-    def own_variance(cls, variance: Array, token_gram: Array, pool: Array | None) -> Array:
-        """Variances of this sequence's sum, (D,), from the shared ones."""
-        return variance
-
     @classmethod
     def project(cls, dense: Array) -> Self:
         check_dense(dense)
@@ -193,19 +171,17 @@ class MadeOfGrams(FormedLater, Covariance):
     ) -> Self:
         """Build from variances (T, D), token Gram matrix (T, T) and covariance of the sum (D, D)."""
         variance = materialized(nonnegative(variance))
-        token_gram = materialized(by_tokens(token_gram))
+        token_gram = materialized(token_gram)
         if not isinstance(feature_gram, FeatureGram):
             feature_gram = FeatureGram(materialized(feature_gram))
-        feature_gram = feature_gram.shared(cls.share)
         total = nonnegative(feature_gram.diag())
         grams = Grams(variance, token_gram, feature_gram._replace(variance=total))
         later = {
             "scale": lambda: safe_sqrt(variance),
-            "token_correlation": lambda: correlation_of(token_gram, rows_diagonal(token_gram)),
+            "token_correlation": lambda: correlation_of(token_gram, diagonal_of(token_gram)),
             "feature_correlation": lambda: correlation_of(grams.features.dense()),
         }
-        sum_variance = cls.own_variance(total, token_gram, pool)
-        return cls.formed(later, grams=grams, pool=pool, sum_variance=sum_variance)
+        return cls.formed(later, grams=grams, pool=pool, sum_variance=total)
 
     @classmethod
     def from_crossed(

@@ -23,7 +23,6 @@ from moment_jax.xla import (
     diagonal_matrix,
     diagonal_of,
     materialized,
-    rows_diagonal,
 )
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ def kernel(cov: Separable, mean: Array, weights: RandomKernel) -> Moments:
     expected = weights.noise_variance(none[:1], features.diag()[None, :])[0]
     pattern = weights.noise_variance(none, cov.variance())
     pattern = pattern * safe_divide(diagonal_of(by_noise), expected)[None, :]
-    variance = weights.noise_variance(mean, none) + fit_rows(pattern, rows_diagonal(of_noise))
-    by_mean = weights.noise_block(cov.share(total[:, None] * total[None, :]))
+    variance = weights.noise_variance(mean, none) + fit_rows(pattern, diagonal_of(of_noise))
+    by_mean = weights.noise_block(total[:, None] * total[None, :])
     return variance, token_gram, FeatureGram(by_mean + by_noise)
 
 
@@ -106,7 +105,7 @@ def average_gain(cov: Separable, gain: Array) -> Array:
     rows = weighted(cov.scale, cov.pool)
     size = safe_sqrt(jnp.sum(rows**2, axis=1))
     shares = rows * (cov.token_correlation @ size)[:, None]
-    return cov.share(safe_divide(jnp.sum(shares * gain, axis=0), jnp.sum(shares, axis=0)))
+    return safe_divide(jnp.sum(shares * gain, axis=0), jnp.sum(shares, axis=0))
 
 
 def sum_variance(cov: Separable, weights: Array, known: Array) -> Array:

@@ -117,10 +117,6 @@ class FeedForwardTangent(NamedTuple):
         """The Jacobian's diagonal, (T, D)."""
         return self.gain @ (self.hidden_kernel.T * self.output_kernel)
 
-    def jacobian(self) -> Array:
-        """Each token's Jacobian, input features first, (T, D, D)."""
-        return jnp.einsum("if,tf,fo->tio", self.hidden_kernel, self.gain, self.output_kernel)
-
 
 @materialized_inputs
 def feed_forward(

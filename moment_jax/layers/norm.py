@@ -30,8 +30,8 @@ def layer_norm(
     has its second-order correction. With order 1 both are first-order Taylor at the mean.
 
     Assumes that x, the gain and the bias are mutually independent, and x Gaussian (order 2).
-    `TokenCorrelated` and `Separable` also assume that normalising keeps the correlation between tokens,
-    and `Separable` a scale of rank one (otherwise its variances are rescaled to fit).
+    `Separable` also assumes that normalising keeps the correlation between tokens, and a scale of rank
+    one (otherwise its variances are rescaled to fit).
 
     Args:
       mean: E[x], (T, D).

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Separable, TokenCorrelated
+from moment_jax.covariance import Covariance, Diagonal, Separable
 from moment_jax.covariance.numerics import nonnegative, safe_divide
 from moment_jax.xla import diagonal_of
 
@@ -112,19 +111,13 @@ class SharedNoise(NamedTuple):
         return self.energy**2 * jnp.sum(self.centred**2)
 
 
-@singledispatch
-def input_noise(cov: Any, centres: bool) -> Any:
+def input_noise(cov: Covariance, centres: bool) -> BlockNoise | VarianceNoise | SharedNoise:
     """The `InputNoise` of a covariance."""
+    if isinstance(cov, Diagonal):
+        return VarianceNoise(cov.variances, centres)
+    if isinstance(cov, Separable):
+        return SharedNoise.of(cov, centres)
     return BlockNoise.of(cov.token_blocks(), centres)
-
-
-@input_noise.register(Diagonal)
-@input_noise.register(TokenCorrelated)
-def _independent_features(cov: Any, centres: bool) -> VarianceNoise:
-    return VarianceNoise(cov.variance(), centres)
-
-
-input_noise.register(Separable, SharedNoise.of)
 
 
 def centred_rows(array: Array) -> Array:

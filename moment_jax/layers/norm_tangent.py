@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Separable, TokenCorrelated
-from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance import Diagonal, Separable
+from moment_jax.covariance.numerics import nonnegative, pooled, safe_divide, weighted
 from moment_jax.layers.norm_noise import SharedNoise, centred_rows, row_sums
-from moment_jax.xla import materialized, product_with_transposed
+from moment_jax.xla import materialized
 
 
 class NormTangent(NamedTuple):
@@ -51,13 +50,6 @@ class NormTangent(NamedTuple):
         assert self.linked is not None
         return self.centred(self.linked)
 
-    def jacobian(self) -> Array:
-        """Each token's Jacobian, input features first, (T, D, D)."""
-        d = self.normal.shape[1]
-        centre = self.centred(jnp.eye(d, dtype=self.normal.dtype))
-        lost = self.normal[:, :, None] * self.normal[:, None, :] / d
-        return (centre[None] - lost) * self.gain[:, None, :]
-
     def low_rank(self) -> tuple[Array, Array, Array]:
         """Arguments of `Covariance.map_low_rank`: gain (T, D), left and right (T, D, 2 or 1)."""
         d = self.normal.shape[1]
@@ -72,32 +64,18 @@ class NormTangent(NamedTuple):
         shares = weighted(pooled(cov.token_gram(), cov.pool)[:, None] * self.inverse, cov.pool)
         lost = (shares * self.linked).T @ self.normal
         kept = jnp.sum(shares) * self.centred(self.noise.features)
-        return cov.share(kept - lost / self.normal.shape[1]) * self.scale
+        return (kept - lost / self.normal.shape[1]) * self.scale
 
 
-@singledispatch
 def carry(cov: Any, tangent: NormTangent) -> Any:
     """Covariance of the normalised array."""
+    if isinstance(cov, Diagonal):
+        return Diagonal(_carried_variance(cov.variances, tangent))
+    if isinstance(cov, Separable):
+        return _carry_separable(cov, tangent)
     return cov.map_low_rank(*tangent.low_rank())
 
 
-@carry.register
-def _carry_diagonal(cov: Diagonal, tangent: NormTangent) -> Diagonal:
-    return Diagonal(_carried_variance(cov.variances, tangent))
-
-
-@carry.register
-def _carry_token_correlated(cov: TokenCorrelated, tangent: NormTangent) -> TokenCorrelated:
-    """Exact variances; the token correlation is unchanged.
-
-    Tokens lose different directions n_t, two of D, which one correlation for all features cannot hold.
-    """
-    variance = _carried_variance(cov.variance(), tangent)
-    sign = jnp.where(cov.scale < 0, -1, 1).astype(cov.dtype)
-    return TokenCorrelated(sign * safe_sqrt(variance), cov.correlation)
-
-
-@carry.register
 def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     """Exact for a scale of rank one; the token correlation is unchanged."""
     assert tangent.noise is not None
@@ -114,7 +92,7 @@ def _carry_separable(cov: Separable, tangent: NormTangent) -> Separable:
     # Covariance of the sum: over pairs of tokens, each without its lost direction.
     inverse, token_gram = weighted(tangent.inverse, cov.pool), cov.token_gram()
     pairs = inverse * token_gram * inverse.T
-    twice = (pairs * product_with_transposed(normal / d, pulled)) @ normal
+    twice = (pairs * ((normal / d) @ pulled.T)) @ normal
     total = jnp.sum(pairs, axis=1, keepdims=True)
     bent = normal.T @ (0.5 * twice - total * pulled)
     return cov.from_moments(

@@ -1,33 +1,25 @@
 """Residual connections: x + f(x), with the covariance between x and its own branch.
 
-Cov[x, f(x)] = Cov[x] J^T, J the expected Jacobian of the branch. `Full` keeps all of it, and
-`TokenBlock` each token's block. `TokenCorrelated` and `Diagonal` keep the part between a feature and
-itself, through the feed-forward layer and through the values of attention. What passes through queries
-and keys links only different features, so they drop it, and also everything of a branch that attends to
-a memory. `Separable` keeps its two Gram matrices, with gains and attention averaged over the tokens.
+Cov[x, f(x)] = Cov[x] J^T, J the expected Jacobian of the branch. `Full` keeps all of it. `Diagonal`
+keeps the part between a feature and itself, through the feed-forward layer and through the values of
+attention. What passes through queries and keys links only different features, so it drops it, and also
+everything of a branch that attends to a memory. `Separable` keeps its two Gram matrices, with gains and
+attention averaged over the tokens.
 """
 
-from functools import singledispatch
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import (
-    Covariance,
-    Diagonal,
-    Separable,
-    TokenBlock,
-    TokenCorrelated,
-)
-from moment_jax.covariance.numerics import gram, pooled, safe_divide, safe_sqrt, weighted
+from moment_jax.covariance import Covariance, Diagonal, Separable
+from moment_jax.covariance.numerics import pooled, safe_divide, safe_sqrt, weighted
 from moment_jax.layers.attention.inputs import merge_heads, split_heads
-from moment_jax.layers.attention.landmarks import mixed_by_landmarks
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.feed_forward import FeedForwardTangent
 from moment_jax.layers.norm_tangent import NormTangent
-from moment_jax.xla import diagonal_of, materialized, product_with_transposed, rows_diagonal
+from moment_jax.xla import diagonal_of, materialized
 
 S = TypeVar("S", bound=Covariance)
 Tangent = AttentionTangent | FeedForwardTangent
@@ -59,9 +51,12 @@ def residual(
     return materialized(mean + branch_mean), _add(cov, branch_cov, tangent, norm)
 
 
-@singledispatch
 def _add(cov: Any, branch: Any, tangent: Tangent, norm: NormTangent | None) -> Any:
-    """The generic case, through dense covariances."""
+    """Covariance of x + f(x); by default through dense covariances."""
+    if isinstance(cov, Diagonal):
+        return _add_diagonal(cov, branch, tangent, norm)
+    if isinstance(cov, Separable):
+        return _add_separable(cov, branch, tangent, norm)
 
     def carried(change: Array) -> Array:
         return tangent(change if norm is None else norm(change))
@@ -72,25 +67,6 @@ def _add(cov: Any, branch: Any, tangent: Tangent, norm: NormTangent | None) -> A
     return type(cov).project(total)
 
 
-@_add.register
-def _add_token_block(
-    cov: TokenBlock, branch: TokenBlock, tangent: Tangent, norm: NormTangent | None
-) -> TokenBlock:
-    if isinstance(tangent, FeedForwardTangent):
-        jacobian = tangent.jacobian()
-    elif tangent.source_kernels is None:
-        return cov.add(branch)
-    else:
-        h, value_kernel = tangent.mixing.weights.shape[0], tangent.source_kernels[1]
-        value = value_kernel.reshape(value_kernel.shape[0], h, -1)
-        output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
-        jacobian = jnp.einsum("ihk,ht,hko->tio", value, tangent.own_weights(), output)
-    carried = cov.blocks if norm is None else cov.blocks @ norm.jacobian()
-    cross = carried @ jacobian
-    return TokenBlock(cov.blocks + branch.blocks + cross + jnp.swapaxes(cross, 1, 2))
-
-
-@_add.register
 def _add_diagonal(
     cov: Diagonal, branch: Diagonal, tangent: Tangent, norm: NormTangent | None
 ) -> Diagonal:
@@ -100,46 +76,13 @@ def _add_diagonal(
         paths = tangent.value_paths()
         if paths is None:
             return cov.add(branch)
-        returned = jnp.einsum("ht,hd->td", tangent.own_weights(), paths)
+        returned = jnp.einsum("ht,hd->td", tangent.mixing.own, paths)
     if norm is not None:
         returned = returned * norm.diagonal
     cross = _bounded(cov.variance() * returned, cov, branch)
     return Diagonal(cov.variances + branch.variances + 2 * cross)
 
 
-@_add.register
-def _add_token_correlated(
-    cov: TokenCorrelated,
-    branch: TokenCorrelated,
-    tangent: Tangent,
-    norm: NormTangent | None,
-) -> TokenCorrelated:
-    scale = cov.scale
-    entering = scale if norm is None else scale * norm.diagonal
-    if isinstance(tangent, FeedForwardTangent):
-        returned = entering * tangent.diagonal()
-        cross = scale * returned
-        token_gram = cov.correlation * (scale @ returned.T)
-    else:
-        value_paths = tangent.value_paths()
-        if value_paths is None:
-            return cov.add(branch)
-
-        def head(weights: Array, paths: Array) -> tuple[Array, Array]:
-            source = entering * paths[None, :]
-            variance = scale * ((weights * cov.correlation) @ source)
-            return variance, product_with_transposed(cov.correlation * (scale @ source.T), weights)
-
-        parts = jax.vmap(head)(tangent.mixing.weights, value_paths)
-        cross, token_gram = (jnp.sum(part, axis=0) for part in parts)
-    cross = _bounded(cross, cov, branch)
-    return TokenCorrelated.from_moments(
-        cov.variance() + branch.variance() + 2 * cross,
-        cov.token_gram() + branch.token_gram() + token_gram + token_gram.T,
-    )
-
-
-@_add.register
 def _add_separable(
     cov: Separable, branch: Separable, tangent: Tangent, norm: NormTangent | None
 ) -> Separable:
@@ -180,7 +123,7 @@ def _through_feed_forward(
     own = safe_divide(tangent.gain @ paths.T, diagonal_of(inner)[None, :] + 0 * entering)
     with_sum = entering * _with_sum(cov)
     missing = diagonal_of(feature_gram) - jnp.sum(with_sum * own, axis=0)
-    missing = _over(cov.share(missing), cov.share(jnp.sum(with_sum, axis=0)))
+    missing = _over(missing, jnp.sum(with_sum, axis=0))
     returned = entering * (own + missing[None])
     token_gram = cov.token_correlation * (cov.scale @ returned.T)
     return cov.scale * returned, token_gram, feature_gram
@@ -209,10 +152,10 @@ def _through_queries(
     own = weighted(own, cov.pool)
     own = safe_divide(own, jnp.broadcast_to(jnp.sum(own), own.shape))
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
-    jacobian = cov.share(tangent.query_jacobian(own, v, tangent.mixing.weights @ v))
+    jacobian = tangent.query_jacobian(own, v, tangent.mixing.weights @ v)
     bent = split_heads(features @ tangent.query_kernel, h) @ jacobian
-    sums = cov.share(jnp.sum(entering * _with_sum(cov), axis=0))
-    by_scores = entering * _over(cov.share(jnp.einsum("hdk,hkd->d", bent, output)), sums)[None]
+    sums = jnp.sum(entering * _with_sum(cov), axis=0)
+    by_scores = entering * _over(jnp.einsum("hdk,hkd->d", bent, output), sums)[None]
     token_gram = cov.token_correlation * (cov.scale @ by_scores.T)
     return cov.scale * by_scores, token_gram, jnp.einsum("hik,hko->io", bent, output)
 
@@ -236,19 +179,18 @@ def _through_mixing(
     output = tangent.output_kernel.reshape(h, -1, tangent.output_kernel.shape[1])
     linked = tangent.mixing.weights * normal[None]  # (H, T, S)
     mean = tangent.mixing.weights @ v
-    by_query = cov.share(tangent.query_jacobian(rows_diagonal(normal), v, mean))
+    by_query = tangent.query_jacobian(diagonal_of(normal), v, mean)
     by_query = split_heads(tangent.query_kernel, h) @ by_query
-    by_key = split_heads(key_kernel, h) @ cov.share(tangent.key_jacobian(linked, v, mean))
+    by_key = split_heads(key_kernel, h) @ tangent.key_jacobian(linked, v, mean)
     by_value = split_heads(features @ value_kernel, h)
     bent = split_heads(features @ merge_heads(by_query + by_key), h)  # (H, D, K)
-    straight = by_value * cov.share(jnp.sum(linked, axis=(1, 2)))[:, None, None]
+    straight = by_value * jnp.sum(linked, axis=(1, 2))[:, None, None]
     feature_gram = jnp.einsum("hik,hko->io", straight + bent, output)
 
     # The part between a feature and itself: through the values of every head, and through the scores.
     sums = jnp.sum(entering * _with_sum(cov), axis=0)
-    typical = cov.share(sums)
-    paths = _over(cov.share(jnp.einsum("hdk,hkd->hd", by_value, output)), typical)
-    by_scores = entering * _over(cov.share(jnp.einsum("hdk,hkd->d", bent, output)), typical)[None]
+    paths = _over(jnp.einsum("hdk,hkd->hd", by_value, output), sums)
+    by_scores = entering * _over(jnp.einsum("hdk,hkd->d", bent, output), sums)[None]
     size = safe_sqrt(jnp.sum(entering**2, axis=1))
     carried = (tangent.mixing.weights * cov.token_correlation[None]) @ size
     carried = safe_divide(carried, jnp.broadcast_to(size, carried.shape))
@@ -256,10 +198,5 @@ def _through_mixing(
     shares = paths @ sums
     shares = safe_divide(shares, jnp.broadcast_to(energy, shares.shape))
     mixed = jnp.einsum("h,htc->tc", shares, tangent.mixing.weights)
-    if tangent.mixing.landmarks is None:
-        token_gram = product_with_transposed(tokens, mixed)
-    else:
-        entered = cov.token_correlation * gram(entering)
-        token_gram = mixed_by_landmarks(tokens, entered, mixed, tangent.mixing.landmarks)
-    token_gram = token_gram + cov.token_correlation * (scale @ by_scores.T)
+    token_gram = tokens @ mixed.T + cov.token_correlation * (scale @ by_scores.T)
     return variance, token_gram, feature_gram

@@ -9,7 +9,6 @@ from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder
 from moment_jax.nn.embedding import Embedding, LearnedPositions
 from moment_jax.nn.encoder import Encoder, EncoderBlock
 from moment_jax.nn.exchange import beliefs, set_beliefs
-from moment_jax.nn.freezing import FeatureStatistics, freeze_features
 from moment_jax.nn.layers import Dense, LayerNorm, MultiHeadAttention
 from moment_jax.nn.mlp import MLP
 from moment_jax.nn.plain import (
@@ -47,7 +46,6 @@ __all__ = [
     "Embedding",
     "Encoder",
     "EncoderBlock",
-    "FeatureStatistics",
     "LayerNorm",
     "LearnedPositions",
     "MultiHeadAttention",
@@ -74,7 +72,6 @@ __all__ = [
     "bayesian",
     "beliefs",
     "find_activation",
-    "freeze_features",
     "plain_attention",
     "plain_embed",
     "plain_linear",

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.covariance import BATCH_AXIS, Covariance
+from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import check_array
 from moment_jax.layers.checks import described, is_boolean
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_part
-from moment_jax.nn.freezing import over_statistics
 from moment_jax.nn.settings import Settings
 from moment_jax.posterior import Posterior, sample_params
 
@@ -124,32 +123,25 @@ class BayesianModule(nnx.Module):
         """One input as the sequence (T, D) that the first stage takes."""
         return x
 
-    def _over_batch(
-        self, layer: Callable[..., Any], *sequences: tuple[Any, ...], cache: Any = None
-    ) -> Any:
-        """`layer` of every sequence in a batch, together with its memory, padding mask and cache.
+    def _over_batch(self, layer: Callable[..., Any], *sequences: tuple[Any, ...]) -> Any:
+        """`layer` of every sequence in a batch, together with its memory and padding mask.
 
-        Sequences are (mean, cov) or (mean, cov, valid), all and the cache with the same leading axes: a
-        mean (..., T, D); its covariance, None where it is certain, which is zero in the module's
-        structure; (..., T) boolean, False for padding, None for none. The layer takes their contents in
-        order, then the cache.
+        Sequences are (mean, cov) or (mean, cov, valid), all with the same leading axes: a mean (..., T,
+        D); its covariance, None where it is certain, which is zero in the module's structure; (..., T)
+        boolean, False for padding, None for none. The layer takes their contents in order.
         """
         structure, num_axes = self.settings.structure, _check_batch(*sequences)
 
-        def run(layer: Callable[..., Any]) -> Any:
-            def one(sequences: Any, cache: Any) -> Any:
-                given = [] if cache is None else [cache]
-                for mean, cov, *valid in reversed(sequences):
-                    known = structure.zeros(mean.shape, mean.dtype) if cov is None else cov
-                    given = [mean, known, *valid, *given]
-                return layer(*given)
+        def one(sequences: Any) -> Any:
+            given = []
+            for mean, cov, *valid in sequences:
+                known = structure.zeros(mean.shape, mean.dtype) if cov is None else cov
+                given += [mean, known, *valid]
+            return layer(*given)
 
-            of_all = one
-            for _ in range(num_axes):
-                of_all = jax.vmap(of_all, axis_name=BATCH_AXIS)
-            return of_all(sequences, cache)
-
-        return over_statistics(self, layer, run, num_axes)
+        for _ in range(num_axes):
+            one = jax.vmap(one)
+        return one(sequences)
 
 
 def _params_of(part: Any) -> Any:

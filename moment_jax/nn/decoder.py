@@ -7,13 +7,10 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import DecoderBlockParams, decoder_block
-from moment_jax.layers.attention.attend import make_source
-from moment_jax.layers.attention.cache import empty_cache
-from moment_jax.layers.cached_blocks import DecoderBlockCache, decoder_block_step
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.base import BayesianModule, Moments
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
-from moment_jax.nn.stack import Block, Stack, stack_caches
+from moment_jax.nn.stack import Block, Stack
 
 Masks = tuple[Array | None, Array | None]  # of the sequence, and of the memory
 
@@ -59,7 +56,6 @@ class DecoderBlock(WithMemory, Block):
     parts = (*PlainDecoderBlock.attentions, *PlainDecoderBlock.norms, "hidden", "output")
     plain_type = PlainDecoderBlock
     params_type = DecoderBlockParams
-    step_moments = staticmethod(decoder_block_step)
 
     def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
         """See `WithMemory`."""
@@ -87,37 +83,7 @@ class Decoder(WithMemory, Stack):
         """See `WithMemory`."""
         memory = memory[0], pool_seen(memory[1], masks[1], memory=True)
 
-        def step(block: DecoderBlock, mean: Array, cov: Covariance, own: Any, _: None) -> Any:
-            return *block.moments((mean, cov), memory, own, masks), None
+        def one(block: DecoderBlock, mean: Array, cov: Covariance, own: Any) -> Moments:
+            return block.moments((mean, cov), memory, own, masks)
 
-        mean, cov, _ = self._through(step, x[0], pool_seen(x[1], masks[0]), params)
-        return mean, cov
-
-    def start(
-        self,
-        max_length: int,
-        memory_mean: Array,
-        memory_cov: Covariance | None = None,
-        memory_valid: Array | None = None,
-    ) -> DecoderBlockCache:
-        """A cache for causal sequences of up to `max_length` tokens with a memory (..., S, D).
-
-        Keys and values of the memory are computed here, once.
-
-        Raises:
-          ValueError: if `max_length` is below one. TypeError: if the structure correlates tokens.
-        """
-        blocks, structure = self.params[0], self.settings.structure
-
-        def make(mean: Array, cov: Covariance, valid: Array | None) -> Any:
-            caches = [
-                DecoderBlockCache(
-                    empty_cache(max_length, own.self_attention, structure, mean.dtype),
-                    make_source(mean, cov, own.cross_attention),
-                    valid,
-                )
-                for own in blocks
-            ]
-            return stack_caches(caches)
-
-        return self._over_batch(make, (memory_mean, memory_cov, memory_valid))
+        return self._through(one, x[0], pool_seen(x[1], masks[0]), params)

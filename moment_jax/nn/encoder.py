@@ -8,16 +8,14 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import EncoderBlockParams, NormParams, encoder_block
-from moment_jax.layers.attention.cache import KeyValueCache, empty_cache
 from moment_jax.layers.attention.multi_head import attention_and_tangent
 from moment_jax.layers.blocks import Normalization, sublayer
-from moment_jax.layers.cached_blocks import encoder_block_step
 from moment_jax.layers.feed_forward import feed_forward_and_tangent
 from moment_jax.layers.seen import look_at_valid, pool_seen
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import Moments, Stage
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
-from moment_jax.nn.stack import Block, Stack, stack_caches
+from moment_jax.nn.stack import Block, Stack
 from moment_jax.posterior import sample_params
 
 
@@ -39,7 +37,6 @@ class EncoderBlock(Block):
     parts = (*PlainEncoderBlock.attentions, *PlainEncoderBlock.norms, "hidden", "output")
     plain_type = PlainEncoderBlock
     params_type = EncoderBlockParams
-    step_moments = staticmethod(encoder_block_step)
 
     @property
     def stages(self) -> list[Stage]:
@@ -110,24 +107,10 @@ class Encoder(Stack):
         """Moments of one sequence (T, D) with these beliefs."""
         mask = look_at_valid(mask, valid)
 
-        def step(block: EncoderBlock, mean: Array, cov: Covariance, own: Any, _: None) -> Any:
-            return *block.moments(mean, cov, own, mask), None
+        def one(block: EncoderBlock, mean: Array, cov: Covariance, own: Any) -> Moments:
+            return block.moments(mean, cov, own, mask)
 
-        mean, cov, _ = self._through(step, mean, pool_seen(cov, mask), params)
-        return mean, cov
-
-    def start(self, max_length: int, batch: tuple[int, ...] = ()) -> KeyValueCache:
-        """An empty cache for causal sequences of up to `max_length` tokens, with these leading axes.
-
-        Raises:
-          ValueError: if `max_length` is below one. TypeError: if the structure correlates tokens.
-        """
-        settings = self.settings
-        caches = [
-            empty_cache(max_length, own.attention, settings.structure, settings.dtype)
-            for own in self.params[0]
-        ]
-        return stack_caches(caches, batch)
+        return self._through(one, mean, pool_seen(cov, mask), params)
 
     def __call__(
         self,

@@ -20,8 +20,9 @@ from moment_jax.nn.settings import Settings
 class MLP(BayesianModule):
     """A multilayer perceptron with beliefs about all its weights.
 
-    Rows of the input are tokens of the structure: with `TokenCorrelated` or `Full` the output covariance
-    includes that between rows; with `TokenBlock` each row has the full covariance of its outputs.
+    Rows of the input are tokens of the structure: `Separable` and `Full` keep the covariance between
+    rows, which share their weights. For single rows, each with the full covariance of its outputs, make
+    every row a sequence of one token, in `Full`.
 
     Args:
       features: widths, from the input's to the output's.
@@ -30,10 +31,10 @@ class MLP(BayesianModule):
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> import moment_jax as mj
-    >>> mlp = mj.nn.MLP([8, 16, 1], structure=mj.TokenBlock, rngs=nnx.Rngs(0))
-    >>> mean, cov = mlp(jnp.ones((10, 8)))
-    >>> mean.shape, cov.variance().shape
-    ((10, 1), (10, 1))
+    >>> mlp = mj.nn.MLP([8, 16, 2], structure=mj.Full, rngs=nnx.Rngs(0))
+    >>> mean, cov = mlp(jnp.ones((10, 1, 8)))
+    >>> mean.shape, cov.cov.shape
+    ((10, 1, 2), (10, 1, 2, 1, 2))
     """
 
     parts = ("layers",)

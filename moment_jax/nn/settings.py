@@ -108,7 +108,7 @@ def with_structure(module: M, structure: type[Covariance]) -> M:
     """The same module in another covariance structure, sharing its variables.
 
     It is a module of `mj.nn`, or your own with such modules in it, which all get the structure. So a
-    network trained in `BatchSeparable` predicts in `Separable`, and training one trains the other.
+    network trained in `Diagonal` predicts in `Separable`, and training one trains the other.
 
     Raises:
       TypeError: if `structure` is no covariance structure.

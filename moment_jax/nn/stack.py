@@ -11,10 +11,9 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.covariance.statistics import checkpoint, scan
 from moment_jax.layers import FeedForwardParams, NormParams, layer_norm
 from moment_jax.nn.activations import find_activation
-from moment_jax.nn.base import BayesianModule
+from moment_jax.nn.base import BayesianModule, Moments
 from moment_jax.nn.conversion import activation_name
 from moment_jax.nn.layers import Dense, LayerNorm, MultiHeadAttention
 from moment_jax.nn.plain import plain_norm
@@ -24,12 +23,10 @@ from moment_jax.nn.settings import Settings
 class Block(BayesianModule):
     """A Transformer block with beliefs about all its weights.
 
-    Subclasses name their `parts`, the types of their plain network and of their parameters, and the
-    transform of the newest tokens, with a cache.
+    Subclasses name their `parts`, and the types of their plain network and of their parameters.
     """
 
     plain_type: ClassVar[Any]
-    step_moments: ClassVar[Any]
 
     def __init__(
         self,
@@ -74,12 +71,6 @@ class Block(BayesianModule):
             "activation": find_activation(self.activation).moments,
             "epsilon": self.epsilon,
         }
-
-    def step(
-        self, mean: Array, cov: Covariance, cache: Any, params: Any
-    ) -> tuple[Array, Covariance, Any]:
-        """Moments of the newest tokens (N, D) of a causal sequence, and the updated cache."""
-        return type(self).step_moments(mean, cov, cache, params, **self.options)
 
     @classmethod
     def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -158,71 +149,34 @@ class Stack(BayesianModule):
 
     def _through(
         self,
-        step: Callable[..., tuple[Array, Covariance, Any]],
+        one: Callable[[Any, Array, Covariance, Any], Moments],
         mean: Array,
         cov: Covariance,
         params: tuple[list[Any], NormParams | None],
-        caches: Any = None,
-    ) -> tuple[Array, Covariance, Any]:
-        """Moments after all blocks and the normalisation, and the new caches.
-
-        `step` maps (block, mean, cov, beliefs, cache) to (mean, cov, cache).
-        """
+    ) -> Moments:
+        """Moments after all blocks and the normalisation; `one` takes (block, mean, cov, beliefs)."""
         beliefs, final = params
 
-        def one(block: Any, at: Any, own: Any, cache: Any) -> Any:
-            layer = partial(step, block)
-            mean, cov, cache = (checkpoint(layer) if self.remat else layer)(*at, own, cache)
-            return (mean, cov), cache
+        def through(block: Any, at: Moments, own: Any) -> Moments:
+            layer = partial(one, block)
+            return (jax.checkpoint(layer) if self.remat else layer)(*at, own)
 
-        at: Any = (mean, cov)
+        at = mean, cov
         if _alike(self.blocks, beliefs):
             # One block is compiled, whatever their number.
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
             dtype = jnp.result_type(*jax.tree.leaves((at, stacked)))
             at = jax.tree.map(lambda leaf: leaf.astype(dtype), at)
-            at, caches = scan(lambda at, own: one(self.blocks[0], at, *own), at, (stacked, caches))
+            at, _ = jax.lax.scan(
+                lambda at, own: (through(self.blocks[0], at, own), None), at, stacked
+            )
         else:
-            new = []
-            for i, (block, own) in enumerate(zip(self.blocks, beliefs, strict=True)):
-                at, cache = one(block, at, own, jax.tree.map(lambda leaf, i=i: leaf[i], caches))
-                new.append(cache)
-            caches = stack_caches(new)
+            for block, own in zip(self.blocks, beliefs, strict=True):
+                at = through(block, at, own)
         mean, cov = at
         if final is not None:
             mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
-        return mean, cov, caches
-
-    def step(
-        self, mean: Array, cov: Covariance | None, cache: Any
-    ) -> tuple[Array, Covariance, Any]:
-        """Moments of the newest tokens only, equal to those of a whole pass with a causal mask.
-
-        A step's cost grows with the size of the cache. A whole prompt can be one step.
-
-        Args:
-          mean: of the newest tokens, (..., N, D).
-          cov: their covariance; None where they are certain.
-          cache: from `start`, or from the step before.
-
-        Returns:
-          Mean (..., N, D), covariance, and the cache for the next step.
-        """
-        params = self.params
-
-        def one(block: Any, mean: Array, cov: Covariance, own: Any, cache: Any) -> Any:
-            return block.step(mean, cov, cache, own)
-
-        def run(mean: Array, cov: Covariance, caches: Any) -> Any:
-            return self._through(one, mean, cov, params, caches)
-
-        return self._over_batch(run, (mean, cov), cache=cache)
-
-
-def stack_caches(caches: Sequence[Any], batch: tuple[int, ...] = ()) -> Any:
-    """The caches of all blocks on one axis, which follows the leading axes of a batch."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*batch, *leaf.shape)), stacked)
+        return mean, cov
 
 
 def _alike(blocks: Sequence[Any], beliefs: Sequence[Any]) -> bool:

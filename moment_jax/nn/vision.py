@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.covariance import Covariance, TokenBlock
+from moment_jax.covariance import Covariance, Full
 from moment_jax.covariance.fields import register_fields
 from moment_jax.layers import dense, mean_pool
 from moment_jax.layers.params import DenseParams
@@ -169,7 +169,7 @@ class VisionTransformer(BayesianModule):
             mean, cov = self._embedded(mean, cov, params)
             mean, cov = self.encoder.moments(mean, cov, params.encoder, None)
             logits, logit_cov = self._logits(mean, cov, params)
-            return logits[0], logit_cov.blocks[0]
+            return logits[0], logit_cov.cov[0, :, 0]
 
         return self._over_batch(moments, (self.patches(images), None))
 
@@ -204,6 +204,6 @@ class VisionTransformer(BayesianModule):
 
     def _logits(
         self, mean: Array, cov: Covariance, params: VisionTransformerParams
-    ) -> tuple[Array, TokenBlock]:
+    ) -> tuple[Array, Full]:
         pooled, pooled_cov = mean_pool(mean, cov)
-        return dense(pooled, TokenBlock(pooled_cov.token_blocks()), params.head)
+        return dense(pooled, Full(pooled_cov.token_blocks()[:, :, None]), params.head)

@@ -1,23 +1,20 @@
 """Meshes of devices, and the shardings of parameters, batches and moments on them.
 
 The transforms are compiled for the shardings of their inputs, and the compiler adds the communication
-(GSPMD). The axis `data` splits batches and optionally rows of parameters (FSDP), `model` splits heads,
-hidden features and vocabularies, and `sequence` the tokens of long sequences (`by_sequence`).
+(GSPMD). The axis `data` splits batches and optionally rows of parameters (FSDP), and `model` splits
+heads, hidden features and vocabularies.
 """
 
 from moment_jax.parallel.mesh import make_mesh, shard_batch
 from moment_jax.parallel.moments import constrain, moment_specs
 from moment_jax.parallel.parameters import partition_spec, shard, shardings
-from moment_jax.parallel.sequence import by_sequence, shard_sequences
 
 __all__ = [
-    "by_sequence",
     "constrain",
     "make_mesh",
     "moment_specs",
     "partition_spec",
     "shard",
     "shard_batch",
-    "shard_sequences",
     "shardings",
 ]

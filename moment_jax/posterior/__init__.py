@@ -9,15 +9,12 @@
 | `FullNormal` | everything | in out + (in out)^2 | any array |
 
 `Reshaped` presents a matrix of weights as an array of another shape. Beliefs about trained networks
-come from `laplace`, `swag` and `from_second_moments`.
+come from `from_second_moments` and `mj.inference.laplace`.
 
 "Any array" includes a bias or a gain (D,). A belief is an immutable pytree: it passes through `jit`,
 `vmap`, `grad` and `scan`, and an optimiser updates its arrays. A stack of beliefs (one for each layer,
 say) has leading axes on every array; call its methods under `jax.vmap`.
 """
-
-import importlib
-from typing import Any
 
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.correlated import FullNormal, MatrixNormal
@@ -25,7 +22,7 @@ from moment_jax.posterior.draws import sample_params
 from moment_jax.posterior.independent import Factorized, OutputShared, Point
 from moment_jax.posterior.prior import GaussianPrior
 from moment_jax.posterior.reshaped import Reshaped
-from moment_jax.posterior.trajectory import from_second_moments, swag
+from moment_jax.posterior.trajectory import from_second_moments
 
 __all__ = [
     "Factorized",
@@ -38,12 +35,4 @@ __all__ = [
     "Reshaped",
     "from_second_moments",
     "sample_params",
-    "swag",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """`laplace` is also available here; it is imported late because its room imports this one."""
-    if name == "laplace":
-        return importlib.import_module("moment_jax.inference").laplace
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

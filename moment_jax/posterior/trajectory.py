@@ -1,51 +1,11 @@
-"""Beliefs from a training run: from its iterates, or from its second moments."""
+"""Beliefs from the second moments of a training run."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moment_jax.posterior.independent import Factorized
-
-
-def swag(iterates: Iterable[Any]) -> Any:
-    """Mean and variance of the weights over the last steps of a training run (diagonal SWAG).
-
-    Keep the learning rate constant and high over these steps and take one iterate per epoch. Assumes
-    that all weights are independent: SWAG's low-rank part correlates arrays and is left out.
-
-    Args:
-      iterates: two or more parameter trees of the same structure, read one by one.
-
-    Returns:
-      The same tree with a `Factorized` belief in place of each array.
-
-    Raises:
-      ValueError: if there are fewer than two.
-
-    Source: Maddox et al., "A simple baseline for Bayesian uncertainty in deep learning" (2019).
-
-    >>> print(swag([{"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([3.0, 2.0])}])["w"].variance)
-    [2. 0.]
-    """
-    count, mean, squares = 0, None, None
-    for iterate in iterates:
-        count += 1
-        if mean is None:
-            mean, squares = iterate, jax.tree.map(jnp.zeros_like, iterate)
-            continue
-        old, n = mean, count  # Welford's update, which avoids cancellation
-        mean = jax.tree.map(lambda m, w, n=n: m + (w - m) / n, old, iterate)
-        squares = jax.tree.map(
-            lambda s, m, new, w: s + (w - m) * (w - new), squares, old, mean, iterate
-        )
-    if count < 2:
-        raise ValueError(
-            f"`swag(iterates)` needs two iterates or more. Got {count}. Keep the parameters of each of "
-            "the last epochs."
-        )
-    return jax.tree.map(lambda m, s: Factorized(m, s / (count - 1)), mean, squares)
 
 
 def from_second_moments(

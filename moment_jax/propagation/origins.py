@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Separable, TokenBlock, TokenCorrelated
+from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.posterior import Posterior
 from moment_jax.propagation.errors import PropagationError, refuse, register, shapes
@@ -201,15 +201,13 @@ def with_cross(cov: Any, cross: Array) -> Any:
     """The covariance plus `cross` (T, D, T, D) and its transpose, with variances kept non-negative."""
     t, d = cov.shape
     own = diagonal_of(cross.reshape(t * d, t * d)).reshape(t, d)
-    if not isinstance(cov, Diagonal | TokenCorrelated | Separable):
+    if not isinstance(cov, Diagonal | Separable):
         return _with_shares(cov, cross, -2 * own)
     variance = jnp.maximum(cov.variance() + 2 * own, 0)
     if isinstance(cov, Diagonal):
         return Diagonal(variance)
     gram = jnp.einsum("tdsd->ts", cross)
     token_gram = cov.token_gram() + gram + gram.T
-    if isinstance(cov, TokenCorrelated):
-        return TokenCorrelated.from_moments(variance, token_gram)
     ones = weighted(jnp.ones((t, 1), cross.dtype), cov.pool)[:, 0]
     features = jnp.einsum("t,tdse,s->de", ones, cross, ones)
     feature_gram = cov.feature_gram() + features + features.T
@@ -224,8 +222,5 @@ def _with_shares(cov: Any, cross: Array, owed: Array) -> Any:
     left = safe_divide(cov.variance(), jnp.maximum(owed, 0))
     below = 1 - 8 * jnp.finfo(left.dtype).eps  # allow for rounding
     share = jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
-    if isinstance(cov, TokenBlock):
-        own = share[:, :, None] * jnp.einsum("tdte->tde", cross) * share[:, None, :]
-        return TokenBlock(cov.blocks + own + jnp.swapaxes(own, 1, 2))
     cross = share[:, :, None, None] * cross * share[None, None]
     return type(cov).project(cov.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1)))

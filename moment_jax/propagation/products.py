@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Separable, TokenBlock, TokenCorrelated
+from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.propagation.branches import Branch, through_gain
 from moment_jax.propagation.graph import Node
@@ -78,14 +78,8 @@ def _is_one_layer(branch: Branch) -> bool:
 def _correlated(cov: Any, shared: Shared) -> tuple[Array, Any]:
     """Cov[a_tf, b_tf], and the covariance of a * b given that of independent factors."""
     entered, kernel_a, kernel_b, gain_a, gain_b, mean_a, mean_b, _ = shared
-    if isinstance(cov, Diagonal | TokenCorrelated | Separable):
+    if isinstance(cov, Diagonal | Separable):
         return _correlated_grams(cov, shared)
-    if isinstance(cov, TokenBlock):
-        cross = jnp.einsum("io,tij,jp->top", kernel_a, entered.blocks, kernel_b)
-        cross = cross * gain_a[:, :, None] * gain_b[:, None, :]
-        added = cross * mean_b[:, :, None] * mean_a[:, None, :]
-        blocks = cov.blocks + added + jnp.swapaxes(added, 1, 2) + cross * jnp.swapaxes(cross, 1, 2)
-        return diagonal_of(cross), TokenBlock(blocks)
     cross = jnp.einsum("io,tisj,jp->tosp", kernel_a, entered.to_dense(), kernel_b)
     cross = cross * gain_a[:, :, None, None] * gain_b[None, None]
     return jnp.einsum("tftf->tf", cross), with_cross(cov, _owed(cross, mean_a, mean_b))
@@ -111,8 +105,6 @@ def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
     # sum_f Cov[a_tf, b_sf] E[b_tf] E[a_sf], (T, T)
     gram = entered.token_gram() * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
     token_gram = cov.token_gram() + gram + gram.T
-    if isinstance(cov, TokenCorrelated):
-        return within, TokenCorrelated.from_moments(variance, token_gram)
     left, right = (weighted(x, entered.pool) for x in (gain_a * mean_b, gain_b * mean_a))
     feature = mapped * (left.T @ (entered.token_gram() @ right))
     feature_gram = cov.feature_gram() + feature + feature.T

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Separable, TokenCorrelated
+from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.layers.dense import dense
@@ -19,7 +19,7 @@ from moment_jax.propagation.graph import Node, as_weight, is_random
 from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh, gather, taken
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight, select
-from moment_jax.xla import rows_diagonal
+from moment_jax.xla import diagonal_of
 
 
 def window_places(
@@ -172,7 +172,7 @@ def with_window_variance(mapped: Any, image: Any, places: np.ndarray, kernel: Ar
     columns = jnp.moveaxis(kernel.reshape(*by_offset[1:], -1), -1, 0)
     variance = jnp.maximum(jax.lax.map(of_output, columns), 0).T
     token_gram = mapped.token_gram()
-    root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1), rows_diagonal(token_gram)))
+    root = safe_sqrt(safe_divide(jnp.sum(variance, axis=1), diagonal_of(token_gram)))
     token_gram = root[:, None] * token_gram * root[None, :]
     return type(mapped).from_moments(variance, token_gram, mapped.features(), mapped.pool)
 
@@ -210,7 +210,7 @@ def _between(cov: Any, seen: np.ndarray) -> Array:
     if isinstance(cov, Diagonal):
         own = np.eye(len(token), dtype=bool)[:, :, None, None]
         return jnp.where(own, cov.variance()[token, feature], 0)
-    if isinstance(cov, TokenCorrelated | Separable):
+    if isinstance(cov, Separable):
         return cov.scale[t, d] * cov.scale[s, e] * cov.token_correlation[t, s]
     return cov.to_dense()[t, d, s, e]
 

@@ -136,15 +136,10 @@ def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
     variance = jnp.mean(centred**2, axis=0)
     if structure is structures.Diagonal:
         return structures.Diagonal(variance)
-    if structure is structures.TokenBlock:
-        return structures.TokenBlock(jnp.einsum("ntd,nte->tde", centred, centred) / n)
-    tokens = jnp.einsum("ntd,nsd->ts", centred, centred) / n
-    if structure is structures.TokenCorrelated:
-        return structures.TokenCorrelated.from_moments(variance, tokens)
-    if issubclass(structure, structures.Separable):
+    if structure is structures.Separable:
+        tokens = jnp.einsum("ntd,nsd->ts", centred, centred) / n
         total = jnp.sum(centred, axis=1)
-        features = total.T @ total / n
-        return structure.from_moments(variance, tokens, features)
+        return structures.Separable.from_moments(variance, tokens, total.T @ total / n)
     flat = centred.reshape(n, t * d)
     return structure.project((flat.T @ flat / n).reshape(t, d, t, d))
 
@@ -154,10 +149,6 @@ def gaussian_draws(cov: Covariance, key: Array, num_draws: int) -> Array:
     noise = jax.random.normal(key, (num_draws, *cov.shape), cov.dtype)
     if isinstance(cov, structures.Diagonal):
         return jnp.sqrt(cov.variances)[None] * noise
-    if isinstance(cov, structures.TokenBlock):
-        return jnp.einsum("tde,nte->ntd", jax.vmap(psd_sqrt)(cov.blocks), noise)
-    if isinstance(cov, structures.TokenCorrelated):
-        return cov.scale[None] * jnp.einsum("ts,nsd->ntd", psd_sqrt(cov.correlation), noise)
     if isinstance(cov, structures.Separable):
         tokens, features = psd_sqrt(cov.token_correlation), psd_sqrt(cov.feature_correlation)
         return cov.scale[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
+from moment_jax.inference import laplace
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
-from moment_jax.posterior import laplace, swag
 from tests.propagation.models import MyCNN, MyMLP, MyViT
 
 X = jax.random.normal(jax.random.key(0), (24, 3))
@@ -240,10 +240,5 @@ def test_bad_input(change, error, words):
 
 
 def test_beliefs_of_a_training_run():
-    tree = swag({"w": w} for w in jnp.array([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]]))
-    assert jnp.allclose(tree["w"].mean, jnp.array([3.0, 2.0]))
-    assert jnp.allclose(tree["w"].variance, jnp.array([4.0, 0.0]))
-    with pytest.raises(ValueError, match="two iterates"):
-        swag([{"w": jnp.ones(2)}])
     with pytest.raises(ValueError, match="ScaleByAdamState"):
         mj.posterior.from_second_moments({"w": jnp.ones(2)}, (), dataset_size=1, batch_size=1)

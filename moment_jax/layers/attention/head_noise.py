@@ -9,54 +9,18 @@ a tenth.
 
 from __future__ import annotations
 
-import functools
-import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Separable
-from moment_jax.covariance.numerics import gram, pooled, safe_divide, under, vector_cov, weighted
+from moment_jax.covariance.numerics import gram, pooled, safe_divide, vector_cov, weighted
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.layers.attention.inputs import DenseInput
 from moment_jax.posterior import Point
-from moment_jax.xla import diagonal_of, materialized, rows_diagonal
-
-
-class TokenGram(NamedTuple):
-    """Rows metric rows^T + size pattern_cf + constant, (S, S), symmetric."""
-
-    rows: Array | None  # (S, R)
-    metric: Array | None  # symmetric (R, R), or the diagonal of one, (R,)
-    size: Array | float = 1.0  # ()
-    pattern: Array | None = None  # (S, S)
-    constant: Array | None = None  # ()
-
-    def dense(self) -> Array:
-        """The matrix, (S, S)."""
-        product = None if self.rows is None else materialized(gram(self.rows, self.metric))
-        return self._sum(product, self.pattern)
-
-    def diagonal(self) -> Array:
-        """Variances of the tokens, (S,)."""
-        own = None
-        if self.rows is not None:
-            own = jnp.sum(under(self.rows, self.metric) * self.rows, axis=1)
-        return self._sum(own, None if self.pattern is None else rows_diagonal(self.pattern))
-
-    def averaged(self, weights: Array, reach: Array) -> Array:
-        """W K, (T, S), for weights W with rows summing to one; `reach` is W times the pattern."""
-        product = None
-        if self.rows is not None:
-            product = under(weights @ self.rows, self.metric) @ self.rows.T
-        return self._sum(product, None if self.pattern is None else reach)
-
-    def _sum(self, product: Array | None, pattern: Array | None) -> Array:
-        scaled = None if pattern is None else self.size * pattern
-        parts = [part for part in (product, scaled, self.constant) if part is not None]
-        return functools.reduce(operator.add, parts)
+from moment_jax.xla import diagonal_of, materialized
 
 
 class OwnNoise(NamedTuple):
@@ -73,8 +37,8 @@ class HeadNoise(NamedTuple):
     features: Array  # noise that heads share, over the pattern P, (K, K)
     own: OwnNoise | None  # None if `features` holds all noise
 
-    def own_gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
-        """sum_ij metric_ij Cov[y_ti, y_sj] from the head's own noise, (T, T).
+    def own_gram(self, metric: Array, mean: Array, pattern: Array, extra: Any = 0.0) -> Array:
+        """sum_ij metric_ij Cov[y_ti, y_sj] from the head's own noise, and `extra` times P, (T, T).
 
         Takes the metric (K, K), the mean of x (T, D) and the pattern P (T, T).
         """
@@ -82,15 +46,14 @@ class HeadNoise(NamedTuple):
         diagonal = diagonal_of(metric)
         size, constant = jnp.sum(self.own.shared * diagonal), jnp.sum(self.own.bias * diagonal)
         by_mean = jnp.sum(self.own.kernel * diagonal[None, :], axis=1)
-        return TokenGram(mean, by_mean, size, pattern, constant)
+        return materialized(gram(mean, by_mean)) + (size + extra) * pattern + constant
 
-    def gram(self, metric: Array, mean: Array, pattern: Array) -> TokenGram:
+    def gram(self, metric: Array, mean: Array, pattern: Array) -> Array:
         """The same from all of the head's noise, (T, T)."""
         shared = jnp.sum(self.features * metric)
         if self.own is None:
-            return TokenGram(None, None, shared, pattern)
-        own = self.own_gram(metric, mean, pattern)
-        return own._replace(size=own.size + shared)
+            return shared * pattern
+        return self.own_gram(metric, mean, pattern, shared)
 
 
 class Projected(NamedTuple):
@@ -173,7 +136,7 @@ class Projected(NamedTuple):
         """
         _, cov, params = self.source
         kernel, h = params.kernel, self.heads.features.shape[0]
-        energy = safe_divide(energy, cov.share(_sum(cov)))
+        energy = safe_divide(energy, _sum(cov))
         features = cov.features().times(energy)
         if self.heads.own is not None:
             moment = features.diag() + jnp.sum(rows**2, axis=0)
@@ -196,7 +159,7 @@ def centred_rows(rows: Array, pool: Array | None) -> tuple[Array, Array]:
 
 def over_sum(cov: Separable) -> Array:
     """The token Gram matrix over the pooled sum of its entries; zero if that is zero."""
-    total = jnp.broadcast_to(cov.share(_sum(cov)), (1, 1))
+    total = jnp.broadcast_to(_sum(cov), (1, 1))
     return safe_divide(cov.token_gram(), total)
 
 
@@ -207,4 +170,4 @@ def _sum(cov: Separable) -> Array:
 
 def _trace(cov: Separable, pool: Array | None) -> Array:
     """The weighted trace of the token Gram matrix, ()."""
-    return jnp.sum(weighted(rows_diagonal(cov.token_gram()), pool))
+    return jnp.sum(weighted(diagonal_of(cov.token_gram()), pool))

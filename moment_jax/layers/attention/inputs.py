@@ -24,15 +24,6 @@ class Projection(NamedTuple, Generic[S]):
     cov: S
 
 
-class Source(NamedTuple, Generic[S]):
-    """A random sequence to attend to, with its keys and values."""
-
-    mean: Array  # (S, D)
-    cov: S
-    key: Projection[S]  # (S, H K)
-    value: Projection[S]  # (S, H K)
-
-
 class SharedInput(NamedTuple, Generic[S]):
     """The random input of keys and values, and in self-attention of queries too.
 
@@ -43,8 +34,7 @@ class SharedInput(NamedTuple, Generic[S]):
     query_kernel: Array | None  # (D, H K), mean; None if queries come from another sequence
     key_kernel: Array  # (D, H K)
     value_kernel: Array  # (D, H K)
-    places: Array | None = None  # of the queries' own tokens among the keys', see `places`
-    turns: Turns = (None, None)
+    turns: Turns
 
 
 class DenseInput(NamedTuple, Generic[S]):
@@ -67,7 +57,6 @@ class Inputs(NamedTuple, Generic[S]):
     shared: SharedInput[S]
     output: DenseParams  # the output projection, (H K, D)
     mask: Array | None  # (H, T, S) boolean, True where a query may look
-    keys_alike: bool  # whether the mask's shape shows that all queries see the same keys
     num_heads: int
     order: int
 
@@ -94,8 +83,7 @@ class Mixing(NamedTuple):
 
     weights: Any  # mean attention weights, (H, T, S); None in `Diagonal`, which keeps only `own`
     gain: Array | None = None  # fraction of the softmax's Jacobian kept, (H, T); None for 1
-    own: Array | None = None  # each query's weight on its own token, (H, T), if known
-    landmarks: Array | None = None  # positions of landmark queries, (M,); None if unused
+    own: Array | None = None  # each query's weight on its own token, (H, T); in `Diagonal`
 
     def num_heads(self) -> int:
         """H."""

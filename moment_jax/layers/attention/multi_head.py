@@ -1,12 +1,24 @@
-"""Multi-head attention: the public functions, their checks, and cross-attention's memory."""
+"""Multi-head attention: the public functions, their checks, and the rule of each structure."""
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance
-from moment_jax.layers.attention.attend import View, attend, make_source
-from moment_jax.layers.attention.inputs import Turns
+from moment_jax.covariance import Covariance, Diagonal, Separable
+from moment_jax.layers.attention.diagonal import mix_diagonal
+from moment_jax.layers.attention.full import mix_full
+from moment_jax.layers.attention.inputs import (
+    DenseInput,
+    Inputs,
+    Mixing,
+    Projection,
+    SharedInput,
+    Turns,
+    turned_projection,
+)
+from moment_jax.layers.attention.separable import attend_separable
 from moment_jax.layers.attention.tangent import AttentionTangent
 from moment_jax.layers.checks import (
     check_heads,
@@ -15,6 +27,7 @@ from moment_jax.layers.checks import (
     check_moments,
     check_order,
 )
+from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams
 from moment_jax.layers.seen import pool_as, pool_seen
 from moment_jax.xla import materialized_inputs
@@ -36,9 +49,9 @@ def attention(
 
     Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
     structure keeps what it can of that, and of the input x that queries, keys and values share: `Full`
-    keeps it everywhere; the others keep their part of E[scores], and `Separable`, `TokenCorrelated` and
-    `Diagonal` also of E[weights v], but take q, k and v as independent in covariances. Order 1 leaves it
-    out of the means. The score noise of different heads is independent, except in `Full`.
+    keeps it everywhere; `Separable` and `Diagonal` keep their part of E[scores] and of E[weights v], but
+    take q, k and v as independent in covariances. Order 1 leaves it out of the means. The score noise of
+    different heads is independent, except in `Full`.
 
     Assumes that x and the four weight matrices are independent of each other.
 
@@ -139,9 +152,58 @@ def attention_and_tangent(
     looked_at = Memory(mean, cov) if memory is None else memory
     _check(name, mean, cov, looked_at, params, num_heads, mask)
     check_order(name, order)
-    source = make_source(*looked_at, params)
-    view = View(num_heads, mask, order, own=memory is None, turns=turns)
-    return attend(mean, cov, source, params, view)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (num_heads, mean.shape[0], looked_at.mean.shape[0]))
+    by_query, by_key, by_value = (p.kernel.mean for p in (params.query, params.key, params.value))
+    query = Projection(*dense(mean, cov, params.query))
+    key = Projection(*dense(*looked_at, params.key))
+    value = Projection(*dense(*looked_at, params.value))
+    inputs: Inputs[Any] = Inputs(
+        turned_projection(query, turns[0], num_heads),
+        turned_projection(key, turns[1], num_heads),
+        value,
+        DenseInput(mean, cov, params.query),
+        DenseInput(*looked_at, params.key),
+        DenseInput(*looked_at, params.value),
+        SharedInput(looked_at.cov, by_query if memory is None else None, by_key, by_value, turns),
+        params.output,
+        mask,
+        num_heads,
+        order,
+    )
+    out_mean, out_cov, mixing = _attended(cov, inputs)
+    tangent = AttentionTangent(
+        inputs.query.mean,
+        inputs.key.mean,
+        inputs.value.mean,
+        mixing,
+        by_query,
+        (by_key, by_value) if memory is None else None,
+        params.output.kernel.mean,
+        turns,
+    )
+    return out_mean, out_cov, tangent
+
+
+def _attended(cov: Covariance, inputs: Inputs[Any]) -> tuple[Array, Any, Mixing]:
+    """Mean (T, D) and covariance after the output projection, and the mixing of the tokens.
+
+    By default through dense covariances.
+    """
+    if isinstance(cov, Separable):
+        return attend_separable(inputs)
+    mixed: Covariance
+    if isinstance(cov, Diagonal):
+        mean, mixed, mixing = mix_diagonal(inputs)
+    else:
+
+        def full(node: Any) -> Any:
+            return node.full() if isinstance(node, Covariance) else node
+
+        of_full = jax.tree.map(full, inputs, is_leaf=lambda node: isinstance(node, Covariance))
+        mean, joint, mixing = mix_full(of_full)
+        mixed = type(cov).project(joint.cov)
+    return *dense(mean, mixed, inputs.output), mixing
 
 
 def _check(

@@ -10,7 +10,7 @@ from jax import Array
 from moment_jax.covariance.numerics import safe_divide
 from moment_jax.expectations import expected_softmax
 from moment_jax.layers.attention.score_noise import Products, total_of
-from moment_jax.xla import materialized, product_with_transposed, rows_diagonal, rows_product
+from moment_jax.xla import diagonal_of, materialized
 
 
 class Term(NamedTuple):
@@ -28,21 +28,21 @@ class Term(NamedTuple):
     @classmethod
     def of(cls, queries: Array, keys: Array) -> Term:
         """The product of queries (T, T) and the keys' covariance (S, S)."""
-        return cls(queries, centred(keys), rows_diagonal(keys))
+        return cls(queries, centred(keys), diagonal_of(keys))
 
     def own(self) -> Array:
         """The diagonal of the queries' side, (T, 1)."""
-        return rows_diagonal(self.queries)[:, None]
+        return diagonal_of(self.queries)[:, None]
 
     def seen(self, weights: Array) -> SeenTerm:
         """The term with its products with the weights W, (T, S)."""
-        pulled = materialized(rows_product(weights, self.contrasts))
-        met = materialized(product_with_transposed(pulled, weights))
+        pulled = materialized(weights @ self.contrasts)
+        met = materialized(pulled @ weights.T)
         return SeenTerm(self.queries, self.contrasts, pulled, met)
 
 
 class SeenTerm(NamedTuple):
-    """A `Term` with its products with the weights W: a `ScoreTerm`."""
+    """A `Term` with its products with the weights W."""
 
     queries: Array  # (T, T)
     contrasts: Array  # (S, S)
@@ -51,9 +51,9 @@ class SeenTerm(NamedTuple):
 
     def quadratic(self, weights: Array, products: Products) -> Array:
         """sum_cf contrasts_cf E <u_ac, u_bf> with u_ac = W_ac (v_c - A_a), (T, T)."""
-        half = rows_product(weights, materialized(self.contrasts * products.values))
+        half = weights @ materialized(self.contrasts * products.values)
         half = materialized(half - 2 * products.crossed * self.pulled)
-        half = product_with_transposed(half, weights)
+        half = half @ weights.T
         return 0.5 * materialized(half + half.T) + products.averages * self.met
 
 
@@ -94,14 +94,14 @@ class _Contrasts(NamedTuple):
         return jnp.zeros((), self.terms[0].contrasts.dtype)
 
     def matvec(self, vectors: Array) -> Array:
-        return total_of(term.own() * rows_product(vectors, term.contrasts) for term in self.terms)
+        return total_of(term.own() * (vectors @ term.contrasts) for term in self.terms)
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
         return total_of(
             (1 if i == j else 2)
             * (a.own() / unit)
             * (b.own() / unit)
-            * rows_product(vectors, a.contrasts * b.contrasts)
+            * (vectors @ (a.contrasts * b.contrasts))
             for i, a in enumerate(self.terms)
             for j, b in enumerate(self.terms)
             if i <= j
@@ -110,5 +110,5 @@ class _Contrasts(NamedTuple):
 
 def centred(keys: Array) -> Array:
     """Minus half the variance of each difference of two keys, (S, S), from their covariance."""
-    own = 0.5 * rows_diagonal(keys)
+    own = 0.5 * diagonal_of(keys)
     return keys - own[:, None] - own[None, :]

@@ -5,31 +5,16 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.numerics import gram, nonnegative, pooled, safe_divide, safe_sqrt
-from moment_jax.xla import (
-    materialized,
-    product_of_transposed,
-    rows_diagonal,
-    rows_product,
-)
+from moment_jax.xla import diagonal_of, materialized
 
-
-class ScoreTerm(Protocol):
-    """A Kronecker product of the scores' covariance."""
-
-    @property
-    def queries(self) -> Array:
-        """The queries' side, (T, T)."""
-        ...
-
-    def quadratic(self, weights: Array, products: Any) -> Array:
-        """The keys' side contracted with the values, (T, T): see `SeenTerm.quadratic`."""
-        ...
+if TYPE_CHECKING:
+    from moment_jax.layers.attention.rows import SeenTerm
 
 
 class Products(NamedTuple):
@@ -44,7 +29,7 @@ class Products(NamedTuple):
 
     def sizes(self) -> Sizes:
         """The diagonals, as `Sizes`."""
-        return Sizes(rows_diagonal(self.values), self.crossed, rows_diagonal(self.averages))
+        return Sizes(diagonal_of(self.values), self.crossed, diagonal_of(self.averages))
 
 
 class Sizes(NamedTuple):
@@ -78,16 +63,15 @@ class ScoreNoise(NamedTuple):
 
 
 def score_noise(
-    terms: Iterable[ScoreTerm], weights: Array, products: Any, order: int
+    terms: Iterable[SeenTerm], weights: Array, products: Products, order: int
 ) -> ScoreNoise:
     """Token Gram matrix sum_cf Cov[W_ac, W_bf] E <v_c, v_f>, for scores independent of the values.
 
     Noise passes through the softmax's Jacobian times `saturation`, which is 1 with order 1. Takes the
-    terms of the scores' covariance, E[W] (T, S), and the values' products in the form that the terms
-    need.
+    terms of the scores' covariance, E[W] (T, S), and the values' products.
     """
     token_gram = total_of(term.queries * term.quadratic(weights, products) for term in terms)
-    own = rows_diagonal(token_gram)
+    own = diagonal_of(token_gram)
     gain = jnp.ones_like(own)
     if order == 2:
         within = products.sizes().within(weights)
@@ -128,8 +112,8 @@ def sum_noise(
 
     def parts(term: Summed) -> tuple[Array, Array, Array]:
         pairs, contrasts, pulled, met = term
-        paired = materialized(rows_product(materialized(pairs), weights))
-        outer = contrasts * product_of_transposed(weights, paired)
+        paired = materialized(materialized(pairs) @ weights)
+        outer = contrasts * (weights.T @ paired)
         return outer, paired * pulled, pairs * met
 
     outer, near, far = (total_of(same) for same in zip(*map(parts, terms), strict=True))

@@ -5,8 +5,6 @@ there, which would be lost. Variances and Gram matrices of the projected output 
 from the values times the output kernel.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -17,11 +15,8 @@ from moment_jax.covariance import Separable
 from moment_jax.covariance.numerics import fit_rows, gram, pooled, safe_divide, vector_cov
 from moment_jax.covariance.separable_grams import FeatureGram
 from moment_jax.covariance.separable_noise import column_noise
-from moment_jax.layers.attention.head_kernel import HeadKernel, OfHeads
 from moment_jax.layers.attention.head_noise import Projected, centred_rows, over_sum
 from moment_jax.layers.attention.inputs import Inputs, Mixing, merge_heads, split_heads
-from moment_jax.layers.attention.landmark_head import LandmarkHead
-from moment_jax.layers.attention.landmarks import choose_landmarks, coarse_products, in_float32
 from moment_jax.layers.attention.mix import each_head, mix
 from moment_jax.layers.attention.separable_head import Head, HeadOutput, SeparableHead, Tokens
 from moment_jax.layers.attention.shared_input import Links, make_links
@@ -29,13 +24,7 @@ from moment_jax.layers.attention.values import ValueNoise
 from moment_jax.layers.params import DenseParams
 from moment_jax.layers.seen import pool_scores
 from moment_jax.posterior import Point
-from moment_jax.xla import (
-    diagonal_matrix,
-    diagonal_of,
-    materialized,
-    rows_diagonal,
-    split_by_tokens,
-)
+from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 
 def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixing]:
@@ -56,59 +45,22 @@ def attend_separable(inputs: Inputs[Separable]) -> tuple[Array, Separable, Mixin
         )
     )
     heads, tokens = _heads(inputs, query, key, value, metric)
-    few, count = by_landmarks(inputs), inputs.shared.cov.landmarks
-    kind = LandmarkHead if few else SeparableHead
     links = make_links(inputs.shared, pattern, key.pulled, value.pulled, h)
 
-    def mix_one(one: OfHeads) -> OfHeads:
-        (head, own, mask), (tokens, pattern) = one
-        moments = kind(head, tokens, Links(pattern, *own))
-        mean, output, mixing = mix(moments, mask, inputs.order)
-        return OfHeads((mean, output._replace(summed=None), mixing), output.summed)
+    def mix_one(one: Any) -> tuple[Array, HeadOutput, Mixing]:
+        head, own, mask = one
+        return mix(SeparableHead(head, tokens, Links(pattern, *own)), mask, inputs.order)
 
-    given = OfHeads((heads, links[1:], inputs.mask), (tokens, pattern))
-    with in_float32() if few else nullcontext():
-        (means, mixed, mixing), summed = _over_heads(mix_one, given, inputs, few)
+    each = (heads, links[1:], inputs.mask)
+    means, mixed, mixing = materialized(each_head(mix_one, each, inputs.num_scores()))
+    summed = jax.tree.map(lambda x: jnp.sum(x, axis=0), mixed.summed)
     like = inputs.query.cov
     pool = like.pool
-    values = ValueNoise(
-        value.whole,
-        mixing.weights,
-        mixed.reach,
-        pool,
-        like.share,
-        value.pattern if few else None,
-        count,
-        tokens.exists,
-    )
-    if few:
-        every = jnp.ones_like(mixing.weights[0, :, 0])
-        mixing = mixing._replace(landmarks=choose_landmarks(every, count, tokens.exists))
+    values = ValueNoise(value.whole, mixing.weights, mixed.reach, pool)
     own = value.of_sums(mixing.weights, pool)
     mean, mixed = merge_heads(means), mixed._replace(summed=summed)
     cov = _output_cov(output, values, own, mixed, mean, (metric, noise_metric), like)
     return output.mean_output(mean), cov, mixing
-
-
-def _over_heads(
-    mix_one: Callable[[OfHeads], OfHeads], given: OfHeads, inputs: Inputs[Separable], few: bool
-) -> OfHeads:
-    """All heads' results, and their sums over heads, by a kernel or plain JAX."""
-    h, (s, width) = inputs.num_heads, inputs.key.mean.shape
-    features = 18 * width // h + 5 * inputs.query_input.mean.shape[1]
-    flops = 2 * inputs.num_scores() * (20 * s + features)
-    shape = h, inputs.query.mean.shape[0], s
-    kernel = None if few else HeadKernel.of(mix_one, shape, inputs.query.mean.dtype, flops)
-    if kernel is not None:
-        tokens, pattern = given.common
-        tokens = tokens._replace(landmarks=None, exists=None)
-        return kernel(given._replace(common=(tokens, pattern)))
-
-    def one_head(each: Any) -> OfHeads:
-        return mix_one(given._replace(each=each))
-
-    each, common = materialized(each_head(one_head, given.each, inputs.num_scores()))
-    return OfHeads(each, jax.tree.map(lambda x: jnp.sum(x, axis=0), common))
 
 
 def _output_cov(
@@ -135,7 +87,7 @@ def _output_cov(
         variance = variance + energy.T @ jnp.einsum("hko,hk->ho", split**2, own)
         by_head = by_head + energy[:, :, None] * own[:, None, :]
         mixed = mixed._replace(feature_gram=mixed.feature_gram + diagonal_matrix(own))
-    averages = values.feature_gram() + _block_diagonal(like.share(mixed.feature_gram))
+    averages = values.feature_gram() + _block_diagonal(mixed.feature_gram)
     averages = materialized(averages)
     features = FeatureGram(gram(kernel.T, averages))
     token_gram = values.token_gram(metric) + mixed.summed.token_gram
@@ -148,32 +100,13 @@ def _output_cov(
             features = features.plus(column_noise(output.kernel, moment))
         else:
             total = pooled(mean, pool)
-            moment = averages + like.share(total[:, None] * total[None, :])
+            moment = averages + total[:, None] * total[None, :]
             features = features.plus(FeatureGram(output.kernel.noise_block(moment)))
-    variance = fit_rows(variance, rows_diagonal(token_gram))
+    variance = fit_rows(variance, diagonal_of(token_gram))
     cov = like.from_crossed(variance, token_gram, features, pool)
     if output.bias is None or isinstance(output.bias, Point):
         return cov
     return cov.add(like.shared(mean.shape[0], output.bias.vector_cov()))
-
-
-def by_landmarks(inputs: Inputs[Separable]) -> bool:
-    """Whether a few queries stand for all.
-
-    Not if queries have different keys, nor if a memory is attended to while x is pooled, as under a
-    causal mask: a token would learn of later ones. Not if tokens are spread over devices, whose
-    products use a ring. Not with bfloat16 products: the incoming Gram matrices are then too coarse for
-    differences (TF32 is fine).
-    """
-    count = inputs.shared.cov.landmarks
-    fewest = min(inputs.query.mean.shape[0], inputs.key.mean.shape[0])
-    many = fewest >= 8 * count > 8
-    return many and _alike(inputs) and not split_by_tokens() and not coarse_products()
-
-
-def _alike(inputs: Inputs[Separable]) -> bool:
-    own = inputs.shared.query_kernel is not None
-    return inputs.keys_alike and (own or inputs.query_input.cov.pool is None)
 
 
 def _outer(rows: Array, columns: Array) -> Array:
@@ -212,8 +145,6 @@ def _heads(
         value.pattern,
         inputs.query.cov.pool,
         query_pool,
-        inputs.shared.cov.landmarks,
-        None if inputs.mask is None or inputs.shared.query_kernel is None else inputs.mask[0, 0],
     )
     return heads, tokens
 

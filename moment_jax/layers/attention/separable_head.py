@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.numerics import gram, nonnegative, safe_divide, weighted
-from moment_jax.layers.attention.head_noise import HeadNoise, TokenGram
+from moment_jax.layers.attention.head_noise import HeadNoise
 from moment_jax.layers.attention.inputs import Centres, root_width
 from moment_jax.layers.attention.mix import Output
-from moment_jax.layers.attention.rows import RowCovariance, Term
+from moment_jax.layers.attention.rows import RowCovariance, SeenTerm, Term
 from moment_jax.layers.attention.score_noise import (
     Products,
     Sizes,
@@ -30,13 +30,7 @@ from moment_jax.layers.attention.score_noise import (
     sum_noise,
 )
 from moment_jax.layers.attention.shared_input import Links, shared_mean
-from moment_jax.xla import (
-    diagonal_of,
-    materialized,
-    product_with_transposed,
-    rows_diagonal,
-    rows_product,
-)
+from moment_jax.xla import diagonal_of, materialized
 
 
 class Head(NamedTuple):
@@ -68,8 +62,6 @@ class Tokens(NamedTuple):
     value: Array  # of the values', (S, S)
     pool: Array | None  # weights of the queries in sums over them, (T,)
     score_pool: Array | None  # weights in averages used only for the scores, (T,)
-    landmarks: int  # number of landmarks among the queries
-    exists: Array | None  # queries that may be landmarks, (T,); None for all
 
 
 class OverHeads(NamedTuple):
@@ -89,19 +81,12 @@ class HeadOutput(NamedTuple):
     summed: Any  # `OverHeads`
 
 
-class KeyNoise(NamedTuple):
-    """A Kronecker product of the scores' covariance, with the keys' side in factored form."""
-
-    queries: Array  # (T, T)
-    keys: TokenGram  # (S, S)
-
-
 class Seen(NamedTuple):
     """A head's keys and values, weighted by attention."""
 
-    terms: tuple[Any, ...]  # of the scores' covariance, each a `ScoreTerm`
-    products: Any  # of the values, in the form the terms need
-    noise: Any  # of the values' noise alone: its `sizes()` and `averages`
+    terms: tuple[SeenTerm, ...]  # of the scores' covariance
+    products: Products  # of the values
+    noise: Products  # of the values' noise alone
     own_value: Array | None  # variance by this head's own values, under the metric, (T,)
     reach: Array  # W times the values' common token pattern, (T, S)
     linked: Array  # W times that of the input that keys and values share, (T, S)
@@ -125,15 +110,8 @@ class SeparableHead(NamedTuple):
             return None
         return self.links.tokens * jnp.sum(diagonal_of(self.links.query_key))
 
-    def rows(self) -> Any:
-        """Covariance of the scores, from noise in keys and in queries."""
-        terms, sizes = self.score_terms()
-        return RowCovariance.merged(
-            tuple(Term.of(queries, keys.dense()) for queries, keys in terms), sizes
-        )
-
-    def score_terms(self) -> tuple[tuple[KeyNoise, ...], tuple[Array, ...]]:
-        """Kronecker products of the scores' covariance, from keys and from queries, and their sizes.
+    def rows(self) -> RowCovariance:
+        """Covariance of the scores, as Kronecker products from noise in keys and in queries.
 
         The keys' side averages over the queries of all tokens; the queries' side keeps the total
         variance of contrasts of keys for every pair of tokens. Using one product instead of two would
@@ -148,28 +126,28 @@ class SeparableHead(NamedTuple):
         moment = safe_divide(query, total) + by_query  # E[q q^T]
         spread = gram(head.key_spread.T)
 
-        def term(near: Array, keys: TokenGram, size: Array) -> KeyNoise:
-            return KeyNoise(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys)
+        def term(near: Array, keys: Array, size: Array) -> Term:
+            return Term.of(safe_divide(near, jnp.broadcast_to(size, (1, 1))) / width, keys)
 
-        by_keys = head.query_noise.gram(head.contrasts, tokens.queries, tokens.query).dense()
+        by_keys = head.query_noise.gram(head.contrasts, tokens.queries, tokens.query)
         by_keys = by_keys + gram(means, head.contrasts)
-        by_queries = head.query_noise.gram(spread, tokens.queries, tokens.query).dense()
+        by_queries = head.query_noise.gram(spread, tokens.queries, tokens.query)
         keys = head.key_noise.gram(moment, tokens.source, tokens.key)
         sizes = jnp.sum(head.contrasts * moment), jnp.sum(spread * by_query)
         terms = (
             term(by_keys, keys, sizes[0]),
-            term(by_queries, TokenGram(key, by_query), sizes[1]),
+            term(by_queries, materialized(gram(key, by_query)), sizes[1]),
         )
-        return terms, sizes
+        return RowCovariance.merged(terms, sizes)
 
-    def output(self, rows: Any, weights: Array, mean: Array, order: int) -> Output:
+    def output(self, rows: RowCovariance, weights: Array, mean: Array, order: int) -> Output:
         """Gram matrices and variances of the head's part of the projected output."""
         head, _, links = self
         seen = self.seen(rows, weights, mean)
         noise = score_noise(seen.terms, weights, seen.products, order)
         noisy = weights**2 * rows.variance()
         summed = self.sum_noise(seen, weights, mean, noise.gain)
-        size = _over_independent(rows_diagonal(noise.token_gram), noisy, seen.products.sizes())
+        size = _over_independent(diagonal_of(noise.token_gram), noisy, seen.products.sizes())
         spread = safe_divide(seen.noise.sizes().spread(), head.value_size())
         energy, variance = _by_independent_keys(head, spread, noisy, mean)
         gain = noise.gain / root_width(mean)
@@ -183,13 +161,13 @@ class SeparableHead(NamedTuple):
         shared = shared_mean(self.centres, links, weights, gain, seen.linked)
         return Output(result, noise.gain, shared)
 
-    def seen(self, rows: Any, weights: Array, mean: Array) -> Seen:
+    def seen(self, rows: RowCovariance, weights: Array, mean: Array) -> Seen:
         """Keys and values weighted by attention."""
         head, tokens, links = self
         value = self.centres.value
-        reach = linked = materialized(rows_product(weights, tokens.value))
+        reach = linked = materialized(weights @ tokens.value)
         if links.tokens is not tokens.value:
-            linked = rows_product(weights, links.tokens)
+            linked = weights @ links.tokens
         noise, own_value = self._noise_products(weights, reach)
         products = Products(
             gram(value, head.metric) + noise.values,
@@ -217,11 +195,11 @@ class SeparableHead(NamedTuple):
         shared = jnp.sum(head.value_noise.features * head.metric)
         noise, crossed, own_value = shared * tokens.value, shared * reach, None
         if head.value_noise.own is not None:
-            own = head.value_noise.own_gram(head.metric, tokens.source, tokens.value).dense()
-            own_reach = materialized(rows_product(weights, own))
+            own = head.value_noise.own_gram(head.metric, tokens.source, tokens.value)
+            own_reach = materialized(weights @ own)
             noise, crossed = noise + own, crossed + own_reach
             own_value = jnp.sum(own_reach * weights, axis=1)
-        return Products(noise, crossed, product_with_transposed(crossed, weights)), own_value
+        return Products(noise, crossed, crossed @ weights.T), own_value
 
 
 def _over_independent(total: Array, noisy: Array, sizes: Sizes) -> Array:

@@ -13,7 +13,7 @@ from jax import Array
 
 from moment_jax.covariance import Separable
 from moment_jax.layers.attention.inputs import Centres, SharedInput, split_heads
-from moment_jax.xla import rows_diagonal
+from moment_jax.xla import diagonal_of
 
 
 class Links(NamedTuple):
@@ -60,7 +60,7 @@ def shared_mean(centres: Centres, links: Links, weights: Array, gain: Array, rea
       reach: W P, (T, S).
     """
     tokens = links.tokens
-    spread = jnp.sum(weights * (rows_diagonal(tokens)[None, :] - reach), axis=1)
+    spread = jnp.sum(weights * (diagonal_of(tokens)[None, :] - reach), axis=1)
     by_key = spread[:, None] * (centres.query @ links.key_value)
     if links.query_value is None:
         return gain[:, None] * by_key

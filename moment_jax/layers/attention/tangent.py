@@ -13,7 +13,6 @@ from moment_jax.layers.attention.inputs import (
     split_heads,
     turned,
 )
-from moment_jax.layers.attention.places import own_entries
 
 
 class AttentionTangent(NamedTuple):
@@ -26,13 +25,7 @@ class AttentionTangent(NamedTuple):
     query_kernel: Array  # (D, H K)
     source_kernels: tuple[Array, Array] | None  # of keys and values, (D, H K); None with a memory
     output_kernel: Array  # (H K, D)
-    places: Array | None = None  # of the queries' own tokens among the keys
-    turns: Turns = (None, None)  # of queries and keys
-
-    def own_weights(self) -> Array:
-        """Each query's weight on its own token, (H, T)."""
-        own = self.mixing.own
-        return own_entries(self.mixing.weights, self.places) if own is None else own
+    turns: Turns  # of queries and keys
 
     def __call__(self, change: Array) -> Array:
         """The change (T, D) of the output for a change (T, D) of the input."""

@@ -1,14 +1,11 @@
 """Noise of `Separable`'s values, averaged by the attention weights of all heads."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.numerics import nonnegative, pooled, safe_sqrt
-from moment_jax.layers.attention.landmarks import Sketch, choose_landmarks, in_float32
-from moment_jax.xla import diagonal_of, on_diagonal, product_with_transposed, split_by_tokens
+from moment_jax.covariance.numerics import nonnegative, pooled
+from moment_jax.xla import diagonal_of, on_diagonal
 
 
 class ValueNoise:
@@ -22,63 +19,26 @@ class ValueNoise:
       weights: mean attention weights, (H, T, S).
       reach: the weights times the token pattern V, (H, T, S).
       pool: weights of the averages in the sum over them, (T,); None for ones.
-      share: `Separable.share`, for statistics of the features.
-      pattern: V itself, (S, S), if landmarks are used; else None.
-      count: number of landmarks.
-      exists: which queries may be landmarks, (T,); None for all.
     """
 
-    def __init__(
-        self,
-        features: Array,
-        weights: Array,
-        reach: Array,
-        pool: Array | None,
-        share: Callable[[Array], Array],
-        pattern: Array | None = None,
-        count: int = 0,
-        exists: Array | None = None,
-    ) -> None:
-        self.features, self.pattern, self.count = features, pattern, count
-        self.exists = exists
+    def __init__(self, features: Array, weights: Array, reach: Array, pool: Array | None) -> None:
+        self.features = features
         h = weights.shape[0]
         self.blocks = (h, self.features.shape[0] // h)
         self.weights, self.reach = weights, reach
         self.overlaps = jnp.einsum("hac,gac->ahg", reach, weights)  # (T, H, H)
         total, reached = (jax.vmap(pooled, (0, None))(x, pool) for x in (weights, reach))
-        self.shares = share(reached @ total.T)  # (H, H)
+        self.shares = reached @ total.T  # (H, H)
 
     def token_gram(self, metric: Array) -> Array:
         """Token Gram matrix between different heads, under a metric (H K, H K), (T, T)."""
-        h, t, s = self.weights.shape
+        h = self.weights.shape[0]
         # Rows first: splitting the last axis of a large array moves it on a TPU.
         rows = jnp.sum((self.features * metric).reshape(*self.blocks, -1), axis=1)
         shares = jnp.sum(rows.reshape(h, *self.blocks), axis=2)
         shares = jnp.where(on_diagonal(shares.shape), 0, shares)
-        if self.pattern is not None:
-            with in_float32():
-                return self._by_landmarks(self.pattern, shares)
         others = jnp.einsum("hg,gbc->hbc", shares, self.weights)
-        if not split_by_tokens():
-            return jnp.einsum("hac,hbc->ab", self.reach, others)
-        left, right = (x.swapaxes(0, 1).reshape(t, h * s) for x in (self.reach, others))
-        return product_with_transposed(left, right)
-
-    def _by_landmarks(self, pattern: Array, shares: Array) -> Array:
-        """sum_hg shares_hg W^h V W^g^T from some rows of all heads' weights, (T, T)."""
-        h, t, s = self.weights.shape
-        rows = self.weights.reshape(h * t, s)
-        sizes = safe_sqrt(jnp.einsum("ahh->ha", self.overlaps)).ravel()
-        exists = None if self.exists is None else jnp.tile(self.exists, h)
-        sketch = Sketch.of(pattern, rows[choose_landmarks(sizes, self.count, exists)])
-        left = (shares @ sketch.left(rows).reshape(h, -1)).reshape(h, t, -1)
-        left, right = (
-            side.reshape(h, t, -1).swapaxes(0, 1).reshape(t, -1)
-            for side in (left, sketch.right(rows))
-        )
-        own = jnp.einsum("ahg,hg->a", self.overlaps, shares)
-        result = left @ right.T
-        return jnp.where(on_diagonal(result.shape), own[:, None], result)
+        return jnp.einsum("hac,hbc->ab", self.reach, others)
 
     def variance(self) -> Array:
         """Variances of the heads' averages, (T, H K)."""
