@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moment_jax.covariance import STRUCTURES, BatchSeparable, Covariance, Separable, TokenCorrelated
+from moment_jax.covariance import STRUCTURES, Covariance, Separable, register_fields
 from moment_jax.layers import (
     AttentionParams,
     DecoderBlockParams,
@@ -32,8 +32,7 @@ from moment_jax.posterior import (
 
 Array = jax.Array
 
-# Without a batch `BatchSeparable` is `Separable`: tests/covariance/test_batch_separable.py.
-ALL_STRUCTURES = [s for s in STRUCTURES.values() if s is not BatchSeparable]
+ALL_STRUCTURES = list(STRUCTURES.values())
 KERNEL_FAMILIES = [Point, Factorized, OutputShared, MatrixNormal, FullNormal]
 VECTOR_FAMILIES = [Point, Factorized, FullNormal]
 
@@ -75,18 +74,41 @@ def random_cov(
 def _member(structure: type[Covariance], dense: Array, signs: Array) -> Covariance:
     cov = structure.project(dense)
     if structure is Separable:  # its operations on features are exact only for scales of rank one
-        cov = rank_one(cov)
-    return cov.rescale(signs) if structure in (Separable, TokenCorrelated) else cov
+        return rank_one(cov).rescale(signs)
+    return cov
 
 
 def rank_one(cov: Covariance) -> Covariance:
     """With a scale of rank one, so that projecting again is exact; other structures unchanged."""
-    if not isinstance(cov, Separable | TokenCorrelated):
+    if not isinstance(cov, Separable):
         return cov
     tokens, features = (jnp.mean(cov.scale, axis=a, keepdims=True) for a in (1, 0))
     scale = tokens * features / jnp.mean(cov.scale)
-    known = {"sum_variance": None} if isinstance(cov, Separable) else {}
-    return dataclasses.replace(cov, scale=scale, **known)
+    return dataclasses.replace(cov, scale=scale, sum_variance=None)
+
+
+def define_pairs() -> type[Covariance]:
+    """A user's structure: tokens 2i and 2i + 1 are correlated, all others independent."""
+
+    @register_fields
+    @dataclasses.dataclass(frozen=True)
+    class Pairs(Covariance):
+        cov: Array  # (T, D, T, D), zero between pairs
+
+        num_axes = 4
+
+        @classmethod
+        def project(cls, dense):
+            pair = jnp.arange(dense.shape[0]) // 2
+            return cls(jnp.where((pair[:, None] == pair[None])[:, None, :, None], dense, 0))
+
+        def to_dense(self):
+            return self.cov
+
+    return Pairs
+
+
+Pairs = define_pairs()
 
 
 def random_kernel(
@@ -180,6 +202,71 @@ def tiny_vision(**options: Any) -> VisionTransformer:
     options = {"num_blocks": 1, "hidden_features": 6, "activation": "relu", **options}
     sizes = {"image_size": 4, "patch_size": 2, "num_classes": 3, "num_features": 4, "num_heads": 2}
     return VisionTransformer(**{**sizes, "rngs": nnx.Rngs(0), **options})
+
+
+def scaled(params: Any, gain: float) -> Any:
+    """Parameters of `Factorized` beliefs, multiplied by `gain`."""
+
+    def one(belief: Factorized) -> Factorized:
+        return Factorized(gain * belief.mean, gain**2 * belief.variance)
+
+    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, Factorized))
+
+
+def stacked(rows: list[Any]) -> Any:
+    """Trees of arrays as one tree with a leading axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+
+
+def with_sum(cov: Covariance) -> Covariance:
+    """With every field set, so that all have the same tree."""
+    if not isinstance(cov, Separable):
+        return cov
+    return dataclasses.replace(cov, sum_variance=cov.pooled_variance())
+
+
+def first_tokens(cov: Covariance, count: int) -> Covariance:
+    """The same of the first tokens only."""
+    if isinstance(cov, Separable):
+        tokens = cov.token_correlation[:count, :count]
+        return with_sum(Separable(cov.scale[:count], tokens, cov.feature_correlation))
+    return type(cov).project(cov.to_dense()[:count, :, :count])
+
+
+def random_moments(
+    structure: type[Covariance], shape: tuple[int, int], count: int
+) -> tuple[np.ndarray, Covariance, np.ndarray]:
+    """Means (N, T, D), covariances of low rank, large, small and zero, and masks (N, T, T)."""
+    random, (t, d) = np.random.default_rng(0), shape
+    scales = 10 ** random.uniform(-2, 0.3, count) * (np.arange(count) % 10 > 0)
+    factors = scales[:, None, None] * random.normal(size=(count, t * d, 6)) / 6**0.5
+
+    @jax.jit
+    @jax.vmap
+    def project(factor: Array) -> Covariance:
+        return structure.project((factor @ factor.T).reshape(*shape, *shape))
+
+    means = 2 * random.normal(size=(count, *shape))
+    means[::7] = 0
+    means[1::7] = 1  # equal keys
+    masks = random.random((count, t, t)) < 0.7
+    masks[: count // 2] = True
+    return means, project(factors), masks
+
+
+def assert_semidefinite(
+    mean: Array, dense: Array, variance: Array, tolerance: float = 1e-10
+) -> None:
+    """Assert that dense covariances (N, T, D, T, D) are finite, symmetric and semidefinite."""
+    dense = np.asarray(dense, np.float64)
+    size = dense.shape[1] * dense.shape[2]
+    spectrum = np.linalg.eigvalsh(dense.reshape(-1, size, size))
+    lowest, largest = spectrum[:, 0], np.maximum(spectrum[:, -1], 1)
+    assert np.isfinite(mean).all()
+    assert np.min(variance) >= 0
+    assert (lowest >= -tolerance * largest).all(), (lowest / largest).min()
+    difference = np.abs(dense - dense.transpose(0, 3, 4, 1, 2)).max(axis=(1, 2, 3, 4))
+    assert (difference <= tolerance * largest).all()
 
 
 def assert_close(actual: Array, expected: Array, tolerance: float = 1e-10) -> None:

@@ -1,4 +1,4 @@
-"""Every public transform of a sequence, under one signature."""
+"""Every layer of a sequence, under one signature."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 import moment_jax as mj
-from tests.builders import decoder_of
 
 
 class Given(NamedTuple):
-    """Arguments beside the sequence (T, D); a block has two heads."""
+    """Arguments beside the sequence (T, D); attention has two heads."""
 
     block: mj.EncoderBlockParams
     other: tuple[Any, Any]  # moments of a matrix (D, N)
@@ -20,10 +19,6 @@ class Given(NamedTuple):
     mask: Any = None  # of queries and own keys
     memory_mask: Any = None  # of queries and keys of the memory
     order: int = 2
-    norm_first: bool = False
-
-    def heads(self, **mask: Any) -> dict[str, Any]:
-        return {"num_heads": 2, "order": self.order, **mask}
 
 
 def _softmax(mean, cov, given):
@@ -31,7 +26,7 @@ def _softmax(mean, cov, given):
     return mj.softmax(mean, cov, mask=mask, order=given.order)
 
 
-TRANSFORMS = {
+LAYERS = {
     "dense": lambda m, c, given: mj.dense(m, c, given.block.feed_forward.hidden),
     "matmul": lambda m, c, given: mj.matmul(m, c, *given.other),
     "relu": lambda m, c, given: mj.relu(m, c),
@@ -44,21 +39,16 @@ TRANSFORMS = {
         m, c, given.block.feed_forward, activation=mj.gelu
     ),
     "attention": lambda m, c, given: mj.attention(
-        m, c, given.block.attention, **given.heads(mask=given.mask)
+        m, c, given.block.attention, num_heads=2, order=given.order, mask=given.mask
     ),
     "cross_attention": lambda m, c, given: mj.cross_attention(
-        m, c, *given.memory, given.block.attention, **given.heads(mask=given.memory_mask)
-    ),
-    "encoder_block": lambda m, c, given: mj.encoder_block(
-        m, c, given.block, norm_first=given.norm_first, **given.heads(mask=given.mask)
-    ),
-    "decoder_block": lambda m, c, given: mj.decoder_block(
         m,
         c,
         *given.memory,
-        decoder_of(given.block),
-        norm_first=given.norm_first,
-        **given.heads(mask=given.mask, memory_mask=given.memory_mask),
+        given.block.attention,
+        num_heads=2,
+        order=given.order,
+        mask=given.memory_mask,
     ),
 }
 """Functions of mean (T, D), covariance and `Given`."""

@@ -1,5 +1,6 @@
-"""The constructors check their fields; JAX transformations skip the checks."""
+"""The constructors check their fields; JAX transformations skip the checks; lazy fields are fields."""
 
+import pickle
 import re
 from functools import partial
 
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.covariance import Diagonal, Full, Separable, TokenBlock, TokenCorrelated
-from tests.builders import ALL_STRUCTURES, random_cov
+from moment_jax.covariance import Diagonal, Full, Separable
+from tests.builders import ALL_STRUCTURES, assert_close, random_cov
 
 T, D = 4, 3
 ONES, TOKENS, FEATURES = np.ones((T, D)), np.eye(T), np.eye(D)
@@ -24,15 +25,12 @@ def _dense():
 # What is called, what came, and the mend.
 SHAPES = [
     (lambda: Diagonal(ONES[0]), "Got (3,)", "vector[None, :]"),
-    (lambda: TokenBlock(ONES[:, :, None]), "Got (4, 3, 1)", "Diagonal"),
     (lambda: Full(np.eye(T * D)), "Got (12, 12)", "cov.reshape"),
     (lambda: Full(ONES[:, :, None, None]), "(4, 3, 1, 1)", "Diagonal"),
-    (lambda: TokenCorrelated(ONES, ONE), "Got (4, 3) and (1, 1)", "independent tokens"),
-    (lambda: TokenCorrelated(ONES, 1.0), "(4, 3) and ()", "jnp.eye(T)"),
+    (lambda: Separable(ONES, 1.0, FEATURES), "(4, 3) and () and", "jnp.eye(T)"),
     (lambda: Separable(ONES, ONE, FEATURES), "(4, 3) and (1, 1) and (3, 3)", "independent tokens"),
     (lambda: Separable(ONES, FEATURES, TOKENS), "(4, 4) and (3, 3), by the", "independent tokens"),
     (lambda: Diagonal(-ONES), "Got -1", "not negative"),
-    (lambda: TokenBlock.project(-_dense()), "Got -1", "not negative"),
     (lambda: Full(-_dense()), "Got -1", "not negative"),
     *((partial(s.zeros, (2, T, D)), "Got (2, 4, 3)", "jax.vmap") for s in ALL_STRUCTURES),
 ]
@@ -91,3 +89,30 @@ def test_covariances_pass_through_exported_functions(structure):
     result = jax.export.deserialize(saved).call(cov)
     assert isinstance(result, structure)
     np.testing.assert_allclose(result.variance(), 4 * cov.variance(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_fields_first_read_in_a_loop_can_be_read_after_it_and_pickled(structure):
+    """`Separable` forms them when they are read."""
+    kernel = jax.random.normal(jax.random.key(0), (D, 3))
+
+    def mapped(kernel):
+        cov = structure.independent(jnp.ones((T, D))).add(structure.shared(T, jnp.eye(D)))
+        return cov.map_features(kernel)
+
+    @jax.jit
+    def run(kernel):
+        cov = mapped(kernel)
+        _, read = jax.lax.scan(lambda _, x: (None, jax.tree.leaves(cov)), None, jnp.zeros(1))
+        return [leaf[0] for leaf in read], jax.tree.leaves(cov)
+
+    for inside, after in zip(*run(kernel), strict=True):
+        assert_close(inside, after)
+    cov = mapped(kernel)
+    again = pickle.loads(pickle.dumps(cov))
+    assert type(again) is structure
+    assert_close(again.to_dense(), cov.to_dense())
+    with pytest.raises(
+        AttributeError, match="has no attribute `nothing`" if structure is Separable else "nothing"
+    ):
+        cov.nothing  # noqa: B018

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.covariance import Covariance, Full, Separable, TokenCorrelated
+from moment_jax.covariance import Covariance, Full, Separable
 from tests.builders import (
     ALL_STRUCTURES,
     KERNEL_FAMILIES,
+    Pairs,
     assert_close,
     random_cov,
     random_dense,
@@ -23,6 +24,8 @@ from tests.builders import (
 )
 
 SHAPE = (4, 5)
+STRUCTURES = [*ALL_STRUCTURES, Pairs]  # and one of a user, of whose operations none is his own
+structures = pytest.mark.parametrize("structure", STRUCTURES)
 KEYS = jax.random.split(jax.random.key(0), 12)
 MEAN = jax.random.normal(KEYS[0], SHAPE)
 
@@ -107,7 +110,7 @@ def results(run):
     return lambda structure, name: every(structure)[name]
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@structures
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operation_is_projection_of_dense_operation(structure, name, results):
     ours, dense, variance, exact, expected = results(structure, name)
@@ -177,7 +180,7 @@ def test_separable_approaches_the_law_as_its_scale_approaches_rank_one(name: str
     assert near <= 0.7 * far + 1e-12, (far, near)
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@structures
 def test_eager_equals_compiled_in_float32(structure: type[Covariance]):
     cov = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32), random_cov(KEYS[11], structure, SHAPE)
@@ -192,7 +195,7 @@ def test_eager_equals_compiled_in_float32(structure: type[Covariance]):
     assert_close(eager, compiled, 1e-5)
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@structures
 def test_queries_equal_the_dense_ones(structure: type[Covariance]):
     cov = random_cov(KEYS[11], structure, SHAPE)
     dense = cov.to_dense()
@@ -206,13 +209,13 @@ def test_queries_equal_the_dense_ones(structure: type[Covariance]):
     assert_close(cov.token_gram(metric), jnp.einsum("tdse,de->ts", dense, metric))
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@structures
 def test_projection_of_a_member_is_the_member(structure: type[Covariance]):
     cov = rank_one(structure.project(random_dense(KEYS[11], SHAPE)))
     assert_close(structure.project(cov.to_dense()).to_dense(), cov.to_dense())
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@structures
 def test_zeros_shared_and_independent(structure: type[Covariance]):
     assert not structure.zeros(SHAPE).to_dense().any()
     assert structure.zeros(SHAPE).dtype == jnp.float32
@@ -225,7 +228,7 @@ def test_zeros_shared_and_independent(structure: type[Covariance]):
     assert_close(structure.independent(variance).to_dense(), independent)
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@structures
 def test_gradients_are_finite_at_zero_covariance(structure: type[Covariance]):
     @jax.jit
     @jax.grad
@@ -239,13 +242,14 @@ def test_gradients_are_finite_at_zero_covariance(structure: type[Covariance]):
 
 def test_correlations_stay_correlations():
     """After many steps no correlation exceeds one, and the diagonal is one."""
-    cov = random_cov(KEYS[0], TokenCorrelated, SHAPE)
+    cov = random_cov(KEYS[0], Separable, SHAPE)
     for key in jax.random.split(KEYS[1], 10):
         cov = cov.map_features(jax.random.normal(key, (5, 5)) / 5**0.5).add(
-            TokenCorrelated.shared(4, jnp.full((5,), 0.1))
+            Separable.shared(4, jnp.full((5,), 0.1))
         )
-        assert jnp.max(jnp.abs(cov.correlation)) <= 1
-        assert_close(jnp.diagonal(cov.correlation), jnp.ones(4))
+        for correlation in (cov.token_correlation, cov.feature_correlation):
+            assert jnp.max(jnp.abs(correlation)) <= 1
+            assert_close(jnp.diagonal(correlation), jnp.ones(len(correlation)))
 
 
 def test_dense_shapes_are_checked():

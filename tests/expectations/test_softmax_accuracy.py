@@ -72,7 +72,7 @@ def sampled_variances():
     return mean, {s: np.var(w / w.sum(1, keepdims=True), axis=0) for s, w in weights.items()}
 
 
-@pytest.mark.parametrize("structure", [mj.Diagonal, mj.TokenCorrelated, mj.Separable, mj.Full])
+@pytest.mark.parametrize("structure", list(mj.STRUCTURES.values()))
 def test_variances_of_eight_independent_logits(structure):
     mean, sampled = sampled_variances()
 

@@ -26,8 +26,6 @@ MEAN = jax.random.normal(KEYS[1], SHAPE)
     ("structure", "mask"),
     [
         (mj.Diagonal, jnp.tril(jnp.ones((5, 5), bool))),
-        (mj.TokenCorrelated, None),
-        (mj.Separable, None),
         (mj.Separable, jnp.tril(jnp.ones((5, 5), bool))),
     ],
 )

@@ -1,9 +1,10 @@
-"""Dense layers and matrix products are exact for every posterior and structure."""
+"""Dense layers, matrix products and mean pooling are exact for every posterior and structure."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import moment_jax as mj
@@ -62,5 +63,19 @@ def test_shared_noise_makes_tokens_correlated():
     """Two equal tokens have correlation one after a random layer."""
     params = random_dense_params(KEYS[2], mj.posterior.Factorized, (4, OUT))
     mean = jnp.broadcast_to(MEAN[:1], (2, 4))
-    _, cov = mj.dense(mean, mj.TokenCorrelated.zeros((2, 4), jnp.float64), params)
-    assert_close(cov.correlation, jnp.ones((2, 2)))
+    _, cov = mj.dense(mean, mj.Separable.zeros((2, 4), jnp.float64), params)
+    assert_close(cov.token_correlation, jnp.ones((2, 2)))
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_mean_pool_is_exact(structure: type[Covariance]):
+    cov = random_cov(KEYS[1], structure, SHAPE)
+    mask, seen = np.array([True, False, True]), np.array([0, 2])
+    pool = jax.jit(lambda *args: (lambda m, c: (m, c.variance()))(*mj.mean_pool(*args)))
+    mean, variance = pool(MEAN, cov)
+    masked, masked_variance = pool(MEAN, cov, mask)
+    dense, tokens = np.asarray(cov.to_dense()), np.asarray(MEAN)
+    assert_close(mean, tokens.mean(0, keepdims=True))
+    assert_close(variance[0], np.diagonal(dense.mean((0, 2))))
+    assert_close(masked[0], tokens[seen].mean(0))
+    assert_close(masked_variance[0], np.diagonal(dense[seen][:, :, seen].mean((0, 2))))

@@ -69,8 +69,8 @@ def test_tied_logits_against_the_dense_formula():
 
 
 def test_modules_are_their_networks():
-    embed = mj.nn.Embedding(ROWS, 4, structure=mj.TokenCorrelated, rngs=nnx.Rngs(0))
-    places = mj.nn.LearnedPositions(8, 4, structure=mj.TokenCorrelated, rngs=nnx.Rngs(1))
+    embed = mj.nn.Embedding(ROWS, 4, structure=mj.Separable, rngs=nnx.Rngs(0))
+    places = mj.nn.LearnedPositions(8, 4, structure=mj.Separable, rngs=nnx.Rngs(1))
     batch = jnp.stack([IDS, IDS[::-1]])
     variances = jax.vmap(lambda c: c.variance())
 
@@ -78,7 +78,7 @@ def test_modules_are_their_networks():
     def both(batch):
         """Triples of actual, expected and tolerance."""
         mean, cov = embed(batch)
-        single, single_cov = mj.embedding(batch[1], embed.params, mj.TokenCorrelated)
+        single, single_cov = mj.embedding(batch[1], embed.params, mj.Separable)
         moved, moved_cov = places(mean, cov)
         with jax.numpy_rank_promotion("allow"):
             expected = places.mean_network()(mean)
@@ -90,7 +90,7 @@ def test_modules_are_their_networks():
         return [
             (mean, embed.mean_network()(batch), 1e-10),
             (mean[1], single, 1e-10),
-            (cov.correlation[1], single_cov.correlation, 1e-6),
+            (cov.token_correlation[1], single_cov.token_correlation, 1e-6),
             (moved, expected, 1e-10),
             (places(mean[:, 2:], start=2)[0], later, 1e-10),
             (places(mean[:, 2:], start=jnp.array([2, 0]))[0][0], later[0], 1e-10),

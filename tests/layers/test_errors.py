@@ -77,7 +77,7 @@ TYPES = [
     (lambda: dense(cov=jnp.ones((3, 4))), "Use one of"),
     (lambda: dense([[1.0]]), "Got list. Use jnp.asarray"),
     (lambda: dense(params=mj.DenseParams(jnp.ones((4, 5)))), r"Point\(kernel\)"),
-    (lambda: look(MEAN, zeros(3, 4, structure=mj.TokenBlock)), "in one structure"),
+    (lambda: look(MEAN, zeros(3, 4, structure=mj.Full)), "in one structure"),
     (lambda: mj.mean_pool(MEAN.astype(int), COV), r"int64.*astype\(jnp.float32\)"),
     (lambda: mj.relu(MEAN > 0, COV), r"bool.*astype\(jnp.float32\)"),
     (lambda: encoder(num_heads=2.0), "a whole number. Got 2.0"),

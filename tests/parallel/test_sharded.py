@@ -1,4 +1,4 @@
-"""Where parameters and moments lie; what is computed there is in `test_sequence`."""
+"""Where parameters and moments lie; what is computed there is in tests/experiments/test_scale.py."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.covariance import Covariance, Separable, TokenCorrelated
+from moment_jax.covariance import Covariance, Separable
 from moment_jax.posterior import Factorized, Point, Posterior
 from moment_jax.xla import materialized
 from tests.builders import ALL_STRUCTURES
@@ -26,7 +26,7 @@ from tests.builders import ALL_STRUCTURES
 X = jax.random.normal(jax.random.key(0), (64, 64))
 FULL = jnp.full((64, 64), 0.01)
 # Fusions have at least 4,096 numbers, of shape (T, O), (T, O, O) or (T, O, T, O).
-SHAPES = {"TokenBlock": (64, 8), "Full": (8, 8)}
+SHAPES = {"Full": (8, 8)}
 STRUCTURES = {of.__name__: of for of in ALL_STRUCTURES}
 HEADS = {"num_heads": 2}
 
@@ -175,7 +175,7 @@ def ways_in() -> dict[str, float]:
         return jax.vmap(one)(jnp.stack([x, 2 * x]))
 
     def expected_log_likelihood(x: Any, params: Any) -> Any:
-        moments = mj.dense(x, TokenCorrelated.zeros(x.shape), params)
+        moments = mj.dense(x, Separable.zeros(x.shape), params)
         return mj.objectives.expected_log_likelihood(mj.objectives.Gaussian(0.5), x, *moments)
 
     return {
@@ -183,7 +183,7 @@ def ways_in() -> dict[str, float]:
         "jax.export": error(exported.call(X), expected),
         "vmap of attention, values random alone": of_arguments(attention, X, lambda: one_random),
         "expected_log_likelihood": of_arguments(
-            expected_log_likelihood, X, lambda: parameters(TokenCorrelated, X.shape)["dense"]
+            expected_log_likelihood, X, lambda: parameters(Separable, X.shape)["dense"]
         ),
     }
 
@@ -206,7 +206,7 @@ def main(names: list[str]) -> None:
         "plain": lambda: plain(lambda x: x),
         "materialized": lambda: plain(materialized),
         "ways in": ways_in,
-        "hessian": lambda: {s.__name__: second_derivative(s) for s in (Separable, TokenCorrelated)},
+        "hessian": lambda: {s.__name__: second_derivative(s) for s in (mj.Diagonal, Separable)},
         **{name: functools.partial(every_transform, of) for name, of in STRUCTURES.items()},
     }
     print(json.dumps({name: groups[name]() for name in names or groups}))

@@ -1,0 +1,217 @@
+"""Laws of every layer in every structure: positive semidefinite, the same compiled or not, float32.
+
+Each structure has two programs, each over one batch: moments in float64, and gradients in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moment_jax as mj
+from moment_jax.covariance import Covariance
+from tests.builders import (
+    ALL_STRUCTURES,
+    KERNEL_FAMILIES,
+    assert_close,
+    assert_semidefinite,
+    random_block,
+    random_dense,
+    random_moments,
+    scaled,
+    stacked,
+    with_sum,
+)
+from tests.transforms import LAYERS, Given
+
+pytestmark = pytest.mark.slow
+
+SHAPE, REAL = (4, 6), 3  # of which one row has one token of padding
+KEYS = jax.random.split(jax.random.key(2), 8)
+BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
+# In this draw of nine, rows with all but 1e-8 of their weight on one key have the most noise.
+SURE = random_block(jax.random.key(5), SHAPE[1], 8, 0.1)
+MEAN = np.asarray(jax.random.normal(jax.random.key(1), SHAPE))
+EVERY_KEY = np.ones((SHAPE[0], SHAPE[0]), bool)
+ONE_KEY = np.broadcast_to(np.arange(SHAPE[0]) == 2, EVERY_KEY.shape)
+NO_KEY = np.zeros_like(EVERY_KEY)
+COUNT = 200
+GAINS = [("x", 1), ("x", 10), ("x", 100), ("x", 1000), ("both", 1), ("both", 10), ("both", 100)]
+HUGE = {"zero": 0, "certain": 1, "huge scores": 1e4, "huge scores, one key": 1e4, "no key": 1}
+
+
+def moments(mean, cov, memory, block, mask, names=tuple(LAYERS), order=2):
+    """Mean and covariance of every layer."""
+    noise = type(cov).independent(0.01 * cov.variance()[: len(memory)])
+    other = mean.T, type(cov).independent(cov.variance().T)
+    given = Given(block, other, (memory, noise), mask[0], mask, mask[:, : len(memory)], order)
+    return {name: LAYERS[name](mean, cov, given) for name in names}
+
+
+def special_rows(structure: type[Covariance]) -> dict[Any, tuple[Any, ...]]:
+    """Arguments of `moments`, by name."""
+    moved = MEAN.copy()
+    moved[0] += 100
+    noisy = structure.independent(jnp.full(SHAPE, 0.1))
+    zero = structure.zeros(SHAPE, jnp.float64)
+    member = with_sum(structure.project(random_dense(KEYS[6], SHAPE, 0.3)))
+    given = {
+        "nan": (np.where(np.arange(24).reshape(SHAPE) == 0, np.nan, MEAN), noisy, BLOCK, EVERY_KEY),
+        "padded": (MEAN, member, BLOCK, np.arange(SHAPE[0]) < REAL),
+        "one key": (MEAN, member, BLOCK, ONE_KEY),
+        "moved": (moved, member, BLOCK, ONE_KEY),
+    }
+    for of, gain in GAINS:
+        quiet = structure.independent(jnp.full(SHAPE, 0.01 * gain**2))
+        given[of, gain] = gain * MEAN, quiet, scaled(SURE, gain if of == "both" else 1), EVERY_KEY
+    masks = {"huge scores, one key": ONE_KEY, "no key": NO_KEY}
+    for name, size in HUGE.items():
+        own = noisy if name == "no key" else zero
+        given[name] = size * MEAN, own, scaled(SURE, 3), masks.get(name, EVERY_KEY)
+    return {
+        name: (mean, cov, 0.5 * mean, block, np.broadcast_to(mask, EVERY_KEY.shape))
+        for name, (mean, cov, block, mask) in given.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Mean, dense covariance and variance by every layer, of 200 random rows and the special ones."""
+
+    @functools.cache
+    def of(structure: type[Covariance]):
+        means, covs, masks = random_moments(structure, SHAPE, COUNT)
+        random = means, covs, 0.5 * means[::-1], stacked([BLOCK] * COUNT), masks
+        special = special_rows(structure)
+        given = jax.tree.map(
+            lambda a, b: np.concatenate([a, b]), random, stacked([*special.values()])
+        )
+
+        def one(*given):
+            found = moments(*given)
+            return {name: (m, c.to_dense(), c.variance()) for name, (m, c) in found.items()}
+
+        found = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(*given))
+        places = dict(zip(special, range(COUNT, COUNT + len(special)), strict=True))
+        return found, {"random": slice(COUNT), **places}
+
+    def part(structure, name, row):
+        found, places = of(structure)
+        return [array[places[row]] for array in found[name]]
+
+    return part
+
+
+structures = pytest.mark.parametrize("structure", ALL_STRUCTURES)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@structures
+def test_positive_semidefinite_for_200_random_inputs(structure, name, run):
+    assert_semidefinite(*run(structure, name, "random"))
+
+
+# A block has the others: tests/laws/test_blocks.py.
+@pytest.mark.parametrize(
+    "name", ["matmul", "gelu", "tanh", "softmax", "mean_pool", "cross_attention"]
+)
+@structures
+def test_layers_see_neither_jit_nor_vmap_nor_padding_of_a_memory(structure, name, run):
+    mean, cov, memory, block, mask = special_rows(structure)["padded"]
+    with jax.disable_jit():
+        mean, cov = moments(mean, cov, memory[:REAL], block, mask, names=(name,))[name]
+        dense = cov.to_dense()
+    found_mean, found, _ = run(structure, name, "padded")
+    assert_close(found_mean, mean)
+    assert_close(found, dense)
+
+
+@structures
+def test_masked_keys_have_no_weight(structure: type[Covariance], run):
+    """With one key left, attention returns its value: other tokens and the score do not matter."""
+    moved, alone = (run(structure, "attention", row) for row in ("moved", "one key"))
+    assert_close(moved[0], alone[0])
+    assert_close(moved[2], alone[2])
+    for name in ("attention", "cross_attention"):
+        mean, _, _ = run(structure, name, "no key")
+        bias = scaled(SURE, 3).attention.output.bias.mean
+        assert_close(mean, jnp.broadcast_to(bias, mean.shape))
+    mean, _, variance = run(structure, "softmax", "no key")
+    assert not mean.any()
+    assert not variance.any()
+
+
+@structures
+def test_nan_stays_nan(structure: type[Covariance], run):
+    """A standard deviation of 0 instead would look like certainty."""
+    for name in ("dense", "softmax", "layer_norm", "gelu", "attention"):
+        mean, _, variance = run(structure, name, "nan")
+        assert np.isnan(mean).any(), name
+        assert not (np.isnan(mean) & ~np.isnan(variance)).any(), name
+
+
+@structures
+def test_float32_and_gradients(structure: type[Covariance], run):
+    """Variances of many scales to a hundredth, and finite slopes, also where nothing is random."""
+    special = {k: v for k, v in special_rows(structure).items() if k in HUGE or k in GAINS}
+    *single, masks = stacked([*special.values()])
+
+    def total(mean, cov, memory, block, mask):
+        every = moments(mean, cov, memory, block, mask)
+        own = [every[name] for name in every if name not in ("dense", "feed_forward")]
+        terms = [term for mean, cov in own for term in (mean**2, cov.variance())]
+        # Normalise each term: a plain sum would overflow float32.
+        terms = [jnp.sum(term) / jax.lax.stop_gradient(1 + jnp.max(term)) for term in terms]
+        return sum(terms), every
+
+    gradient = jax.jit(jax.vmap(jax.grad(total, (0, 1, 2, 3), has_aux=True)))
+    slopes, every = gradient(*jax.tree.map(np.float32, single), masks)
+    assert {leaf.dtype for leaf in jax.tree.leaves((slopes, every))} == {jnp.dtype("float32")}
+    assert all(np.isfinite(slope).all() for slope in jax.tree.leaves(slopes))
+    assert not slopes[2][[*special].index("no key")].any()  # of a memory that no query sees
+    for name, (_, cov) in every.items():
+        for row, got in zip(
+            special, np.asarray(jax.vmap(lambda c: c.variance())(cov)), strict=True
+        ):
+            assert np.min(got) >= 0, (name, row)
+            if row in GAINS:
+                want = run(structure, name, row)[2]
+                # Relative to the entry's own variance, or to 1e-4 of the largest if that is more.
+                error = np.abs(got - want) / np.maximum(want, 1e-4 * np.max(want))
+                assert np.max(error) < 0.01, (name, row)
+
+
+@structures
+def test_one_token_of_two_features_in_order_1_by_any_family(structure: type[Covariance]):
+    """In float32; the input may be certain, and its features equal."""
+    point, one, two, three, four = (
+        random_block(key, 2, 3, 1.0, f) for key, f in zip(KEYS, KERNEL_FAMILIES, strict=False)
+    )
+    block = dataclasses.replace(
+        point,
+        attention=mj.AttentionParams(
+            one.attention.query, two.attention.key, three.attention.value, four.attention.output
+        ),
+        feed_forward=mj.FeedForwardParams(two.feed_forward.hidden, three.feed_forward.output),
+        norm1=four.norm1,
+    )
+    block = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), block)
+    means = np.float32(2 * np.random.default_rng(0).normal(size=(5, 1, 2)))
+    means[0], means[1], spreads = 0, 1, np.float32([0, 1, 0.1, 1, 10])
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, 0, None))
+    def run(mean, spread, mask):
+        cov = structure.independent(jnp.broadcast_to(spread**2, mean.shape))
+        found = moments(mean, cov, mean, block, mask, order=1)
+        return {name: (m, c.to_dense(), c.variance()) for name, (m, c) in found.items()}
+
+    for name, found in run(means, spreads, np.ones((1, 1), bool)).items():
+        assert {array.dtype for array in found} == {jnp.dtype("float32")}, name
+        assert_semidefinite(*found, 1e-5)
