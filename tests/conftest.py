@@ -5,7 +5,6 @@ import os
 import shutil
 import tempfile
 
-import hypothesis
 import jax
 import pytest
 
@@ -35,13 +34,6 @@ def pytest_configure(config):
         os.environ[f"JAX_PERSISTENT_{name}".upper()] = str(value)
         jax.config.update(f"jax_persistent_{name}", value)
     jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
-
-
-# The same examples in every run; `--hypothesis-profile=long` draws more.
-drawn = {"derandomize": True, "deadline": None, "database": None}
-hypothesis.settings.register_profile("suite", max_examples=100, **drawn)
-hypothesis.settings.register_profile("long", max_examples=2000, **drawn)
-hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -49,7 +49,7 @@ def imported(path: Path) -> set[str]:
             assert node.level == 0, (path, "a relative import")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names.add(ast.literal_eval(node.args[0]))
+            names.add(ast.unparse(node.args[0]).lstrip("f").strip("'\""))
     return names
 
 

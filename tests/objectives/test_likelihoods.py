@@ -136,7 +136,7 @@ def test_categorical_error_on_ten_classes(scale, bound):
     assert np.mean(np.abs(errors)) < bound
 
 
-@pytest.mark.parametrize("structure", [mj.Diagonal, mj.TokenBlock, mj.Full])
+@pytest.mark.parametrize("structure", [mj.Diagonal, mj.Full])
 def test_gaussian_sequences_and_structures(structure):
     """A structure, its dense form and its variances; of independent tokens, also token by token."""
     cov = structure.project(random_cov(10, T * D).reshape(T, D, T, D))

@@ -82,14 +82,14 @@ def regress(model, x, y):
 
 
 def bayesian_mlp(**settings):
-    settings = {"learn_prior": True, "structure": mj.TokenBlock, **settings}
+    settings = {"learn_prior": True, "structure": mj.Full, **settings}
     return mj.nn.MLP([4, 5, CLASSES], rngs=nnx.Rngs(0), **settings)
 
 
 def bayesian_loss(model, x, labels):
     """Minus the ELBO for each example, with rows as tokens of one sequence each."""
     mean, cov = model(x[:, None, :])
-    mean, cov = mean[:, 0], cov.blocks[:, 0]
+    mean, cov = mean[:, 0], cov.cov[:, 0, :, 0]
     fits = jax.vmap(mj.objectives.expected_log_likelihood, (None, 0, 0, 0))(
         mj.objectives.Categorical(), labels, mean, cov
     )

@@ -13,7 +13,7 @@ from flax import nnx
 import moment_jax as mj
 from tests.propagation.models import MyCNN, MyLanguageModel, MyMLP, MyViT
 
-STRUCTURES = [mj.Diagonal, mj.TokenBlock, mj.TokenCorrelated, mj.Separable, mj.Full]
+STRUCTURES = [mj.Diagonal, mj.Separable, mj.Full]
 
 
 def belief(seed: int, *shape: int, scale: float = 0.1) -> mj.posterior.Factorized:
