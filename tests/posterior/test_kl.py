@@ -152,12 +152,10 @@ def test_kl_of_a_singular_belief_is_infinite(family, make):
 def test_kl_gradient_beside_a_zero_variance():
     mean, variance = random(1, 4), np.array([0.5, 0.0, 1.5, 1e-300])
     prior = GaussianPrior(variance=2.0)
-    of = jax.grad(lambda variance: Factorized(mean, variance).kl(prior))
-    gradient = jax.jit(of)(variance)
-    positive = np.array([0, 2, 3])
-    np.testing.assert_allclose(
-        np.asarray(gradient)[positive], 0.5 * (1 / 2.0 - 1 / variance[positive]), **TOL
-    )
+    gradient = jax.jit(jax.grad(lambda variance: Factorized(mean, variance).kl(prior)))(variance)
+    positive = variance > 0
+    expected = 0.5 * (1 / 2.0 - 1 / variance[positive])
+    np.testing.assert_allclose(np.asarray(gradient)[positive], expected, **TOL)
     assert gradient[1] == -np.inf
 
 

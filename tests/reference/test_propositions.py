@@ -80,14 +80,9 @@ def test_softmax_is_proposition_3_for_every_two_rows():
 def test_layer_norm_is_proposition_4(family):
     mean, cov = moments_of(4)
     params = norm_of(4, family)
-    expected = reference.layer_norm(mean, cov, params, epsilon=1e-3)
-    assert_same(layer_norm(mean, Full(cov), params, epsilon=1e-3, order=1), expected)
-
-
-def test_layer_norm_without_gain_and_bias():
-    mean, cov = moments_of(5)
-    expected = reference.layer_norm(mean, cov, NormParams())
-    assert_same(layer_norm(mean, Full(cov), NormParams(), order=1), expected)
+    for given in (params, NormParams()):
+        expected = reference.layer_norm(mean, cov, given, epsilon=1e-3)
+        assert_same(layer_norm(mean, Full(cov), given, epsilon=1e-3, order=1), expected)
 
 
 def test_layer_norm_of_order_2_divides_by_the_expected_variance():

@@ -21,7 +21,8 @@ import moment_jax as mj
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.posterior import Factorized, Point, Posterior
 from moment_jax.xla import materialized
-from tests.builders import ALL_STRUCTURES
+from tests.builders import ALL_STRUCTURES, decoder_of
+from tests.transforms import LAYERS, Given
 
 X = jax.random.normal(jax.random.key(0), (64, 64))
 FULL = jnp.full((64, 64), 0.01)
@@ -46,46 +47,33 @@ def parameters(
     attention = mj.AttentionParams(*(dense(d, d) for _ in range(4)))
     norm = mj.NormParams(*(Factorized(jnp.full(d, m), jnp.full(d, 0.01)) for m in (1.0, 0.0)))
     feed_forward = mj.FeedForwardParams(dense(d, 2 * d), dense(2 * d, d))
-    blocks = attention, norm, feed_forward
     return {
         "certain": of.zeros(shape),
         "noisy": of.independent(jnp.full(shape, 0.01)),
         "square": of.zeros((d, d)),
         "table": make((d, d), 0.01),
         "dense": dense(d, d),
-        "attention": attention,
-        "norm": norm,
-        "feed_forward": feed_forward,
-        "encoder_block": mj.EncoderBlockParams(*blocks, norm),
-        "decoder_block": mj.DecoderBlockParams(attention, norm, *blocks, norm),
+        "encoder_block": mj.EncoderBlockParams(attention, norm, feed_forward, norm),
     }
 
 
 def transforms(of: type[Covariance]) -> dict[str, Callable[[Any, Any], Any]]:
     """Every public transform of a sequence x and the parameters above."""
 
-    def both(x: Any, p: Any) -> Any:
-        return x, p["certain"], x, p["certain"]
+    def layer(name: str, x: Any, p: Any) -> Any:
+        cov = p["certain" if name in ("dense", "cross_attention") else "noisy"]
+        other, memory = (p["table"].mean, p["square"]), (x, p["certain"])
+        return LAYERS[name](x, cov, Given(p["encoder_block"], other, memory))
 
     return {
-        "dense": lambda x, p: mj.dense(x, p["certain"], p["dense"]),
-        "matmul": lambda x, p: mj.matmul(x, p["noisy"], p["table"].mean, p["square"]),
-        "softmax": lambda x, p: mj.softmax(x, p["noisy"]),
-        "relu": lambda x, p: mj.relu(x, p["noisy"]),
-        "gelu": lambda x, p: mj.gelu(x, p["noisy"]),
-        "activation": lambda x, p: mj.activation(x, p["noisy"], jnp.tanh),
-        "layer_norm": lambda x, p: mj.layer_norm(x, p["noisy"], p["norm"]),
-        "mean_pool": lambda x, p: mj.mean_pool(x, p["noisy"]),
+        **{name: functools.partial(layer, name) for name in LAYERS},
         "embedding": lambda x, p: mj.embedding(jnp.arange(len(x)) % x.shape[1], p["table"], of),
-        "feed_forward": lambda x, p: mj.feed_forward(
-            x, p["noisy"], p["feed_forward"], activation=mj.gelu
-        ),
-        "attention": lambda x, p: mj.attention(x, p["noisy"], p["attention"], **HEADS),
-        "cross_attention": lambda x, p: mj.cross_attention(*both(x, p), p["attention"], **HEADS),
         "encoder_block": lambda x, p: mj.encoder_block(
             x, p["certain"], p["encoder_block"], **HEADS
         ),
-        "decoder_block": lambda x, p: mj.decoder_block(*both(x, p), p["decoder_block"], **HEADS),
+        "decoder_block": lambda x, p: mj.decoder_block(
+            x, p["certain"], x, p["certain"], decoder_of(p["encoder_block"]), **HEADS
+        ),
     }
 
 
