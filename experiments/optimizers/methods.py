@@ -12,12 +12,12 @@ from jax import Array
 
 import moment_jax as mj
 from experiments.optimizers.runs import Method
-from experiments.optimizers.tasks import KL_WEIGHT, NUM_TRAIN, OptimizerTask
+from experiments.optimizers.tasks import OptimizerTask
 
 # Nine values for all: of the learning rate alone, or of the step's bound by the damping.
 FIRST_ORDER = {"learning_rate": (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 3e-2)}
 SECOND_ORDER = {"kl_bound": (1e-5, 3e-4, 1e-3), "damping": (1e-6, 1e-5, 1e-4)}
-OTHERS_RATE = 3e-2  # of Adam for the positions, which belong to no layer, beside every method
+OTHERS_RATE = 3e-2  # of Adam for positions and spreads, which have no factors, beside every method
 MOMENTUM = 0.8
 CG_ITERATIONS = 5
 REFRESH_EVERY = 10
@@ -42,14 +42,13 @@ def _others(factor: Callable[[Array], Array]) -> optax.GradientTransformation:
 def _first_order(
     method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int, *, learning_rate: Any
 ) -> optax.GradientTransformation:
-    """Apply `method`; positions have their own rate."""
+    """Apply `method` to layers and the spreads of beliefs; positions have their own rate."""
     factor = _falling(task, num_steps)
     owned = {leaf for block in mj.optim.find_blocks(model) for leaf in block.leaves}
-    owned |= {scale.path for scale in mj.optim.find_scales(model)}
 
     def part(path: tuple[Any, ...], _: Any) -> str:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return "layers" if name in owned else "others"
+        return "layers" if name in owned or "/raw/" in name else "others"
 
     def label(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(part, nnx.as_pure(params))
@@ -73,8 +72,6 @@ def _second_order(
     return mj.optim.for_model(
         model,
         partial(method, 1.0, kl_bound=bound, **held, **settings),
-        scale_learning_rate=task.scale_rate,
-        dataset_size=NUM_TRAIN / KL_WEIGHT,
         others=_others(factor),
     )
 
@@ -82,12 +79,9 @@ def _second_order(
 def _untuned(
     method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int
 ) -> optax.GradientTransformation:
-    """With the library's defaults; a Bayesian model is given the size of its data."""
-    del num_steps
-    if not mj.optim.find_scales(model):
-        return mj.optim.for_model(model, method)
-    size = NUM_TRAIN / KL_WEIGHT
-    return mj.optim.for_model(model, method, scale_learning_rate=0.3, dataset_size=size)
+    """With the library's defaults."""
+    del task, num_steps
+    return mj.optim.for_model(model, method)
 
 
 FIRST = {"adam": optax.adam, "adamw": optax.adamw, "muon": optax.contrib.muon}
@@ -102,9 +96,11 @@ def untuned() -> dict[str, Method]:
 
 def tuned() -> dict[str, Method]:
     """The methods whose settings are tuned on a grid, by name."""
-    inverse = mj.optim.StaleInverse(refresh_every=REFRESH_EVERY)
-    cg_fac = partial(mj.optim.cg_fac, max_iterations=CG_ITERATIONS, precondition=inverse)
-    second = {"cg_fac": cg_fac, "kfac": partial(mj.optim.kfac, refresh_every=REFRESH_EVERY)}
+    cg_fac = partial(mj.optim.cg_fac, max_iterations=CG_ITERATIONS)
+    second = {
+        name: partial(each, refresh_every=REFRESH_EVERY)
+        for name, each in (("cg_fac", cg_fac), ("kfac", mj.optim.kfac))
+    }
     curvature = {"fisher": mj.optim.SampledFisher()}
     first = {
         name: Method(partial(_first_order, FIRST[name]), FIRST_ORDER) for name in ("adam", "muon")

@@ -42,7 +42,6 @@ class OptimizerTask:
     curvature_every: int = 5  # updates between curvature estimates
     evaluate_every: int = 1  # updates between evaluations of the loss in the runs reported
     falling: bool = False  # whether rates and bounds fall to zero by a cosine over the run
-    scale_rate: float = 1.0  # of the spreads' natural gradient; 1 is Newton's step on the KL term
     second_order: Mapping[str, tuple[float, ...]] | None = None  # to try; None: the methods' own
 
     def batch(self, key: Array, step: Array) -> Batch:
@@ -197,7 +196,7 @@ def bayesian() -> OptimizerTask:
     grid = {"kl_bound": (3e-4, 1e-3, 3e-3), "damping": (3e-4, 1e-3, 3e-3)}
     return OptimizerTask(
         "bayesian", create, loss, tuple(data.load().train), 64, None, 300, 200,
-        evaluate_every=5, falling=True, scale_rate=0.3, second_order=grid,
+        evaluate_every=5, falling=True, second_order=grid,
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from moment_jax.optim.predictions import EmpiricalFisher, Fisher, Prediction, Sa
 from moment_jax.optim.statistics import (
     KroneckerExpand,
     PerSample,
-    PerToken,
     Reading,
     Statistic,
     factors_of,
@@ -44,9 +43,9 @@ def value_grad_and_factors(
 
     Args:
       loss_fn: (model, *batch) -> scalar, or (scalar, prediction) for `SampledFisher`. With `PerSample`
-        and `PerToken` it must accept batches of one example.
-      reading: of the curvature: `KroneckerExpand()` (default), `KroneckerReduce()`, `PerSample()` or
-        `PerToken()`. The memory of the first two does not grow with the batch.
+        it must accept batches of one example.
+      reading: of the curvature: `KroneckerExpand()` (default), whose memory does not grow with the
+        batch, or `PerSample()`.
       fisher: `SampledFisher()` (default) or `EmpiricalFisher()`.
       wrt: filter of the parameters to differentiate by.
       dtype: of the summed statistics.
@@ -59,7 +58,7 @@ def value_grad_and_factors(
     Raises:
       TypeError: if the loss returns no prediction where one is needed, or `reading` or `fisher` is of
         another type. ValueError: if the loss does not call a layer, or calls one more than once with
-        `PerSample` or `PerToken`; the layer is named.
+        `PerSample`; the layer is named.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from flax import nnx
@@ -92,14 +91,12 @@ def value_grad_and_factors(
                 "`value_grad_and_factors` needs a model with supported layers, such as nnx.Linear. Got "
                 f"{type(model).__name__} without any; they are listed in mj.optim.find_blocks."
             )
-        size, examples = batch_size(batch), fisher.examples
-        tapped = passes.tapped(model, blocks, batch)
-        if when is None and not passes.by_rows and (examples or size) >= size:
-            value, grads, rest, factors = passes.together(tapped, blocks, batch, key)
+        parts = passes.tapped(model, blocks, batch)
+        if when is None and not passes.exact:
+            value, grads, rest, factors = passes.together(parts, blocks, batch, key)
         else:
-            value, grads, rest, key = passes.plain(passes.split(model), batch, key)
-            batch = jax.tree.map(lambda x: x[:examples], batch)
-            take = partial(passes.alone, tapped, blocks, batch, key)
+            value, grads, rest = passes.plain(passes.split(model), batch)
+            take = partial(passes.alone, parts, blocks, batch, _key(key, value))
             if when is None:
                 factors = take()
             else:
@@ -123,9 +120,9 @@ class _Passes:
     dtype: jnp.dtype
 
     @property
-    def by_rows(self) -> bool:
+    def exact(self) -> bool:
         """Whether rows are kept, which takes batches of one."""
-        return isinstance(self.reading, PerSample | PerToken)
+        return isinstance(self.reading, PerSample)
 
     def split(self, model: nnx.Module) -> Any:
         """Graph, taps, parameters and the rest of a model; untyped: mypy miscounts `nnx.split`."""
@@ -133,7 +130,8 @@ class _Passes:
 
     def tapped(self, model: nnx.Module, blocks: Blocks, batch: Batch) -> Any:
         """The same of a tapped copy; raises unless the loss calls every layer."""
-        if self.by_rows:
+        batch_size(batch)
+        if self.exact:
             batch = jax.tree.map(lambda x: x[:1], batch)
 
         def loss(model: Any) -> Array:
@@ -148,7 +146,7 @@ class _Passes:
                     f"The loss does not call layer {block.name!r}, so it has no curvature. Leave its "
                     f"parameters ({', '.join(block.leaves)}) out of `wrt`, or call it."
                 )
-            if self.by_rows and calls > 1:
+            if self.exact and calls > 1:
                 raise ValueError(
                     f"{self.reading} needs a loss that calls every layer once. Layer {block.name!r} "
                     f"is called {calls} times; take KroneckerExpand(), or leave the layer out of `wrt`."
@@ -157,15 +155,15 @@ class _Passes:
         tap(copy, {b.name: Statistic(b, *kept, counts[b.name][0]) for b in blocks})
         return self.split(copy)
 
-    def plain(self, parts: Any, batch: Batch, key: Array | None) -> tuple[Array, Any, Any, Array]:
-        """Value, gradients and the rest of the model without taps, and the key of the targets."""
+    def plain(self, parts: Any, batch: Batch) -> tuple[Array, Any, Any]:
+        """Value, gradients and the rest of the model without taps."""
 
         def loss(params: Any) -> tuple[Array, Any]:
             value, _, rest = self._run(parts, parts[1], params, batch)
             return value, rest
 
         (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(parts[2])
-        return value, grads, rest, _key(key, value)
+        return value, grads, rest
 
     def together(
         self, parts: Any, blocks: Blocks, batch: Batch, key: Array | None
@@ -196,12 +194,12 @@ class _Passes:
 
             return jax.grad(target, has_aux=True)(parts[1])
 
-        if not self.by_rows:
+        if not self.exact:
             taps, size = sums(key, batch)
             return factors_of(blocks, tapped_statistics(taps), 1 / size)
         keys = jax.random.split(key, batch_size(batch))
         taps, _ = jax.vmap(sums)(keys, jax.tree.map(lambda x: x[:, None], batch))
-        return row_factors_of(blocks, tapped_statistics(taps), isinstance(self.reading, PerToken))
+        return row_factors_of(blocks, tapped_statistics(taps))
 
     def _run(self, parts: Any, taps: Any, params: Any, batch: Batch) -> tuple[Array, Any, Any]:
         """Value, prediction and the rest of the model after a forward pass."""

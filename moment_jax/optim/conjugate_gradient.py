@@ -20,7 +20,7 @@ class Solution(NamedTuple):
     relative_residual: Array  # |b - A x| / |b|, (L,); 0 where b is zero
 
 
-def inner_product(left: Array, right: Array) -> Array:
+def _inner(left: Array, right: Array) -> Array:
     """<left, right> of each system of the stack, (L,)."""
     return jnp.sum(left * right, axis=tuple(range(1, left.ndim)))
 
@@ -28,12 +28,11 @@ def inner_product(left: Array, right: Array) -> Array:
 def conjugate_gradient(
     apply: Linear,
     target: Array,
-    start: Array | None,
+    start: Array | None = None,
     *,
     max_iterations: int | Array,
     tolerance: float | Array,
     precondition: Linear | None = None,
-    inner: Callable[[Array, Array], Array] = inner_product,
 ) -> Solution:
     """Solve A x = b for a stack of positive (semi)definite A at once.
 
@@ -48,7 +47,6 @@ def conjugate_gradient(
       max_iterations: upper limit.
       tolerance: of the relative residual.
       precondition: r -> M^-1 r with a positive definite M close to A; None for none.
-      inner: inner products of the stack, (L,).
 
     Source: Brownian document, Algorithm 1, with alpha_k in the updates of x and r.
 
@@ -64,18 +62,18 @@ def conjugate_gradient(
     def wide(scalars: Array) -> Array:
         return scalars.reshape(scalars.shape + (1,) * (target.ndim - 1))
 
-    limit = jnp.asarray(tolerance, target.dtype) ** 2 * inner(target, target)
+    limit = jnp.asarray(tolerance, target.dtype) ** 2 * _inner(target, target)
     x, residual = jnp.zeros_like(target), target
     if start is not None:
         pushed = apply(start)
-        along, curvature = inner(start, target), inner(start, pushed)
+        along, curvature = _inner(start, target), _inner(start, pushed)
         scale = wide(jnp.where(_usable(curvature, along), along / _nonzero(curvature), 0))
         x = jnp.where(scale == 0, 0, start * scale)
         residual = target - jnp.where(scale == 0, 0, pushed * scale)
     direction = precondition(residual)
-    active = inner(residual, residual) > limit
+    active = _inner(residual, residual) > limit
     counts = jnp.zeros(target.shape[:1], jnp.int32)
-    first = (jnp.int32(0), x, residual, direction, inner(residual, direction), active, counts)
+    first = (jnp.int32(0), x, residual, direction, _inner(residual, direction), active, counts)
 
     def unfinished(state: State) -> Array:
         step, *_, active, _ = state
@@ -84,22 +82,22 @@ def conjugate_gradient(
     def iterate(state: State) -> State:
         step, x, residual, direction, rho, active, counts = state
         pushed = apply(direction)
-        curvature = inner(direction, pushed)
+        curvature = _inner(direction, pushed)
         active &= _usable(curvature, rho)
         alpha = wide(jnp.where(active, rho / _nonzero(curvature), 0))
         x = x + jnp.where(alpha == 0, 0, alpha * direction)
         residual = residual - jnp.where(alpha == 0, 0, alpha * pushed)
         scaled = precondition(residual)
-        new = inner(residual, scaled)
+        new = _inner(residual, scaled)
         beta = wide(jnp.where(active, new / _nonzero(rho), 0))
         direction = jnp.where(wide(active), scaled + beta * direction, direction)
         rho, counts = jnp.where(active, new, rho), counts + active
-        active &= inner(residual, residual) > limit
+        active &= _inner(residual, residual) > limit
         return step + 1, x, residual, direction, rho, active, counts
 
     _, x, residual, *_, counts = jax.lax.while_loop(unfinished, iterate, first)
-    size = inner(target, target)
-    left = jnp.maximum(inner(residual, residual), 0)
+    size = _inner(target, target)
+    left = jnp.maximum(_inner(residual, residual), 0)
     relative = jnp.where(size > 0, jnp.sqrt(left / _nonzero(size)), 0)
     return Solution(x, residual, counts, relative)
 

@@ -1,24 +1,32 @@
-"""Damping of the curvature and the bound of a step: fixed, scheduled or adaptive."""
+"""Damping of the curvature and the bound of a step: fixed, scheduled, or led by the last step."""
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.optim.factors import Factors, quadratic_form
+from moment_jax.optim.layer_blocks import Matrices
+
 Schedule = Callable[[Array], Any]
+Number = float | Array
 
 SLACK = 3.0  # a `TrustRegion` falls no faster than 1 / steps, up to this factor
 
 
+@dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """A rule for a number that adapts from step to step, within limits."""
+    """A number that adapts from step to step, within limits."""
 
     initial: float
+    rate: float
     smallest: float
     largest: float
-    rate: float = 0.0
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -32,48 +40,6 @@ class Adaptive:
     def scaled(self, value: Array, factor: Array) -> Array:
         """`value` times a factor, within the limits."""
         return jnp.clip(value * factor, self.smallest, self.largest)
-
-
-@dataclasses.dataclass(frozen=True)
-class LevenbergMarquardt(Adaptive):
-    """Damping by the reduction ratio: actual over predicted change of the loss.
-
-    Pass the change to `update(..., change=change)`: the loss after the previous step minus the loss
-    before it, on the same batch. Without a finite change, damping stays as it is.
-
-    Args:
-      initial: first value.
-      factor: multiplies or divides the damping; above 1.
-      lower: the damping grows below this ratio.
-      upper: the damping shrinks above this ratio.
-      smallest: lower limit.
-      largest: upper limit.
-
-    Raises:
-      ValueError: if the numbers are out of order.
-    """
-
-    initial: float = 1e-2
-    factor: float = 1.5
-    lower: float = 0.25
-    upper: float = 0.75
-    smallest: float = 1e-8
-    largest: float = 1e4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.factor <= 1 or not self.lower < self.upper:
-            raise ValueError(
-                "`LevenbergMarquardt` needs factor > 1 and lower < upper. Got "
-                f"{self.factor}, {self.lower} and {self.upper}."
-            )
-
-    def adapted(self, damping: Array, change: Array, predicted: Array) -> Array:
-        """The next damping, from the actual and the predicted change of the loss by the last step."""
-        ratio = change / jnp.where(predicted < 0, predicted, -1)
-        worse = jnp.where(ratio < self.lower, self.factor, 1.0)
-        factor = jnp.where(ratio > self.upper, 1 / self.factor, worse).astype(damping.dtype)
-        return self.scaled(damping, jnp.where(jnp.isfinite(ratio) & (predicted < 0), factor, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +114,66 @@ class TrustRegion(Adaptive):
         return moved, jnp.maximum(least, moved / SLACK)
 
 
-Number = float | Array
-Damping = Number | Schedule | LevenbergMarquardt | AdaptiveDamping
+Damping = Number | Schedule | AdaptiveDamping
 Bound = Number | Schedule | TrustRegion | None
+
+
+class LastStep(NamedTuple):
+    """The last step s, judged by the new gradient and curvature."""
+
+    step: Matrices
+    slope: Array  # <grad, s>
+    length: Array  # <s, s>
+    size: Array  # s^T (F + damping) s
+    ratio: Array  # s^T F s / <s, s>
+
+    @classmethod
+    def judged(
+        cls,
+        step: Matrices,
+        grads: Matrices,
+        curvature: Factors,
+        damping: Array,
+        ratio: Array,
+        fresh: Array,
+    ) -> LastStep:
+        """Judge the last step.
+
+        Where the curvature is not `fresh`, s^T F s is taken as `ratio` <s, s>, with the ratio of an
+        earlier step: the product with F costs as much as a new direction, and the ratio changes slowly.
+        """
+        length = inner(step, step)
+
+        def measured() -> Array:
+            return sum_of(quadratic_form(curvature[key], each) for key, each in step.items())
+
+        curved = jax.lax.cond(fresh, measured, lambda: ratio * length)
+        ratio = jnp.where(length > 0, curved / jnp.where(length > 0, length, 1), ratio)
+        return cls(step, inner(grads, step), length, curved + damping * length, ratio)
+
+    def slope_along(self, quadratic: Array) -> Array:
+        """<grad, s> over the norms of both, within [-1, 1]; `quadratic` is x^T (F + damping) x."""
+        return self._scaled(self.slope, quadratic)
+
+    def slope_in_damping(self, x: Matrices, quadratic: Array, damping: Array) -> Array:
+        """The derivative of the new loss in log damping at fixed |s|, scaled likewise."""
+        along = self.length * self.slope / (2 * jnp.where(self.size > 0, self.size, 1))
+        return self._scaled(damping * (along - inner(x, self.step)), quadratic)
+
+    def _scaled(self, slope: Array, quadratic: Array) -> Array:
+        norms = jnp.sqrt(self.size) * jnp.sqrt(quadratic)
+        ratio = jnp.clip(slope / jnp.where(norms > 0, norms, 1), -1, 1)
+        return jnp.where((norms > 0) & jnp.isfinite(ratio), ratio, 0)
+
+
+def inner(left: Matrices, right: Matrices) -> Array:
+    """The inner product, summed over all groups."""
+    return sum_of(jnp.sum(left[key] * right[key]) for key in left)
+
+
+def sum_of(scalars: Any) -> Array:
+    """The sum of scalars in float32, the state's precision."""
+    return jnp.sum(jnp.stack([jnp.asarray(scalar, jnp.float32) for scalar in scalars]))
 
 
 def current(setting: Damping | Bound, count: Array, adapted: Array | None = None) -> Array:

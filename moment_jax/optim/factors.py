@@ -1,7 +1,7 @@
-"""Curvature factors of layers: linear operators and their running averages.
+"""Curvature factors of layers: the statistics of a backward pass, as operators that can be averaged.
 
 A factor holds averages over a batch. L counts the layers of a stack (1 for a single layer), N the
-examples, T the tokens. `weight` is 1 for new statistics and 0 where none were taken.
+examples, T the tokens. `weight` is 1 for new factors and 0 where none were taken.
 """
 
 from typing import Any, NamedTuple

@@ -1,129 +1,158 @@
-"""Inverses of Kronecker factors, with factored Tikhonov damping or in their eigenbasis."""
+"""Inverses of Kronecker factors with factored Tikhonov damping, and when they are refreshed.
 
-import dataclasses
+The inverses are of running averages, which change most while they hold few batches. The intervals
+between refreshes therefore grow as 1, 2, 4, ... steps up to their full length.
+"""
+
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    Factor,
+    Factors,
+    KroneckerFactor,
+)
 from moment_jax.xla import diagonal_of, on_diagonal
 
 LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace, which a Cholesky factorisation needs
 LEAF = 40  # up to this many rows are eliminated one by one; wider matrices are halved
 MOST_LEAVES = 16  # of any matrix, so that programs do not grow with its width
+NARROW = 512  # rows up to which old and new inverses of all layers may be in memory together
 
 
 class InversePair(NamedTuple):
-    """(A + a I)^-1 and (G + g I)^-1 of L layers."""
+    """(A + a I)^-1 and (G + g I)^-1 of L layers; of a table, eigenvalues and eigenvectors of G."""
 
     inputs: Array
     outputs: Array
 
 
-class EigenPair(NamedTuple):
-    """A = U diag(a) U^T and G = W diag(g) W^T of L layers; U is None where A is diagonal."""
+class KFACState(NamedTuple):
+    """Inverses by group of layers, and when they were computed."""
 
-    input_values: Array
-    input_vectors: Array | None
-    output_values: Array
-    output_vectors: Array
+    inverses: dict[str, InversePair]
+    age: Array  # steps since the last refresh; negative before the first
+    interval: Array  # steps from the last refresh to the next
 
 
-@dataclasses.dataclass(frozen=True)
-class Cholesky:
-    """Explicit inverses of both damped factors, A + pi sqrt(gamma) I and G + sqrt(gamma)/pi I.
+def no_inverses(averages: Factors) -> KFACState:
+    """The state before the first inversion: zeros, so that steps are zero."""
+    zeros = jnp.zeros_like
+    inverses: dict[str, InversePair] = {}
+    for key, factor in averages.items():
+        if isinstance(factor, KroneckerFactor):
+            inverses[key] = InversePair(zeros(factor.inputs), zeros(factor.outputs))
+        elif isinstance(factor, EmbeddingFactor):
+            inverses[key] = InversePair(zeros(factor.outputs[:, 0]), zeros(factor.outputs))
+    return KFACState(inverses, jnp.int32(-1), jnp.int32(0))
+
+
+def apply_inverse(inverse: Any, factor: Factor, grad: Array, damping: Array) -> Array:
+    """(F + damping I)^-1 applied to a gradient (L, rows, columns), with a group's stored inverse.
+
+    Kronecker factors are damped as of their last refresh. A table's frequencies, and diagonals, are the
+    current ones, with the current damping.
+    """
+    if isinstance(factor, KroneckerFactor):
+        return jnp.matmul(jnp.matmul(inverse.inputs, grad), inverse.outputs)
+    if isinstance(factor, EmbeddingFactor):
+        values, vectors = inverse
+        by = factor.frequencies[:, :, None] * values[:, None, :] + damping
+        return jnp.matmul(divided(jnp.matmul(grad, vectors), by), jnp.swapaxes(vectors, 1, 2))
+    assert isinstance(factor, DiagonalFactor)  # rows have no inverse
+    return divided(grad, factor.squares + damping)
+
+
+def refreshed(
+    curvature: Factors,
+    damping: Array,
+    state: KFACState,
+    fresh: Array,
+    ready: Array,
+    refresh_every: int | Array,
+) -> KFACState:
+    """New inverses of the current averages where they are due, else the old ones.
+
+    A layer whose inversion failed keeps its old inverse. Where not `ready`, the state stays as it is.
+    (Choosing between two states afterwards would keep both in memory.)
+    """
+    wanted = jnp.asarray(refresh_every, jnp.int32)
+    due = (state.age < 0) | ((state.age + 1 >= jnp.minimum(state.interval, wanted)) & fresh)
+    due = due & ready
+
+    def invert() -> dict[str, InversePair]:
+        inverses = dict(state.inverses)  # rows have none, and keep what there is
+        for key, old in inverses.items():
+            factor = curvature[key]
+            if isinstance(factor, KroneckerFactor):
+                inverses[key] = _inverted(factor, damping, old)
+            elif isinstance(factor, EmbeddingFactor):
+                inverses[key] = _where_finite(InversePair(*_eigenbases(factor.outputs)), old)
+        return inverses
+
+    inverses = jax.lax.cond(due, invert, lambda: state.inverses)
+    age = jnp.where(due, 0, state.age + ready)
+    grown = jnp.where(due, jnp.clip(2 * state.interval, 1, wanted), state.interval)
+    return KFACState(inverses, age, grown)
+
+
+def _inverted(factor: KroneckerFactor, damping: Array, old: InversePair) -> InversePair:
+    """New inverses; the old one for a layer whose inversion failed."""
+
+    def together(inputs: Array, outputs: Array, old: InversePair) -> InversePair:
+        return _where_finite(damped_inverses(inputs, outputs, damping), old)
+
+    def in_turn(inputs: Array, outputs: Array, old: InversePair) -> InversePair:
+        """One layer after another, in place, so that old and new are never all in memory."""
+
+        def refresh(layer: Array, inverses: InversePair) -> InversePair:
+            own = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), (inputs, outputs, inverses)
+            )
+            put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=layer, axis=0)
+            return jax.tree.map(put, inverses, together(*own))
+
+        return jax.lax.fori_loop(0, inputs.shape[0], refresh, old)
+
+    if max(factor.inputs.shape[1], factor.outputs.shape[1]) <= NARROW:
+        return together(factor.inputs, factor.outputs, old)
+    return jax.lax.platform_dependent(
+        factor.inputs, factor.outputs, old, cpu=in_turn, default=together
+    )
+
+
+def _where_finite(new: InversePair, old: InversePair) -> InversePair:
+    """The new arrays of every layer if all of them are finite, else the old ones."""
+    finite = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in new]
+    good = jnp.all(jnp.stack(finite), axis=0)
+
+    def choose(fresh: Array, stale: Array) -> Array:
+        mask = jnp.expand_dims(good, range(1, fresh.ndim))
+        return jnp.where(mask, fresh, stale).astype(stale.dtype)
+
+    return jax.tree.map(choose, new, old)
+
+
+def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePair:
+    """Inverses of A + pi sqrt(gamma) I and G + sqrt(gamma) / pi I, (L, n, n).
 
     pi^2 = (tr A / dim A) / (tr G / dim G). At least a few rounding units of the trace are added, so that
     float32 factors of any condition number can be inverted.
     """
-
-    def empty(self, inputs: Array, outputs: Array) -> InversePair:
-        """The state before the first inversion: zeros, so that steps are zero."""
-        return InversePair(jnp.zeros_like(inputs), jnp.zeros_like(outputs))
-
-    def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> InversePair:
-        """Inverses of (L, n, n) factors."""
-        a, g = (jnp.mean(diagonal_of(f), axis=-1) for f in (inputs, outputs))
-        tiny = jnp.finfo(a.dtype).tiny
-        pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
-        pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
-        root = jnp.sqrt(damping)
-        left, right = _damped(inputs, pi * root), _damped(outputs, root / pi)
-        return InversePair(self.inverse(left), self.inverse(right))
-
-    def inverse(self, matrix: Array) -> Array:
-        """Inverses of positive definite matrices (L, n, n)."""
-        return inverted(matrix)
-
-    def apply(self, inverses: InversePair, grad: Array, damping: Array) -> Array:
-        """Both inverses applied to a gradient (L, rows, columns), damped as of their last refresh."""
-        del damping
-        return jnp.matmul(jnp.matmul(inverses.inputs, grad), inverses.outputs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Eigh:
-    """Eigenbases of both factors, which invert A (x) G + gamma I exactly, with the current gamma.
-
-    Costs two more products per step than `Cholesky` and a slower refresh.
-    """
-
-    def empty(self, inputs: Array, outputs: Array) -> EigenPair:
-        """The state before the first inversion, as for `Cholesky`."""
-        return EigenPair(*no_eigenbases(inputs), *no_eigenbases(outputs))
-
-    def refreshed(self, inputs: Array, outputs: Array, damping: Array) -> EigenPair:
-        """Eigenbases of (L, n, n) factors."""
-        del damping
-        return EigenPair(*eigenbases(inputs), *eigenbases(outputs))
-
-    def apply(self, inverses: EigenPair, grad: Array, damping: Array) -> Array:
-        """(A (x) G + gamma I)^-1 applied to a gradient (L, rows, columns)."""
-        u, w = inverses.input_vectors, inverses.output_vectors
-        values = inverses.input_values[:, :, None] * inverses.output_values[:, None, :] + damping
-        rotated = grad if u is None else jnp.matmul(jnp.swapaxes(u, 1, 2), grad)
-        scaled = divided(jnp.matmul(rotated, w), values)
-        scaled = scaled if u is None else jnp.matmul(u, scaled)
-        return jnp.matmul(scaled, jnp.swapaxes(w, 1, 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class NewtonSchulz(Cholesky):
-    """The inverses of `Cholesky` by matrix products only: X <- X (2 I - M X), starting at 1/|M|.
-
-    For accelerators on which only products are fast. It takes about 2 log2 of the condition number of
-    the damped factor.
-
-    Args:
-      iterations: at least 1.
-    """
-
-    iterations: int = 20
-
-    def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"`NewtonSchulz` needs iterations >= 1. Got {self.iterations}.")
-
-    def inverse(self, matrix: Array) -> Array:
-        """Inverses of positive definite matrices (L, n, n)."""
-        eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)[None]
-        # The largest row sum bounds the largest eigenvalue.
-        bound = jnp.max(jnp.sum(jnp.abs(matrix), axis=-1), axis=-1)[:, None, None]
-
-        def improve(_: int, x: Array) -> Array:
-            return jnp.matmul(x, 2 * eye - jnp.matmul(matrix, x))
-
-        return jax.lax.fori_loop(0, self.iterations, improve, eye / bound)
-
-
-Inversion = Cholesky | Eigh
-
-
-def divided(array: Array, by: Array) -> Array:
-    """The quotient, or 0 where `by` is not positive: no step without curvature or damping."""
-    return jnp.where(by > 0, array / jnp.where(by > 0, by, 1), 0)
+    a, g = (jnp.mean(diagonal_of(f), axis=-1) for f in (inputs, outputs))
+    tiny = jnp.finfo(a.dtype).tiny
+    pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
+    pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
+    root = jnp.sqrt(damping)
+    return InversePair(
+        inverted(_damped(inputs, pi * root)), inverted(_damped(outputs, root / pi))
+    )
 
 
 def _damped(factor: Array, damping: Array) -> Array:
@@ -135,12 +164,12 @@ def _damped(factor: Array, damping: Array) -> Array:
     return factor + jnp.where(on_diagonal(factor.shape), added[:, None, None], 0)
 
 
-def no_eigenbases(matrices: Array) -> tuple[Array, Array]:
-    """Zeros like what `eigenbases` returns."""
-    return jnp.zeros(matrices.shape[:-1], matrices.dtype), jnp.zeros_like(matrices)
+def divided(array: Array, by: Array) -> Array:
+    """The quotient, or 0 where `by` is not positive: no step without curvature or damping."""
+    return jnp.where(by > 0, array / jnp.where(by > 0, by, 1), 0)
 
 
-def eigenbases(matrices: Array) -> tuple[Array, Array]:
+def _eigenbases(matrices: Array) -> tuple[Array, Array]:
     """Eigenvalues, clipped at 0, and eigenvectors of (L, n, n); on CPU one matrix after another.
 
     On CPU jaxlib (0.10.2) distributes a batch of LAPACK calls over the threads that already run it, and

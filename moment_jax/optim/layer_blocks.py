@@ -1,4 +1,4 @@
-"""The parameters of a layer's curvature block, and how they form one matrix."""
+"""The parameters of a layer as one matrix, and layers of one kind and shape stacked into one array."""
 
 import dataclasses
 import itertools
@@ -7,10 +7,22 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
-from moment_jax.optim.factors import DiagonalFactor, EmbeddingFactor, KroneckerFactor, Shape
+from moment_jax.optim.factors import (
+    DiagonalFactor,
+    EmbeddingFactor,
+    Factor,
+    Factors,
+    KroneckerFactor,
+    RowFactor,
+    Shape,
+    shapes_of,
+)
+from moment_jax.optim.trees import flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +83,8 @@ class NormBlock(LayerBlock):
 
 
 Blocks = tuple[LayerBlock, ...]
+Groups = dict[str, Blocks]  # layers of one kind and shape, so that each operation runs once for all
+Matrices = dict[str, Array]  # by group, (L, rows, columns)
 KINDS: dict[str, type[LayerBlock]] = {
     "kernel": DenseBlock,
     "embedding": EmbeddingBlock,
@@ -102,3 +116,129 @@ def infer_blocks(shapes: Mapping[str, Shape]) -> Blocks:
         sizes = tuple(shapes[each] for each in leaves)
         blocks.append(KINDS[leaf](layer or "model", leaves, sizes, columns))
     return tuple(blocks)
+
+
+def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
+    """The groups of parameters or gradients by kind and shape; a mask may hide whole blocks.
+
+    Without `blocks` they are inferred from the names in the tree. Raises a ValueError if a parameter
+    belongs to no block, or a block's parameter is missing or of another shape.
+    """
+    shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
+    found = infer_blocks(shapes) if blocks is None else blocks
+    if any(map(_is_mask, jax.tree.leaves(tree, is_leaf=_is_mask))):
+        found = tuple(block for block in found if not shapes.keys().isdisjoint(block.leaves))
+    groups: Groups = {}
+    for block in found:
+        for leaf, shape in zip(block.leaves, block.shapes, strict=True):
+            if shapes.get(leaf) != shape:
+                raise ValueError(
+                    f"Layer {block.name!r} needs its parameter {leaf!r} of shape {shape}. Got "
+                    f"{shapes.get(leaf, 'none')}. Give blocks=mj.optim.find_blocks(model) of the "
+                    "trained model, and mask whole layers only."
+                )
+        kind = type(block).__name__.removesuffix("Block").lower()
+        key = f"{kind}_{block.rows}x{block.columns}"
+        groups[key] = (*groups.get(key, ()), block)
+    covered = {leaf for block in found for leaf in block.leaves}
+    for path in shapes:
+        if path not in covered:
+            raise ValueError(
+                f"Parameter {path!r} belongs to no layer with curvature factors. Leave it to another "
+                "optimiser: mj.optim.for_model(model, ...) gives it to Adam, by optax.partition."
+            )
+    return groups
+
+
+def _is_mask(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def stack(groups: Groups, tree: Any) -> Matrices:
+    """The parameters of every group as one array (L, rows, columns)."""
+    leaves = flatten(tree)
+    return {
+        key: jnp.concatenate([block.matrix(leaves) for block in blocks])
+        for key, blocks in groups.items()
+    }
+
+
+def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:
+    """The inverse of `stack`, by path."""
+    leaves: dict[str, Array] = {}
+    for key, blocks in groups.items():
+        ends = itertools.accumulate(block.count for block in blocks[:-1])
+        for block, part in zip(blocks, jnp.split(matrices[key], list(ends)), strict=True):
+            leaves |= block.split(part)
+    return leaves
+
+
+def count_layers(groups: Groups) -> dict[str, int]:
+    """L of every group."""
+    return {key: sum(block.count for block in blocks) for key, blocks in groups.items()}
+
+
+def empty_averages(groups: Groups, dtype: jnp.dtype) -> Factors:
+    """The first averages of the factors of every group: zeros of weight zero."""
+
+    def empty(first: LayerBlock, count: int) -> Factor:
+        shapes = shapes_of(first.factor, first.rows, first.columns)
+        arrays = [jnp.zeros((count, *shape), dtype) for shape in shapes]
+        return first.factor(*arrays, jnp.zeros((), dtype))
+
+    return {key: empty(groups[key][0], count) for key, count in count_layers(groups).items()}
+
+
+def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
+    """The factors of every group, stacked; raises unless every layer has a factor that fits."""
+    if not isinstance(factors, Mapping):
+        raise TypeError(
+            "`update(..., factors=factors)` needs the factors that mj.optim.value_grad_and_factors "
+            f"returns. Got {type(factors).__name__}."
+        )
+    return {
+        key: _stacked(blocks, [_checked(block, factors.get(block.name)) for block in blocks])
+        for key, blocks in groups.items()
+    }
+
+
+def _stacked(blocks: Blocks, factors: list[Factor]) -> Factor:
+    kinds = {(type(f).__name__, _tokens(f)): None for f in factors}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"Layers {', '.join(block.name for block in blocks)} are of one shape, so they need factors "
+            f"of one kind and number of rows. Got {', '.join(f'{k} {n}' for k, n in kinds)}. Take "
+            "Kronecker factors, or mask one of them."
+        )
+    weight = jnp.min(jnp.stack([factor.weight for factor in factors]))
+    arrays = [jnp.concatenate(parts) for parts in zip(*(f[:-1] for f in factors), strict=True)]
+    kind: Any = type(factors[0])
+    return kind(*arrays, weight)
+
+
+def _tokens(factor: Factor) -> tuple[int, ...]:
+    """(N, T) of the rows of a factor that keeps them."""
+    return factor.inputs.shape[1:3] if isinstance(factor, RowFactor) else ()
+
+
+def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
+    """The factor, if it fits the layer; raises otherwise."""
+    fix = "Take them from mj.optim.value_grad_and_factors of the trained model"
+    if factor is None:
+        raise ValueError(
+            f"The factors of layer {block.name!r} ({', '.join(block.leaves)}) are missing. {fix}, or "
+            "mask its parameters."
+        )
+    if not isinstance(factor, Factor):
+        raise TypeError(
+            f"Layer {block.name!r} needs a factor of mj.optim. Got {type(factor).__name__}."
+        )
+    shapes = shapes_of(type(factor), block.rows, block.columns, _tokens(factor))
+    for name, one, array in zip(factor._fields, shapes, factor, strict=False):
+        shape, got = (block.count, *one), tuple(array.shape)
+        if got != shape:
+            raise ValueError(
+                f"The factor {name!r} of layer {block.name!r} needs the shape {shape}. Got {got}. "
+                f"{fix}; for layers with names unlike Flax's, pass blocks=mj.optim.find_blocks(model)."
+            )
+    return factor

@@ -10,41 +10,21 @@ from jax import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfExamples:
-    """A Fisher matrix of the first `examples` examples of a batch, or of all."""
-
-    examples: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.examples is not None and self.examples < 1:
-            raise ValueError(
-                f"`{type(self).__name__}` needs examples >= 1, or None for all. Got {self.examples}."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class SampledFisher(_OfExamples):
+class SampledFisher:
     """The true Fisher matrix: targets are drawn from the model's own prediction.
 
     It takes one more backward pass. The loss function returns (loss, prediction), see
     `CategoricalPrediction`.
-
-    Args:
-      examples: take the curvature of this many examples, the first of the batch, in a forward and a
-        backward pass of their own; None for the whole batch, which shares the loss's forward pass.
     """
 
 
 @dataclasses.dataclass(frozen=True)
-class EmpiricalFisher(_OfExamples):
+class EmpiricalFisher:
     """Outer products of the loss's own gradients: no second backward pass.
 
     Warning: this is not the Fisher matrix. Where the model fits well the gradients vanish, and with them
     the curvature that should bound the step. Use it for comparison, or for losses without a predictive
     distribution. The loss must be an average over the batch, the first axis of its first array.
-
-    Args:
-      examples: as for `SampledFisher`.
     """
 
 

@@ -73,7 +73,7 @@ def safeguarded(
             back = (state.losses > 0) & far & ~state.last_taken_back
         grads = jax.tree.map(lambda g: jnp.where(back, 0, g), updates)
         steps, inner = chain.update(grads, state.chain, params, taken_back=back, **extra)
-        moves = inner[0].skipped == state.chain[0].skipped
+        moves = inner[0].step > state.chain[0].step
         # Drop the momentum that led to a bad step; a skipped step leaves it as it is.
         average = jax.tree.map(
             lambda new, old: jnp.where(back, 0, jnp.where(moves, new, old)).astype(new.dtype),
@@ -90,7 +90,7 @@ def safeguarded(
         )
         return steps, SafeguardedState(
             (inner[0], average, *inner[2:]),
-            inner[0].skipped,
+            state.skipped + ~moves,
             state.taken_back + back,
             back,
             *_followed(state, loss, ~back & jnp.isfinite(loss)),

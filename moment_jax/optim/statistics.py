@@ -1,12 +1,4 @@
-"""Readings of the curvature: the statistic of inputs and output gradients that a backward pass returns.
-
-Algorithm 1's product has two readings, and tokens can be counted in two ways:
-
-|                          | tokens count as samples | a sample's tokens together |
-|--------------------------|-------------------------|----------------------------|
-| all pairs of rows        | `KroneckerExpand`       | `KroneckerReduce`          |
-| equal rows only (exact)  | `PerToken`              | `PerSample`                |
-"""
+"""Readings of the curvature: what the backward pass of a layer returns of its inputs and gradients."""
 
 import dataclasses
 from functools import partial
@@ -34,33 +26,21 @@ OF_INPUTS = ("inputs", "frequencies")  # averages over rows; the others are sums
 class KroneckerExpand:
     """F = A (x) G with every token a row: A = avg a a^T over rows, G = 1/N sum g g^T over rows.
 
-    g are the gradients of each example's own -log p. With one token per sample this is the product over
-    all pairs of rows, (a^T a) V (g^T g) / N^2, of Algorithm 1.
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class KroneckerReduce:
-    """F = A (x) G with a row for each example: the average of its tokens' a, the sum of their g.
-
-    The first axis that a layer sees counts examples; the axes between it and the features count tokens.
+    g are the gradients of each example's own -log p. This reads theta = g^T v a^T of Algorithm 1 over
+    all pairs of rows; with one token per sample it is (a^T a) V (g^T g) / N^2.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class PerSample:
-    """The exact Fisher block of the batch's examples, F V = 1/N sum_n J_n <J_n, V>.
+    """The exact Fisher block of the batch's examples, F V = 1/N sum_n J_n <J_n, V>, J_n = sum_t a g^T.
 
-    Normalisations keep its diagonal, embedding tables a Kronecker product.
+    This reads theta of Algorithm 1 over equal rows alone. Normalisations keep its diagonal, embedding
+    tables a Kronecker product.
     """
 
 
-@dataclasses.dataclass(frozen=True)
-class PerToken:
-    """As `PerSample`, with every token's gradient on its own: F V = 1/N sum_nt a (a^T V g) g^T."""
-
-
-Reading = KroneckerExpand | KroneckerReduce | PerSample | PerToken
+Reading = KroneckerExpand | PerSample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +57,14 @@ class Statistic:
     num_rows: int = 0  # T, for readings that keep rows; else unused
 
     @property
+    def exact(self) -> bool:
+        """Whether F is that of the examples."""
+        return isinstance(self.reading, PerSample)
+
+    @property
     def kind(self) -> Any:
         """The type of the factor."""
-        by_rows = isinstance(self.reading, PerSample | PerToken)
-        return RowFactor if by_rows and isinstance(self.block, DenseBlock) else self.block.factor
+        return RowFactor if self.exact and isinstance(self.block, DenseBlock) else self.block.factor
 
     def zeros(self) -> Factor:
         """The dummy argument whose cotangent is the statistic."""
@@ -98,18 +82,18 @@ class Statistic:
         if kind is EmbeddingFactor:
             seen = jnp.zeros((block.rows,), g.dtype).at[inputs.reshape(-1)].add(ones.reshape(-1))
             return EmbeddingFactor(seen, g.T @ g, count)
-        reduced = isinstance(self.reading, KroneckerReduce | PerSample)
         if kind is DiagonalFactor:
-            return DiagonalFactor(_squares(block, inputs, grads, reduced), count)
+            by_leaf = {"scale": grads * inputs, "bias": grads}
+            each = [by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]] for leaf in block.leaves]
+            if self.exact:
+                each = [jnp.sum(gradient, axis=1, keepdims=True) for gradient in each]
+            squares = [jnp.sum(gradient**2, axis=(0, 1)) for gradient in each]
+            return DiagonalFactor(jnp.stack(squares), count)
         bias = len(block.leaves) == 2
-        if kind is RowFactor:
-            a = _flat(inputs)
-            return RowFactor(jnp.pad(a, ((0, 0), (0, int(bias))), constant_values=1), g, count)
-        if reduced:
-            inputs = jnp.mean(inputs, axis=1, keepdims=True)
-            grads = jnp.sum(grads, axis=1, keepdims=True)
-            count, g = jnp.sum(_ones(grads)), _flat(grads)
-        return KroneckerFactor(_input_gram(_flat(inputs), bias), g.T @ g, count)
+        if kind is KroneckerFactor:
+            return KroneckerFactor(_input_gram(_flat(inputs), bias), g.T @ g, count)
+        a = jnp.pad(_flat(inputs), ((0, 0), (0, int(bias))), constant_values=1)
+        return RowFactor(a, g, count)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,15 +173,6 @@ def _ones(grads: Array) -> Array:
     return ((first == 0) | True).astype(grads.dtype)
 
 
-def _squares(block: LayerBlock, normal: Array, grads: Array, reduced: bool) -> Array:
-    """Squared gradients of gain and bias, summed over examples; `reduced` sums tokens first."""
-    by_leaf = {"scale": grads * normal, "bias": grads}
-    each = [by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]] for leaf in block.leaves]
-    if reduced:
-        each = [jnp.sum(gradient, axis=1, keepdims=True) for gradient in each]
-    return jnp.stack([jnp.sum(gradient**2, axis=(0, 1)) for gradient in each])
-
-
 def factors_of(blocks: Blocks, statistics: dict[str, Factor], correction: float) -> Factors:
     """Factors from the statistics of the layers by name, summed over a batch.
 
@@ -217,19 +192,17 @@ def factors_of(blocks: Blocks, statistics: dict[str, Factor], correction: float)
     return factors
 
 
-def row_factors_of(blocks: Blocks, statistics: dict[str, Factor], every_token: bool) -> Factors:
+def row_factors_of(blocks: Blocks, statistics: dict[str, Factor]) -> Factors:
     """Factors from the statistics of every example: rows (N, *stack, T, features), and sums."""
     factors: Factors = {}
     for block in blocks:
         each = statistics[block.name]
         n = each.weight.shape[0]
-        if not isinstance(each, RowFactor):
+        if isinstance(each, RowFactor):
+            tokens = each.inputs.shape[-2]
+            a, g = (x.reshape(n, block.count, tokens, -1).swapaxes(0, 1) for x in each[:2])
+            factors[block.name] = RowFactor(a, g, jnp.ones((), a.dtype))
+        else:
             summed = jax.tree.map(lambda x: jnp.sum(x, axis=0), each)
             factors |= factors_of((block,), {block.name: summed}, 1 / n)
-            continue
-        tokens = each.inputs.shape[-2]
-        a, g = (jnp.swapaxes(x.reshape(n, block.count, tokens, -1), 0, 1) for x in each[:2])
-        if every_token:  # F divides by N T rows; g makes up for the T
-            a, g = (x.reshape(block.count, n * tokens, 1, -1) for x in (a, g * tokens**0.5))
-        factors[block.name] = RowFactor(a, g, jnp.ones((), a.dtype))
     return factors

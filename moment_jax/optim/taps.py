@@ -195,10 +195,7 @@ def _block(name: str, layer: Any) -> LayerBlock | None:
     paths = tuple(f"{prefix}{leaf}{suffix}" for leaf in leaves)
     arrays = (getattr(layer, leaf) for leaf in leaves)
     shapes = tuple(tuple((x.mean if belief else x).shape) for x in arrays)
-    kind, shape = (
-        KINDS.get(leaves[0], NormBlock),
-        shapes[0],
-    )  # a normalisation may have biases alone
+    kind, shape = KINDS.get(leaves[0], NormBlock), shapes[0]  # a norm may have biases alone
     outputs, own = 1, 2 if kind is EmbeddingBlock else 1
     if kind is DenseBlock:
         outputs = _length(getattr(layer, "out_features", 1))
