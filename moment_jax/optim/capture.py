@@ -12,7 +12,7 @@ from jax import Array
 
 from moment_jax.optim.factors import Factors
 from moment_jax.optim.layer_blocks import Blocks
-from moment_jax.optim.predictions import EmpiricalFisher, Fisher, Prediction, SampledFisher
+from moment_jax.optim.predictions import Fisher, Prediction, SampledFisher
 from moment_jax.optim.statistics import (
     KroneckerExpand,
     PerSample,
@@ -80,7 +80,8 @@ def value_grad_and_factors(
             "`value_grad_and_factors` needs instances: a reading such as KroneckerExpand() and a fisher "
             f"such as SampledFisher(). Got {reading!r} and {fisher!r}."
         )
-    passes = _Passes(loss_fn, reading, fisher, wrt, jnp.dtype(dtype))
+    exact, sampled = isinstance(reading, PerSample), isinstance(fisher, SampledFisher)
+    passes = _Passes(loss_fn, exact, sampled, wrt, jnp.dtype(dtype))
 
     def compute(
         model: nnx.Module, *batch: Any, key: Array | None = None, when: Array | None = None
@@ -91,8 +92,9 @@ def value_grad_and_factors(
                 "`value_grad_and_factors` needs a model with supported layers, such as nnx.Linear. Got "
                 f"{type(model).__name__} without any; they are listed in mj.optim.find_blocks."
             )
+        _batch_size(batch)  # raises without examples
         parts = passes.tapped(model, blocks, batch)
-        if when is None and not passes.exact:
+        if when is None and not exact:
             value, grads, rest, factors = passes.together(parts, blocks, batch, key)
         else:
             value, grads, rest = passes.plain(passes.split(model), batch)
@@ -114,15 +116,10 @@ class _Passes:
     """Passes through a model and its loss, with the settings of `value_grad_and_factors`."""
 
     loss_fn: LossFn
-    reading: Reading
-    fisher: Fisher
+    exact: bool  # whether rows are kept, which takes batches of one
+    sampled: bool  # whether targets are drawn from the prediction
     wrt: Any
     dtype: jnp.dtype
-
-    @property
-    def exact(self) -> bool:
-        """Whether rows are kept, which takes batches of one."""
-        return isinstance(self.reading, PerSample)
 
     def split(self, model: nnx.Module) -> Any:
         """Graph, taps, parameters and the rest of a model; untyped: mypy miscounts `nnx.split`."""
@@ -130,15 +127,9 @@ class _Passes:
 
     def tapped(self, model: nnx.Module, blocks: Blocks, batch: Batch) -> Any:
         """The same of a tapped copy; raises unless the loss calls every layer."""
-        batch_size(batch)
         if self.exact:
             batch = jax.tree.map(lambda x: x[:1], batch)
-
-        def loss(model: Any) -> Array:
-            value, prediction = self._evaluate(model, batch)
-            return self._target(value, prediction, jax.random.key(0), 1)[0]
-
-        counts = count_rows(model, blocks, loss)
+        counts = count_rows(model, blocks, lambda model: self._evaluate(model, batch, None)[1])
         for block in blocks:
             calls = len(counts.get(block.name, ()))
             if not calls:
@@ -148,18 +139,19 @@ class _Passes:
                 )
             if self.exact and calls > 1:
                 raise ValueError(
-                    f"{self.reading} needs a loss that calls every layer once. Layer {block.name!r} "
-                    f"is called {calls} times; take KroneckerExpand(), or leave the layer out of `wrt`."
+                    f"PerSample() needs a loss that calls every layer once. Layer {block.name!r} is "
+                    f"called {calls} times; take KroneckerExpand(), or leave the layer out of `wrt`."
                 )
-        copy, kept = nnx.merge(*nnx.split(model), copy=True), (self.reading, self.dtype)
-        tap(copy, {b.name: Statistic(b, *kept, counts[b.name][0]) for b in blocks})
+        copy = nnx.merge(*nnx.split(model), copy=True)
+        statistics = (Statistic(b, self.exact, self.dtype, counts[b.name][0]) for b in blocks)
+        tap(copy, {statistic.block.name: statistic for statistic in statistics})
         return self.split(copy)
 
     def plain(self, parts: Any, batch: Batch) -> tuple[Array, Any, Any]:
         """Value, gradients and the rest of the model without taps."""
 
         def loss(params: Any) -> tuple[Array, Any]:
-            value, _, rest = self._run(parts, parts[1], params, batch)
+            value, _, _, rest = self._run(parts, parts[1], params, batch, None)
             return value, rest
 
         (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(parts[2])
@@ -169,19 +161,17 @@ class _Passes:
         self, parts: Any, blocks: Blocks, batch: Batch, key: Array | None
     ) -> tuple[Array, Any, Any, Factors]:
         """Value, gradients, the rest of the model and factors from one forward pass."""
-        size = batch_size(batch)
 
         def loss(taps: Any, params: Any) -> tuple[Any, Any]:
-            value, prediction, rest = self._run(parts, taps, params, batch)
-            target, count = self._target(value, prediction, key, size)
-            return (value, target), (rest, count)
+            value, target, size, rest = self._run(parts, taps, params, batch, key)
+            return (value, target), (rest, size)
 
-        (value, target), pull, (rest, count) = jax.vjp(loss, *parts[1:3], has_aux=True)
+        (value, target), pull, (rest, size) = jax.vjp(loss, *parts[1:3], has_aux=True)
         sums, grads = pull((jnp.ones_like(value), jnp.zeros_like(target)))
         correction = size  # of the gradients of an average
-        if isinstance(self.fisher, SampledFisher):
+        if self.sampled:
             sums, _ = pull((jnp.zeros_like(value), jnp.ones_like(target)))
-            correction = 1 / count
+            correction = 1 / size
         return value, grads, rest, factors_of(blocks, tapped_statistics(sums), correction)
 
     def alone(self, parts: Any, blocks: Blocks, batch: Batch, key: Array) -> Factors:
@@ -189,28 +179,27 @@ class _Passes:
 
         def sums(key: Array, batch: Batch) -> Any:
             def target(taps: Any) -> Any:
-                value, prediction, _ = self._run(parts, taps, parts[2], batch)
-                return self._target(value, prediction, key, batch_size(batch))
+                return self._run(parts, taps, parts[2], batch, key)[1:3]
 
             return jax.grad(target, has_aux=True)(parts[1])
 
         if not self.exact:
             taps, size = sums(key, batch)
             return factors_of(blocks, tapped_statistics(taps), 1 / size)
-        keys = jax.random.split(key, batch_size(batch))
+        keys = jax.random.split(key, _batch_size(batch))
         taps, _ = jax.vmap(sums)(keys, jax.tree.map(lambda x: x[:, None], batch))
         return row_factors_of(blocks, tapped_statistics(taps))
 
-    def _run(self, parts: Any, taps: Any, params: Any, batch: Batch) -> tuple[Array, Any, Any]:
-        """Value, prediction and the rest of the model after a forward pass."""
+    def _run(self, parts: Any, taps: Any, params: Any, batch: Batch, key: Array | None) -> Any:
+        """What `_evaluate` returns, and the rest of the model after a forward pass."""
         model = nnx.merge(parts[0], taps, params, parts[3], copy=True)
-        return *self._evaluate(model, batch), self.split(model)[3]
+        return *self._evaluate(model, batch, key), self.split(model)[3]
 
-    def _evaluate(self, model: nnx.Module, batch: Batch) -> tuple[Array, Any]:
-        """Value and prediction."""
+    def _evaluate(self, model: nnx.Module, batch: Batch, key: Array | None) -> Any:
+        """Value, the sum of -log p to differentiate for the curvature, and its number of examples."""
         result = self.loss_fn(model, *batch)
         value, prediction = result if isinstance(result, tuple) else (result, None)
-        if isinstance(self.fisher, SampledFisher) and not isinstance(prediction, Prediction):
+        if self.sampled and not isinstance(prediction, Prediction):
             raise TypeError(
                 "The true Fisher matrix needs the predictive distribution: let the loss return (loss, "
                 "prediction) with a prediction such as mj.optim.CategoricalPrediction(logits), or take "
@@ -220,16 +209,12 @@ class _Passes:
             raise ValueError(
                 f"The loss must be a scalar. Got shape {jnp.shape(value)}; take its mean."
             )
-        return value, prediction
-
-    def _target(self, value: Array, prediction: Any, key: Array | None, size: int) -> Any:
-        """The sum of -log p to differentiate for the curvature, and its number of examples."""
-        if isinstance(self.fisher, EmpiricalFisher):
-            return value * size, size
-        return prediction.sampled_loss(_key(key, value)), prediction.num_examples
+        if not self.sampled:
+            return value, value * _batch_size(batch), _batch_size(batch)
+        return value, prediction.sampled_loss(_key(key, value)), prediction.num_examples
 
 
-def batch_size(batch: Batch) -> int:
+def _batch_size(batch: Batch) -> int:
     """N, the first axis of the first array."""
     leaves = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 0]
     if not leaves:

@@ -150,9 +150,7 @@ def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePai
     pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
     pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
     root = jnp.sqrt(damping)
-    return InversePair(
-        inverted(_damped(inputs, pi * root)), inverted(_damped(outputs, root / pi))
-    )
+    return InversePair(inverted(_damped(inputs, pi * root)), inverted(_damped(outputs, root / pi)))
 
 
 def _damped(factor: Array, damping: Array) -> Array:

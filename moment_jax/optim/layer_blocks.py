@@ -126,7 +126,8 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
     """
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
     found = infer_blocks(shapes) if blocks is None else blocks
-    if any(map(_is_mask, jax.tree.leaves(tree, is_leaf=_is_mask))):
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    if len(leaves) > len(shapes):  # some are masked
         found = tuple(block for block in found if not shapes.keys().isdisjoint(block.leaves))
     groups: Groups = {}
     for block in found:
@@ -150,10 +151,6 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
     return groups
 
 
-def _is_mask(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
 def stack(groups: Groups, tree: Any) -> Matrices:
     """The parameters of every group as one array (L, rows, columns)."""
     leaves = flatten(tree)
@@ -173,20 +170,15 @@ def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:
     return leaves
 
 
-def count_layers(groups: Groups) -> dict[str, int]:
-    """L of every group."""
-    return {key: sum(block.count for block in blocks) for key, blocks in groups.items()}
-
-
 def empty_averages(groups: Groups, dtype: jnp.dtype) -> Factors:
     """The first averages of the factors of every group: zeros of weight zero."""
-
-    def empty(first: LayerBlock, count: int) -> Factor:
+    empty: Factors = {}
+    for key, blocks in groups.items():
+        first, count = blocks[0], sum(block.count for block in blocks)
         shapes = shapes_of(first.factor, first.rows, first.columns)
         arrays = [jnp.zeros((count, *shape), dtype) for shape in shapes]
-        return first.factor(*arrays, jnp.zeros((), dtype))
-
-    return {key: empty(groups[key][0], count) for key, count in count_layers(groups).items()}
+        empty[key] = first.factor(*arrays, jnp.zeros((), dtype))
+    return empty
 
 
 def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
@@ -196,24 +188,22 @@ def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
             "`update(..., factors=factors)` needs the factors that mj.optim.value_grad_and_factors "
             f"returns. Got {type(factors).__name__}."
         )
-    return {
-        key: _stacked(blocks, [_checked(block, factors.get(block.name)) for block in blocks])
-        for key, blocks in groups.items()
-    }
-
-
-def _stacked(blocks: Blocks, factors: list[Factor]) -> Factor:
-    kinds = {(type(f).__name__, _tokens(f)): None for f in factors}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"Layers {', '.join(block.name for block in blocks)} are of one shape, so they need factors "
-            f"of one kind and number of rows. Got {', '.join(f'{k} {n}' for k, n in kinds)}. Take "
-            "Kronecker factors, or mask one of them."
-        )
-    weight = jnp.min(jnp.stack([factor.weight for factor in factors]))
-    arrays = [jnp.concatenate(parts) for parts in zip(*(f[:-1] for f in factors), strict=True)]
-    kind: Any = type(factors[0])
-    return kind(*arrays, weight)
+    stacked: Factors = {}
+    for key, blocks in groups.items():
+        each = [_checked(block, factors.get(block.name)) for block in blocks]
+        kinds = {(type(factor).__name__, _tokens(factor)): None for factor in each}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"Layers {', '.join(block.name for block in blocks)} are of one shape, so they need "
+                "factors of one kind and number of rows. Got "
+                f"{', '.join(f'{kind} {rows}' for kind, rows in kinds)}. Take Kronecker factors, or "
+                "mask one of them."
+            )
+        weight = jnp.min(jnp.stack([factor.weight for factor in each]))
+        arrays = map(jnp.concatenate, zip(*(factor[:-1] for factor in each), strict=True))
+        kind: Any = type(each[0])
+        stacked[key] = kind(*arrays, weight)
+    return stacked
 
 
 def _tokens(factor: Factor) -> tuple[int, ...]:

@@ -90,6 +90,10 @@ def scale_by_cg_fac(
     check_range("cg_fac", "max_iterations", max_iterations, least=1)
     check_range("cg_fac", "tolerance", tolerance, least=0)
     check_range("cg_fac", "refresh_every", refresh_every, least=1)
+    if not isinstance(precondition, bool):
+        raise TypeError(
+            f"`cg_fac` needs precondition True or False (Algorithm 1 as printed). Got {precondition!r}."
+        )
     solve_one = partial(conjugate_gradient, max_iterations=max_iterations, tolerance=tolerance)
 
     def start(averages: Factors) -> ConjugateGradientState:
@@ -157,16 +161,22 @@ def kfac(
 ) -> optax.GradientTransformationExtraArgs:
     """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
 
-    A + pi sqrt(damping) I and G + sqrt(damping) / pi I are inverted by Cholesky factors every
-    `refresh_every` steps, under `lax.cond`; a layer whose inversion fails keeps its old inverse. Embedding
-    tables are solved in the eigenbasis of G, normalisations divided by their diagonal. Arguments of
-    `update`, adaptation and bad steps are as for `cg_fac`. It is `scale_by_kfac`, `optax.ema`,
-    `optax.add_decayed_weights` and `optax.scale_by_learning_rate` in a chain.
+    A + pi sqrt(damping) I and G + sqrt(damping) / pi I are inverted by Cholesky factors, under
+    `lax.cond`; a layer whose inversion fails keeps its old inverse. Embedding tables are solved in the
+    eigenbasis of G, normalisations divided by their diagonal. Arguments of `update`, adaptation and bad
+    steps are as for `cg_fac`. It is `scale_by_kfac`, `optax.ema`, `optax.add_decayed_weights` and
+    `optax.scale_by_learning_rate` in a chain.
 
     Args:
-      learning_rate, damping, curvature_every, kl_bound, momentum, weight_decay, blocks: as for `cg_fac`.
+      learning_rate: as for `cg_fac`.
+      damping: as for `cg_fac`.
       decay: of the running averages of the factors.
+      curvature_every: as for `cg_fac`.
       refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
+      kl_bound: as for `cg_fac`.
+      momentum: as for `cg_fac`.
+      weight_decay: as for `cg_fac`.
+      blocks: as for `cg_fac`.
 
     Raises:
       ValueError: as `cg_fac`. TypeError: if the factors are of another type.

@@ -46,14 +46,15 @@ def safeguarded(
     )
 
     def init(params: optax.Params) -> SafeguardedState:
+        # Every array is a new one, because an array can be donated only once.
         return SafeguardedState(
             chain.init(params),
             skipped=jnp.int32(0),
             taken_back=jnp.int32(0),
             last_taken_back=jnp.zeros((), bool),
             losses=jnp.int32(0),
-            average=jnp.zeros((), jnp.float32),
-            deviation=jnp.zeros((), jnp.float32),
+            average=jnp.float32(0),
+            deviation=jnp.float32(0),
         )
 
     def update(
@@ -74,21 +75,17 @@ def safeguarded(
         grads = jax.tree.map(lambda g: jnp.where(back, 0, g), updates)
         steps, inner = chain.update(grads, state.chain, params, taken_back=back, **extra)
         moves = inner[0].step > state.chain[0].step
-        # Drop the momentum that led to a bad step; a skipped step leaves it as it is.
-        average = jax.tree.map(
-            lambda new, old: jnp.where(back, 0, jnp.where(moves, new, old)).astype(new.dtype),
-            inner[1],
-            state.chain[1],
-        )
+
+        def kept(new: Array, old: Array) -> Array:
+            """No momentum of what led to a bad step; a skipped step leaves it as it is."""
+            return jnp.where(back, 0, jnp.where(moves, new, old)).astype(new.dtype)
+
+        def taken(step: Array, old: Array, now: Array) -> Array:
+            return jnp.where(back, (old - now).astype(step.dtype), jnp.where(moves, step, 0))
+
+        average = jax.tree.map(kept, inner[1], state.chain[1])
         undo = (steps, steps) if previous is None else (previous, params)
-        steps = jax.tree.map(
-            lambda step, old, now: jnp.where(
-                back, (old - now).astype(step.dtype), jnp.where(moves, step, 0)
-            ),
-            steps,
-            *undo,
-        )
-        return steps, SafeguardedState(
+        return jax.tree.map(taken, steps, *undo), SafeguardedState(
             (inner[0], average, *inner[2:]),
             state.skipped + ~moves,
             state.taken_back + back,
@@ -120,11 +117,9 @@ def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array
     distance = jnp.where(first, jnp.abs(loss) / 4, jnp.abs(loss - state.average))
     average = state.average + share * (loss - state.average)
     deviation = state.deviation + share * (distance - state.deviation)
-    return (
-        state.losses + takes,
-        jnp.where(takes, average, state.average),
-        jnp.where(takes, deviation, state.deviation),
-    )
+    now = (average, deviation)
+    old = (state.average, state.deviation)
+    return state.losses + takes, *(jnp.where(takes, *pair) for pair in zip(now, old, strict=True))
 
 
 def curvature_due(state: Any) -> Array:

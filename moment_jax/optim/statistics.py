@@ -52,14 +52,9 @@ class Statistic:
     """
 
     block: LayerBlock
-    reading: Reading
+    exact: bool  # whether F is that of the examples, which keeps rows
     dtype: jnp.dtype
-    num_rows: int = 0  # T, for readings that keep rows; else unused
-
-    @property
-    def exact(self) -> bool:
-        """Whether F is that of the examples."""
-        return isinstance(self.reading, PerSample)
+    num_rows: int  # T, of the rows that are kept; else unused
 
     @property
     def kind(self) -> Any:

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import moment_jax as mj
-from moment_jax.optim.last_step import Moved
+from moment_jax.optim.damping import LastStep
 from tests.optim.networks import compiled, inside
 
 optim = mj.optim
@@ -57,8 +57,8 @@ def test_the_slope_in_damping_is_the_derivative_of_the_next_loss():
         derivative = jax.grad(lambda log: next_loss(start + step(jnp.exp(log))))(jnp.log(damping))
         new = {"": jax.grad(next_loss)(start + step(damping))}
         x = {"": solved(factor, damping, new[""])}
-        moved = Moved.by(
-            {"": step(damping)}, new, {"": factor}, damping, jnp.ones(()), jnp.float32(0), True
+        moved = LastStep.judged(
+            {"": step(damping)}, new, {"": factor}, damping, jnp.float32(0), True
         )
         size = jnp.sum(x[""] * new[""])
         slope = moved.slope_in_damping(x, size, damping)
@@ -73,8 +73,7 @@ def test_between_curvatures_the_last_ratio_stands_for_the_product():
 
     @jax.jit
     def by(step, ratio, exact):
-        rest = ({"": grads}, {"": FACTOR}, 0.2, jnp.ones(()))
-        return Moved.by({"": step}, *rest, ratio, exact)
+        return LastStep.judged({"": step}, {"": grads}, {"": FACTOR}, 0.2, ratio, exact)
 
     measured = by(step, jnp.float32(0), True)
     told = by(2 * step, measured.ratio, False)
@@ -140,7 +139,7 @@ def test_a_step_that_raises_the_loss_is_taken_back(make):
 
 def test_when_curvature_is_due():
     """At each of the first few steps, then every few; and at every step until there is any."""
-    plain = {"precondition": None, "damping": 0.1, "kl_bound": None}  # few operations
+    plain = {"precondition": False, "damping": 0.1, "kl_bound": None}  # few operations
     tx, update = compiled(lambda: optax.chain(optim.cg_fac(curvature_every=3, **plain)))
     state, due = tx.init(PARAMS), []
     for _ in range(10):
@@ -162,7 +161,7 @@ def test_what_adapts_needs_parameters():
 @pytest.mark.parametrize(
     ("make", "alias", "settings"),
     [
-        (optim.scale_by_cg_fac, optim.cg_fac, {"precondition": None}),
+        (optim.scale_by_cg_fac, optim.cg_fac, {"precondition": False}),
         (optim.scale_by_kfac, optim.kfac, {}),
     ],
 )

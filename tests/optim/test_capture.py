@@ -23,7 +23,6 @@ from tests.optim.networks import (
 )
 
 optim = mj.optim
-READINGS = [optim.KroneckerExpand(), optim.KroneckerReduce(), optim.PerSample()]
 KEY = jax.random.key(5)
 EMPIRICAL = optim.EmpiricalFisher()
 LOGITS = np.array([0.5, -1.0, 0.2])
@@ -55,19 +54,12 @@ def exact():
 
 
 def test_gradients_to_the_bit(exact):
-    """By one pass of everything, by rows, and with the curvature of a part of the batch."""
+    """By one pass of everything, by rows, and without jit."""
     same(capture()(Everything(), *exact[3])[:2], exact[1])
     same(exact[0][:2], exact[1])
-    model, batch = of_double(Perceptron()), dense_batch()
-    compute = capture(fisher=optim.SampledFisher(2), dtype=jnp.float64)
-    same(compute(model, *batch, key=KEY)[:2], PLAIN(model, *batch))
-
-
-def test_gradients_to_the_bit_without_jit():
     model, batch = nnx.Linear(4, CLASSES, rngs=nnx.Rngs(0)), dense_batch()
-    value, grads, _ = optim.value_grad_and_factors(classify)(model, *batch)
     plain = nnx.value_and_grad(lambda model, *batch: classify(model, *batch)[0])
-    same((value, grads), plain(model, *batch))
+    same(optim.value_grad_and_factors(classify)(model, *batch)[:2], plain(model, *batch))
 
 
 def test_bayesian_gradients_to_the_bit():
@@ -92,30 +84,21 @@ def by_hand(model, x, key):
     return jnp.concatenate([x, one], 1), g1, jnp.concatenate([hidden, one], 1), g2
 
 
-def test_kronecker_factors_of_a_network_by_hand():
-    """With one token for each example, reducing and expanding are the same."""
+def test_factors_of_a_network_by_hand():
+    """Of rows, every example has its own key, so each is compared with a batch of one."""
     model, (x, labels) = of_double(Perceptron()), dense_batch()
     a1, g1, a2, g2 = map(np.asarray, by_hand(model, x, KEY))
-    for reading in READINGS[:2]:
-        compute = capture(reading=reading, fisher=optim.SampledFisher(), dtype=jnp.float64)
-        *others, factors = compute(model, x, labels, key=KEY)
-        same(tuple(others), PLAIN(model, x, labels))
-        for name, a, g in (("hidden", a1, g1), ("out", a2, g2)):
-            close(factors[name].inputs[0], a.T @ a / N)
-            close(factors[name].outputs[0], g.T @ g / N)
-
-
-def test_rows_of_a_network_by_hand():
-    """Every example has its own key, so each is compared with a batch of one."""
-    model, (x, labels) = of_double(Perceptron()), dense_batch()
-    compute = capture(reading=optim.PerSample(), fisher=optim.SampledFisher(), dtype=jnp.float64)
-    *others, factors = compute(model, x, labels, key=KEY)
+    *others, factors = capture(dtype=jnp.float64)(model, x, labels, key=KEY)
     same(tuple(others), PLAIN(model, x, labels))
+    for name, a, g in (("hidden", a1, g1), ("out", a2, g2)):
+        close(factors[name].inputs[0], a.T @ a / N)
+        close(factors[name].outputs[0], g.T @ g / N)
+    rows = capture(reading=optim.PerSample(), dtype=jnp.float64)(model, x, labels, key=KEY)[2]
     for n, key in enumerate(jax.random.split(KEY, N)):
         a1, g1, a2, g2 = by_hand(model, x[n : n + 1], key)
         for name, a, g in (("hidden", a1, g1), ("out", a2, g2)):
-            close(factors[name].inputs[0, n], a)
-            close(factors[name].outputs[0, n], g)
+            close(rows[name].inputs[0, n], a)
+            close(rows[name].outputs[0, n], g)
 
 
 def test_empirical_rows_are_the_gradients_of_the_examples(exact):
@@ -136,10 +119,7 @@ def test_empirical_rows_are_the_gradients_of_the_examples(exact):
 
 
 def test_diagonals_of_a_norm_and_counts_of_a_table(exact):
-    _, plain, each, batch = exact
-    compute = capture(reading=optim.KroneckerReduce(), fisher=EMPIRICAL, dtype=jnp.float64)
-    value, grads, factors = compute(Everything(), *batch)
-    same((value, grads), plain)
+    (_, _, factors), _, each, batch = exact
     counts = np.bincount(np.asarray(batch[0]).ravel(), minlength=7) / batch[0].size
     close(factors["table"].frequencies[0], counts)
     close(factors["norm"].squares[0, 0], np.mean(np.square(each.norm.scale[...]), axis=0))
@@ -241,8 +221,7 @@ def test_a_model_that_maps_over_its_batch():
         return classify(lambda x: jax.vmap(lambda row: model(row[None])[0])(x), x, labels)
 
     model, batch = of_double(Perceptron()), dense_batch()
-    settings = {"reading": READINGS[0], "fisher": optim.SampledFisher(), "dtype": jnp.float64}
-    factors = [capture(f, **settings)(model, *batch, key=KEY)[2] for f in (mapped, classify)]
+    factors = [capture(f, dtype=jnp.float64)(model, *batch, key=KEY)[2] for f in (mapped, classify)]
     jax.tree.map(close, *factors)
 
 

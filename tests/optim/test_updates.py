@@ -1,7 +1,6 @@
 """Steps of both methods: against dense solutions, within the bound, and with damping that adapts."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -58,31 +57,19 @@ def start(make, params, *args, **settings):
     return update, tx.init(params)
 
 
-TO_THE_END = {"damping": 0.3, "max_iterations": 40, "tolerance": 1e-13}
-
-
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    [
-        (optim.cg_fac, TO_THE_END),
-        (optim.cg_fac, {**TO_THE_END, "precondition": None}),
-        (optim.cg_fac, {**TO_THE_END, "precondition": optim.Jacobi()}),
-        (optim.kfac, {"damping": 0.3, "inversion": optim.Eigh()}),
-    ],
-    ids=["cg_fac", "cg_fac printed", "cg_fac jacobi", "kfac"],
-)
-def test_one_step_is_the_dense_natural_gradient(make, settings):
+@pytest.mark.parametrize("precondition", [True, False])
+def test_a_step_of_cg_fac_is_the_dense_natural_gradient(precondition):
     params, grads, factors = one_layer()
-    update, state = start(make, params, 1.0, **SOLVED, **settings)
+    settings = {"damping": 0.3, "max_iterations": 40, "tolerance": 1e-13}
+    update, state = start(optim.cg_fac, params, precondition=precondition, **SOLVED, **settings)
     updates, state = update(grads, state, params, factors=factors)
     # Damping is a float32 in the state.
     close(matrix(updates), dense_step(grads, factors, float(inside(state).damping)), 1e-9)
 
 
-@pytest.mark.parametrize("inversion", [optim.Cholesky(), optim.NewtonSchulz(40)], ids=str)
-def test_factored_damping(inversion):
+def test_a_step_of_kfac_has_factored_damping():
     params, grads, factors = one_layer()
-    update, state = start(optim.kfac, params, 1.0, damping=0.3, inversion=inversion, **SOLVED)
+    update, state = start(optim.kfac, params, damping=0.3, **SOLVED)
     updates, state = update(grads, state, params, factors=factors)
     a, g = (np.asarray(x[0]) for x in factors["layer"][:2])
     pi = np.sqrt((np.trace(a) / 5) / (np.trace(g) / 3))
@@ -121,17 +108,6 @@ def test_the_step_is_within_the_bound(make):
     np.testing.assert_allclose(ratio * matrix(free), matrix(updates), rtol=1e-5)
 
 
-def test_momentum_solves_for_the_average_gradient():
-    params, grads, factors = one_layer()
-    other = jax.tree.map(jnp.cos, grads)
-    settings = {"momentum": 0.8, "decay": 0.0, "inversion": optim.Eigh(), "kl_bound": None}
-    update, state = start(optim.kfac, params, 1.0, damping=0.3, **settings)
-    _, state = update(grads, state, params, factors=factors)
-    updates, state = update(other, state, params, factors=factors)
-    mean = jax.tree.map(lambda old, new: (0.8 * old + new) / 1.8, grads, other)
-    close(matrix(updates), dense_step(mean, factors, float(inside(state).damping)), 1e-6)
-
-
 def test_factors_are_averaged_and_pauses_leave_them():
     params, grads, factors = one_layer()
     update, state = start(optim.kfac, params, 1.0, decay=0.9, refresh_every=3)
@@ -159,37 +135,6 @@ def test_inverses_are_refreshed_when_it_is_time():
         inverses.append(np.asarray(inside(state).solver.inverses["dense_5x3"].inputs))
     fresh = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(inverses)) if np.any(a != b)]
     assert fresh == [1, 3, 8]
-
-
-def test_damping_adapts_to_the_reduction_ratio():
-    """With the right F the model is exact for least squares; with F too small it promises too much."""
-    params, _, factors = one_layer()
-    fisher = np.kron(factors["layer"].inputs[0], factors["layer"].outputs[0])
-
-    def loss(tree):
-        v = matrix(tree).ravel()
-        return v @ fisher @ v / 2
-
-    def gradient(tree):
-        product = (fisher @ matrix(tree).ravel()).reshape(5, 3)
-        return {"layer": {"kernel": product[:-1], "bias": product[-1]}}
-
-    rule = optim.LevenbergMarquardt(initial=0.1, factor=2.0)
-    settings = {"damping": rule, "max_iterations": 30, "tolerance": 1e-9, **SOLVED}
-    for scale, direction in ((1.0, -1), (0.05, 1)):
-        scaled = scaled_inputs(factors, scale)
-        update, state = start(optim.cg_fac, params, 1.0, **settings)
-        updates, state = update(gradient(params), state, params, factors=scaled)
-        assert float(inside(state).damping) == np.float32(0.1)  # no change was given
-        moved = optax.apply_updates(params, updates)
-        change = loss(moved) - loss(params)
-        update = partial(update, factors=scaled)
-        _, state = update(gradient(moved), state, moved, change=change)
-        np.testing.assert_allclose(inside(state).damping, 0.1 * 2.0**direction, rtol=1e-6)
-        if scale == 1.0:
-            close(inside(state).predicted, change, 1e-6)
-        _, after = update(gradient(moved), state, moved, change=np.nan)
-        assert float(inside(after).damping) == float(inside(state).damping)
 
 
 def test_schedules_are_followed():
