@@ -23,7 +23,6 @@ from moment_jax.xla import diagonal_of, on_diagonal
 LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace, which a Cholesky factorisation needs
 LEAF = 40  # up to this many rows are eliminated one by one; wider matrices are halved
 MOST_LEAVES = 16  # of any matrix, so that programs do not grow with its width
-NARROW = 512  # rows up to which old and new inverses of all layers may be in memory together
 
 
 class InversePair(NamedTuple):
@@ -91,7 +90,8 @@ def refreshed(
         for key, old in inverses.items():
             factor = curvature[key]
             if isinstance(factor, KroneckerFactor):
-                inverses[key] = _inverted(factor, damping, old)
+                new = damped_inverses(factor.inputs, factor.outputs, damping)
+                inverses[key] = _where_finite(new, old)
             elif isinstance(factor, EmbeddingFactor):
                 inverses[key] = _where_finite(InversePair(*_eigenbases(factor.outputs)), old)
         return inverses
@@ -100,31 +100,6 @@ def refreshed(
     age = jnp.where(due, 0, state.age + ready)
     grown = jnp.where(due, jnp.clip(2 * state.interval, 1, wanted), state.interval)
     return KFACState(inverses, age, grown)
-
-
-def _inverted(factor: KroneckerFactor, damping: Array, old: InversePair) -> InversePair:
-    """New inverses; the old one for a layer whose inversion failed."""
-
-    def together(inputs: Array, outputs: Array, old: InversePair) -> InversePair:
-        return _where_finite(damped_inverses(inputs, outputs, damping), old)
-
-    def in_turn(inputs: Array, outputs: Array, old: InversePair) -> InversePair:
-        """One layer after another, in place, so that old and new are never all in memory."""
-
-        def refresh(layer: Array, inverses: InversePair) -> InversePair:
-            own = jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), (inputs, outputs, inverses)
-            )
-            put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=layer, axis=0)
-            return jax.tree.map(put, inverses, together(*own))
-
-        return jax.lax.fori_loop(0, inputs.shape[0], refresh, old)
-
-    if max(factor.inputs.shape[1], factor.outputs.shape[1]) <= NARROW:
-        return together(factor.inputs, factor.outputs, old)
-    return jax.lax.platform_dependent(
-        factor.inputs, factor.outputs, old, cpu=in_turn, default=together
-    )
 
 
 def _where_finite(new: InversePair, old: InversePair) -> InversePair:
