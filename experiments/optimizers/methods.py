@@ -17,7 +17,8 @@ from experiments.optimizers.tasks import OptimizerTask
 # Nine values for all: of the learning rate alone, or of the step's bound by the damping.
 FIRST_ORDER = {"learning_rate": (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 3e-2)}
 SECOND_ORDER = {"kl_bound": (1e-5, 3e-4, 1e-3), "damping": (1e-6, 1e-5, 1e-4)}
-OTHERS_RATE = 3e-2  # of Adam for positions and spreads, which have no factors, beside every method
+OTHERS_RATE = 3e-2  # of Adam for the positions, which belong to no layer, beside every method
+SPREADS_RATE = 1e-1  # of Adam for all that has no factors of a Bayesian model, in second order
 MOMENTUM = 0.8
 CG_ITERATIONS = 5
 REFRESH_EVERY = 10
@@ -35,8 +36,8 @@ def _falling(task: OptimizerTask, num_steps: int, power: int = 1) -> Callable[[A
     return factor
 
 
-def _others(factor: Callable[[Array], Array]) -> optax.GradientTransformation:
-    return optax.adam(lambda step: OTHERS_RATE * factor(step))
+def _others(factor: Callable[[Array], Array], rate: float) -> optax.GradientTransformation:
+    return optax.adam(lambda step: rate * factor(step))
 
 
 def _first_order(
@@ -54,7 +55,7 @@ def _first_order(
         return jax.tree_util.tree_map_with_path(part, nnx.as_pure(params))
 
     layers = method(lambda step: learning_rate * factor(step))
-    return optax.partition({"layers": layers, "others": _others(factor)}, label)
+    return optax.partition({"layers": layers, "others": _others(factor, OTHERS_RATE)}, label)
 
 
 def _second_order(
@@ -72,16 +73,17 @@ def _second_order(
     return mj.optim.for_model(
         model,
         partial(method, 1.0, kl_bound=bound, **held, **settings),
-        others=_others(factor),
+        others=_others(factor, SPREADS_RATE if task.name == "bayesian" else OTHERS_RATE),
     )
 
 
 def _untuned(
     method: Any, model: nnx.Module, task: OptimizerTask, num_steps: int
 ) -> optax.GradientTransformation:
-    """With the library's defaults."""
-    del task, num_steps
-    return mj.optim.for_model(model, method)
+    """With the library's defaults, but for the spreads of beliefs."""
+    del num_steps
+    others = optax.adam(SPREADS_RATE) if task.name == "bayesian" else None
+    return mj.optim.for_model(model, method, others=others)
 
 
 FIRST = {"adam": optax.adam, "adamw": optax.adamw, "muon": optax.contrib.muon}

@@ -30,6 +30,7 @@ def for_model(
       model: an NNX module.
       method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
       others: None for Adam with a learning rate of 1e-2, fast enough for positions to follow the layers.
+        The spreads of a Bayesian model start far from where they end: give `optax.adam(0.1)`.
       wrt: filter of the trained parameters.
 
     Returns:
