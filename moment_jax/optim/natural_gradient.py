@@ -49,7 +49,12 @@ def scale_by_kfac(
     check_range("kfac", "refresh_every", refresh_every, least=1)
 
     def solve(
-        curvature: Factors, grads: Matrices, damping: Array, state: KFACState, *when: Array
+        curvature: Factors,
+        grads: Matrices,
+        damping: Array,
+        state: KFACState,
+        fresh: Array,
+        ready: Array,
     ) -> tuple[Matrices, Array, KFACState]:
         for key, factor in curvature.items():
             if isinstance(factor, RowFactor):
@@ -57,7 +62,7 @@ def scale_by_kfac(
                     f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
                     "KroneckerExpand(), or cg_fac."
                 )
-        state = refreshed(curvature, damping, state, *when, refresh_every)
+        state = refreshed(curvature, damping, state, fresh, ready, refresh_every)
         x = {
             key: apply_inverse(state.inverses.get(key), curvature[key], grad, damping)
             for key, grad in grads.items()
@@ -123,11 +128,12 @@ def scale_by_cg_fac(
         grads: Matrices,
         damping: Array,
         state: ConjugateGradientState,
-        *when: Array,
+        fresh: Array,
+        ready: Array,
     ) -> tuple[Matrices, Array, ConjugateGradientState]:
         old, inverses = state.preconditioner, {}
         if old is not None:
-            old = refreshed(curvature, damping, old, *when, refresh_every)
+            old = refreshed(curvature, damping, old, fresh, ready, refresh_every)
             inverses = old.inverses
         solved = {
             key: solution(curvature[key], grad, damping, inverses.get(key))

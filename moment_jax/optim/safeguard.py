@@ -117,9 +117,11 @@ def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array
     distance = jnp.where(first, jnp.abs(loss) / 4, jnp.abs(loss - state.average))
     average = state.average + share * (loss - state.average)
     deviation = state.deviation + share * (distance - state.deviation)
-    now = (average, deviation)
-    old = (state.average, state.deviation)
-    return state.losses + takes, *(jnp.where(takes, *pair) for pair in zip(now, old, strict=True))
+    return (
+        state.losses + takes,
+        jnp.where(takes, average, state.average),
+        jnp.where(takes, deviation, state.deviation),
+    )
 
 
 def curvature_due(state: Any) -> Array:

@@ -89,7 +89,7 @@ def bayesian_mlp(**settings):
 def bayesian_loss(model, x, labels):
     """Minus the ELBO for each example, with rows as tokens of one sequence each."""
     mean, cov = model(x[:, None, :])
-    mean, cov = mean[:, 0], jax.vmap(lambda cov: cov.to_dense()[0, :, 0])(cov)
+    mean, cov = mean[:, 0], cov.cov[:, 0, :, 0]
     fits = jax.vmap(mj.objectives.expected_log_likelihood, (None, 0, 0, 0))(
         mj.objectives.Categorical(), labels, mean, cov
     )
