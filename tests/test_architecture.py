@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "objectives": {"xla", "covariance", "expectations", "posterior"},
     "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
     "discrete": {"xla", "covariance", "expectations", "layers", "objectives"},
-    "decoding": {"objectives", "discrete"},
+    "decoding": {"covariance", "objectives", "discrete"},
     "nn": {
         "xla",
         "covariance",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,7 +17,7 @@ PACKAGE = Path(mj.__file__).parent
 def public_names() -> list[str]:
     """Every public name of the library and of its public rooms, as users write it."""
     names = [f"mj.{name}" for name in mj.__all__]
-    rooms = [name for name in mj.__all__ if hasattr(getattr(mj, name), "__path__")]
+    rooms = [name for name in mj.__all__ if isinstance(getattr(mj, name), ModuleType)]
     for room in rooms:
         module = importlib.import_module(f"moment_jax.{room}")
         names += [f"mj.{room}.{name}" for name in module.__all__]

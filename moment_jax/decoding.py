@@ -1,0 +1,130 @@
+"""Sequences from a random network, token by token: greedy, or sampled.
+
+The network is a function of one sequence, `model(ids) -> (mean, cov)`: integers (T,) -> moments of the
+logits that follow each token, (T, V). It has to be causal, as the places after the prefix hold zeros.
+`cov` is of any structure, whose variances are used, or an array of variances (T, V) or of covariances
+(T, V, V), such as `cov.token_blocks()`. A mean of -inf masks a token.
+
+Tokens are chosen by the predictive distribution E[softmax(logits)], not by softmax(E[logits]). Weights
+are averaged anew at each token, so a sequence shares no draw of them. Each token costs a whole pass.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from moment_jax.covariance import Covariance
+from moment_jax.discrete import gumbel_max
+from moment_jax.discrete.sampling import checked_temperature
+from moment_jax.objectives.uncertainty import TokenUncertainty, probabilities_with_uncertainty
+
+__all__ = ["Decoded", "greedy", "sample"]
+
+Model = Callable[[Array], tuple[Array, Any]]
+
+
+class Decoded(NamedTuple):
+    """The tokens after a prompt; log-probability and uncertainty of padding are 0."""
+
+    tokens: Array  # (length,) int32, with the end token, then padding of -1
+    log_probs: Array  # (length,), predictive, in nats; -inf where all tokens are masked
+    uncertainty: TokenUncertainty  # of each token's prediction, (length,) each, in nats
+
+
+def greedy(
+    model: Model, prompt: Array, length: int, *, end: int | None = None,
+    num_points: int | None = None,
+) -> Decoded:  # fmt: skip
+    """The likeliest token of the predictive distribution at each position; of equals, the first.
+
+    Args:
+      model: ids (T,) -> mean and covariance of the next logits, see this module.
+      prompt: integers (P,), at least one. For several prompts of one length use `jax.vmap`.
+      length: number of tokens to produce. A sequence of which all next tokens are masked ends there.
+      end: the token after which there is padding; None for none.
+      num_points: points of the integral over the logits, see `mj.objectives.class_probabilities`.
+
+    Raises:
+      ValueError: if shapes do not fit, length < 1, or there is no token `end`.
+      TypeError: if the prompt holds no integers.
+
+    >>> def model(ids):  # a token is followed by the next one, almost surely
+    ...     mean = 9.0 * jax.nn.one_hot((ids + 1) % 3, 3)
+    ...     return mean, jnp.ones_like(mean)
+    >>> greedy(model, jnp.array([0]), 4, end=0).tokens.tolist()
+    [1, 2, 0, -1]
+    """
+
+    def likeliest(_: Array, log_probs: Array) -> Array:
+        return jnp.where(jnp.any(log_probs > -jnp.inf), jnp.argmax(log_probs), -1)
+
+    return _decode("greedy", likeliest, model, prompt, length, end, num_points)
+
+
+def sample(
+    key: Array, model: Model, prompt: Array, length: int, *, temperature: Array | float = 1.0,
+    end: int | None = None, num_points: int | None = None,
+) -> Decoded:  # fmt: skip
+    """A sequence drawn token by token from the predictive distribution, by Gumbel-max.
+
+    Arguments and errors are those of `greedy`, a JAX random key, and a temperature, a positive scalar:
+    tokens are drawn with probabilities proportional to p^(1 / temperature). Inside `jit` anything below
+    the root of the smallest number, and NaN, counts as that root, which draws the likeliest tokens. The
+    log-probabilities and uncertainties are those of the predictive distribution itself. Draws of a
+    longer sequence begin with those of a shorter one.
+
+    Source: handwritten notes, z = argmax_i (g_i + log pi_i).
+    """
+
+    def drawn(position: Array, log_probs: Array) -> Array:
+        largest = jnp.max(log_probs)
+        # Relative to the largest: else division by a small temperature could make all of them -inf.
+        relative = log_probs - jnp.where(largest > -jnp.inf, largest, 0)
+        likeliest = "For the likeliest tokens, use greedy."
+        tau = checked_temperature("sample", temperature, log_probs.dtype, likeliest)
+        return gumbel_max(jax.random.fold_in(key, position), relative / tau)
+
+    return _decode("sample", drawn, model, prompt, length, end, num_points)
+
+
+def _decode(
+    name: str, choose: Callable[[Array, Array], Array], model: Model, prompt: Array, length: int,
+    end: int | None, num_points: int | None,
+) -> Decoded:  # fmt: skip
+    prompt = jnp.asarray(prompt)
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise TypeError(f"`{name}` needs a prompt of integers. Got {prompt.dtype}.")
+    if prompt.ndim != 1 or prompt.size == 0 or length < 1:
+        raise ValueError(
+            f"`{name}` needs a prompt (P,) of one token or more, and length >= 1. Got {prompt.shape} "
+            f"and {length}. For several prompts, use jax.vmap."
+        )
+    whole = jnp.pad(prompt.astype(jnp.int32), (0, length))
+
+    def advance(carry: tuple[Array, Array], position: Array) -> tuple[Any, Any]:
+        whole, finished = carry
+        mean, cov = model(whole[:-1])
+        spread = cov.variance() if isinstance(cov, Covariance) else cov
+        shape = (whole.size - 1, mean.shape[-1])
+        if mean.shape != shape or spread.shape not in (shape, (*shape, shape[1])):
+            raise ValueError(
+                f"`{name}` needs a model with mean logits (T, V) and variances (T, V) or covariances "
+                f"(T, V, V), T = {shape[0]}. Got {mean.shape} and {spread.shape}."
+            )
+        if end is not None and not 0 <= end < shape[1]:
+            raise ValueError(f"`{name}` needs end from 0 to {shape[1] - 1}. Got {end}.")
+        at = prompt.size - 1 + position
+        given = mean[at], spread[at]
+        log_probs, parts = probabilities_with_uncertainty(*given, num_points=num_points)
+        chosen = choose(position, log_probs).astype(jnp.int32)  # -1 if all are masked
+        emitted = jnp.where(finished, -1, chosen)
+        result = jax.tree.map(lambda x: jnp.where(finished, 0, x), (log_probs[chosen], parts))
+        whole = whole.at[at + 1].set(jnp.maximum(emitted, 0))
+        ended = finished | (chosen < 0) | (False if end is None else chosen == end)
+        return (whole, ended), (emitted, *result)
+
+    _, decoded = jax.lax.scan(advance, (whole, jnp.zeros((), bool)), jnp.arange(length))
+    return Decoded(*decoded)

@@ -1,0 +1,248 @@
+"""Greedy decoding and sampling: against a listed tree, as laws, and by frequencies."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from flax import nnx
+
+import moment_jax as mj
+from moment_jax.decoding import greedy, sample
+from moment_jax.objectives import log_class_probabilities, token_uncertainty
+
+V, LENGTH, POINTS = 3, 4, 16
+NUM_NODES = sum(V**depth for depth in range(LENGTH))
+PROMPT = jnp.zeros(1, int)
+ROWS = 40  # the same everywhere: compiling is what costs
+
+
+def logits(seed, scale=1.5):
+    """Means and variances of the logits at every node of the tree of sequences, (NUM_NODES, V)."""
+    rng = np.random.default_rng(seed)
+    return scale * rng.normal(size=(NUM_NODES, V)), rng.uniform(0, 2, (NUM_NODES, V))
+
+
+def network(mean, cov):
+    """The logits depend on all tokens after the prompt; the children of node n are n V + 1 + token."""
+
+    def model(ids):
+        def follow(node, token):
+            node = jnp.where(node < 0, 0, node * V + 1 + token)
+            return node, node
+
+        _, nodes = jax.lax.scan(follow, jnp.int32(-1), ids)
+        return mean[nodes], cov[nodes]
+
+    return model
+
+
+@jax.jit
+def table(mean, cov):
+    """Predictive log-probabilities at every node."""
+    return jax.vmap(lambda m, c: log_class_probabilities(m, c, num_points=POINTS))(mean, cov)
+
+
+def log_probs_of(sequence, log_probs):
+    """The log-probability of every token of a sequence."""
+    node, found = 0, []
+    for token in sequence:
+        found.append(log_probs[node, token])
+        node = node * V + 1 + token
+    return found
+
+
+@partial(jax.jit, static_argnames=("end",))
+def run_greedy(mean, cov, end=None):
+    return greedy(network(mean, cov), PROMPT, LENGTH, end=end, num_points=POINTS)
+
+
+@partial(jax.jit, static_argnames=("rows", "length", "end"))
+def run_sample(key, mean, cov, temperature, rows=ROWS, length=LENGTH, end=None):
+    def one(key):
+        options = {"temperature": temperature, "end": end, "num_points": POINTS}
+        return sample(key, network(mean, cov), PROMPT, length, **options)
+
+    return jax.vmap(one)(jax.random.split(key, rows))
+
+
+@jax.jit
+def uncertainty(mean, cov):
+    return token_uncertainty(mean, cov, num_points=POINTS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_greedy_takes_the_likeliest_token_at_every_node(seed):
+    mean, cov = logits(seed)
+    log_probs = np.asarray(table(mean, cov))
+    node, tokens, parts = 0, [], []
+    for _ in range(LENGTH):
+        parts.append(uncertainty(mean[node], cov[node]))
+        tokens.append(int(log_probs[node].argmax()))
+        node = node * V + 1 + tokens[-1]
+    result = run_greedy(mean, cov)
+    assert result.tokens.tolist() == tokens
+    assert result.tokens.dtype == jnp.int32
+    np.testing.assert_allclose(result.log_probs, log_probs_of(tokens, log_probs), atol=1e-12)
+    np.testing.assert_allclose(result.uncertainty, np.transpose(parts), atol=1e-12)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_greedy_integrates_over_the_logits(pairs):
+    """A token whose logit may be large is likelier than the one of the largest mean."""
+    mean, cov = jnp.asarray([[1.0, 0.9, 0.9]]), jnp.asarray([[0.0, 25.0, 0.0]])
+
+    def model(ids):
+        return mean, jax.vmap(jnp.diag)(cov) if pairs else cov
+
+    result = greedy(model, PROMPT, 1)
+    assert result.tokens.tolist() == [1]
+    np.testing.assert_allclose(result.log_probs, log_class_probabilities(mean[0], cov[0])[1:2])
+
+
+def test_the_end_token_freezes_a_sequence():
+    """Up to the end token all is as without one; then there is nothing but padding."""
+    end, ended_rows = 1, 0
+    mean, cov = logits(1, scale=0.5)
+    key = jax.random.key(3)
+    free, ended = (run_sample(key, mean, cov, 1.0, end=stop) for stop in (None, end))
+    for row in range(ROWS):
+        whole = free.tokens[row].tolist()
+        stop = whole.index(end) + 1 if end in whole else LENGTH
+        ended_rows += stop < LENGTH
+        assert ended.tokens[row].tolist() == whole[:stop] + [-1] * (LENGTH - stop)
+        for ours, theirs in zip(*map(jax.tree.leaves, (ended[1:], free[1:])), strict=True):
+            np.testing.assert_array_equal(ours[row, :stop], theirs[row, :stop])
+            np.testing.assert_array_equal(ours[row, stop:], 0)
+    assert ended_rows
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_sampled_frequencies(temperature):
+    """Chi-square of pairs of tokens against p^(1/T), normalised token by token."""
+    rows = 30_000
+    mean, cov = logits(2, scale=0.7)
+    result = run_sample(jax.random.key(7), mean, cov, temperature, rows=rows, length=2)
+    log_probs = np.asarray(table(mean, cov))
+    sharp = np.exp(log_probs / temperature)
+    sharp /= sharp.sum(axis=1, keepdims=True)
+    expected = rows * sharp[0][:, None] * sharp[1 : V + 1]
+    tokens = np.asarray(result.tokens)
+    seen = np.zeros((V, V))
+    np.add.at(seen, (tokens[:, 0], tokens[:, 1]), 1)
+    assert scipy.stats.chisquare(seen.ravel(), expected.ravel()).pvalue > 1e-3
+    # What comes with the tokens are log-probabilities of the predictive distribution, not tempered.
+    wanted = [log_probs_of(row, log_probs) for row in tokens[:20]]
+    np.testing.assert_allclose(result.log_probs[:20], wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 0.0, -1.0, np.nan])
+def test_a_temperature_that_is_not_positive_counts_as_the_smallest_in_jit(temperature):
+    mean, cov = logits(4)
+    cold = run_sample(jax.random.key(0), mean, cov, temperature)
+    np.testing.assert_array_equal(cold.tokens, [run_greedy(mean, cov).tokens] * ROWS)
+    assert np.isfinite(cold.log_probs).all()
+
+
+def test_a_longer_sequence_begins_with_the_shorter_one():
+    mean, cov = logits(5)
+    short = run_sample(jax.random.key(1), mean, cov, 1.0, length=2)
+    longer = run_sample(jax.random.key(1), mean, cov, 1.0)
+    np.testing.assert_array_equal(longer.tokens[:, :2], short.tokens)
+
+
+def test_masked_tokens_do_not_occur():
+    mean, cov = logits(6)
+    mean[:, 1] = -np.inf
+    for result in (run_greedy(mean, cov), run_sample(jax.random.key(0), mean, cov, 1.0)):
+        assert not (np.asarray(result.tokens) == 1).any()
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result))
+
+
+def test_a_sequence_of_which_everything_is_masked_finishes():
+    mean, cov = logits(7)
+    mean[1:] = -np.inf  # after the first token
+    for result in (run_greedy(mean, cov), run_sample(jax.random.key(0), mean, cov, 1.0)):
+        first, *others = np.moveaxis(np.asarray(result.tokens), -1, 0)
+        assert (first >= 0).all()
+        np.testing.assert_array_equal(others, -1)
+        np.testing.assert_array_equal(result.log_probs[..., 1], -np.inf)
+        for part in result.uncertainty:
+            np.testing.assert_array_equal(part[..., 1:], 0)
+
+
+def test_float32():
+    mean, cov = (jnp.asarray(part, jnp.float32) for part in logits(0))
+    result = run_greedy(mean, cov)
+    assert {leaf.dtype for leaf in jax.tree.leaves(result)[1:]} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(result.log_probs, run_greedy(*logits(0)).log_probs, atol=1e-4)
+
+
+class LanguageModel(nnx.Module):
+    """Embedding and positions, a causal encoder, tied logits."""
+
+    def __init__(self):
+        settings = {"relative_scale": 0.5, "rngs": nnx.Rngs(3)}
+        self.tokens = mj.nn.Embedding(6, 4, **settings)
+        self.places = mj.nn.LearnedPositions(LENGTH + 2, 4, **settings)
+        self.encoder = mj.nn.Encoder(1, 4, 2, hidden_features=6, norm_first=True, **settings)
+
+    def __call__(self, ids):
+        causal = jnp.tril(jnp.ones((ids.size,) * 2, bool))
+        return self.tokens.attend(*self.encoder(*self.places(*self.tokens(ids)), causal))
+
+
+def test_the_places_after_the_prefix_have_no_influence():
+    """Of prompts of two tokens: one pass over what was decoded says the same."""
+    model, prompts = LanguageModel(), jnp.array([[1, 4], [5, 0]])
+
+    @nnx.jit
+    def decode(model, prompts):
+        def one(prompt):
+            return greedy(model, prompt, LENGTH, num_points=POINTS * 2)
+
+        return jax.vmap(one)(prompts)
+
+    @nnx.jit
+    def predict(model, ids):
+        mean, cov = model(ids)
+        predict = partial(log_class_probabilities, num_points=POINTS * 2)
+        return jax.vmap(predict)(mean, cov.variance())
+
+    found = decode(model, prompts)
+    for row, prompt in enumerate(prompts):
+        read = jnp.concatenate([prompt, found.tokens[row, :-1]])
+        log_probs = np.asarray(predict(model, read))[1:]
+        np.testing.assert_array_equal(found.tokens[row], log_probs.argmax(axis=1))
+        np.testing.assert_allclose(found.log_probs[row], log_probs.max(axis=1), rtol=1e-4)
+
+
+def returns(*result):
+    return {"model": lambda ids: result}
+
+
+FLAT = jnp.zeros((2, V))
+BAD = [
+    ({"length": 0}, ValueError, "length >= 1"),
+    ({"end": V}, ValueError, "0 to 2"),
+    ({"end": -1}, ValueError, "0 to 2. Got -1"),
+    ({"num_points": 8}, ValueError, "num_points >= 12"),
+    (returns(FLAT[:1], FLAT), ValueError, r"\(T, V\).*T = 2. Got \(1, 3\)"),
+    (returns(FLAT, FLAT[:, :2]), ValueError, r"\(T, V, V\).*Got .* and \(2, 2\)"),
+    ({"prompt": jnp.zeros(2)}, TypeError, "prompt of integers"),
+    ({"prompt": jnp.zeros((2, 1), int)}, ValueError, "jax.vmap"),
+]
+HOT = [({"temperature": t}, ValueError, "temperature") for t in (0.0, -1.0, np.nan, np.ones(2))]
+
+
+@pytest.mark.parametrize(
+    ("decode", "changes", "error", "words"),
+    [(d, *case) for d in (greedy, partial(sample, jax.random.key(0))) for case in BAD]
+    + [(partial(sample, jax.random.key(0)), *case) for case in HOT],
+)
+def test_bad_input(decode, changes, error, words):
+    given = {**returns(FLAT, FLAT), "prompt": PROMPT, "length": 2, **changes}
+    with pytest.raises(error, match=words):
+        jax.eval_shape(lambda: decode(**given))
