@@ -124,36 +124,23 @@ class LearnedPositions(BayesianModule):
         """The plain module that adds these positions."""
         return PlainPositions(plain_embed(params))
 
-    def __call__(
-        self, mean: Array, cov: Covariance | None = None, *, start: int | Array = 0
-    ) -> Moments:
-        """Moments of the sequence with its positions, (..., T, D).
-
-        Args:
-          mean: of a sequence (..., T, D).
-          cov: its covariance; None where it is certain.
-          start: the position of its first token, one for all or one per sequence, (...). An array is
-            not checked: positions beyond the last one give NaN.
+    def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
+        """Moments of the sequence with its positions, (..., T, D); cov None where it is certain.
 
         Raises:
           ValueError: if the sequence ends beyond the last position.
         """
         check_sequences(mean, cov)
         num_tokens, params = mean.shape[-2], self.params
-        first = start if isinstance(start, int) else 0
-        if first < 0 or first + num_tokens > params.shape[0]:
+        if num_tokens > params.shape[0]:
             raise ValueError(
                 f"`LearnedPositions` of {params.shape[0]} places needs a sequence within them. Got "
-                f"places {first} to {first + num_tokens - 1}."
+                f"{num_tokens} tokens."
             )
-        if not isinstance(start, int) and start.ndim:  # one start per sequence
-            axes = (0, None if cov is None else 0, 0)
-            return jax.vmap(lambda m, c, s: self(m, c, start=s), in_axes=axes)(mean, cov, start)
-        places = start + jnp.arange(num_tokens)
 
         def add(mean: Array, cov: Covariance) -> Moments:
             # The sequence's structure may differ from that of the settings.
-            position, noise = embedding(places, params, type(cov))
+            position, noise = embedding(jnp.arange(num_tokens), params, type(cov))
             return mean + position, cov.add(noise)
 
         return self._over_batch(add, (mean, cov))

@@ -80,9 +80,9 @@ class PlainPositions(nnx.Module):
 
     table: nnx.Embed
 
-    def __call__(self, x: Array, start: int = 0) -> Array:
-        """(..., T, D) -> (..., T, D), the first token at position `start`."""
-        return x + self.table(start + jnp.arange(x.shape[-2]))
+    def __call__(self, x: Array) -> Array:
+        """(..., T, D) -> (..., T, D)."""
+        return x + self.table(jnp.arange(x.shape[-2]))
 
 
 class PlainMLP(nnx.Module):

@@ -82,7 +82,6 @@ def test_modules_are_their_networks():
         moved, moved_cov = places(mean, cov)
         with jax.numpy_rank_promotion("allow"):
             expected = places.mean_network()(mean)
-            later = places.mean_network()(mean[:, 2:], 2)
         own = places.params.variance[: IDS.shape[0]]
         # A sequence keeps its structure, whatever that of the module.
         kept = places(mean[0], mj.Full.zeros(mean.shape[1:]))[1]
@@ -92,8 +91,6 @@ def test_modules_are_their_networks():
             (mean[1], single, 1e-10),
             (cov.token_correlation[1], single_cov.token_correlation, 1e-6),
             (moved, expected, 1e-10),
-            (places(mean[:, 2:], start=2)[0], later, 1e-10),
-            (places(mean[:, 2:], start=jnp.array([2, 0]))[0][0], later[0], 1e-10),
             (variances(moved_cov), variances(cov) + own[None], 1e-6),
             (kept.variance(), own, 1e-6),
         ]
@@ -130,12 +127,6 @@ def test_ids_out_of_range_are_nan_in_compiled_code(structure):
         assert not (variance[[0, 2]] > 0).any()
 
 
-def test_places_beyond_the_last_are_nan_in_compiled_code():
-    places = mj.nn.LearnedPositions(4, 2, structure=mj.Diagonal, rngs=nnx.Rngs(0))
-    mean, _ = nnx.jit(lambda p, s: p(jnp.ones((3, 2), jnp.float32), start=s))(places, jnp.array(2))
-    assert list(jnp.isnan(mean[:, 0])) == [False, False, True]
-
-
 TABLE = mj.posterior.Factorized(jnp.zeros((ROWS, 2)), jnp.ones((ROWS, 2)))
 
 
@@ -156,7 +147,7 @@ def look_up(*ids, table=TABLE, structure=mj.Full):
         (lambda: mj.embedding([0], TABLE, mj.Full), TypeError, r"Got list. Use jnp.asarray"),
         (lambda: mj.nn.Embedding(0, 3, rngs=RNGS), ValueError, ">= 1"),
         (lambda: mj.nn.Embedding(3, 2, rngs=RNGS)(jnp.array([[3]])), ValueError, "0 to 2"),
-        (lambda: mj.nn.LearnedPositions(3, 2, rngs=RNGS)(jnp.ones((4, 2))), ValueError, "0 to 3"),
+        (lambda: mj.nn.LearnedPositions(3, 2, rngs=RNGS)(jnp.ones((4, 2))), ValueError, "4 tokens"),
         (lambda: mj.sinusoidal_positions(3, 5), ValueError, "even"),
     ],
 )
