@@ -38,7 +38,7 @@ Scores = dict[str, dict[str, float]]
 """Figures of each method."""
 
 KINDS = ("kfac", "last_layer", "diagonal")
-PRECISIONS = np.logspace(-2, 6, 17)  # those of `mj.posterior.laplace(held_out=)`
+PRECISIONS = np.logspace(-2, 6, 17)  # those of `mj.laplace(held_out=)`
 TEMPERATURES = np.logspace(-0.5, 1, 31)
 RANK = 300  # of laplax's lanczos
 WEIGHT_DECAY = 0.01  # with the 0.3 of `classify` every precision but the largest raises the NLL
@@ -117,7 +117,7 @@ def compared(
         return partial(at, best), {"chosen": best}
 
     def own(kind: str) -> tuple[Moments, dict[str, float]]:
-        belief, receipt = mj.posterior.laplace(
+        belief, receipt = mj.laplace(
             model, mj.objectives.Categorical(), tuple(task.train), kind=kind,
             held_out=tuple(task.validation), receipt=True,
         )  # fmt: skip
@@ -206,7 +206,7 @@ def _best(at: At, grid: np.ndarray, task: Task) -> float:
 
 def _difference(model: Any, task: Task, at: At) -> float:
     """The largest relative difference of the logits' variances, both by diagonals, on test images."""
-    belief = mj.posterior.laplace(
+    belief = mj.laplace(
         model, mj.objectives.Categorical(), tuple(task.train), kind="diagonal",
         prior_precision=PROBED,
     )  # fmt: skip

@@ -126,7 +126,7 @@ def laplace(split: Split, *, kind: str, linearised: bool, by_held_out: bool = Fa
         x, y = split.train
         data, options["held_out"] = (x[rest], y[rest]), (x[held], y[held])
     likelihood: Any = mj.objectives.Categorical() if split.classes else mj.objectives.Gaussian
-    belief, receipt = mj.posterior.laplace(model, likelihood, data, **options)
+    belief, receipt = mj.laplace(model, likelihood, data, **options)
     if not split.classes:
         likelihood = mj.objectives.Gaussian(receipt.noise_variance)
 

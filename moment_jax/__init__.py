@@ -25,7 +25,7 @@ from moment_jax.covariance import (
     Separable,
     register_fields,
 )
-from moment_jax.inference import fit
+from moment_jax.inference import fit, laplace
 from moment_jax.layers import (
     AttentionParams,
     DecoderBlockParams,
@@ -87,6 +87,7 @@ __all__ = [
     "fit",
     "gelu",
     "inference",
+    "laplace",
     "layer_norm",
     "linearised",
     "matmul",

@@ -114,7 +114,7 @@ def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> C
         network = module.network(draws.means(module.params))
         network.eval()
         given, held_out = (tuple(p[seed] for p in part) for part in (trainer.given, validation))
-        belief, receipt = mj.inference.laplace(
+        belief, receipt = mj.laplace(
             network, mj.objectives.Categorical(), given, kind=kind, held_out=held_out, receipt=True
         )  # fmt: skip
         beliefs.append(belief)

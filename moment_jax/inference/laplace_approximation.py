@@ -92,7 +92,7 @@ def laplace(
     >>> import moment_jax as mj
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> x = jax.random.normal(jax.random.key(0), (20, 2))
-    >>> belief = mj.inference.laplace(model, mj.objectives.Gaussian(0.1), (x, x[:, :1]))
+    >>> belief = mj.laplace(model, mj.objectives.Gaussian(0.1), (x, x[:, :1]))
     >>> mean, cov = mj.bayesian(model, belief, linearised=True)(x)
     >>> mean.shape, jax.vmap(lambda c: c.variance())(cov).shape
     ((20, 1), (20, 1, 1))

@@ -20,7 +20,7 @@ FIRST = 2.5  # the first number of a probe: not 0 or 1, the constants of plain n
 def beliefs(module: BayesianModule) -> dict[Any, Any]:
     """The beliefs of a module, as a tree for its plain network, `module.mean_network()`.
 
-    `mj.bayesian(plain, tree)` and `mj.linearised` take it, like a tree from `mj.inference.laplace`.
+    `mj.bayesian(plain, tree)` and `mj.linearised` take it, like a tree from `mj.laplace`.
 
     Returns:
       A tree like `nnx.to_pure_dict(nnx.state(plain, nnx.Param))`, with a `Posterior` for each array, or
@@ -58,7 +58,7 @@ def set_beliefs(module: BayesianModule, tree: Any) -> None:
     Args:
       module: a module of `mj.nn`, which is changed.
       tree: beliefs about the arrays of its plain network, in that network's structure: from
-        `mj.inference.laplace(plain, ...)`, or `beliefs(module)`.
+        `mj.laplace(plain, ...)`, or `beliefs(module)`.
 
     Raises:
       TypeError: for another module. ValueError: if a leaf is missing, unknown, of another shape, of a
@@ -67,7 +67,7 @@ def set_beliefs(module: BayesianModule, tree: Any) -> None:
     >>> import moment_jax as mj
     >>> net = mj.nn.MLP([3, 8, 2], rngs=nnx.Rngs(0))
     >>> plain, data = net.mean_network(), (jnp.ones((5, 3)), jnp.zeros(5, int))
-    >>> set_beliefs(net, mj.inference.laplace(plain, mj.objectives.Categorical(), data))
+    >>> set_beliefs(net, mj.laplace(plain, mj.objectives.Categorical(), data))
     >>> type(net.params[0].kernel).__name__
     'MatrixNormal'
     """

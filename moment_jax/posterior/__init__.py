@@ -9,7 +9,7 @@
 | `FullNormal` | everything | in out + (in out)^2 | any array |
 
 `Reshaped` presents a matrix of weights as an array of another shape. Beliefs about trained networks
-come from `from_second_moments` and `mj.inference.laplace`.
+come from `mj.laplace` and `from_second_moments`.
 
 "Any array" includes a bias or a gain (D,). A belief is an immutable pytree: it passes through `jit`,
 `vmap`, `grad` and `scan`, and an optimiser updates its arrays. A stack of beliefs (one for each layer,
@@ -22,7 +22,7 @@ from moment_jax.posterior.draws import sample_params
 from moment_jax.posterior.independent import Factorized, OutputShared, Point
 from moment_jax.posterior.prior import GaussianPrior
 from moment_jax.posterior.reshaped import Reshaped
-from moment_jax.posterior.trajectory import from_second_moments
+from moment_jax.posterior.second_moments import from_second_moments
 
 __all__ = [
     "Factorized",

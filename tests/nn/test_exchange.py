@@ -71,7 +71,7 @@ def test_both_sides_have_the_same_moments():
 def test_a_laplace_approximation_of_the_plain_twin():
     module = mj.nn.MultiHeadAttention(4, 2, rngs=nnx.Rngs(0), **SETTINGS)
     plain, x = module.mean_network(), X[None]
-    belief = mj.inference.laplace(plain, mj.objectives.Gaussian(1.0), (x, x), prior_precision=10.0)
+    belief = mj.laplace(plain, mj.objectives.Gaussian(1.0), (x, x), prior_precision=10.0)
     mj.nn.set_beliefs(module, belief)
 
     @jax.jit
