@@ -5,7 +5,11 @@ from moment_jax.nn.any_model import bayesian
 from moment_jax.nn.base import BayesianModule, Composite
 from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale, total_kl
 from moment_jax.nn.decoder import Decoder, DecoderBlock
-from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder
+from moment_jax.nn.discrete_autoencoder import (
+    DiscreteAutoencoder,
+    NegativeElbo,
+    PlainDiscreteAutoencoder,
+)
 from moment_jax.nn.embedding import Embedding, LearnedPositions
 from moment_jax.nn.encoder import Encoder, EncoderBlock
 from moment_jax.nn.exchange import beliefs, set_beliefs
@@ -26,7 +30,6 @@ from moment_jax.nn.plain import (
     plain_linear,
     plain_norm,
 )
-from moment_jax.nn.plain_discrete_autoencoder import NegativeElbo, PlainDiscreteAutoencoder
 from moment_jax.nn.settings import DEFAULT_STRUCTURE, Settings, with_structure
 from moment_jax.nn.transformer import TokenTransformer, Transformer
 from moment_jax.nn.vision import Patches, VisionTransformer, VisionTransformerParams

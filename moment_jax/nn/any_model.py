@@ -19,7 +19,6 @@ def bayesian(
     *,
     structure: type[Covariance] = Separable,
     batch_axes: int = 1,
-    batched: tuple[str, ...] = (),
     linearised: bool = False,
     receipt: bool = False,
 ) -> Callable[..., Any]:
@@ -33,8 +32,7 @@ def bayesian(
       posterior: beliefs in the places of parameters, in a tree like `nnx.to_pure_dict(nnx.state(model,
         nnx.Param))`; parameters that it omits are certain.
       structure: in which covariances are kept, as in `propagate`.
-      batch_axes: the number of leading batch axes of the inputs.
-      batched: names of keyword arguments with these axes, such as ("mask",); the others are shared.
+      batch_axes: the number of leading batch axes of the inputs; keyword arguments are shared.
       linearised: linearise the network in its weights, which is right for a Laplace approximation, see
         `mj.linearised`; the covariance is `Full` then.
       receipt: also return the operations, see `propagate`; for inputs without batch axes.
@@ -76,7 +74,6 @@ def bayesian(
         return nnx.merge(graph, filled, others)
 
     def call(*inputs: Any, **options: Any) -> Any:
-        own = {name: options.pop(name) for name in batched if name in options}
         for x in inputs:
             if not hasattr(x, "ndim") or x.ndim < batch_axes:
                 got = getattr(x, "shape", type(x).__name__)
@@ -85,10 +82,10 @@ def bayesian(
                     "For one input, use x[None], or batch_axes=0."
                 )
 
-        def fn(values: Any, inputs: tuple[Any, ...], own: dict[str, Any]) -> Any:
+        def fn(values: Any, inputs: tuple[Any, ...]) -> Any:
             network = merged(values)
             before = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
-            result = network(*inputs, **options, **own)
+            result = network(*inputs, **options)
             after = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
             if any(a is not b for a, b in zip(before, after, strict=True)):
                 raise ValueError(
@@ -99,26 +96,26 @@ def bayesian(
 
         of = linearise(fn) if linearised else propagate(fn, structure=structure, receipt=receipt)
 
-        def one(inputs: Any, own: dict[str, Any]) -> Any:
-            inputs, own = with_axes((inputs, own), batch_axes)
-            mean, *more = of(beliefs, inputs, own)
-            shape = jax.eval_shape(fn, known, inputs, own).shape
+        def one(inputs: Any) -> Any:
+            inputs = with_axes(inputs, batch_axes)
+            mean, *more = of(beliefs, inputs)
+            shape = jax.eval_shape(fn, known, inputs).shape
             return mean.reshape(shape[batch_axes:]), *more
 
         of_all = one
         for _ in range(batch_axes):
             of_all = jax.vmap(of_all)
         try:
-            return of_all(inputs, own)
+            return of_all(inputs)
         except Exception as error:
-            _explain(lambda x: fn(known, *x), (inputs, own), batch_axes, error)
+            _explain(lambda x: fn(known, x), inputs, batch_axes, error)
             raise
 
     return call
 
 
 def _explain(
-    plain: Callable[[Any], Any], inputs: tuple[Any, Any], batch_axes: int, error: Exception
+    plain: Callable[[Any], Any], inputs: tuple[Any, ...], batch_axes: int, error: Exception
 ) -> None:
     """Raise a ValueError if the model failed because inputs have one batch axis too few or too many."""
 

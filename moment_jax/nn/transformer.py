@@ -104,14 +104,13 @@ class Transformer(Composite):
 class TokenTransformer(Composite):
     """Dense embedding + learned positions -> encoder -> dense head at every token.
 
-    For one-hot inputs the embedding's kernel is a table of random rows.
+    For one-hot inputs the embedding's kernel is a table of random rows. Positions begin as large as
+    tokens: with Flax's customary 0.02 a small network is slow to tell positions apart.
 
     Args:
       num_tokens: T.
       in_features: numbers at every token of the input.
       out_features: numbers at every token of the output.
-      position_scale: initial sd of the positions' means. By default positions are as large as tokens:
-        with Flax's customary 0.02 a small network is slow to tell positions apart.
       options: these and the other arguments are those of `Encoder`.
 
     Raises:
@@ -132,7 +131,6 @@ class TokenTransformer(Composite):
         num_features: int = 32,
         num_heads: int = 4,
         norm_first: bool = True,
-        position_scale: float = 1.0,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -144,7 +142,7 @@ class TokenTransformer(Composite):
         self.embed = Dense(in_features, num_features, rngs=rngs, **settings)
         self.positions = LearnedPositions(num_tokens, num_features, rngs=rngs, **settings)
         start = jax.random.normal(rngs.params(), (num_tokens, num_features), self.settings.dtype)
-        set_mean(self.positions.embedding.table, position_scale * start)
+        set_mean(self.positions.embedding.table, start)
         self.head = Dense(num_features, out_features, rngs=rngs, **settings)
 
     @property
