@@ -40,6 +40,15 @@ def test_every_public_name_exists():
             found = getattr(found, part)
 
 
+def test_dir_shows_the_public_names_and_no_others():
+    """Of the library and of its rooms that are folders; their modules are there too."""
+    rooms = [getattr(mj, name) for name in mj.__all__ if hasattr(getattr(mj, name), "__path__")]
+    for module in [mj, *rooms]:
+        names = {name for name in dir(module) if not name.startswith("_")}
+        modules = {path.stem for path in Path(module.__file__).parent.iterdir()}
+        assert names - modules == {n for n in module.__all__ if n != "__version__"} - modules
+
+
 # Rooms where a function still has the name of its module, and so hides it from `import room.name`.
 HIDING = {"layers", "expectations", "optim"}
 

@@ -104,13 +104,9 @@ KNOWN = "one of relu, gelu, tanh, silu"
     [
         (mj.nn.Dense, lambda: linear(use_bias=False)),
         (mj.nn.LayerNorm, lambda: norm(epsilon=0.1)),
-        (ATTENTION, attention),
         (ATTENTION, lambda: attention(use_bias=False)),
-        (mj.nn.MLP, mlp),
         (mj.nn.MLP, lambda: mlp(use_bias=False, activation=jax.nn.silu)),
-        (mj.nn.MLP, lambda: mlp(activation=lambda x: jax.nn.gelu(x, approximate=False))),
         (BLOCK, lambda: block(activation="gelu", epsilon=0.1)),
-        (BLOCK, lambda: block(activation="silu", norm_first=True)),
         (STACK, lambda: encoder(activation="tanh", epsilon=0.1, norm_first=True)),
         (mj.nn.Decoder, lambda: decoder(norm_first=True)),
         (VISION, lambda: vision(epsilon=0.1, num_blocks=2)),

@@ -47,7 +47,6 @@ PAIRS = {
     **{family.__name__: lambda f=family: (mlp(f), mlp(seed=1)) for family in KERNEL_FAMILIES},
     "vit": lambda: pair(tiny_vision),
     "encoder": lambda: pair(mj.nn.Encoder, num_blocks=2, num_features=4, num_heads=2),
-    "dense": lambda: pair(mj.nn.Dense, in_features=4, out_features=3),
 }
 
 

@@ -20,8 +20,8 @@ IDS = jax.random.randint(jax.random.key(0), (2, 2, 5), 0, VOCABULARY)
 class Translator(nnx.Module):
     """Tokens and positions of source and target, a Transformer, tied logits."""
 
-    def __init__(self, structure):
-        settings = {"structure": structure, "rngs": nnx.Rngs(0), "relative_scale": 0.3}
+    def __init__(self):
+        settings = {"structure": mj.Diagonal, "rngs": nnx.Rngs(0), "relative_scale": 0.3}
         self.tokens = mj.nn.Embedding(VOCABULARY, FEATURES, **settings)
         self.places = mj.nn.LearnedPositions(5, FEATURES, **settings)
         self.transformer = mj.nn.Transformer(
@@ -40,7 +40,7 @@ class Translator(nnx.Module):
 
 def test_a_padded_sequence_in_a_batch_is_what_it_is_alone():
     """The single sequence has no batch axis, so this also shows that a batch equals a loop."""
-    model, run = Translator(mj.Diagonal), nnx.jit(Translator.__call__)
+    model, run = Translator(), nnx.jit(Translator.__call__)
     source, target = IDS[0], IDS[1, :, :4]
     valid = [
         jnp.arange(ids.shape[1])[None] < jnp.array(lengths)[:, None]
@@ -54,12 +54,9 @@ def test_a_padded_sequence_in_a_batch_is_what_it_is_alone():
     assert_close(variance[1, :t], single_variance, 1e-5)
 
 
-@pytest.mark.parametrize("structure", [mj.Diagonal, mj.DEFAULT_STRUCTURE])
-def test_padding_of_an_encoder(structure):
-    """Padding changes nothing, and an empty sequence has finite moments."""
-    encoder = mj.nn.Encoder(
-        1, FEATURES, HEADS, hidden_features=6, structure=structure, rngs=nnx.Rngs(0)
-    )
+def test_padding_of_an_encoder():
+    """In `Separable`: padding changes nothing, and an empty sequence has finite moments."""
+    encoder = mj.nn.Encoder(1, FEATURES, HEADS, hidden_features=6, rngs=nnx.Rngs(0))
     run = nnx.jit(lambda m, x, v: m(x, valid=v))
     x = jax.random.normal(jax.random.key(1), (2, 3, FEATURES), jnp.float32)
     mean, cov = run(encoder, x, jnp.array([[True, True, False], [False] * 3]))
