@@ -5,10 +5,9 @@ from moment_jax.propagation import (  # noqa: F401  (importing them registers th
     dense,
     elementwise,
     normalization,
-    origins,
     products,
+    tied,
     views,
-    windows,
 )
 from moment_jax.propagation.errors import PropagationError
 from moment_jax.propagation.linearisation import linearised

@@ -1,6 +1,8 @@
 """Attention, recognised by what it computes: softmax of products of two projections, times a third."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,12 +14,21 @@ from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Point
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.dense import Projection, projection
-from moment_jax.propagation.graph import Node, as_weight
+from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.moments import Moments, as_rows
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
-from moment_jax.propagation.regions import BY_ROW, compute, follow, probe, sources, stand_in
-from moment_jax.propagation.weights import Weight, select
+from moment_jax.propagation.regions import (
+    BY_ROW,
+    between,
+    compute,
+    follow,
+    probe,
+    sources,
+    stand_in,
+    weights_of,
+)
+from moment_jax.propagation.weights import Weight, overlap, select
 
 
 class Layout(NamedTuple):
@@ -143,18 +154,42 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         scores = _find_scores(weights)
         if scores is None:
             continue
-        parts = [projection(propagator, x) for x in (*scores.operands, values)]
-        left, right, value = parts
+        nodes = (*scores.operands, values)
+        left, right, value = (projection(propagator, x) for x in nodes)
         if left is None or right is None or value is None:
             return None  # such as normalised queries
         layout = _find_layout(node, side, weights, scores, left, right, value)
-        if layout is None:
+        if layout is None or not _each_used_once(nodes, (left, right, value)):
             return None
         query, key = (right, left) if layout.swapped else (left, right)
         if key.x.mean is not value.x.mean:
             return None
         return _read(weights, scores, (query, key, value), layout)
     return None
+
+
+def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
+    """Whether queries, keys and values use no weight twice, nor one on which x depends."""
+    before = [weights_in(part.source) for part in parts]
+    after = [weights_of(node, _start(part)) for node, part in zip(nodes, parts, strict=True)]
+    tied = (n.tied for node, p in zip(nodes, parts, strict=True) for n in between(node, _start(p)))
+    if any(tied) or any(overlap(a, b) for a in after for b in before):
+        return False
+    for i, j in itertools.combinations(range(3), 2):
+        a, b = parts[i], parts[j]
+        width = a.layer.kernel.shape[1]
+        if a.product is b.product:
+            if np.intersect1d(a.places % width, b.places % width).size:
+                return False
+        elif overlap(after[i], after[j]):
+            return False
+        if a.x.mean is not b.x.mean and overlap(before[i], before[j]):
+            return False  # of x and its memory
+    return True
+
+
+def _start(part: Projection) -> Node | None:
+    return part.source if isinstance(part.source, Node) else None
 
 
 def _read(

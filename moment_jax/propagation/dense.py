@@ -7,12 +7,13 @@ import numpy as np
 from jax import Array
 
 from moment_jax.layers.dense import dense
+from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
 from moment_jax.propagation.branches import through_dense, through_gain
 from moment_jax.propagation.errors import refuse
-from moment_jax.propagation.graph import Node, as_weight
-from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, taken
+from moment_jax.propagation.graph import Node, as_weight, is_random
+from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh, taken
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved, uniform
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.regions import probe, sources
@@ -25,6 +26,8 @@ class Projection(NamedTuple):
     x: Sequence  # (T, D)
     layer: DenseParams  # (D, O)
     places: np.ndarray  # of the view's entries, in (T, O)
+    product: Node  # the layer
+    source: Any  # its operand that is x
     turn: Array | None = None  # then applied to the last axis, by token, (T, K, K)
 
     def decoded(self, *groups: Axes) -> Any:
@@ -56,18 +59,26 @@ def read_dense(propagator: Propagator, node: Node) -> Projection | None:
         if weight is None or isinstance(value, Weight):
             continue
         own, other = factors(node)[side], factors(node)[1 - side]
-        if any(np.shape(value)[i] > 1 for i in own.batch):
-            return None
         certain = not isinstance(value, Node)
-        x = propagator.certain(value, own.contracted) if certain else propagator.moments(value)
-        if not certain and set(x.axes()[0]) & set(own.contracted):
-            return None  # over tokens
-        kernel = weight.kernel(other.contracted, other.free)
+        # A batch of layers is one layer with a block for each.
+        batch = tuple(i for i in own.batch if np.shape(value)[i] > 1)
+        features = (*batch, *own.contracted)
+        x = propagator.certain(value, features) if certain else propagator.moments(value)
+        tokens, shown = x.axes()
+        if not certain and set(tokens) & set(features) and not set(shown) <= set(features):
+            return None  # over tokens alone, unlike patches
+        blocks = as_rows(weight.places, other.batch, other.contracted, other.free)
+        n, d, o = blocks.shape
+        whole = np.full((n, d, n, o), -1)
+        whole[np.arange(n), :, np.arange(n)] = blocks
+        kernel = select(weight.posterior, whole.reshape(n * d, n * o))
         if kernel is None:
             return None
-        places = in_product(node, side, np.arange(node.size))
-        rows = x.sequence((*own.batch, *own.free), own.contracted)
-        return Projection(rows, DenseParams(kernel), places)
+        tokens = (*(i for i in own.batch if i not in batch), *own.free)
+        rows = x.sequence(tokens, features)
+        entries = np.arange(node.size).reshape(-1, n, o)  # of (T, n, o)
+        places = in_product(node, side, np.moveaxis(entries, 1, 0))
+        return Projection(rows, DenseParams(kernel), places, node, value)
     return None
 
 
@@ -80,6 +91,26 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
     branches = through_dense(found.x, found.layer.kernel.mean)
     propagator.note(node, "dense", "input and kernel independent")
     return Moments(mean, cov, found.places, branches)
+
+
+@rule("gather")
+def _rows(propagator: Propagator, node: Node) -> Moments | None:
+    """Rows of a random table; the ids may be traced."""
+    table, ids = node.operands
+    numbers = node.params["dimension_numbers"]
+    if not isinstance(table, Weight) or is_random(ids) or table.ndim != 2:
+        return None
+    by_row = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
+    if not by_row or node.params["slice_sizes"][1] != table.shape[1]:
+        return None
+    belief = table.kernel((0,), (1,))
+    if belief is None:
+        return None
+    mean, cov = embedding(jnp.reshape(ids, (-1,)), belief, propagator.structure)
+    features = tuple(numbers.offset_dims)
+    tokens = tuple(i for i in range(node.ndim) if i not in features)
+    propagator.note(node, "embedding", "rows as the family represents them")
+    return fresh(mean, cov, node.shape, tokens, features)
 
 
 class _Pair(NamedTuple):

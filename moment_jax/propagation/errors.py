@@ -1,6 +1,7 @@
 """Errors of `propagate`: operations without a rule, and inputs with the wrong batch axes."""
 
 import sys
+import sysconfig
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ class PropagationError(NotImplementedError):
     """
 
 
+LINEARISE = "use mj.linearised(fn), the network linearised in its weights"
+
+
 def refuse(what: str, source: Any, fix: str) -> PropagationError:
     """The error for an operation: what it is, where it is, and how to fix it."""
     return PropagationError(f"`propagate` needs moments of {what}, at {where(source)}. {fix}")
@@ -24,8 +28,8 @@ def refuse(what: str, source: Any, fix: str) -> PropagationError:
 def register(node: Any) -> str:
     """How to fix the error for a node without a rule."""
     return (
-        f'Register one with mj.propagation_rule("{node.op}"), or compute this part from certain '
-        "weights."
+        f'Register one with mj.propagation_rule("{node.op}"), compute this part from certain weights, '
+        f"or {LINEARISE}."
     )
 
 
@@ -53,7 +57,8 @@ def _lines(source: Any) -> list[str]:
 
 
 _INNER = (
-    "/jax/", "/flax/", "/einops/", "/moment_jax/propagation/", "/moment_jax/nn/any_model", sys.prefix
+    "/jax/", "/flax/", "/einops/", "/moment_jax/propagation/", "/moment_jax/nn/any_model", sys.prefix,
+    sysconfig.get_path("stdlib"),
 )  # fmt: skip
 
 

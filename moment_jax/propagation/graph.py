@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +14,11 @@ import numpy as np
 from jax import Array
 from jax.extend import core
 
-from moment_jax.posterior import Point, Posterior
-from moment_jax.propagation.errors import refuse
+from moment_jax.posterior import Point
+from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.moments import Moments
-from moment_jax.propagation.primitives import evaluate, is_known, moved, uniform
-from moment_jax.propagation.weights import Weight, affine
+from moment_jax.propagation.primitives import as_patches, evaluate, is_known, moved, uniform
+from moment_jax.propagation.weights import Weight, affine, overlap
 
 Value = Any  # an array, a `Weight`, or a `Node`
 _count = itertools.count()
@@ -40,6 +39,15 @@ class Node:
     moments: Moments | None = None
     # Linearised elementwise function: its source, the source's mean, the expected gain, its own mean.
     line: tuple[Node, Array, Array, Array] | None = None
+    weights: frozenset[Weight] = frozenset()  # on which it depends
+    tied: bool = False  # whether an operand is a weight on which another depends
+
+    def __post_init__(self) -> None:
+        found = [weights_in(x) for x in self.operands]
+        self.weights = frozenset().union(*found)
+        own = [isinstance(x, Weight) for x in self.operands]
+        pairs = itertools.combinations(zip(found, own, strict=True), 2)
+        self.tied = any((a or b) and overlap(x, y) for (x, a), (y, b) in pairs)
 
     @property
     def op(self) -> str:
@@ -67,6 +75,19 @@ def is_random(value: Value) -> bool:
     return isinstance(value, Weight | Node)
 
 
+def weights_in(value: Value) -> frozenset[Weight]:
+    """The weights on which a value depends."""
+    if isinstance(value, Node):
+        return value.weights
+    random = isinstance(value, Weight) and not isinstance(value.posterior, Point)
+    return frozenset([value]) if random else frozenset()
+
+
+def independent(*values: Value) -> bool:
+    """Whether no weight is in two of the values."""
+    return not any(overlap(a, b) for a, b in itertools.combinations(map(weights_in, values), 2))
+
+
 def as_weight(value: Value) -> Weight | None:
     """A weight, a certain array as a `Point` weight, or None for a node."""
     if is_random(value):
@@ -82,28 +103,18 @@ def as_floating(value: Any) -> Array:
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _BELIEF = SimpleNamespace(name="belief")  # the primitive of a weight used as a random array
-_PRODUCTS = {"dot_general", "conv_general_dilated", "gather", "concatenate"}
 _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
 
 class Recorder:
-    """Builds the graph of a jaxpr.
+    """Builds the graph of a jaxpr."""
 
-    A belief that an earlier walk, `before`, met in several forms, such as w and 2 w, or a stack and its
-    rows, stays one belief; two beliefs about one weight would count as independent.
-    """
-
-    def __init__(self, before: Recorder | None = None) -> None:
-        self.whole = frozenset() if before is None else before.repeated()
+    def __init__(self) -> None:
         # Values are keyed by id, and kept so that no id is reused.
         self.drawn: dict[int, Any] = {}  # random numbers that the function drew
         self.beliefs: dict[int, Node] = {}  # by weight
-        self.uses: Counter[int] = Counter()  # of each posterior
-        self.forms: dict[int, dict[int, Any]] = {}  # posteriors made from each belief
-        self.rows: dict[tuple[int, int], tuple[Posterior, Weight]] = (
-            {} if before is None else before.rows
-        )  # a stack of weights and one of its rows, shared by both walks
-        self.scanned: set[int] = set()  # the stacks that were split into rows
+        self.rows: dict[tuple[int, int], tuple[Weight, Weight]] = {}  # a stack and one of its rows
+        self.found: dict[Any, Any] = {}  # results of each operation, which is not repeated
         self.calls: tuple[Any, ...] = ()  # sources of the enclosing calls, innermost first
 
     def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
@@ -134,6 +145,9 @@ class Recorder:
             return self._unrolled(eqn, operands)
         if name == "stack":
             return [self._stacked(operands, eqn, eqn.params["axis"])]
+        by_patches = as_patches(eqn)
+        if by_patches is not None:
+            return self._applied(by_patches, operands, eqn)
         calls = [k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params]
         if calls:
             return self._entered(eqn, eqn.params[calls[0]], operands)
@@ -143,7 +157,11 @@ class Recorder:
                 self.source(eqn),
                 "Evaluate the model in inference mode: model.eval(), or deterministic=True.",
             )
-        return self._weights(eqn, operands) or self._nodes(eqn, operands)
+        key = name, str(eqn.params), *map(_identity, operands)
+        if key not in self.found:
+            results = self._weights(eqn, operands) or self._nodes(eqn, operands)
+            self.found[key] = operands, results
+        return self.found[key][1]
 
     def source(self, eqn: Any) -> tuple[Any, ...]:
         """Source of an equation, and of the calls around it."""
@@ -167,7 +185,7 @@ class Recorder:
         lookup = name == "gather" and (weight.ndim == 2 or any((p < 0).any() for p in seen or ()))
         if seen is not None and not lookup:  # no embedding
             return [dataclasses.replace(weight, places=places) for places in seen]
-        changed = None if id(weight.origin) in self.whole else affine(name, operands)
+        changed = affine(name, operands)
         return None if changed is None else [changed]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
@@ -176,35 +194,22 @@ class Recorder:
         source = self.source(eqn)
         name = eqn.primitive.name
         beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
-        both = name == "dot_general" and all(isinstance(x, Weight) for x in operands)
-        if both or (not beside and name not in _PRODUCTS):
-            operands = [self._belief(x, source) if isinstance(x, Weight) else x for x in operands]
+        dense = name == "dot_general" and not all(isinstance(x, Weight) for x in operands)
+        if not (beside or dense or name in ("gather", "concatenate")):
+            operands = [self._belief(x, source) for x in operands]
         operands = _split_gains(eqn, operands, source)
-        for x in operands:
-            if isinstance(x, Weight):
-                self._use(x)
         return [
             Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, source, i)
             for i, v in enumerate(eqn.outvars)
         ]
 
-    def _use(self, weight: Weight) -> None:
-        self.uses[id(weight.posterior)] += 1
-        if not isinstance(weight.posterior, Point):
-            self.forms.setdefault(id(weight.origin), {})[id(weight.posterior)] = weight.posterior
-
-    def repeated(self) -> frozenset[int]:
-        """Ids of the beliefs used in several forms, or both row by row and as a whole."""
-        several = (i for i, forms in self.forms.items() if len(forms) > 1)
-        return frozenset([*several, *(self.scanned & self.uses.keys())])
-
-    def _belief(self, weight: Weight, source: Any) -> Node:
-        """A weight as a node."""
-        self._use(weight)
-        if id(weight) not in self.beliefs:
-            one = Node(_BELIEF, {}, (weight,), weight.shape, weight.dtype, source)
-            self.beliefs[id(weight)] = one
-        return self.beliefs[id(weight)]
+    def _belief(self, x: Value, source: Any) -> Value:
+        """A weight as a node; other values as they are."""
+        if not isinstance(x, Weight):
+            return x
+        if id(x) not in self.beliefs:
+            self.beliefs[id(x)] = Node(_BELIEF, {}, (x,), x.shape, x.dtype, source)
+        return self.beliefs[id(x)]
 
     def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
         index, *args = operands
@@ -226,45 +231,54 @@ class Recorder:
             for outside, inside in ((eqn.invars, inner.invars), (eqn.outvars, inner.outvars))
         )
         fixed = over - carry
-        consts, state = operands[:fixed], operands[fixed : fixed + carry]
+        consts, state, over = operands[:fixed], operands[fixed:][:carry], operands[fixed + carry :]
+        if not carry and not any(isinstance(x, Weight) for x in over):
+            axes = (None,) * fixed + (0,) * len(over)
+            return self._applied(jax.vmap(core.jaxpr_as_fun(body), axes), operands, eqn)
         steps = range(p["length"])
         stacked: dict[int, list[Value]] = {}
         for i in reversed(steps) if p["reverse"] else steps:
-            xs = [self._row(x, i, eqn) for x in operands[fixed + carry :]]
-            out = self._entered(eqn, body, [*consts, *state, *xs])
+            before = frozenset().union(*map(weights_in, state))
+            out = self._entered(eqn, body, [*consts, *state, *(self._row(x, i, eqn) for x in over)])
             state, stacked[i] = out[:carry], out[carry:]
+            used = frozenset().union(*map(weights_in, state)) - before
+            if len(steps) > 1 and any(overlap(used, weights_in(x)) for x in consts):
+                raise refuse(
+                    "a loop that uses the same random weights at every step (a recurrent network?)",
+                    self.source(eqn),
+                    f"Loop over stacked weights, a row for each step, or {LINEARISE}.",
+                )
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
         return [*state, *(self._stacked(rows, eqn) for rows in ys)]
 
     def _stacked(self, rows: list[Value], eqn: Any, axis: int = 0) -> Value:
         """Arrays stacked along a new axis."""
-        source = self.source(eqn)
-        rows = [self._belief(x, source) if isinstance(x, Weight) else x for x in rows]
+        rows = [self._belief(x, self.source(eqn)) for x in rows]
 
         def stack(*arrays: Array) -> Array:
             return jnp.concatenate([jnp.expand_dims(x, axis) for x in arrays], axis)
 
-        return self._applied(stack, rows, eqn)
+        return self._applied(stack, rows, eqn)[0]
 
-    def _applied(self, fn: Any, operands: list[Value], eqn: Any) -> Value:
-        """The result of a function that stands for a part of an equation."""
+    def _applied(self, fn: Any, operands: list[Value], eqn: Any) -> list[Value]:
+        """The results of a function that stands for a part of an equation."""
         shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in operands]
-        return self._entered(eqn, jax.make_jaxpr(fn)(*shapes), operands)[0]
+        return self._entered(eqn, jax.make_jaxpr(fn)(*shapes), operands)
 
     def _row(self, x: Value, i: int, eqn: Any) -> Value:
         if not isinstance(x, Weight):
-            return self._applied(lambda a: jax.lax.index_in_dim(a, i, keepdims=False), [x], eqn)
-        whole = x.places.shape == x.posterior.shape
-        whole = whole and np.array_equal(x.places.ravel(), np.arange(x.places.size))
-        self.scanned.add(id(x.posterior))
-        if not whole or id(x.posterior) in self.whole:
-            return dataclasses.replace(x, places=x.places[i])
+            row = self._applied(lambda a: jax.lax.index_in_dim(a, i, keepdims=False), [x], eqn)
+            return row[0]
         # One belief for each row, however often the stack is scanned over.
-        key = id(x.posterior), i
-        if key not in self.rows:
-            row = Weight.of(jax.tree.map(lambda a: a[i], x.posterior))
-            self.rows[key] = (x.posterior, row)
-        return self.rows[key][1]
+        if (id(x), i) not in self.rows:
+            self.rows[id(x), i] = x, x.row(i)
+        return self.rows[id(x), i][1]
+
+
+def _identity(x: Value) -> Any:
+    """The number, or the identity of an array."""
+    known = is_known(x) and np.ndim(x) == 0
+    return (np.asarray(x).dtype.name, np.asarray(x).item()) if known else id(x)
 
 
 def _opened(jaxpr: Any) -> Any:

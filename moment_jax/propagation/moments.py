@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import singledispatch
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -12,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Covariance, Diagonal, Full, Separable
-from moment_jax.covariance.numerics import weighted
+from moment_jax.covariance import Covariance, Diagonal
 
 if TYPE_CHECKING:
     from moment_jax.propagation.branches import Branch
@@ -205,35 +203,8 @@ def gather(cov: Any, places: np.ndarray, *, zeros: bool = False) -> Any:
     return cov
 
 
-@singledispatch
 def _gathered(cov: Any, places: np.ndarray) -> Any:
     """Arbitrary entries, by way of the dense covariance."""
+    if isinstance(cov, Diagonal):
+        return Diagonal(taken(cov.variances, places))
     return type(cov).project(entries(cov, places))
-
-
-@_gathered.register
-def _gathered_diagonal(cov: Diagonal, places: np.ndarray) -> Diagonal:
-    return Diagonal(taken(cov.variances, places))
-
-
-@_gathered.register
-def _gathered_separable(cov: Separable, places: np.ndarray) -> Separable:
-    """Windows of a sequence without its dense covariance, if each column holds one feature."""
-    known = places >= 0
-    tokens, features = np.divmod(np.maximum(places, 0), cov.shape[1])
-    columns = features.max(axis=0)
-    if tokens.shape[0] == 1 or (known & (features != columns)).any():
-        return _gathered.dispatch(Full)(cov, places)
-    scale = taken(cov.scale, places)
-
-    def pairs(total: Array, column: tuple[Array, Array]) -> tuple[Array, None]:
-        s, at = column
-        return total + (s[:, None] * s[None]) * cov.token_correlation[at[:, None], at[None]], None
-
-    start = jnp.zeros((tokens.shape[0], tokens.shape[0]), scale.dtype)
-    token_gram, _ = jax.lax.scan(pairs, start, (scale.T, jnp.asarray(tokens.T)))
-    spread = jnp.zeros((cov.shape[0], tokens.shape[1]), scale.dtype)
-    spread = spread.at[tokens, np.arange(tokens.shape[1])[None]].add(weighted(scale, None))
-    shown = cov.feature_correlation[columns[:, None], columns[None]]
-    feature_gram = shown * (spread.T @ (cov.token_correlation @ spread))
-    return cov.from_moments(scale**2, token_gram, feature_gram)

@@ -1,4 +1,4 @@
-"""Normalisations over features or groups, and softmax, recognised by their values."""
+"""Normalisations over features, and softmax, recognised by their values."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -6,15 +6,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Diagonal, Full
 from moment_jax.layers.norm import layer_norm_and_tangent
 from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
 from moment_jax.propagation.branches import Branch, through_dense
-from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, as_rows, gather, taken
-from moment_jax.propagation.origins import LARGEST
+from moment_jax.propagation.moments import Axes, Moments, as_rows
 from moment_jax.propagation.primitives import VIEWS, is_known
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import (
@@ -37,7 +34,7 @@ class Normalization(NamedTuple):
 
 @pattern
 def _by_group(propagator: Propagator, node: Node) -> Moments | None:
-    """Functions of rows or other groups of entries: LayerNorm, GroupNorm, softmax and the like."""
+    """Functions of the features: LayerNorm, RMSNorm, softmax, averages."""
     found: Any = None
     for source, groups in _grouped_sources(node):
 
@@ -60,7 +57,7 @@ def _by_group(propagator: Propagator, node: Node) -> Moments | None:
     if isinstance(kind, Normalization):
         if axes is not None and set(axes) == set(m.natural()[1]):
             return _normalized(propagator, node, m, axes, kind)
-        return None if groups.shape[1] == 1 else _over_groups(propagator, node, m, groups, kind)
+        return None
     if axes is None:
         return None
     x = m.sequence(tuple(i for i in range(m.ndim) if i not in axes), axes)
@@ -86,32 +83,6 @@ def _normalized(
         mean, cov, tangent = mean * factor, cov.rescale(factor), tangent._replace(scale=factor)
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
     return x.changed(mean, cov, node.shape, (Branch(x.mean, mean, cov, tangent),))
-
-
-def _over_groups(
-    propagator: Propagator, node: Node, m: Moments, groups: np.ndarray, kind: Normalization
-) -> Moments:
-    """A normalisation of other groups of entries, (G, n), such as GroupNorm."""
-    cov: Any = m.cov
-    structured = isinstance(cov, Diagonal | Full)
-    if not structured and m.mean.size**2 > LARGEST:
-        raise refuse(
-            f"a normalisation over {groups.shape[0]} groups of {groups.shape[1]} entries, "
-            f"which needs a dense covariance of more than {LARGEST} entries",
-            node.source,
-            "Use structure=mj.Diagonal.",
-        )
-    at = m.places.ravel()[groups]
-    cov = gather(cov if structured else Full(cov.to_dense()), at)
-    mean, cov, _ = layer_norm_and_tangent(
-        taken(m.mean, at), cov, NormParams(), kind.epsilon, 2, centres=kind.centres
-    )
-    factor = jnp.full((1, mean.shape[1]), kind.factor, mean.dtype)
-    places = np.argsort(groups.ravel()).reshape(m.shape)
-    x = Moments(mean * factor, cov.rescale(factor), places).sequence(*m.natural())
-    cov = x.cov if structured else propagator.structure.project(x.cov.to_dense())
-    propagator.note(node, "group_norm", "its input Gaussian")
-    return x.changed(x.mean, cov, node.shape)
 
 
 def _grouped_sources(node: Node) -> Iterator[tuple[Node, np.ndarray]]:

@@ -1,5 +1,7 @@
 """Evaluates primitives on certain arrays, and on the places of random entries."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +58,47 @@ def moved(operation: Any, places: np.ndarray, rest: Any) -> list[np.ndarray] | N
         params = {**params, "fill_value": -1}
     results = evaluate(primitive, [places.astype(np.int32), *rest], params)
     return [np.asarray(r) for r in results]
+
+
+def as_patches(eqn: Any) -> Callable[..., Any] | None:
+    """A convolution, or a sum over windows, of patches (kernel = stride, no padding), else None.
+
+    As a reshape and a product or sum.
+    """
+    p, name = eqn.params, eqn.primitive.name
+    if name not in ("conv_general_dilated", "reduce_window_sum"):
+        return None
+    convolution = name == "conv_general_dilated"
+    steps = p["window_strides"]
+    if convolution:
+        image, filters, out = p["dimension_numbers"]
+        size = tuple(eqn.invars[1].aval.shape[i] for i in filters[2:])
+        ones = (*p["lhs_dilation"], *p["rhs_dilation"])
+        ones += p["feature_group_count"], p["batch_group_count"]
+    else:
+        size, ones = p["window_dimensions"], (*p["base_dilation"], *p["window_dilation"])
+    if size != tuple(steps) or any(itertools.chain(*p["padding"])) or set(ones) - {1}:
+        return None
+    space, d = 2 if convolution else 0, len(size)
+
+    def split(x: Any) -> Any:
+        """Each axis of the windows as (number of windows, window)."""
+        counts = [n // k for n, k in zip(x.shape[space:], size, strict=True)]
+        for axis, (n, k) in enumerate(zip(counts, size, strict=True), space):
+            x = jax.lax.slice_in_dim(x, 0, n * k, axis=axis)
+        pairs = itertools.chain(*zip(counts, size, strict=True))
+        return x.reshape(*x.shape[:space], *pairs)
+
+    def total(x: Any) -> Any:
+        return split(x).sum(tuple(range(1, 2 * d, 2)))
+
+    def product(x: Any, kernel: Any) -> Any:
+        windows, kernel = split(x.transpose(image)), kernel.transpose(filters)
+        contracted = (*range(3, 3 + 2 * d, 2), 1), (*range(2, 2 + d), 1)
+        y = jax.lax.dot_general(windows, kernel, (contracted, ((), ())))
+        return y.transpose(np.argsort([out[0], *out[2:], out[1]]))
+
+    return product if convolution else total
 
 
 def uniform(array: Any) -> Any:

@@ -4,15 +4,16 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Separable
+from moment_jax.covariance import Diagonal, Full, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.propagation.branches import Branch, through_gain
-from moment_jax.propagation.graph import Node
+from moment_jax.propagation.graph import Node, independent
 from moment_jax.propagation.moments import Moments
-from moment_jax.propagation.origins import cross_of, with_cross
 from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.regions import follow, fork
 from moment_jax.xla import diagonal_of
 
 
@@ -37,11 +38,12 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     m, other = (propagator.moments(x).broadcast(node.shape) for x in node.operands)
     a = m.sequence()
     b = other.sequence(*a.axes)
-    by_a, by_b = a.cov.rescale(b.mean), b.cov.rescale(a.mean)
-    mean, cov = a.mean * b.mean, by_a.add(by_b, hadamard(a.cov, b.cov))
     pairs = _alike(a.branches, b.branches)
     shared = next((pair for pair in pairs if all(map(_is_one_layer, pair))), None)
-    assumed = ""
+    if not independent(*node.operands) and (shared is None or not _by_columns(propagator, node)):
+        return None
+    by_a, by_b = a.cov.rescale(b.mean), b.cov.rescale(a.mean)
+    mean, cov = a.mean * b.mean, by_a.add(by_b, hadamard(a.cov, b.cov))
     if shared is not None:
         (left,), (right,) = (branch.paths for branch in shared)
         bound = safe_sqrt(by_a.variance()) * safe_sqrt(by_b.variance())
@@ -49,21 +51,23 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
         origin = Shared(shared[0].entered, *kernels, *gains, a.mean, b.mean, bound)
         within, cov = _correlated(cov, origin)
         mean = mean + within
-    else:
-        cross, assumed = cross_of(propagator, node, "factors", a.axes)
-        if cross is not None:
-            mean = mean + jnp.einsum("tdtd->td", cross)
-            cov = with_cross(cov, _owed(cross, a.mean, b.mean))
     after = _alike(through_gain(a, b.mean, by_a), through_gain(b, a.mean, by_b))
     branches = tuple(dataclasses.replace(x, paths=(*x.paths, *y.paths)) for x, y in after)
-    propagator.note(node, "product", assumed)
+    propagator.note(node, "product", "" if shared is not None else "factors independent")
     return a.changed(mean, cov, node.shape, branches)
 
 
-def _owed(cross: Array, mean_a: Array, mean_b: Array) -> Array:
-    """Half of what Cov[a, b], (T, D, T, D), adds to Cov[a * b]; `with_cross` adds its transpose too."""
-    added = cross * mean_b[:, :, None, None] * mean_a[None, None]
-    return added + cross * jnp.transpose(cross, (2, 3, 0, 1)) / 2
+def _by_columns(propagator: Propagator, node: Node) -> bool:
+    """Whether the factors are functions of one array with weights, or columns of it, of their own."""
+    source = fork(node.nodes)
+    if source is None:
+        return False
+    places = [follow(x, source) for x in node.nodes]
+    if places[0] is None or places[1] is None:
+        return True
+    m = propagator.moments(source)
+    left, right = (m.places.ravel()[p] % m.mean.shape[1] for p in places)
+    return not np.intersect1d(left, right).size
 
 
 def _alike(left: tuple[Branch, ...], right: tuple[Branch, ...]) -> list[tuple[Branch, Branch]]:
@@ -78,30 +82,35 @@ def _is_one_layer(branch: Branch) -> bool:
 def _correlated(cov: Any, shared: Shared) -> tuple[Array, Any]:
     """Cov[a_tf, b_tf], and the covariance of a * b given that of independent factors."""
     entered, kernel_a, kernel_b, gain_a, gain_b, mean_a, mean_b, _ = shared
-    if isinstance(cov, Diagonal | Separable):
+    if not isinstance(cov, Full):
         return _correlated_grams(cov, shared)
     cross = jnp.einsum("io,tisj,jp->tosp", kernel_a, entered.to_dense(), kernel_b)
     cross = cross * gain_a[:, :, None, None] * gain_b[None, None]
-    return jnp.einsum("tftf->tf", cross), with_cross(cov, _owed(cross, mean_a, mean_b))
+    own = jnp.einsum("tftf->tf", cross)
+    added = cross * mean_b[:, :, None, None] * mean_a[None, None]
+    added = added + cross * jnp.transpose(cross, (2, 3, 0, 1)) / 2
+    # Variances are to second order and `added` to first: add less of it where it takes more away.
+    owed = -2 * jnp.einsum("tftf->tf", added)
+    below = 1 - 8 * jnp.finfo(owed.dtype).eps  # allow for rounding
+    left = safe_divide(cov.variance(), jnp.maximum(owed, 0))
+    share = jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
+    added = share[:, :, None, None] * added * share[None, None]
+    return own, Full(cov.to_dense() + added + jnp.transpose(added, (2, 3, 0, 1)))
 
 
 def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
-    """`_correlated` in structures that keep variances, token and feature Gram matrices."""
+    """`_correlated` in `Diagonal`, and in `Separable`, which keeps token and feature Gram matrices."""
     entered, kernel_a, kernel_b, gain_a, gain_b, mean_a, mean_b, bound = shared
     gains = gain_a * gain_b
-    if isinstance(cov, Separable):
-        features = entered.feature_gram()
-        total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
-        mapped = kernel_a.T @ safe_divide(features, total) @ kernel_b  # (F, F)
-        own = diagonal_of(mapped)
-        within = jnp.sum(entered.variance(), axis=1, keepdims=True) * own[None, :] * gains
-    else:
-        total = jnp.sum(entered.variance(), axis=0)
-        own = safe_divide(total @ (kernel_a * kernel_b), jnp.sum(total)[None])
-        within = entered.variance() @ (kernel_a * kernel_b) * gains
-    variance = cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
     if isinstance(cov, Diagonal):
-        return within, Diagonal(variance)
+        within = entered.variance() @ (kernel_a * kernel_b) * gains
+        return within, Diagonal(cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound))
+    features = entered.feature_gram()
+    total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
+    mapped = kernel_a.T @ safe_divide(features, total) @ kernel_b  # (F, F)
+    own = diagonal_of(mapped)
+    within = jnp.sum(entered.variance(), axis=1, keepdims=True) * own[None, :] * gains
+    variance = cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
     # sum_f Cov[a_tf, b_sf] E[b_tf] E[a_sf], (T, T)
     gram = entered.token_gram() * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
     token_gram = cov.token_gram() + gram + gram.T

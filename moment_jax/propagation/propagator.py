@@ -13,7 +13,7 @@ from jax import Array
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.posterior import Posterior
 from moment_jax.propagation.errors import explain, refuse, register, shapes, where
-from moment_jax.propagation.graph import Node, Recorder, Value, as_floating, is_random
+from moment_jax.propagation.graph import Node, Recorder, Value, as_floating, independent, is_random
 from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh
 from moment_jax.propagation.receipt import Receipt, Step, costs, scope
 from moment_jax.propagation.weights import Weight
@@ -27,7 +27,6 @@ class Propagator:
     """Computes the moments of a graph's nodes in one structure."""
 
     structure: type[Covariance]
-    tied: bool = False  # whether any weight is used more than once
     pool: Array | None = None  # pool sequences as long as this over its tokens, see `Pooled`
     output: Value = None  # of the function
     steps: list[Step] = dataclasses.field(default_factory=list)
@@ -80,17 +79,14 @@ class Propagator:
         self.noted.append(node)
 
     def _resolved(self, node: Node) -> Moments:
-        own, library, last = (rules[node.op] for rules in (_REGISTERED, RULES, LAST))
-        for rule in (*own, *PATTERNS, *library, *last):
+        for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
             with jax.named_scope(scope(node)):
                 found = rule(self, node)
             if found is not None:
                 return self.pooled(found)
-        raise refuse(
-            f"`{node.op}` of random {shapes(node.operands)}",
-            node.source,
-            f"No rule or pattern covers it. {register(node)}",
-        )
+        shared = "" if independent(*node.operands) else ", which have a random array in common"
+        what = f"`{node.op}` of random {shapes(node.operands)}{shared}"
+        raise refuse(what, node.source, f"No rule or pattern covers it. {register(node)}")
 
 
 class Pooled(Exception):  # noqa: N818 (control flow, not an error)
@@ -102,16 +98,15 @@ class Pooled(Exception):  # noqa: N818 (control flow, not an error)
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
 RULES: dict[str, list[Rule]] = defaultdict(list)  # by primitive
-LAST: dict[str, list[Rule]] = defaultdict(list)  # fallbacks
 _REGISTERED: dict[str, list[Rule]] = defaultdict(list)  # by users
 
 
-def rule(*primitives: str, last: bool = False) -> Callable[[Rule], Rule]:
-    """Register a library rule for these primitives; `last` makes it a fallback."""
+def rule(*primitives: str) -> Callable[[Rule], Rule]:
+    """Register a library rule for these primitives."""
 
     def enter(function: Rule) -> Rule:
         for name in primitives:
-            (LAST if last else RULES)[name].append(function)
+            RULES[name].append(function)
         return function
 
     return enter
@@ -247,12 +242,7 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
         )
 
     def one_pass(propagator: Propagator) -> Moments:
-        recorder = Recorder()
-        (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
-        if recorder.repeated():
-            recorder = Recorder(recorder)
-            (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
-        propagator.tied = max(recorder.uses.values(), default=0) > 1
+        (propagator.output,) = Recorder().run(traced.jaxpr, traced.consts, arguments)
         return propagator.moments(propagator.output)
 
     m = propagator.run(one_pass)

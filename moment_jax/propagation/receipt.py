@@ -17,6 +17,7 @@ from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh, ordered
 from moment_jax.propagation.primitives import is_view
 from moment_jax.propagation.regions import between, compute, weights_of
+from moment_jax.propagation.weights import overlap
 
 if TYPE_CHECKING:
     from moment_jax.propagation.propagator import Propagator
@@ -66,7 +67,7 @@ def _cuts(nodes: list[Node], output: Node) -> list[Node]:
         if node is output or is_view(node) or not jnp.issubdtype(node.dtype, jnp.floating):
             continue
         before, after = between(node, None), between(output, node)
-        apart = not weights_of(node, None).keys() & weights_of(output, node).keys()
+        apart = not overlap(node.weights, weights_of(output, node))
         if apart and not before & after and (not found or found[-1] in before):
             found.append(node)
     return found
@@ -98,8 +99,7 @@ class Stage:
 
         kept = [(node, node.moments, node.line) for node in between(self.end, None)]
         try:
-            whole = self.propagator
-            m = type(whole)(type(cov), whole.tied).run(one_pass)
+            m = type(self.propagator)(type(cov)).run(one_pass)
         finally:
             for node, moments, line in kept:
                 node.moments, node.line = moments, line
@@ -109,9 +109,10 @@ class Stage:
     def draw(self, key: Array, x: Array) -> Array:
         """The end in one sampled network, given the start as a sequence."""
         weights = weights_of(self.end, self.start)
-        keys = jax.random.split(key, max(len(weights), 1))
+        beliefs = {id(w.posterior): w.posterior for w in weights}
+        keys = jax.random.split(key, max(len(beliefs), 1))
         known: dict[Any, Any] = {
-            i: w.sample(k) for (i, w), k in zip(weights.items(), keys, strict=False)
+            i: w.sample(k) for (i, w), k in zip(beliefs.items(), keys, strict=False)
         }
         if self.start is not None:
             places = ordered(self.start.shape, *self.axes[self.start])

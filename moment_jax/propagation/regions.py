@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.posterior import Point, Posterior
+from moment_jax.posterior import Point
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved, uniform
-from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.weights import Weight, overlap
 
 # fmt: off
 ELEMENTWISE = {
@@ -28,10 +28,20 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 
 
-def weights_of(root: Node, source: Node | None) -> dict[int, Posterior]:
-    """Beliefs, by id, that an array depends on other than through `source`."""
+def weights_of(root: Node, source: Node | None) -> set[Weight]:
+    """The weights that an array depends on other than through `source`."""
     weights = (x for n in between(root, source) for x in n.operands if isinstance(x, Weight))
-    return {id(x.posterior): x.posterior for x in weights if not isinstance(x.posterior, Point)}
+    return {x for x in weights if not isinstance(x.posterior, Point)}
+
+
+def fork(nodes: list[Node]) -> Node | None:
+    """The nearest array that nodes have in common, if no weight is in two of it and what follows."""
+    for source in dominators(nodes):
+        if jnp.issubdtype(source.dtype, jnp.floating):
+            parts = [source.weights, *(weights_of(node, source) for node in nodes)]
+            pairs = itertools.combinations(parts, 2)
+            return None if any(overlap(a, b) for a, b in pairs) else source
+    return None
 
 
 def between(root: Node, source: Node | None) -> set[Node]:
@@ -160,7 +170,7 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
         seen = moved(node, places, node.operands[1:])
         if seen is not None:
             return seen[node.output]
-        if operand.size == source.size and operand.shape == node.shape:
+        if operand.shape == node.shape:
             return places
     return None
 

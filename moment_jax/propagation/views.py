@@ -1,6 +1,5 @@
 """Operations that move or add entries: views, sums, concatenation, assembly."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -10,13 +9,13 @@ from jax import Array
 
 from moment_jax.layers.residual import residual
 from moment_jax.layers.seen import pool_as
-from moment_jax.propagation import origins
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.errors import refuse
-from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.graph import Node, independent, is_random
 from moment_jax.propagation.moments import Moments, Sequence, as_rows, fresh, gather, taken
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved
 from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.regions import fork
 from moment_jax.propagation.weights import Weight
 
 
@@ -44,25 +43,23 @@ def _belief(propagator: Propagator, node: Node) -> Moments:
 
 @rule("add", "add_any", "sub")
 def _sum(propagator: Propagator, node: Node) -> Moments | None:
-    """The sum of x and a function of x, or of two arrays with or without a common origin."""
+    """The sum of x and a function of x, or of two independent arrays."""
     moments = [propagator.moments(x).broadcast(node.shape) for x in node.operands]
     axes = max(moments, key=lambda m: m.mean.size).natural()
     a, b = (m.sequence(*axes) for m in moments)
-    sign = -1 if node.op == "sub" else 1
-    tied = propagator.tied and len({origins.dominator(node.nodes, t) for t in (False, True)}) > 1
-    if sign == 1 and not tied:
+    apart = independent(*node.operands)
+    if node.op != "sub" and (apart or fork(node.nodes) is not None):
         for x, other in ((a, b), (b, a)):
             for branch in other.branches:
                 out = _returned(x, other, branch)
                 if out is not None:
                     propagator.note(node, "residual", "the branch linearised")
                     return fresh(*out, node.shape, *axes)
-    cov = a.cov.add(b.cov)
-    cross, assumed = origins.cross_of(propagator, node, "addends", axes)
-    if cross is not None:
-        cov = origins.with_cross(cov, sign * cross)
-    propagator.note(node, "sum", assumed)
-    return fresh(a.mean + sign * b.mean, cov, node.shape, *axes)
+    if not apart:
+        return None
+    propagator.note(node, "sum", "addends independent")
+    mean = a.mean - b.mean if node.op == "sub" else a.mean + b.mean
+    return fresh(mean, a.cov.add(b.cov), node.shape, *axes)
 
 
 def _returned(x: Sequence, other: Sequence, branch: Branch) -> tuple[Array, Any] | None:
@@ -112,15 +109,13 @@ _DATA = {  # the operands that are not indices or conditions
 
 @rule(*_DATA)
 def _assembled(propagator: Propagator, node: Node) -> Moments | None:
-    """The sum of the operands, each at its own entries and zero elsewhere.
-
-    Concatenated parts keep the covariance of every pair.
-    """
+    """The sum of independent operands, each at its own entries and zero elsewhere."""
     joined = node.op == "concatenate"
     data = range(len(node.operands))[slice(*_DATA[node.op])]
-    if not all(is_known(x) for i, x in enumerate(node.operands) if i not in data):
-        return None
     parts = [node.operands[i] for i in data]
+    others = (x for i, x in enumerate(node.operands) if i not in data)
+    if not all(map(is_known, others)) or not independent(*parts):
+        return None
     moments = [propagator.moments(x) for x in parts]
     # Number the entries of all parts, to see where they go.
     ends = np.cumsum([m.places.size for m in moments])
@@ -147,30 +142,9 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
         rows = as_rows(places, *axes)
         mean = mean + taken(m.mean, rows)
         covs += [gather(m.cov, rows, zeros=joined)] if is_random(x) else []
-    cov = covs[0].add(*covs[1:])
-    if joined:
-        cross = _between(propagator, parts, ends)
-        if cross is not None:
-            cov = origins.with_cross(cov, origins.as_sequence(cross, shown, shown, axes))
-        propagator.note(node, node.op, origins.assumed("parts", parts, cross is not None))
-    else:
-        propagator.note(node, "assembled", "parts independent" if len(covs) > 1 else "")
-    return fresh(mean, cov, node.shape, *axes)
+    propagator.note(node, node.op, "parts independent" if len(covs) > 1 else "")
+    return fresh(mean, covs[0].add(*covs[1:]), node.shape, *axes)
 
 
 def _size(m: Moments) -> int:
     return m.places.size
-
-
-def _between(propagator: Propagator, parts: list[Any], ends: np.ndarray) -> Array | None:
-    """Covariances of entries of each part with those of later ones, (N, N); None if all unknown."""
-    if ends[-1] ** 2 > origins.LARGEST:
-        return None
-    total: Any = None
-    for (a, i), (b, j) in itertools.combinations(zip(parts, ends, strict=True), 2):
-        dense = origins.common(propagator, a, b)
-        if dense is not None:
-            total = jnp.zeros((ends[-1], ends[-1]), dense.dtype) if total is None else total
-            dense = dense.astype(total.dtype)
-            total = total.at[i - a.size : i, j - b.size : j].set(dense)
-    return total

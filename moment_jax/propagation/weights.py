@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,7 +30,8 @@ class Weight(View):
 
     posterior: Posterior
     places: np.ndarray  # the flat index of each entry's weight
-    root: Posterior | None = None  # the belief from which `posterior` was scaled or shifted
+    root: Posterior | None = None  # the belief of which `posterior` is a row or a multiple
+    rows: tuple[int, ...] = ()  # which row of `root`
 
     @classmethod
     def of(cls, posterior: Posterior) -> Weight:
@@ -46,6 +49,27 @@ class Weight(View):
         """Dtype of the weights."""
         return self.posterior.mean.dtype
 
+    def row(self, i: int) -> Weight:
+        """Row i, with a belief of its own if this is a stack of beliefs."""
+        p = self.posterior
+        dims = 2 * p.mean.ndim - p.cov.ndim if isinstance(p, FullNormal) else p.mean.ndim - 2
+        stacked = isinstance(p, Point | Factorized) or dims > 0
+        if not stacked or not np.array_equal(self.places.ravel(), np.arange(p.mean.size)):
+            return dataclasses.replace(self, places=self.places[i])
+        own = Weight.of(jax.tree.map(lambda a: a[i], p))
+        return dataclasses.replace(own, root=self.origin, rows=(*self.rows, i))
+
+    def apart(self, other: Weight) -> bool:
+        """Whether this view and another are independent."""
+        if self.origin is not other.origin:
+            return True
+        n = min(len(self.rows), len(other.rows))
+        if self.rows[:n] != other.rows[:n]:
+            return True
+        entrywise = isinstance(self.posterior, Factorized | OutputShared)
+        same = self.posterior is other.posterior
+        return entrywise and same and not np.intersect1d(self.places, other.places).size
+
     def vector(self, axes: Axes) -> Posterior | None:
         """The belief about a vector along these axes, if the view is constant along all others."""
         rest = tuple(i for i in range(self.ndim) if i not in axes)
@@ -62,7 +86,8 @@ class Weight(View):
         if all(np.ndim(x) == 0 and is_known(x) for x in (scale, shift)) and shift == 0:
             if scale == 1:
                 return self
-            return Weight(rescaled(self.posterior, scale), self.places, self.origin)
+            posterior = rescaled(self.posterior, scale)
+            return dataclasses.replace(self, posterior=posterior, root=self.origin)
         posterior = select(self.posterior, self.places)
         if not isinstance(posterior, Point | Factorized):
             return None
@@ -72,7 +97,8 @@ class Weight(View):
         if isinstance(posterior, Point):
             return Weight.of(Point(mean))
         variance = jnp.broadcast_to(posterior.variance * jnp.square(scale), mean.shape)
-        return dataclasses.replace(Weight.of(Factorized(mean, variance)), root=self.origin)
+        moved = Weight.of(Factorized(mean, variance))
+        return dataclasses.replace(moved, root=self.origin, rows=self.rows)
 
     def moments(self, structure: type[Covariance]) -> Moments:
         """Moments of the view as a random array."""
@@ -87,6 +113,13 @@ class Weight(View):
         else:
             cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
         return Moments(mean, cov, self.places)
+
+
+def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:
+    """Whether any weight is in both."""
+    both = {id(w.origin) for w in left} & {id(w.origin) for w in right}
+    left, right = ([w for w in side if id(w.origin) in both] for side in (left, right))
+    return any(not a.apart(b) for a in left for b in right)
 
 
 def affine(name: str, operands: list[Any]) -> Weight | None:
