@@ -14,7 +14,7 @@ from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.branches import through_gain
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Moments, taken
+from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
 
@@ -27,8 +27,7 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     if found is None:
         return None
     source, fn = found
-    m = propagator.moments(source)
-    x = m.sequence()
+    x = propagator.moments(source).sequence()
     mean, cov = x.mean, x.cov
     with jax.ensure_compile_time_eval():
         values = np.asarray(jax.vmap(fn)(jnp.asarray(POINTS, mean.dtype)), float)
@@ -39,11 +38,8 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     else:
         moments = transform(mean, cov.variance())
         gain, out, out_cov = moments.gain, moments.mean, cov.elementwise(moments)
-    own = x.changed(out, out_cov, node.shape, through_gain(x, gain, out_cov))
-    gains = taken(jnp.broadcast_to(gain, mean.shape), own.places)
-    node.line = source, m.array(), gains, own.array()
     propagator.note(node, name, "" if transform is None else "its input Gaussian")
-    return own
+    return x.changed(out, out_cov, node.shape, through_gain(x, gain, out_cov))
 
 
 # A function is recognised by its values at these points, evaluated in one go.

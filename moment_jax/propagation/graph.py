@@ -37,8 +37,6 @@ class Node:
     output: int = 0  # index among the results
     index: int = dataclasses.field(default_factory=lambda: next(_count))
     moments: Moments | None = None
-    # Linearised elementwise function: its source, the source's mean, the expected gain, its own mean.
-    line: tuple[Node, Array, Array, Array] | None = None
     weights: frozenset[Weight] = frozenset()  # on which it depends
     tied: bool = False  # whether an operand is a weight on which another depends
 

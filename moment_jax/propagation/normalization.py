@@ -11,14 +11,13 @@ from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
 from moment_jax.propagation.branches import Branch, through_dense
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, as_rows
+from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows
 from moment_jax.propagation.primitives import VIEWS, is_known
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import (
     BY_ROW,
     REDUCTIONS,
     all_uniform,
-    follow,
     probe,
     sources,
 )
@@ -33,34 +32,34 @@ class Normalization(NamedTuple):
 
 
 @pattern
-def _by_group(propagator: Propagator, node: Node) -> Moments | None:
+def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     """Functions of the features: LayerNorm, RMSNorm, softmax, averages."""
     found: Any = None
-    for source, groups in _grouped_sources(node):
+    for source, axes in _reduced_sources(node):
+        rest = tuple(i for i in range(source.ndim) if i not in axes)
+        rows = as_rows(np.arange(source.size).reshape(source.shape), rest, axes)
 
-        def fn(x: np.ndarray, source: Node = source, groups: np.ndarray = groups) -> np.ndarray:
+        def fn(x: np.ndarray, source: Node = source, rows: np.ndarray = rows) -> np.ndarray:
             flat = np.empty(x.size)
-            flat[groups] = x
-            return probe(node, source, flat).ravel()[groups]
+            flat[rows] = x
+            return probe(node, source, flat).ravel()[rows]
 
-        kind = recognised_rows(fn, groups.shape, source.dtype)
+        kind = recognised_rows(fn, rows.shape, source.dtype)
         if kind is None and found is None:
             continue  # such as the exponentials inside a softmax
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
             break
-        found = source, groups, kind
+        found = source, rest, axes, kind
     if found is None:
         return None
-    source, groups, kind = found
+    source, rest, axes, kind = found
     m = propagator.moments(source)
-    axes = _axes(groups, m.shape)
+    long = [i for i in axes if m.shape[i] > 1]
+    if isinstance(kind, Normalization) and set(long) != set(m.natural()[1]):
+        return None
+    x = m.sequence(rest, axes)
     if isinstance(kind, Normalization):
-        if axes is not None and set(axes) == set(m.natural()[1]):
-            return _normalized(propagator, node, m, axes, kind)
-        return None
-    if axes is None:
-        return None
-    x = m.sequence(tuple(i for i in range(m.ndim) if i not in axes), axes)
+        return _normalized(propagator, node, x, kind)
     if isinstance(kind, str):
         propagator.note(node, "softmax", "its input Gaussian")
         return x.changed(*softmax(x.mean, x.cov), node.shape)
@@ -70,11 +69,8 @@ def _by_group(propagator: Propagator, node: Node) -> Moments | None:
     return x.changed(x.mean @ kernel, x.cov.map_features(kernel), node.shape, branches)
 
 
-def _normalized(
-    propagator: Propagator, node: Node, m: Moments, axes: Axes, kind: Normalization
-) -> Moments:
+def _normalized(propagator: Propagator, node: Node, x: Sequence, kind: Normalization) -> Moments:
     """A normalisation of the features of each token."""
-    x = m.sequence(tuple(i for i in range(m.ndim) if i not in axes), axes)
     mean, cov, tangent = layer_norm_and_tangent(
         x.mean, x.cov, NormParams(), kind.epsilon, 2, centres=kind.centres
     )
@@ -85,8 +81,8 @@ def _normalized(
     return x.changed(mean, cov, node.shape, (Branch(x.mean, mean, cov, tangent),))
 
 
-def _grouped_sources(node: Node) -> Iterator[tuple[Node, np.ndarray]]:
-    """Dominators of the same shape, with the entries reduced together in between, (G, n)."""
+def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
+    """Dominators of the same shape, with the axes that are reduced in between."""
     if node.op not in ("mul", "div", "sub", "add"):
         return
     reduced: list[Node] = []
@@ -100,32 +96,10 @@ def _grouped_sources(node: Node) -> Iterator[tuple[Node, np.ndarray]]:
     for source in sources(node, expandable):
         if not reduced or source.shape != node.shape:
             continue
-        first, *others = (_groups(n, source) for n in reduced)
-        if first is None or any(x is None or not np.array_equal(x, first) for x in others):
+        axes = {tuple(n.params["axes"]) for n in reduced}
+        if len(axes) > 1 or any(n.nodes[0].shape != node.shape for n in reduced):
             return
-        yield source, first
-
-
-def _groups(node: Node, source: Node) -> np.ndarray | None:
-    """The source's entries that are reduced together, sorted, (G, n)."""
-    places = follow(node.nodes[0], source)
-    if places is None or places.size != source.size:
-        return None
-    axes = tuple(node.params["axes"])
-    rows = np.sort(as_rows(places, tuple(i for i in range(places.ndim) if i not in axes), axes))
-    rows = rows[np.argsort(rows[:, 0])]
-    return rows if np.array_equal(np.sort(rows.ravel()), np.arange(rows.size)) else None
-
-
-def _axes(groups: np.ndarray, shape: tuple[int, ...]) -> Axes | None:
-    """The axes of an array along which its groups run, or None if they are of another kind."""
-    label = np.empty(groups.size, int)
-    label[groups] = np.arange(len(groups))[:, None]
-    label = label.reshape(shape)
-    axes = tuple(
-        i for i, n in enumerate(shape) if n > 1 and (label == label.take([0], axis=i)).all()
-    )
-    return axes if np.prod([shape[i] for i in axes]) == groups.shape[1] else None
+        yield source, axes.pop()
 
 
 def recognised_rows(

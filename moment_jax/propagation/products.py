@@ -104,7 +104,9 @@ def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
     gains = gain_a * gain_b
     if isinstance(cov, Diagonal):
         within = entered.variance() @ (kernel_a * kernel_b) * gains
-        return within, Diagonal(cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound))
+        return within, Diagonal(
+            cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
+        )
     features = entered.feature_gram()
     total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
     mapped = kernel_a.T @ safe_divide(features, total) @ kernel_b  # (F, F)

@@ -15,7 +15,7 @@ from moment_jax.posterior import Posterior
 from moment_jax.propagation.errors import explain, refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, Recorder, Value, as_floating, independent, is_random
 from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh
-from moment_jax.propagation.receipt import Receipt, Step, costs, scope
+from moment_jax.propagation.receipt import Receipt, Step
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
@@ -29,8 +29,7 @@ class Propagator:
     structure: type[Covariance]
     pool: Array | None = None  # pool sequences as long as this over its tokens, see `Pooled`
     output: Value = None  # of the function
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    noted: list[Node] = dataclasses.field(default_factory=list)  # the node of each step
+    steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
     known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
 
     def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
@@ -40,7 +39,6 @@ class Propagator:
         except Pooled as found:
             (self.pool,) = found.args
             self.steps.clear()
-            self.noted.clear()
             self.known.clear()
             return one_pass(self)
 
@@ -75,13 +73,11 @@ class Propagator:
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Add an operation to the receipt."""
-        self.steps.append(Step(node.op, rule, assumes, where(node.source), tuple(node.shape)))
-        self.noted.append(node)
+        self.steps[node] = Step(node.op, rule, assumes, where(node.source), tuple(node.shape))
 
     def _resolved(self, node: Node) -> Moments:
         for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
-            with jax.named_scope(scope(node)):
-                found = rule(self, node)
+            found = rule(self, node)
             if found is not None:
                 return self.pooled(found)
         shared = "" if independent(*node.operands) else ", which have a random array in common"
@@ -175,8 +171,8 @@ def propagate(
       fn: `fn(params, *inputs)`, returning one array.
       structure: of the covariances. `mj.Full` is the most exact and suits small arrays: its size is the
         square of the array's.
-      receipt: also return the list of operations, each with its rule, assumption and cost; outside of
-        jax.jit. `mj.reference.closure_report` takes this list.
+      receipt: also return the list of operations, each with its rule and assumption; outside of jax.jit.
+        `mj.reference.closure_report` takes this list.
 
     Returns:
       A function of `params`, a pytree with a `Posterior` for each random array and arrays elsewhere,
@@ -206,17 +202,9 @@ def propagate(
         )
 
     def propagated(params: Any, *inputs: Any) -> Any:
-        propagator, counted = Propagator(structure), Propagator(structure)
+        propagator = Propagator(structure)
         mean, cov = materialized_inputs(_run)(propagator, fn, params, inputs)
-        if not receipt:
-            return mean, cov
-        traced = jax.make_jaxpr(lambda: _run(counted, fn, params, inputs))()
-        cost = costs(traced.jaxpr)
-        steps = [
-            step._replace(cost=cost.pop(node.index, 0))
-            for step, node in zip(propagator.steps, counted.noted, strict=True)
-        ]
-        return mean, cov, Receipt(steps, propagator)
+        return (mean, cov, Receipt(propagator)) if receipt else (mean, cov)
 
     return propagated
 

@@ -1,16 +1,12 @@
-"""The receipt of one pass: its operations, their costs, and stages for `closure_report`."""
+"""The receipt of one pass: its operations, and stages for `closure_report`."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from moment_jax.propagation.graph import Node
@@ -31,7 +27,6 @@ class Step(NamedTuple):
     assumes: str
     where: str  # file and line in the user's program
     shape: tuple[int, ...]
-    cost: int = 0  # multiply-adds of matrix products; elementwise functions and copies are free
 
 
 class Receipt(list[Step]):
@@ -41,8 +36,8 @@ class Receipt(list[Step]):
     arrays through which everything later passes, and share no weights.
     """
 
-    def __init__(self, steps: list[Step], propagator: Propagator) -> None:
-        super().__init__(steps)
+    def __init__(self, propagator: Propagator) -> None:
+        super().__init__(propagator.steps.values())
         self._propagator = propagator
 
     def sequence(self, x: Any) -> Array:
@@ -52,9 +47,8 @@ class Receipt(list[Step]):
     @property
     def stages(self) -> list[Stage]:
         """The stages, from one cut to the next; the last ends at the function's output."""
-        nodes, output = self._propagator.noted, self._propagator.output
-        steps = dict(zip(nodes, self, strict=True))
-        cuts = [*_cuts(nodes, output), output]
+        steps, output = self._propagator.steps, self._propagator.output
+        cuts = [*_cuts(list(steps), output), output]
         names = (f"{steps[n].rule} {steps[n].where}" if n in steps else n.op for n in cuts)
         starts = [None, *cuts[:-1]]
         return [Stage(*one, self._propagator) for one in zip(names, starts, cuts, strict=True)]
@@ -63,7 +57,7 @@ class Receipt(list[Step]):
 def _cuts(nodes: list[Node], output: Node) -> list[Node]:
     """Nodes that separate everything before them, weights included, from everything after."""
     found: list[Node] = []
-    for node in sorted(set(nodes), key=lambda n: n.index):
+    for node in sorted(nodes, key=lambda n: n.index):
         if node is output or is_view(node) or not jnp.issubdtype(node.dtype, jnp.floating):
             continue
         before, after = between(node, None), between(output, node)
@@ -91,18 +85,18 @@ class Stage:
 
         def one_pass(propagator: Propagator) -> Moments:
             for node in self.inner:
-                node.moments = node.line = None
+                node.moments = None
             if self.start is not None:
                 given = fresh(mean, cov, self.start.shape, *self.axes[self.start])
                 self.start.moments = propagator.pooled(given)
             return propagator.moments(self.end)
 
-        kept = [(node, node.moments, node.line) for node in between(self.end, None)]
+        kept = [(node, node.moments) for node in between(self.end, None)]
         try:
             m = type(self.propagator)(type(cov)).run(one_pass)
         finally:
-            for node, moments, line in kept:
-                node.moments, node.line = moments, line
+            for node, moments in kept:
+                node.moments = moments
         found = m.sequence(*self.axes[self.end])
         return found.mean, found.cov
 
@@ -124,29 +118,3 @@ class Stage:
 def _axes(node: Node) -> tuple[Axes, Axes]:
     """The token and feature axes that the pass used."""
     return by_last_axis(node.ndim) if node.moments is None else node.moments.natural()
-
-
-def scope(node: Node) -> str:
-    """Name scope of the operations that compute a node's moments."""
-    return f"moments_{node.index}"
-
-
-def costs(jaxpr: Any, outer: int = -1, times: int = 1) -> Counter[int]:
-    """Multiply-adds of matrix products by innermost `scope`."""
-    total: Counter[int] = Counter()
-    for eqn in jaxpr.eqns:
-        scopes = re.findall(r"moments_(\d+)", str(eqn.source_info.name_stack))
-        owner = int(scopes[-1]) if scopes else outer
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            inner = (eqn.invars[0].aval.shape[i] for i in contracted)
-            total[owner] += times * math.prod(inner) * int(np.prod(eqn.outvars[0].aval.shape))
-        repeated = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-        for inside in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inside):
-                total += costs(getattr(inside, "jaxpr", inside), owner, repeated)
-    return total
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(getattr(value, "jaxpr", value), "eqns")

@@ -28,10 +28,11 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 
 
-def weights_of(root: Node, source: Node | None) -> set[Weight]:
+def weights_of(root: Node, source: Node | None) -> list[Weight]:
     """The weights that an array depends on other than through `source`."""
-    weights = (x for n in between(root, source) for x in n.operands if isinstance(x, Weight))
-    return {x for x in weights if not isinstance(x.posterior, Point)}
+    nodes = sorted(between(root, source), key=lambda n: n.index)
+    weights = (x for n in nodes for x in n.operands if isinstance(x, Weight))
+    return list(dict.fromkeys(x for x in weights if not isinstance(x.posterior, Point)))
 
 
 def fork(nodes: list[Node]) -> Node | None:
@@ -82,13 +83,11 @@ def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
 
 
 def compute(
-    roots: Iterable[Node], known: dict[Any, Any], replace: Callable[[Any], Any] = lambda x: x, *,
-    linearised: bool = False,
-) -> list[Any]:  # fmt: skip
+    roots: Iterable[Node], known: dict[Any, Any], replace: Callable[[Any], Any] = lambda x: x
+) -> list[Any]:
     """Values of the roots, given those of some nodes, and of weights by the id of their posterior.
 
-    Other weights have their mean. `replace` maps the certain operands. With `linearised`, elementwise
-    functions are replaced by their expected linear maps.
+    Other weights have their mean. `replace` maps the certain operands.
     """
     values = dict(known)
 
@@ -97,29 +96,14 @@ def compute(
             return known.get(id(x.posterior), x.posterior.mean).reshape(-1)[x.places]
         if not isinstance(x, Node):
             return replace(x)
-        if x in values:
-            return values[x]
-        if x.op == "belief":
-            values[x] = value(x.operands[0])
-        elif linearised and x.line is not None:
-            source, before, gain, after = x.line
-            values[x] = (after + gain * (value(source) - before)).astype(x.dtype)
-        else:
+        if x not in values:
             operands = [value(y) for y in x.operands]
-            operands = _alike(operands) if linearised else operands
-            values[x] = evaluate(x.primitive, operands, x.params)[x.output].astype(x.dtype)
+            belief = x.op == "belief"
+            found = operands if belief else evaluate(x.primitive, operands, x.params)
+            values[x] = found[x.output].astype(x.dtype)
         return values[x]
 
     return [value(x) for x in roots]
-
-
-def _alike(operands: list[Any]) -> list[Any]:
-    """Promote floating-point operands to a common dtype: moments may be wider than the user's arrays."""
-    arrays = [jnp.asarray(x) for x in operands]
-    wide = [x.dtype for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-    if len(set(wide)) < 2:
-        return operands
-    return [x.astype(jnp.result_type(*wide)) if x.dtype in wide else x for x in arrays]
 
 
 def probe(node: Node, source: Node, x: Any, replace: Callable[[Any], Any] = lambda x: x) -> Any:

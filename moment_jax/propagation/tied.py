@@ -55,7 +55,7 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
         values = dict(zip(keys, at, strict=True))
         if source is not None:
             values[source] = values[source].astype(source.dtype)
-        return compute([node], values, linearised=True)[0]
+        return compute([node], values)[0]
 
     at = [start[key] for key in keys]
     jacobians = dict(zip(keys, jax.jacrev(output)(at), strict=True))
@@ -73,4 +73,6 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
     return fresh(mean, cov, node.shape, *axes)
 
 
-PATTERNS.insert(0, _tied)  # before the others, which assume that operands and weights are independent
+PATTERNS.insert(
+    0, _tied
+)  # before the others, which assume that operands and weights are independent

@@ -142,9 +142,33 @@ def assert_sampled(model, x, structure, bounds=(0.95, 1.05)):
 
 IMAGE = jax.random.normal(jax.random.key(1), (1, 8, 8, 1))
 WORDS = jnp.array([[1, 4, 2, 7, 1, 3]])
+
+
+class Tied(nnx.Module):
+    """An embedding that reads out what it has written."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(5, 8, rngs=rngs)
+        self.mix = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.embed.attend(x + nnx.tanh(self.mix(x)))
+
+
+def normed(rngs):
+    return nnx.Sequential(
+        nnx.Linear(3, 4, rngs=rngs),
+        nnx.BatchNorm(4, rngs=rngs),
+        nnx.silu,
+        nnx.Linear(4, 2, rngs=rngs),
+    )
+
+
 CASES = {
     "perceptron": (MyMLP, jax.random.normal(jax.random.key(1), (2, 3)), mj.Separable),
-    "convolutions": (MyCNN, IMAGE, mj.Full),
+    "batch norm": (normed, jax.random.normal(jax.random.key(1), (1, 3)), mj.Separable),
+    "tied embedding": (Tied, jnp.array([[0, 3, 1]]), mj.Separable),
     "vision": (partial(MyViT, depth=1), IMAGE, mj.Full),
     "language": (partial(MyLanguageModel, depth=1), WORDS, mj.Full),
 }
@@ -208,7 +232,6 @@ PERCEPTRONS = {"w": belief(0, 3, 4), "up": belief(1, 4, 5), "down": belief(2, 5,
 SHARING = {  # what depends on one random array twice, and how well its standard deviation is known
     "gated product": (gated, 0.1),
     "residual sum": (perceptrons, 0.03),  # also where its input is no argument
-    "logsumexp": (lambda p, x: jax.nn.logsumexp(x @ p["w"], axis=-1)[None], 0.1),  # no relu
 }
 
 
@@ -244,7 +267,7 @@ def test_a_closure_report_takes_a_receipt():
             assert agreement.mean_error < 0.15
 
 
-def test_a_receipt_tells_rule_line_and_cost():
+def test_a_receipt_tells_rule_and_line():
     weights, x = {"w": belief(0, 3, 8), "v": belief(1, 8, 5)}, jnp.ones((4, 3))
     fn = mj.propagate(
         lambda p, x: jax.nn.gelu(x @ p["w"]) @ p["v"], structure=mj.Diagonal, receipt=True
@@ -252,8 +275,6 @@ def test_a_receipt_tells_rule_line_and_cost():
     *_, steps = fn(weights, x)
     assert [step.rule for step in steps] == ["dense", "quadrature", "dense"]
     assert all("test_propagate.py" in step.where for step in steps)
-    assert steps[2].cost >= 2 * 4 * 8 * 5  # mean and variance
-    assert steps[1].cost < steps[0].cost < steps[2].cost
 
 
 def branching(p, x):
@@ -261,25 +282,79 @@ def branching(p, x):
     return jax.lax.cond(y > 0, lambda: y, lambda: -y)
 
 
-REFUSED = {
-    "no rule": (
-        lambda p, x: jnp.sort(x @ p, axis=-1),
-        r"sort.*test_propagate.py.*propagation_rule",
-    ),
+def recurrent(p, x):
+    return jax.lax.scan(lambda c, row: (jnp.tanh(c @ p + row), None), jnp.ones(2), x @ p)[0]
+
+
+def grouped(p, x):
+    y = (x @ p).reshape(1, 4)  # two tokens of two features are one group
+    return (y - y.mean()) / jnp.sqrt(y.var() + 1e-3)
+
+
+def depthwise(p, x):
+    numbers = ("NHC", "HIO", "NHC")
+    return jax.lax.conv_general_dilated(
+        x[None], p[:, None], (1,), "SAME", dimension_numbers=numbers, feature_group_count=2
+    )
+
+
+NO_RULE = r"test_propagate.py.*propagation_rule.*mj.linearised"
+SHARED = r"random array in common.*" + NO_RULE
+TIED = r"a weight on which another depends.*test_propagate.py.*mj.linearised"
+REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
+    "no rule": (lambda p, x: jnp.sort(x @ p, axis=-1), r"sort.*" + NO_RULE),
     "a branch": (branching, r"cond.*test_propagate.py.*static"),
-    "an index": (lambda p, x: x[jnp.sum(x @ p).astype(int)], r"test_propagate.py"),
-    "a choice": (
-        lambda p, x: jax.nn.one_hot(jnp.argmax(x @ p, -1), 2) @ (x @ p),
-        r"test_propagate.py",
+    "an index": (lambda p, x: x[jnp.sum(x @ p).astype(int)], r"random index.*test_propagate.py"),
+    "a choice": (lambda p, x: jax.nn.one_hot(jnp.argmax(x @ p, -1), 2) @ (x @ p), NO_RULE),
+    "logsumexp": (lambda p, x: jax.nn.logsumexp(x @ p, axis=-1), NO_RULE),
+    "cumulative sum": (lambda p, x: jnp.cumsum(x @ p, axis=0), r"cumsum.*" + NO_RULE),
+    "scattered": (lambda p, x: (x @ p).at[1].set(2.0), r"scatter.*" + NO_RULE),
+    "recurrent": (recurrent, r"same random weights at every step.*test_propagate.py.*linearised"),
+    "convolution": (lambda p, x: depthwise(p, x[:, :2]), r"conv_general_dilated.*" + NO_RULE),
+    "maximum of windows": (
+        lambda p, x: jax.lax.reduce_window(x @ p, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID"),
+        r"reduce_window_max.*" + NO_RULE,
     ),
-}
+    "group norm": (lambda p, x: grouped(p, x), NO_RULE),
+    "parallel branches": (lambda p, x: jnp.tanh(x @ p) + jnp.abs(x @ p) @ x[:, :2], SHARED),
+    "attention to a part": (lambda p, x: attended((x @ p)[:1], x @ p), SHARED),
+    "tied projections": (lambda p, x: attended(x @ p, x @ p), SHARED),
+    "shifted": (lambda p, x: x @ p - x @ (p - 1.0), SHARED),
+    "multiple beside it": (lambda p, x: x @ p + x @ (2 * p), SHARED),
+    "multiple under it": (lambda p, x: jnp.tanh(x @ p) @ (2 * p).T, TIED),
+    "a gate of half itself": (lambda p, x: (x @ p) * jnp.tanh((x @ p)[:, :1]), SHARED),
+    "mirrored": (lambda p, x: jnp.tanh(x @ p)[:, ::-1] * (x @ p), SHARED),
+    "a row beside all": (lambda p, x: x @ p + p[:1], TIED),
+    "sum of multiples": (lambda p, x: x @ (p + 2 * p), SHARED),
+    "rows and whole": (
+        lambda p, x: jax.lax.scan(lambda c, w: (c + w, None), x[0, :2], p)[0] + p.sum(0), SHARED,
+    ),
+    "scanned over twice": (
+        lambda p, x: jax.lax.scan(lambda c, w: (c + w, None), x[0, :2], jnp.stack([p, p]))[0], SHARED,
+    ),
+    "large and tied": (
+        lambda p, x: jnp.tanh(jnp.tile(x, (2000, 1)) @ p) @ p.T, r"more than 16777216 entries.*linear",
+    ),
+}  # fmt: skip
+
+
+def attended(x, memory):
+    return jax.nn.softmax(x @ memory.T) @ memory
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_random_is_named_with_its_line(name):
     fn, words = REFUSED[name]
     with pytest.raises(mj.PropagationError, match=words):
-        mj.propagate(fn)(belief(0, 3, 2), jnp.ones((2, 3)))
+        jax.eval_shape(mj.propagate(fn), belief(0, 3, 2), jnp.ones((2, 3)))
+
+
+def test_convolutions_are_refused_with_the_line_of_the_model():
+    model = MyCNN(nnx.Rngs(0))
+    model.eval()
+    beliefs = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    with pytest.raises(mj.PropagationError, match=r"conv_general_dilated.*models.py.*linearised"):
+        jax.eval_shape(mj.bayesian(model, beliefs), IMAGE)
 
 
 def test_a_shape_cannot_be_random():
@@ -443,53 +518,35 @@ def test_loops_branches_and_recomputation_are_entered():
             assert_same(other, first)
 
 
-def twice(w, x):
-    for _ in range(2):
-        x, _ = jax.lax.scan(lambda carry, row: (carry + row, None), x, w)
-    return x
+def stacked(w, x):
+    return jax.lax.scan(lambda c, row: (c + row, None), x, w)[0]
 
 
-REPEATED = {  # weights that are used in several forms, or applied to what they have made
-    "sum of multiples": lambda w, x: x @ (w + 2 * w),
-    "multiple beside it": lambda w, x: x @ w + x @ (2 * w),
-    "shifted beside it": lambda w, x: x @ w - x @ (w - 1.0),
-    "a row beside all": lambda w, x: x @ w + w[:1],
-    "tied": lambda w, x: jnp.tanh(x @ w) @ w.T,
-    "gate of itself": lambda w, x: jnp.tanh(x @ w) * w[1:2],
-    "leaky": lambda w, x: x @ jax.nn.leaky_relu(w, 0.1),
-    "scanned over twice": lambda w, x: twice(w, x[0])[None],
-    "scanned over and whole": lambda w, x: twice(w, x[0])[None] + w.sum(0)[None] + x @ w,
-    "a product of weights": lambda w, x: jnp.tanh(x) @ (w + w[:, :1] @ w[1:2]),
-    "tied projections": lambda w, x: jax.nn.softmax((x @ w) @ (x @ w).T) @ (x @ w),
-}
+def halves(w, x):
+    y = x @ w
+    return jnp.tanh(y[:, :1]) * y[:, 1:]
 
 
-def recurrent(w, x):
-    def step(carry, row):
-        new = jnp.tanh(carry @ w + row)
-        return new, new
-
-    return jax.lax.scan(step, jnp.zeros(3), x)[1]
-
-
-def depthwise(w, x):
+def patches(w, x):
+    """A convolution of patches, each of two rows, and sums over two."""
+    y = jnp.tanh(jnp.concatenate([x, -x]) @ w[:, :1])[None]
+    kernel = w[:2, 1:].reshape(2, 1, 2)
     numbers = ("NHC", "HIO", "NHC")
-    return jax.lax.conv_general_dilated(
-        x[None], w[:, None], (1,), "SAME", dimension_numbers=numbers, feature_group_count=3
-    )[0]
+    y = jax.lax.conv_general_dilated(y, kernel, (2,), "VALID", dimension_numbers=numbers)
+    return jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 2, 1), (1, 2, 1), "VALID")[0]
 
 
-MOVING = {  # sums along an axis or in windows, scattered entries, and what loops return of every step
-    "cumulative over tokens": lambda w, x: jnp.cumsum(x @ w, axis=0),
-    "cumulative over features": lambda w, x: jnp.cumsum(x @ w, axis=1),
-    "in parallel": lambda w, x: jax.lax.associative_scan(jnp.add, x @ w),
-    "segments": lambda w, x: jax.ops.segment_sum(x @ w, jnp.array([1, 1, 0, 2]), 3),
-    "one set": lambda w, x: (x @ w).at[1].set(2.0),
+REPEATED = {  # weights that are used twice, each entry in one way
+    "tied": lambda w, x: jnp.tanh(x @ w) @ w.T,
+    "the same product": lambda w, x: jnp.tanh(x @ w) * (x @ w),
+    "other rows": lambda w, x: jnp.tanh(x[:, :2] @ w[:2]) * w[2:],
+    "other columns": halves,
+    "row by row": lambda w, x: stacked(w, x[0])[None],
     "map": lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x),
-    "recurrent": recurrent,
-    "over random rows": lambda w, x: recurrent(w, jnp.tanh(x @ w)),
-    "depthwise": depthwise,
-    "stacked": lambda w, x: jnp.stack([x @ w, jnp.tanh(x @ w)], axis=1).reshape(8, 3),
+    "patches": patches,
+    "a batch of layers": lambda w, x: jax.vmap(lambda a, b: jnp.tanh(x[:, :1] @ a) @ b)(
+        w[:, None, :1], w[:, 1:, None]
+    ),
 }
 
 
@@ -505,33 +562,23 @@ def test_a_weight_is_one_weight_however_it_is_used(name, repeated):
     assert jnp.allclose(sd, sampled_sd, rtol=0.03, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def moving():
-    return propagated_and_sampled(
-        of_inputs(MOVING, 4), belief(0, 3, 3, scale=0.05), jax.random.key(1)
-    )
+def test_variances_are_not_negative_where_factors_cancel():
+    w = {"w": belief(0, 4, 4), "gate": belief(1, 4, 3, scale=1e-3)}
+    w["other"] = jax.tree.map(jnp.copy, w["gate"])  # nearly the same kernel
 
-
-@pytest.mark.parametrize("name", MOVING)
-def test_sums_scattered_entries_and_outputs_of_loops(name, moving):
-    mean, sd, sampled_mean, error, sampled_sd = moving[name]
-    assert jnp.all(jnp.abs(mean - sampled_mean) <= 5 * error + 0.01)
-    assert jnp.allclose(sd, sampled_sd, rtol=0.03, atol=1e-6)
-
-
-def test_variances_are_not_negative_where_addends_cancel():
-    x = jax.random.normal(jax.random.key(9), (5, 4))
-
-    def highway(w):
-        gate = jax.nn.sigmoid(2 * (x @ w))
-        return gate * jax.nn.relu(x @ w) + (1 - gate) * 3 * x
+    def fn(p):
+        y = jnp.eye(5, 4) @ p["w"]
+        return (1 + y @ p["gate"]) * (1 - y @ p["other"])
 
     @jax.jit
     def lowest(w):
-        return {
-            s.__name__: jnp.min(mj.propagate(highway, structure=s)(w)[1].variance())
-            for s in STRUCTURES
-        }
+        return [jnp.min(mj.propagate(fn, structure=s)(w)[1].variance()) for s in STRUCTURES]
 
-    found = lowest(belief(0, 4, 4))
-    assert all(variance >= 0 for variance in found.values()), found
+    assert min(lowest(w)) >= 0
+
+
+def test_a_model_that_changes_the_statistics_of_a_batch_is_refused():
+    model = normed(nnx.Rngs(0))
+    beliefs = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    with pytest.raises(ValueError, match=r"inference mode.*model.eval"):
+        mj.bayesian(model, beliefs)(jnp.ones((2, 3), jnp.float32))
