@@ -111,6 +111,7 @@ class Recorder:
         # Values are keyed by id, and kept so that no id is reused.
         self.drawn: dict[int, Any] = {}  # random numbers that the function drew
         self.beliefs: dict[int, Node] = {}  # by weight
+        self.formed: dict[int, tuple[Weight, Any, Any]] = {}  # multiples of weights, and from what
         self.rows: dict[tuple[int, int], tuple[Weight, Weight]] = {}  # a stack and one of its rows
         self.found: dict[Any, Any] = {}  # results of each operation, which is not repeated
         self.calls: tuple[Any, ...] = ()  # sources of the enclosing calls, innermost first
@@ -184,7 +185,10 @@ class Recorder:
         if seen is not None and not lookup:  # no embedding
             return [dataclasses.replace(weight, places=places) for places in seen]
         changed = affine(name, operands)
-        return None if changed is None else [changed]
+        if changed is None:
+            return None
+        self.formed[id(changed)] = changed, eqn, operands
+        return [changed]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
         if all(v.aval.size == 0 for v in eqn.outvars):  # no entries
@@ -206,7 +210,12 @@ class Recorder:
         if not isinstance(x, Weight):
             return x
         if id(x) not in self.beliefs:
-            self.beliefs[id(x)] = Node(_BELIEF, {}, (x,), x.shape, x.dtype, source)
+            node = Node(_BELIEF, {}, (x,), x.shape, x.dtype, source)
+            if id(x) in self.formed:  # a function of the weight, so that it stays one weight
+                _, eqn, operands = self.formed[id(x)]
+                whole = tuple(self._belief(y, source) for y in operands)
+                node = Node(eqn.primitive, eqn.params, whole, x.shape, x.dtype, source)
+            self.beliefs[id(x)] = node
         return self.beliefs[id(x)]
 
     def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:

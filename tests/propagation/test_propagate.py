@@ -283,7 +283,11 @@ def branching(p, x):
 
 
 def recurrent(p, x):
-    return jax.lax.scan(lambda c, row: (jnp.tanh(c @ p + row), None), jnp.ones(2), x @ p)[0]
+    return jax.lax.scan(lambda c, row: (jnp.tanh(c @ p[:2] + row), None), jnp.ones(2), x @ p)[0]
+
+
+def rows_added(p, x):
+    return jax.lax.scan(lambda c, row: (c + row, None), x, p)[0]
 
 
 def grouped(p, x):
@@ -325,13 +329,8 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
     "a gate of half itself": (lambda p, x: (x @ p) * jnp.tanh((x @ p)[:, :1]), SHARED),
     "mirrored": (lambda p, x: jnp.tanh(x @ p)[:, ::-1] * (x @ p), SHARED),
     "a row beside all": (lambda p, x: x @ p + p[:1], TIED),
-    "sum of multiples": (lambda p, x: x @ (p + 2 * p), SHARED),
-    "rows and whole": (
-        lambda p, x: jax.lax.scan(lambda c, w: (c + w, None), x[0, :2], p)[0] + p.sum(0), SHARED,
-    ),
-    "scanned over twice": (
-        lambda p, x: jax.lax.scan(lambda c, w: (c + w, None), x[0, :2], jnp.stack([p, p]))[0], SHARED,
-    ),
+    "rows and whole": (lambda p, x: rows_added(p, x[0, :2]) + p.sum(0), NO_RULE),
+    "scanned over twice": (lambda p, x: rows_added(p, rows_added(p, x[0, :2])), TIED),
     "large and tied": (
         lambda p, x: jnp.tanh(jnp.tile(x, (2000, 1)) @ p) @ p.T, r"more than 16777216 entries.*linear",
     ),
@@ -518,10 +517,6 @@ def test_loops_branches_and_recomputation_are_entered():
             assert_same(other, first)
 
 
-def stacked(w, x):
-    return jax.lax.scan(lambda c, row: (c + row, None), x, w)[0]
-
-
 def halves(w, x):
     y = x @ w
     return jnp.tanh(y[:, :1]) * y[:, 1:]
@@ -538,14 +533,16 @@ def patches(w, x):
 
 REPEATED = {  # weights that are used twice, each entry in one way
     "tied": lambda w, x: jnp.tanh(x @ w) @ w.T,
+    "sum of multiples": lambda w, x: x @ (w + 2 * w),
+    "leaky": lambda w, x: x @ jax.nn.leaky_relu(w, 0.1),
     "the same product": lambda w, x: jnp.tanh(x @ w) * (x @ w),
     "other rows": lambda w, x: jnp.tanh(x[:, :2] @ w[:2]) * w[2:],
     "other columns": halves,
-    "row by row": lambda w, x: stacked(w, x[0])[None],
+    "row by row": lambda w, x: rows_added(w, x[0])[None],
     "map": lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x),
     "patches": patches,
     "a batch of layers": lambda w, x: jax.vmap(lambda a, b: jnp.tanh(x[:, :1] @ a) @ b)(
-        w[:, None, :1], w[:, 1:, None]
+        w[:, None, :1], w[:, None, 1:]
     ),
 }
 
