@@ -39,7 +39,7 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
             f"One weight can be used twice in products such as a tied embedding. Else {LINEARISE}.",
         )
     beliefs = {id(w.posterior): w.posterior for w in weights}
-    before = None if source is None else propagator.moments(source)
+    before: Any = None if source is None else propagator.moments(source)
     start: dict[Any, Any] = {i: belief.mean for i, belief in beliefs.items()}
     if before is not None:
         start[source] = before.array()

@@ -88,15 +88,15 @@ class Weight(View):
                 return self
             posterior = rescaled(self.posterior, scale)
             return dataclasses.replace(self, posterior=posterior, root=self.origin)
-        posterior = select(self.posterior, self.places)
-        if not isinstance(posterior, Point | Factorized):
+        chosen = select(self.posterior, self.places)
+        if not isinstance(chosen, Point | Factorized):
             return None
-        mean = posterior.mean * scale + shift
+        mean = chosen.mean * scale + shift
         if mean.shape != self.shape:  # broadcasting would make copies independent
             return None
-        if isinstance(posterior, Point):
+        if isinstance(chosen, Point):
             return Weight.of(Point(mean))
-        variance = jnp.broadcast_to(posterior.variance * jnp.square(scale), mean.shape)
+        variance = jnp.broadcast_to(chosen.variance * jnp.square(scale), mean.shape)
         moved = Weight.of(Factorized(mean, variance))
         return dataclasses.replace(moved, root=self.origin, rows=self.rows)
 

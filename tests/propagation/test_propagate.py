@@ -328,6 +328,7 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
     "multiple under it": (lambda p, x: jnp.tanh(x @ p) @ (2 * p).T, TIED),
     "a gate of half itself": (lambda p, x: (x @ p) * jnp.tanh((x @ p)[:, :1]), SHARED),
     "mirrored": (lambda p, x: jnp.tanh(x @ p)[:, ::-1] * (x @ p), SHARED),
+    "sum of multiples": (lambda p, x: x @ (p + 2 * p), NO_RULE),
     "a row beside all": (lambda p, x: x @ p + p[:1], TIED),
     "rows and whole": (lambda p, x: rows_added(p, x[0, :2]) + p.sum(0), NO_RULE),
     "scanned over twice": (lambda p, x: rows_added(p, rows_added(p, x[0, :2])), TIED),
@@ -524,7 +525,7 @@ def halves(w, x):
 
 def patches(w, x):
     """A convolution of patches, each of two rows, and sums over two."""
-    y = jnp.tanh(jnp.concatenate([x, -x]) @ w[:, :1])[None]
+    y = jnp.tanh(jnp.concatenate([x, x**2]) @ w[:, :1])[None]
     kernel = w[:2, 1:].reshape(2, 1, 2)
     numbers = ("NHC", "HIO", "NHC")
     y = jax.lax.conv_general_dilated(y, kernel, (2,), "VALID", dimension_numbers=numbers)
@@ -533,8 +534,6 @@ def patches(w, x):
 
 REPEATED = {  # weights that are used twice, each entry in one way
     "tied": lambda w, x: jnp.tanh(x @ w) @ w.T,
-    "sum of multiples": lambda w, x: x @ (w + 2 * w),
-    "leaky": lambda w, x: x @ jax.nn.leaky_relu(w, 0.1),
     "the same product": lambda w, x: jnp.tanh(x @ w) * (x @ w),
     "other rows": lambda w, x: jnp.tanh(x[:, :2] @ w[:2]) * w[2:],
     "other columns": halves,
