@@ -281,7 +281,7 @@ def test_reverse_agrees_with_forward_and_second_derivatives_are_finite(cov):
 def test_float32_slopes_are_finite_and_zero_for_masked_logits(mean, cov):
     """With 10^4 times the noise too; probabilities sum to one, values are those of float64.
 
-    To first order in the covariance the epistemic part is tr(cov F) / 2, F the logits' Fisher information.
+    To first order the epistemic part is tr(cov F) / 2, F the Fisher information of the logits.
     """
     if mean == "mean":
         narrow, wide = (
