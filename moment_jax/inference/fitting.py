@@ -60,8 +60,8 @@ class Fitted:
     def log_prob(self, inputs: Any, targets: Any) -> np.ndarray:
         """Log predictive density of each example, (N,), in nats."""
         values = as_targets(targets, self._objective.likelihood)
-        log_prob = partial(self._objective.log_densities, self._belief, self._rest)
-        return in_batches(lambda batch: log_prob(*batch), (as_inputs(inputs), values))
+        data = as_inputs(inputs), values
+        return log_densities(self._objective, self._belief, self._rest, data)
 
     def _needs(self, likelihood: type, method: str, other: str) -> None:
         known = self._objective.likelihood
@@ -157,8 +157,7 @@ def fit(
     for _ in range(0, max_steps, STEPS_AT_ONCE):
         state, loss = objective.train(state, rest, *next(batches), size, learning_rate)
         if held is not None:
-            log_prob = partial(objective.log_densities, state.belief, rest)
-            nll = -float(np.mean(in_batches(lambda batch, of=log_prob: of(*batch), held)))
+            nll = -float(np.mean(log_densities(objective, state.belief, rest, held)))
         history.append((int(state.step), float(loss), nll))
         if bar is not None:
             bar.update(STEPS_AT_ONCE)
@@ -220,6 +219,14 @@ def in_batches(fn: Callable[[Any], Any], arrays: Any) -> Any:
         result = fn(jax.tree.map(lambda x, rows=rows: x[rows], arrays))
         parts.append(jax.tree.map(lambda x, left=size - first: np.asarray(x)[:left], result))
     return jax.tree.map(lambda *batches: np.concatenate(batches), *parts)
+
+
+def log_densities(objective: Objective, belief: Belief, rest: Any, data: Data) -> np.ndarray:
+    """Log predictive density of every example, (N,), in nats, by batches."""
+    densities: np.ndarray = in_batches(
+        lambda batch: objective.log_densities(belief, rest, *batch), data
+    )
+    return densities
 
 
 def _bar(total: int, wanted: bool | None) -> Any:
