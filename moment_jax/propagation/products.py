@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Full, Separable
+from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
 from moment_jax.propagation.branches import Branch, through_gain
 from moment_jax.propagation.graph import Node, independent
@@ -82,7 +82,7 @@ def _is_one_layer(branch: Branch) -> bool:
 def _correlated(cov: Any, shared: Shared) -> tuple[Array, Any]:
     """Cov[a_tf, b_tf], and the covariance of a * b given that of independent factors."""
     entered, kernel_a, kernel_b, gain_a, gain_b, mean_a, mean_b, _ = shared
-    if not isinstance(cov, Full):
+    if isinstance(cov, Diagonal | Separable):
         return _correlated_grams(cov, shared)
     cross = jnp.einsum("io,tisj,jp->tosp", kernel_a, entered.to_dense(), kernel_b)
     cross = cross * gain_a[:, :, None, None] * gain_b[None, None]
@@ -95,7 +95,7 @@ def _correlated(cov: Any, shared: Shared) -> tuple[Array, Any]:
     left = safe_divide(cov.variance(), jnp.maximum(owed, 0))
     share = jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
     added = share[:, :, None, None] * added * share[None, None]
-    return own, Full(cov.to_dense() + added + jnp.transpose(added, (2, 3, 0, 1)))
+    return own, type(cov).project(cov.to_dense() + added + jnp.transpose(added, (2, 3, 0, 1)))
 
 
 def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
