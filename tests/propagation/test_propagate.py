@@ -185,6 +185,7 @@ def test_unmodified_models_against_sampled_networks(name):
     assert_sampled(model, x, structure)
 
 
+@pytest.mark.slow
 def test_a_language_model_keeps_its_mean_in_the_default_structure():
     """Rotary positions, grouped queries, gated products."""
     model = MyLanguageModel(nnx.Rngs(0), depth=1)
