@@ -9,45 +9,38 @@ import traceback
 from pathlib import Path
 
 from experiments import background
-from experiments.command_line import InputError, Parser, PartError, PreemptedError
+from experiments.command_line import InputError, Parser, PartError
 from experiments.stopping import INTERRUPTED, StopRequest
 
 COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
+    "accuracy": "compare analytic moments with the sampled truth, of trained networks or case files",
     "closure": "tell apart what a structure cannot hold and what a transform gets wrong",
-    "frontier": "measure error over cost of every structure, from one block to twelve",
-    "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",
-    "language": "train a Bayesian language model of characters; does it know foreign text?",
-    "seq2seq": "forecast hourly temperatures with an encoder-decoder Bayesian Transformer",
-    "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
-    "scale": "sharded results, train steps compiled for TPU pods, export, weak scaling",
-    "discrete": "train an autoencoder with categorical codes, against a dense one",
-    "resilience": "train over processes and devices, and survive kills and preemption",
-    "tables": "fit and Laplace approximations on small tables, against well-known methods",
+    "price": "time, memory, compilation and program of every structure, on this machine",
     "classify": "a Bayesian vision Transformer against ensembles, dropout and Laplace",
-    "laplace": "Laplace approximations of a trained Transformer, against the laplax library",
     "intents": "tell the intents of texts, and texts that have none (CLINC150's files)",
     "uci": "regression on UCI sets: the analytic ELBO, sampled VI and MC dropout, 20 splits",
-    "price": "time, memory, compilation and program of every structure, on this machine",
-    "report": "write one Markdown page of all metrics.json below a folder",
-    "accuracy": "compare analytic moments with the sampled truth of a folder of case files",
+    "seq2seq": "forecast hourly temperatures with an encoder-decoder Bayesian Transformer",
+    "discrete": "train an autoencoder with categorical codes, against a dense one",
+    "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",
+    "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
+    "scale": "many devices and processes, export, a TPU pod, training that survives kills",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""
 
 DEFAULT_COMMAND = "digits"
-TIME_THE_COMPILER = ("frontier", "price", "scale")
+TIME_THE_COMPILER = ("price", "scale")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one experiment.
 
-    Exit status: 1 if a part failed, 2 for bad input, 75 for a preempted run (SIGTERM) to be restarted,
-    130 for Ctrl-C.
+    Exit status: 1 if a part failed, 2 for bad input, 130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)
-    except (InputError, PartError, PreemptedError, KeyboardInterrupt) as error:
+    except (InputError, PartError, KeyboardInterrupt) as error:
         print(f"experiments: {' '.join(str(error).split())}", file=sys.stderr)  # in one line
         return getattr(error, "status", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output is gone, as with `head`

@@ -2,12 +2,14 @@
 
 import argparse
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
 
+import moment_jax as mj
 from experiments.command_line import InputError, writable_folder
 
 KEPT = 2
@@ -25,6 +27,16 @@ def run_folder(args: argparse.Namespace) -> Path:
     return writable_folder(args.out, "--out")
 
 
+def structure_of(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse a run in a structure that the library no longer has."""
+    name = settings.get("structure")
+    if name is not None and name not in mj.STRUCTURES:
+        raise InputError(
+            f"{folder} is of a run in {name}, a structure that moment_jax no longer has (it has "
+            f"{', '.join(mj.STRUCTURES)}); train again, without --resume"
+        )
+
+
 class Checkpoints:
     """The checkpoints of one training run in one folder.
 
@@ -35,58 +47,40 @@ class Checkpoints:
       folder: where they are; made if need be.
       settings: what the run was started with; a checkpoint of other settings is not restored.
       resume: go on from the latest checkpoint; otherwise those of an earlier run are removed.
-      background: write while the run goes on. What is saved must then not be donated to an update, so
-        give a copy; otherwise `save` returns when all is on disk.
-      option: beginning of the error about other settings, and fix: its advice.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: dict[str, Any],
-        *,
-        resume: bool,
-        background: bool = False,
-        option: str = "--resume",
-        fix: str = "give what it was made with, or leave out --resume to start again",
-    ) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], *, resume: bool) -> None:
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
         self.settings = settings
-        self.option, self.fix = option, fix
         self.folder = folder.absolute()
         # A step's buffers are donated to the next, so they must be on disk before it starts.
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=background
+            max_to_keep=KEPT, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
         self.manager = ocp.CheckpointManager(self.folder, options=options)
 
-    def save(self, step: int, state: Any, **facts: Any) -> None:
-        """Save the state after `step` updates; settings and `facts` go into its JSON."""
+    def save(self, step: int, state: Any) -> None:
+        """Save the state after `step` updates, and the settings in its JSON."""
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            settings=ocp.args.JsonSave({**self.settings, **facts}),
+            state=ocp.args.StandardSave(state), settings=ocp.args.JsonSave(self.settings)
         )
         self.manager.save(step, args=items, force=True)
-
-    def facts(self, step: int) -> dict[str, Any]:
-        """The JSON of a checkpoint."""
-        items = ocp.args.Composite(settings=ocp.args.JsonRestore())
-        stored: dict[str, Any] = self.manager.restore(step, args=items).settings
-        for name, value in self.settings.items():
-            if stored.get(name) != value:
-                raise InputError(
-                    f"{self.option}: {self.folder} was made with {name} {stored.get(name)}, not "
-                    f"{value}; {self.fix}"
-                )
-        return stored
 
     def restore(self, like: Any) -> Any | None:
         """The latest checkpoint in the form of `like`, or None if there is none."""
         step = self.manager.latest_step()
         if step is None:
             return None
-        self.facts(step)
+        items = ocp.args.Composite(settings=ocp.args.JsonRestore())
+        stored: dict[str, Any] = self.manager.restore(step, args=items).settings
+        structure_of(self.folder, stored)
+        for name, value in self.settings.items():
+            if stored.get(name) != value:
+                raise InputError(
+                    f"--resume: {self.folder} was made with {name} {stored.get(name)}, not {value}; "
+                    "give what it was made with, or leave out --resume to start again"
+                )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         return self.manager.restore(step, args=items).state

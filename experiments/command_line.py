@@ -2,13 +2,10 @@
 
 import argparse
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-
-PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
 
 
 class InputError(Exception):
@@ -21,12 +18,6 @@ class PartError(Exception):
     """A part of the work failed; the message says which. The rest is done and written."""
 
     status = 1
-
-
-class PreemptedError(Exception):
-    """Preempted: progress is saved, and the same command continues from there."""
-
-    status = PREEMPTED
 
 
 class Parser(argparse.ArgumentParser):

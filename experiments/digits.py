@@ -2,9 +2,7 @@
 
 Compares it with the same plain network, and with networks sampled from the learned posterior; all of
 it for several seeds, by programs that are compiled once. Writes metrics.json and figures (of the first
-seed, but for the curves over the angle), and prints one table with standard errors over the seeds. What
-has trained in BatchSeparable predicts in Separable; TokenBlock and Full are slow (for Full take
---batch-size 4).
+seed, but for the curves over the angle), and prints one table with standard errors over the seeds.
 """
 
 import argparse
@@ -21,22 +19,20 @@ from flax import nnx
 from scipy import ndimage
 
 import moment_jax as mj
-from experiments import data, digits_training, figures, predictions, report
+from experiments import data, digits_training, figures, predictions
 from experiments.background import Background
 from experiments.checkpoints import run_folder
-from experiments.classify.scores import over_seeds
 from experiments.command_line import Parser
 from experiments.data import Digits
-from experiments.digits_training import POSTERIORS, Training
-from experiments.outputs import write_json
+from experiments.digits_training import Training
+from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
 from experiments.predictions import Prediction
 from experiments.training import Compiled, together
 
-TURNED_DIGIT = 6  # upside down it is a nine
-ANGLES = np.linspace(0.0, 180.0, 37)
-TEST_ANGLES = np.linspace(0.0, 90.0, 7)  # of all test images
+ANGLES = np.linspace(0.0, 90.0, 7)  # at which the test images are turned
 SHOWN_ANGLES = (45.0, 60.0)
-DRAWN = ("test", "validation", "digit")  # images that the drawn networks see too
+DRAWN = ("test", "validation")  # images that the drawn networks see too
+SCORES = ("accuracy", "nll", "brier", "ece")
 
 Results = dict[str, dict[Any, Prediction]]
 """Predictions by the name of the network and that of the images, see `_images`."""
@@ -44,17 +40,12 @@ Results = dict[str, dict[Any, Prediction]]
 
 def add_arguments(parser: Parser) -> None:
     """The options of the main job."""
-    kind = "BatchSeparable"
-    parser.training("runs/digits", mj.STRUCTURES, kind, steps=150, batch_size=32, kl_weight=0.1)
+    parser.training(
+        "runs/digits", mj.STRUCTURES, "Separable", steps=150, batch_size=32, kl_weight=0.1
+    )
     parser.whole("--seeds", 3, "how many times all is done, with --seed and those that follow it")
-    parser.choice("--posterior", POSTERIORS, "factorized", "family of the beliefs about weights")
-    parser.real("--learning-rate", 1e-3, "peak of the Bayesian network's cosine schedule")
-    parser.whole("--warm-up", 50, "updates in which the weight of the KL rises from 0", least=0)
     parser.whole("--plain-steps", 2200, "updates of the plain network")
-    parser.real("--plain-learning-rate", 5e-3, "peak of the plain network's cosine schedule")
-    parser.real("--weight-decay", 0.3, "AdamW weight decay of the plain network", least=0)
     parser.whole("--samples", 300, "networks sampled from the posterior to compare with", least=2)
-    parser.whole("--save-every", 50, "updates of the Bayesian network between checkpoints")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     for seed in seeds:
         params = nnx.state(digits_training.plain_network(seed))
         plains.append(plain.fit(args, params, seed, plain_update))
-        params = digits_training.started(args, seed, plain.network(plains[-1][0]))
+        params = digits_training.started(args, seed, plain.task.model(plains[-1][0]))
         fits.append(partial(bayesian.fit, args, params, seed, update))
     fitted = zip(seeds, plains, together(fits, update), strict=True)
     records, caught = [], []
@@ -80,19 +71,19 @@ def run(args: argparse.Namespace) -> None:
         caught.append(_catch_up(digits, results, each))
         records.append({
             "seconds": {"plain": seconds, "bayesian": more_seconds},
-            "kl": float(bayesian.network(params).kl()),
+            "kl": float(bayesian.task.model(params).kl()),
             **_compare(digits, results),
         })  # fmt: skip
         if seed == args.seed:
-            _draw(out, digits, images["digit"], results)
+            _draw(out, digits, results)
     metrics = {
         "settings": vars(args),
-        "angles": TEST_ANGLES.tolist(),
+        "angles": ANGLES.tolist(),
         **over_seeds(records),
         "catch_up": caught,
         "seeds": records,
     }
-    figures.save(figures.doubt(TEST_ANGLES, metrics["rotation"]), out / "doubt.png")
+    figures.save(figures.doubt(ANGLES, metrics["rotation"]), out / "doubt.png")
     metrics["seconds"]["total"] = time.perf_counter() - start
     write_json(out / "metrics.json", metrics)
     _print(out, metrics)
@@ -107,7 +98,7 @@ def _compile(
     """
 
     def predictors() -> list[Any]:
-        graph, size = nnx.graphdef(bayesian.network(bayesian.params)), predictions.CHUNK
+        graph, size = bayesian.task.graph, predictions.CHUNK
         drawn = predictions.drawn(graph, args.samples)
         return [
             predictions.compiled(predictions.plain(plain.task.graph), plain.params, size),
@@ -120,21 +111,13 @@ def _compile(
 
 
 def _images(digits: Digits) -> dict[Any, np.ndarray]:
-    """Test and validation images, one test image at every angle, and all of them at some, by these."""
-    test = digits.test.images
-    digit = test[np.flatnonzero(digits.test.labels == TURNED_DIGIT)[:1]]
-    return {
-        "test": test,
-        "validation": digits.validation.images,
-        "digit": np.concatenate([_turn(digit, angle, digits) for angle in ANGLES]),
-        **{angle: _turn(test, angle, digits) for angle in TEST_ANGLES},
-    }
-
-
-def _turn(images: np.ndarray, angle: float, digits: Digits) -> np.ndarray:
-    """Images (N, 8, 8), rotated by `angle` degrees; new corners are empty."""
+    """Test and validation images, and the test images turned, by the angle in degrees."""
     options = {"axes": (2, 1), "reshape": False, "order": 1, "cval": digits.background}
-    return np.asarray(ndimage.rotate(images, angle, **options), np.float32)
+    test = digits.test.images
+    turned = {
+        angle: np.asarray(ndimage.rotate(test, angle, **options), np.float32) for angle in ANGLES
+    }
+    return {"test": test, "validation": digits.validation.images, **turned}
 
 
 def _predict(
@@ -185,7 +168,7 @@ def _compare(digits: Digits, results: Results) -> dict[str, Any]:
 
 def _curve(result: dict[Any, Prediction], labels: np.ndarray) -> dict[str, list[float]]:
     """Mean accuracy, NLL and entropy over the test images, by the angle."""
-    turned = [result[angle].probabilities for angle in TEST_ANGLES]
+    turned = [result[angle].probabilities for angle in ANGLES]
     scores = [predictions.scores(given, labels) for given in turned]
     curve = {name: [score[name] for score in scores] for name in ("accuracy", "nll")}
     return curve | {"entropy": [float(predictions.entropy(given).mean()) for given in turned]}
@@ -199,24 +182,26 @@ def _catch_up(digits: Digits, results: Results, each: np.ndarray) -> predictions
     return predictions.catch_up(each[:, : len(labels)], labels, analytic.probabilities, of_one)
 
 
-def _draw(out: Path, digits: Digits, turned: np.ndarray, results: Results) -> None:
+def _draw(out: Path, digits: Digits, results: Results) -> None:
     plain, analytic, samples = (result["test"] for result in results.values())
     both = {"plain": plain, "Bayesian, analytic": analytic}
     figures.save(figures.reliability(both, digits.test.labels), out / "reliability.png")
     figures.save(figures.spread(analytic, samples), out / "spread.png")
-    _, analytic, samples = (result["digit"] for result in results.values())
-    figure = figures.rotation(ANGLES, turned, analytic, samples, TURNED_DIGIT)
-    figures.save(figure, out / "rotation.png")
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:
     logits, settings = metrics["logits"], metrics["settings"]
     shown = [metrics["angles"].index(angle) for angle in SHOWN_ANGLES]
-    turned = {name: [c["nll"][i] for i in shown] for name, c in metrics["rotation"].items()}
     heads = [f"NLL at {angle:.0f}°" for angle in SHOWN_ANGLES]
-    print(report.scores_table(metrics["test"], heads, turned))
+    rows = [["", "accuracy", "NLL", "Brier", "ECE", *heads, "time per image"]]
+    for name, scores in metrics["test"].items():
+        curve = metrics["rotation"].get(name)
+        turned = [with_error(curve["nll"][i], ".2f") for i in shown] if curve else [""] * len(heads)
+        time_per_image = duration(scores["seconds_per_image"]["mean"])
+        rows.append([name, *(with_error(scores[key]) for key in SCORES), *turned, time_per_image])
+    print(aligned(rows))
     print(
-        f"analytic against sampled: logit sd ratio {report.with_error(logits['sd_ratio'], '.3f')}, "
+        f"analytic against sampled: logit sd ratio {with_error(logits['sd_ratio'])}, "
         f"correlation {logits['sd_correlation']['mean']:.3f}, mean error "
         f"{logits['mean_error']['mean']:.3f} sd; the analytic NLL is reached by sampled networks: "
         + ", ".join(found.said(settings["samples"]) for found in metrics["catch_up"])

@@ -16,32 +16,28 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import data
-from experiments.checkpoints import Checkpoints
+from experiments.checkpoints import Checkpoints, structure_of
 from experiments.command_line import InputError
 from experiments.data import Digits
 from experiments.networks import class_fits, negative_elbo, vision_transformer
-from experiments.schedules import clipped_adam
 from experiments.stopping import StopRequest
-from experiments.training import Compiled, Report, Task, TrainState, fit_saved
+from experiments.training import Compiled, Report, Task, TrainState, clipped_adam, fit_saved
 
 NUM_BLOCKS = 2
 SIZES = {"patch_size": 2, "num_features": 32, "hidden_features": 64}
 # As large as the patches; Flax's customary 0.02 leaves attention blind to place.
 POSITION_SCALE = 1.0
-
-POSTERIORS = {
-    "factorized": mj.posterior.Factorized,
-    "output_shared": mj.posterior.OutputShared,
-    "matrix_normal": mj.posterior.MatrixNormal,
-    "full_normal": mj.posterior.FullNormal,
-}
-"""The families of beliefs about weights, by the names that the command line takes."""
+PLAIN_RATE, WEIGHT_DECAY = 5e-3, 0.3  # of the plain network: peak of the rate, AdamW's decay
+RATE, WARM_UP = 1e-3, 50  # of the Bayesian network: updates in which the KL's weight rises from 0
+SAVE_EVERY = 50  # updates of the Bayesian network between checkpoints
 
 
 def bayesian_network(args: argparse.Namespace, seed: int) -> mj.nn.VisionTransformer:
     """A Bayesian vision Transformer, its prior scales learned."""
-    belief = {"structure": mj.STRUCTURES[args.structure], "posterior": POSTERIORS[args.posterior]}
-    return vision_transformer(seed, num_blocks=NUM_BLOCKS, learn_prior=True, **SIZES, **belief)
+    structure = mj.STRUCTURES[args.structure]
+    return vision_transformer(
+        seed, num_blocks=NUM_BLOCKS, learn_prior=True, structure=structure, **SIZES
+    )
 
 
 def plain_network(seed: int) -> mj.nn.PlainVisionTransformer:
@@ -62,13 +58,6 @@ class Training(NamedTuple):
     settings: dict[str, Any]  # of a checkpoint
     save_every: int
     own_key: int  # added to the seed for the random key
-
-    def network(self, params: Any) -> Any:
-        """The network for prediction: images must not share statistics, as batches do in training."""
-        network = self.task.model(params)
-        if getattr(network, "settings", None) and network.settings.structure is mj.BatchSeparable:
-            return mj.nn.with_structure(network, mj.Separable)
-        return network
 
     def compile(self) -> Compiled:
         """The programs, for all seeds."""
@@ -96,7 +85,7 @@ class Training(NamedTuple):
 
 def plain(args: argparse.Namespace, digits: Digits) -> Training:
     """Cross-entropy with weight decay, stopped where the validation NLL is best."""
-    size = min(args.batch_size, digits.train.labels.size)
+    size, steps = min(args.batch_size, digits.train.labels.size), args.plain_steps
 
     def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
         images, labels = data.mini_batch(key, step, digits.train, size)
@@ -107,13 +96,10 @@ def plain(args: argparse.Namespace, digits: Digits) -> Training:
         images, labels = (jnp.asarray(part) for part in digits.validation)
         return mj.objectives.negative_log_likelihood(jax.nn.softmax(network(images)), labels)
 
-    steps, rate, decay = args.plain_steps, args.plain_learning_rate, args.weight_decay
-    optimizer = clipped_adam(rate, steps, norm=1.0, weight_decay=decay)
+    optimizer = clipped_adam(PLAIN_RATE, steps, norm=1.0, weight_decay=WEIGHT_DECAY)
     graph, params = nnx.split(nnx.eval_shape(lambda: plain_network(args.seed)))
     task = Task("plain network", loss, optimizer, steps, validate, graph)
-    settings = {
-        "num_steps": steps, "batch_size": size, "learning_rate": rate, "weight_decay": decay,
-    }  # fmt: skip
+    settings = {"num_steps": steps, "batch_size": size}
     # Its updates are cheap: one checkpoint halfway.
     return Training("plain", task, params, settings, max(1, steps // 2), 0)
 
@@ -125,16 +111,15 @@ def bayesian(args: argparse.Namespace, digits: Digits) -> Training:
     def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
         images, labels = data.mini_batch(key, step, digits.train, size)
         fits = class_fits(labels, *network(images))
-        weight = mj.objectives.kl_warmup(step, args.warm_up, args.kl_weight)
+        weight = mj.objectives.kl_warmup(step, WARM_UP, args.kl_weight)
         return negative_elbo(fits, network.kl(), digits.train.labels.size, weight)
 
-    optimizer = clipped_adam(args.learning_rate, args.steps)
+    optimizer = clipped_adam(RATE, args.steps)
     graph, params = nnx.split(nnx.eval_shape(lambda: bayesian_network(args, args.seed)))
     task = Task("Bayesian network", loss, optimizer, args.steps, graph=graph)
-    names = ("structure", "posterior", "plain_steps", "learning_rate", "kl_weight")
-    settings = {name: getattr(args, name) for name in names}
-    settings |= {"num_steps": args.steps, "batch_size": size, "warm_up_steps": args.warm_up}
-    return Training("bayesian", task, params, settings, args.save_every, 1)
+    settings = {name: getattr(args, name) for name in ("structure", "plain_steps", "kl_weight")}
+    settings |= {"num_steps": args.steps, "batch_size": size}
+    return Training("bayesian", task, params, settings, SAVE_EVERY, 1)
 
 
 def started(args: argparse.Namespace, seed: int, plain: mj.nn.PlainVisionTransformer) -> Any:
@@ -148,6 +133,7 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
     """The first seed's Bayesian network in the --out of a finished main job, and its data."""
     try:
         stored = json.loads((run_folder / "metrics.json").read_text())["settings"]
+        structure_of(run_folder, stored)
         args = argparse.Namespace(**{**stored, "out": run_folder})
         digits = data.load()
         training = bayesian(args, digits)
@@ -161,4 +147,4 @@ def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
         state = store.restore(training.start())
     if state is None:
         raise InputError(f"{run_folder} holds no checkpoint; run the main job into it again")
-    return training.network(state.params), digits
+    return training.task.model(state.params), digits

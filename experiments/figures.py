@@ -64,43 +64,6 @@ def show_image(axes: Axes, image: np.ndarray) -> None:
 
 
 @styled
-def rotation(
-    angles: np.ndarray, images: np.ndarray, analytic: Prediction, samples: Prediction, label: int
-) -> Figure:
-    """One digit turned: the images, and each class's probability and logit against the angle."""
-    figure = plt.figure(figsize=(8.4, 6.6))
-    strip, below = figure.subfigures(2, 1, height_ratios=(1, 5.2))
-    shown = np.linspace(0, len(angles) - 1, 13).round().astype(int)
-    for axes, i in zip(strip.subplots(1, len(shown)), shown, strict=True):
-        show_image(axes, images[i])
-        axes.set_title(f"{angles[i]:.0f}°", fontsize=8)
-    strip.suptitle(f"A {label} of the test set, turned", x=0.01, ha="left", fontweight="bold")
-    top, bottom = below.subplots(2, 1, sharex=True)
-    colours = [*plt.get_cmap("tab10").colors]
-    colours[7] = "#1a1a1a"  # the map has grey here, which means "never likely"
-    for digit in range(NUM_CLASSES):
-        likely, mean = analytic.probabilities[:, digit], analytic.logit_mean[:, digit]
-        leads = likely.max() > 0.25
-        line = {"color": colours[digit] if leads else OTHER, "zorder": 3 if leads else 1}
-        top.plot(angles, likely, linewidth=1.8, **line)
-        top.plot(angles, samples.probabilities[:, digit], ":", linewidth=1.2, **line)
-        bottom.plot(angles, mean, linewidth=1.5, **line)
-        if leads:
-            sd, peak = analytic.logit_sd[:, digit], int(likely.argmax())
-            band = {"color": colours[digit], "alpha": 0.18, "linewidth": 0, "zorder": 2}
-            bottom.fill_between(angles, mean - sd, mean + sd, **band)
-            style = {"color": colours[digit], "fontweight": "bold", "ha": "center"}
-            place = {"xytext": (0, 4), "textcoords": "offset points"}
-            top.annotate(f"{digit}", (angles[peak], likely[peak]), **place, **style)
-    top.set(ylabel="probability of the class", ylim=(0, 1.1))
-    top.set_title("solid: analytic, dotted: sampled networks", loc="right", color="0.4")
-    bottom.set(ylabel="logit: mean ± sd", xlabel="angle (degrees)")
-    bottom.set(xlim=(angles[0], angles[-1]), xticks=angles[shown])
-    bottom.set_title("grey: classes that are never likely", loc="right", color="0.4")
-    return figure
-
-
-@styled
 def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]]]) -> Figure:
     """Accuracy, NLL and entropy on the rotated test images against the angle, with standard errors."""
     titles = {"accuracy": "accuracy", "nll": "NLL (nats)", "entropy": "entropy (nats)"}

@@ -11,7 +11,7 @@ from jax import Array
 
 from experiments.programs import needed_bytes
 from experiments.progress import Progress
-from experiments.schedules import clipped_adam
+from experiments.training import clipped_adam
 
 Loss = Callable[[Any, Any, Array, Array], Array]
 Score = Callable[[Any, Any], Array]

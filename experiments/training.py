@@ -1,4 +1,4 @@
-"""The training loop: compiled updates, progress, checkpoints, Ctrl-C, early stopping."""
+"""The training loop: the optimiser, compiled updates, progress, checkpoints, Ctrl-C, early stopping."""
 
 import argparse
 import dataclasses
@@ -25,6 +25,19 @@ Report = dict[str, Array]
 
 VALIDATE_EVERY = 50
 SHOW_EVERY = 10
+RISE = 0.05  # share of the updates in which the learning rate rises
+
+
+def clipped_adam(
+    peak: float, num_steps: int, *, norm: float = 10.0, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """AdamW with clipped gradients and a cosine schedule, which ends at a hundredth of its peak."""
+    rising = max(1, int(RISE * num_steps))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, rising, max(num_steps, rising + 1), 0.01 * peak
+    )
+    adam = optax.adamw(schedule, weight_decay=weight_decay)
+    return optax.chain(optax.clip_by_global_norm(norm), adam)
 
 
 class Best(NamedTuple):

@@ -14,8 +14,7 @@ from sklearn.model_selection import train_test_split
 import moment_jax as mj
 from experiments import data
 from experiments.networks import BELIEF
-from experiments.schedules import clipped_adam
-from experiments.training import Report, Task
+from experiments.training import Report, Task, clipped_adam
 
 PATCH_SIZE, NUM_CODES, NUM_FEATURES, HIDDEN_FEATURES, NUM_BLOCKS, NUM_HEADS = 4, 32, 24, 40, 2, 4
 DENSE_PATCH_SIZE, DENSE_CODES = 2, 16

@@ -1,5 +1,6 @@
 """Part `export`: a predictive function as one file for CPU, CUDA and TPU, for any size of batch."""
 
+import argparse
 import importlib.util
 import tempfile
 from collections.abc import Callable
@@ -34,12 +35,7 @@ assert "moment_jax" not in sys.modules, "the saved function is to run without mo
 """
 
 
-def can_save() -> bool:
-    """Whether there is the package with which JAX writes and reads such files."""
-    return importlib.util.find_spec("flatbuffers") is not None
-
-
-def predictive(structure: str) -> Callable[[Array], Array]:
+def predictive() -> Callable[[Array], Array]:
     """Images (N, height, width) -> class probabilities (N, C) of an untrained network."""
     network = mj.nn.VisionTransformer(
         image_size=IMAGE_SIZE,
@@ -48,19 +44,20 @@ def predictive(structure: str) -> Callable[[Array], Array]:
         num_features=16,
         num_blocks=1,
         rngs=nnx.Rngs(0),
-        structure=mj.STRUCTURES[structure],
     )
     return jax.jit(lambda images: jax.vmap(mj.objectives.class_probabilities)(*network(images)))
 
 
-def run(structure: str, out: Path | None) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Export, save, load in a process that knows no `moment_jax`, and compare with the direct call."""
-    function: Any = predictive(structure)
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise PartError("needs the package flatbuffers; pip install 'moment_jax[experiments]'")
+    function: Any = predictive()
     (count,) = export.symbolic_shape("b")
     images = jax.ShapeDtypeStruct((count, IMAGE_SIZE, IMAGE_SIZE), jnp.float32)
     whole = export.export(function, platforms=PLATFORMS)(images)
     with tempfile.TemporaryDirectory() as folder:
-        file = (Path(folder) if out is None else out) / FILE
+        file = (args.out or Path(folder)) / FILE
         with whole_file(file) as temporary:
             temporary.write_bytes(whole.serialize())
         size = file.stat().st_size
@@ -75,11 +72,10 @@ def run(structure: str, out: Path | None) -> dict[str, Any]:
     if not max(errors.values()) < TOLERANCE:
         raise PartError(f"the loaded function differs from the direct call by {sizes}")
     return {
-        "structure": structure,
         "platforms": list(whole.platforms),
         "bytes": size,
         "differences": errors,
-        "file": None if out is None else str(file),
+        "file": None if args.out is None else str(file),
     }
 
 

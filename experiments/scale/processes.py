@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.command_line import PartError
 
+ROOT = Path(__file__).parents[2]
 # Virtual devices; no times are compared, so compilation may be short.
 VIRTUAL = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
@@ -19,7 +20,7 @@ def fresh(
     try:
         done = subprocess.run(
             [sys.executable, *words],
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
             env={**os.environ, **(environment or {})},
             capture_output=True,
             text=True,

@@ -11,11 +11,10 @@ from jax import Array
 
 import moment_jax as mj
 from experiments.networks import negative_elbo
-from experiments.schedules import clipped_adam
 from experiments.seq2seq.baselines import Forecast, scores, seasonal_naive
 from experiments.seq2seq.data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
 from experiments.seq2seq.forecaster import Forecaster
-from experiments.training import Report, Task
+from experiments.training import Report, Task, clipped_adam
 
 LIKELIHOOD = mj.objectives.HeteroscedasticGaussian()
 LEARNING_RATE = 3e-3

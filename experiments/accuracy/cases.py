@@ -41,8 +41,7 @@ class Case(NamedTuple):
     blocks: list[mj.EncoderBlockParams]  # of an encoder; one of the two is empty
     num_heads: int  # of the blocks
     head: mj.DenseParams | None  # certain dense layer on the mean over tokens, or None
-    inputs: np.ndarray  # (N, T, D), T = 1 for an MLP
-    others: np.ndarray  # inputs without truth, (M, T, D), for `FrozenSeparable`
+    inputs: np.ndarray  # (N, T, D), T = 1 for an MLP; those whose truth is known
     truth: Truth  # of the output, (N, T, O)
     logits: Truth | None  # truth of the head's output, (N, C), or None
 
@@ -141,9 +140,9 @@ class _Reader:
             layers.append(self.dense(f"W{i}", f"Ws{i}", f"b{i}", f"bs{i}", width))
             width = layers[-1].kernel.shape[1]
         truth = self.truth("mc_mean", "mc_std", None, width)
-        rows, others = (part[:, None, :] for part in self.rows(inputs, truth))
+        rows = self.rows(inputs, truth)[:, None, :]
         truth = Truth(*(part[:, None, :] for part in truth))
-        return Case(self.path.stem, layers, [], 0, None, rows, others, truth, None)
+        return Case(self.path.stem, layers, [], 0, None, rows, truth, None)
 
     def encoder(self) -> Case:
         inputs = self.array("X", None, None, None)
@@ -158,22 +157,22 @@ class _Reader:
                 f"{heads} heads do not divide a width of {joined}", "write `heads`, a divisor"
             )
         truth = self.truth("mc_mean", "mc_std", None, tokens, width)
-        rows, others = self.rows(inputs, truth)
+        rows = self.rows(inputs, truth)
         head, logits = None, None
         if "head_W" in self.arrays:
             kernel = self.array("head_W", None, width)
             certain = kernel.T, self.array("head_b", kernel.shape[0])
             head = mj.DenseParams(*(mj.posterior.Point(jnp.asarray(part)) for part in certain))
             logits = self.truth("logit_mean", "logit_std", len(rows), kernel.shape[0])
-        return Case(self.path.stem, [], blocks, heads, head, rows, others, truth, logits)
+        return Case(self.path.stem, [], blocks, heads, head, rows, truth, logits)
 
-    def rows(self, inputs: np.ndarray, truth: Truth) -> tuple[np.ndarray, np.ndarray]:
-        """The first inputs, whose truth is known, and the others."""
+    def rows(self, inputs: np.ndarray, truth: Truth) -> np.ndarray:
+        """The first inputs, whose truth is known."""
         if len(truth.mean) > len(inputs):
             raise self.wrong(
                 f"mc_mean is of {len(truth.mean)} inputs, X holds {len(inputs)}", "write them all"
             )
-        return inputs[: len(truth.mean)], inputs[len(truth.mean) :]
+        return inputs[: len(truth.mean)]
 
     def dense(
         self, mean: str, sd: str, bias: str, bias_sd: str, width: int, out: int | None = None

@@ -1,0 +1,182 @@
+"""Part `kills`: training with Orbax's `CheckpointManager`, which SIGTERM and SIGKILL do not undo.
+
+`python -m experiments.scale.kills FOLDER` is the training: a Bayesian perceptron by the analytic
+ELBO, sharded over all devices. It saves every few updates while it goes on, and at once after SIGTERM,
+on which it leaves with status 75. The same command goes on from the last checkpoint, whatever ended the
+one before, since Orbax names a checkpoint when it is whole. For several processes start each with
+`jax.distributed.initialize` on its own address: nothing else changes.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax import Array
+
+import moment_jax as mj
+from experiments.command_line import PartError
+from experiments.scale.processes import ROOT, VIRTUAL
+
+PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
+STEPS, SAVE_EVERY, KEPT = 200, 10, 2
+ROWS, FEATURES, BATCH = 256, 8, 32
+ADAM = optax.adam(1e-2)
+TERMINATED, KILLED = 60, 120  # updates after which the check sends a signal
+PAUSE = 0.03  # seconds after an update of the check, as if the network were larger
+
+
+def make() -> Any:
+    """The network."""
+    return mj.nn.MLP([FEATURES, 16, 1], rngs=nnx.Rngs(0), structure=mj.Diagonal)
+
+
+GRAPH = nnx.graphdef(nnx.eval_shape(make))
+
+
+def start(key: Array) -> dict[str, Any]:
+    """All that a run needs to go on: parameters, optimiser, and the key of the batches."""
+    params = nnx.state(make())
+    return {"params": params, "optimizer": ADAM.init(params), "key": key}
+
+
+def data() -> tuple[Array, Array]:
+    """Inputs (N, D) and targets (N,)."""
+    x = jax.random.normal(jax.random.key(1), (ROWS, FEATURES))
+    return x, jnp.sin(x[:, 0]) + x[:, 1] * x[:, 2]
+
+
+@partial(jax.jit, donate_argnums=0)
+def update(state: dict[str, Any], step: Array) -> tuple[dict[str, Any], Array]:
+    """One step of Adam; the batch depends on the key and the number of the step alone."""
+    x, y = data()
+    rows = jax.random.randint(jax.random.fold_in(state["key"], step), (BATCH,), 0, ROWS)
+    likelihood = mj.objectives.Gaussian(0.1)
+
+    def loss(params: Any) -> Array:
+        network = nnx.merge(GRAPH, params)
+        given = x[rows][:, None, :]
+        mean, cov = network(given, jax.vmap(lambda one: mj.Diagonal.zeros(one.shape))(given))
+        variance = jax.vmap(lambda one: one.variance())(cov)
+        fit = jax.vmap(partial(mj.objectives.expected_log_likelihood, likelihood))
+        fits = fit(y[rows][:, None], mean[:, 0], variance[:, 0])
+        return -mj.objectives.elbo(fits, network.kl(), dataset_size=ROWS) / ROWS
+
+    value, gradient = jax.value_and_grad(loss)(state["params"])
+    changes, optimizer = ADAM.update(gradient, state["optimizer"])
+    params = optax.apply_updates(state["params"], changes)
+    return {"params": params, "optimizer": optimizer, "key": state["key"]}, value
+
+
+def train(folder: Path, pause: float = 0.0) -> None:
+    """Train from the last checkpoint in a folder, or from the start; SystemExit 75 after SIGTERM."""
+    mesh = mj.parallel.make_mesh(model=1)
+    shapes = jax.eval_shape(start, jax.random.key(0))
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        divides = leaf.ndim == 2 and leaf.shape[0] % mesh.shape["data"] == 0
+        place = jax.NamedSharding(mesh, jax.P("data") if divides else jax.P())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    like = jax.tree.map(placed, shapes)
+    options = ocp.CheckpointManagerOptions(
+        save_interval_steps=SAVE_EVERY, max_to_keep=KEPT, cleanup_tmp_directories=True
+    )
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        last = manager.latest_step()
+        if last is None:
+            places = jax.tree.map(lambda leaf: leaf.sharding, like)
+            state = jax.jit(start, out_shardings=places)(jax.random.key(0))
+        else:
+            state = manager.restore(last, args=ocp.args.StandardRestore(like))
+        print(f"from {last or 0}", flush=True)
+        for step in range((last or 0) + 1, STEPS + 1):
+            state, _ = update(state, jnp.int32(step))
+            print(step, flush=True)
+            time.sleep(pause)
+            # Every few steps, and at once if SIGTERM has come; arrays are copied before this returns.
+            manager.save(step, args=ocp.args.StandardSave(state), force=step == STEPS)
+            if manager.reached_preemption(step):
+                manager.wait_until_finished()
+                print(f"SIGTERM: saved {manager.latest_step()}", flush=True)
+                sys.exit(PREEMPTED)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Train without and with two signals; the final states must be the same bit for bit."""
+    del args
+    with tempfile.TemporaryDirectory() as folder:
+        whole, broken = Path(folder) / "whole", Path(folder) / "broken"
+        said = [
+            _training(whole, 0),
+            _training(broken, PREEMPTED, signal.SIGTERM, TERMINATED),
+            _training(broken, -signal.SIGKILL, signal.SIGKILL, KILLED),
+            _training(broken, 0),
+        ]
+        went_on = [int(lines[0].removeprefix("from ")) for lines in said]
+        saved = int(said[1][-1].split()[-1])
+        first, second = _leaves(whole), _leaves(broken)
+    same = all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    print(
+        f"kills: SIGTERM saved update {saved}, from which the next run went on; after SIGKILL at update "
+        f"{said[2][-1]} the last went on from {went_on[3]}; its final state is "
+        f"{'' if same else 'NOT '}an undisturbed run's bit for bit"
+    )
+    if not same or went_on[:3] != [0, 0, saved] or not went_on[3] >= saved:
+        raise PartError(f"runs went on from {went_on}, SIGTERM saved {saved}, states alike: {same}")
+    return {"saved_on_sigterm": saved, "went_on_from": went_on, "alike": same}
+
+
+def _training(folder: Path, status: int, number: int | None = None, at: int = 0) -> list[str]:
+    """The lines of a training in a fresh process that gets a signal after an update, if any."""
+    command = [sys.executable, "-m", "experiments.scale.kills", str(folder), str(PAUSE)]
+    known = {**os.environ, **VIRTUAL, "JAX_NUM_CPU_DEVICES": "2"}
+    pipe: Any = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, env=known, stdout=pipe, stderr=pipe, text=True)
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.strip())
+        if number is not None and lines[-1] == str(at):
+            process.send_signal(number)
+    said = process.communicate()[1]
+    if process.returncode != status:
+        raise PartError(f"a training ended with {process.returncode}, not {status}: {said[-300:]}")
+    return lines
+
+
+def _leaves(folder: Path) -> list[np.ndarray]:
+    """The arrays of the last checkpoint, on one device."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        jax.eval_shape(start, jax.random.key(0)),
+    )
+    with ocp.CheckpointManager(folder) as manager:
+        state = manager.restore(STEPS, args=ocp.args.StandardRestore(like))
+    state["key"] = jax.random.key_data(state["key"])
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+if __name__ == "__main__":
+    # One process of one: JAX's preemption service then notes SIGTERM, and all processes agree on a step.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    jax.distributed.initialize(
+        address, 1, 0, coordinator_bind_address=address, cluster_detection_method="deactivate"
+    )
+    train(Path(sys.argv[1]), *map(float, sys.argv[2:]))
