@@ -1,4 +1,4 @@
-"""Networks that several experiments share, of images and of texts, and their objective."""
+"""The vision Transformer that several experiments share, and their objective."""
 
 from functools import partial
 from typing import Any
@@ -10,9 +10,7 @@ from jax import Array
 import moment_jax as mj
 from experiments import data
 
-NUM_FEATURES = 64
 NUM_HEADS = 4
-HIDDEN_FEATURES = 128
 BELIEF: dict[str, Any] = {"relative_scale": 0.05, "prior_scale": 0.3}
 """How the beliefs about weights begin: see `mj.nn.Settings`."""
 
@@ -21,39 +19,6 @@ def vision_transformer(seed: int | Array, **settings: Any) -> mj.nn.VisionTransf
     """A Bayesian vision Transformer for digits; `settings` are further arguments of its class."""
     sizes = {"image_size": data.IMAGE_SIZE, "num_classes": data.NUM_CLASSES, "num_heads": NUM_HEADS}
     return mj.nn.VisionTransformer(rngs=nnx.Rngs(seed), **sizes | BELIEF | settings)
-
-
-class PlainTextTransformer(nnx.Module):
-    """The deterministic network of one draw of the weights, of Flax's own layers."""
-
-    def __init__(
-        self, embed: nnx.Embed, positions: Any, encoder: mj.nn.PlainEncoder, head: nnx.Linear
-    ) -> None:
-        self.embed = embed
-        self.positions = positions
-        self.encoder = encoder
-        self.head = head
-
-
-class TextTransformer(mj.nn.Composite):
-    """Embedding, learned positions, pre-norm encoder and linear head: all weights random.
-
-    Subclasses name the `plain_type` of a draw, and say by `__call__` what the head sees.
-    """
-
-    parts = ("embed", "positions", "encoder", "head")
-
-    def __init__(
-        self, num_ids: int, length: int, num_outputs: int, num_blocks: int, *, rngs: nnx.Rngs,
-        **settings: Any,
-    ) -> None:  # fmt: skip
-        self.embed = mj.nn.Embedding(num_ids, NUM_FEATURES, rngs=rngs, **settings)
-        self.positions = mj.nn.LearnedPositions(length, NUM_FEATURES, rngs=rngs, **settings)
-        blocks = {"hidden_features": HIDDEN_FEATURES, "norm_first": True, "activation": "gelu"}
-        self.encoder = mj.nn.Encoder(
-            num_blocks, NUM_FEATURES, NUM_HEADS, rngs=rngs, **settings | blocks
-        )
-        self.head = mj.nn.Dense(NUM_FEATURES, num_outputs, rngs=rngs, **settings)
 
 
 def negative_elbo(

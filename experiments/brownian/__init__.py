@@ -16,7 +16,6 @@ import numpy as np
 from scipy import stats
 
 import moment_jax as mj
-from experiments import report
 from experiments.brownian import figures as draw
 from experiments.brownian.heads import head_curve, head_importance
 from experiments.brownian.model_sphere import model_sphere
@@ -27,7 +26,7 @@ from experiments.command_line import Parser, writable_folder
 from experiments.data import Digits, Images
 from experiments.digits_training import trained
 from experiments.figures import save
-from experiments.outputs import write_json
+from experiments.outputs import aligned, write_json
 
 NUM_COORDINATES = 2
 
@@ -197,7 +196,7 @@ def _print(metrics: dict[str, Any]) -> None:
         numbers = [f"{row[k]:.3f}" for k in ("detailed_balance_gap", "spectral_gap")]
         numbers += [f"{row['mixing_time']:.0f}", f"{row['entropy_rate']:.2f}"]
         table.append([str(row["block"]), row["chain"], *numbers])
-    print(report.aligned(table))
+    print(aligned(table))
     curve = metrics["heads"]["curves"]["ELBO"]
     kept = ", ".join(f"{k}: {a:.3f}" for k, a in zip(curve.kept, curve.accuracy, strict=True))
     print(f"accuracy by heads kept: {kept}")

@@ -25,9 +25,8 @@ from experiments.classify.methods import Answers, Budget, Trainer
 from experiments.classify.networks import Network
 from experiments.command_line import Parser, writable_folder
 from experiments.figures import STYLE, Figure, histograms, plt, save
-from experiments.outputs import write_json
+from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
 from experiments.predictions import CaughtUp
-from experiments.report import aligned, duration, with_error
 
 DRAWN = ("accuracy", "nll", "ece")
 SHIFTED = 250  # images at each angle and of each kind of other images
@@ -35,12 +34,7 @@ SHIFTED = 250  # images at each angle and of each kind of other images
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    parser.choice("--data", [*images.SETS, *images.IN_FOLDERS], "digits", "images")
-    parser.place(
-        "--data-dir",
-        None,
-        "folder of Fashion-MNIST's train-images-idx3-ubyte and train-labels-idx1-ubyte, or of their .gz",
-    )
+    parser.choice("--data", images.SETS, "digits", "images")
     what = "folder for metrics.json and figures (default: runs/classify/NAME of --data)"
     parser.place("--out", None, what)
     parser.seed("first random seed, of the division too")
@@ -59,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     """Train and compare all methods; write the results."""
     start = time.perf_counter()
     seeds = range(args.seed, args.seed + args.seeds)
-    task = images.load(args.data, seeds, args.data_dir)
+    task = images.load(args.data, seeds)
     out = writable_folder(args.out or Path("runs/classify") / args.data, "--out")
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)
     keys = jnp.stack([jax.random.split(jax.random.key(seed), args.members) for seed in seeds])
@@ -163,7 +157,7 @@ def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str
     """Means and standard errors over the seeds, also of the differences from the plain network."""
     pairs = zip(each, plain, strict=True)
     differences = [jax.tree.map(np.subtract, one, base) for one, base in pairs]
-    return {**scores.over_seeds(each), "minus_plain": scores.over_seeds(differences)}
+    return {**over_seeds(each), "minus_plain": over_seeds(differences)}
 
 
 def _rotation(methods: dict[str, dict[float, dict[str, dict[str, float]]]]) -> Figure:
@@ -181,21 +175,35 @@ def _rotation(methods: dict[str, dict[float, dict[str, dict[str, float]]]]) -> F
 
 
 def _print(records: dict[str, Any]) -> None:
-    heads = ["validation NLL", "accuracy", "NLL", "Brier", "ECE"]
-    heads += ["NLL at 45°", "NLL at 60°", "AUROC"]
+    heads = [
+        "validation NLL",
+        "accuracy",
+        "NLL",
+        "Brier",
+        "ECE",
+        "NLL at 45°",
+        "NLL at 60°",
+        "AUROC",
+    ]
+    more = ["ECE's floor", "temperature", "training", "an image", "MiB"]
     tables = {
-        "": [[*heads, "ECE's floor", "temperature", "training", "an image", "MiB"]],
-        "minus plain": [heads],
-        "without temperature": [heads],
-        "the same, minus plain": [heads],
-    }
+        "": [[*heads, *more]], "minus plain": [heads],
+        "without temperature": [heads], "the same, minus plain": [heads],
+    }  # fmt: skip
     for name, record in records.items():
         raw = record["without_temperature"]
-        shown = [record, record["minus_plain"], raw, raw["minus_plain"]]
-        for rows, one in zip(tables.values(), shown, strict=True):
-            rows.append([name, *_cells(one)])
+        for rows, one in zip(
+            tables.values(), (record, record["minus_plain"], raw, raw["minus_plain"]), strict=True
+        ):
+            test, turned = one["test"], one["angle"]
+            found = [
+                one["validation"]["nll"],
+                *(test[k] for k in ("accuracy", "nll", "brier", "ece")),
+            ]
+            found += [turned[45]["nll"], turned[60]["nll"], one["auroc"]]
+            rows.append([name, *map(with_error, found)])
         tables[""][-1] += [
-            with_error(record["calibrated_ece"], ".3f"),
+            with_error(record["calibrated_ece"]),
             f"{record['chosen']['temperature']:.2f}",
             duration(record["seconds_of_training"]),
             duration(record["seconds_per_image"]),
@@ -207,10 +215,3 @@ def _print(records: dict[str, Any]) -> None:
         if record["catch_up"]:
             counts = ", ".join(found.said(CATCH_UP) for found in record["catch_up"])
             print(f"{name}: drawn networks with its NLL on the test images, seed by seed: {counts}")
-
-
-def _cells(record: dict[str, Any]) -> list[str]:
-    test, turned = record["test"], record["angle"]
-    found = [record["validation"]["nll"], test["accuracy"], test["nll"], test["brier"], test["ece"]]
-    found += [turned[45]["nll"], turned[60]["nll"], record["auroc"]]
-    return [with_error(one, ".3f") for one in found]

@@ -1,9 +1,6 @@
 """Images to classify, rotated images, and images outside all classes."""
 
-import gzip
-import zlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -14,11 +11,9 @@ from scipy import ndimage
 from sklearn.datasets import load_digits, load_sample_images
 
 from experiments import data
-from experiments.command_line import InputError
 from experiments.data import Images
 
 ANGLES = (0, 15, 30, 45, 60, 75, 90)
-FASHION = 5000  # the first training images of Fashion-MNIST: as many as mnist5k has
 LETTERS = "ABCEFGHJKLMNPRTUVWXY"  # none that is also a digit's shape
 
 
@@ -32,14 +27,9 @@ class Task(NamedTuple):
     patch_size: int
 
 
-def load(name: str, divisions: Iterable[int], folder: Path | None = None) -> Task:
+def load(name: str, divisions: Iterable[int]) -> Task:
     """The images of a data set, divided with each of these random seeds."""
-    if (name in IN_FOLDERS) != (folder is not None):
-        raise InputError(
-            f"--data-dir names the folder of {', '.join(IN_FOLDERS)}, and of no other set; "
-            f"got --data {name} {'without' if folder is None else 'with'} it"
-        )
-    pixels, labels, patch_size = SETS[name]() if folder is None else IN_FOLDERS[name](folder)
+    pixels, labels, patch_size = SETS[name]()
     each = [data.divided(pixels, labels, pixels.shape[-1], 0.2, seed) for seed in divisions]
     stack: tuple[Images, Images, Images, np.ndarray] = jax.tree.map(
         lambda *leaves: np.stack(leaves), *each
@@ -61,34 +51,6 @@ SETS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray, int]]] = {
     "digits": _digits,
     "mnist5k": _mnist5k,
 }
-
-
-def _fashion(folder: Path) -> tuple[np.ndarray, np.ndarray, int]:
-    pixels = _idx_array(folder, "train-images-idx3-ubyte", 3)
-    labels = _idx_array(folder, "train-labels-idx1-ubyte", 1)
-    if len(pixels) != len(labels):
-        raise InputError(f"{folder} has {len(pixels)} images and {len(labels)} labels of train")
-    return pixels[:FASHION] / 255, labels[:FASHION], 7
-
-
-def _idx_array(folder: Path, name: str, ndim: int) -> np.ndarray:
-    """Two zero bytes, the type (8: unsigned bytes), the number of axes, their lengths, the bytes."""
-    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
-    if path is None:
-        raise InputError(f"{folder} has neither {name} nor {name}.gz")
-    try:
-        content = path.read_bytes()
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read ({error})") from error
-    head = 4 + 4 * ndim
-    shape = np.frombuffer(content[4:head], ">u4")
-    if content[:4] != bytes([0, 0, 8, ndim]) or len(content) - head != np.prod(shape, dtype=int):
-        raise InputError(f"{path} is no whole IDX file of unsigned bytes with {ndim} axes")
-    return np.frombuffer(content, np.uint8, offset=head).reshape(shape)
-
-
-IN_FOLDERS: dict[str, Callable[[Path], tuple[np.ndarray, np.ndarray, int]]] = {"fashion": _fashion}
 
 
 def turned(images: np.ndarray, angle: float, background: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import draws
-from experiments.bayesian_network import BayesianNetwork, Params
+from experiments.classify.networks import BayesianNetwork, Params
 from experiments.programs import needed_bytes
 from experiments.side_by_side import SideBySide
 

@@ -1,7 +1,5 @@
 """Scores of class probabilities, of their calibration, and of how they tell other images."""
 
-from typing import Any
-
 import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
@@ -49,19 +47,3 @@ def best_temperature(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
     found = minimize_scalar(nll, bounds=(-np.log(4), np.log(4)), method="bounded")
     return float(np.exp(found.x))
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and standard error over the seeds; NaN for the error of a single seed."""
-    spread = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
-    return {"mean": float(np.mean(values)), "error": float(spread)}
-
-
-def over_seeds(found: list[Any]) -> Any:
-    """The summary of every figure of records of one shape, dictionaries and lists of figures in turn."""
-    first = found[0]
-    if isinstance(first, dict):
-        return {key: over_seeds([one[key] for one in found]) for key in first}
-    if isinstance(first, list):
-        return [over_seeds(list(values)) for values in zip(*found, strict=True)]
-    return summary(found)

@@ -20,8 +20,7 @@ from experiments.command_line import Parser
 from experiments.discrete import models, scores
 from experiments.discrete.models import Binary, Training
 from experiments.discrete.scores import Scores
-from experiments.outputs import write_json
-from experiments.report import aligned
+from experiments.outputs import aligned, write_json
 from experiments.training import Task, fit_network
 
 BAYESIAN, TRANSFORMER, DENSE = "Bayesian Transformer", "plain Transformer", "dense VAE"

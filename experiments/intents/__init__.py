@@ -23,8 +23,7 @@ from experiments.figures import histograms, save
 from experiments.intents.compared import TextNetwork, logistic_regression, transformers
 from experiments.intents.files import IntentSet, read_set
 from experiments.intents.words import Vocabulary, with_lost_words
-from experiments.outputs import write_json
-from experiments.report import aligned, duration, with_error
+from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
 
 LOST = 0.1  # share of a training text's words that are replaced by random buckets
 COLUMNS = ("accuracy", "nll", "ece", "brier", "oos_auroc", "oos_aupr")
@@ -102,8 +101,8 @@ def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[s
         for known, other in zip(test, outside, strict=True)
     ]
     record = {
-        "validation_nll": scores.over_seeds(validation)["nll"],
-        **scores.over_seeds(found),
+        "validation_nll": over_seeds(validation)["nll"],
+        **over_seeds(found),
         "seconds_of_training": method.seconds / len(test),
         "seconds_per_text": seconds,
         "chosen": ", ".join(f"{key} {value:g}" for key, value in method.chosen.items()),
@@ -119,7 +118,7 @@ def _print(records: dict[str, Any]) -> None:
         ["", "accuracy", "NLL", "ECE", "Brier", "AUROC", "AUPR", "training", "a text", "chosen"]
     ]
     for name, record in records.items():
-        cells = [with_error(record[key], ".3f") for key in COLUMNS]
+        cells = [with_error(record[key]) for key in COLUMNS]
         times = [f"{record['seconds_of_training']:.0f} s", duration(record["seconds_per_text"])]
         rows.append([name, *cells, *times, record["chosen"]])
     print(aligned(rows))

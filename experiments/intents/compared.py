@@ -15,20 +15,24 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
 import moment_jax as mj
-from experiments.bayesian_network import BayesianNetwork
 from experiments.classify.compared import Compared, compared, mc_dropout, nll
 from experiments.classify.methods import Trainer, by_means, by_moments, stacked
+from experiments.classify.networks import BayesianNetwork
 from experiments.intents.files import IntentSet, Part
 from experiments.intents.words import PADDING
-from experiments.networks import PlainTextTransformer, TextTransformer
 
 KL_WEIGHTS = (0.01, 0.03, 0.1)
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression
-RELATIVE_SCALE = 0.05
+NUM_FEATURES, NUM_HEADS, HIDDEN_FEATURES, RELATIVE_SCALE = 64, 4, 128, 0.05
 
 
-class PlainTextClassifier(PlainTextTransformer):
+class PlainTextClassifier(nnx.Module):
     """The deterministic network of one draw of the weights, of Flax's own layers."""
+
+    def __init__(
+        self, embed: nnx.Embed, positions: Any, encoder: mj.nn.PlainEncoder, head: nnx.Linear
+    ) -> None:
+        self.embed, self.positions, self.encoder, self.head = embed, positions, encoder, head
 
     def __call__(self, ids: Array) -> Array:
         """Ids (N, T) -> logits (N, C)."""
@@ -37,13 +41,23 @@ class PlainTextClassifier(PlainTextTransformer):
         return self.head(jnp.mean(x, axis=1, where=valid[:, :, None]))
 
 
-class TextClassifier(TextTransformer):
-    """Embedding and positions -> pre-norm encoder -> mean over the words -> linear head.
+class TextClassifier(mj.nn.Composite):
+    """Embedding and learned positions -> pre-norm encoder -> mean over the words -> linear head.
 
-    All weights are random; padding has no influence. The head sees each text's own feature covariance.
+    All weights are random; padding has no influence.
     """
 
+    parts = ("embed", "positions", "encoder", "head")
     plain_type = PlainTextClassifier
+
+    def __init__(
+        self, num_ids: int, length: int, num_classes: int, *, rngs: nnx.Rngs, **settings: Any
+    ) -> None:
+        self.embed = mj.nn.Embedding(num_ids, NUM_FEATURES, rngs=rngs, **settings)
+        self.positions = mj.nn.LearnedPositions(length, NUM_FEATURES, rngs=rngs, **settings)
+        blocks = {"hidden_features": HIDDEN_FEATURES, "norm_first": True, "activation": "gelu"}
+        self.encoder = mj.nn.Encoder(1, NUM_FEATURES, NUM_HEADS, rngs=rngs, **settings | blocks)
+        self.head = mj.nn.Dense(NUM_FEATURES, num_classes, rngs=rngs, **settings)
 
     def __call__(self, ids: Array) -> tuple[Array, Array]:
         """Ids (N, T) -> mean (N, C) and covariance (N, C, C) of the logits."""
@@ -53,9 +67,9 @@ class TextClassifier(TextTransformer):
 
     def _logits(self, mean: Array, cov: mj.Covariance, valid: Array) -> tuple[Array, Array]:
         pooled, pooled_cov = mj.mean_pool(mean, cov, valid)
-        features = mj.Full(pooled_cov.token_blocks()[:, :, None])
+        features = mj.Full(pooled_cov.token_blocks()[:, :, None])  # one row: all of it is kept
         logits, logit_cov = mj.dense(pooled, features, self.head.params)
-        return logits[0], logit_cov.cov[0, :, 0]
+        return logits[0], logit_cov.token_blocks()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +82,7 @@ class TextNetwork(BayesianNetwork):
 
     def build(self, key: Array) -> TextClassifier:
         """A new module."""
-        sizes = self.num_ids, self.length, self.num_classes, 1
+        sizes = self.num_ids, self.length, self.num_classes
         own: dict[str, Any] = {"structure": mj.STRUCTURES[self.structure], "rngs": nnx.Rngs(key)}
         return TextClassifier(*sizes, relative_scale=RELATIVE_SCALE, **own)
 

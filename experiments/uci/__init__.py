@@ -13,12 +13,10 @@ from typing import Any
 
 import jax
 
-from experiments.classify.scores import summary
 from experiments.command_line import InputError, Parser, named_files, writable_folder
-from experiments.outputs import write_json
-from experiments.report import aligned, with_error
+from experiments.outputs import aligned, summary, with_error, write_json
 from experiments.uci.methods import METHODS
-from experiments.uci.networks import NETWORKS
+from experiments.uci.networks import Perceptron
 from experiments.uci.sets import RegressionSet, held_out, read_set, whole
 from experiments.uci.training import Trained, choose_and_fit
 
@@ -29,8 +27,6 @@ NOISES = {"homoscedastic": 1, "heteroscedastic": 2}
 def add_arguments(parser: Parser) -> None:
     """The options of the regression."""
     parser.sets("folder of .npz sets with x, y, train_idx and test_idx", "all in the folder")
-    what = "the protocol's, or a Transformer with a token a feature"
-    parser.choice("--network", NETWORKS, "perceptron", what)
     parser.choice("--methods", METHODS, None, "methods, compared with the first")
     parser.out("runs/uci", "metrics.json")
     parser.seed()
@@ -57,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict[str, Any]:
     """Every method's scores on every split."""
-    network = NETWORKS[args.network](given.x.shape[1], NOISES[noise])
+    network = Perceptron(given.x.shape[1], NOISES[noise])
     parts, sizes = (held_out(given, args.seed), whole(given)), (args.steps, args.batch_size)
     records: dict[str, Any] = {}
     first: Trained | None = None
@@ -82,6 +78,6 @@ def _print(name: str, record: dict[str, Any]) -> None:
     rows = [[name, "NLL", "RMSE", "NLL above the first, paired"]]
     for noise in NOISES:
         for method, found in record[noise].items():
-            cells = [with_error(found[k], ".3f") for k in ("nll", "rmse", "nll_above_first")]
+            cells = [with_error(found[k]) for k in ("nll", "rmse", "nll_above_first")]
             rows.append([f"{noise}: {method}", *cells])
     print(aligned(rows) + "\n")

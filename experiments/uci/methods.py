@@ -14,7 +14,7 @@ from jax import Array
 import moment_jax as mj
 from experiments import draws
 from experiments.uci import predictive
-from experiments.uci.networks import Network, Params
+from experiments.uci.networks import Params, Perceptron
 from experiments.uci.predictive import Mixture
 
 Setting = dict[str, Array]
@@ -43,7 +43,7 @@ class Method:
     """(module, setting) -> the module whose moments are taken."""
 
     def loss(
-        self, network: Network, params: Params, setting: Setting, key: Array,
+        self, network: Perceptron, params: Params, setting: Setting, key: Array,
         batch: tuple[Array, Array], share: Array, num_rows: Array,
     ) -> Array:  # fmt: skip
         """The loss for each row, on a mini-batch (x, y); each part of it uses its own drawn network."""
@@ -62,7 +62,7 @@ class Method:
         return self.penalty(module, setting, share) / num_rows - fits.mean()
 
     def predict(
-        self, network: Network, params: Params, setting: Setting, key: Array, x: Array, factor: Array
+        self, network: Perceptron, params: Params, setting: Setting, key: Array, x: Array, factor: Array
     ) -> Mixture:  # fmt: skip
         """The prediction for rows x, with this factor on the noise variance."""
         module = network.module(params)

@@ -11,7 +11,7 @@ from jax import Array
 
 from experiments.side_by_side import SideBySide
 from experiments.uci.methods import Method, Setting
-from experiments.uci.networks import Network, Params
+from experiments.uci.networks import Params, Perceptron
 from experiments.uci.sets import Rows, Splits, mean_over_rows
 
 RISE = 0.5  # share of the updates in which the KL's weight rises from 0 to 1
@@ -31,7 +31,7 @@ class Trained(NamedTuple):
 
 
 def choose_and_fit(
-    method: Method, network: Network, validation: Splits, test: Splits, sizes: tuple[int, int],
+    method: Method, network: Perceptron, validation: Splits, test: Splits, sizes: tuple[int, int],
     key: Array, label: str,
 ) -> Trained:  # fmt: skip
     """Train every candidate on a part of each split's training rows, then the best on all of them.
@@ -64,7 +64,7 @@ def choose_and_fit(
 
 
 def _programs(
-    method: Method, network: Network, sizes: tuple[int, int], keys: Array
+    method: Method, network: Perceptron, sizes: tuple[int, int], keys: Array
 ) -> tuple[Callable[..., Params], Callable[..., list[np.ndarray]]]:
     """Training and scores of all splits side by side, compiled once for all settings."""
     num_steps, batch_size = sizes
