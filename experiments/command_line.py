@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import moment_jax as mj
+
 
 class InputError(Exception):
     """A file, folder or option is wrong; the message says how to fix it."""
@@ -43,18 +45,9 @@ class Parser(argparse.ArgumentParser):
         """A whole number."""
         self.option(name, default, what, number(int, least=least), "N")
 
-    def real(
-        self,
-        name: str,
-        default: float | None,
-        what: str,
-        *,
-        least: float | None = None,
-        unit: str = "X",
-    ) -> None:
-        """A number above 0, or of at least `least`."""
-        kind = number(float, above=0) if least is None else number(float, least=least)
-        self.option(name, default, what, kind, unit)
+    def gib(self, name: str, default: float | None, what: str) -> None:
+        """A size above 0, in GiB."""
+        self.option(name, default, what, number(float, above=0), "GIB")
 
     def choice(
         self, name: str, table: Iterable[str], default: str | Sequence[str] | None, what: str
@@ -74,21 +67,13 @@ class Parser(argparse.ArgumentParser):
             help=f"{what}: {', '.join(names)}{shown}",
         )
 
-    def flag(self, name: str, what: str) -> None:
-        """A switch, off where it is not named."""
-        self.add_argument(name, action="store_true", help=what)
-
-    def place(self, name: str, default: str | None, what: str, *, unit: str = "DIR") -> None:
-        """A file or folder."""
-        self.option(name, None if default is None else Path(default), what, path, unit)
-
-    def source(self, name: str, what: str) -> None:
-        """A required input folder."""
-        self.add_argument(name, type=path, required=True, metavar="DIR", help=f"{what} (required)")
+    def place(self, name: str, default: str | None, what: str) -> None:
+        """A folder."""
+        self.option(name, None if default is None else Path(default), what, path, "DIR")
 
     def sets(self, what: str, default: str) -> None:
         """`--data-dir DIR` and `--set NAME ...`, to be found by `named_files`."""
-        self.source("--data-dir", what)
+        self.add_argument("--data-dir", type=path, required=True, metavar="DIR", help=what)
         what = f"which files, by their names without the ending (default: {default})"
         self.add_argument("--set", nargs="+", metavar="NAME", help=what)
 
@@ -100,27 +85,20 @@ class Parser(argparse.ArgumentParser):
         """`--out DIR`."""
         self.place("--out", default, f"folder for {what}")
 
-    def resume(self) -> None:
-        """`--resume`."""
-        self.flag(
-            "--resume",
-            "go on from the last checkpoint in --out, with the same other options; without it, an "
-            "earlier run's checkpoints there are replaced",
-        )
-
-    def training(
-        self, out: str, structures: Iterable[str], structure: str = "Diagonal", *,
-        steps: int, batch_size: int, kl_weight: float,
-    ) -> None:  # fmt: skip
+    def training(self, out: str, *, steps: int, batch_size: int, kl_weight: float) -> None:
         """What all trainings of a Bayesian network on a fixed split have, with its defaults."""
         self.out(out)
-        self.resume()
+        what = (
+            "go on from the last checkpoint in --out, with the same other options; without it, an "
+            "earlier run's checkpoints there are replaced"
+        )
+        self.add_argument("--resume", action="store_true", help=what)
         self.seed("random seed of weights, batches and samples; never of the split")
-        self.choice("--structure", structures, structure, "covariance structure")
+        self.choice("--structure", mj.STRUCTURES, "Separable", "covariance structure")
         self.whole("--steps", steps, "updates of the Bayesian network")
         self.whole("--batch-size", batch_size, "training examples for each update")
         what = "weight of the KL in the end: 1 is Bayes' rule, less a cold posterior"
-        self.real("--kl-weight", kl_weight, what, least=0)
+        self.option("--kl-weight", kl_weight, what, number(float, least=0), "X")
 
     def json(self) -> None:
         """`--json FILE`."""

@@ -40,9 +40,7 @@ Results = dict[str, dict[Any, Prediction]]
 
 def add_arguments(parser: Parser) -> None:
     """The options of the main job."""
-    parser.training(
-        "runs/digits", mj.STRUCTURES, "Separable", steps=150, batch_size=32, kl_weight=0.1
-    )
+    parser.training("runs/digits", steps=150, batch_size=32, kl_weight=0.1)
     parser.whole("--seeds", 3, "how many times all is done, with --seed and those that follow it")
     parser.whole("--plain-steps", 2200, "updates of the plain network")
     parser.whole("--samples", 300, "networks sampled from the posterior to compare with", least=2)

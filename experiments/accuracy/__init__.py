@@ -38,7 +38,7 @@ def add_arguments(parser: Parser) -> None:
     limit = (
         "skip Full where one of its arrays is larger than this, in GiB; it holds several of them"
     )
-    parser.real("--full-limit", 0.5, limit, unit="GIB")
+    parser.gib("--full-limit", 0.5, limit)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -17,10 +17,9 @@ from scipy import stats
 
 import moment_jax as mj
 from experiments.brownian import figures as draw
+from experiments.brownian.chains import antisymmetric_share, model_sphere, split_scores
 from experiments.brownian.heads import head_curve, head_importance
-from experiments.brownian.model_sphere import model_sphere
 from experiments.brownian.motion import token_motion
-from experiments.brownian.reversibility import antisymmetric_share, split_scores
 from experiments.brownian.stream import residual_stream
 from experiments.command_line import Parser, writable_folder
 from experiments.data import Digits, Images
@@ -38,7 +37,6 @@ def add_arguments(parser: Parser) -> None:
     what = "test images for the statistics of the steps, the map and the curve"
     parser.whole("--images", 300, what, least=20)
     parser.whole("--head-images", 300, "training images for the importance of the heads", least=2)
-    parser.whole("--samples", 400, "networks drawn to judge the predicted stream by", least=2)
     parser.seed()
 
 
@@ -147,9 +145,9 @@ def _motion(
     args: argparse.Namespace, out: Path, network: mj.nn.VisionTransformer, images: jax.Array,
     stream: jax.Array,
 ) -> dict[str, Any]:  # fmt: skip
-    """Statistics of the steps, predicted moments, and the verdict."""
+    """Statistics of the steps, and the verdict."""
     key = jax.random.key(args.seed)
-    motion = token_motion(network, images, key=key, num_samples=args.samples)
+    motion = token_motion(network, images, key=key)
     steps = np.diff(np.asarray(stream), axis=0)
     spread = np.maximum(steps.std(axis=1, keepdims=True), 1e-12)
     standard = (steps - steps.mean(axis=1, keepdims=True)) / spread
@@ -161,7 +159,6 @@ def _motion(
         "sentence": motion.sentence,
         "blocks": motion.blocks,
         "growth": motion.growth,
-        "predicted_agreement": motion.agreement,
     }
 
 
@@ -169,7 +166,7 @@ def _heads(
     args: argparse.Namespace, out: Path, network: mj.nn.VisionTransformer, digits: Digits,
     test: Images, rng: np.random.Generator,
 ) -> dict[str, Any]:  # fmt: skip
-    """Importance of the heads on training images, and the curves on test images."""
+    """Importance of the heads on training images, and the curve on test images."""
     size = len(digits.train.labels)
     part = digits.train.part(rng.permutation(size)[: args.head_images])
     given = jnp.asarray(part.images), jnp.asarray(part.labels)
@@ -177,16 +174,10 @@ def _heads(
     importance = head_importance(
         network, *given, dataset_size=size, kl_weight=settings["kl_weight"]
     )
-    orders = {
-        "ELBO": [-change for change in importance.elbo_change],
-        "signal-to-noise": importance.signal,
-    }
-    curves = {
-        name: head_curve(network, jnp.asarray(test.images), test.labels, worth)
-        for name, worth in orders.items()
-    }
-    save(draw.heads(importance, curves), out / "heads.png")
-    return {"importance": importance, "curves": curves}
+    worth = [-change for change in importance.elbo_change]
+    curve = head_curve(network, jnp.asarray(test.images), test.labels, worth)
+    save(draw.heads(importance, curve), out / "heads.png")
+    return {"importance": importance, "curve": curve}
 
 
 def _print(metrics: dict[str, Any]) -> None:
@@ -197,6 +188,6 @@ def _print(metrics: dict[str, Any]) -> None:
         numbers += [f"{row['mixing_time']:.0f}", f"{row['entropy_rate']:.2f}"]
         table.append([str(row["block"]), row["chain"], *numbers])
     print(aligned(table))
-    curve = metrics["heads"]["curves"]["ELBO"]
+    curve = metrics["heads"]["curve"]
     kept = ", ".join(f"{k}: {a:.3f}" for k, a in zip(curve.kept, curve.accuracy, strict=True))
     print(f"accuracy by heads kept: {kept}")

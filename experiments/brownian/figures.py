@@ -97,21 +97,17 @@ def increments(quantiles: np.ndarray, found: list[np.ndarray], motion: TokenMoti
 
 
 @styled
-def heads(importance: HeadImportance, curves: dict[str, HeadCurve]) -> Figure:
+def heads(importance: HeadImportance, curve: HeadCurve) -> Figure:
     """Importance of each head, and accuracy as heads are removed."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.0))
-    names = [f"{i + 1}.{h + 1}" for i, w in enumerate(importance.signal) for h in range(len(w))]
-    change = np.concatenate(importance.elbo_change)
-    left.bar(names, change, color=BAYES, yerr=np.concatenate(importance.fit_error), ecolor="0.3")
+    changes = importance.elbo_change
+    names = [f"{i + 1}.{h + 1}" for i, own in enumerate(changes) for h in range(len(own))]
+    errors = np.concatenate(importance.fit_error)
+    left.bar(names, np.concatenate(changes), color=BAYES, yerr=errors, ecolor="0.3")
     left.axhline(0, color="0.4", linewidth=0.8)
     left.set(xlabel="block.head", ylabel="change of the ELBO without it (nats)")
-    for i, ratio in enumerate(np.concatenate(importance.signal)):
-        left.annotate(f"{ratio:.1f}", (i, max(change[i], 0)), (0, 3), fontsize=7,
-                      textcoords="offset points", ha="center", color="0.4")  # fmt: skip
-    left.set_title("Worth of each head (grey: signal-to-noise)")
-    for (name, curve), colour in zip(curves.items(), (BAYES, PLAIN), strict=False):
-        right.plot(curve.kept, curve.accuracy, "o-", color=colour, label=f"removed by {name}")
-    right.legend(loc="lower right")
+    left.set_title("Worth of each head")
+    right.plot(curve.kept, curve.accuracy, "o-", color=BAYES)
     right.set(xlabel="heads kept", ylabel="accuracy on test images", xticks=curve.kept)
-    right.set_title("Accuracy against heads kept")
+    right.set_title("Accuracy against heads kept, by the ELBO")
     return figure

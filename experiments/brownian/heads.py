@@ -1,4 +1,4 @@
-"""Importance of heads: signal-to-noise under the posterior, and change of the ELBO without each."""
+"""Heads masked, and their importance: the change of the ELBO without each."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,55 +11,38 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
-from experiments.brownian.pruning import entries_of, marginal, mask_heads, parts_of_heads
 from experiments.brownian.stream import blocks_of, enter
 
 
-def head_signal(module: Any, inputs: Array) -> list[np.ndarray]:
-    """Signal-to-noise ratio of every head's share of the attention output: (H,) for each block.
+def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
+    """Beliefs about attention with the queries, keys and values of heads outside `kept` set to zero.
 
-    sum of mean^2 over sum of variance, over inputs, tokens and features, of what the head alone adds to
-    the residual stream (through the output kernel, without its bias). The variance is that of the
-    weights, and of the tokens that come in; both from one moment pass in the structure of the module, an
-    `Encoder` or `VisionTransformer`. A head below one adds more noise than signal; +inf where nothing is
-    random.
+    A head enters the output through its values alone; queries and keys are taken out with them, because
+    some structures keep one token correlation for the queries of all heads. So the moments are those of
+    the module without the head. `kept` may be traced: one compiled pass serves all masks.
+
+    Args:
+      params: `Factorized` beliefs about attention, heads outermost in its kernels (D, H K).
+      kept: (H,) booleans, or zeros and ones.
     """
-    blocks_of(module)  # or its error
-    rows = _all_signals(*nnx.split(module), jnp.asarray(inputs))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = [np.asarray(s.sum(axis=0)) / np.asarray(n.sum(axis=0)) for s, n in rows]
-    return [np.nan_to_num(ratio, nan=0.0, posinf=np.inf) for ratio in ratios]
+    kept = jnp.asarray(kept)
+    width = params.value.kernel.shape[1]
+    if kept.ndim != 1 or not kept.size or width % kept.size:
+        raise ValueError(
+            f"`mask_heads` needs one number for each head, H a divisor of {width}. Got "
+            f"{tuple(kept.shape)}."
+        )
 
+    def scaled(belief: Any) -> mj.posterior.Factorized:
+        factor = jnp.repeat(kept.astype(belief.mean.dtype), width // kept.size)
+        factor = factor.reshape(*(1,) * (belief.mean.ndim - 1), -1)
+        return mj.posterior.Factorized(belief.mean * factor, belief.variance * factor**2)
 
-@partial(jax.jit, static_argnums=0)
-def _all_signals(graph: Any, state: Any, inputs: Array) -> list[tuple[Array, Array]]:
-    """Sums of squared means and of variances of every head's output, (N, H) each, for each block."""
-    module = nnx.merge(graph, state)
-
-    def one(x: Array) -> list[tuple[Array, Array]]:
-        mean, cov = enter(module, x)
-        rows = []
-        for block in blocks_of(module).blocks:
-            params: mj.EncoderBlockParams = block.params
-            seen = mean, cov
-            if block.norm_first:
-                seen = mj.layer_norm(mean, cov, params.norm1, epsilon=block.epsilon)
-            own = params.attention
-            output = mj.DenseParams(own.output.kernel, None)
-            own = mj.AttentionParams(own.query, own.key, own.value, output)
-            alone = jax.vmap(partial(_alone, *seen, own, block.num_heads))
-            rows.append(alone(jnp.eye(block.num_heads, dtype=mean.dtype)))
-            mean, cov = block.moments(mean, cov, params, None)
-        return rows
-
-    return jax.lax.map(one, inputs)
-
-
-def _alone(
-    mean: Array, cov: mj.Covariance, params: mj.AttentionParams, num_heads: int, kept: Array
-) -> tuple[Array, Array]:
-    added, spread = mj.attention(mean, cov, mask_heads(params, kept), num_heads=num_heads)
-    return jnp.sum(added**2), jnp.sum(spread.variance())
+    masked = [
+        mj.DenseParams(scaled(dense.kernel), None if dense.bias is None else scaled(dense.bias))
+        for dense in (params.query, params.key, params.value)
+    ]
+    return mj.AttentionParams(*masked, params.output)
 
 
 def head_predictions(module: Any, inputs: Array, masks: np.ndarray) -> tuple[Array, Array]:
@@ -99,7 +82,7 @@ def _masked_logits(graph: Any, state: Any, inputs: Array, masks: Array) -> tuple
         def logits(x: Array) -> tuple[Array, Array]:
             mean, cov = module.encoder.moments(*enter(module, x), (masked, final_norm), None)
             mean, cov = module.stages[-1].moments(mean, cov)
-            return mean[0], cov.cov[0, :, 0]
+            return mean[0], cov.token_blocks()[0]
 
         return jax.lax.map(logits, inputs, batch_size=50)
 
@@ -109,7 +92,6 @@ def _masked_logits(graph: Any, state: Any, inputs: Array, masks: Array) -> tuple
 class HeadImportance(NamedTuple):
     """Importance of each head: (H,) for each block; changes in nats over the data set."""
 
-    signal: list[np.ndarray]  # `head_signal`
     fit_change: list[np.ndarray]  # of the ELBO's data term without this head: negative if it helps
     fit_error: list[np.ndarray]  # its standard error; 0 if the inputs given are the data set
     kl_saved: list[np.ndarray]  # what the KL becomes smaller by when its weights are removed
@@ -149,7 +131,6 @@ def head_importance(
     saved = [_kl_of_heads(block.attention, h) for block, h in zip(blocks, heads, strict=True)]
     changes = np.split(change.mean(axis=1), ends)
     return HeadImportance(
-        head_signal(module, inputs),
         changes,
         np.split(error, ends),
         saved,
@@ -157,20 +138,17 @@ def head_importance(
     )
 
 
-@jax.jit
-def _kl(belief: Any, prior: Any) -> Array:
-    return jnp.asarray(belief.kl(prior))
-
-
 def _kl_of_heads(layer: Any, num_heads: int) -> np.ndarray:
-    """By how much the KL falls without each head: the whole less that of the remaining marginal."""
+    """By how much the KL falls without each head: that of its own entries, for they are independent."""
     saved = np.zeros(num_heads)
-    for belief, axis in parts_of_heads(layer):
+    beliefs = [(layer.out.kernel, 0)]
+    for dense in (layer.query, layer.key, layer.value):
+        beliefs += [(belief, -1) for belief in (dense.kernel, dense.bias) if belief is not None]
+    for belief, axis in beliefs:
         whole, prior = belief.posterior, belief.prior
-        for head in range(num_heads):
-            kept = entries_of(np.arange(num_heads) != head, belief.mean.shape[axis])
-            rest = _kl(marginal(whole, kept, axis), prior) if len(kept) else 0.0
-            saved[head] += float(_kl(whole, prior)) - float(rest)
+        mean, variance = (jnp.split(part, num_heads, axis) for part in (whole.mean, whole.variance))
+        for head, own in enumerate(zip(mean, variance, strict=True)):
+            saved[head] += float(mj.posterior.Factorized(*own).kl(prior))
     return saved
 
 
@@ -190,7 +168,7 @@ def head_curve(module: Any, inputs: Array, labels: Any, worth: Sequence[np.ndarr
       module: a `VisionTransformer` of `mj.nn`.
       inputs: (N, ...), images that the worth was not computed from.
       labels: (N,) class indices.
-      worth: for each block (H,), such as `-importance.elbo_change` or `importance.signal`.
+      worth: for each block (H,), such as `-importance.elbo_change`.
     """
     pairs = [(i, h) for i, own in enumerate(worth) for h in range(len(own))]
     removed = np.argsort(np.concatenate(worth), kind="stable")

@@ -10,15 +10,21 @@ from jax import Array
 from scipy import stats
 
 import moment_jax as mj
-from experiments.brownian import stream as streams
-from experiments.brownian.dependence import Dependence, independence_test
 from experiments.brownian.growth import VarianceGrowth, variance_growth
+from experiments.brownian.stream import residual_stream
 
 FEWEST = 20
 """Minimum number of inputs for the approximations of the normality test."""
 
 LEVEL = 0.01
 """Level of all tests of a report together; each has its share of it (Bonferroni)."""
+
+
+class Dependence(NamedTuple):
+    """A bias-corrected distance correlation and its permutation p value, scalars."""
+
+    correlation: Array  # about 0 if independent, 1 if one is the other turned and rescaled
+    p_value: Array  # at least 1 / (permutations + 1)
 
 
 class BlockMotion(NamedTuple):
@@ -45,8 +51,6 @@ class TokenMotion(NamedTuple):
 
     blocks: list[BlockMotion]
     growth: VarianceGrowth
-    predicted: streams.StreamMoments | None  # by propagation, of a Bayesian module
-    agreement: list[mj.reference.Agreement] | None  # theirs with samples, before and after blocks
     failures: list[str]  # what speaks against the Brownian claim, sentences
 
     @property
@@ -65,14 +69,7 @@ class TokenMotion(NamedTuple):
         return f"The updates of the tokens are not Brownian: {'; '.join(self.failures)}."
 
 
-def token_motion(
-    module: Any,
-    inputs: Array,
-    *,
-    key: Array | None = None,
-    num_samples: int = 0,
-    permutations: int = 999,
-) -> TokenMotion:
+def token_motion(module: Any, inputs: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
     """Test the claim that tokens do a Brownian motion through the blocks of a Transformer.
 
     The inputs are the independent draws: at each position of the sequence, a token's path over the
@@ -84,32 +81,10 @@ def token_motion(
       module: any callable with `blocks` (see `residual_stream`). Not for use inside compiled code.
       inputs: a batch of N >= 20 independent inputs; some hundreds make for sharp tests, whose cost grows
         as N^2.
-      key: of permutations and samples; None for key 0.
-      num_samples: networks to draw to judge a Bayesian module's predicted moments by; 0 for none.
+      key: of the permutations.
       permutations: of each independence test; too few can refute nothing, see `motion_report`.
     """
-    key = jax.random.key(0) if key is None else key
-    report = motion_report(
-        streams.residual_stream(module, inputs), key=key, permutations=permutations
-    )
-    if not hasattr(module, "mean_network"):
-        return report
-    predicted = streams.predicted_stream(module, inputs)
-    if not num_samples:
-        return report._replace(predicted=predicted)
-    truth = streams.sampled_stream(module, inputs, jax.random.fold_in(key, 1), num_samples)
-    agreement = [_agreement(*point) for point in zip(*predicted, *truth, strict=True)]
-    return report._replace(predicted=predicted, agreement=agreement)
-
-
-def _agreement(
-    mean: Array, variance: Array, true_mean: Array, true_variance: Array
-) -> mj.reference.Agreement:
-    random = np.asarray(true_variance) > 0
-    if not random.any():  # a stream that enters certain agrees with itself
-        return mj.reference.Agreement(0, 1, 0, 0)
-    parts = (mean, jnp.sqrt(variance), true_mean, jnp.sqrt(true_variance))
-    return mj.reference.Agreement.of(*(np.asarray(part)[random] for part in parts))
+    return motion_report(residual_stream(module, inputs), key=key, permutations=permutations)
 
 
 def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
@@ -136,7 +111,7 @@ def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> Toke
         previous, own_key = steps[i - 1] if i else None, jax.random.fold_in(key, i)
         blocks.append(_block_motion(stream[i], steps[i], previous, own_key, permutations))
     growth = variance_growth(stream)
-    return TokenMotion(blocks, growth, None, None, _failures(blocks, growth, share))
+    return TokenMotion(blocks, growth, _failures(blocks, growth, share))
 
 
 def _block_motion(
@@ -224,3 +199,42 @@ def _failures(blocks: list[BlockMotion], growth: VarianceGrowth, share: float) -
                 f"(± {growth.exponent_error:.3f}), not as depth"
             )
     return failures
+
+
+@partial(jax.jit, static_argnames=("permutations",))
+def independence_test(x: Array, y: Array, key: Array, *, permutations: int = 199) -> Dependence:
+    """Test whether the rows of x (N, T, D) and y (N, T, E) are independent; detects any dependence.
+
+    Vector t of x is compared with vector t of y, and all T together permuted, so that what ties the
+    vectors of a row to each other does no harm.
+
+    Source: Szekely and Rizzo, Partial distance correlation with methods for dissimilarities (2014).
+    """
+    if x.ndim != 3 or x.shape[:2] != y.shape[:2] or y.ndim != 3 or x.shape[0] < 4:
+        raise ValueError(
+            "`independence_test` needs x (N, T, D) and y (N, T, E) with N >= 4. Got "
+            f"{tuple(x.shape)} and {tuple(y.shape)}."
+        )
+    of_x, of_y = (jax.lax.map(_centred, jnp.swapaxes(part, 0, 1)) for part in (x, y))
+    scale = jnp.sqrt(jnp.sum(of_x**2) * jnp.sum(of_y**2))
+
+    def product(order: Array) -> Array:
+        return jnp.sum(of_x * of_y[:, order][:, :, order])
+
+    observed = product(jnp.arange(x.shape[0]))
+    shuffled = jax.lax.map(
+        lambda k: product(jax.random.permutation(k, x.shape[0])),
+        jax.random.split(key, permutations),
+    )
+    rank = 1 + jnp.sum(shuffled >= observed)
+    return Dependence(observed / jnp.where(scale > 0, scale, 1), rank / (permutations + 1))
+
+
+def _centred(points: Array) -> Array:
+    """U-centred distances of points (N, D): rows and columns sum to zero, so does the diagonal."""
+    n = points.shape[0]
+    outside = ~jnp.eye(n, dtype=bool)
+    distances = jnp.where(outside, jnp.sqrt(mj.brownian.squared_distances(points, points)), 0)
+    row = jnp.sum(distances, axis=1) / (n - 2)
+    total = jnp.sum(distances) / ((n - 1) * (n - 2))
+    return jnp.where(outside, distances - row[:, None] - row[None, :] + total, 0)

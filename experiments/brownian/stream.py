@@ -1,9 +1,8 @@
-"""The residual stream of a model: recorded, predicted by propagation, and sampled."""
+"""The residual stream of a model, recorded."""
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -75,49 +74,9 @@ def _recording(network: Any, stream: list[Array]) -> Any:
     return outer
 
 
-class StreamMoments(NamedTuple):
-    """Of the residual stream, (L + 1, N, T, D) each, from the weights' randomness."""
-
-    mean: Array
-    variance: Array
-
-
-def predicted_stream(module: Any, inputs: Array) -> StreamMoments:
-    """Moments of an `Encoder`'s or a `VisionTransformer`'s residual stream, for certain inputs."""
-    owner = blocks_of(module)
-    if not all(hasattr(block, "moments") for block in owner.blocks):
-        raise TypeError(
-            "`predicted_stream` needs a Bayesian module of mj.nn, whose blocks propagate moments. Got "
-            f"{type(module).__name__}."
-        )
-
-    def one(x: Array) -> StreamMoments:
-        points = [enter(module, x)]
-        for block in owner.blocks:
-            points.append(block.moments(*points[-1], block.params, None))
-        means, covs = zip(*points, strict=True)
-        return StreamMoments(jnp.stack(means), jnp.stack([cov.variance() for cov in covs]))
-
-    per_input = jax.jit(lambda batch: jax.lax.map(one, batch))(inputs)
-    return jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), per_input)
-
-
 def enter(module: Any, x: Array) -> tuple[Array, mj.Covariance]:
     """Moments of the tokens that enter the first block, for one certain input."""
     mean = module.sequence(x)
     cov = module.settings.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
     # What has an encoder has an embedding before it: its first stage.
     return (mean, cov) if blocks_of(module) is module else module.stages[0].moments(mean, cov)
-
-
-def sampled_stream(module: Any, inputs: Array, key: Array, num_samples: int) -> StreamMoments:
-    """Moments of the residual stream over sampled networks, one at a time."""
-
-    def run(inputs: Array) -> StreamMoments:
-        def stream(arrays: Any) -> Array:
-            return residual_stream(module.network(arrays), inputs)
-
-        found = mj.monte_carlo(stream, module.params, key, num_samples, batch_size=1)
-        return StreamMoments(found.mean, found.variance)
-
-    return jax.jit(run)(inputs)

@@ -19,14 +19,13 @@ import numpy as np
 
 from experiments import predictions
 from experiments.classify import images, scores
-from experiments.classify.compared import CATCH_UP, Answer, Compared, train_all
+from experiments.classify.compared import Answer, Compared, train_all
 from experiments.classify.images import Task
 from experiments.classify.methods import Answers, Budget, Trainer
 from experiments.classify.networks import Network
 from experiments.command_line import Parser, writable_folder
 from experiments.figures import STYLE, Figure, histograms, plt, save
 from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
-from experiments.predictions import CaughtUp
 
 DRAWN = ("accuracy", "nll", "ece")
 SHIFTED = 250  # images at each angle and of each kind of other images
@@ -72,7 +71,6 @@ def run(args: argparse.Namespace) -> None:
             "seconds_of_training": method.seconds / args.seeds,
             "bytes_of_training": method.bytes,
             "chosen": {**method.chosen, "temperature": temperature},
-            "catch_up": _catch_up(method, task, raw["test"], seconds),
         }
     records = {
         name: {
@@ -121,16 +119,6 @@ def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
     start = time.perf_counter()
     predicted = predict(given)
     return predicted, (time.perf_counter() - start) / (given.shape[0] * given.shape[1])
-
-
-def _catch_up(method: Compared, task: Task, analytic: np.ndarray, seconds: float) -> list[CaughtUp]:
-    """For each seed, how many networks drawn from the same beliefs are as good on the test images."""
-    if method.each is None:
-        return []
-    each, of_all = _timed(method.each, task.test.images)
-    of_one = of_all / each.shape[2] / seconds
-    parts = zip(each.swapaxes(1, 2), task.test.labels, analytic, strict=True)
-    return [predictions.catch_up(*part, of_one) for part in parts]
 
 
 def _scored(predicted: dict[str, Any], task: Task) -> list[dict[str, Any]]:
@@ -211,7 +199,3 @@ def _print(records: dict[str, Any]) -> None:
         ]
     for title, rows in tables.items():
         print(aligned([[title, *rows[0]], *rows[1:]]), end="\n\n")
-    for name, record in records.items():
-        if record["catch_up"]:
-            counts = ", ".join(found.said(CATCH_UP) for found in record["catch_up"])
-            print(f"{name}: drawn networks with its NLL on the test images, seed by seed: {counts}")

@@ -26,7 +26,6 @@ RATES = (0.01, 0.03, 0.1)  # of MC dropout
 KL_WEIGHT = 0.03
 SPREAD = 0.1  # of a weight, over its magnitude
 BAYESIAN_MEMBERS = 3
-CATCH_UP = 300  # drawn networks among which those are sought that are as good as one analytic pass
 
 
 class Compared(NamedTuple):
@@ -36,7 +35,6 @@ class Compared(NamedTuple):
     seconds: float  # of training, all seeds
     chosen: dict[str, Any]  # on validation data
     bytes: int = 0  # that an update of its training needs; 0 where that was not measured
-    each: Answer | None = None  # those (L, N, S, C) of networks drawn from the same beliefs
 
 
 def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> dict[str, Compared]:
@@ -64,19 +62,12 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     by_samples = methods.by_draws(network, draws.weights, samples)
     result["ELBO, drawn"] = compared(by_samples, learned, first.keys)
     moments = methods.by_moments(network)
-    each = methods.by_each_draw(network, draws.weights, CATCH_UP)
-
-    def analytic(trained: Trained) -> Compared:
-        """By moments, with networks drawn from the same beliefs to compare with; compiled once."""
-        drawn = Answers.of(each, trained.params, first.keys)
-        return compared(moments, trained, first.keys)._replace(each=drawn)
-
-    result["ELBO, analytic"] = analytic(learned)
+    result["ELBO, analytic"] = compared(moments, learned, first.keys)
     count = min(BAYESIAN_MEMBERS, count)
     noise = partial(draws.relative, spread=SPREAD)
     every = trainer.first(count * seeds).noisy(noise, "Bayesian networks", groups=1)
     every = every._replace(params=methods.relative(every.params, SPREAD))
-    result["Bayesian, analytic"] = analytic(every.first(seeds))
+    result["Bayesian, analytic"] = compared(moments, every.first(seeds), first.keys)
     average = methods.by_average_moments(network)
     result[f"{count} Bayesian, analytic"] = compared(average, every.members(seeds), first.keys)
     return result

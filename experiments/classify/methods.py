@@ -212,23 +212,15 @@ def by_average_moments(network: BayesianNetwork) -> Predict:
     )
 
 
-def by_each_draw(
-    network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int
-) -> Predict:
-    """The softmax of each of `count` drawn networks, (N, count, C)."""
+def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
+    """The average softmax of `count` drawn networks."""
 
     def predict(params: Params, key: Array, inputs: Array) -> Array:
         draw = kind(network.module(params).params)
         logits = network.many_logits(draw, params, key, inputs, count)
-        return jax.nn.softmax(logits).swapaxes(0, 1)
+        return jax.nn.softmax(logits).mean(axis=0)
 
     return predict
-
-
-def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
-    """The average softmax of `count` drawn networks."""
-    each = by_each_draw(network, kind, count)
-    return lambda params, key, inputs: each(params, key, inputs).mean(axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

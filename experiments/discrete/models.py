@@ -1,7 +1,6 @@
 """Binary digits, the autoencoders of them that are compared, and how each is trained."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,6 @@ from experiments.networks import BELIEF
 from experiments.training import Report, Task, clipped_adam
 
 PATCH_SIZE, NUM_CODES, NUM_FEATURES, HIDDEN_FEATURES, NUM_BLOCKS, NUM_HEADS = 4, 32, 24, 40, 2, 4
-DENSE_PATCH_SIZE, DENSE_CODES = 2, 16
 LEARNING_RATE = 3e-3  # of the Bayesian network
 KL_WARM_UP = 0.4  # share of the updates in which the weight of the codes' KL rises to 1
 VALIDATION_DRAWS = 4
@@ -33,7 +31,6 @@ class Training(NamedTuple):
 
 
 TRANSFORMER = Training(1e-2, 5e-2, 0.7, 0.4)
-DENSE = Training(2e-2, 1e-2, 1.0, 0.3)
 
 
 class Binary(NamedTuple):
@@ -54,22 +51,6 @@ def load() -> Binary:
     return Binary(train, validation, test)
 
 
-class DenseTokens(nnx.Module):
-    """Dense layers from all tokens at once to all tokens at once, with gelu between them."""
-
-    def __init__(self, widths: list[int], num_tokens: int, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List(nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(widths))
-        self.num_tokens = num_tokens
-
-    def __call__(self, x: Array) -> Array:
-        """(..., T, in) -> (..., T, out)."""
-        batch = x.shape[:-2]
-        x = x.reshape(*batch, -1)
-        for layer in self.layers[:-1]:
-            x = jax.nn.gelu(layer(x))
-        return self.layers[-1](x).reshape(*batch, self.num_tokens, -1)
-
-
 def bayesian_autoencoder(structure: str, seed: int) -> mj.nn.DiscreteAutoencoder:
     """A Bayesian Transformer autoencoder, its prior scales learned."""
     return mj.nn.DiscreteAutoencoder(
@@ -87,41 +68,6 @@ def bayesian_autoencoder(structure: str, seed: int) -> mj.nn.DiscreteAutoencoder
         structure=mj.STRUCTURES[structure],
         learn_prior=True,
         **BELIEF,
-    )
-
-
-def dense_autoencoder(num_weights: int, seed: int) -> mj.nn.PlainDiscreteAutoencoder:
-    """A categorical VAE of dense layers with `num_weights` weights, as nearly as possible.
-
-    Encoder: pixels, two hidden layers, logits of all codes, one for each patch; the decoder is its
-    mirror.
-    """
-    pixels, tokens = data.IMAGE_SIZE**2, (data.IMAGE_SIZE // DENSE_PATCH_SIZE) ** 2
-    codes = tokens * DENSE_CODES
-
-    def widths(hidden: tuple[Any, Any]) -> tuple[list[Any], list[Any]]:
-        return [pixels, *hidden, codes], [codes, *hidden[::-1], pixels]
-
-    def size(*hidden: Any) -> Any:
-        return sum((a + 1) * b for half in widths(hidden) for a, b in pairwise(half))
-
-    # With each first width the second one that comes nearest; the count is linear in it.
-    first = np.arange(1, num_weights // pixels + 2)
-    none, one = size(first, 0), size(first, 1)
-    second = np.maximum(1, np.rint((num_weights - none) / (one - none)).astype(int))
-    # Within half a per cent no count is better than another, but equal widths are.
-    error = np.maximum(np.abs(size(first, second) - num_weights), 0.005 * num_weights)
-    best = np.lexsort((np.abs(first - second), error))[0]
-    hidden = int(first[best]), int(second[best])
-    rngs = nnx.Rngs(seed)
-    encoder, decoder = (DenseTokens(half, tokens, rngs) for half in widths(hidden))
-    return mj.nn.PlainDiscreteAutoencoder(
-        encoder,
-        decoder,
-        patches=mj.nn.Patches(DENSE_PATCH_SIZE),
-        image_size=data.IMAGE_SIZE,
-        num_codes=DENSE_CODES,
-        likelihood=mj.objectives.Bernoulli(),
     )
 
 

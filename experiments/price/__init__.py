@@ -53,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
     )  # fmt: skip
     parser.whole("--repeats", 10, "timed runs of each function, in turn; slow ones have fewer")
     memory = "do not run what needs more, in GiB (default: an accelerator's memory, else 4)"
-    parser.real("--memory-limit", None, memory, unit="GIB")
+    parser.gib("--memory-limit", None, memory)
     parser.json()
 
 

@@ -36,15 +36,12 @@ NETWORK = "Bayesian Transformer"
 NUM_SHOWN = 5
 HORIZON = np.arange(1, DAY + 1)
 SAVE_EVERY = 250  # updates
-NUM_SAMPLED = 60  # test windows that the analytic moments are judged on by sampling
 
 
 def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
     # The windows overlap: a KL weight of 24 would count each hour once.
-    parser.training("runs/seq2seq", mj.STRUCTURES, steps=600, batch_size=32, kl_weight=4.0)
-    what = "networks sampled from the posterior to judge the analytic moments by"
-    parser.whole("--samples", 200, what, least=2)
+    parser.training("runs/seq2seq", steps=600, batch_size=32, kl_weight=4.0)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -57,15 +54,11 @@ def run(args: argparse.Namespace) -> None:
     network = _train(args, parts, scale)
     trained = time.perf_counter()
     later = parts.validation.followed_by(parts.test)
-    forecast, parameter_sd = forecast_training.forecast(network, later, scale)
+    forecast = forecast_training.forecast(network, later, scale)
     count = len(parts.validation.origin)
     validation, test = forecast.part(slice(count)), forecast.part(slice(count, None))
     factor = forecast_training.calibration(validation, parts.validation)
     each[NETWORK] = tuple(part._replace(sd=factor * part.sd) for part in (validation, test))
-    # Some of the test windows, for sampled networks.
-    some = np.unique(_spread_out(parts, NUM_SAMPLED))
-    analytic = test.part(some), parameter_sd[count:][some]
-    drawn = jax.random.key(args.seed + 2), args.samples
     metrics: dict[str, Any] = {
         "settings": vars(args),
         "parts": {name: _described(part) for name, part in parts._asdict().items()},
@@ -76,9 +69,6 @@ def run(args: argparse.Namespace) -> None:
         "test": {n: baselines.scores(one[1], parts.test) for n, one in each.items()},
         "sd_factor": factor,
         "without_sd_factor": baselines.scores(test, parts.test),
-        "sampled": forecast_training.against_samples(
-            network, parts.test.part(some), analytic, scale, *drawn
-        ),
         "seconds": {"training": trained - begin},
     }
     save(
@@ -171,13 +161,6 @@ def _print(out: Path, metrics: dict[str, Any]) -> None:
         shares = [f"{100 * found[key]:.1f} %" for key in ("coverage_50", "coverage_90")]
         rows.append([name, *cells, *shares])
     print(aligned(rows))
-    pair = metrics["sampled"]
-    print(
-        f"analytic against {metrics['settings']['samples']:,} sampled networks on {pair['windows']} "
-        f"windows, before the factor: NLL {pair['analytic']['nll']:.4f} and "
-        f"{pair['sampled']['nll']:.4f}; sd ratio {pair['total_sd']['sd_ratio']:.3f} with the noise, "
-        f"{pair['parameter_sd']['sd_ratio']:.3f} without"
-    )
     print(
         f"sds times {metrics['sd_factor']:.3f} by the validation part; KL weight "
         f"{metrics['settings']['kl_weight']:g}; {metrics['seconds']['total']:.0f} s in all; in {out}"

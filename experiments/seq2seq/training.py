@@ -1,4 +1,4 @@
-"""The forecaster's objective, its forecasts, and those of networks sampled from its posterior."""
+"""The forecaster's objective, and its forecasts."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from jax import Array
 
 import moment_jax as mj
 from experiments.networks import negative_elbo
-from experiments.seq2seq.baselines import Forecast, scores, seasonal_naive
+from experiments.seq2seq.baselines import Forecast, seasonal_naive
 from experiments.seq2seq.data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
 from experiments.seq2seq.forecaster import Forecaster
 from experiments.training import Report, Task, clipped_adam
@@ -45,7 +45,7 @@ def task(
         return value / DAY, {**parts, "fit": parts["fit"] / DAY}
 
     def validate(network: Any) -> Array:
-        mean, variance, _ = predictive(network, judged)
+        mean, variance = predictive(network, judged)
         truth = jnp.asarray(judged.correction)
         # As the forecasts will be: with the one factor that fits this part, see `calibration`.
         variance = variance * jnp.mean((truth - mean) ** 2 / variance)
@@ -55,20 +55,16 @@ def task(
     return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)
 
 
-def predictive(network: Forecaster, part: Tokens) -> tuple[Array, Array, Array]:
-    """Mean of the correction, its variance in all, and that of the parameters alone, (N, 24) each."""
+def predictive(network: Forecaster, part: Tokens) -> tuple[Array, Array]:
+    """Mean of the correction and its variance, of parameters and noise, (N, 24) each."""
     output, cov = network(*(jnp.asarray(array) for array in part[:3]))
     one = partial(mj.objectives.predictive_gaussian, likelihood=LIKELIHOOD)
     mean, variance = jax.vmap(jax.vmap(one))(output, cov)
-    return mean[..., 0], variance[..., 0], cov[..., 0, 0]
+    return mean[..., 0], variance[..., 0]
 
 
-def forecast(network: Forecaster, part: Windows, scale: float) -> tuple[Forecast, np.ndarray]:
-    """Analytic forecasts: one pass of moments, nothing sampled.
-
-    Returns:
-      The forecasts, and the standard deviations without the noise, (N, 24), both in degrees.
-    """
+def forecast(network: Forecaster, part: Windows, scale: float) -> Forecast:
+    """Analytic forecasts, in degrees: one pass of moments, nothing sampled."""
     graph, params = nnx.split(network)
     compiled = jax.jit(lambda params, chunk: predictive(nnx.merge(graph, params), chunk))
     given, total = tokens(part, scale), len(part.origin)
@@ -77,52 +73,10 @@ def forecast(network: Forecaster, part: Windows, scale: float) -> tuple[Forecast
         compiled(params, Tokens(*(array[chunk] for array in given)))
         for chunk in rows.reshape(-1, CHUNK)
     ]
-    mean, variance, own = (np.concatenate(each)[:total] for each in zip(*results, strict=True))
-    whole = Forecast(seasonal_naive(part) + scale * mean, scale * np.sqrt(variance))
-    return whole, scale * np.sqrt(own)
+    mean, variance = (np.concatenate(each)[:total] for each in zip(*results, strict=True))
+    return Forecast(seasonal_naive(part) + scale * mean, scale * np.sqrt(variance))
 
 
 def calibration(forecast: Forecast, part: Windows) -> float:
     """The factor of all standard deviations that makes the part likeliest, the root mean square of z."""
     return float(np.sqrt(np.mean(((part.future - forecast.mean) / forecast.sd) ** 2)))
-
-
-def against_samples(
-    network: Forecaster,
-    part: Windows,
-    analytic: tuple[Forecast, np.ndarray],
-    scale: float,
-    key: Array,
-    num_samples: int,
-) -> dict[str, Any]:
-    """Scores of the analytic and of the sampled Gaussian forecasts, and how their sds agree.
-
-    The sampled forecast has the mean of the drawn networks' means; its variance is that of these means
-    plus the mean noise variance. `total_sd` compares these, `parameter_sd` those without the noise.
-    """
-    graph, params = nnx.split(network)
-
-    @jax.jit
-    def moments(params: Any, given: Tokens) -> mj.reference.MonteCarloMoments:
-        model = nnx.merge(graph, params)
-
-        def outputs(draw: Any) -> Array:
-            correction, log_noise = jnp.moveaxis(model.network(draw)(*given[:3]), -1, 0)
-            return jnp.stack([correction, jnp.exp(log_noise)], axis=-1)
-
-        return mj.monte_carlo(outputs, model.params, key, num_samples, batch_size=1)
-
-    truth = moments(params, tokens(part, scale))  # of correction and noise variance, (N, 24, 2)
-    mean, spread = np.asarray(truth.mean), np.asarray(truth.standard_deviation)
-    center = seasonal_naive(part) + scale * mean[..., 0]
-    parameter_sd = scale * spread[..., 0]
-    drawn = Forecast(center, np.sqrt(parameter_sd**2 + scale**2 * mean[..., 1]))
-    own, own_parameter_sd = analytic
-    agreement = mj.reference.Agreement.of
-    return {
-        "windows": len(part.origin),
-        "analytic": scores(own, part),
-        "sampled": scores(drawn, part),
-        "total_sd": agreement(*own, *drawn)._asdict(),
-        "parameter_sd": agreement(own.mean, own_parameter_sd, center, parameter_sd)._asdict(),
-    }

@@ -1,7 +1,7 @@
 """Regression on UCI sets by the published protocol: one hidden layer of 50 ReLU units, 20 splits.
 
 Trains a Bayesian network by moments, with noise that is a share of each weight, and the same network by
-the ELBO at KL weight 1, from moments and from draws, and by MC dropout, with one noise variance and with
+the ELBO at KL weight 1, and by MC dropout, with one noise variance and with
 one that depends on the input. Open settings (shares, priors, dropout rates, a factor on the noise
 variance) are chosen for each split on a fifth of its training rows. Prints errors, negative
 log-likelihoods and paired differences; writes metrics.json.

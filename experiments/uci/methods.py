@@ -112,12 +112,6 @@ METHODS = {
         beliefs=relative,
     ),
     "analytic": Method("ELBO, analytic", [{"prior_sd": sd} for sd in PRIORS], kl),
-    "sampled": Method(
-        "ELBO, drawn",
-        [{"prior_sd": sd} for sd in PRIORS],
-        kl,
-        draw=lambda module, setting: draws.weights(module.params),
-    ),
     "dropout": Method(  # Gal and Ghahramani, 2016
         "MC dropout",
         [{"rate": rate} for rate in RATES],
