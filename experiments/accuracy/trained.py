@@ -40,7 +40,7 @@ class Weights(NamedTuple):
     raws: list[mj.EncoderBlockParams]  # their sds before softplus
     embed: Array  # (pixels, D)
     position: Array  # (T, D)
-    head: mj.DenseParams
+    head: Any  # (D, C) and (C,), in a `DenseParams`
 
     def blocks(self) -> Any:
         """Beliefs about the blocks' weights."""
@@ -92,7 +92,7 @@ def initial(seed: int) -> Weights:
         jax.tree.map(lambda mean: jnp.full_like(mean, raw), means),
         normal(PATCH_SIZE**2, NUM_FEATURES, scale=1 / PATCH_SIZE),
         normal((data.IMAGE_SIZE // PATCH_SIZE) ** 2, NUM_FEATURES, scale=0.5),
-        mj.DenseParams(head, jnp.zeros(data.NUM_CLASSES, jnp.float32)),
+        _dense(head, jnp.zeros(data.NUM_CLASSES, jnp.float32)),
     )
 
 
@@ -136,8 +136,8 @@ def task(name: str, kl_weight: float, digits: Digits) -> Task:
 def _block(kernel: Any, bias: Any, gain: Any) -> mj.EncoderBlockParams:
     """An encoder block's parameter group, from factories for kernels, biases and gains."""
 
-    def dense(into: int, out: int) -> mj.DenseParams:
-        return mj.DenseParams(kernel(into, out), bias(out))
+    def dense(into: int, out: int) -> Any:
+        return _dense(kernel(into, out), bias(out))
 
     def norm() -> mj.NormParams:
         return mj.NormParams(gain(NUM_FEATURES), bias(NUM_FEATURES))
@@ -147,3 +147,8 @@ def _block(kernel: Any, bias: Any, gain: Any) -> mj.EncoderBlockParams:
     attention, first = mj.AttentionParams(query, key, value, output), norm()
     feed_forward = mj.FeedForwardParams(dense(NUM_FEATURES, hidden), dense(hidden, NUM_FEATURES))
     return mj.EncoderBlockParams(attention, first, feed_forward, norm())
+
+
+def _dense(kernel: Any, bias: Any) -> Any:
+    """A dense layer's group, of anything in the place of beliefs."""
+    return mj.DenseParams(kernel, bias)

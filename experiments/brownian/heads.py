@@ -38,11 +38,11 @@ def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
         factor = factor.reshape(*(1,) * (belief.mean.ndim - 1), -1)
         return mj.posterior.Factorized(belief.mean * factor, belief.variance * factor**2)
 
-    masked = [
+    query, key, value = (
         mj.DenseParams(scaled(dense.kernel), None if dense.bias is None else scaled(dense.bias))
         for dense in (params.query, params.key, params.value)
-    ]
-    return mj.AttentionParams(*masked, params.output)
+    )
+    return mj.AttentionParams(query, key, value, params.output)
 
 
 def head_predictions(module: Any, inputs: Array, masks: np.ndarray) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ from experiments import figures
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.discrete import models, scores
-from experiments.discrete.models import Binary, Training
+from experiments.discrete.models import Binary
 from experiments.discrete.scores import Scores
 from experiments.outputs import aligned, write_json
 from experiments.training import Task, fit_network

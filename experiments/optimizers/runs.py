@@ -57,7 +57,7 @@ def _first_order(
 
 
 FIRST = {"adam": optax.adam, "adamw": optax.adamw, "muon": optax.contrib.muon}
-SECOND = {"kfac": mj.optim.kfac, "cg_fac": mj.optim.cg_fac}
+SECOND: dict[str, Any] = {"kfac": mj.optim.kfac, "cg_fac": mj.optim.cg_fac}
 METHODS = {name: Method(partial(_first_order, each), RATES) for name, each in FIRST.items()} | {
     name: Method(partial(mj.optim.for_model, method=each)) for name, each in SECOND.items()
 }

@@ -71,7 +71,8 @@ class Classifier(mj.nn.BayesianModule):
 
         @jax.checkpoint
         def through(moments: Any, block: Any) -> Any:
-            return mj.parallel.constrain(*nnx.merge(graph, block)(*moments), mesh), None
+            mean, cov = nnx.merge(graph, block)(*moments)
+            return mj.parallel.constrain(mean, cov, mesh), None
 
         start = self.positions(*mj.parallel.constrain(*self.embed(self.patches(images)), mesh))
         mean, cov = jax.lax.scan(through, mj.parallel.constrain(*start, mesh), blocks)[0]

@@ -16,11 +16,9 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
-import moment_jax as mj
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.figures import BAYES, STYLE, Axes, Figure, plt, save
