@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 import moment_jax as mj
 from experiments.data import NUM_CLASSES
 from experiments.outputs import whole_file
-from experiments.predictions import Prediction, scores
+from experiments.predictions import Prediction
 
 STYLE = {
     "figure.dpi": 140,
@@ -78,34 +77,6 @@ def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]
     # As unsure as a guess between all classes.
     panels[2].axhline(np.log(NUM_CLASSES), color="0.75", linewidth=1, zorder=0)
     panels[1].legend(loc="upper left")
-    return figure
-
-
-@styled
-def reliability(predictions: dict[str, Prediction], labels: np.ndarray, bins: int = 10) -> Figure:
-    """Accuracy against confidence, and a histogram of confidence."""
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(4.6, 5.6), height_ratios=(3, 1), sharex=True
-    )
-    top.plot((0, 1), (0, 1), color="0.75", linewidth=1, zorder=0)
-    width = 0.42 / bins
-    for k, (name, prediction) in enumerate(predictions.items()):
-        colour, given = (PLAIN, BAYES)[k % 2], jnp.asarray(prediction.probabilities)
-        curve = mj.objectives.reliability_curve(given, jnp.asarray(labels), num_bins=bins)
-        error = scores(prediction.probabilities, labels)["ece"]
-        count = np.asarray(curve.num_examples)
-        used = count > 0
-        confidence, accuracy = np.asarray(curve.confidence), np.asarray(curve.accuracy)
-        # What chance alone does to an accuracy, were the confidence right.
-        chance = np.sqrt(confidence * (1 - confidence) / np.maximum(count, 1))
-        line = {"color": colour, "markersize": 4, "linewidth": 1.2, "elinewidth": 0.8}
-        line["label"] = f"{name}: ECE {error:.3f}"
-        top.errorbar(confidence[used], accuracy[used], chance[used], fmt="o-", **line)
-        middles = (np.arange(bins) + 0.5) / bins
-        bottom.bar(middles + (k - 0.5) * width, count, width, color=colour)
-    top.legend(loc="lower right")
-    top.set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.04), title="Reliability on the test set")
-    bottom.set(xlabel="confidence", ylabel="images", yscale="log")
     return figure
 
 

@@ -94,51 +94,13 @@ def in_chunks(program: Predict, params: Any, images: np.ndarray) -> Prediction:
 
 def sampled(
     program: Callable[[Any, Array, Array], Array], params: Any, images: np.ndarray, key: Array
-) -> tuple[Prediction, np.ndarray]:
-    """The average of the drawn networks, and the class probabilities of each, (samples, N, C)."""
+) -> Prediction:
+    """The average of the drawn networks."""
     start = time.perf_counter()
     logits = np.asarray(program(params, jnp.asarray(images), key))
     seconds = (time.perf_counter() - start) / len(images)
-    each = np.asarray(jax.nn.softmax(logits))
-    moments = logits.mean(axis=0), logits.std(axis=0, ddof=1)
-    return Prediction(each.mean(axis=0), *moments, seconds), each
-
-
-class CaughtUp(NamedTuple):
-    """How many drawn networks are as good as one analytic pass, and their time over its, or None."""
-
-    samples: int | None
-    time_ratio: float | None
-
-    def said(self, most: int) -> str:
-        """As text; `most` were drawn."""
-        if self.samples is None:
-            return f"over {most:,}"
-        return f"{self.samples:,} ({self.time_ratio:.2g} times the time)"
-
-
-def catch_up(
-    each: np.ndarray, labels: np.ndarray, analytic: np.ndarray, time_of_one: float
-) -> CaughtUp:
-    """The least number of drawn networks whose averaged probabilities have no larger NLL.
-
-    Args:
-      each: class probabilities of drawn networks, (samples, N, C). The NLL of a count, of 1, 2, 3, 5,
-        10, 20, 30, 50, ..., is the mean over all groups of that size.
-      labels: (N,).
-      analytic: class probabilities (N, C) of the analytic pass.
-      time_of_one: of a drawn network, over that of the analytic pass.
-    """
-    target = scores(analytic, labels)["nll"]
-    right = each[:, np.arange(len(labels)), labels]
-    for count in (k * 10**power for power in range(6) for k in (1, 2, 3, 5)):
-        groups = len(right) // count
-        if groups == 0:
-            break
-        mixed = right[: groups * count].reshape(groups, count, -1).mean(axis=1)
-        if -np.log(np.maximum(mixed, np.finfo(np.float32).tiny)).mean() <= target:
-            return CaughtUp(count, count * time_of_one)
-    return CaughtUp(None, None)
+    probabilities = np.asarray(jax.nn.softmax(logits)).mean(axis=0)
+    return Prediction(probabilities, logits.mean(axis=0), logits.std(axis=0, ddof=1), seconds)
 
 
 def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from experiments.programs import needed_bytes
 from experiments.progress import Progress
 from experiments.training import clipped_adam
 
@@ -31,12 +30,7 @@ class SideBySide:
         batches, so there this is faster for all but the smallest networks.
       validate: (params, given) -> a score of one copy, lower is better; then the best parameters seen,
         every 50 updates, are kept, not the last.
-
-    Attributes:
-      bytes: what the updates of one call of the compiled program need, once something was fitted.
     """
-
-    bytes = 0
 
     def __init__(
         self, loss: Loss, num_steps: int, learning_rate: float, weight_decay: float = 0.0,
@@ -48,7 +42,6 @@ class SideBySide:
         over = (lambda fn, axes: fn) if in_turn else jax.vmap
         self._chunk = jax.jit(over(self._steps, (0, None, 0, 0)))
         self._init = jax.jit(over(self._start, 0))
-        self._programs: dict[str, jax.stages.Compiled] = {}
 
     def fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
         """The parameters of every copy after training."""
@@ -65,16 +58,10 @@ class SideBySide:
     def _fit(self, params: Any, given: Any, keys: Array, label: str) -> Any:
         carry = self._init(params)
         size = min(CHUNK, self.num_steps)
-        with Progress(label, self.num_steps) as progress:
-            shapes = str(jax.tree.map(jnp.shape, (carry, given, keys)))
-            if shapes not in self._programs:
-                lowered = self._chunk.lower(carry, jnp.int32(0), given, keys)
-                self._programs[shapes] = lowered.compile()
-            program = self._programs[shapes]
-            for first in range(0, self.num_steps, size):
-                carry = jax.block_until_ready(program(carry, jnp.int32(first), given, keys))
-                progress.update(min(size, self.num_steps - first))
-        self.bytes = needed_bytes(program)
+        progress = Progress(label, self.num_steps)
+        for first in range(0, self.num_steps, size):
+            carry = jax.block_until_ready(self._chunk(carry, jnp.int32(first), given, keys))
+            progress.update(min(size, self.num_steps - first))
         return carry[0] if self.validate is None else carry[2][0]
 
     def _start(self, params: Any) -> Any:

@@ -162,23 +162,23 @@ def fit(
     first = int(state.step)
     if first >= task.num_steps:
         return state
-    with Progress(task.name, task.num_steps, initial=first) as progress:
-        # Compile first: there is nothing yet that Ctrl-C would have to save.
-        update, keep_best = compiled() if compiled else task.compile(state)
-        own = StopRequest(*([] if checkpoints is None else [signal.SIGINT]))
-        with own if request is None else nullcontext(request) as request:
-            for step in range(first + 1, task.num_steps + 1):
-                state, report = update(state)
-                last = step == task.num_steps
-                stop = request.received is not None
-                if keep_best is not None and (step % VALIDATE_EVERY == 0 or last):
-                    state = keep_best(state)
-                shown = step % SHOW_EVERY == 0 or last
-                progress.update(1, {k: float(v) for k, v in report.items()} if shown else None)
-                if checkpoints is not None and (step % save_every == 0 or last or stop):
-                    checkpoints.save(step, state)
-                if stop:
-                    break
+    progress = Progress(task.name, task.num_steps, initial=first)
+    # Compile first: there is nothing yet that Ctrl-C would have to save.
+    update, keep_best = compiled() if compiled else task.compile(state)
+    own = StopRequest(*([] if checkpoints is None else [signal.SIGINT]))
+    with own if request is None else nullcontext(request) as request:
+        for step in range(first + 1, task.num_steps + 1):
+            state, report = update(state)
+            last = step == task.num_steps
+            stop = request.received is not None
+            if keep_best is not None and (step % VALIDATE_EVERY == 0 or last):
+                state = keep_best(state)
+            shown = step % SHOW_EVERY == 0 or last
+            progress.update(1, {k: float(v) for k, v in report.items()} if shown else None)
+            if checkpoints is not None and (step % save_every == 0 or last or stop):
+                checkpoints.save(step, state)
+            if stop:
+                break
     if checkpoints is not None and request.received is not None:  # or after the last update
         raise KeyboardInterrupt(
             f"stopped after update {step} of {task.num_steps} ({task.name}), which is saved in "

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax import Array
 
 import moment_jax as mj
@@ -30,7 +31,7 @@ NUM_INPUTS = 8  # sequences that the moments are compared on
 STEPS, BATCH, LEARNING_RATE = 3000, 64, 4e-3
 DRAWS = 2  # of the weights in each update, each for its own part of the batch
 START_SD = 0.02  # of every weight
-VECTOR_PRIOR_SD = 0.5  # of biases and gains; a kernel's is 1 / sqrt(fan_in)
+VECTOR_VARIANCE = 0.25  # of the prior of biases and gains
 
 
 class Weights(NamedTuple):
@@ -40,7 +41,7 @@ class Weights(NamedTuple):
     raws: list[mj.EncoderBlockParams]  # their sds before softplus
     embed: Array  # (pixels, D)
     position: Array  # (T, D)
-    head: Any  # (D, C) and (C,), in a `DenseParams`
+    head: tuple[Array, Array]  # (D, C) and (C,)
 
     def blocks(self) -> Any:
         """Beliefs about the blocks' weights."""
@@ -61,7 +62,7 @@ def cases(num_samples: int, seed: int) -> list[Case]:
     for name, kl_weight in NETWORKS.items():
         trained = task(f"training {name}", kl_weight, digits)
         weights = fit(trained, trained.start(initial(seed), jax.random.key(seed))).params
-        head = jax.tree.map(mj.posterior.Point, weights.head)
+        head = mj.DenseParams(*map(mj.posterior.Point, weights.head))
         inputs = np.asarray(weights.embedded(jnp.asarray(digits.test.images[:NUM_INPUTS])))
         none = Truth(inputs, inputs)
         case = Case(name, [], weights.blocks(), NUM_HEADS, head, inputs, none, none)
@@ -72,42 +73,37 @@ def cases(num_samples: int, seed: int) -> list[Case]:
 
 def initial(seed: int) -> Weights:
     """LeCun normal means, small spreads."""
-    rng = np.random.default_rng(seed)
+    rngs = nnx.Rngs(seed)
+    made = [mj.nn.EncoderBlock(NUM_FEATURES, NUM_HEADS, rngs=rngs) for _ in range(NUM_BLOCKS)]
+    means = [draws.means(block.params) for block in made]
+    raw = math.log(math.expm1(START_SD))
 
     def normal(*shape: int, scale: float) -> Array:
-        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+        return scale * jax.random.normal(rngs.params(), shape)
 
-    means = [
-        _block(
-            lambda into, out: normal(into, out, scale=into**-0.5),
-            lambda size: jnp.zeros(size, jnp.float32),
-            lambda size: jnp.ones(size, jnp.float32),
-        )
-        for _ in range(NUM_BLOCKS)
-    ]
-    raw = math.log(math.expm1(START_SD))
     head = normal(NUM_FEATURES, data.NUM_CLASSES, scale=NUM_FEATURES**-0.5)
     return Weights(
         means,
         jax.tree.map(lambda mean: jnp.full_like(mean, raw), means),
         normal(PATCH_SIZE**2, NUM_FEATURES, scale=1 / PATCH_SIZE),
         normal((data.IMAGE_SIZE // PATCH_SIZE) ** 2, NUM_FEATURES, scale=0.5),
-        _dense(head, jnp.zeros(data.NUM_CLASSES, jnp.float32)),
+        (head, jnp.zeros(data.NUM_CLASSES)),
     )
 
 
 def task(name: str, kl_weight: float, digits: Digits) -> Task:
     """The negative sampled ELBO for each training image."""
     size = digits.train.labels.size
-    prior = mj.posterior.GaussianPrior
-    priors = _block(
-        lambda into, out: prior(0.0, 1 / into),
-        lambda size: prior(0.0, VECTOR_PRIOR_SD**2),
-        lambda size: prior(1.0, VECTOR_PRIOR_SD**2),
-    )
+    normal = mj.posterior.GaussianPrior
 
-    def kl(belief: Any, prior: Any) -> Array:
+    def kl(belief: Any, start: Array) -> Array:
+        """From N(0, 1 / fan_in) for kernels, N(start, 1/4) for biases and gains."""
+        prior = (
+            normal(0.0, 1 / start.shape[0]) if start.ndim == 2 else normal(start, VECTOR_VARIANCE)
+        )
         return jnp.asarray(belief.kl(prior))
+
+    starts = initial(0).means
 
     def loss(weights: Weights, key: Array, step: Array) -> tuple[Array, Report]:
         order_key, shift_key, draw_key = jax.random.split(key, 3)
@@ -121,34 +117,13 @@ def task(name: str, kl_weight: float, digits: Digits) -> Task:
             own = jax.random.fold_in(jax.random.fold_in(draw_key, step), draw)
             arrays = mj.posterior.sample_params(blocks, own)
             x = passes.plain_blocks(arrays, NUM_HEADS, x).mean(axis=1)
-            logits = x @ weights.head.kernel + weights.head.bias
+            logits = x @ weights.head[0] + weights.head[1]
             return -optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
         each = jax.lax.map(fits, (jnp.arange(DRAWS), *parts)).ravel()
-        terms = [jax.tree.map(kl, one, priors, is_leaf=draws.is_belief) for one in blocks]
+        terms = jax.tree.map(kl, blocks, starts, is_leaf=draws.is_belief)
         total = sum(jax.tree.leaves(terms), jnp.zeros(()))
         weight = mj.objectives.kl_warmup(step, STEPS // 3, kl_weight)
         return negative_elbo(each, total, size, weight)
 
     return Task(name, loss, clipped_adam(LEARNING_RATE, STEPS), STEPS)
-
-
-def _block(kernel: Any, bias: Any, gain: Any) -> mj.EncoderBlockParams:
-    """An encoder block's parameter group, from factories for kernels, biases and gains."""
-
-    def dense(into: int, out: int) -> Any:
-        return _dense(kernel(into, out), bias(out))
-
-    def norm() -> mj.NormParams:
-        return mj.NormParams(gain(NUM_FEATURES), bias(NUM_FEATURES))
-
-    hidden = 4 * NUM_FEATURES
-    query, key, value, output = (dense(NUM_FEATURES, NUM_FEATURES) for _ in range(4))
-    attention, first = mj.AttentionParams(query, key, value, output), norm()
-    feed_forward = mj.FeedForwardParams(dense(NUM_FEATURES, hidden), dense(hidden, NUM_FEATURES))
-    return mj.EncoderBlockParams(attention, first, feed_forward, norm())
-
-
-def _dense(kernel: Any, bias: Any) -> Any:
-    """A dense layer's group, of anything in the place of beliefs."""
-    return mj.DenseParams(kernel, bias)

@@ -1,8 +1,8 @@
 """Attention as a Markov chain and a Brownian motion, on the network of a finished main job.
 
-Draws the attention graph of one image over the image, with its stationary law; the diffusion map of the
-test set's tokens, coloured by class; the steps of the residual stream against normal quantiles; and
-accuracy against heads kept. Says whether the steps of the tokens are Brownian. Writes metrics.json.
+Draws the attention graph of one image over the image, with its stationary law; the steps of the residual
+stream against normal quantiles; and accuracy against heads kept. Says whether the steps of the tokens
+are Brownian. Writes metrics.json.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from scipy import stats
 
 import moment_jax as mj
 from experiments.brownian import figures as draw
-from experiments.brownian.chains import antisymmetric_share, model_sphere, split_scores
+from experiments.brownian.chains import antisymmetric_share, split_scores
 from experiments.brownian.heads import head_curve, head_importance
 from experiments.brownian.motion import token_motion
 from experiments.brownian.stream import residual_stream
@@ -27,14 +27,12 @@ from experiments.digits_training import trained
 from experiments.figures import save
 from experiments.outputs import aligned, write_json
 
-NUM_COORDINATES = 2
-
 
 def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
     parser.place("--run", "runs/digits", "the --out of a finished main job")
     parser.place("--out", None, "folder for metrics.json and figures (default: brownian/ in --run)")
-    what = "test images for the statistics of the steps, the map and the curve"
+    what = "test images for the statistics of the steps and the curve"
     parser.whole("--images", 300, what, least=20)
     parser.whole("--head-images", 300, "training images for the importance of the heads", least=2)
     parser.seed()
@@ -52,8 +50,6 @@ def run(args: argparse.Namespace) -> None:
     metrics = {
         "settings": vars(args),
         "attention": _attention(out, plain, digits),
-        "sphere": _sphere(plain, images),
-        "diffusion_map": _map(out, stream, test.labels, rng),
         "motion": _motion(args, out, network, images, stream),
         "heads": _heads(args, out, network, digits, test, rng),
     }
@@ -101,44 +97,6 @@ def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, Any]:
         "entropy_rate": brownian.entropy_rate(chain, law),
         "largest_stationary": law.max(),
     }
-
-
-def _sphere(plain: mj.nn.PlainVisionTransformer, images: jax.Array) -> list[dict[str, Any]]:
-    """Distance of attention's inputs from the sphere, by cause."""
-    return [
-        {"block": i, "tokens": name, **gap._asdict()}
-        for i, gaps in enumerate(model_sphere(plain, images))
-        for name, gap in gaps.items()
-    ]
-
-
-def _map(
-    out: Path, stream: jax.Array, labels: np.ndarray, rng: np.random.Generator
-) -> dict[str, Any]:
-    """Diffusion map of all images' tokens after the last block."""
-    count = stream.shape[2]
-    tokens = mj.brownian.to_sphere(stream[-1]).reshape(-1, stream.shape[-1])
-    classes = np.repeat(labels, count)
-    if len(tokens) > draw.MOST_TOKENS:
-        part = np.sort(rng.permutation(len(tokens))[: draw.MOST_TOKENS])
-        tokens, classes = tokens[part], classes[part]
-    found = mj.brownian.diffusion_map(tokens, count=NUM_COORDINATES + 7, time=1)
-    coordinates = np.asarray(found.coordinates)
-    save(draw.diffusion(coordinates, np.asarray(found.eigenvalues), classes), out / "diffusion.png")
-    shares = [_explained(column, classes) for column in coordinates.T[:NUM_COORDINATES]]
-    return {
-        "tokens": len(tokens),
-        "bandwidth": found.bandwidth,
-        "eigenvalues": found.eigenvalues,
-        "class_share_of_variance": shares,
-    }
-
-
-def _explained(values: np.ndarray, classes: np.ndarray) -> float:
-    """Share of the variance between classes."""
-    names, where = np.unique(classes, return_inverse=True)
-    means = np.array([values[classes == name].mean() for name in names])
-    return float(means[where].var() / values.var())
 
 
 def _motion(

@@ -6,9 +6,6 @@ from experiments.brownian.heads import HeadCurve, HeadImportance
 from experiments.brownian.motion import TokenMotion
 from experiments.figures import BAYES, OTHER, PLAIN, WRONG, Axes, Figure, plt, styled
 
-MOST_TOKENS = 3000
-"""Tokens in the diffusion map; its kernel holds the square of their number."""
-
 EDGES = 40
 """Attention steps drawn in a graph: the most frequent ones."""
 
@@ -47,21 +44,6 @@ def _graph(axes: Axes, image: np.ndarray, chain: np.ndarray, law: np.ndarray) ->
         )  # fmt: skip
     axes.scatter(x, y, s=900 * law / max(law.max(), 0.15), color=PLAIN, alpha=0.65, linewidth=0)
     axes.set(xticks=[], yticks=[])
-
-
-@styled
-def diffusion(coordinates: np.ndarray, eigenvalues: np.ndarray, classes: np.ndarray) -> Figure:
-    """Tokens in their first two diffusion coordinates by class, and the spectrum of the walk."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.6), width_ratios=(2.4, 1))
-    style = {"cmap": "tab10", "s": 5, "linewidth": 0, "alpha": 0.7}
-    points = left.scatter(coordinates[:, 0], coordinates[:, 1], c=classes, **style)
-    handles, _ = points.legend_elements()
-    left.legend(handles, [str(c) for c in np.unique(classes)], title="class", loc="best", ncols=2)
-    left.set(xlabel="diffusion coordinate 1", ylabel="diffusion coordinate 2")
-    left.set_title(f"{len(classes):,} tokens of the test set after the last block")
-    right.bar(np.arange(1, len(eigenvalues) + 1), eigenvalues, color=BAYES)
-    right.set(xlabel="k", ylabel="eigenvalue of the walk", title="spectrum (without the first)")
-    return figure
 
 
 @styled

@@ -21,7 +21,7 @@ from experiments import predictions
 from experiments.classify import images, scores
 from experiments.classify.compared import Answer, Compared, train_all
 from experiments.classify.images import Task
-from experiments.classify.methods import Answers, Budget, Trainer
+from experiments.classify.methods import Budget, Trainer
 from experiments.classify.networks import Network
 from experiments.command_line import Parser, writable_folder
 from experiments.figures import STYLE, Figure, histograms, plt, save
@@ -61,15 +61,13 @@ def run(args: argparse.Namespace) -> None:
     methods = train_all(trainer, args.seeds, task.validation, args.samples)
     predicted, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():
-        raw, seconds, size = _predicted(method, task)
+        raw, seconds = _predicted(method, task)
         temperature = scores.best_temperature(raw["validation"], task.validation.labels)
         predicted[name] = jax.tree.map(partial(scores.tempered, temperature=temperature), raw)
         before[name], after[name] = _scored(raw, task), _scored(predicted[name], task)
         rest[name] = {
             "seconds_per_image": seconds,
-            "bytes_of_prediction": size,
             "seconds_of_training": method.seconds / args.seeds,
-            "bytes_of_training": method.bytes,
             "chosen": {**method.chosen, "temperature": temperature},
         }
     records = {
@@ -100,9 +98,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and figures in {out}")
 
 
-def _predicted(method: Compared, task: Task) -> tuple[dict[str, Any], float, int]:
-    """Class probabilities of all images, for every seed (L, N, C); seconds of one, bytes of a chunk."""
-    assert isinstance(method.predict, Answers)
+def _predicted(method: Compared, task: Task) -> tuple[dict[str, Any], float]:
+    """Class probabilities of all images, for every seed (L, N, C); seconds of one."""
     test = task.test.images
     predicted, seconds = _timed(method.predict, test)
     some = test[:, :SHIFTED]
@@ -110,7 +107,7 @@ def _predicted(method: Compared, task: Task) -> tuple[dict[str, Any], float, int
     others = images.others(task, SHIFTED)
     more = {"validation": task.validation.images, "angle": angles, "others": others}
     answers = jax.tree.map(method.predict, more)
-    return {"test": predicted, **answers}, seconds, method.predict.bytes(test)
+    return {"test": predicted, **answers}, seconds
 
 
 def _timed(predict: Answer, given: np.ndarray) -> tuple[np.ndarray, float]:
@@ -173,7 +170,7 @@ def _print(records: dict[str, Any]) -> None:
         "NLL at 60°",
         "AUROC",
     ]
-    more = ["ECE's floor", "temperature", "training", "an image", "MiB"]
+    more = ["ECE's floor", "temperature", "training", "an image"]
     tables = {
         "": [[*heads, *more]], "minus plain": [heads],
         "without temperature": [heads], "the same, minus plain": [heads],
@@ -195,7 +192,6 @@ def _print(records: dict[str, Any]) -> None:
             f"{record['chosen']['temperature']:.2f}",
             duration(record["seconds_of_training"]),
             duration(record["seconds_per_image"]),
-            f"{record['bytes_of_training'] / 2**20:.0f}, {record['bytes_of_prediction'] / 2**20:.1f}",
         ]
     for title, rows in tables.items():
         print(aligned([[title, *rows[0]], *rows[1:]]), end="\n\n")

@@ -34,7 +34,6 @@ class Compared(NamedTuple):
     predict: Answer  # inputs -> class probabilities
     seconds: float  # of training, all seeds
     chosen: dict[str, Any]  # on validation data
-    bytes: int = 0  # that an update of its training needs; 0 where that was not measured
 
 
 def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> dict[str, Compared]:
@@ -76,7 +75,7 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
 def compared(predict: Predict, trained: Trained, keys: Array, **chosen: Any) -> Compared:
     """A trained method with its prediction function."""
     answers = Answers.of(predict, trained.params, keys)
-    return Compared(answers, trained.seconds, chosen, trained.bytes)
+    return Compared(answers, trained.seconds, chosen)
 
 
 def mc_dropout(

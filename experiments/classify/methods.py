@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from jax import Array
 import moment_jax as mj
 from experiments import draws
 from experiments.classify.networks import BayesianNetwork, Params
-from experiments.programs import needed_bytes
 from experiments.side_by_side import SideBySide
 
 Predict = Callable[[Params, Array, Array], Array]
@@ -40,17 +38,16 @@ class Budget(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Trained parameters of every copy, seconds in total, and bytes needed by an update."""
+    """Trained parameters of every copy, and seconds in total."""
 
     params: Params
     seconds: float
-    bytes: int
 
     def first(self, count: int) -> Trained:
         """The first copies alone, and their share of the time."""
         share = count / len(jax.tree.leaves(self.params)[0])
         params = jax.tree.map(lambda leaf: leaf[:count], self.params)
-        return Trained(params, share * self.seconds, self.bytes)
+        return Trained(params, share * self.seconds)
 
     def members(self, seeds: int) -> Trained:
         """Copies (members * seeds, ...) as (seeds, members, ...)."""
@@ -141,7 +138,7 @@ class Trainer:
     def _fit(self, training: SideBySide, start: Any, given: Any, label: str) -> Trained:
         begin = time.perf_counter()
         params = training.fit(start, given, self.keys, label)
-        return Trained(params, time.perf_counter() - begin, training.bytes)
+        return Trained(params, time.perf_counter() - begin)
 
     def _batch(self, given: Any, key: Array) -> tuple[Array, Array, Array]:
         key, order_key, own_key = jax.random.split(key, 3)
@@ -242,28 +239,12 @@ class Answers:
         """The probabilities, chunk by chunk."""
         count = inputs.shape[1]
         rows = np.minimum(np.arange(-(-count // CHUNK) * CHUNK), count - 1).reshape(-1, CHUNK)
+        program = jax.jit(self.predict)  # compiled once for all that share the predictor
         parts = [
             [
-                np.asarray(self._program(*copy, own[chunk])(*copy, own[chunk]))
+                np.asarray(program(*copy, own[chunk]))
                 for copy, own in zip(self.copies, inputs, strict=True)
             ]
             for chunk in rows
         ]
         return np.concatenate([np.stack(part) for part in parts], axis=1)[:, :count]
-
-    def bytes(self, inputs: np.ndarray) -> int:
-        """The bytes that the program for a chunk of such inputs needs."""
-        chunk = np.repeat(inputs[0, :1], CHUNK, axis=0)
-        return needed_bytes(self._program(*self.copies[0], chunk))
-
-    def _program(self, *given: Any) -> jax.stages.Compiled:
-        """The program for arguments of this form, compiled once for all that share the predictor."""
-        key = jax.tree.structure(given), tuple(map(jax.typeof, jax.tree.leaves(given)))
-        known = _programs.setdefault(self.predict, {})
-        if key not in known:
-            known[key] = jax.jit(self.predict).lower(*given).compile()
-        program: jax.stages.Compiled = known[key]
-        return program
-
-
-_programs: Any = weakref.WeakKeyDictionary()  # predictor -> {form of its arguments: program}

@@ -21,8 +21,7 @@ from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.command_line import InputError, Parser, named_files, writable_folder
 from experiments.figures import histograms, save
 from experiments.intents.compared import TextNetwork, logistic_regression, transformers
-from experiments.intents.files import IntentSet, read_set
-from experiments.intents.words import Vocabulary, with_lost_words
+from experiments.intents.texts import IntentSet, Vocabulary, read_set, with_lost_words
 from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
 
 LOST = 0.1  # share of a training text's words that are replaced by random buckets

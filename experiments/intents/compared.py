@@ -18,8 +18,7 @@ import moment_jax as mj
 from experiments.classify.compared import Compared, compared, mc_dropout, nll
 from experiments.classify.methods import Trainer, by_means, by_moments, stacked
 from experiments.classify.networks import BayesianNetwork
-from experiments.intents.files import IntentSet, Part
-from experiments.intents.words import PADDING
+from experiments.intents.texts import PADDING, IntentSet, Part
 
 KL_WEIGHTS = (0.01, 0.03, 0.1)
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression

@@ -4,7 +4,8 @@ One pre-norm encoder block with Gaussian beliefs about all weights, and each of 
 structure: a forward, and the gradient by parameters and inputs. Inputs have a covariance of the
 structure and all of the output's covariance is wanted, as in the midst of a stack. Times are medians of
 runs that take turns with the plain network's. The table says too how many sampled networks (drawing the
-weights included) cost one moment pass. What needs more than --memory-limit is not run.
+weights included) cost one moment pass. What needs more than
+the memory of an accelerator, or 4 GiB without one, is not run.
 """
 
 import argparse
@@ -52,8 +53,6 @@ def add_arguments(parser: Parser) -> None:
         "of ViT-B is 196,768,12,16)",
     )  # fmt: skip
     parser.whole("--repeats", 10, "timed runs of each function, in turn; slow ones have fewer")
-    memory = "do not run what needs more, in GiB (default: an accelerator's memory, else 4)"
-    parser.gib("--memory-limit", None, memory)
     parser.json()
 
 
@@ -74,7 +73,6 @@ def run(args: argparse.Namespace) -> None:
     device = jax.devices()[0]
     machine = {"device": device.device_kind, "cores": os.cpu_count()}
     has = (device.memory_stats() or {}).get("bytes_limit", CPU_GIB * GIB)
-    limit = args.memory_limit or has / GIB
     print(f"{machine['device']}, {machine['cores']} cores, jax {jax.__version__}", flush=True)
     warm_up()
     records: list[Record] = []
@@ -83,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
             record
             for part in PARTS
             for kind in KINDS
-            for record in measure(shape, part, kind, args.structure, args.repeats, limit)
+            for record in measure(shape, part, kind, args.structure, args.repeats, has / GIB)
         ]
         print(f"\n{shape}\n{table(found)}", flush=True)
         records += found

@@ -5,7 +5,7 @@ hourly climate normals of Seattle for one year, split by time: train, validation
 is the correction to yesterday's value at the same hour and its noise, from the changes between the three
 days; in training half of the windows have the signs of all changes turned (warming is taken for the
 mirror image of cooling). Nothing is sampled, neither to train nor to predict. Compared with yesterday's
-value and with two ridge regressions, all with spreads from the validation part, which also gives the one
+value and with a ridge regression, all with spreads from the validation part, which also gives the one
 factor on the network's standard deviations. Writes metrics.json and a figure, and prints one table.
 """
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     parts = data.split(data.load())
     out = run_folder(args)
-    each, choices = _baselines(parts)
+    each, alpha = _baselines(parts)
     scale = data.day_difference_scale(parts.train)
     network = _train(args, parts, scale)
     trained = time.perf_counter()
@@ -59,9 +59,8 @@ def run(args: argparse.Namespace) -> None:
     each[NETWORK] = tuple(part._replace(sd=factor * part.sd) for part in (validation, test))
     metrics: dict[str, Any] = {
         "settings": vars(args),
-        "parts": {name: _described(part) for name, part in parts._asdict().items()},
         "scale": scale,
-        "baselines": choices,
+        "alpha": alpha,
         "kl": float(network.kl()),
         "validation": {n: baselines.scores(one[0], parts.validation) for n, one in each.items()},
         "test": {n: baselines.scores(one[1], parts.test) for n, one in each.items()},
@@ -85,21 +84,17 @@ Both = tuple[Forecast, ...]
 """Forecasts of the validation part and of the test part."""
 
 
-def _baselines(parts: Parts) -> tuple[dict[str, Both], dict[str, Any]]:
-    """Every baseline's forecasts by name, and the alphas chosen on the validation part."""
-    fits = {
-        "ridge": baselines.ridge(parts),
-        "ridge on changes": baselines.ridge(parts, on_changes=True),
-    }
-    means = {"yesterday": baselines.seasonal_naive, **{n: f.predict for n, f in fits.items()}}
+def _baselines(parts: Parts) -> tuple[dict[str, Both], float]:
+    """Every baseline's forecasts by name, and the ridge's alpha chosen on the validation part."""
+    fit = baselines.ridge(parts)
     each: dict[str, Both] = {}
-    for name, predict in means.items():
+    for name, predict in (("yesterday", baselines.seasonal_naive), ("ridge", fit.predict)):
         validation, test = predict(parts.validation), predict(parts.test)
         each[name] = tuple(
             baselines.with_residual_spread(validation, mean, parts.validation)
             for mean in (validation, test)
         )
-    return each, {f"{name}: alpha": fit.alpha for name, fit in fits.items()}
+    return each, fit.alpha
 
 
 def _train(args: argparse.Namespace, parts: Parts, scale: float) -> Forecaster:
@@ -110,13 +105,6 @@ def _train(args: argparse.Namespace, parts: Parts, scale: float) -> Forecaster:
     task = forecast_training.task(train, validation, **options)
     settings = {"structure": args.structure, **options}
     return fit_network(task, network, args, "", settings, args.seed + 1, SAVE_EVERY)[0]
-
-
-def _described(part: Windows) -> dict[str, Any]:
-    """Windows of a part, and the hours from the first known to the last wanted one."""
-    borders = (part.origin[0] - part.past.shape[1], part.origin[-1] + part.future.shape[1] - 1)
-    first, last = (str(START + datetime.timedelta(hours=int(hour))) for hour in borders)
-    return {"windows": len(part.origin), "first": first, "last": last}
 
 
 def _figure(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:

@@ -1,26 +1,26 @@
-"""The methods: relative weight noise, the ELBO, and MC dropout."""
+"""The methods: relative weight noise, the ELBO, and MC dropout; their predictive distributions."""
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
 import moment_jax as mj
 from experiments import draws
-from experiments.uci import predictive
 from experiments.uci.networks import Params, Perceptron
-from experiments.uci.predictive import Mixture
 
 Setting = dict[str, Array]
 """Settings chosen on validation rows, by name; scalars within a split."""
 
 GROUPS = 16  # networks that share a mini-batch
+NUM_NODES = 32  # of the rule over a random noise variance
 NUM_DRAWS = 200  # networks that predict
 DECAY = 1e-4  # squared length scale of MC dropout's prior, as published
 PRIORS = (0.0, 0.5, 1.0)  # standard deviations; 0 for one that is learned in each array
@@ -28,6 +28,57 @@ SPREADS = (0.01, 0.03, 0.06, 0.1, 0.2, 0.3)  # of a weight, over its magnitude
 DECAYS = (1e-4, 1.0)  # of the means: hardly any, and a prior of standard deviation 1
 LEAST = 1e-6  # magnitude that every weight counts as having, and biases have: next to no noise
 RATES = (0.005, 0.01, 0.05, 0.1)  # of MC dropout, those of the published search
+
+
+class Mixture(NamedTuple):
+    """Components k with log weights (K, 1), means (K, N) and variances (K, N)."""
+
+    log_weight: Array
+    mean: Array
+    variance: Array
+
+    def log_density(self, y: Array) -> Array:
+        """Log p(y) for each of the N targets, in nats."""
+        squares = (y - self.mean) ** 2 / self.variance + jnp.log(2 * jnp.pi * self.variance)
+        return jax.nn.logsumexp(self.log_weight - 0.5 * squares, axis=0)
+
+    def centre(self) -> Array:
+        """E[y], (N,)."""
+        return jnp.sum(jnp.exp(self.log_weight) * self.mean, axis=0)
+
+
+def of_moments(mean: Array, cov: Array, noise: Array) -> Mixture:
+    """The prediction from the outputs' moments (N, O) and (N, O, O), O = 1 or 2.
+
+    With a second output, the log noise variance g, there is no closed form: given g the target is
+    Gaussian, and over g we take a Gauss-Hermite rule. `noise` is the noise variance (O = 1), or a factor
+    on exp(g).
+    """
+    if mean.shape[1] == 1:
+        return Mixture(jnp.zeros((1, 1)), mean.T, cov[:, 0].T + noise)
+    points, weights = np.polynomial.hermite_e.hermegauss(NUM_NODES)
+    spread = jnp.sqrt(jnp.maximum(cov[:, 1, 1], 1e-12))
+    slope = cov[:, 0, 1] / spread
+    z = jnp.asarray(points, mean.dtype)[:, None]
+    log_noise = mean[:, 1] + spread * z
+    rest = jnp.maximum(cov[:, 0, 0] - slope**2, 0.0)
+    log_weight = jnp.log(jnp.asarray(weights / weights.sum(), mean.dtype))[:, None]
+    return Mixture(log_weight, mean[:, 0] + slope * z, rest + noise * jnp.exp(log_noise))
+
+
+def of_draws(outputs: Array, noise: Array) -> Mixture:
+    """The prediction from outputs (K, N, O) of K networks; `noise` as in `of_moments`."""
+    mean = outputs[..., 0]
+    variance = noise * jnp.exp(outputs[..., 1]) if outputs.shape[-1] == 2 else noise
+    log_weight = jnp.full((mean.shape[0], 1), -jnp.log(mean.shape[0]))
+    return Mixture(log_weight, mean, jnp.broadcast_to(variance, mean.shape))
+
+
+def log_likelihood(outputs: Array, y: Array, log_noise: Array) -> Array:
+    """Log p(y | outputs), (N,), of outputs (N, O) of one network."""
+    log_variance = outputs[:, 1] if outputs.shape[1] == 2 else log_noise
+    squares = (y - outputs[:, 0]) ** 2 * jnp.exp(-log_variance)
+    return -0.5 * (jnp.log(2 * jnp.pi) + log_variance + squares)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +102,7 @@ class Method:
         if self.draw is not None:
             draw = self.draw(module, setting)
             outputs = draws.outputs(network.outputs(module), draw, key, x, GROUPS)
-            fits = predictive.log_likelihood(outputs, y, log_noise)
+            fits = log_likelihood(outputs, y, log_noise)
         else:
             moments = network.moments(self.beliefs(module, setting), x)
             likelihood: mj.objectives.Likelihood = mj.objectives.HeteroscedasticGaussian()
@@ -70,10 +121,10 @@ class Method:
         noise = factor if network.num_outputs == 2 else factor * jnp.exp(params["log_noise"])
         if self.draw is None:
             moments = network.moments(self.beliefs(module, setting), x)
-            return predictive.of_moments(*moments, noise)
+            return of_moments(*moments, noise)
         draw = self.draw(module, setting)
         outputs = draws.many(network.outputs(module), draw, key, x, NUM_DRAWS)
-        return predictive.of_draws(outputs, noise)
+        return of_draws(outputs, noise)
 
 
 def kl(module: Any, setting: Setting, share: Array) -> Array:

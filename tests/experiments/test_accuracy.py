@@ -1,18 +1,17 @@
 """Case files and the figures that are made of them."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import moment_jax as mj
+from experiments import accuracy
 from experiments.__main__ import main
-from experiments.cases import read_case
+from experiments.accuracy import trained
+from experiments.accuracy.cases import read_case
 from moment_jax.reference import Agreement
 from tests.experiments.case_files import block_arrays, mlp_arrays
-
-SHARED = Path(__file__).parents[3] / "shared" / "cases"
 
 
 def compare(cases, folder, *structures):
@@ -43,8 +42,8 @@ def test_agreement_is_the_textbooks():
 
 def test_an_mlp_against_its_samples(tmp_path, capsys):
     np.savez(tmp_path / "small.npz", **mlp_arrays())
-    records = compare(tmp_path, tmp_path, "Diagonal", "TokenBlock")
-    assert [record["structure"] for record in records] == ["Diagonal", "TokenBlock"]
+    records = compare(tmp_path, tmp_path, "Diagonal", "Separable")
+    assert [record["structure"] for record in records] == ["Diagonal", "Separable"]
     for record in records:
         assert record["mean_error"] < 0.1
         assert abs(record["sd_ratio"] - 1) < 0.1
@@ -52,27 +51,12 @@ def test_an_mlp_against_its_samples(tmp_path, capsys):
     assert capsys.readouterr().out.count("small") == 2
 
 
-def test_blocks_with_a_head_have_two_lines(tmp_path):
+def test_blocks_with_a_head_have_two_lines_and_full_is_skipped_where_it_is_too_large(
+    tmp_path, capsys
+):
     np.savez(tmp_path / "small.npz", **block_arrays())
-    records = compare(tmp_path, tmp_path, "TokenCorrelated")
-    assert [record["case"] for record in records] == ["small", "small logits"]
-
-
-def test_frozen_statistics_come_from_the_inputs_without_truth(tmp_path, capsys):
-    arrays = mlp_arrays()
-    np.savez(tmp_path / "mlp.npz", **arrays)
-    frozen, own = compare(tmp_path, tmp_path, "FrozenSeparable", "Separable")
-    assert frozen["sd_ratio"] == pytest.approx(own["sd_ratio"], abs=0.05)
-    arrays["X"] = arrays["X"][: len(arrays["mc_mean"])]
-    np.savez(tmp_path / "mlp.npz", **arrays)
-    assert main(["accuracy", "--cases", str(tmp_path), "--structure", "FrozenSeparable"]) == 2
-    assert "without truth" in capsys.readouterr().err
-
-
-def test_full_is_skipped_where_it_is_too_large(tmp_path, capsys):
-    np.savez(tmp_path / "small.npz", **block_arrays())
-    arguments = ["accuracy", "--cases", str(tmp_path), "--structure", "Full"]
-    assert main([*arguments, "--full-limit", "1e-9"]) == 0
+    records = compare(tmp_path, tmp_path, "Diagonal", "Full", "--full-limit", "1e-9")
+    assert [record["case"] for record in records] == ["small", "small logits", "small"]
     assert "--full-limit" in capsys.readouterr().out
 
 
@@ -85,8 +69,18 @@ def test_a_standard_deviation_of_zero_is_certain(tmp_path):
     assert first.kernel.shape == (4, 5)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no case files beside the checkout")
-def test_a_case_file_of_the_shared_folder(tmp_path):
-    (tmp_path / "mlp.npz").write_bytes((SHARED / "mlp_rel0.1.npz").read_bytes())
-    (record,) = compare(tmp_path, tmp_path, "Diagonal")
-    assert record["sd_error"] < 0.06  # what others reach with diagonal covariances
+@pytest.mark.slow
+def test_networks_that_are_trained_here(tmp_path, monkeypatch):
+    small = {"STEPS": 3, "NUM_BLOCKS": 1, "NUM_FEATURES": 8, "NETWORKS": {"cold": 0.1}}
+    for name, value in small.items():
+        monkeypatch.setattr(trained, name, value)
+    monkeypatch.setattr(accuracy, "SAMPLED", (10, 200))
+    file = tmp_path / "figures.json"
+    command = ["accuracy", "--structure", "Diagonal", "--samples", "2000", "--repeats", "1"]
+    assert main([*command, "--json", str(file)]) == 0
+    records = {(r["case"], r["structure"]): r for r in json.loads(file.read_text())}
+    assert len(records) == 8
+    errors = [records["cold logits", f"{count} sampled"]["sd_error"] for count in (10, 200)]
+    assert errors[1] < errors[0]
+    assert records["cold logits", "linearised"]["sd_ratio"] == pytest.approx(1, abs=0.2)
+    assert all(record["time_ratio"] > 0 for record in records.values())

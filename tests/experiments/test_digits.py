@@ -21,7 +21,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments import data, predictions
+from experiments import data
 from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError
 from experiments.digits_training import trained as of_main_job
@@ -29,7 +29,7 @@ from experiments.outputs import whole_file, write_json
 from experiments.training import Task, fit, together
 
 ROOT = Path(__file__).parents[2]
-FIGURES = ("doubt.png", "reliability.png", "rotation.png", "spread.png")
+FIGURES = ("doubt.png", "spread.png")
 
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
@@ -85,6 +85,9 @@ def test_other_settings_are_not_resumed(tmp_path):
     trained(tmp_path, 2)
     with pytest.raises(InputError, match="made with seed 0, not 1"):
         trained(tmp_path, 4, resume=True, settings={"seed": 1})
+    trained(tmp_path, 2, settings={"structure": "FrozenSeparable"})
+    with pytest.raises(InputError, match=r"FrozenSeparable, .* no longer has .*Separable, Full"):
+        trained(tmp_path, 4, resume=True, settings={"structure": "Separable"})
 
 
 @pytest.fixture
@@ -232,20 +235,6 @@ def test_the_split_is_fixed_and_stratified():
     np.testing.assert_array_equal(first.test.images, second.test.images)
     assert np.bincount(first.test.labels).min() >= 48
     assert abs(first.train.images.std() - 1) < 1e-4
-
-
-def test_how_many_samples_catch_up():
-    each = np.array([[[0.9, 0.1]], [[0.1, 0.9]]], np.float32)  # two networks, one image
-    labels = np.zeros(1, np.int32)
-
-    def caught(right):
-        analytic = np.stack([right, 1 - right], axis=-1)[None]
-        return predictions.catch_up(each, labels, analytic, 0.25)
-
-    assert caught(np.float32(0.0)) == (1, 0.25)
-    assert caught(np.float32(0.49)) == (2, 0.5)
-    assert caught(np.float32(1.0)) == (None, None)
-    assert caught(np.float32(0.49)).said(4) == "2 (0.5 times the time)"
 
 
 def test_an_epoch_sees_every_image_once():

@@ -14,14 +14,15 @@ import moment_jax as mj
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
+from experiments.bayesian_network import Params
+from experiments.intents.files import KEYS, read_set
+from experiments.intents.words import BUCKETS, PADDING, Vocabulary, with_lost_words
+
 from experiments import draws, intents, networks
 from experiments.__main__ import main
-from experiments.bayesian_network import Params
 from experiments.classify import compared as classify_compared
 from experiments.intents import compared
 from experiments.intents.compared import TextNetwork
-from experiments.intents.files import KEYS, read_set
-from experiments.intents.words import BUCKETS, PADDING, Vocabulary, with_lost_words
 from tests.experiments.intent_files import intent_texts, write_intents
 
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")

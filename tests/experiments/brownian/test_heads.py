@@ -17,8 +17,9 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments.brownian.heads import head_curve, head_importance, head_predictions, head_signal
 from experiments.brownian.pruning import mask_heads, prune_heads
+
+from experiments.brownian.heads import head_curve, head_importance, head_predictions, head_signal
 
 pytestmark = pytest.mark.slow
 

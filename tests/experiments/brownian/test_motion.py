@@ -18,6 +18,7 @@ pytest.importorskip("orbax.checkpoint")
 from experiments.brownian.dependence import independence_test
 from experiments.brownian.growth import variance_growth
 from experiments.brownian.model_sphere import model_sphere
+
 from experiments.brownian.motion import motion_report, token_motion
 from experiments.brownian.stream import predicted_stream, residual_stream, sampled_stream
 

@@ -1,4 +1,4 @@
-"""CLINC150's JSON files: texts with their intents, and texts that have none of these.
+"""CLINC150's JSON files: texts with their intents, and texts that have none; their words as ids.
 
 An object with the keys train, val, test, oos_train, oos_val and oos_test; each is a list of [text,
 intent] pairs. Texts out of scope, `oos_*`, have a label ("oos") that is no intent of train.
@@ -9,19 +9,30 @@ prediction.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from sklearn.utils import murmurhash3_32
 
 from experiments.command_line import InputError
 
 IN_SCOPE = ("train", "val", "test")
 OUT_OF_SCOPE = ("oos_train", "oos_val", "oos_test")
 KEYS = (*IN_SCOPE, *OUT_OF_SCOPE)
+PADDING = 0  # the id of places after the end of a text
+BUCKETS = 64  # ids 1 to 64: words that training texts have once at most
+LEAST = 2  # occurrences in training texts for a word to get its own id
+LONGEST = 32  # words of a text that are read
+WORD = re.compile(r"\w+(?:'\w+)*")
 
 
 Part = tuple[np.ndarray, np.ndarray]
@@ -96,3 +107,63 @@ def read_set(path: Path) -> IntentSet:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
     return names.get(type(value), "a number or boolean")
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case; one empty word if there is none.
+
+    >>> words("What's up, Doc?"), words("?!")
+    (["what's", 'up', 'doc'], [''])
+    """
+    return WORD.findall(text.lower()) or [""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Ids of words, and the length to which sequences are filled up or cut.
+
+    A word of the training texts that is rare there shares its id with others, as in scikit-learn's
+    `HashingVectorizer`; so there is something learned for words that only other texts have.
+
+    >>> vocabulary = Vocabulary.of(["play a song", "play it"])
+    >>> vocabulary.ids, vocabulary.length, vocabulary.size
+    ({'play': 65}, 3, 66)
+    >>> vocabulary.encode(["play"])
+    array([[65,  0,  0]], dtype=int32)
+    """
+
+    ids: dict[str, int]
+    length: int
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Vocabulary:
+        """That of the training texts."""
+        split = [words(text) for text in texts]
+        counts = Counter(word for text in split for word in text)
+        repeated = sorted(word for word, count in counts.items() if count >= LEAST)
+        ids = {word: i for i, word in enumerate(repeated, 1 + BUCKETS)}
+        return cls(ids, min(LONGEST, max(map(len, split))))
+
+    @property
+    def size(self) -> int:
+        """Number of ids."""
+        return 1 + BUCKETS + len(self.ids)
+
+    def encode(self, texts: Sequence[str] | np.ndarray) -> np.ndarray:
+        """Ids (N, length), int32."""
+        result = np.full((len(texts), self.length), PADDING, np.int32)
+        for row, text in zip(result, texts, strict=True):
+            ids = [self._id(word) for word in words(text)[: self.length]]
+            row[: len(ids)] = ids
+        return result
+
+    def _id(self, word: str) -> int:
+        code = murmurhash3_32(word.encode("utf-8", "replace"), positive=True)
+        return self.ids.get(word, 1 + code % BUCKETS)
+
+
+def with_lost_words(key: Array, ids: Array, rate: float) -> Array:
+    """Replace a share of the words by random buckets, as if they were rare."""
+    choice, other = jax.random.split(key)
+    lost = jax.random.bernoulli(choice, rate, ids.shape) & (ids != PADDING)
+    return jnp.where(lost, jax.random.randint(other, ids.shape, 1, 1 + BUCKETS, ids.dtype), ids)
