@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import moment_jax as mj
-
 pytest.importorskip("tqdm")
 
 from experiments import draws, uci
 from experiments.__main__ import main
-from experiments.uci import methods, networks, predictive, sets, training
+from experiments.uci import methods, networks, sets, training
 from experiments.uci.methods import METHODS
 from experiments.uci.networks import Perceptron
 
@@ -44,9 +42,8 @@ def test_parts_are_standardised_by_the_training_rows_and_constants_vanish(tmp_pa
     assert validation.train.x.shape == parts.train.x.shape
 
 
-@pytest.mark.parametrize("kind", networks.NETWORKS.values())
-def test_moments_are_those_of_drawn_networks(kind):
-    network = kind(3, 2)
+def test_moments_are_those_of_drawn_networks():
+    network = Perceptron(3, 2)
     module = network.build(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (4, 3))
     mean, cov = nnx.jit(network.moments)(module, x)
@@ -63,20 +60,19 @@ def test_moments_are_those_of_drawn_networks(kind):
 
 def test_a_random_noise_variance_is_integrated_over():
     mean, cov = jnp.asarray([[0.3, -1.0]]), jnp.asarray([[[0.5, 0.2], [0.2, 0.4]]])
-    analytic = predictive.of_moments(mean, cov, jnp.ones(()))
+    analytic = methods.of_moments(mean, cov, jnp.ones(()))
     given = jax.random.multivariate_normal(jax.random.key(0), mean[0], cov[0], (20_000,))
-    sampled = predictive.of_draws(given[:, None], jnp.ones(()))
+    sampled = methods.of_draws(given[:, None], jnp.ones(()))
     for y in (-1.0, 0.5, 3.0):
-        density = jnp.exp(predictive.log_likelihood(given, jnp.asarray(y), jnp.zeros(())))
+        density = jnp.exp(methods.log_likelihood(given, jnp.asarray(y), jnp.zeros(())))
         exact = float(analytic.log_density(jnp.asarray([y]))[0])
         spread = density.std() / density.mean() / 20_000**0.5
         assert abs(exact - float(sampled.log_density(jnp.asarray([y]))[0])) < 5 * spread
     np.testing.assert_allclose(analytic.centre(), 0.3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", networks.NETWORKS.values())
-def test_spreads_are_a_share_of_the_kernels_and_none_of_the_biases(kind):
-    module = kind(3, 2).build(jax.random.key(0))
+def test_spreads_are_a_share_of_the_kernels_and_none_of_the_biases():
+    module = Perceptron(3, 2).build(jax.random.key(0))
     found = draws.beliefs(methods.relative(module, {"spread": jnp.asarray(0.2)}).params)
     for belief in found:
         sd = jnp.sqrt(belief.variance)
@@ -148,34 +144,18 @@ def test_bad_folders_and_names_are_told(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("network", "kinds", "noises"),
-    [
-        ("perceptron", list(METHODS), ["heteroscedastic"]),
-        # The others have nothing of their own here.
-        ("perceptron", ["analytic", "sampled"], ["homoscedastic"]),
-        ("transformer", ["analytic"], ["heteroscedastic"]),
-    ],
-)
-def test_the_regression(network, kinds, noises, tmp_path, capsys, monkeypatch):
+def test_the_regression(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(networks, "HIDDEN", 4)
-    # The tests of moments have `Separable`; `Diagonal` compiles fastest.
-    published = mj.nn.TokenTransformer
-    monkeypatch.setattr(
-        mj.nn, "TokenTransformer", lambda *a, **k: published(*a, **k | {"structure": mj.Diagonal})
-    )
     monkeypatch.setattr(methods, "NUM_DRAWS", 8)
     monkeypatch.setattr(training, "FACTORS", training.FACTORS[::8])
     for name, method in METHODS.items():
         few = dataclasses.replace(method, candidates=method.candidates[:2])
         monkeypatch.setitem(METHODS, name, few)
-    monkeypatch.setattr(uci, "NOISES", {noise: uci.NOISES[noise] for noise in noises})
     np.savez(tmp_path / "a.npz", **arrays())
     command = ["uci", "--data-dir", str(tmp_path), "--splits", "2", "--out", str(tmp_path / "out")]
-    sizes = ["--network", network, "--steps", "3", "--batch-size", "16"]
-    assert main([*command, *sizes, "--methods", *kinds]) == 0
-    assert f"{noises[-1]}: {METHODS[kinds[-1]].name}" in capsys.readouterr().out
+    assert main([*command, "--steps", "3", "--batch-size", "16"]) == 0
+    assert "heteroscedastic: MC dropout" in capsys.readouterr().out
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    for noise in noises:
+    for noise in uci.NOISES:
         for record in metrics["sets"]["a"][noise].values():
             assert np.isfinite(record["nll_of_splits"] + record["rmse_of_splits"]).all()

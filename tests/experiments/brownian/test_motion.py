@@ -8,19 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import moment_jax as mj
-from tests.builders import assert_close, tiny_vision
+from tests.builders import assert_close
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments.brownian.dependence import independence_test
-from experiments.brownian.growth import variance_growth
-from experiments.brownian.model_sphere import model_sphere
-
-from experiments.brownian.motion import motion_report, token_motion
-from experiments.brownian.stream import predicted_stream, residual_stream, sampled_stream
+from experiments.brownian.motion import independence_test, motion_report, variance_growth
+from experiments.brownian.stream import residual_stream
 
 KEY = jax.random.key(0)
 SHAPE = (3, 60, 2, 4)  # blocks, inputs, tokens, features
@@ -125,52 +120,17 @@ class Idle(Foreign):
         return x
 
 
-def test_on_our_own_model():
-    model = tiny_vision(structure=mj.Full)
-    images = jax.random.normal(KEY, (24, 4, 4), jnp.float32)
-    with jax.numpy_rank_promotion("allow"):
-        motion = token_motion(model, images, num_samples=300, permutations=399)
-        stream = residual_stream(model, images)
-    assert motion.predicted.mean.shape == stream.shape == (2, 24, 4, 4)
-    assert motion.growth.exponent is None
-    assert motion.blocks[0].on_previous is None
-    # 300 draws are right to 4 % for each element.
-    assert motion.agreement[0].sd_ratio == pytest.approx(1, abs=0.03)
-    assert motion.agreement[1].sd_ratio == pytest.approx(1, abs=0.1)
-    assert motion.agreement[1].mean_error < 0.3
-
-
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_sphere_of_a_model(norm_first):
-    encoder = mj.nn.Encoder(2, 4, 2, norm_first=norm_first, rngs=nnx.Rngs(0))
-    x = jax.random.normal(KEY, (5, 3, 4), jnp.float32)
-    plain = encoder.mean_network()
-    norm = plain.blocks[1].norm1 if norm_first else plain.blocks[0].norm2
-    norm.scale.set_value(jnp.array([1.0, 2.0, 0.5, 1.0], jnp.float32))
-    norm.bias.set_value(jnp.array([0.3, 0.0, 0.0, 1.0], jnp.float32))
-    with jax.numpy_rank_promotion("allow"):
-        first, second = model_sphere(plain, x)
-    assert second["normalised"].dot_error < 1e-4
-    assert second["gain"].dot_error > 0.1
-    assert second["attended"].offset > 0.1
-    assert ("normalised" in first) == norm_first
-    assert (first["attended"].dot_error < 1e-4) == norm_first
-
-
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda: residual_stream(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), KEY), TypeError, "blocks"),
         (lambda: residual_stream(Idle(), jnp.ones((2, 3, 4))), ValueError, "no block"),
-        (lambda: predicted_stream(Foreign(), jnp.ones((2, 3, 4))), TypeError, "Bayesian"),
-        (lambda: sampled_stream(tiny_vision(), jnp.ones((2, 4, 4)), KEY, 1), ValueError, ">= 2"),
         (lambda: motion_report(jnp.ones((2, 5, 3, 4)), key=KEY), ValueError, "N >= 20"),
         (lambda: motion_report(jnp.ones((2, 20, 3, 4)), key=KEY, permutations=9), ValueError,
          "permutations >= 400"),
         (lambda: variance_growth(jnp.ones((1, 2, 3, 4))), ValueError, "L >= 1"),
         (lambda: independence_test(jnp.ones((3, 1, 1)), jnp.ones((3, 1, 1)), KEY), ValueError,
          "N >= 4"),
-        (lambda: model_sphere(Foreign(), jnp.ones((2, 3, 4))), TypeError, "norm_first"),
     ],
 )  # fmt: skip
 def test_bad_input(call, error, words):

@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("orbax.checkpoint")
 
-from experiments.brownian.reversibility import antisymmetric_share, split_scores
+from experiments.brownian.chains import antisymmetric_share, split_scores
 
 brownian = mj.brownian
 
