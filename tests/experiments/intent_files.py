@@ -5,56 +5,33 @@ import json
 import numpy as np
 
 ACTIONS = {
-    "find": ["find", "look for", "where is", "search for"],
-    "cancel": ["cancel", "drop", "get rid of", "call off"],
-    "change": ["change", "move", "update", "fix"],
-    "cost": ["what is the price of", "how much is", "cost of", "do i pay for"],
-    "order": ["order", "buy", "get me", "book"],
+    "find": ["find", "where is"],
+    "cancel": ["cancel", "call off"],
+    "order": ["order", "buy"],
 }
-OBJECTS = {
-    "flight": ["flight", "plane", "ticket to rome", "ticket to oslo"],
-    "meal": ["meal", "pizza", "dinner", "lunch box"],
-    "card": ["card", "credit card", "visa"],
-    "room": ["room", "hotel", "place to stay"],
-    "song": ["song", "tune", "record", "track"],
-}
-OTHER_ACTIONS = ["who found", "how tall is", "why do people like", "what is the end of", "look at"]
-OTHER_OBJECTS = ["volcano", "river", "president", "hotel", "pizza", "tune", "box", "place"]
-BEFORE = ["", "please", "can you", "i want you to", "hey", "listen", "could you help and"]
-AFTER = ["", "", "now", "for me", "as soon as you can", "today", "for {}", "for {} on {}", "at {}"]
+OBJECTS = {"flight": ["flight", "plane"], "meal": ["meal", "pizza"], "song": ["song", "tune"]}
+BEFORE, AFTER = ["", "please", "can you"], ["", "now", "for name1", "for name2 today"]
+OTHERS = ["who found the volcano", "how tall is the river", "why do people like the president"]
 
 
-def _sentence(random, names, action, thing):
-    rare = [f"name{int(names ** random.random())}" for _ in range(2)]  # some often, most seldom
-    after = str(random.choice(AFTER)).format(*rare)
-    parts = [random.choice(BEFORE), action, random.choice(["the", "a", "my"]), thing, after]
-    return " ".join(str(part) for part in parts if part)
+def intent_texts(sizes=(8, 5, 5), num_outside=6):
+    """The content of a file of nine intents, with so many texts of each in train, val and test."""
+    random = np.random.default_rng(0)
 
+    def sentence(words):
+        parts = (random.choice(BEFORE), *words, random.choice(AFTER))
+        return " ".join(str(part) for part in parts if part)
 
-def intent_texts(
-    sizes=(40, 8, 12), outside=(20, 20, 120), seed=0, noise=0.05, variants=1, names=200
-):
-    """The content of a file of 25 intents, or 25 for each variant, with so many texts of each.
-
-    A share `noise` of the texts in scope has the action of any intent; `names` is the number of
-    words that mean nothing.
-    """
-    random = np.random.default_rng(seed)
-    content = {}
-    for part, size in zip(("train", "val", "test"), sizes, strict=True):
-        content[part] = []
-        for action, thing, variant in np.ndindex(5, 5, variants):
-            own, kind = list(ACTIONS)[action], list(OBJECTS)[thing]
-            for _ in range(size):
-                said = random.choice(list(ACTIONS)) if random.random() < noise else own
-                words = f"kind{variant} " * (variants > 1) + random.choice(OBJECTS[kind])
-                text = _sentence(random, names, random.choice(ACTIONS[said]), words)
-                content[part].append([text, f"{own}_{kind}_{variant}"])
-    for part, size in zip(("oos_train", "oos_val", "oos_test"), outside, strict=True):
-        said = zip(
-            *(random.choice(words, size) for words in (OTHER_ACTIONS, OTHER_OBJECTS)), strict=True
-        )
-        content[part] = [[_sentence(random, names, *words), "oos"] for words in said]
+    content = {
+        part: [
+            [sentence([random.choice(ACTIONS[own]), "the", random.choice(OBJECTS[kind])]),
+             f"{own}_{kind}"]
+            for own in ACTIONS for kind in OBJECTS for _ in range(size)
+        ]
+        for part, size in zip(("train", "val", "test"), sizes, strict=True)
+    }  # fmt: skip
+    for part in ("oos_train", "oos_val", "oos_test"):
+        content[part] = [[sentence([random.choice(OTHERS)]), "oos"] for _ in range(num_outside)]
     return content
 
 

@@ -3,11 +3,7 @@
 import functools
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -154,59 +150,6 @@ def test_ctrl_c_or_an_error_stops_all_that_train_together(tmp_path, happens, err
         together([one, other], program)
     saved = {path.parent.name for path in tmp_path.glob("*/*") if path.name.isdigit()}
     assert saved >= ({"other"} if happens is fail else {"one", "other"})
-
-
-class Command:
-    """A training in a process of its own, for so long; its standard error is read as it comes."""
-
-    SECONDS = 600
-
-    def __init__(self, *options):
-        # The main job takes longer to compile.
-        command = [sys.executable, "-m", "experiments", "discrete", *options]
-        # Nothing of the user's, and quickly compiled.
-        settings = {"JAX_ENABLE_COMPILATION_CACHE": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        fresh = {**os.environ, **settings}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=fresh, stderr=subprocess.PIPE, text=True
-        )
-        self.limit = threading.Timer(self.SECONDS, self.process.kill)
-        self.limit.daemon = True
-        self.limit.start()
-
-    def says(self, words):
-        for line in self.process.stderr:
-            if words in line:
-                return line
-        raise AssertionError(f"it ended without {words!r}: {self.end()}")
-
-    def press(self):
-        self.process.send_signal(signal.SIGINT)
-
-    def end(self):
-        rest = self.process.communicate()[1]
-        self.limit.cancel()
-        return self.process.returncode, rest
-
-
-@pytest.mark.usefixtures("on_a_terminal")
-def test_ctrl_c_in_a_process_of_its_own(tmp_path):
-    options = ["--plain-steps", "1000000000", "--out", str(tmp_path / "run")]
-    first = Command(*options)
-    first.says("plain Transformer: 0 of")
-    first.says("plain Transformer: ")  # so it trains by now
-    first.press()
-    first.says("press Ctrl-C again")
-    status, said = first.end()
-    assert status == 130
-    (step,) = re.findall(r"stopped after update (\d+) .*--resume", said)
-    second = Command(*options, "--resume")
-    second.says(f"plain Transformer: {step} of")
-    # And now it compiles: there is nothing to save.
-    second.press()
-    status, said = second.end()
-    assert status == 130
-    assert said.split("\n", 2)[1].startswith("experiments: stopped at once")
 
 
 def test_a_log_has_lines(tmp_path, capsys):

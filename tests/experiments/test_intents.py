@@ -33,18 +33,7 @@ from tests.experiments.intent_files import intent_texts, write_intents
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
-TINY = intent_texts(sizes=(3, 2, 2), outside=(4, 4, 6))
-
-
-def test_parts_are_read_and_numbered_by_the_training_intents(tmp_path):
-    write_intents(tmp_path / "a.json", TINY)
-    given = read_set(tmp_path / "a.json")
-    assert given.intents == sorted({intent for _, intent in TINY["train"]})
-    assert [len(part[0]) for part in (given.train, given.validation, given.test)] == [75, 50, 50]
-    for key, (texts, labels) in (("train", given.train), ("test", given.test)):
-        pairs = [[text, given.intents[label]] for text, label in zip(texts, labels, strict=True)]
-        assert pairs == TINY[key]
-    assert given.outside.tolist() == [text for text, _ in TINY["oos_test"]]
+TINY = intent_texts()
 
 
 def test_texts_out_of_scope_that_train_and_validate_reach_nothing(tmp_path):
@@ -112,7 +101,7 @@ def changed(**changes):
         (changed(test=[]), "got an empty one"),
         (changed(oos_train={"a": 1}), "got an object"),
         (changed(train=[["play a song", 3]]), "row 0"),
-        (changed(train=[*TINY["train"], ["alone"]]), "row 75"),
+        (changed(train=[*TINY["train"], ["alone"]]), "row 72"),
         (changed(test=[["play it", "unheard"]]), "'unheard' in test"),
         (changed(oos_val=[TINY["train"][0]]), "which train has too"),
         (changed(train=TINY["train"][:1]), "two intents"),

@@ -28,9 +28,9 @@ NAMES = ("yesterday", "ridge", "Bayesian Transformer")
 pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
-def year(days=60, without=()):
-    """A daily wave on a slow one, with noise, and hours left out."""
-    hour = np.setdiff1d(np.arange(days * DAY), without)
+def year(days=60):
+    """A daily wave on a slow one, with noise."""
+    hour = np.arange(days * DAY)
     noise = np.random.default_rng(0).normal(size=hour.size)
     slow = 10 * np.sin(2 * np.pi * hour / (days * DAY))
     return Series(hour, 50 + slow + 5 * np.sin(2 * np.pi * hour / DAY) + 0.2 * noise)
@@ -67,45 +67,6 @@ def test_no_hour_is_in_two_parts():
             np.testing.assert_array_equal(both, [at[hour] for hour in hours])
 
 
-def test_the_scale_is_of_the_training_part_alone():
-    series = year()
-    later = series.temperature + 100 * (series.hour >= 36 * DAY)
-    scales = [
-        data.day_difference_scale(data.split(each).train)
-        for each in (series, series._replace(temperature=later))
-    ]
-    assert scales[0] == scales[1]
-    assert data.split(series).train.origin[-1] + FUTURE == 36 * DAY
-
-
-def test_windows_with_a_missing_hour_are_left_out():
-    whole, broken = (data.windows(year(20, gap), 0, 20 * DAY) for gap in ((), (200,)))
-    missing = {origin for origin in whole.origin if origin - PAST <= 200 < origin + FUTURE}
-    assert set(broken.origin) == set(whole.origin) - missing
-    assert len(missing) == PAST + FUTURE
-    with pytest.raises(ValueError, match="needs 96 hours"):
-        data.windows(year(3), 0, 3 * DAY)
-
-
-def test_tokens_by_their_definition():
-    part = data.windows(year(10), 0, 10 * DAY).part(np.array([5, 100]))
-    found = data.tokens(part, 0.5)
-    for n in range(2):
-        for h in range(DAY):
-            first, second, third = part.past[n, h::DAY]
-            wanted = [(third - second) / 0.5, (second - first) / 0.5]
-            np.testing.assert_allclose(found.changes[n, h], wanted, rtol=1e-5)
-            correction = (part.future[n, h] - third) / 0.5
-            np.testing.assert_allclose(found.correction[n, h], correction, rtol=1e-4)
-            angle = 2 * np.pi * (part.origin[n] + h) / DAY
-            for calendar in (found.source_calendar, found.target_calendar):
-                np.testing.assert_allclose(calendar[n, h, 0], np.sin(angle), atol=1e-5)
-                np.testing.assert_allclose(calendar[n, h, 3], np.cos(2 * angle), atol=1e-5)
-    # How near an hour is to the border between known and wanted.
-    assert np.all(np.diff(found.source_calendar[0, :, 5]) > 0)
-    assert np.all(np.diff(found.target_calendar[0, :, 5]) < 0)
-
-
 def test_a_network_sees_nothing_of_what_it_forecasts():
     part = data.windows(year(10), 0, 10 * DAY)
     known, other = (
@@ -127,17 +88,6 @@ def test_mini_batches_and_mirrors():
     np.testing.assert_allclose(mirrored.correction, sign[:, None] * given.correction)
     np.testing.assert_allclose(mirrored.changes, sign[:, None, None] * given.changes)
     np.testing.assert_array_equal(mirrored.target_calendar, given.target_calendar)
-
-
-def test_yesterday_and_the_spread_of_its_residuals():
-    parts = data.split(year())
-    means = [baselines.seasonal_naive(part) for part in parts]
-    np.testing.assert_array_equal(means[2][7], parts.test.past[7, 48:])
-    found = baselines.with_residual_spread(means[1], means[2], parts.validation)
-    errors = parts.validation.future - parts.validation.past[:, 48:]
-    for horizon in (0, 23):
-        spread = np.mean(errors[:, horizon] ** 2) ** 0.5
-        np.testing.assert_allclose(found.sd[:, horizon], spread)
 
 
 def test_ridge_by_its_normal_equations(monkeypatch):
@@ -233,16 +183,3 @@ def test_a_package_without_the_file(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(InputError, match=r"no seattle-temps\.csv"):
         data.load()
-
-
-def test_the_real_series():
-    if importlib.util.find_spec("vega_datasets") is None:
-        pytest.skip("the extra `forecast` (vega_datasets) is not installed")
-    series = data.load()
-    assert series.hour[0] == 0
-    assert series.hour[-1] == 365 * DAY - 1
-    assert np.sum(np.diff(series.hour) != 1) == 1  # the hour that the clock skipped
-    assert series.temperature.min() > 30
-    assert series.temperature.max() < 80
-    parts = data.split(series)
-    assert [len(part.origin) for part in parts] == [5065, 1657, 1657]
