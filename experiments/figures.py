@@ -7,7 +7,6 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import moment_jax as mj
@@ -27,7 +26,7 @@ STYLE = {
     "ytick.color": "0.3",
     "legend.frameon": False,
 }
-RIGHT, WRONG, OTHER, PLAIN, BAYES = "#2a9d5c", "#c8442f", "#b9c0c8", "#d1852b", "#2b6cb0"
+WRONG, OTHER, PLAIN, BAYES = "#c8442f", "#b9c0c8", "#d1852b", "#2b6cb0"
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -52,14 +51,6 @@ def histograms(panels: dict[str, dict[str, np.ndarray]], unit: str) -> Figure:
         axis.set(title=name, xlabel=unit)
     axes[0, 0].legend(fontsize=6)
     return figure
-
-
-def show_image(axes: Axes, image: np.ndarray) -> None:
-    """An image of digits, without ticks."""
-    axes.imshow(image, cmap="gray_r", interpolation="nearest")
-    axes.set(xticks=[], yticks=[])
-    for side in axes.spines.values():
-        side.set(visible=True, color="0.8")
 
 
 @styled

@@ -114,7 +114,7 @@ class _Reader:
             return mj.posterior.Point(jnp.asarray(mean.T))
         return mj.posterior.Factorized(jnp.asarray(mean.T), jnp.asarray(sd.T) ** 2)
 
-    def truth(self, mean: str, sd: str, *shape: int | None) -> Truth:
+    def truth(self, mean: str, sd: str, *shape: int | None, most: int) -> Truth:
         first = self.array(mean, *shape)
         second = self.array(sd, *first.shape)
         if (second <= 0).any():
@@ -122,6 +122,8 @@ class _Reader:
                 f"{sd} holds a standard deviation that is not positive ({second.min():g})",
                 "sample the truth of outputs that vary",
             )
+        if len(first) > most:
+            raise self.wrong(f"{mean} is of {len(first)} inputs, X holds {most}", "write them all")
         return Truth(first, second)
 
     def case(self) -> Case:
@@ -139,8 +141,8 @@ class _Reader:
             i = len(layers)
             layers.append(self.dense(f"W{i}", f"Ws{i}", f"b{i}", f"bs{i}", width))
             width = layers[-1].kernel.shape[1]
-        truth = self.truth("mc_mean", "mc_std", None, width)
-        rows = self.rows(inputs, truth)[:, None, :]
+        truth = self.truth("mc_mean", "mc_std", None, width, most=len(inputs))
+        rows = inputs[: len(truth.mean), None, :]
         truth = Truth(*(part[:, None, :] for part in truth))
         return Case(self.path.stem, layers, [], 0, None, rows, truth, None)
 
@@ -156,23 +158,17 @@ class _Reader:
             raise self.wrong(
                 f"{heads} heads do not divide a width of {joined}", "write `heads`, a divisor"
             )
-        truth = self.truth("mc_mean", "mc_std", None, tokens, width)
-        rows = self.rows(inputs, truth)
+        truth = self.truth("mc_mean", "mc_std", None, tokens, width, most=len(inputs))
+        rows = inputs[: len(truth.mean)]
         head, logits = None, None
         if "head_W" in self.arrays:
             kernel = self.array("head_W", None, width)
             certain = kernel.T, self.array("head_b", kernel.shape[0])
             head = mj.DenseParams(*(mj.posterior.Point(jnp.asarray(part)) for part in certain))
-            logits = self.truth("logit_mean", "logit_std", len(rows), kernel.shape[0])
-        return Case(self.path.stem, [], blocks, heads, head, rows, truth, logits)
-
-    def rows(self, inputs: np.ndarray, truth: Truth) -> np.ndarray:
-        """The first inputs, whose truth is known."""
-        if len(truth.mean) > len(inputs):
-            raise self.wrong(
-                f"mc_mean is of {len(truth.mean)} inputs, X holds {len(inputs)}", "write them all"
+            logits = self.truth(
+                "logit_mean", "logit_std", *(len(rows), len(kernel)), most=len(rows)
             )
-        return inputs[: len(truth.mean)]
+        return Case(self.path.stem, [], blocks, heads, head, rows, truth, logits)
 
     def dense(
         self, mean: str, sd: str, bias: str, bias_sd: str, width: int, out: int | None = None

@@ -1,7 +1,7 @@
 """Train an autoencoder of binary digits with categorical codes, its Transformers' weights random.
 
 Compares its negative ELBO on test images, with hard codes, with that of the plain Transformer that it
-starts from. Writes metrics.json and a figure, and prints one table.
+starts from. Writes metrics.json, and prints one table.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 import moment_jax as mj
-from experiments import figures
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.discrete import models, scores
@@ -24,7 +23,6 @@ from experiments.training import Task, fit_network
 
 BAYESIAN, TRANSFORMER = "Bayesian Transformer", "plain Transformer"
 SAVE_EVERY = 100  # updates of the Bayesian network
-NUM_SHOWN = 12
 
 
 def add_arguments(parser: Parser) -> None:
@@ -42,18 +40,15 @@ def run(args: argparse.Namespace) -> None:
     key = jax.random.key(args.seed + 3)
     found = {name: scores.score(n, images.test, key, args.draws) for name, n in networks.items()}
     bayesian = networks[BAYESIAN]
-    weights = {name: models.count(n) for name, n in networks.items()}
-    weights[BAYESIAN] = models.count(bayesian, mj.nn.VariationalMean)
     metrics: dict[str, Any] = {
         "settings": vars(args),
         "images": {name: len(part) for name, part in images._asdict().items()},
-        "test": {name: {**one.summary(), "weights": weights[name]} for name, one in found.items()},
+        "test": {name: one.summary() for name, one in found.items()},
         "weight_kl_per_training_image": float(bayesian.kl()) / len(images.train),
         "gap_to_plain": _gap(found[TRANSFORMER], found[BAYESIAN]),
         "validation": validation,
         "seconds": {**seconds, "total": time.perf_counter() - start},
     }
-    _draw(out, images.test, networks, found)
     write_json(out / "metrics.json", metrics)
     _print(out, metrics)
 
@@ -94,28 +89,13 @@ def _gap(other: Scores, mine: Scores) -> dict[str, float]:
     return {"nats": float(gap.mean()), "standard_error": float(gap.std(ddof=1) / len(gap) ** 0.5)}
 
 
-def _draw(out: Path, test: np.ndarray, networks: dict[str, Any], found: dict[str, Scores]) -> None:
-    """Test images and their expected pixels through one draw of hard codes, a row for each network."""
-    rows = {"test image": test[:NUM_SHOWN]}
-    rows |= {n: scores.shown(networks[n], *one.decoded)[:NUM_SHOWN] for n, one in found.items()}
-    with figures.plt.rc_context(figures.STYLE):
-        figure, axes = figures.plt.subplots(len(rows), NUM_SHOWN, figsize=(11, 4))
-        for line, (name, images) in zip(axes, rows.items(), strict=True):
-            for place, image in zip(line, images, strict=True):
-                figures.show_image(place, image)
-            line[0].set_ylabel(name.replace(" ", "\n"), rotation=0, ha="right", va="center")
-    figures.save(figure, out / "reconstructions.png")
-
-
 def _print(out: Path, metrics: dict[str, Any]) -> None:
-    rows = [["", "-ELBO (nats)", "reconstruction", "KL of codes", "codes", "perplexity", "weights"]]
+    rows = [["", "-ELBO (nats)", "reconstruction", "KL of codes", "codes", "perplexity"]]
     for name, row in metrics["test"].items():
         total = f"{row['negative_elbo']:.2f} ± {row['standard_error']:.2f}"
         numbers = [f"{row[key]:.2f}" for key in ("reconstruction", "code_kl")]
         codes = f"{row['codes_per_image']} of {row['num_codes']}"
-        rows.append(
-            [name, total, *numbers, codes, f"{row['perplexity']:.1f}", f"{row['weights']:,}"]
-        )
+        rows.append([name, total, *numbers, codes, f"{row['perplexity']:.1f}"])
     gap = metrics["gap_to_plain"]
     print(aligned(rows))
     print(f"better than the plain one by {gap['nats']:.2f} ± {gap['standard_error']:.2f} nats an image; "

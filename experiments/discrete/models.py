@@ -71,11 +71,6 @@ def bayesian_autoencoder(structure: str, seed: int) -> mj.nn.DiscreteAutoencoder
     )
 
 
-def count(module: nnx.Module, kind: Any = nnx.Param) -> int:
-    """How many numbers the module's variables of a kind hold."""
-    return sum(int(np.size(leaf)) for leaf in jax.tree.leaves(nnx.state(module, kind)))
-
-
 def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> tuple[Array, Array]:
     """The images of an update, and its key for draws of codes."""
     order_key, draw_key = jax.random.split(key)

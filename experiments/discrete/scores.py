@@ -11,13 +11,12 @@ import moment_jax as mj
 
 
 class Scores(NamedTuple):
-    """Nats for each image, averaged over draws of its codes; codes and decoded patches of the last."""
+    """Nats for each image, averaged over draws of its codes; codes of the last draw."""
 
     reconstruction: np.ndarray
     code_kl: np.ndarray
     codes: np.ndarray
     num_codes: int
-    decoded: tuple[Array, Array]
 
     @property
     def total(self) -> np.ndarray:
@@ -45,7 +44,7 @@ def score(network: Any, images: np.ndarray, key: Array, num_draws: int) -> Score
     num_codes, likelihood = log_probs.shape[-1], network.likelihood
 
     @jax.jit
-    def draw(key: Array) -> tuple[Array, tuple[Array, Array], Array]:
+    def draw(key: Array) -> tuple[Array, Array]:
         codes = mj.discrete.gumbel_max(key, log_probs)
         found = network.decode(jax.nn.one_hot(codes, num_codes))
         if isinstance(network, mj.nn.DiscreteAutoencoder):
@@ -53,15 +52,9 @@ def score(network: Any, images: np.ndarray, key: Array, num_draws: int) -> Score
         else:
             decoded = found, jnp.zeros_like(found)
         fits = jax.vmap(mj.objectives.expected_log_likelihood, (None, 0, 0, 0))
-        return codes, decoded, -fits(likelihood, target, *decoded)
+        return codes, -fits(likelihood, target, *decoded)
 
     drawn = [draw(jax.random.fold_in(key, i)) for i in range(num_draws)]
-    codes, decoded, _ = drawn[-1]
     code_kl = np.asarray(mj.discrete.categorical_kl(log_probs).sum(axis=-1))
-    fit = np.mean([loss for _, _, loss in drawn], axis=0)
-    return Scores(fit, code_kl, np.asarray(codes), num_codes, decoded)
-
-
-def shown(network: Any, mean: Array, variance: Array) -> np.ndarray:
-    """Images of decoded patches: the expected pixels."""
-    return np.asarray(network.pixels(mj.objectives.bernoulli_probabilities(mean, variance)))
+    fit = np.mean([loss for _, loss in drawn], axis=0)
+    return Scores(fit, code_kl, np.asarray(drawn[-1][0]), num_codes)

@@ -3,8 +3,7 @@
 Second order runs with its defaults, the others with the best of nine learning rates on the first seed.
 The loss is that of the first 512 training examples, evaluated after every update outside of the timing.
 Prints one table for each task: the time is that of the median number of updates to the target, from the
-start and without compilation; "update" is one of the updates that come later. Both are on the clock and,
-in parentheses, of this process on all cores.
+start and without compilation; "update" is one of the updates that come later.
 """
 
 import argparse
@@ -15,7 +14,7 @@ import numpy as np
 
 from experiments.command_line import Parser
 from experiments.optimizers import runs
-from experiments.optimizers.runs import METHODS, Course, Settings, Spent, Training
+from experiments.optimizers.runs import METHODS, Course, Settings, Training
 from experiments.optimizers.tasks import TASKS, OptimizerTask
 from experiments.outputs import aligned, write_json
 
@@ -60,14 +59,11 @@ def _compare(task: OptimizerTask, args: argparse.Namespace) -> dict[str, Any]:
     whole = runs.timings({name: each[name] for name in counts}, counts, anew=True)
     rows = {}
     for name in names:
-        spent = whole.get(name, Spent(np.inf, np.inf))
         rows[name] = {
             "settings": each[name][1],
             "steps": [course.steps_to(task.target) for course in courses[name]],
-            "seconds": spent.seconds,
-            "cpu_seconds": spent.cpu,
-            "seconds_per_step": update[name].seconds / TIMED_STEPS,
-            "cpu_seconds_per_step": update[name].cpu / TIMED_STEPS,
+            "seconds": whole.get(name, np.inf),
+            "seconds_per_step": update[name] / TIMED_STEPS,
             "last_loss": float(np.median([course.last_loss for course in courses[name]])),
             "diverged": sum(course.diverged for course in courses[name]),
             "losses": [course.losses.tolist() for course in courses[name]],
@@ -99,12 +95,12 @@ def _print(record: dict[str, Any]) -> None:
     adam = record["methods"]["adam"]
 
     def over(row: dict[str, Any], name: str) -> str:
-        return f"{row[name] / adam[name]:.2f} ({row[f'cpu_{name}'] / adam[f'cpu_{name}']:.2f})"
+        return f"{row[name] / adam[name]:.2f}"
 
     for name, row in record["methods"].items():
         settings = " ".join(f"{key} {value:g}" for key, value in row["settings"].items())
         reached = ", ".join(f"{steps}".replace("inf", "-") for steps in row["steps"])
-        times = [f"{row['seconds']:.3g} ({row['cpu_seconds']:.3g})", over(row, "seconds")]
+        times = [f"{row['seconds']:.3g}", over(row, "seconds")]
         last = f"{row['last_loss']:.4f}"
         update = over(row, "seconds_per_step")
         rows.append([name, settings, reached, *times, update, last, str(row["diverged"])])

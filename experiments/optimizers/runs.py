@@ -64,23 +64,6 @@ METHODS = {name: Method(partial(_first_order, each), RATES) for name, each in FI
 """Every method by name."""
 
 
-class Spent(NamedTuple):
-    """Seconds on the clock, and CPU seconds of all threads, which a busy machine changes less."""
-
-    seconds: float
-    cpu: float
-
-    @classmethod
-    def now(cls) -> Spent:
-        """By both clocks."""
-        return cls(time.perf_counter(), time.process_time())
-
-    @classmethod
-    def since(cls, began: Spent) -> Spent:
-        """What was spent since `now` gave this."""
-        return cls(*np.subtract(cls.now(), began).tolist())
-
-
 class Course(NamedTuple):
     """The losses of one training, on the evaluated examples, after every update."""
 
@@ -135,21 +118,21 @@ class Training:
             found.append(Course(np.asarray(losses)))
         return found
 
-    def timed(self, settings: Settings) -> Callable[[int], Spent]:
+    def timed(self, settings: Settings) -> Callable[[int], float]:
         """A function that continues training by a number of updates and returns their time."""
         values = jax.tree.map(jnp.float32, dict(settings))
         params: Any = nnx.split(self.task.create(0))[1]
         now = (params, self._start(params, values))
         done = 0
 
-        def go_on(count: int) -> Spent:
+        def go_on(count: int) -> float:
             nonlocal now, done
             jax.block_until_ready(now)
-            began = Spent.now()
+            began = time.perf_counter()
             now = self._advance(*now, values, jax.random.key(0), done, count)
             jax.block_until_ready(now)
             done += count
-            return Spent.since(began)
+            return time.perf_counter() - began
 
         return go_on
 
@@ -184,7 +167,7 @@ class Training:
 
 def timings(
     trainings: Mapping[str, tuple[Training, Settings]], updates: Mapping[str, int], *, anew: bool
-) -> dict[str, Spent]:
+) -> dict[str, float]:
     """Median times of `updates[name]` updates over rounds in which all methods take turns.
 
     Args:
@@ -193,8 +176,8 @@ def timings(
       anew: whether every round is a training from its start; else it goes on where the last one ended,
         so that what the first updates do more of is left out.
     """
-    runs: dict[str, Callable[[int], Spent]] = {}
-    spent: dict[str, list[Spent]] = {name: [] for name in trainings}
+    runs: dict[str, Callable[[int], float]] = {}
+    spent: dict[str, list[float]] = {name: [] for name in trainings}
     for round_number in range(ROUNDS + 1):
         for name, (training, settings) in trainings.items():
             if anew or not round_number:
@@ -202,4 +185,4 @@ def timings(
             taken = runs[name](updates[name])
             if round_number:  # the first one may compile
                 spent[name].append(taken)
-    return {name: Spent(*np.median(each, axis=0).tolist()) for name, each in spent.items()}
+    return {name: float(np.median(each)) for name, each in spent.items()}

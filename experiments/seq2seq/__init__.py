@@ -26,7 +26,7 @@ from experiments.outputs import aligned, write_json
 from experiments.seq2seq import baselines, data
 from experiments.seq2seq import training as forecast_training
 from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
-from experiments.seq2seq.data import DAY, PAST, START, Parts, Windows, tokens
+from experiments.seq2seq.data import DAY, START, Parts, Windows, tokens
 from experiments.seq2seq.forecaster import Forecaster
 from experiments.training import fit_network
 
@@ -108,25 +108,18 @@ def _train(args: argparse.Namespace, parts: Parts, scale: float) -> Forecaster:
 
 
 def _figure(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:
-    """Some windows: the temperatures above, and below what differs from yesterday, with both bands."""
+    """Some windows: what differs from yesterday, with both bands."""
     yesterday = seasonal_naive(part)
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            2, len(shown), figsize=(2.7 * len(shown), 4.6), height_ratios=(1, 1.4), squeeze=False
-        )
-        for column, i in zip(axes.T, shown, strict=True):
+        figure, axes = plt.subplots(1, len(shown), figsize=(2.7 * len(shown), 2.8))
+        for axis, i in zip(axes, shown, strict=True):
             start = START + datetime.timedelta(hours=int(part.origin[i]))
-            column[0].set_title(f"{start:%d %b, from %H:%M}")
-            column[0].plot(np.arange(-PAST, 0) + 1, part.past[i], color="0.6", lw=1)
-            column[0].plot(HORIZON, part.future[i], "k.", ms=3)
-            column[0].plot(HORIZON, forecast.mean[i], color=BAYES, lw=1)
-            _bands(column[1], forecast.mean[i] - yesterday[i], forecast.sd[i])
-            column[1].plot(HORIZON, part.future[i] - yesterday[i], "k.", ms=4, label="truth")
-            column[1].axhline(0, color="0.6", lw=0.7)
-            column[1].set_xlabel("hours ahead")
-        axes[0, 0].set_ylabel("temperature (°F)")
-        axes[1, 0].set_ylabel("minus yesterday's (°F)")
-        axes[1, 0].legend(fontsize=7)
+            _bands(axis, forecast.mean[i] - yesterday[i], forecast.sd[i])
+            axis.plot(HORIZON, part.future[i] - yesterday[i], "k.", ms=4, label="truth")
+            axis.axhline(0, color="0.6", lw=0.7)
+            axis.set(title=f"{start:%d %b, from %H:%M}", xlabel="hours ahead")
+        axes[0].set_ylabel("minus yesterday's (°F)")
+        axes[0].legend(fontsize=7)
     return figure
 
 

@@ -30,10 +30,7 @@ def test_the_experiment(tmp_path, capsys, monkeypatch):
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert len(metrics["test"]) == 2
     assert all(np.isfinite(list(row.values())).all() for row in metrics["test"].values())
-    weights = {name: row["weights"] for name, row in metrics["test"].items()}
-    assert weights["Bayesian Transformer"] == weights["plain Transformer"]
     assert all(1 <= row["perplexity"] <= 4 for row in metrics["test"].values())
-    assert (tmp_path / "reconstructions.png").stat().st_size > 10_000
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
