@@ -35,7 +35,6 @@ class Size(NamedTuple):
 
     operations: int  # of StableHLO, with functions counted wherever they are called
     products: int  # how many of them are matrix products
-    product_shapes: int  # how many different products, by the types of operands and result
 
 
 class Program(NamedTuple):
@@ -44,7 +43,6 @@ class Program(NamedTuple):
     call: Callable[..., Any]  # returns before its result is ready
     seconds: float  # what tracing and compiling took
     bytes: int  # of arguments, results and temporaries
-    bytes_accessed: float  # by XLA's cost analysis, loops counted once; may be NaN
     lowered: jax.stages.Lowered  # before the compiler, for `size_of`
 
     def run(self, *arguments: Any) -> Any:
@@ -54,7 +52,7 @@ class Program(NamedTuple):
     def figures(self) -> dict[str, float]:
         """Seconds to compile, memory, and size."""
         known = {"compile_seconds": self.seconds, "bytes": self.bytes}
-        return {**known, "bytes_accessed": self.bytes_accessed, **size_of(self.lowered)._asdict()}
+        return {**known, **size_of(self.lowered)._asdict()}
 
 
 def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
@@ -63,9 +61,7 @@ def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
     lowered = jax.jit(function).lower(*arguments)
     program = lowered.compile()
     seconds = time.perf_counter() - start
-    costs: Any = program.cost_analysis() or {}
-    accessed = float(costs.get("bytes accessed", float("nan")))
-    return Program(program, seconds, needed_bytes(program), accessed, lowered)
+    return Program(program, seconds, needed_bytes(program), lowered)
 
 
 def needed_bytes(program: jax.stages.Compiled) -> int:
@@ -84,7 +80,7 @@ def size_of(lowered: jax.stages.Lowered) -> Size:
     """Count what `jax.jit(function).lower(...)` gives.
 
     >>> size_of(jax.jit(lambda x: (x @ x) @ x + 1).lower(jnp.ones((2, 2))))
-    Size(operations=5, products=2, product_shapes=1)
+    Size(operations=5, products=2)
     """
     module: Any = lowered.compiler_ir()
     functions = {op.attributes["sym_name"].value: op for op in module.body}
@@ -98,12 +94,7 @@ def size_of(lowered: jax.stages.Lowered) -> Size:
                 yield from operations(inner)
 
     found = [*operations(functions["main"])]
-    products = [
-        tuple(str(value.type) for value in (*op.operands, *op.results))
-        for op in found
-        if op.name == "stablehlo.dot_general"
-    ]
-    return Size(len(found), len(products), len(set(products)))
+    return Size(len(found), sum(op.name == "stablehlo.dot_general" for op in found))
 
 
 def interleaved(

@@ -1,10 +1,11 @@
 """The figures of the Brownian experiment."""
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from experiments.brownian.heads import HeadCurve, HeadImportance
 from experiments.brownian.motion import TokenMotion
-from experiments.figures import BAYES, OTHER, PLAIN, WRONG, Axes, Figure, plt, styled
+from experiments.figures import BAYES, OTHER, PLAIN, WRONG, Figure, plt, styled
 
 EDGES = 40
 """Attention steps drawn in a graph: the most frequent ones."""

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import moment_jax as mj
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.discrete import models, scores

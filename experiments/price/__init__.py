@@ -38,10 +38,9 @@ CPU_GIB = 4.0  # memory limit without an accelerator
 OVER_PLAIN = {
     "time": "seconds",
     "memory": "bytes",
-    "accessed": "bytes_accessed",
     "compilation": "compile_seconds",
 }
-COUNTS = {"operations": "operations", "products": "products", "of shapes": "product_shapes"}
+COUNTS = {"operations": "operations", "products": "products"}
 
 
 def add_arguments(parser: Parser) -> None:

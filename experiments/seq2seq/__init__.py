@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
+from matplotlib.axes import Axes
 
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
-from experiments.figures import BAYES, STYLE, Axes, Figure, plt, save
+from experiments.figures import BAYES, STYLE, Figure, plt, save
 from experiments.outputs import aligned, write_json
 from experiments.seq2seq import baselines, data
 from experiments.seq2seq import training as forecast_training

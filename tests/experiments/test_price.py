@@ -79,5 +79,4 @@ def test_functions_count_where_they_are_called_and_loops_once():
     def program(x):
         return jax.lax.fori_loop(0, 5, lambda _, x: square(x), square(square(x)))[:2] @ x
 
-    size = size_of(jax.jit(program).lower(jnp.ones((4, 4))))
-    assert (size.products, size.product_shapes) == (4, 2)
+    assert size_of(jax.jit(program).lower(jnp.ones((4, 4)))).products == 4
