@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
