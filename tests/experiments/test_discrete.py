@@ -24,7 +24,7 @@ def test_the_experiment(tmp_path, capsys, monkeypatch):
     tiny = {"NUM_FEATURES": 8, "HIDDEN_FEATURES": 6, "NUM_BLOCKS": 1, "NUM_CODES": 4}
     for name, value in tiny.items():
         monkeypatch.setattr(models, name, value)
-    options = "--steps 2 --plain-steps 3 --batch-size 4 --draws 2"
+    options = "--steps 2 --plain-steps 3 --batch-size 4 --draws 2 --structure Diagonal"
     assert main(["discrete", *options.split(), "--out", str(tmp_path)]) == 0
     assert "plain Transformer" in capsys.readouterr().out
     metrics = json.loads((tmp_path / "metrics.json").read_text())

@@ -154,7 +154,7 @@ class Shallow(mj.nn.Dense):
 def test_the_whole_with_a_shallow_network(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mj.nn, "Transformer", Shallow)
     monkeypatch.setattr(data, "load", year)
-    arguments = ["seq2seq", "--steps", "2", "--batch-size", "4"]
+    arguments = ["seq2seq", "--steps", "2", "--batch-size", "4", "--structure", "Diagonal"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in NAMES)
