@@ -33,10 +33,7 @@ TIME_THE_COMPILER = ("price", "scale")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one experiment.
-
-    Exit status: 1 if a part failed, 2 for bad input, 130 for Ctrl-C.
-    """
+    """Run one experiment. Exit status: 1 if a part failed, 2 for bad input, 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _run(arguments)

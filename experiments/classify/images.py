@@ -43,7 +43,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _mnist5k() -> tuple[np.ndarray, np.ndarray, int]:
-    pixels, labels = data.mnist5k("--data mnist5k")
+    pixels, labels = data.mnist5k()
     return pixels / 255, labels, 7
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-pytest.importorskip("tqdm")
+pytest.importorskip("sklearn")
 
 from experiments import draws, uci
 from experiments.__main__ import main
