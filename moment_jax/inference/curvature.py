@@ -13,9 +13,8 @@ from jax import Array
 
 from moment_jax.objectives import Bernoulli, Gaussian
 from moment_jax.optim import KroneckerExpand, value_grad_and_factors
-from moment_jax.optim.layer_blocks import Blocks, DenseBlock
+from moment_jax.optim.layer_blocks import Blocks, LayerBlock, flatten, unflatten
 from moment_jax.optim.taps import count_rows
-from moment_jax.optim.trees import flatten, unflatten
 
 Inputs = tuple[Array, ...]
 Frame = tuple[Any, ...]  # the model's parameters, and the rest of its state
@@ -140,7 +139,7 @@ def of_batches(fn: Callable[[Inputs], Any], inputs: Inputs, batch_size: int) -> 
         yield jax.tree.map(lambda x: np.asarray(x, np.float64), result)
 
 
-def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:
+def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> LayerBlock:
     """The layer called last, which a backward pass reaches first."""
     order = count_rows(model, blocks, lambda copy: jnp.sum(copy(*(x[:1] for x in inputs))))
     if not order:
@@ -149,6 +148,4 @@ def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> DenseBlock:
             f'nnx.Linear. Got {type(model).__name__}. Use kind="diagonal".'
         )
     first = next(iter(order))
-    found = next(b for b in blocks if b.name == first)
-    assert isinstance(found, DenseBlock)
-    return found
+    return next(block for block in blocks if block.name == first)

@@ -16,9 +16,8 @@ from moment_jax.inference.curvature import Curvature, last_block, of_batches
 from moment_jax.inference.data import checked_likelihood
 from moment_jax.inference.prior_precision import Weights, joined
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
-from moment_jax.optim import find_blocks
-from moment_jax.optim.layer_blocks import DenseBlock
-from moment_jax.optim.trees import flatten, path_name
+from moment_jax.optim import KroneckerFactor, find_blocks
+from moment_jax.optim.layer_blocks import flatten, path_name
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, Posterior
 from moment_jax.posterior.reshaped import Reshaped
 
@@ -110,7 +109,7 @@ def laplace(
     graph, *frame = split
     known = flatten(frame[0])
     found = () if kind == "diagonal" else find_blocks(model)
-    blocks = tuple(b for b in found if isinstance(b, DenseBlock) and not b.stack)
+    blocks = tuple(b for b in found if b.factor is KroneckerFactor and not b.stack)
     if kind == "last_layer":
         blocks = (last_block(model, blocks, inputs),)
     covered = {leaf for block in blocks for leaf in block.leaves}

@@ -13,15 +13,8 @@ from jax import Array
 from moment_jax.optim.factors import Factors
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.predictions import Fisher, Prediction, SampledFisher
-from moment_jax.optim.statistics import (
-    KroneckerExpand,
-    PerSample,
-    Reading,
-    Statistic,
-    factors_of,
-    row_factors_of,
-)
-from moment_jax.optim.taps import CurvatureTap, count_rows, find_blocks, tap, tapped_statistics
+from moment_jax.optim.statistics import KroneckerExpand, PerSample, Reading, Statistic, factors_of
+from moment_jax.optim.taps import CurvatureTap, count_rows, find_blocks, tap, tapped_reports
 
 LossFn = Callable[..., Any]
 Batch = tuple[Any, ...]
@@ -96,24 +89,25 @@ def value_grad_and_factors(
         parts = passes.tapped(model, blocks, batch)
         if when is None and not exact:
             value, grads, rest, factors = passes.together(parts, blocks, batch, key)
-        else:
-            value, grads, rest = passes.plain(passes.split(model), batch)
-            take = partial(passes.alone, parts, blocks, batch, _key(key, value))
-            if when is None:
-                factors = take()
-            else:
-                shapes = jax.eval_shape(take)
-                zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-                factors = jax.lax.cond(jnp.asarray(when, bool), take, zeros)
-        nnx.update(model, rest)
-        return value, grads, factors
+            nnx.update(model, rest)
+            return value, grads, factors
+        grad = nnx.value_and_grad(
+            lambda model: passes.evaluate(model, batch)[0], argnums=nnx.DiffState(0, wrt)
+        )
+        value, grads = grad(model)
+        take = partial(passes.alone, parts, blocks, batch, _key(key, value))
+        if when is None:
+            return value, grads, take()
+        shapes = jax.eval_shape(take)
+        zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return value, grads, jax.lax.cond(jnp.asarray(when, bool), take, zeros)
 
     return compute
 
 
 @dataclasses.dataclass(frozen=True)
 class _Passes:
-    """Passes through a model and its loss, with the settings of `value_grad_and_factors`."""
+    """Passes through a tapped model and its loss, with the settings of `value_grad_and_factors`."""
 
     loss_fn: LossFn
     exact: bool  # whether rows are kept, which takes batches of one
@@ -121,15 +115,12 @@ class _Passes:
     wrt: Any
     dtype: jnp.dtype
 
-    def split(self, model: nnx.Module) -> Any:
-        """Graph, taps, parameters and the rest of a model; untyped: mypy miscounts `nnx.split`."""
-        return nnx.split(model, CurvatureTap, self.wrt, ...)
-
     def tapped(self, model: nnx.Module, blocks: Blocks, batch: Batch) -> Any:
-        """The same of a tapped copy; raises unless the loss calls every layer."""
+        """Graph, taps, parameters and the rest of a tapped copy; raises unless all layers are called."""
         if self.exact:
             batch = jax.tree.map(lambda x: x[:1], batch)
-        counts = count_rows(model, blocks, lambda model: self._evaluate(model, batch, None)[1])
+        counts = count_rows(model, blocks, lambda model: self.evaluate(model, batch)[1])
+        reports = {}
         for block in blocks:
             calls = len(counts.get(block.name, ()))
             if not calls:
@@ -142,20 +133,11 @@ class _Passes:
                     f"PerSample() needs a loss that calls every layer once. Layer {block.name!r} is "
                     f"called {calls} times; take KroneckerExpand(), or leave the layer out of `wrt`."
                 )
+            statistic = Statistic(block, self.exact, self.dtype, counts[block.name][0])
+            reports[block.name] = statistic, statistic.zeros()
         copy = nnx.merge(*nnx.split(model), copy=True)
-        statistics = (Statistic(b, self.exact, self.dtype, counts[b.name][0]) for b in blocks)
-        tap(copy, {statistic.block.name: statistic for statistic in statistics})
-        return self.split(copy)
-
-    def plain(self, parts: Any, batch: Batch) -> tuple[Array, Any, Any]:
-        """Value, gradients and the rest of the model without taps."""
-
-        def loss(params: Any) -> tuple[Array, Any]:
-            value, _, _, rest = self._run(parts, parts[1], params, batch, None)
-            return value, rest
-
-        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(parts[2])
-        return value, grads, rest
+        tap(copy, reports)
+        return self._split(copy)
 
     def together(
         self, parts: Any, blocks: Blocks, batch: Batch, key: Array | None
@@ -163,8 +145,9 @@ class _Passes:
         """Value, gradients, the rest of the model and factors from one forward pass."""
 
         def loss(taps: Any, params: Any) -> tuple[Any, Any]:
-            value, target, size, rest = self._run(parts, taps, params, batch, key)
-            return (value, target), (rest, size)
+            model = nnx.merge(parts[0], taps, params, parts[3], copy=True)
+            value, target, size = self.evaluate(model, batch, key)
+            return (value, target), (self._split(model)[3], size)
 
         (value, target), pull, (rest, size) = jax.vjp(loss, *parts[1:3], has_aux=True)
         sums, grads = pull((jnp.ones_like(value), jnp.zeros_like(target)))
@@ -172,30 +155,31 @@ class _Passes:
         if self.sampled:
             sums, _ = pull((jnp.zeros_like(value), jnp.ones_like(target)))
             correction = 1 / size
-        return value, grads, rest, factors_of(blocks, tapped_statistics(sums), correction)
+        return value, grads, rest, factors_of(blocks, tapped_reports(sums), correction)
 
     def alone(self, parts: Any, blocks: Blocks, batch: Batch, key: Array) -> Factors:
         """Factors from passes of their own: of the batch, or by vmap over batches of one for rows."""
 
         def sums(key: Array, batch: Batch) -> Any:
             def target(taps: Any) -> Any:
-                return self._run(parts, taps, parts[2], batch, key)[1:3]
+                model = nnx.merge(parts[0], taps, *parts[2:], copy=True)
+                return self.evaluate(model, batch, key)[1:]
 
             return jax.grad(target, has_aux=True)(parts[1])
 
         if not self.exact:
             taps, size = sums(key, batch)
-            return factors_of(blocks, tapped_statistics(taps), 1 / size)
-        keys = jax.random.split(key, _batch_size(batch))
-        taps, _ = jax.vmap(sums)(keys, jax.tree.map(lambda x: x[:, None], batch))
-        return row_factors_of(blocks, tapped_statistics(taps))
+        else:
+            size = _batch_size(batch)
+            keys, singles = jax.random.split(key, size), jax.tree.map(lambda x: x[:, None], batch)
+            taps, _ = jax.vmap(sums)(keys, singles)
+        return factors_of(blocks, tapped_reports(taps), 1 / size)
 
-    def _run(self, parts: Any, taps: Any, params: Any, batch: Batch, key: Array | None) -> Any:
-        """What `_evaluate` returns, and the rest of the model after a forward pass."""
-        model = nnx.merge(parts[0], taps, params, parts[3], copy=True)
-        return *self._evaluate(model, batch, key), self.split(model)[3]
+    def _split(self, model: nnx.Module) -> Any:
+        """Untyped, because mypy miscounts `nnx.split`."""
+        return nnx.split(model, CurvatureTap, self.wrt, ...)
 
-    def _evaluate(self, model: nnx.Module, batch: Batch, key: Array | None) -> Any:
+    def evaluate(self, model: nnx.Module, batch: Batch, key: Array | None = None) -> Any:
         """Value, the sum of -log p to differentiate for the curvature, and its number of examples."""
         result = self.loss_fn(model, *batch)
         value, prediction = result if isinstance(result, tuple) else (result, None)

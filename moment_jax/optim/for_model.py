@@ -8,9 +8,9 @@ import jax
 import optax
 from flax import nnx
 
+from moment_jax.optim.layer_blocks import path_name
 from moment_jax.optim.natural_gradient import kfac
 from moment_jax.optim.taps import find_blocks
-from moment_jax.optim.trees import path_name
 
 
 def for_model(

@@ -71,15 +71,15 @@ def apply_inverse(inverse: Any, factor: Factor, grad: Array, damping: Array) -> 
 def refreshed(
     curvature: Factors,
     damping: Array,
-    state: KFACState,
     fresh: Array,
     ready: Array,
     refresh_every: int | Array,
+    state: KFACState,
 ) -> KFACState:
     """New inverses of the current averages where they are due, else the old ones.
 
-    A layer whose inversion failed keeps its old inverse. Where not `ready`, the state stays as it is.
-    (Choosing between two states afterwards would keep both in memory.)
+    A layer whose inversion failed keeps its old inverse. A refresh waits for `fresh` curvature. Where
+    not `ready`, the state stays as it is. (Choosing between two afterwards would keep both in memory.)
     """
     wanted = jnp.asarray(refresh_every, jnp.int32)
     due = (state.age < 0) | ((state.age + 1 >= jnp.minimum(state.interval, wanted)) & fresh)
@@ -90,10 +90,9 @@ def refreshed(
         for key, old in inverses.items():
             factor = curvature[key]
             if isinstance(factor, KroneckerFactor):
-                new = damped_inverses(factor.inputs, factor.outputs, damping)
-                inverses[key] = _where_finite(new, old)
+                inverses[key] = _where_finite(damped_inverses(*factor[:2], damping), old)
             elif isinstance(factor, EmbeddingFactor):
-                inverses[key] = _where_finite(InversePair(*_eigenbases(factor.outputs)), old)
+                inverses[key] = _where_finite(_eigenbases(factor.outputs), old)
         return inverses
 
     inverses = jax.lax.cond(due, invert, lambda: state.inverses)
@@ -142,7 +141,7 @@ def divided(array: Array, by: Array) -> Array:
     return jnp.where(by > 0, array / jnp.where(by > 0, by, 1), 0)
 
 
-def _eigenbases(matrices: Array) -> tuple[Array, Array]:
+def _eigenbases(matrices: Array) -> InversePair:
     """Eigenvalues, clipped at 0, and eigenvectors of (L, n, n); on CPU one matrix after another.
 
     On CPU jaxlib (0.10.2) distributes a batch of LAPACK calls over the threads that already run it, and
@@ -151,7 +150,7 @@ def _eigenbases(matrices: Array) -> tuple[Array, Array]:
     values, vectors = jax.lax.platform_dependent(
         matrices, cpu=partial(jax.lax.map, jnp.linalg.eigh), default=jnp.linalg.eigh
     )
-    return jnp.maximum(values, 0), vectors
+    return InversePair(jnp.maximum(values, 0), vectors)
 
 
 def inverted(matrices: Array) -> Array:

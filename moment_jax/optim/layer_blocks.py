@@ -4,8 +4,8 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,41 @@ from moment_jax.optim.factors import (
     Shape,
     shapes_of,
 )
-from moment_jax.optim.trees import flatten
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf, joined by "/", without the `value` of a variable."""
+    keys = (key for key in path if key != jax.tree_util.GetAttrKey("value"))
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """All arrays of a tree by path, without those that a mask hides."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def unflatten(tree: Any, leaves: dict[str, Array]) -> Any:
+    """A tree like `tree` with these arrays."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, old: leaves[path_name(path)].astype(old.dtype), tree
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerBlock:
-    """The parameters of one layer as a (rows, columns) matrix, or a stack of such matrices."""
+    """The parameters of one layer as a (rows, columns) matrix, or a stack of such matrices.
+
+    The rows of a dense layer are its kernel's, then its bias; of an embedding, one for each symbol; of a
+    normalisation, its gains and its biases, either of which may be missing.
+    """
 
     name: str  # path of the layer in the model, joined by "/"
     leaves: tuple[str, ...]  # paths of its parameters, in the order of their rows
     shapes: tuple[Shape, ...]  # of the parameters
     columns: int  # width of the matrix
     stack: Shape = ()  # leading axes of all parameters, over which equal layers are scanned
-
-    factor: ClassVar[Any]  # the type of its curvature, unless it is a `RowFactor`
+    factor: Any = KroneckerFactor  # the type of its curvature, unless it is a `RowFactor`
 
     @property
     def heights(self) -> tuple[int, ...]:
@@ -64,32 +85,10 @@ class LayerBlock:
         return {leaf: part.reshape(shape) for leaf, shape, part in each}
 
 
-class DenseBlock(LayerBlock):
-    """Inputs times kernel plus bias: the kernel's rows, then the bias as one more row."""
-
-    factor = KroneckerFactor
-
-
-class EmbeddingBlock(LayerBlock):
-    """An embedding table, one row for each symbol."""
-
-    factor = EmbeddingFactor
-
-
-class NormBlock(LayerBlock):
-    """A row of gains and a row of biases; either may be missing."""
-
-    factor = DiagonalFactor
-
-
 Blocks = tuple[LayerBlock, ...]
 Groups = dict[str, Blocks]  # layers of one kind and shape, so that each operation runs once for all
 Matrices = dict[str, Array]  # by group, (L, rows, columns)
-KINDS: dict[str, type[LayerBlock]] = {
-    "kernel": DenseBlock,
-    "embedding": EmbeddingBlock,
-    "scale": NormBlock,
-}
+KINDS = {"kernel": KroneckerFactor, "embedding": EmbeddingFactor, "scale": DiagonalFactor}
 
 
 def infer_blocks(shapes: Mapping[str, Shape]) -> Blocks:
@@ -114,7 +113,7 @@ def infer_blocks(shapes: Mapping[str, Shape]) -> Blocks:
         projects = leaf == "kernel" and name in ("query", "key", "value")
         columns = math.prod(shape[1:]) if projects else shape[-1]
         sizes = tuple(shapes[each] for each in leaves)
-        blocks.append(KINDS[leaf](layer or "model", leaves, sizes, columns))
+        blocks.append(LayerBlock(layer or "model", leaves, sizes, columns, (), KINDS[leaf]))
     return tuple(blocks)
 
 
@@ -138,7 +137,7 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
                     f"{shapes.get(leaf, 'none')}. Give blocks=mj.optim.find_blocks(model) of the "
                     "trained model, and mask whole layers only."
                 )
-        kind = type(block).__name__.removesuffix("Block").lower()
+        kind = block.factor.__name__.removesuffix("Factor").lower()
         key = f"{kind}_{block.rows}x{block.columns}"
         groups[key] = (*groups.get(key, ()), block)
     covered = {leaf for block in found for leaf in block.leaves}

@@ -1,5 +1,6 @@
 """K-FAC and CG-FAC: the natural gradient by inverse Kronecker factors, or by conjugate gradients."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from moment_jax.optim.conjugate_gradient import Linear, Solution, conjugate_gradient
+from moment_jax.optim.conjugate_gradient import Solution, conjugate_gradient
 from moment_jax.optim.damping import (
     DEFAULT_BOUND,
     DEFAULT_DAMPING,
@@ -19,10 +20,12 @@ from moment_jax.optim.damping import (
     inner,
 )
 from moment_jax.optim.factors import DiagonalFactor, Factor, Factors, RowFactor, apply_curvature
-from moment_jax.optim.inverses import KFACState, apply_inverse, divided, no_inverses, refreshed
+from moment_jax.optim.inverses import KFACState, apply_inverse, divided, no_inverses
 from moment_jax.optim.layer_blocks import Blocks, Matrices
 from moment_jax.optim.safeguard import per_rate, safeguarded
 from moment_jax.optim.second_order import scale_by_second_order
+
+Refresh = Callable[[KFACState], KFACState]
 
 
 class ConjugateGradientState(NamedTuple):
@@ -46,15 +49,9 @@ def scale_by_kfac(
 
     Sign, momentum and undoing of bad steps are left to the rest of an `optax.chain`.
     """
-    check_range("kfac", "refresh_every", refresh_every, least=1)
 
     def solve(
-        curvature: Factors,
-        grads: Matrices,
-        damping: Array,
-        state: KFACState,
-        fresh: Array,
-        ready: Array,
+        curvature: Factors, grads: Matrices, damping: Array, state: KFACState, refresh: Refresh
     ) -> tuple[Matrices, Array, KFACState]:
         for key, factor in curvature.items():
             if isinstance(factor, RowFactor):
@@ -62,7 +59,7 @@ def scale_by_kfac(
                     f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
                     "KroneckerExpand(), or cg_fac."
                 )
-        state = refreshed(curvature, damping, state, fresh, ready, refresh_every)
+        state = refresh(state)
         x = {
             key: apply_inverse(state.inverses.get(key), curvature[key], grad, damping)
             for key, grad in grads.items()
@@ -72,7 +69,7 @@ def scale_by_kfac(
 
     return scale_by_second_order(
         "kfac", no_inverses, solve, damping=damping, decay=decay, kl_bound=kl_bound,
-        curvature_every=curvature_every, blocks=blocks,
+        curvature_every=curvature_every, refresh_every=refresh_every, blocks=blocks,
     )  # fmt: skip
 
 
@@ -94,33 +91,30 @@ def scale_by_cg_fac(
     """
     check_range("cg_fac", "max_iterations", max_iterations, least=1)
     check_range("cg_fac", "tolerance", tolerance, least=0)
-    check_range("cg_fac", "refresh_every", refresh_every, least=1)
     if not isinstance(precondition, bool):
         raise TypeError(
             f"`cg_fac` needs precondition True or False (Algorithm 1 as printed). Got {precondition!r}."
         )
-    solve_one = partial(conjugate_gradient, max_iterations=max_iterations, tolerance=tolerance)
 
     def start(averages: Factors) -> ConjugateGradientState:
-        counts = {key: len(factor[0]) for key, factor in averages.items()}
-        dtype = next(iter(averages.values())).weight.dtype
         return ConjugateGradientState(
             no_inverses(averages) if precondition else None,
-            {key: jnp.zeros(count, jnp.int32) for key, count in counts.items()},
-            {key: jnp.zeros(count, dtype) for key, count in counts.items()},
+            {key: jnp.zeros(len(f[0]), jnp.int32) for key, f in averages.items()},
+            {key: jnp.zeros(len(f[0]), f.weight.dtype) for key, f in averages.items()},
         )
 
     def solution(factor: Factor, grad: Array, damping: Array, inverse: Any) -> Solution:
         if isinstance(factor, DiagonalFactor):
-            diagonal, count = factor.squares + damping, grad.shape[:1]
+            diagonal, none = factor.squares + damping, jnp.zeros(len(grad), grad.dtype)
             x = divided(grad, diagonal)  # exact; 0 where F and damping are both 0
-            none = jnp.zeros(count, grad.dtype)
-            return Solution(x, grad - diagonal * x, jnp.zeros(count, jnp.int32), none)
-        scaled: Linear | None = None
-        if inverse is not None and not isinstance(factor, RowFactor):
-            scaled = lambda r: apply_inverse(inverse, factor, r, damping)  # noqa: E731
-        return solve_one(
-            lambda v: apply_curvature(factor, v) + damping * v, grad, precondition=scaled
+            return Solution(x, grad - diagonal * x, jnp.zeros(len(grad), jnp.int32), none)
+        by_inverse = partial(apply_inverse, inverse, factor, damping=damping)
+        return conjugate_gradient(
+            lambda v: apply_curvature(factor, v) + damping * v,
+            grad,
+            max_iterations=max_iterations,
+            tolerance=tolerance,
+            precondition=None if inverse is None or isinstance(factor, RowFactor) else by_inverse,
         )
 
     def solve(
@@ -128,28 +122,24 @@ def scale_by_cg_fac(
         grads: Matrices,
         damping: Array,
         state: ConjugateGradientState,
-        fresh: Array,
-        ready: Array,
+        refresh: Refresh,
     ) -> tuple[Matrices, Array, ConjugateGradientState]:
-        old, inverses = state.preconditioner, {}
-        if old is not None:
-            old = refreshed(curvature, damping, old, fresh, ready, refresh_every)
-            inverses = old.inverses
+        kept = None if state.preconditioner is None else refresh(state.preconditioner)
+        inverses = {} if kept is None else kept.inverses
         solved = {
             key: solution(curvature[key], grad, damping, inverses.get(key))
             for key, grad in grads.items()
         }
-        x, iterations, residual = (
-            {key: getattr(one, name) for key, one in solved.items()}
-            for name in ("x", "iterations", "relative_residual")
+        x, residual, iterations, relative = (
+            {key: one[i] for key, one in solved.items()} for i in range(4)
         )
         # x^T (F + damping) x; the damping bounds directions in which F is zero.
-        quadratic = inner(x, {key: grads[key] - one.residual for key, one in solved.items()})
-        return x, quadratic, ConjugateGradientState(old, iterations, residual)
+        quadratic = inner(x, {key: grads[key] - residual[key] for key in x})
+        return x, quadratic, ConjugateGradientState(kept, iterations, relative)
 
     return scale_by_second_order(
         "cg_fac", start, solve, damping=damping, decay=decay, kl_bound=kl_bound,
-        curvature_every=curvature_every, blocks=blocks,
+        curvature_every=curvature_every, refresh_every=refresh_every, blocks=blocks,
     )  # fmt: skip
 
 
@@ -169,20 +159,8 @@ def kfac(
 
     A + pi sqrt(damping) I and G + sqrt(damping) / pi I are inverted by Cholesky factors, under
     `lax.cond`; a layer whose inversion fails keeps its old inverse. Embedding tables are solved in the
-    eigenbasis of G, normalisations divided by their diagonal. Arguments of `update`, adaptation and bad
-    steps are as for `cg_fac`. It is `scale_by_kfac`, `optax.ema`, `optax.add_decayed_weights` and
-    `optax.scale_by_learning_rate` in a chain.
-
-    Args:
-      learning_rate: as for `cg_fac`.
-      damping: as for `cg_fac`.
-      decay: of the running averages of the factors.
-      curvature_every: as for `cg_fac`.
-      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
-      kl_bound: as for `cg_fac`.
-      momentum: as for `cg_fac`.
-      weight_decay: as for `cg_fac`.
-      blocks: as for `cg_fac`.
+    eigenbasis of G, normalisations divided by their diagonal. The arguments, those of `update`,
+    adaptation, bad steps and the chain (`scale_by_kfac` first) are as for `cg_fac`.
 
     Raises:
       ValueError: as `cg_fac`. TypeError: if the factors are of another type.
@@ -191,13 +169,9 @@ def kfac(
     Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
     """
     direction = scale_by_kfac(
-        damping=damping,
-        decay=decay,
-        curvature_every=curvature_every,
-        refresh_every=refresh_every,
-        kl_bound=per_rate("kfac", kl_bound, learning_rate),
-        blocks=blocks,
-    )
+        kl_bound=per_rate("kfac", kl_bound, learning_rate), damping=damping, decay=decay,
+        curvature_every=curvature_every, refresh_every=refresh_every, blocks=blocks,
+    )  # fmt: skip
     return safeguarded("kfac", direction, learning_rate, momentum, weight_decay)
 
 
@@ -252,7 +226,7 @@ def cg_fac(
       decay: of the running averages of the factors; None to use each batch on its own.
       curvature_every: steps between new curvature, for `curvature_due`; the first of these steps all
         have it.
-      refresh_every: steps between inversions, as for `kfac`.
+      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
       kl_bound: x is scaled so that 1/2 step^T (F + damping I) step <= kl_bound, nats per example:
         `TrustRegion()`, which assumes a learning rate of 1, a number, a schedule, or None for no bound.
         Blocks that ignore correlations between tokens underestimate F, so a fixed bound may have to be
@@ -284,14 +258,8 @@ def cg_fac(
     True
     """
     direction = scale_by_cg_fac(
-        damping=damping,
-        max_iterations=max_iterations,
-        tolerance=tolerance,
-        precondition=precondition,
-        decay=decay,
-        curvature_every=curvature_every,
-        refresh_every=refresh_every,
-        kl_bound=per_rate("cg_fac", kl_bound, learning_rate),
-        blocks=blocks,
-    )
+        kl_bound=per_rate("cg_fac", kl_bound, learning_rate), damping=damping, decay=decay,
+        max_iterations=max_iterations, tolerance=tolerance, precondition=precondition,
+        curvature_every=curvature_every, refresh_every=refresh_every, blocks=blocks,
+    )  # fmt: skip
     return safeguarded("cg_fac", direction, learning_rate, momentum, weight_decay)

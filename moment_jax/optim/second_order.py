@@ -1,6 +1,7 @@
 """The core of `scale_by_cg_fac` and `scale_by_kfac`: averages, damping and the bound of the step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from moment_jax.optim.damping import (
     current,
 )
 from moment_jax.optim.factors import Factors, RowFactor, averaged
+from moment_jax.optim.inverses import refreshed
 from moment_jax.optim.layer_blocks import (
     Blocks,
     Groups,
@@ -27,9 +29,9 @@ from moment_jax.optim.layer_blocks import (
     groups_of,
     stack,
     stack_factors,
+    unflatten,
     unstack,
 )
-from moment_jax.optim.trees import unflatten
 
 
 class SecondOrderState(NamedTuple):
@@ -48,9 +50,8 @@ class SecondOrderState(NamedTuple):
 
 
 Solve = Callable[..., tuple[Matrices, Array, Any]]
-"""(curvature, grads, damping, state, fresh, ready) -> all groups' x = (F + damping)^-1 grad,
-x^T (F + damping) x, and the solver's state. Curvature is new where `fresh`. Where not `ready`, the step
-is skipped and inverses must not change."""
+"""(curvature, grads, damping, state, refresh) -> all groups' x = (F + damping)^-1 grad,
+x^T (F + damping) x, and the solver's state; `refresh` renews a `KFACState` if that is due."""
 
 
 def scale_by_second_order(
@@ -62,6 +63,7 @@ def scale_by_second_order(
     decay: float | Array | None,
     kl_bound: Bound,
     curvature_every: int | Array,
+    refresh_every: int | Array,
     blocks: Blocks | None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`.
@@ -72,6 +74,7 @@ def scale_by_second_order(
     check_range(name, "decay", decay, least=0, below=1)
     check_range(name, "kl_bound", kl_bound, least=0)
     check_range(name, "curvature_every", curvature_every, least=1)
+    check_range(name, "refresh_every", refresh_every, least=1)
     adapts = isinstance(damping, Adaptive) or isinstance(kl_bound, Adaptive)
 
     def init(params: optax.Params) -> SecondOrderState:
@@ -120,7 +123,8 @@ def scale_by_second_order(
             last = LastStep.judged(
                 stack(groups, moved), grads, curvature, gamma, state.ratio, fresh
             )
-        x, quadratic, solver = solve(curvature, grads, gamma, state.solver, fresh, ready)
+        refresh = partial(refreshed, curvature, gamma, fresh, ready, refresh_every)
+        x, quadratic, solver = solve(curvature, grads, gamma, state.solver, refresh)
         quadratic = jnp.maximum(quadratic, 0)
         bound, least = current(kl_bound, state.step, state.bound), state.least
         if isinstance(kl_bound, TrustRegion) and last is not None:

@@ -1,8 +1,9 @@
 """Readings of the curvature: what the backward pass of a layer returns of its inputs and gradients."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from moment_jax.optim.factors import (
     RowFactor,
     shapes_of,
 )
-from moment_jax.optim.layer_blocks import Blocks, DenseBlock, LayerBlock
+from moment_jax.optim.layer_blocks import Blocks, LayerBlock
 
 OF_INPUTS = ("inputs", "frequencies")  # averages over rows; the others are sums over them
 
@@ -41,6 +42,7 @@ class PerSample:
 
 
 Reading = KroneckerExpand | PerSample
+Report = Callable[[Array, Array], Any]  # inputs (N, T, in) and output gradients (N, T, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Statistic:
     @property
     def kind(self) -> Any:
         """The type of the factor."""
-        return RowFactor if self.exact and isinstance(self.block, DenseBlock) else self.block.factor
+        factor = self.block.factor
+        return RowFactor if self.exact and factor is KroneckerFactor else factor
 
     def zeros(self) -> Factor:
         """The dummy argument whose cotangent is the statistic."""
@@ -72,11 +75,13 @@ class Statistic:
 
         The inputs are (N, T) symbols for a table, normalised for a normalisation.
         """
-        ones, kind, block = _ones(grads), self.kind, self.block
-        count, g = jnp.sum(ones), _flat(grads)
+        kind, block, grads = self.kind, self.block, grads.astype(self.dtype)
+        ones, g = _ones(grads), _flat(grads)
+        count = jnp.sum(ones)
         if kind is EmbeddingFactor:
             seen = jnp.zeros((block.rows,), g.dtype).at[inputs.reshape(-1)].add(ones.reshape(-1))
             return EmbeddingFactor(seen, g.T @ g, count)
+        inputs = inputs.astype(self.dtype)
         if kind is DiagonalFactor:
             by_leaf = {"scale": grads * inputs, "bias": grads}
             each = [by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]] for leaf in block.leaves]
@@ -84,61 +89,28 @@ class Statistic:
                 each = [jnp.sum(gradient, axis=1, keepdims=True) for gradient in each]
             squares = [jnp.sum(gradient**2, axis=(0, 1)) for gradient in each]
             return DiagonalFactor(jnp.stack(squares), count)
-        bias = len(block.leaves) == 2
+        a, bias = _flat(inputs), len(block.leaves) == 2
         if kind is KroneckerFactor:
-            return KroneckerFactor(_input_gram(_flat(inputs), bias), g.T @ g, count)
-        a = jnp.pad(_flat(inputs), ((0, 0), (0, int(bias))), constant_values=1)
-        return RowFactor(a, g, count)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowCounter:
-    """A statistic that records how many rows a layer sees at each call, in `counts` by name.
-
-    Compared by identity: a cached trace of an equal counter would record nothing.
-    """
-
-    block: LayerBlock
-    counts: dict[str, list[int]]
-    dtype: ClassVar[jnp.dtype] = jnp.dtype("float32")
-
-    def zeros(self) -> Array:
-        """A dummy argument, so that there is a backward pass."""
-        return jnp.zeros(self.block.stack, self.dtype)
-
-    def __call__(self, inputs: Array, grads: Array) -> Array:
-        """Record the number of rows."""
-        del inputs
-        self.counts.setdefault(self.block.name, []).append(grads.shape[0] * grads.shape[1])
-        return jnp.zeros((), self.dtype)
+            return KroneckerFactor(_input_gram(a, bias), g.T @ g, count)
+        return RowFactor(jnp.pad(a, ((0, 0), (0, int(bias))), constant_values=1), g, count)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def observe(statistic: Statistic | RowCounter, output: Array, inputs: Array, dummies: Any) -> Array:
-    """The output; its backward pass returns the statistic as the cotangent of the dummies.
+def observe(report: Report, output: Array, inputs: Array, dummies: Any) -> Array:
+    """The output; its backward pass returns report(inputs, gradients) as the cotangent of the dummies.
 
     The output's cotangent passes unchanged and the inputs get none, so gradients stay the same. JAX
-    treats the statistic like the gradient of any parameter: it is summed over vmap, scan, remat and
+    treats the report like the gradient of any parameter: it is summed over vmap, scan, remat and
     devices.
     """
-    del statistic, inputs, dummies
+    del report, inputs, dummies
     return output
 
 
-def _observe_forward(
-    statistic: Statistic, output: Array, inputs: Array, dummies: Any
-) -> tuple[Array, Array]:
-    del statistic, dummies
-    return output, inputs
-
-
-def _observe_backward(statistic: Statistic, inputs: Array, grads: Array) -> Any:
-    if jnp.issubdtype(inputs.dtype, jnp.floating):
-        inputs = inputs.astype(statistic.dtype)
-    return grads, None, statistic(inputs, grads.astype(statistic.dtype))
-
-
-observe.defvjp(_observe_forward, _observe_backward)
+observe.defvjp(
+    lambda _report, output, inputs, _dummies: (output, inputs),
+    lambda report, inputs, grads: (grads, None, report(inputs, grads)),
+)
 
 
 def _flat(array: Array) -> Array:
@@ -169,35 +141,26 @@ def _ones(grads: Array) -> Array:
 
 
 def factors_of(blocks: Blocks, statistics: dict[str, Factor], correction: float) -> Factors:
-    """Factors from the statistics of the layers by name, summed over a batch.
+    """Factors from the statistics of the layers by name, of a batch or of every example for itself.
 
-    The correction multiplies what is quadratic in the gradients: 1/N for gradients of each example's own
-    loss, N for those of an average over N examples.
+    The latter have one more axis, the first; rows (N, *stack, T, features) keep it, the others are
+    summed. The correction multiplies what is quadratic in the gradients: 1/N for gradients of each
+    example's own loss, N for those of an average over N examples.
     """
     factors: Factors = {}
     for block in blocks:
         sums: Any = statistics[block.name]
-        *arrays, rows = (x.reshape(block.count, *x.shape[len(block.stack) :]) for x in sums)
-        rows = jnp.maximum(rows, 1)
+        one = jnp.ones((), sums.weight.dtype)
+        if isinstance(sums, RowFactor):
+            rows = (x.reshape(len(x), block.count, *x.shape[-2:]).swapaxes(0, 1) for x in sums[:2])
+            factors[block.name] = RowFactor(*rows, one)
+            continue
+        if sums.weight.ndim > len(block.stack):
+            sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        *arrays, count = (x.reshape(block.count, *x.shape[len(block.stack) :]) for x in sums)
         means = (
-            jax.vmap(jnp.divide)(x, rows) if name in OF_INPUTS else x * correction
+            jax.vmap(jnp.divide)(x, jnp.maximum(count, 1)) if name in OF_INPUTS else x * correction
             for name, x in zip(sums._fields, arrays, strict=False)
         )
-        factors[block.name] = type(sums)(*means, jnp.ones((), rows.dtype))
-    return factors
-
-
-def row_factors_of(blocks: Blocks, statistics: dict[str, Factor]) -> Factors:
-    """Factors from the statistics of every example: rows (N, *stack, T, features), and sums."""
-    factors: Factors = {}
-    for block in blocks:
-        each = statistics[block.name]
-        n = each.weight.shape[0]
-        if isinstance(each, RowFactor):
-            tokens = each.inputs.shape[-2]
-            a, g = (x.reshape(n, block.count, tokens, -1).swapaxes(0, 1) for x in each[:2])
-            factors[block.name] = RowFactor(a, g, jnp.ones((), a.dtype))
-        else:
-            summed = jax.tree.map(lambda x: jnp.sum(x, axis=0), each)
-            factors |= factors_of((block,), {block.name: summed}, 1 / n)
+        factors[block.name] = type(sums)(*means, one)
     return factors

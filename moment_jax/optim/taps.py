@@ -23,16 +23,9 @@ from jax import Array
 
 from moment_jax import nn
 from moment_jax.layers import DenseParams, NormParams
-from moment_jax.optim.layer_blocks import (
-    KINDS,
-    Blocks,
-    DenseBlock,
-    EmbeddingBlock,
-    LayerBlock,
-    NormBlock,
-)
-from moment_jax.optim.statistics import RowCounter, Statistic, observe
-from moment_jax.optim.trees import flatten
+from moment_jax.optim.factors import DiagonalFactor, EmbeddingFactor, KroneckerFactor
+from moment_jax.optim.layer_blocks import KINDS, Blocks, LayerBlock, flatten
+from moment_jax.optim.statistics import Report, observe
 
 
 class CurvatureTap(nnx.Param):
@@ -77,9 +70,9 @@ def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
 
 def _conv(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     """Patches (N, T, height * width * channels) in the kernel's order, and the output (N, T, out)."""
-    rank = len(layer.kernel_size)
-    lead, image = inputs.shape[: -rank - 1], inputs.shape[-rank - 1 :]
-    images = inputs.reshape(-1, *image)
+    rank, channels = len(layer.kernel_size), inputs.shape[-1]
+    first = inputs.shape[0] if inputs.ndim > rank + 1 else 1
+    images = inputs.reshape(-1, *inputs.shape[-rank - 1 :])
     strides, dilation, kernel_dilation = (
         np.broadcast_to(value or 1, rank).tolist()
         for value in (layer.strides, layer.input_dilation, layer.kernel_dilation)
@@ -93,11 +86,9 @@ def _conv(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
         rhs_dilation=kernel_dilation,
     )
     # (M, channels * kernel, *places) -> (M, places, kernel * channels)
-    patches = patches.reshape(len(images), image[-1], -1, math.prod(patches.shape[2:]))
-    rows = patches.transpose(0, 3, 2, 1)
-    first = lead[0] if lead else 1
-    width = math.prod(rows.shape[2:])
-    return rows.reshape(first, -1, width), output.reshape(first, -1, output.shape[-1])
+    rows = patches.reshape(len(images), channels, math.prod(layer.kernel_size), -1)
+    rows = rows.transpose(0, 3, 2, 1).reshape(first, -1, channels * rows.shape[2])
+    return rows, output.reshape(first, -1, output.shape[-1])
 
 
 def _length(size: int | tuple[int, ...]) -> int:
@@ -134,18 +125,20 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
     return tuple(blocks)
 
 
-def tap(model: nnx.Module, statistics: Mapping[str, Statistic | RowCounter]) -> None:
-    """Make the named layers of a model report their statistics, in place: pass a copy."""
+def tap(model: nnx.Module, reports: Mapping[str, tuple[Report, Any]]) -> None:
+    """Make the named layers of a model report, in place: pass a copy.
+
+    A report comes with the zeros of which it is the cotangent.
+    """
     for layer, block in list(_layers(model)):
-        if block.name in statistics:
-            cls: Any = type(layer)
+        if block.name in reports:
             # Flax's own assignment would look for variables in the class.
-            object.__setattr__(layer, "__class__", _tapped(cls))
-            layer.statistic = statistics[block.name]
-            layer.tap = CurvatureTap(layer.statistic.zeros())
+            object.__setattr__(layer, "__class__", _tapped(type(layer)))
+            layer.report, zeros = reports[block.name]
+            layer.tap = CurvatureTap(zeros)
 
 
-def tapped_statistics(taps: Any) -> dict[str, Any]:
+def tapped_reports(taps: Any) -> dict[str, Any]:
     """What the taps of a model hold, by the name of the layer."""
     variables = flatten(taps, lambda x: isinstance(x, CurvatureTap))
     return {path.rpartition("/")[0] or "model": tap.get_value() for path, tap in variables.items()}
@@ -160,7 +153,15 @@ def count_rows(
     """
     copy: Any = nnx.merge(*nnx.split(model), copy=True)
     counts: dict[str, list[int]] = {}
-    tap(copy, {block.name: RowCounter(block, counts) for block in blocks})
+
+    def counter(name: str) -> Report:
+        def count(_inputs: Array, grads: Array) -> Array:
+            counts.setdefault(name, []).append(grads.shape[0] * grads.shape[1])
+            return jnp.zeros(())
+
+        return count
+
+    tap(copy, {block.name: (counter(block.name), jnp.zeros(block.stack)) for block in blocks})
     split: Any = nnx.split(copy, CurvatureTap, ...)
     graph, taps, rest = split
     jax.eval_shape(jax.grad(lambda taps: fn(nnx.merge(graph, taps, rest, copy=True))), taps)
@@ -175,12 +176,10 @@ def _layers(model: nnx.Module) -> Iterator[tuple[Any, LayerBlock]]:
                 yield node, block
 
 
-def _known(cls: type) -> type[nnx.Module] | None:
-    """The observed layer that a class is, or is a subclass of without overriding its call."""
-    for base in ARRANGE:
-        if issubclass(cls, base) and cls.__call__ is base.__call__:
-            return base
-    return None
+def _known(cls: Any) -> Any:
+    """The observed layer that a class is, or is a subclass of without overriding its call; or None."""
+    bases = (b for b in ARRANGE if issubclass(cls, b) and cls.__call__ is b.__call__)
+    return next(bases, None)
 
 
 def _block(name: str, layer: Any) -> LayerBlock | None:
@@ -195,14 +194,14 @@ def _block(name: str, layer: Any) -> LayerBlock | None:
     paths = tuple(f"{prefix}{leaf}{suffix}" for leaf in leaves)
     arrays = (getattr(layer, leaf) for leaf in leaves)
     shapes = tuple(tuple((x.mean if belief else x).shape) for x in arrays)
-    kind, shape = KINDS.get(leaves[0], NormBlock), shapes[0]  # a norm may have biases alone
-    outputs, own = 1, 2 if kind is EmbeddingBlock else 1
-    if kind is DenseBlock:
+    kind, shape = KINDS.get(leaves[0], DiagonalFactor), shapes[0]  # a norm may have biases alone
+    outputs, own = 1, 2 if kind is EmbeddingFactor else 1
+    if kind is KroneckerFactor:
         outputs = _length(getattr(layer, "out_features", 1))
         inputs = _length(getattr(layer, "in_features", 1)) + len(getattr(layer, "kernel_size", ()))
         own = inputs + outputs
     columns = math.prod(shape[len(shape) - outputs :])
-    return kind(name or "model", paths, shapes, columns, shape[: len(shape) - own])
+    return LayerBlock(name or "model", paths, shapes, columns, shape[: len(shape) - own], kind)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -218,53 +217,43 @@ def _is_plain(layer: Any) -> bool:
     return True
 
 
-@dataclasses.dataclass(frozen=True)
-class _Observed:
-    """Mixed into parameters: reports inputs and output gradients of their mean output."""
+def _observing(params: Any) -> Any:
+    """A subclass of parameters that reports the inputs and output gradients of their mean output."""
 
-    statistic: Statistic = dataclasses.field(kw_only=True, metadata={"static": True})
-    dummies: Any = dataclasses.field(kw_only=True)
-
-    def mean_output(self, inputs: Array) -> Array:
+    def mean_output(self: Any, inputs: Array) -> Array:
         """The mean output, observed; one sequence (T, D) is one example."""
-        plain: Any = super()
-        output, inputs = plain.mean_output(inputs), jax.lax.stop_gradient(inputs)
-        return observe(self.statistic, output[None], inputs[None], self.dummies)[0]
+        output, inputs = params.mean_output(self, inputs), jax.lax.stop_gradient(inputs)
+        return observe(self.report, output[None], inputs[None], self.dummies)[0]
+
+    own: Any = [
+        ("report", Any, dataclasses.field(kw_only=True, metadata={"static": True})),
+        ("dummies", Any, dataclasses.field(kw_only=True)),
+    ]
+    name, methods = f"Observed{params.__name__}", {"mean_output": mean_output}
+    made = dataclasses.make_dataclass(name, own, bases=(params,), namespace=methods, frozen=True)
+    return jax.tree_util.register_dataclass(made)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _ObservedDense(_Observed, DenseParams):
-    """Observed at their inputs."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _ObservedNorm(_Observed, NormParams):
-    """Observed at their normalised inputs."""
+OBSERVED = {params: _observing(params) for params in (DenseParams, NormParams)}
 
 
 @functools.cache
-def _tapped(cls: type) -> type:
-    """A subclass whose instances report the statistics of their calls."""
+def _tapped(cls: Any) -> type:
+    """A subclass whose instances report on their calls."""
     if issubclass(cls, BAYESIAN):
-        plain: Any = cls.params  # a property
 
         def params(self: Any) -> Any:
-            own = plain.fget(self)
-            observed = _ObservedDense if isinstance(own, DenseParams) else _ObservedNorm
-            return observed(**vars(own), statistic=self.statistic, dummies=self.tap.get_value())
+            own = cls.params.fget(self)  # a property
+            tapped = {"report": self.report, "dummies": self.tap.get_value()}
+            return OBSERVED[type(own)](**vars(own), **tapped)
 
         return type(f"Tapped{cls.__name__}", (cls,), {"params": property(params)})
-    base = _known(cls)
-    assert base is not None
-    arrange = ARRANGE[base]
+    arrange = ARRANGE[_known(cls)]
 
     def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:
         output = cls.__call__(self, inputs, *args, **kwargs)
         rows, observed = arrange(self, inputs, output)
         rows = jax.lax.stop_gradient(rows)
-        observed = observe(self.statistic, observed, rows, self.tap.get_value())
-        return observed.reshape(output.shape)
+        return observe(self.report, observed, rows, self.tap.get_value()).reshape(output.shape)
 
     return type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})

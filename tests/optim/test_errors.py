@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.optim.layer_blocks import infer_blocks
-from moment_jax.optim.trees import flatten
+from moment_jax.optim.layer_blocks import flatten, infer_blocks
 from tests.optim.networks import CLASSES, Everything, Perceptron, capture, classify, dense_batch
 
 optim = mj.optim

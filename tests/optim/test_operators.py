@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import moment_jax as mj
-from moment_jax.optim.layer_blocks import DenseBlock
-from moment_jax.optim.statistics import row_factors_of
+from moment_jax.optim.layer_blocks import LayerBlock
+from moment_jax.optim.statistics import factors_of
 
 optim = mj.optim
 
@@ -35,9 +35,9 @@ def test_the_row_pair_product_is_the_kronecker_operator():
 def test_rows_of_a_stack_and_their_solution():
     """1/N sum_n J_n <J_n, V>; as many iterations as unknowns give the dense solution."""
     a, g, v = normal(0, 30, 2, 3, 4), normal(1, 30, 2, 3, 3), normal(2, 2, 4, 3)
-    block = DenseBlock("layer", ("kernel",), ((2, 4, 3),), 3, (2,))
+    block = LayerBlock("layer", ("kernel",), ((2, 4, 3),), 3, (2,))
     statistics = {"layer": optim.RowFactor(a, g, np.full(30, 3.0))}
-    factor = row_factors_of((block,), statistics)["layer"]
+    factor = factors_of((block,), statistics, 1 / 30)["layer"]
     rows = np.einsum("nlta,nlto->lnao", a, g).reshape(2, 30, 12)
     fisher = np.einsum("lnp,lnq->lpq", rows, rows) / 30
 

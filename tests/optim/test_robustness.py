@@ -122,7 +122,7 @@ def test_calls_of_lapack():
     assert not calls(lambda: inverses.damped_inverses(factor, factor, jnp.ones(())))
     table = {"table": optim.EmbeddingFactor(factor[0], factor, jnp.ones(()))}
     start, true = inverses.no_inverses(table), jnp.ones((), bool)
-    assert calls(lambda: inverses.refreshed(table, 1.0, start, true, true, 10)) == {"5x5"}
+    assert calls(lambda: inverses.refreshed(table, 1.0, true, true, 10, start)) == {"5x5"}
 
 
 @pytest.mark.parametrize("size", [1, 40, 41, 129, 700])

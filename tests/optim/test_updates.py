@@ -113,7 +113,7 @@ def test_factors_are_averaged_and_pauses_leave_them():
     update, state = start(optim.kfac, params, 1.0, decay=0.9, refresh_every=3)
     _, state = update(grads, state, params, factors=factors)
     _, state = update(grads, state, params, factors=scaled_inputs(factors, 3))
-    average = inside(state).curvature["dense_5x3"]
+    average = inside(state).curvature["kronecker_5x3"]
     expected = (0.1 * 0.9 + 0.1 * 3) * factors["layer"].inputs / 0.19
     close(average.inputs, expected, 1e-6)
     nothing = jax.tree.map(jnp.zeros_like, factors)
@@ -132,7 +132,7 @@ def test_inverses_are_refreshed_when_it_is_time():
     for i in range(11):
         given = None if i in (6, 7) else scaled_inputs(factors, 1.0 + i)
         _, state = update(grads, state, params, factors=given)
-        inverses.append(np.asarray(inside(state).solver.inverses["dense_5x3"].inputs))
+        inverses.append(np.asarray(inside(state).solver.inverses["kronecker_5x3"].inputs))
     fresh = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(inverses)) if np.any(a != b)]
     assert fresh == [1, 3, 8]
 
