@@ -4,18 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 import moment_jax as mj
 
 N, SYMBOLS, TOKENS, FEATURES, CLASSES = 6, 7, 5, 8, 3
-
-
-def of_double(model):
-    """The model with float64 parameters."""
-    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(model, nnx.Param)))
-    return model
+DOUBLE = {"param_dtype": jnp.float64}
 
 
 def exact_attention(query, key, value, **options):
@@ -28,16 +24,16 @@ def exact_attention(query, key, value, **options):
 class Everything(nnx.Module):
     """One layer of every kind that is observed."""
 
-    def __init__(self, seed=0):
-        rngs, options = nnx.Rngs(seed), {"param_dtype": jnp.float64}
-        self.table = nnx.Embed(SYMBOLS, FEATURES, rngs=rngs, **options)
-        self.conv = nnx.Conv(FEATURES, FEATURES, (3,), strides=(1,), rngs=rngs, **options)
-        self.norm = nnx.LayerNorm(FEATURES, rngs=rngs, **options)
+    def __init__(self):
+        options = {"rngs": nnx.Rngs(0), **DOUBLE}
+        self.table = nnx.Embed(SYMBOLS, FEATURES, **options)
+        self.conv = nnx.Conv(FEATURES, FEATURES, (3,), strides=(1,), **options)
+        self.norm = nnx.LayerNorm(FEATURES, **options)
         self.attention = nnx.MultiHeadAttention(
-            2, FEATURES, decode=False, attention_fn=exact_attention, rngs=rngs, **options
+            2, FEATURES, decode=False, attention_fn=exact_attention, **options
         )
-        self.general = nnx.LinearGeneral((FEATURES,), (2, 4), use_bias=False, rngs=rngs, **options)
-        self.out = nnx.Linear(FEATURES, CLASSES, rngs=rngs, **options)
+        self.general = nnx.LinearGeneral((FEATURES,), (2, 4), use_bias=False, **options)
+        self.out = nnx.Linear(FEATURES, CLASSES, **options)
 
     def __call__(self, symbols):
         x = self.table(symbols)
@@ -55,10 +51,10 @@ def everything_batch():
 class Perceptron(nnx.Module):
     """Two dense layers."""
 
-    def __init__(self, seed=0, sizes=(4, 5, CLASSES)):
-        rngs = nnx.Rngs(seed)
-        self.hidden = nnx.Linear(sizes[0], sizes[1], rngs=rngs)
-        self.out = nnx.Linear(sizes[1], sizes[2], rngs=rngs)
+    def __init__(self, sizes=(4, 5, CLASSES)):
+        rngs = nnx.Rngs(0)
+        self.hidden = nnx.Linear(sizes[0], sizes[1], rngs=rngs, **DOUBLE)
+        self.out = nnx.Linear(sizes[1], sizes[2], rngs=rngs, **DOUBLE)
 
     def __call__(self, x):
         return self.out(jnp.tanh(self.hidden(x)))
@@ -75,12 +71,6 @@ def classify(model, x, labels):
     return losses.mean(), mj.optim.CategoricalPrediction(logits)
 
 
-def regress(model, x, y):
-    """Half the squared error and the prediction."""
-    output = model(x)
-    return jnp.sum((output - y) ** 2) / (2 * x.shape[0]), mj.optim.NormalPrediction(output)
-
-
 def bayesian_mlp(**settings):
     settings = {"learn_prior": True, "structure": mj.Full, **settings}
     return mj.nn.MLP([4, 5, CLASSES], rngs=nnx.Rngs(0), **settings)
@@ -95,6 +85,12 @@ def bayesian_loss(model, x, labels):
     )
     bound = mj.objectives.elbo(fits, model.kl(), dataset_size=100)
     return -bound / 100, mj.optim.BayesianCategoricalPrediction(mean, cov)
+
+
+def close(left, right, tolerance=1e-10):
+    """Within a share of the largest entry."""
+    scale = np.max(np.abs(right))
+    np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance * scale)
 
 
 def inside(state):

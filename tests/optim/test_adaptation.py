@@ -150,30 +150,3 @@ def test_when_curvature_is_due():
     assert bool(optim.curvature_due(nothing))
     with pytest.raises(ValueError, match="kfac or cg_fac in it"):
         optim.curvature_due(optax.adam(0.1).init(PARAMS))
-
-
-def test_what_adapts_needs_parameters():
-    tx = optim.scale_by_kfac()
-    with pytest.raises(ValueError, match=r"update\(grads, state, params, factors=factors\)"):
-        tx.update(PARAMS, tx.init(PARAMS), factors=FACTORS)
-
-
-@pytest.mark.parametrize(
-    ("make", "alias", "settings"),
-    [
-        (optim.scale_by_cg_fac, optim.cg_fac, {"precondition": False}),
-        (optim.scale_by_kfac, optim.kfac, {}),
-    ],
-)
-def test_the_alias_is_a_chain_of_optax(make, alias, settings):
-    grads = jax.tree.map(jnp.cos, PARAMS)
-    rest = optax.ema(0.7), optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.3)
-    chain = optax.chain(make(**settings), *rest)
-    outcomes = []
-    for tx in (chain, alias(0.3, momentum=0.7, weight_decay=0.1, **settings)):
-        now, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
-        for _ in range(3):
-            updates, state = update(grads, state, now, factors=FACTORS)
-            now = optax.apply_updates(now, updates)
-        outcomes.append(now["kernel"])
-    np.testing.assert_allclose(*outcomes, rtol=1e-12)

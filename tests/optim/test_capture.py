@@ -19,7 +19,6 @@ from tests.optim.networks import (
     classify,
     dense_batch,
     everything_batch,
-    of_double,
 )
 
 optim = mj.optim
@@ -86,7 +85,7 @@ def by_hand(model, x, key):
 
 def test_factors_of_a_network_by_hand():
     """Of rows, every example has its own key, so each is compared with a batch of one."""
-    model, (x, labels) = of_double(Perceptron()), dense_batch()
+    model, (x, labels) = Perceptron(), dense_batch()
     a1, g1, a2, g2 = map(np.asarray, by_hand(model, x, KEY))
     *others, factors = capture(dtype=jnp.float64)(model, x, labels, key=KEY)
     same(tuple(others), PLAIN(model, x, labels))
@@ -127,7 +126,7 @@ def test_diagonals_of_a_norm_and_counts_of_a_table(exact):
 
 def test_curvature_is_computed_where_it_is_wanted():
     """In the pass of the gradients, where the loss is a mean, or in a pass of its own under `when`."""
-    model, batch = of_double(Perceptron()), dense_batch()
+    model, batch = Perceptron(), dense_batch()
     compute = capture(fisher=EMPIRICAL, dtype=jnp.float64)
     together = compute(model, *batch)[2]
     off, on = (compute(model, *batch, when=jnp.array(when))[2] for when in (False, True))
@@ -138,7 +137,7 @@ def test_curvature_is_computed_where_it_is_wanted():
 
 
 def test_the_key_is_made_of_the_loss():
-    model, (x, labels) = of_double(Perceptron()), dense_batch()
+    model, (x, labels) = Perceptron(), dense_batch()
     compute = capture(dtype=jnp.float64)
     first = compute(model, x, labels)[2]["out"].outputs
     np.testing.assert_array_equal(first, compute(model, x, labels)[2]["out"].outputs)
@@ -146,21 +145,13 @@ def test_the_key_is_made_of_the_loss():
 
 
 def test_the_model_stays_and_its_statistics_move():
-    class Normed(nnx.Module):
-        def __init__(self):
-            self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-            self.out = nnx.Linear(4, CLASSES, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.out(self.norm(x))
-
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, CLASSES, rngs=rngs))
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
     x, labels = dense_batch()
-    model, batch = Normed(), (x.astype(jnp.float32), labels)
-    before = nnx.state(model, nnx.BatchStat)
-    before = jax.tree.map(jnp.copy, before)
-    capture()(model, *batch)
-    assert type(model.out) is nnx.Linear
-    assert set(vars(model.out)) == set(vars(nnx.Linear(4, CLASSES, rngs=nnx.Rngs(0))))
+    capture()(model, x.astype(jnp.float32), labels)
+    assert type(model.layers[1]) is nnx.Linear
+    assert set(vars(model.layers[1])) == set(vars(nnx.Linear(4, CLASSES, rngs=rngs)))
     after = nnx.state(model, nnx.BatchStat)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)))
 
@@ -169,12 +160,8 @@ class Deep(nnx.Module):
     """Layers of one kind, stacked and scanned with rematerialisation."""
 
     def __init__(self):
-        @nnx.vmap
-        def create(rngs):
-            return nnx.Linear(4, 4, rngs=rngs)
-
-        self.layers = create(nnx.Rngs(0).split(3))
-        self.out = nnx.Linear(4, CLASSES, rngs=nnx.Rngs(1))
+        make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
+        self.layers = make(nnx.Rngs(0).split(3))
 
     def __call__(self, x):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -182,34 +169,22 @@ class Deep(nnx.Module):
         def apply(x, layer):
             return jnp.tanh(layer(x))
 
-        return self.out(apply(x, self.layers))
-
-
-class Loop(nnx.Module):
-    """The same layers in a list."""
-
-    def __init__(self, deep):
-        graph, state = nnx.split(deep.layers)
-        each = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(3)]
-        self.layers = nnx.List(nnx.merge(graph, one) for one in each)
-        self.out = deep.out
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return self.out(x)
+        return apply(x, self.layers)
 
 
 def test_stacked_layers_under_scan_and_remat():
     """Each layer of the stack has the factors that it has by itself."""
     batch, deep = dense_batch(), Deep()
-    value, _, scanned = capture()(deep, *batch, key=KEY)
-    same(value, nnx.jit(lambda model, *batch: classify(model, *batch)[0])(deep, *batch))
-    factor = scanned["layers"]
+    (value, _), (got, _, factors) = PLAIN(deep, *batch), capture()(deep, *batch, key=KEY)
+    same(got, value)
+    factor = factors["layers"]
     assert factor.inputs.shape == (3, 5, 5)
-    alone = capture()(Loop(deep), *batch, key=KEY)[2]
+    graph, state = nnx.split(deep.layers)
+    each = [nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(3)]
+    loop = nnx.Sequential(*(part for layer in each for part in (layer, jnp.tanh)))
+    alone = capture()(loop, *batch, key=KEY)[2]
     for i in range(3):
-        one = alone[f"layers/{i}"]
+        one = alone[f"layers/{2 * i}"]
         np.testing.assert_allclose(factor.inputs[i], one.inputs[0], rtol=1e-5)
         np.testing.assert_allclose(factor.outputs[i], one.outputs[0], rtol=1e-4, atol=1e-7)
 
@@ -220,27 +195,21 @@ def test_a_model_that_maps_over_its_batch():
     def mapped(model, x, labels):
         return classify(lambda x: jax.vmap(lambda row: model(row[None])[0])(x), x, labels)
 
-    model, batch = of_double(Perceptron()), dense_batch()
+    model, batch = Perceptron(), dense_batch()
     factors = [capture(f, dtype=jnp.float64)(model, *batch, key=KEY)[2] for f in (mapped, classify)]
     jax.tree.map(close, *factors)
 
 
 def test_means_of_bayesian_layers_are_what_plain_layers_have():
     """With certain weights the factors are those of the plain network."""
-    bayesian = bayesian_mlp(posterior=mj.posterior.Point)
-    plain, (x, labels) = bayesian.mean_network(), dense_batch()
+    bayesian, (x, labels) = bayesian_mlp(posterior=mj.posterior.Point), dense_batch()
 
     def loss(model, x, labels):
-        mean, _ = model(x[:, None, :])
-        return jnp.mean(mean), optim.CategoricalPrediction(mean[:, 0])
-
-    def plain_loss(model, x, labels):
-        return jnp.mean(model(x)), optim.CategoricalPrediction(model(x))
+        return classify(lambda x: model(x[:, None, :])[0][:, 0], x, labels)
 
     x = x.astype(jnp.float32)
     left = capture(loss)(bayesian, x, labels, key=KEY)[2]
-    right = capture(plain_loss)(plain, x, labels, key=KEY)[2]
-    for name, factor in right.items():
+    for name, factor in capture()(bayesian.mean_network(), x, labels, key=KEY)[2].items():
         np.testing.assert_allclose(left[name].inputs, factor.inputs, rtol=1e-5)
         np.testing.assert_allclose(left[name].outputs, factor.outputs, rtol=1e-4, atol=1e-7)
 
@@ -248,16 +217,16 @@ def test_means_of_bayesian_layers_are_what_plain_layers_have():
 P, Q = jax.nn.softmax(LOGITS), jax.nn.sigmoid(LOGITS)
 
 
+CLASSIFIED = np.diag(P) - np.outer(P, P)
+
+
 @pytest.mark.parametrize(
     ("prediction", "exact"),
     [
-        (optim.CategoricalPrediction, np.diag(P) - np.outer(P, P)),
+        (optim.CategoricalPrediction, CLASSIFIED),
         (optim.BernoulliPrediction, np.diag(Q * (1 - Q))),
         (lambda f: optim.NormalPrediction(f, 0.5), 4 * np.eye(3)),
-        (
-            lambda f: optim.BayesianCategoricalPrediction(f, jnp.zeros((1, 3, 3))),
-            np.diag(P) - np.outer(P, P),
-        ),
+        (lambda f: optim.BayesianCategoricalPrediction(f, jnp.zeros((1, 3, 3))), CLASSIFIED),
     ],
     ids=["categorical", "bernoulli", "normal", "bayesian"],
 )

@@ -26,8 +26,7 @@ from tests.optim.networks import (
 )
 
 optim = mj.optim
-CG_FAC = partial(optim.cg_fac, max_iterations=2, precondition=False)  # few operations
-MAKERS = pytest.mark.parametrize("make", [CG_FAC, optim.kfac], ids=["cg_fac", "kfac"])
+CG_FAC = partial(optim.cg_fac, max_iterations=2)  # its state holds that of K-FAC
 FIXED = {"damping": 1e-2, "kl_bound": 1e-3, "momentum": 0.5}
 SIZES = (3, 3, 3)  # layers of one shape are one group, and half of the program
 
@@ -35,23 +34,26 @@ SIZES = (3, 3, 3)  # layers of one shape are one group, and half of the program
 @functools.cache
 def pieces():
     """Parameters, gradients and factors."""
-    x, labels = dense_batch(size=3)
     model = Perceptron(sizes=SIZES)
-    _, grads, factors = capture()(model, x.astype(jnp.float32), labels)
+    _, grads, factors = capture()(model, *dense_batch(size=3))
     return pure(model), pure(grads), factors
 
 
 @functools.cache
-def alone(make):
+def alone():
     """The update by the optimiser itself, and its state."""
     params, grads, factors = pieces()
-    tx, update = compiled(make, 0.5, **FIXED)
+    tx, update = compiled(CG_FAC, 0.5, **FIXED)
     return update(grads, tx.init(params), params, factors=factors)
 
 
-def step(tx):
+def steps(tx, count=1):
     params, grads, factors = pieces()
-    return jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)[0]
+    state, update, taken = tx.init(params), jax.jit(tx.update), []
+    for _ in range(count):
+        updates, state = update(grads, state, params, factors=factors)
+        taken.append(updates)
+    return taken
 
 
 def equal(left, right):
@@ -62,19 +64,31 @@ def nothing(tree):
     return not any(np.any(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def test_chain_and_weight_decay():
+@pytest.mark.parametrize(
+    ("make", "alias"), [(optim.scale_by_cg_fac, optim.cg_fac), (optim.scale_by_kfac, optim.kfac)]
+)
+def test_the_alias_is_a_chain_of_optax(make, alias):
+    rest = optax.ema(0.7), optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.3)
+    both = optax.chain(make(), *rest), alias(0.3, momentum=0.7, weight_decay=0.1)
+    taken = [steps(tx, 3) for tx in both]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12), *taken)
+
+
+def test_chains_and_gradient_accumulation():
+    """Factors of the last small batch; gradients are the average of all."""
     chain = optax.chain(CG_FAC(0.5, **FIXED), optax.add_decayed_weights(-0.1))
-    chained = step(optax.apply_if_finite(chain, 3))
-    equal(chained, jax.tree.map(lambda u, p: u - 0.1 * p, alone(CG_FAC)[0], pieces()[0]))
+    multi = optax.MultiSteps(optax.apply_if_finite(chain, 3), every_k_schedule=2)
+    first, second = steps(multi, 2)
+    assert nothing(first)
+    equal(second, jax.tree.map(lambda u, p: u - 0.1 * p, alone()[0], pieces()[0]))
 
 
-@MAKERS
-def test_injected_hyperparameters(make):
+def test_injected_hyperparameters():
     params, grads, factors = pieces()
-    injected = optax.inject_hyperparams(make)(learning_rate=0.5, **FIXED)
+    injected = optax.inject_hyperparams(CG_FAC)(learning_rate=0.5, **FIXED)
     update = jax.jit(injected.update)
     updates, state = update(grads, injected.init(params), params, factors=factors)
-    equal(updates, alone(make)[0])
+    equal(updates, alone()[0])
     state.hyperparams["learning_rate"] = jnp.zeros_like(state.hyperparams["learning_rate"])
     assert nothing(update(grads, state, params, factors=factors)[0])
 
@@ -83,28 +97,16 @@ def test_masks_of_whole_layers():
     def mask(tree):
         return jax.tree_util.tree_map_with_path(lambda path, _: "hidden" in str(path), tree)
 
-    free = {**FIXED, "kl_bound": None}  # the bound is that of all layers together
-    updates = step(optax.masked(CG_FAC(0.5, **free), mask))
-    equal(updates["hidden"], step(CG_FAC(0.5, **free))["hidden"])
+    free = CG_FAC(0.5, damping=1e-2, kl_bound=None)  # the bound is that of all layers together
+    updates = steps(optax.masked(free, mask))[0]
+    equal(updates["hidden"], steps(free)[0]["hidden"])
     equal(updates["out"], pieces()[1]["out"])
 
 
-def test_gradient_accumulation():
-    """Factors of the last small batch; gradients are the average of all."""
-    params, grads, factors = pieces()
-    multi = optax.MultiSteps(CG_FAC(0.5, **FIXED), every_k_schedule=2)
-    state, update = multi.init(params), jax.jit(multi.update)
-    first, state = update(grads, state, params, factors=factors)
-    assert nothing(first)
-    second, _ = update(grads, state, params, factors=factors)
-    equal(second, alone(CG_FAC)[0])
-
-
-@MAKERS
-def test_nnx_optimizer_and_scan_of_steps(make):
+def test_nnx_optimizer_and_scan_of_steps():
     """The state keeps its structure, so steps can be scanned."""
     params, grads, factors = pieces()
-    tx = make(0.5, **FIXED)
+    tx = CG_FAC(0.5, **FIXED)
 
     @jax.jit
     def scanned():
@@ -126,8 +128,7 @@ def test_nnx_optimizer_and_scan_of_steps(make):
 def test_one_call_for_a_bayesian_model():
     """Means by K-FAC, spreads and the learned prior by Adam; all of them move."""
     model = bayesian_mlp()
-    kfac = partial(optim.kfac, 0.1, damping=1e-2, kl_bound=1e-2)
-    tx = optim.for_model(model, kfac)
+    tx = optim.for_model(model, partial(optim.kfac, 0.1, damping=1e-2, kl_bound=1e-2))
     before, update = jax.tree.map(np.asarray, pure(model)), jax.jit(tx.update)
     values = losses_of(model, capture(bayesian_loss), dense_batch(), tx, update, 15)
     assert values[-1] < values[0]
@@ -138,14 +139,22 @@ def test_one_call_for_a_bayesian_model():
 def test_checkpoints_resume_exactly(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     params, grads, factors = pieces()
-    tx, update = compiled(optim.kfac, 0.5, **FIXED)
-    _, state = alone(optim.kfac)
+    tx, update = compiled(CG_FAC, 0.5, **FIXED)
+    _, state = alone()
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
         restored = manager.restore(0, args=ocp.args.StandardRestore(tx.init(params)))
     outcomes = [update(grads, s, params, factors=factors) for s in (state, restored)]
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
+
+
+def test_the_state_may_be_donated():
+    params, grads, factors = pieces()
+    tx = CG_FAC()
+    step = jax.jit(lambda state: tx.update(grads, state, params, factors=factors), donate_argnums=0)
+    _, state = step(tx.init(params))
+    step(state)
 
 
 DEVICES = """

@@ -10,7 +10,7 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax.optim.layer_blocks import flatten, infer_blocks
-from tests.optim.networks import CLASSES, Everything, Perceptron, capture, classify, dense_batch
+from tests.optim.networks import Everything, Perceptron, capture, classify, dense_batch
 
 optim = mj.optim
 PARAMS = {"layer": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
@@ -21,20 +21,14 @@ MAKERS = (optim.cg_fac, optim.kfac)
 BATCH, OTHERS = dense_batch(), optim.find_blocks(Perceptron())
 
 
-class Idle(nnx.Module):
-    """A layer that is called, and one that is not."""
-
-    def __init__(self):
-        self.used = nnx.Linear(4, CLASSES, rngs=nnx.Rngs(0))
-        self.idle = nnx.Linear(4, CLASSES, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.used(x)
+def idle(model, x, labels):
+    """A loss that calls one layer of two."""
+    return classify(model.hidden, x, labels)
 
 
-class Twice(Idle):
-    def __call__(self, x):
-        return self.used(x) + self.used(2 * x) + self.idle(x)
+def twice(model, x, labels):
+    """A loss that calls a layer twice."""
+    return classify(lambda x: model(x) + model(2 * x), x, labels)
 
 
 def update(factors, make=optim.kfac, **settings):
@@ -69,6 +63,10 @@ VALUE_ERRORS = [
         partial(start, {**PARAMS, "position": jnp.ones(3)}),
         "'position' belongs to no layer.*for_model",
     ),
+    (
+        lambda: optim.kfac().update(PARAMS, start(PARAMS)),
+        r"update\(grads, state, params, factors=f",
+    ),
     (partial(start, PARAMS, blocks=OTHERS), "Layer 'hidden' .* 'hidden/kernel'.*find_blocks"),
     (partial(optim.for_model, nnx.Dropout(0.1)), "find_blocks"),
     (partial(optim.cg_fac, damping=-1.0), "damping >= 0"),
@@ -84,11 +82,8 @@ VALUE_ERRORS = [
     (partial(captured, lambda *args: (jnp.ones(2), classify(*args)[1])), "must be a scalar"),
     (partial(captured, model=partial(nnx.Dropout, 0.1)), "supported layers"),
     (partial(captured, lambda model: classify(model, *BATCH), batch=()), "axis of examples"),
-    (
-        partial(captured, model=Twice, reading=optim.PerSample()),
-        "'used' is called 2 times.*Kronecker",
-    ),
-    *((partial(captured, model=Idle, reading=r, wrap=wrap), "'idle'") for r, wrap in UNTAPPED),
+    (partial(captured, twice, reading=optim.PerSample()), "'hidden' is called 2 times.*Kronecker"),
+    *((partial(captured, idle, reading=r, wrap=wrap), "layer 'out'") for r, wrap in UNTAPPED),
 ]
 TYPE_ERRORS = [
     (partial(update, {"layer": ROWS}, optim.cg_fac), "decay=None"),
@@ -113,19 +108,16 @@ def test_what_is_wrong_is_named(call, error, message):
 
 def test_a_layer_called_twice_has_the_average_of_both_calls():
     x, labels = BATCH
-    factors = capture()(Twice(), x, labels)[2]
+    factors = capture(twice)(Perceptron(), x, labels)[2]
     expected = (x.T @ x) * 5 / (2 * x.shape[0])
-    assert jnp.allclose(factors["used"].inputs[0, :4, :4], expected, rtol=1e-5)
+    assert jnp.allclose(factors["hidden"].inputs[0, :4, :4], expected, rtol=1e-5)
 
 
 def test_names_and_models_agree_on_blocks():
     """What is inferred from Flax's names is what a model says."""
     model = Everything()
-    shapes = {block.name: block for block in optim.find_blocks(model)}
-    assert "general" in shapes  # LinearGeneral's split cannot be told from a name alone
-    del model.general
-    jax.eval_shape(optim.kfac(0.1).init, nnx.as_pure(nnx.state(model, nnx.Param)))
-    inferred = infer_blocks({k: v.shape for k, v in flatten(nnx.state(model, nnx.Param)).items()})
-    assert {block.name: block for block in inferred} == {
-        name: block for name, block in shapes.items() if name != "general"
-    }
+    del model.general  # LinearGeneral's split cannot be told from a name alone
+    params = nnx.state(model, nnx.Param)
+    jax.eval_shape(optim.kfac(0.1).init, nnx.as_pure(params))
+    inferred = infer_blocks({path: leaf.shape for path, leaf in flatten(params).items()})
+    assert set(inferred) == set(optim.find_blocks(model))

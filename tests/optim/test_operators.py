@@ -8,17 +8,13 @@ import pytest
 import moment_jax as mj
 from moment_jax.optim.layer_blocks import LayerBlock
 from moment_jax.optim.statistics import factors_of
+from tests.optim.networks import close
 
 optim = mj.optim
 
 
 def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape)
-
-
-def close(left, right, tolerance=1e-10):
-    scale = np.max(np.abs(right))
-    np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance * scale)
 
 
 def test_the_row_pair_product_is_the_kronecker_operator():
