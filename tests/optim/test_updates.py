@@ -1,6 +1,8 @@
-"""Steps of both methods: against dense solutions, within the bound, and with damping that adapts."""
+"""Steps of both methods: dense solutions, bounds, pauses; nothing but numbers comes out."""
 
+import functools
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +18,26 @@ MAKERS = pytest.mark.parametrize("make", [optim.cg_fac, optim.kfac])
 SOLVED = {"kl_bound": None, "momentum": 0.0}  # the solution itself, neither bounded nor averaged
 
 
-def spd(seed, n):
-    x = np.random.default_rng(seed).normal(size=(3 * n, n))
-    return jnp.asarray(x.T @ x / (3 * n))[None]
+def spd(seed, n, condition=10.0, rank=None):
+    """A matrix of a given condition number or rank."""
+    basis = np.linalg.qr(np.random.default_rng(seed).normal(size=(n, n)))[0]
+    values = np.logspace(0, -np.log10(condition), n)
+    return ((basis * np.where(np.arange(n) < (n if rank is None else rank), values, 0)) @ basis.T)[
+        None
+    ]
 
 
-def one_layer(rows=5, columns=3):
+def one_layer(dtype=jnp.float64, **case):
     """Parameters, gradients and factors of one dense layer with a bias."""
     rng = np.random.default_rng(0)
-    params = {"kernel": rng.normal(size=(rows - 1, columns)), "bias": rng.normal(size=columns)}
-    params = {"layer": jax.tree.map(jnp.asarray, params)}
-    grads = jax.tree.map(lambda x: jnp.sin(3 * x), params)
-    factor = optim.KroneckerFactor(spd(2, rows), spd(3, columns), jnp.ones(()))
-    return params, grads, {"layer": factor}
+    params = {"layer": {"kernel": rng.normal(size=(4, 3)), "bias": rng.normal(size=3)}}
+    grads = jax.tree.map(lambda x: np.sin(3 * x), params)
+    factors = {"layer": optim.KroneckerFactor(spd(2, 5, **case), spd(3, 3, **case), np.ones(()))}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), (params, grads, factors))
 
 
 def matrix(tree):
     return np.concatenate([tree["layer"]["kernel"], tree["layer"]["bias"][None]])
-
-
-def dense_step(grads, factors, damping):
-    factor = factors["layer"]
-    fisher = np.kron(factor.inputs[0], factor.outputs[0])
-    v = matrix(grads).ravel()
-    return -np.linalg.solve(fisher + damping * np.eye(v.size), v).reshape(matrix(grads).shape)
 
 
 def scaled_inputs(factors, scale):
@@ -58,8 +56,10 @@ def test_a_step_of_cg_fac_is_the_dense_natural_gradient(precondition):
     settings = {"damping": 0.3, "max_iterations": 40, "tolerance": 1e-13}
     update, state = start(optim.cg_fac, params, precondition=precondition, **SOLVED, **settings)
     updates, state = update(grads, state, params, factors=factors)
-    # Damping is a float32 in the state.
-    close(matrix(updates), dense_step(grads, factors, float(inside(state).damping)), 1e-9)
+    fisher = np.kron(factors["layer"].inputs[0], factors["layer"].outputs[0])
+    damped = fisher + float(inside(state).damping) * np.eye(15)  # a float32 in the state
+    expected = -np.linalg.solve(damped, matrix(grads).ravel())
+    close(matrix(updates).ravel(), expected, 1e-9)
 
 
 def test_a_step_of_kfac_has_factored_damping():
@@ -145,7 +145,7 @@ def test_tables_and_norms_by_their_own_blocks(make):
     }
     frequencies, squares = np.array([[0.5, 0.25, 0.25, 0.0]]), np.arange(8.0).reshape(1, 2, 4)
     factors = {
-        "table": optim.EmbeddingFactor(frequencies, spd(0, 3), np.ones(())),
+        "table": optim.EmbeddingFactor(frequencies, jnp.asarray(spd(0, 3)), np.ones(())),
         "norm": optim.DiagonalFactor(squares, np.ones(())),
     }
     fishers = {
@@ -162,3 +162,71 @@ def test_tables_and_norms_by_their_own_blocks(make):
         )
         expected = -np.linalg.solve(fishers[kind] + 0.2 * np.eye(len(grad)), grad)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def finite(tree):
+    return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
+
+
+@functools.cache
+def fixed(make):
+    """A step with fixed damping, given as an argument, and a fixed bound."""
+
+    def update(damping, grads, state, params, factors):
+        tx = make(0.1, damping=damping, kl_bound=1e-3)
+        return tx.update(grads, state, params, factors=factors)
+
+    return make(0.1, damping=1.0, kl_bound=1e-3), jax.jit(update)
+
+
+def steps(make, params, grads, factors, damping=None):
+    """Three steps of finite numbers, and the update; without `damping`, it and the bound adapt."""
+    if damping is None:
+        tx, update = compiled(make, 0.1, momentum=0.5)
+    else:
+        tx, update = fixed(make)[0], partial(fixed(make)[1], damping)
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = update(grads, state, params, factors=factors)
+        assert finite((updates, state))
+    return updates, state, update
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-3])
+@pytest.mark.parametrize("case", [{"condition": 1e12}, {"rank": 1}, {"rank": 0}], ids=str)
+@MAKERS
+def test_degenerate_curvature(make, case, damping):
+    steps(make, *one_layer(jnp.float32, **case), damping=damping)
+
+
+@pytest.mark.parametrize("damping", [None, 1e-3])
+@MAKERS
+def test_zero_gradients_take_no_step(make, damping):
+    params, grads, factors = one_layer(jnp.float32)
+    updates = steps(make, params, jax.tree.map(jnp.zeros_like, grads), factors, damping)[0]
+    assert not np.any(matrix(updates))
+
+
+@MAKERS
+def test_what_is_not_finite_is_left_out(make):
+    """A bad gradient is a step left out; bad factors do not enter the average."""
+    params, grads, factors = one_layer(jnp.float32)
+    _, state, update = steps(make, params, grads, factors)
+    for bad in (jnp.nan, jnp.inf):
+        broken = {"layer": {**grads["layer"], "bias": grads["layer"]["bias"].at[0].set(bad)}}
+        updates, after = update(broken, state, params, factors=factors)
+        assert not np.any(matrix(updates))
+        assert finite(after)
+        assert int(after.skipped) == 1
+        assert np.any(matrix(update(grads, after, params, factors=factors)[0]))
+    updates, after = update(grads, state, params, factors=scaled_inputs(factors, jnp.nan))
+    assert finite((updates, after))
+    jax.tree.map(np.testing.assert_array_equal, inside(after).curvature, inside(state).curvature)
+
+
+def test_no_curvature_yet_is_no_step():
+    params, grads, _ = one_layer(jnp.float32)
+    update, state = start(optim.kfac, params, 0.1)
+    updates, state = update(grads, state, params)
+    assert not np.any(matrix(updates))
+    assert int(state.skipped) == 1
