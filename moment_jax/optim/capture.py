@@ -31,8 +31,7 @@ def value_grad_and_factors(
     """A function (model, *batch) -> (value, grads, factors), by one forward and one backward pass.
 
     The true Fisher matrix takes a second backward pass, through the layers' outputs only. The gradients
-    equal those of `nnx.grad` bit for bit. The model changes only as the loss itself changes it, for
-    instance in its batch statistics.
+    equal those of `nnx.grad` bit for bit. The model changes only as the loss itself changes it.
 
     Args:
       loss_fn: (model, *batch) -> scalar, or (scalar, prediction) for `SampledFisher`. With `PerSample`

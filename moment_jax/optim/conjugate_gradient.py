@@ -62,7 +62,8 @@ def conjugate_gradient(
     def wide(scalars: Array) -> Array:
         return scalars.reshape(scalars.shape + (1,) * (target.ndim - 1))
 
-    limit = jnp.asarray(tolerance, target.dtype) ** 2 * _inner(target, target)
+    size = _inner(target, target)
+    limit = jnp.asarray(tolerance, target.dtype) ** 2 * size
     x, residual = jnp.zeros_like(target), target
     if start is not None:
         pushed = apply(start)
@@ -96,9 +97,7 @@ def conjugate_gradient(
         return step + 1, x, residual, direction, rho, active, counts
 
     _, x, residual, *_, counts = jax.lax.while_loop(unfinished, iterate, first)
-    size = _inner(target, target)
-    left = jnp.maximum(_inner(residual, residual), 0)
-    relative = jnp.where(size > 0, jnp.sqrt(left / _nonzero(size)), 0)
+    relative = jnp.where(size > 0, jnp.sqrt(_inner(residual, residual) / _nonzero(size)), 0)
     return Solution(x, residual, counts, relative)
 
 

@@ -205,7 +205,7 @@ def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
     return stacked
 
 
-def _tokens(factor: Factor) -> tuple[int, ...]:
+def _tokens(factor: Factor) -> Shape:
     """(N, T) of the rows of a factor that keeps them."""
     return factor.inputs.shape[1:3] if isinstance(factor, RowFactor) else ()
 

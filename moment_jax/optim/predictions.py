@@ -11,11 +11,7 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True)
 class SampledFisher:
-    """The true Fisher matrix: targets are drawn from the model's own prediction.
-
-    It takes one more backward pass. The loss function returns (loss, prediction), see
-    `CategoricalPrediction`.
-    """
+    """The true Fisher matrix, of targets drawn from the prediction that the loss function returns."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,10 +32,7 @@ def safeguarded(
     momentum: Number,
     weight_decay: Number,
 ) -> optax.GradientTransformationExtraArgs:
-    """A direction, then Optax's momentum, weight decay and learning rate; undoes bad steps.
-
-    `name` is for errors.
-    """
+    """A direction, then Optax's momentum, weight decay and learning rate; undoes bad steps."""
     check_range(name, "momentum", momentum, least=0, below=1)
     check_range(name, "weight_decay", weight_decay, least=0)
     chain = optax.chain(

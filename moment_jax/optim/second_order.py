@@ -66,10 +66,7 @@ def scale_by_second_order(
     refresh_every: int | Array,
     blocks: Blocks | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation that CG-FAC and K-FAC share; for the settings see `cg_fac`.
-
-    `start` makes the solver's state from empty averages, and `name` is for errors.
-    """
+    """What CG-FAC and K-FAC share; `start` makes the solver's state from empty averages."""
     check_range(name, "damping", damping, least=0)
     check_range(name, "decay", decay, least=0, below=1)
     check_range(name, "kl_bound", kl_bound, least=0)

@@ -49,8 +49,7 @@ Report = Callable[[Array, Array], Any]  # inputs (N, T, in) and output gradients
 class Statistic:
     """What the backward pass of a layer returns, from inputs a (N, T, in) and gradients g (N, T, out).
 
-    It is a factor of sums, and its weight the number of rows. Hashable, so that it can be a static
-    attribute of a module.
+    It is a factor of sums, and its weight the number of rows. Hashable, as static attributes are.
     """
 
     block: LayerBlock
@@ -71,13 +70,11 @@ class Statistic:
         return self.kind(*(jnp.zeros((*block.stack, *shape), self.dtype) for shape in shapes))
 
     def __call__(self, inputs: Array, grads: Array) -> Factor:
-        """The statistic, of the shapes of `zeros` without the stack.
-
-        The inputs are (N, T) symbols for a table, normalised for a normalisation.
-        """
+        """The statistic; the inputs are (N, T) symbols for a table, normalised for a normalisation."""
         kind, block, grads = self.kind, self.block, grads.astype(self.dtype)
-        ones, g = _ones(grads), _flat(grads)
-        count = jnp.sum(ones)
+        # Ones that depend on the gradients: under vmap, constant ones would count a single example.
+        ones = ((grads[..., 0] == 0) | True).astype(grads.dtype)
+        g, count = _flat(grads), jnp.sum(ones)
         if kind is EmbeddingFactor:
             seen = jnp.zeros((block.rows,), g.dtype).at[inputs.reshape(-1)].add(ones.reshape(-1))
             return EmbeddingFactor(seen, g.T @ g, count)
@@ -90,9 +87,9 @@ class Statistic:
             squares = [jnp.sum(gradient**2, axis=(0, 1)) for gradient in each]
             return DiagonalFactor(jnp.stack(squares), count)
         a, bias = _flat(inputs), len(block.leaves) == 2
-        if kind is KroneckerFactor:
-            return KroneckerFactor(_input_gram(a, bias), g.T @ g, count)
-        return RowFactor(jnp.pad(a, ((0, 0), (0, int(bias))), constant_values=1), g, count)
+        if kind is RowFactor:
+            return RowFactor(jnp.pad(a, ((0, 0), (0, int(bias))), constant_values=1), g, count)
+        return KroneckerFactor(_with_ones(a.T @ a, a) if bias else a.T @ a, g.T @ g, count)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -117,27 +114,10 @@ def _flat(array: Array) -> Array:
     return array.reshape(-1, array.shape[-1])
 
 
-def _input_gram(rows: Array, bias: bool) -> Array:
-    """The Gram matrix of the rows, each with a one appended if there is a bias.
-
-    Assembled from blocks, because appending to the rows would copy them.
-    """
-    inner = rows.T @ rows
-    if not bias:
-        return inner
-    total = jnp.sum(rows, axis=0)[:, None]
-    count = jnp.full((1, 1), rows.shape[0], rows.dtype)
-    return jnp.block([[inner, total], [total.T, count]])
-
-
-def _ones(grads: Array) -> Array:
-    """A one for each row, (N, T), as an array that depends on the gradients.
-
-    Under vmap, cotangents of a shared argument are summed over the mapped axis only if they depend on
-    it: constant ones would count a single example.
-    """
-    first = grads[..., 0]
-    return ((first == 0) | True).astype(grads.dtype)
+def _with_ones(gram: Array, rows: Array) -> Array:
+    """The Gram matrix of rows with a one appended, of that without; to append would copy the rows."""
+    total, count = jnp.sum(rows, axis=0)[:, None], jnp.full((1, 1), len(rows), rows.dtype)
+    return jnp.block([[gram, total], [total.T, count]])
 
 
 def factors_of(blocks: Blocks, statistics: dict[str, Factor], correction: float) -> Factors:

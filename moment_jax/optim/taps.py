@@ -29,10 +29,7 @@ from moment_jax.optim.statistics import Report, observe
 
 
 class CurvatureTap(nnx.Param):
-    """A zero dummy argument of a layer; its cotangent is the layer's statistic.
-
-    A subclass of `nnx.Param`, so that a model that scans over its parameters scans over it too.
-    """
+    """A dummy argument; a `nnx.Param`, so that a model that scans over its parameters scans over it."""
 
 
 # (layer, inputs, output) of a call -> inputs (N, T, in) and output (N, T, out)
@@ -60,12 +57,9 @@ def _embed(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
 def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
     if isinstance(layer, nnx.LayerNorm):
-        centred = x - jnp.mean(x, axis=-1, keepdims=True)
-        square = jnp.var(x, axis=-1, keepdims=True)
-    else:
-        centred, square = x, jnp.mean(x**2, axis=-1, keepdims=True)
-    normal = centred * jax.lax.rsqrt(square + layer.epsilon)
-    return _examples(normal, 1), _examples(output, 1)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    square = jnp.mean(x**2, axis=-1, keepdims=True)
+    return _examples(x * jax.lax.rsqrt(square + layer.epsilon), 1), _examples(output, 1)
 
 
 def _conv(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
