@@ -37,10 +37,6 @@ class Adaptive:
             )
         check_range(name, "a rate", self.rate, least=0)
 
-    def scaled(self, value: Array, factor: Array) -> Array:
-        """`value` times a factor, within the limits."""
-        return jnp.clip(value * factor, self.smallest, self.largest)
-
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveDamping(Adaptive):
@@ -68,7 +64,8 @@ class AdaptiveDamping(Adaptive):
 
     def adapted(self, damping: Array, slope: Array, taken_back: Array) -> Array:
         """The next damping, from the scaled slope of the loss; fourfold after a step taken back."""
-        return self.scaled(damping, jnp.where(taken_back, 4, jnp.exp(-self.rate * slope)))
+        factor = jnp.where(taken_back, 4, jnp.exp(-self.rate * slope))
+        return jnp.clip(damping * factor, self.smallest, self.largest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +107,8 @@ class TrustRegion(Adaptive):
         past = slope - self.aim
         followed = jnp.exp(-jnp.where(past > 0, 2, 1) * self.rate * past)
         least = jnp.where(taken_back, 0.25, 1) * least * step / (step + 1)
-        moved = jnp.maximum(self.scaled(bound, jnp.where(taken_back, 0.25, followed)), least)
+        moved = bound * jnp.where(taken_back, 0.25, followed)
+        moved = jnp.maximum(jnp.clip(moved, self.smallest, self.largest), least)
         return moved, jnp.maximum(least, moved / SLACK)
 
 
@@ -137,10 +135,9 @@ class LastStep(NamedTuple):
         ratio: Array,
         fresh: Array,
     ) -> LastStep:
-        """Judge the last step.
+        """Judge the last step; s^T F s is `ratio` <s, s> of an earlier step unless curvature is `fresh`.
 
-        Where the curvature is not `fresh`, s^T F s is taken as `ratio` <s, s>, with the ratio of an
-        earlier step: the product with F costs as much as a new direction, and the ratio changes slowly.
+        For the product with F costs as much as a new direction, and the ratio changes slowly.
         """
         length = inner(step, step)
 

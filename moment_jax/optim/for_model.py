@@ -22,9 +22,8 @@ def for_model(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimiser of all parameters of a model: layers by curvature, the others by Adam.
 
-    `method` takes the layers with curvature factors: plain layers and the means of Bayesian ones, whose
-    factors are of the means of their random inputs, and of the gradients with respect to the means of
-    their outputs. `others` takes the rest: positions, spreads of beliefs, learned priors.
+    `method` takes the layers with curvature factors: plain layers and the means of Bayesian ones.
+    `others` takes the rest: positions, spreads of beliefs, learned priors.
 
     Args:
       model: an NNX module.

@@ -124,10 +124,8 @@ def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array
 def curvature_due(state: Any) -> Array:
     """Whether an optimiser wants new curvature at its next update; `when` of `value_grad_and_factors`.
 
-    The state is `nnx.Optimizer.opt_state`, or of any optimiser with `kfac` or `cg_fac` in it.
-
-    Raises:
-      ValueError: if there is none.
+    The state is `nnx.Optimizer.opt_state`, or of any optimiser with `kfac` or `cg_fac` in it; without
+    one it raises a ValueError.
     """
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     due = [leaf for path, leaf in leaves if any(getattr(k, "name", None) == "due" for k in path)]

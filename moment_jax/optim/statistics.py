@@ -132,8 +132,8 @@ def factors_of(blocks: Blocks, statistics: dict[str, Factor], correction: float)
         sums: Any = statistics[block.name]
         one = jnp.ones((), sums.weight.dtype)
         if isinstance(sums, RowFactor):
-            rows = (x.reshape(len(x), block.count, *x.shape[-2:]).swapaxes(0, 1) for x in sums[:2])
-            factors[block.name] = RowFactor(*rows, one)
+            a, g = (x.reshape(len(x), block.count, *x.shape[-2:]).swapaxes(0, 1) for x in sums[:2])
+            factors[block.name] = RowFactor(a, g, one)
             continue
         if sums.weight.ndim > len(block.stack):
             sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)

@@ -127,7 +127,7 @@ def tap(model: nnx.Module, reports: Mapping[str, tuple[Report, Any]]) -> None:
     for layer, block in list(_layers(model)):
         if block.name in reports:
             # Flax's own assignment would look for variables in the class.
-            object.__setattr__(layer, "__class__", _tapped(type(layer)))
+            object.__setattr__(layer, "__class__", _tapped(layer.__class__))
             layer.report, zeros = reports[block.name]
             layer.tap = CurvatureTap(zeros)
 

@@ -24,14 +24,12 @@ MAKERS = pytest.mark.parametrize("make", [optim.cg_fac, optim.kfac])
 PARAMS = {"kernel": jnp.ones((4, 3), jnp.float64)}
 
 
-def quadratic(seed=0, rows=4, columns=3):
+def quadratic(seed=0):
     """A loss <v, F v> / 2 - <v, b> with a Kronecker F, as (loss, factor)."""
     rng = np.random.default_rng(seed)
-    a, g = rng.normal(size=(9, rows)), rng.normal(size=(9, columns))
-    factor = optim.KroneckerFactor(
-        jnp.asarray(a.T @ a / 9)[None], jnp.asarray(g.T @ g / 9)[None], jnp.ones(())
-    )
-    target = rng.normal(size=(1, rows, columns))
+    a, g, target = (rng.normal(size=size) for size in ((9, 4), (9, 3), (1, 4, 3)))
+    sides = (jnp.asarray(rows.T @ rows / 9)[None] for rows in (a, g))
+    factor = optim.KroneckerFactor(*sides, jnp.ones(()))
 
     def loss(v):
         return jnp.sum(v * (optim.apply_curvature(factor, v) / 2 - target))

@@ -139,28 +139,27 @@ def test_schedules_are_followed():
 
 @MAKERS
 def test_tables_and_norms_by_their_own_blocks(make):
-    params = {
-        "table": {"embedding": jnp.ones((4, 3))},
-        "norm": {"scale": jnp.ones(4), "bias": jnp.zeros(4)},
-    }
-    frequencies, squares = np.array([[0.5, 0.25, 0.25, 0.0]]), np.arange(8.0).reshape(1, 2, 4)
+    params = {"table": {"embedding": jnp.ones((4, 3))}}
+    params["norm"] = {"scale": jnp.ones(4), "bias": jnp.zeros(4)}
+    frequencies, outputs = np.array([[0.5, 0.25, 0.25, 0.0]]), jnp.asarray(spd(0, 3))
+    squares = np.arange(8.0).reshape(1, 2, 4)
     factors = {
-        "table": optim.EmbeddingFactor(frequencies, jnp.asarray(spd(0, 3)), np.ones(())),
+        "table": optim.EmbeddingFactor(frequencies, outputs, np.ones(())),
         "norm": optim.DiagonalFactor(squares, np.ones(())),
     }
     fishers = {
-        "table": np.kron(np.diag(frequencies[0]), factors["table"].outputs[0]),
+        "table": np.kron(np.diag(frequencies[0]), outputs[0]),
         "norm": np.diag(squares.ravel()),
     }
     grads = jax.tree.map(lambda x: np.cos(np.arange(1.0 * x.size)).reshape(x.shape), params)
     options = {"max_iterations": 50, "tolerance": 1e-7} if make is optim.cg_fac else {}
     update, state = start(make, params, 1.0, damping=0.2, **SOLVED, **options)
     updates, _ = update(grads, state, params, factors=factors)
-    for kind, leaves in (("table", ["embedding"]), ("norm", ["scale", "bias"])):
+    for layer, leaves in (("table", ["embedding"]), ("norm", ["scale", "bias"])):
         got, grad = (
-            np.concatenate([np.ravel(t[kind][n]) for n in leaves]) for t in (updates, grads)
+            np.concatenate([np.ravel(t[layer][n]) for n in leaves]) for t in (updates, grads)
         )
-        expected = -np.linalg.solve(fishers[kind] + 0.2 * np.eye(len(grad)), grad)
+        expected = -np.linalg.solve(fishers[layer] + 0.2 * np.eye(len(grad)), grad)
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -196,6 +195,7 @@ def steps(make, params, grads, factors, damping=None):
 @pytest.mark.parametrize("case", [{"condition": 1e12}, {"rank": 1}, {"rank": 0}], ids=str)
 @MAKERS
 def test_degenerate_curvature(make, case, damping):
+    """Nothing but finite numbers comes out."""
     steps(make, *one_layer(jnp.float32, **case), damping=damping)
 
 
