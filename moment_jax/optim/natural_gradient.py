@@ -200,7 +200,7 @@ def cg_fac(
     The defaults need no tuning: damping and the bound of the step adapt by what each new gradient shows
     about the last step (`AdaptiveDamping`, `TrustRegion`), for one product with the curvature. It is
     `scale_by_cg_fac`, `optax.ema`, `optax.add_decayed_weights` and `optax.scale_by_learning_rate` in a
-    chain.
+    chain. The README of this folder has a whole training.
 
     Call `update(grads, state, params, factors=factors, value=value)`:
 
@@ -240,22 +240,6 @@ def cg_fac(
         match; the leaf is named.
 
     Source: Brownian document, Algorithm 1, Eq. 16 to 18 (the step is subtracted).
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> import moment_jax as mj
-    >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    >>> def loss(model, x, y):
-    ...     return jnp.mean((model(x) - y) ** 2), mj.optim.NormalPrediction(model(x))
-    >>> optimizer = nnx.Optimizer(model, mj.optim.cg_fac(), wrt=nnx.Param)
-    >>> @nnx.jit
-    ... def step(model, optimizer, x, y):
-    ...     value, grads, factors = mj.optim.value_grad_and_factors(loss)(model, x, y)
-    ...     optimizer.update(model, grads, factors=factors, value=value)
-    ...     return value
-    >>> first, second = (step(model, optimizer, jnp.eye(3), jnp.ones((3, 2))) for _ in range(2))
-    >>> bool(second < first)
-    True
     """
     direction = scale_by_cg_fac(
         kl_bound=per_rate("cg_fac", kl_bound, learning_rate), damping=damping, decay=decay,
