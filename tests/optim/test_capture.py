@@ -131,16 +131,22 @@ def test_the_key_is_made_of_the_loss():
     assert np.any(first != compute(model, 2 * x, labels)[2]["out"].outputs)
 
 
-def test_the_model_stays_and_its_statistics_move():
-    rngs = nnx.Rngs(0)
-    model = nnx.Sequential(nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, CLASSES, rngs=rngs))
-    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
-    x, labels = dense_batch()
-    capture()(model, x.astype(jnp.float32), labels)
-    assert type(model.layers[1]) is nnx.Linear
-    assert set(vars(model.layers[1])) == set(vars(nnx.Linear(4, CLASSES, rngs=rngs)))
-    after = nnx.state(model, nnx.BatchStat)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)))
+@pytest.mark.parametrize("when", [None, False])
+def test_the_model_stays_and_its_statistics_move(when):
+    """As by the loss alone, in both kinds of passes."""
+    models = []
+    for compute in (capture(), PLAIN):
+        rngs, (x, labels) = nnx.Rngs(0), dense_batch()
+        model = nnx.Sequential(nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, CLASSES, rngs=rngs))
+        before = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+        settings = {} if compute is PLAIN else {"when": when}
+        compute(model, x.astype(jnp.float32), labels, **settings)
+        assert set(vars(model.layers[1])) == set(vars(nnx.Linear(4, CLASSES, rngs=rngs)))
+        models.append(model)
+    assert type(models[0].layers[1]) is nnx.Linear
+    same(*map(nnx.state, models))
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, nnx.state(model, nnx.BatchStat))
+    assert all(jax.tree.leaves(moved))
 
 
 class Deep(nnx.Module):
