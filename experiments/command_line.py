@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import moment_jax as mj
-
 
 class InputError(Exception):
     """A file, folder or option is wrong; the message says how to fix it."""
@@ -87,6 +85,8 @@ class Parser(argparse.ArgumentParser):
 
     def training(self, out: str, *, steps: int, batch_size: int, kl_weight: float) -> None:
         """What all trainings of a Bayesian network on a fixed split have, with its defaults."""
+        import moment_jax as mj  # not above: `__main__` sets up JAX's cache before JAX is imported
+
         self.out(out)
         what = (
             "go on from the last checkpoint in --out, with the same other options; without it, an "

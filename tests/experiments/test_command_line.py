@@ -4,6 +4,8 @@ import argparse
 import importlib
 import json
 import os
+import subprocess
+import sys
 import zipfile
 
 import numpy as np
@@ -117,6 +119,11 @@ def test_programs_are_kept_unless_the_compiler_is_timed(monkeypatch, tmp_path):
         monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path), **environment})
         _keep_compiled_programs([command])
         assert [os.environ.get(name) for name in names] == expected
+
+
+def test_the_command_line_sets_up_the_cache_before_jax_is_imported():
+    code = "import sys, experiments.__main__; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def truncated(path):
