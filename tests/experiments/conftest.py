@@ -1,54 +1,49 @@
 """What tests of experiments share."""
 
-import contextlib
-import io
-from pathlib import Path
-from typing import NamedTuple
-
 import jax
 import pytest
 
+pytest.importorskip("sklearn", reason="needs moment_jax[experiments]")
+pytest.importorskip("matplotlib", reason="needs moment_jax[experiments]")
+pytest.importorskip("orbax.checkpoint", reason="needs moment_jax[experiments]")
 
-@pytest.fixture
+from experiments import digits_training
+from experiments.__main__ import main
+from experiments.training import Task
+
+
+@pytest.fixture(autouse=True)
 def settings_of_a_user():
     """Float32 and free broadcasting, where the tests of the library have neither."""
     with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
         yield
 
 
-class Finished(NamedTuple):
-    """A finished main job: its folder, what it printed, and how often it compiled a training."""
+@pytest.fixture
+def refused(capsys):
+    """Asserts that a command ends with status 2 and one line that has these words."""
 
-    folder: Path
-    printed: str
-    compiled: int
+    def check(arguments, *words):
+        capsys.readouterr()  # of what ran before
+        assert main([str(argument) for argument in arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert all(word in line for word in words), line
 
-
-@pytest.fixture(scope="session")
-def one_block():
-    """The main job's networks have one block: half the compilation."""
-    from experiments import digits_training
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits_training, "NUM_BLOCKS", 1)
-        yield
+    return check
 
 
 @pytest.fixture(scope="session")
-def main_job(one_block, tmp_path_factory):
-    """A tiny main job of two seeds."""
-    from experiments.__main__ import main
-    from experiments.training import Task
+def main_job(tmp_path_factory):
+    """The folder of a tiny main job of two seeds, and how often it compiled a training.
 
-    folder, printed, compiled = tmp_path_factory.mktemp("digits"), io.StringIO(), []
+    Its networks have one block: half the compilation.
+    """
+    folder, compiled = tmp_path_factory.mktemp("digits"), []
     options = "--steps 3 --plain-steps 4 --batch-size 4 --samples 3 --structure Diagonal --seeds 2"
     compile_task = Task.compile
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(printed),
-        jax.enable_x64(False),
-        jax.numpy_rank_promotion("allow"),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits_training, "NUM_BLOCKS", 1)  # for those too that read the folder
         patch.setattr(Task, "compile", lambda *a: compiled.append(a) or compile_task(*a))
-        assert main([*options.split(), "--out", str(folder)]) == 0
-    return Finished(folder, printed.getvalue(), len(compiled))
+        with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+            assert main([*options.split(), "--out", str(folder)]) == 0
+        yield folder, len(compiled)

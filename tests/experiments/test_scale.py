@@ -5,13 +5,9 @@ import json
 import numpy as np
 import pytest
 
-pytest.importorskip("orbax.checkpoint")
-
 from experiments.__main__ import main
 from experiments.command_line import PartError
 from experiments.scale import devices, processes, tpu
-
-pytestmark = pytest.mark.usefixtures("settings_of_a_user")
 
 
 @pytest.mark.slow
@@ -26,30 +22,25 @@ def test_kills_change_nothing(capsys):
 
 
 @pytest.mark.slow
-def test_an_exported_function_is_saved_and_loaded(tmp_path, capsys):
+def test_an_exported_function_is_saved_and_loaded(tmp_path):
     file = tmp_path / "scale.json"
     command = ["scale", "--part", "export", "--out", str(tmp_path), "--json", str(file)]
     assert main(command) == 0
     record = json.loads(file.read_text())["export"]
     assert record["platforms"] == ["cpu", "cuda", "tpu"]
     assert (tmp_path / "predictive.jax").stat().st_size == record["bytes"]
-    assert "cuda" in capsys.readouterr().out
 
 
-def test_without_a_compiler_for_tpus(capsys, monkeypatch, tmp_path):
+def test_without_a_package(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: None)
     file = tmp_path / "scale.json"
     assert main(["scale", "--part", "tpu", "--json", str(file)]) == 0
-    assert "skipped, for libtpu is not installed" in capsys.readouterr().out
     assert json.loads(file.read_text()) == {"tpu": {"skipped": "libtpu is not installed"}}
     assert main(["scale", "--part", "export"]) == 1
     assert "needs the package flatbuffers" in capsys.readouterr().err
 
 
 def test_a_process_that_fails_says_why():
-    assert processes.why("Traceback\n  x\njax.errors.JaxRuntimeError: out\nend") == (
-        "jax.errors.JaxRuntimeError: out"
-    )
     with pytest.raises(PartError, match="ZeroDivisionError: "):
         processes.fresh(["-c", "1 / 0"])
     with pytest.raises(PartError, match="no result"):
@@ -57,11 +48,8 @@ def test_a_process_that_fails_says_why():
 
 
 def test_a_difference_is_a_fault(monkeypatch, capsys):
-    results = {
-        layout: {"gradient 0": np.array([x, 2.0])} for layout, x in {"1x1": 0, "2x2": 0.1}.items()
-    }
+    results = {"1x1": {"gradient 0": np.array([0, 2.0])}, "2x2": {"gradient 0": np.array([0.1, 2])}}
     monkeypatch.setattr(devices, "compute", lambda *_, **__: dict(results))
     assert main(["scale", "--part", "devices", "--structure", "Diagonal"]) == 1
-    assert (
-        "Diagonal on 2x2: gradient differs from one device's by 5.0e-02" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "Diagonal on 2x2: gradient differs from one device's by 5.0e-02" in said
