@@ -4,8 +4,8 @@ One pre-norm encoder block with Gaussian beliefs about all weights, and each of 
 structure: a forward, and the gradient by parameters and inputs. Inputs have a covariance of the
 structure and all of the output's covariance is wanted, as in the midst of a stack. Times are medians of
 runs that take turns with the plain network's. The table says too how many sampled networks (drawing the
-weights included) cost one moment pass. What needs more than
-the memory of an accelerator, or 4 GiB without one, is not run.
+weights included) cost one moment pass. What needs more than the memory of an accelerator, or 4 GiB
+without one, is not run.
 """
 
 import argparse
