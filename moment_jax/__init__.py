@@ -19,6 +19,7 @@ from moment_jax import (
 )
 from moment_jax.covariance import (
     STRUCTURES,
+    Certain,
     Covariance,
     Diagonal,
     Full,
@@ -34,6 +35,7 @@ from moment_jax.layers import (
     FeedForwardParams,
     NormParams,
     activation,
+    at_means,
     attention,
     cross_attention,
     decoder_block,
@@ -60,6 +62,7 @@ __all__ = [
     "DEFAULT_STRUCTURE",
     "STRUCTURES",
     "AttentionParams",
+    "Certain",
     "Covariance",
     "DecoderBlockParams",
     "DenseParams",
@@ -72,6 +75,7 @@ __all__ = [
     "Separable",
     "__version__",
     "activation",
+    "at_means",
     "attention",
     "bayesian",
     "brownian",

@@ -123,11 +123,7 @@ def materialized_inputs(transform: Callable[P, R]) -> Callable[P, R]:
     def stored(*args: P.args, **kwargs: P.kwargs) -> R:
         if getattr(_now, "in_transform", False):
             return transform(*args, **kwargs)
-        # Objects with lazy fields are made of stored arrays already.
-        nodes, structure = jax.tree.flatten((args, kwargs), is_leaf=_forms_later)
-        plain = iter(materialized([node for node in nodes if not _forms_later(node)]))
-        nodes = [node if _forms_later(node) else next(plain) for node in nodes]
-        args, kwargs = jax.tree.unflatten(structure, nodes)
+        args, kwargs = materialized((args, kwargs))
         _now.in_transform = True
         try:
             return transform(*args, **kwargs)
@@ -135,10 +131,6 @@ def materialized_inputs(transform: Callable[P, R]) -> Callable[P, R]:
             _now.in_transform = False
 
     return stored
-
-
-def _forms_later(node: Any) -> bool:
-    return bool(getattr(node, "forms_later", False))
 
 
 def diagonal_of(matrix: Array) -> Array:

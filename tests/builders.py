@@ -62,29 +62,21 @@ def random_dense(key: Array, shape: tuple[int, int], scale: float = 1.0) -> Arra
 def random_cov(
     key: Array, structure: type[Covariance], shape: tuple[int, int], scale: float = 1.0
 ) -> Covariance:
-    """A random member of a structure; signed scales where the structure has them."""
-    random, (t, d) = draws(key, 1), shape
-    signs = np.sign(random.normal(size=shape))
-    if structure is Separable:
-        signs = np.sign(random.normal(size=(t, 1)) * random.normal(size=(1, d)))
-    return _member(structure, random_dense(key, shape, scale), signs)
+    """A random member of a structure, with correlations of both signs."""
+    return _member(structure, random_dense(key, shape, scale))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _member(structure: type[Covariance], dense: Array, signs: Array) -> Covariance:
-    cov = structure.project(dense)
-    if structure is Separable:  # its operations on features are exact only for scales of rank one
-        return rank_one(cov).rescale(signs)
-    return cov
+def _member(structure: type[Covariance], dense: Array) -> Covariance:
+    return member(structure.project(dense))
 
 
-def rank_one(cov: Covariance) -> Covariance:
-    """With a scale of rank one, so that projecting again is exact; other structures unchanged."""
+def member(cov: Covariance) -> Covariance:
+    """Of the family Cov[x_td, x_se] = G_ts C_de / tr C if `Separable`; other structures unchanged."""
     if not isinstance(cov, Separable):
         return cov
-    tokens, features = (jnp.mean(cov.scale, axis=a, keepdims=True) for a in (1, 0))
-    scale = tokens * features / jnp.mean(cov.scale)
-    return dataclasses.replace(cov, scale=scale, sum_variance=None)
+    variances = jnp.diagonal(cov.tokens)[:, None] * cov.shares()[None]
+    return dataclasses.replace(cov, variances=variances)
 
 
 def define_pairs() -> type[Covariance]:
@@ -218,18 +210,12 @@ def stacked(rows: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
-def with_sum(cov: Covariance) -> Covariance:
-    """With every field set, so that all have the same tree."""
-    if not isinstance(cov, Separable):
-        return cov
-    return dataclasses.replace(cov, sum_variance=cov.pooled_variance())
-
-
 def first_tokens(cov: Covariance, count: int) -> Covariance:
     """The same of the first tokens only."""
     if isinstance(cov, Separable):
-        tokens = cov.token_correlation[:count, :count]
-        return with_sum(Separable(cov.scale[:count], tokens, cov.feature_correlation))
+        cov = cov.pooled(jnp.arange(len(cov.pool)) < count)
+        tokens = cov.tokens[:count, :count]
+        return Separable(cov.variances[:count], tokens, cov.features, cov.pool[:count])
     return type(cov).project(cov.to_dense()[:count, :, :count])
 
 

@@ -1,15 +1,16 @@
 """Structured covariances of (T, D) arrays; algebra only.
 
-| type | keeps | numbers kept |
+| type | keeps | numbers |
 |---|---|---|
-| `Diagonal` | variance | T D |
-| `Separable` | signed scale, a token and a feature correlation | T D + T^2 + D^2 |
+| `Certain` | nothing: x is known | 0 |
+| `Diagonal` | variances | T D |
+| `Separable` | variances, a token Gram matrix, a feature Gram matrix | T D + T^2 + D^2 |
 | `Full` | everything | T^2 D^2 |
-
-A structure of your own is a subclass of `Covariance` with two methods, `project` and `to_dense`.
+| a subclass of yours | what its `project` keeps | |
 """
 
 from moment_jax.covariance.base import Covariance
+from moment_jax.covariance.certain import Certain
 from moment_jax.covariance.diagonal import Diagonal
 from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.full import Full
@@ -18,6 +19,14 @@ from moment_jax.covariance.separable import Separable
 STRUCTURES: dict[str, type[Covariance]] = {
     structure.__name__: structure for structure in (Diagonal, Separable, Full)
 }
-"""Structures by name, for command lines and tests."""
+"""Structures that hold a covariance, by name, for command lines and tests."""
 
-__all__ = ["STRUCTURES", "Covariance", "Diagonal", "Full", "Separable", "register_fields"]
+__all__ = [
+    "STRUCTURES",
+    "Certain",
+    "Covariance",
+    "Diagonal",
+    "Full",
+    "Separable",
+    "register_fields",
+]

@@ -1,25 +1,27 @@
 """The interface of all covariance structures.
 
 A structure is a type that holds part of the covariance of a (T, D) array; `project` maps any covariance
-to it. One law defines and tests every linear operation `op`:
+to it. One law defines and tests every operation `op`:
 
     op(S) == project(op(Full(S.to_dense())))
 
-A method computes the projection of the textbook result without forming the (T, D, T, D) array.
+The methods here are that law, at the price of `Full`. A structure overrides what it does faster.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.fields import sequence_shape
-from moment_jax.covariance.numerics import nonnegative
+from moment_jax.covariance.numerics import nonnegative, safe_sqrt
 
 if TYPE_CHECKING:
     from moment_jax.covariance.full import Full
@@ -68,15 +70,12 @@ class ElementwiseGain(Protocol):
 class Covariance(abc.ABC):
     """Covariance of a (T, D) array: T tokens in rows, D features in columns.
 
-    A structure defines `project`, what it keeps of a dense covariance, and `to_dense`, back. Every
-    operation has a default, that of `Full`, projected; attention, norms and residual sums then work too,
-    at the cost of `Full`. A structure overrides what has to be faster.
+    A subclass is a frozen pytree dataclass (`mj.register_fields`) that defines `project`, from a dense
+    covariance, and `to_dense`, back. Everything else then works, layers included, under `jit`, `vmap`,
+    `grad` and `scan`. Constructors check shapes (also while tracing) and known variances; no other
+    method checks values. `variance`, `sd` and `shape` keep leading batch axes, as under `jax.vmap`.
 
     Assumes that projections of covariances are positive semidefinite.
-
-    Subclasses are frozen pytree dataclasses and work under `jit`, `vmap`, `grad` and `scan`.
-    Constructors check shapes (also while tracing) and that known variances are not negative. No other
-    method checks values.
 
     >>> import dataclasses, jax, jax.numpy as jnp
     >>> import moment_jax as mj
@@ -101,7 +100,25 @@ class Covariance(abc.ABC):
     """
 
     num_axes: ClassVar[int] = 2  # axes of the first field, without a batch
-    feature_axes: ClassVar[Mapping[str, int]] = {}  # each field's feature axis, for sharding
+    # For sharding: each field's feature axis, and the fields whose first axis is tokens.
+    feature_axes: ClassVar[Mapping[str, int]] = {}
+    token_fields: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        missing = [
+            name
+            for name in ("project", "to_dense")
+            if getattr(inspect.getattr_static(cls, name), "__isabstractmethod__", False)
+        ]
+        if missing:
+            raise TypeError(
+                f"A covariance structure needs `project` and `to_dense`. Got {cls.__name__} without "
+                f"`{'`, `'.join(missing)}`. Define `project(cls, dense)` as a classmethod that takes a "
+                "(T, D, T, D) array, and `to_dense(self)` that returns one."
+            )
+
+    # -- what a structure defines -----------------------------------------------------------------
 
     @classmethod
     @abc.abstractmethod
@@ -110,13 +127,9 @@ class Covariance(abc.ABC):
 
     @abc.abstractmethod
     def to_dense(self) -> Array:
-        """Cov[x_td, x_se] as a (T, D, T, D) array."""
+        """Cov[x_td, x_se] as a (T, D, T, D) array, for tests and small problems."""
 
-    def full(self) -> Full:
-        """The same covariance as `Full`."""
-        return _full()(self.to_dense())
-
-    # -- constructors ---------------------------------------------------------------------------
+    # -- constructors and queries -----------------------------------------------------------------
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
@@ -124,78 +137,82 @@ class Covariance(abc.ABC):
         return cls.project(jnp.zeros(2 * sequence_shape(cls, shape), dtype))
 
     @classmethod
-    def shared(cls, num_tokens: int, cov: Array) -> Self:
-        """Covariance of one random vector repeated at every token, such as a random bias.
-
-        Args:
-          num_tokens: T.
-          cov: the vector's covariance (D, D), or variances (D,) for independent entries.
-        """
-        return cls.project(_full().shared(num_tokens, cov).cov)
-
-    @classmethod
     def independent(cls, variance: Array) -> Self:
         """Covariance of independent entries with these (T, D) variances."""
-        return cls.project(_full().independent(variance).cov)
+        dense = jnp.diag(variance.ravel()).reshape(2 * variance.shape)
+        return cls.project(dense)
 
-    # -- queries --------------------------------------------------------------------------------
+    @classmethod
+    def unchecked(cls, *fields: Any) -> Self:
+        """An instance of these fields, without the constructor's checks."""
+        instance: Any = object.__new__(cls)
+        own: Any = cls
+        for field, value in zip(dataclasses.fields(own), fields, strict=True):
+            object.__setattr__(instance, field.name, value)
+        result: Self = instance
+        return result
+
+    def projected(self, dense: Array) -> Self:
+        """`project`, with whatever else an instance knows."""
+        return self.project(dense)
+
+    def full(self) -> Full:
+        """The same covariance as `Full`."""
+        from moment_jax.covariance.full import Full  # its base class is here
+
+        return Full.unchecked(self.to_dense())
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(T, D), the shape of the array whose covariance this is."""
-        t, d, _, _ = jax.eval_shape(self.to_dense).shape
-        return t, d
+    def shape(self) -> tuple[int, ...]:
+        """(..., T, D), the shape of the array whose covariance this is."""
+        return jax.eval_shape(self.to_dense).shape[:-2]
 
     @property
     def dtype(self) -> jnp.dtype:
         """Floating-point type of the moments."""
-        return jax.eval_shape(self.to_dense).dtype
+        own: Any = self
+        dtype: jnp.dtype = getattr(self, dataclasses.fields(own)[0].name).dtype
+        return dtype
 
     def variance(self) -> Array:
-        """Var[x_td], (T, D), never negative."""
-        return nonnegative(self.full().variance())
+        """Var[x_td], (..., T, D), never negative."""
+        return nonnegative(jnp.einsum("...tdtd->...td", self.to_dense()))
+
+    def sd(self) -> Array:
+        """The standard deviation of each entry, (..., T, D)."""
+        return safe_sqrt(self.variance())
 
     def token_blocks(self) -> Array:
         """Each token's own feature covariance Cov[x_td, x_te], (T, D, D)."""
-        return self.full().token_blocks()
+        return jnp.einsum("tdte->tde", self.to_dense())
 
-    def token_gram(self, metric: Array | None = None) -> Array:
-        """sum_ij Cov[x_ti, x_sj] metric_ij, (T, T).
+    def token_gram(self) -> Array:
+        """sum_d Cov[x_td, x_sd], (T, T)."""
+        return jnp.einsum("tdsd->ts", self.to_dense())
 
-        Args:
-          metric: (D, D), not necessarily symmetric; (D,) for a diagonal; None for the identity.
-        """
-        return self.full().token_gram(metric)
-
-    # -- linear maps ----------------------------------------------------------------------------
+    # -- linear maps ------------------------------------------------------------------------------
 
     def rescale(self, factor: Array) -> Self:
         """Covariance of `x * factor`, factor (T, D), or (1, D) if the same for all tokens."""
-        return self.project(self.full().rescale(factor).cov)
+        return self.projected(self.full().rescale(factor).cov)
 
     def map_features(self, kernel: Array) -> Self:
         """Covariance of `x @ kernel`, kernel (D, O)."""
-        return self.project(self.full().map_features(kernel).cov)
+        return self.projected(self.full().map_features(kernel).cov)
 
     def map_tokens(self, weights: Array) -> Self:
         """Covariance of `weights @ x`, weights (U, T)."""
         return self.project(self.full().map_tokens(weights).cov)
 
-    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
-        """Covariance after the per-token maps x_t -> gain_t * x_t + left_t (right_t^T x_t).
-
-        Args:
-          gain: (T, D).
-          left: (T, D, k).
-          right: (T, D, k).
-        """
-        return self.project(self.full().map_low_rank(gain, left, right).cov)
+    def map_each(self, kernels: Array) -> Self:
+        """Covariance of x_t @ kernels_t, each token with a kernel of its own, (T, D, O)."""
+        return self.projected(self.full().map_each(kernels).cov)
 
     def add(self, *others: Self) -> Self:
         """Covariance of the sum of independent arrays."""
-        return self.project(sum((other.to_dense() for other in others), self.to_dense()))
+        return self.projected(sum((other.to_dense() for other in others), self.to_dense()))
 
-    # -- random parameters and nonlinearities -----------------------------------------------------
+    # -- random parameters and nonlinearities -------------------------------------------------------
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
         """The contribution of an independent random kernel W to Cov[x @ W].
@@ -203,14 +220,21 @@ class Covariance(abc.ABC):
         That is sum_ij (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_io, W_jp] (Transformer derivation,
         Prop. 2, first two terms).
         """
-        return self.project(self.full().weight_noise(mean, weights).cov)
+        return self.projected(self.full().weight_noise(mean, weights).cov)
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         """The contribution to Cov[g * x] of a random gain g that all tokens share.
 
         That is (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[g_i, g_j]; gain_cov is (D, D) or (D,).
         """
-        return self.project(self.full().gain_noise(mean, gain_cov).cov)
+        return self.projected(self.full().gain_noise(mean, gain_cov).cov)
+
+    def bias_noise(self, bias_cov: Array) -> Self:
+        """Covariance of one random vector at every token of x, such as a random bias.
+
+        bias_cov is its covariance (D, D), or variances (D,) of independent entries.
+        """
+        return self.projected(self.full().bias_noise(bias_cov).cov)
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         """Covariance of f(x), f elementwise, for Gaussian x.
@@ -218,14 +242,25 @@ class Covariance(abc.ABC):
         Between different entries, the first two terms of the Hermite (Mehler) expansion Cov[f(x), f(y)]
         = gain gain' c + second second' corr^2 + ...; on the diagonal, the exact variance.
         """
-        return self.project(self.full().elementwise(moments).cov)
+        return self.projected(self.full().elementwise(moments).cov)
 
+    # -- dependent sums -----------------------------------------------------------------------------
 
-def _full() -> type[Full]:
-    """`Full`, which is a subclass and therefore imported late."""
-    from moment_jax.covariance.full import Full
+    def with_itself(self) -> Any:
+        """Cov[x, x], in the form in which this structure's layers carry Cov[x, f(x)].
 
-    return Full
+        A dense array (T, D, T, D), unless a structure says otherwise.
+        """
+        return self.to_dense()
+
+    def rescale_cross(self, cross: Any, gain: Array) -> Any:
+        """Cov[x, gain * z], gain (D,), given Cov[x, z] as layers carry it."""
+        return cross * gain.reshape(*(1,) * (cross.ndim - 1), -1)
+
+    def add_branch(self, branch: Self, cross: Any) -> Self:
+        """Covariance of x + f(x), given that of f(x) and Cov[x, f(x)] as layers carry it."""
+        dense = self.to_dense() + branch.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1))
+        return self.projected(dense)
 
 
 def check_dense(dense: Array) -> None:

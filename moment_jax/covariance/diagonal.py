@@ -14,8 +14,7 @@ from moment_jax.covariance.fields import (
     register_fields,
     sequence_shape,
 )
-from moment_jax.covariance.low_rank import low_rank_variance
-from moment_jax.covariance.numerics import vector_variance
+from moment_jax.covariance.numerics import safe_sqrt, vector_variance
 from moment_jax.xla import diagonal_matrix
 
 
@@ -39,6 +38,7 @@ class Diagonal(Covariance):
     variances: Array
 
     feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1}
+    token_fields: ClassVar[frozenset[str]] = frozenset({"variances"})
 
     def __post_init__(self) -> None:
         call = "Diagonal(variances)"
@@ -47,30 +47,20 @@ class Diagonal(Covariance):
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(jnp.zeros(sequence_shape(cls, shape), dtype))
+        return cls.unchecked(jnp.zeros(sequence_shape(cls, shape), dtype))
 
     @classmethod
     def project(cls, dense: Array) -> Self:
         check_dense(dense)
-        return cls(jnp.einsum("tdtd->td", dense))
-
-    @classmethod
-    def shared(cls, num_tokens: int, cov: Array) -> Self:
-        variance = vector_variance(cov)
-        return cls(jnp.broadcast_to(variance[None, :], (num_tokens, *variance.shape)))
+        return cls.unchecked(jnp.einsum("tdtd->td", dense))
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
-        return cls(variance)
+        return cls.unchecked(variance)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        t, d = self.variances.shape[:2]
-        return t, d
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.variances.dtype
+    def shape(self) -> tuple[int, ...]:
+        return self.variances.shape
 
     def variance(self) -> Array:
         return self.variances
@@ -82,34 +72,46 @@ class Diagonal(Covariance):
     def token_blocks(self) -> Array:
         return diagonal_matrix(self.variances)
 
-    def token_gram(self, metric: Array | None = None) -> Array:
-        if metric is None:
-            return diagonal_matrix(jnp.sum(self.variances, axis=1))
-        return diagonal_matrix(self.variances @ vector_variance(metric))
+    def token_gram(self) -> Array:
+        return diagonal_matrix(jnp.sum(self.variances, axis=1))
 
     def rescale(self, factor: Array) -> Self:
-        return type(self)(self.variances * factor**2)
+        return self.unchecked(self.variances * factor**2)
 
     def map_features(self, kernel: Array) -> Self:
-        return type(self)(self.variances @ kernel**2)
+        return self.unchecked(self.variances @ kernel**2)
 
     def map_tokens(self, weights: Array) -> Self:
-        return type(self)(weights**2 @ self.variances)
+        return self.unchecked(weights**2 @ self.variances)
 
-    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
-        return type(self)(low_rank_variance(self.variances, gain, left, right))
+    def map_each(self, kernels: Array) -> Self:
+        return self.unchecked(jnp.einsum("td,tdo->to", self.variances, kernels**2))
 
     def add(self, *others: Self) -> Self:
-        return type(self)(sum((other.variances for other in others), self.variances))
+        return self.unchecked(sum((other.variances for other in others), self.variances))
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
-        return type(self)(weights.noise_variance(mean, self.variances))
+        return self.unchecked(weights.noise_variance(mean, self.variances))
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
-        return type(self)((self.variances + mean**2) * vector_variance(gain_cov)[None, :])
+        return self.unchecked((self.variances + mean**2) * vector_variance(gain_cov)[None, :])
+
+    def bias_noise(self, bias_cov: Array) -> Self:
+        variance = vector_variance(bias_cov)
+        return self.unchecked(jnp.broadcast_to(variance, (self.shape[0], *variance.shape)))
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
-        return type(self)(moments.variance)
+        return self.unchecked(moments.variance)
+
+    def with_itself(self) -> Array:
+        """Cov[x_td, x_td], (T, D): layers carry the part between a feature and itself."""
+        return self.variances
+
+    def add_branch(self, branch: Self, cross: Array) -> Self:
+        """The cross term is bounded entry by entry (Cauchy and Schwarz)."""
+        bound = safe_sqrt(self.variances) * safe_sqrt(branch.variances)
+        total = self.variances + branch.variances + 2 * jnp.clip(cross, -bound, bound)
+        return self.unchecked(total)
 
 
 def _other_shapes(variances: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,16 +1,15 @@
-"""Pytree dataclasses of arrays, with checked constructors and lazy fields."""
+"""Pytree dataclasses of arrays, with checked constructors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.extend.core import get_opaque_trace_state
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,47 +51,6 @@ def register_fields(cls: type[T]) -> type[T]:
             deserialize_auxdata=lambda _: None,
         )
     return cls
-
-
-class FormedLater:
-    """A dataclass of arrays whose fields are computed from other arrays on first access.
-
-    Gram matrices pass from one operation to the next directly. Correlations are seldom read, and an
-    unread field costs nothing. Transformation boundaries read all fields.
-    """
-
-    @classmethod
-    def formed(cls, later: Mapping[str, Callable[[], Any]], **known: Any) -> Self:
-        """An instance with known fields and attributes, and fields computed by `later`."""
-        result = object.__new__(cls)
-        result.__dict__.update(known, _later=later, _trace=_trace())
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        later = self.__dict__.get("_later", {})
-        if name not in later:
-            raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`.")
-        value = later[name]()
-        if self.__dict__["_trace"] == _trace():  # never cache a value of an inner trace
-            self.__dict__[name] = value
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        fields: Any = self
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(fields)}
-
-    @property
-    def forms_later(self) -> bool:
-        """Whether this instance was made by `formed`."""
-        return "_later" in self.__dict__
-
-    def known(self, name: str) -> Any:
-        """An attribute passed to `formed`, or None."""
-        return self.__dict__.get(name)
-
-
-def _trace() -> object:
-    return get_opaque_trace_state(convention="moment_jax")
 
 
 def check_fields(
@@ -187,35 +145,6 @@ def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:
             f"batch, use jax.vmap, and {name}.zeros(x.shape) inside the mapped function."
         )
     return shape[0], shape[1]
-
-
-def check_correlations(
-    call: str,
-    scale: object,
-    tokens: object,
-    features: object,
-    pool: object = None,
-    sum_variance: object = None,
-) -> None:
-    """Raise unless correlations (T, T), (D, D), weights (T,) and variances (D,) fit the scale (T, D)."""
-    others = (tokens, features, pool, sum_variance)
-    given = [field is not None for field in others]
-
-    def shapes(scale: Shape) -> list[Shape]:
-        if len(scale) < 2:
-            raise ValueError("needs a scale of shape (T, D).")
-        *stack, t, d = scale
-        shapes = [(*stack, t, t), (*stack, d, d), (*stack, t), (*stack, d)]
-        return [shape for shape, there in zip(shapes, given, strict=True) if there]
-
-    fields = [field for field in others if field is not None]
-    check_fields(
-        call,
-        "For independent tokens or features, pass jnp.eye(T) or jnp.eye(D).",
-        shapes,
-        scale,
-        *fields,
-    )
 
 
 def _array_shape(leaf: object) -> Shape | None:

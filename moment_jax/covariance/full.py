@@ -1,6 +1,4 @@
-"""`Full`: the complete covariance, T^2 D^2 numbers; the reference for all other structures."""
-
-from __future__ import annotations
+"""`Full`: the complete covariance, T^2 D^2 numbers; the textbook that all structures are held to."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,12 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
-from moment_jax.covariance.fields import (
-    check_fields,
-    check_variances,
-    register_fields,
-    sequence_shape,
-)
+from moment_jax.covariance.fields import check_fields, check_variances, register_fields
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix
 
@@ -45,80 +38,44 @@ class Full(Covariance):
         check_variances(call, self.cov, "td")
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(jnp.zeros(2 * sequence_shape(cls, shape), dtype))
-
-    @classmethod
     def project(cls, dense: Array) -> Self:
         check_dense(dense)
-        return cls(dense)
-
-    @classmethod
-    def shared(cls, num_tokens: int, cov: Array) -> Self:
-        block = vector_cov(cov)
-        d = block.shape[0]
-        return cls(jnp.broadcast_to(block[None, :, None, :], (num_tokens, d, num_tokens, d)))
-
-    @classmethod
-    def independent(cls, variance: Array) -> Self:
-        return cls(diagonal_matrix(variance.ravel()).reshape(*variance.shape, *variance.shape))
+        return cls.unchecked(dense)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        t, d = self.cov.shape[:2]
-        return t, d
+    def shape(self) -> tuple[int, ...]:
+        return self.cov.shape[:-2]
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.cov.dtype
-
-    def variance(self) -> Array:
-        return jnp.einsum("tdtd->td", self.cov)
+    def full(self) -> "Full":
+        return self
 
     def to_dense(self) -> Array:
         return self.cov
 
-    def full(self) -> Full:
-        return self
-
-    def token_blocks(self) -> Array:
-        return jnp.einsum("tdte->tde", self.cov)
-
-    def token_gram(self, metric: Array | None = None) -> Array:
-        if metric is None:
-            return jnp.einsum("tdsd->ts", self.cov)
-        if metric.ndim == 1:
-            return jnp.einsum("tdsd,d->ts", self.cov, metric)
-        return jnp.einsum("tisj,ij->ts", self.cov, metric)
-
     def rescale(self, factor: Array) -> Self:
-        return type(self)(factor[:, :, None, None] * self.cov * factor[None, None])
+        return self.unchecked(factor[:, :, None, None] * self.cov * factor[None, None])
 
     def map_features(self, kernel: Array) -> Self:
-        return type(self)(jnp.einsum("io,tisj,jp->tosp", kernel, self.cov, kernel))
+        return self.unchecked(jnp.einsum("io,tisj,jp->tosp", kernel, self.cov, kernel))
 
     def map_tokens(self, weights: Array) -> Self:
-        return type(self)(jnp.einsum("ut,tisj,vs->uivj", weights, self.cov, weights))
+        return self.unchecked(jnp.einsum("ut,tisj,vs->uivj", weights, self.cov, weights))
 
-    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
-        half = gain[:, :, None, None] * self.cov + jnp.einsum(
-            "tik,tjk,tjsd->tisd", left, right, self.cov
-        )
-        return type(self)(
-            half * gain[None, None] + jnp.einsum("tisd,sdk,sjk->tisj", half, right, left)
-        )
-
-    def add(self, *others: Self) -> Self:
-        return type(self)(sum((other.cov for other in others), self.cov))
+    def map_each(self, kernels: Array) -> Self:
+        return self.unchecked(jnp.einsum("tio,tisj,sjp->tosp", kernels, self.cov, kernels))
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
         moment = self.cov + mean[:, :, None, None] * mean[None, None]
         noise = weights.noise_block(jnp.swapaxes(moment, 1, 2))
-        return type(self)(jnp.swapaxes(noise, 1, 2))
+        return self.unchecked(jnp.swapaxes(noise, 1, 2))
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         moment = self.cov + mean[:, :, None, None] * mean[None, None]
-        return type(self)(moment * vector_cov(gain_cov)[None, :, None, :])
+        return self.unchecked(moment * vector_cov(gain_cov)[None, :, None, :])
+
+    def bias_noise(self, bias_cov: Array) -> Self:
+        t, cov = self.shape[0], vector_cov(bias_cov)
+        return self.unchecked(jnp.broadcast_to(cov[None, :, None, :], 2 * (t, len(cov))))
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
         t, d = self.shape
@@ -131,9 +88,9 @@ class Full(Covariance):
             gain[:, :, None, None] * self.cov * gain[None, None]
             + second[:, :, None, None] * squared_corr * second[None, None]
         )
-        # The rest of the exact variance (higher Hermite terms), nonnegative by Parseval.
+        # The rest of the variance (higher Hermite terms), nonnegative by Parseval.
         rest = nonnegative(moments.variance - gain**2 * variance - second**2)
-        return type(self)(kept + diagonal_matrix(rest.ravel()).reshape(t, d, t, d))
+        return self.unchecked(kept + diagonal_matrix(rest.ravel()).reshape(t, d, t, d))
 
 
 def _other_shapes(cov: tuple[int, ...]) -> list[tuple[int, ...]]:

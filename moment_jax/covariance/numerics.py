@@ -1,4 +1,4 @@
-"""Roots and quotients, finite with finite gradients at zero variance; sums and Gram matrices."""
+"""Roots and quotients, finite with finite gradients at zero variance; Gram matrices."""
 
 from typing import Any
 
@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, on_diagonal
+from moment_jax.xla import (
+    diagonal_matrix,
+    diagonal_of,
+    materialized,
+    on_diagonal,
+)
 
 
 @jax.custom_jvp
@@ -67,7 +72,15 @@ def _infinite_where(void: Array, divisor: Array) -> Array:
     return jnp.where(void, jnp.full((), jnp.inf, divisor.dtype), divisor)
 
 
-def _under(rows: Array, metric: Array | None) -> Array:
+def gram(rows: Array, metric: Array | None = None) -> Array:
+    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None.
+
+    Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
+    """
+    return _gram(rows, metric)
+
+
+def under(rows: Array, metric: Array | None) -> Array:
     """Rows (T, D) times a matrix (D, D), a diagonal (D,), or None for the identity."""
     if metric is None:
         return rows
@@ -75,12 +88,8 @@ def _under(rows: Array, metric: Array | None) -> Array:
 
 
 @jax.custom_jvp
-def gram(rows: Array, metric: Array | None = None) -> Array:
-    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None.
-
-    Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
-    """
-    return _under(rows, metric) @ rows.T
+def _gram(rows: Array, metric: Array | None) -> Array:
+    return under(rows, metric) @ rows.T
 
 
 def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
@@ -88,14 +97,14 @@ def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Arra
     (rows, metric), (change, metric_change) = primals, tangents
     halves = []
     if not isinstance(change, SymbolicZero):
-        halves.append(_under(change, metric))
+        halves.append(under(change, metric))
     if metric is not None and not isinstance(metric_change, SymbolicZero):
-        halves.append(0.5 * _under(rows, metric_change))
+        halves.append(0.5 * under(rows, metric_change))
     half = sum(halves[1:], halves[0]) @ rows.T
-    return gram(rows, metric), materialized(half + half.T)
+    return _gram(rows, metric), materialized(half + half.T)
 
 
-gram.defjvp(_gram_jvp, symbolic_zeros=True)
+_gram.defjvp(_gram_jvp, symbolic_zeros=True)
 
 
 def vector_variance(cov: Array) -> Array:
@@ -108,32 +117,16 @@ def vector_cov(cov: Array) -> Array:
     return diagonal_matrix(cov) if cov.ndim == 1 else cov
 
 
-def weighted(rows: Array, pool: Array | None) -> Array:
-    """Rows (T, ...) times weights (T,); None for ones."""
-    return rows if pool is None else pool.reshape(-1, *(1,) * (rows.ndim - 1)) * rows
+def summed_covs(*covs: Array) -> Array:
+    """The sum of covariances of a vector, (D, D), or of variances (D,) if all are."""
+    if any(cov.ndim == 2 for cov in covs):
+        covs = tuple(vector_cov(cov) for cov in covs)
+    return sum(covs[1:], covs[0])
 
 
-def pooled(rows: Array, pool: Array | None) -> Array:
-    """The weighted sum of rows (T, ...), with weights (T,); None for ones."""
-    return jnp.sum(weighted(rows, pool), axis=0)
-
-
-def paired(a: Array, b: Array, pairs: Array) -> Array:
-    """sum_ts pairs_ts a_td b_sd of (T, D) arrays, (D,)."""
-    return jnp.sum(a * (pairs @ b), axis=0)
-
-
-def fit_rows(pattern: Array, rows: Array) -> Array:
-    """The nonnegative (T, D) array `pattern`, each row rescaled to sum to `rows`, (T,)."""
-    factor = safe_divide(nonnegative(rows), jnp.sum(pattern, axis=1))
-    return pattern * factor[:, None]
-
-
-def correlation_of(cov: Array, variance: Array | None = None) -> Array:
-    """The correlation matrix of a positive semidefinite matrix; `variance` is its diagonal, if known."""
-    inverse = safe_divide(
-        jnp.ones((), cov.dtype), safe_sqrt(diagonal_of(cov) if variance is None else variance)
-    )
+def correlation_of(cov: Array) -> Array:
+    """The correlation matrix of a positive semidefinite matrix."""
+    inverse = safe_divide(jnp.ones((), cov.dtype), safe_sqrt(diagonal_of(cov)))
     correlation = inverse[:, None] * cov * inverse[None, :]
     one = jnp.ones((), cov.dtype)
     # Not `clip`: its gradient at the bounds is a half.

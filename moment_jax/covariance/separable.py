@@ -1,281 +1,336 @@
-"""`Separable`: a scale per entry, a token correlation and a feature correlation."""
+"""`Separable`: variances, one token Gram matrix and one feature Gram matrix."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import separable_noise
-from moment_jax.covariance.base import ElementwiseGain, RandomKernel
-from moment_jax.covariance.fields import check_correlations, register_fields, sequence_shape
-from moment_jax.covariance.low_rank import low_rank_moments
+from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.fields import (
+    check_fields,
+    check_variances,
+    known_values,
+    register_fields,
+    sequence_shape,
+)
 from moment_jax.covariance.numerics import (
+    correlation_of,
+    definite,
     gram,
     nonnegative,
-    paired,
     safe_divide,
     safe_sqrt,
-    weighted,
+    vector_cov,
+    vector_variance,
 )
-from moment_jax.covariance.separable_grams import FeatureGram, Grams, MadeOfGrams
-from moment_jax.xla import diagonal_of
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
-DEFAULTS = ("pool", "sum_variance")  # fields that may be None
+NARROW = 12  # up to this many features `add_branch` restores positive semidefiniteness
+
+
+class Cross(NamedTuple):
+    """Cov[x, z] as layers carry it; tr(features) = p^T tokens p where z is as wide as x."""
+
+    tokens: Array  # sum_d Cov[x_td, z_sd], (T, T)
+    features: Array  # Cov[sum_t p_t x_t, sum_s p_s z_s], (D, E)
+
+    def rescale(self, gain: Array) -> "Cross":
+        """Cov[x, gain * z], gain (E,)."""
+        features = self.features * gain[None, :]
+        size = safe_divide(jnp.sum(diagonal_of(features)), jnp.sum(diagonal_of(self.features)))
+        return Cross(self.tokens * size, features)
+
+    def map_features(self, kernel: Array) -> "Cross":
+        """Cov[x, z @ kernel], kernel (D, D)."""
+        features = self.features @ kernel
+        size = safe_divide(jnp.sum(diagonal_of(features)), jnp.sum(diagonal_of(self.features)))
+        return Cross(self.tokens * size, features)
 
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
-class Separable(MadeOfGrams):
-    """Token and feature correlations multiply: Cov[x_td, x_se] = s_td s_se r_ts R_de.
+class Separable(Covariance):
+    """Tokens and features correlate separately: Cov[x_td, x_se] = G_ts C_de / tr C.
 
-    The projection keeps the variances, s_td = sqrt(Var[x_td]), the correlation r of the token Gram
-    matrix sum_d Cov[x_td, x_sd], and the correlation R and the variances of the sum over the tokens,
-    sum_t x_t. The result is always positive semidefinite, and exact if the covariance has this form
-    with a scale of rank one, s_td = a_t b_d. The scale is signed.
-
-    R comes from the sum because an average over tokens sees what they have in common, which the
-    within-token covariance sum_t Cov[x_td, x_te] misses. On trained posteriors single tokens lose
-    little by it; with independent tokens the pattern of the sd over features suffers. Linear maps of
-    the features, and sums and averages over tokens, carry the covariance of the sum exactly, for any
-    covariance.
-
-    `map_features`, and `weight_noise` with correlated inputs, are exact for a scale of rank one.
-    Otherwise the covariance of the sum is exact, and the variances get the pattern that uncorrelated
-    features would give. (Exact variances would cost T D^2 O operations instead of D^2 O; the scales of
-    trained posteriors are within about a tenth of rank one.) In a wide layer, elementwise functions
-    apply one gain per feature to the covariance of the sum.
-
-    Attention takes T^3 operations: for up to some 512 tokens. Use `Diagonal` beyond.
+    The projection keeps the variances, the token Gram matrix G and the covariance C of the pooled sum
+    sum_t p_t x_t. All three add over independent terms. An average over tokens sees what they have in
+    common, so C serves what is read off them together (logits of a pooled read-out lose 3 to 5 % of
+    their sd), and single tokens lose little. The law of all structures holds exactly for members of the
+    family: any G and C with tr C = p^T G p, and variances G_tt C_dd / tr C. Variances may be sharper
+    than that, as norms and elementwise functions leave them; `to_dense` then means these variances with
+    the correlations of G and C.
 
     Assumes that all pairs of features have the same token correlation.
 
     Args:
-      scale: s, (T, D), signed.
-      token_correlation: r, (T, T), unit diagonal.
-      feature_correlation: R, (D, D), unit diagonal.
-      pool: weights p (T,) of the tokens in the sum, sum_t p_t x_t; None for ones. See `pooled`.
-      sum_variance: variances of that sum, (D,); None for those implied by scale and correlations.
+      variances: Var[x_td], (T, D).
+      tokens: G_ts = sum_d Cov[x_td, x_sd], (T, T).
+      features: C_de = Cov[sum_t p_t x_td, sum_t p_t x_te], (D, D).
+      pool: p, (T,), nonnegative; ones, unless some tokens must not influence others (see `pooled`).
+
+    Raises:
+      ValueError: if shapes do not fit, a variance is negative, or tr C is not p^T G p.
     """
 
-    scale: Array
-    token_correlation: Array
-    feature_correlation: Array
-    pool: Array | None = None
-    sum_variance: Array | None = None
+    variances: Array
+    tokens: Array
+    features: Array
+    pool: Array
 
-    feature_axes: ClassVar[Mapping[str, int]] = {
-        "scale": 1,
-        "feature_correlation": 0,
-        "sum_variance": 0,
-    }
+    feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1, "features": 0}
+    token_fields: ClassVar[frozenset[str]] = frozenset({"variances", "tokens", "pool"})
 
     def __post_init__(self) -> None:
-        call = "Separable(scale, token_correlation, feature_correlation)"
-        check_correlations(call, *(getattr(self, f.name) for f in dataclasses.fields(self)))
-
-    def pooled(self, pool: Array | None) -> Self:
-        """The same covariance, with a feature correlation taken from now on from some tokens only.
-
-        All averages over tokens use these weights. Tokens of weight zero (padding, or later ones) then
-        have no influence on the others.
-
-        Args:
-          pool: (T,), boolean or nonnegative; None to weigh all tokens equally.
-
-        Raises:
-          ValueError: if there is not one weight for each token.
-        """
-        if pool is not None:
-            if pool.shape != self.scale.shape[:1]:
-                raise ValueError(
-                    f"`Separable.pooled` needs one weight for each of {self.scale.shape[0]} tokens. "
-                    f"Got an array of shape {tuple(pool.shape)}. For equal weights, pass None."
-                )
-            pool = pool.astype(self.dtype)
-        weights = jnp.ones_like(self.scale[:, 0]) if pool is None else pool
-        ratio = safe_divide(self.pooled_variance(weights), self.pooled_variance())
-        known: Grams | None = self.known("grams")
-        if known is not None:
-            gain = safe_sqrt(ratio)
-            known = known._replace(features=known.features.rescaled(gain))
-        variance = None if self.sum_variance is None else self.sum_variance * ratio
-        return self.with_grams(known, pool=pool, sum_variance=variance)
-
-    def with_own_grams(self) -> Self:
-        """The same covariance, with its Gram matrices computed once for all later uses."""
-        if self.known("grams") is not None:
-            return self
-        return self.with_grams(Grams(self.variance(), self.token_gram(), self.features()))
-
-    def with_grams(
-        self,
-        grams: Grams | None,
-        changed: Mapping[str, Callable[[], Array]] | None = None,
-        **fields: Any,
-    ) -> Self:
-        """The same with some fields replaced, and the matching Gram matrices where known.
-
-        `changed` are fields to form when they are read.
-        """
-        if grams is None:
-            return dataclasses.replace(self, **fields)
-        names = {field.name for field in dataclasses.fields(self)} - {*fields}
-        later = {name: functools.partial(getattr, self, name) for name in names - {*DEFAULTS}}
-        kept = {name: getattr(self, name) for name in names & {*DEFAULTS}}
-        return self.formed(later | dict(changed or {}), grams=grams, **kept, **fields)
-
-    def pooled_variance(self, weights: Array | None = None) -> Array:
-        """Variances of the sum over tokens, (D,), implied by scale and token correlation.
-
-        `weights` (T,) replace `pool`.
-        """
-        rows = weighted(self.scale, self.pool if weights is None else weights)
-        return nonnegative(paired(rows, rows, self.token_correlation))
+        call = "Separable(variances, tokens, features, pool)"
+        fields = self.variances, self.tokens, self.features, self.pool
+        check_fields(call, "For a certain x, use Separable.zeros((T, D)).", _other_shapes, *fields)
+        check_variances(call, self.variances)
+        check_variances(call, self.tokens, "t")
+        check_variances(call, self.features, "d")
+        known = [known_values(field) for field in fields]
+        if any(field is None or field.ndim == 0 for field in known):
+            return
+        _, tokens, features, pool = known
+        given = jnp.einsum("...dd->...", features)
+        expected = jnp.einsum("...t,...ts,...s->...", pool, tokens, pool)
+        if jnp.any(jnp.abs(given - expected) > 0.1 * jnp.maximum(given, expected)):
+            raise ValueError(
+                f"`{call}` needs tr(features) == pool @ tokens @ pool, both the total variance of the "
+                f"pooled sum. Got {given} and {expected}. Rescale the features, or use "
+                "Separable.project(dense)."
+            )
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
         t, d = sequence_shape(cls, shape)
-        unit, none = jnp.eye(t, dtype=dtype), jnp.zeros(d, dtype)
-        return cls(jnp.zeros(shape, dtype), unit, jnp.eye(d, dtype=dtype), sum_variance=none)
+        fields = (jnp.zeros(size, dtype) for size in ((t, d), (t, t), (d, d)))
+        return cls.unchecked(*fields, jnp.ones(t, dtype))
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        known: Grams | None = self.known("grams")
-        shape = (self.scale if known is None else known.variance).shape
-        return shape[0], shape[1]  # fields made by hand may have batch axes
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.variance().dtype
-
-    def variance(self) -> Array:
-        known: Grams | None = self.known("grams")
-        return self.scale**2 if known is None else known.variance
-
-    def to_dense(self) -> Array:
-        return jnp.einsum(
-            "td,se,ts,de->tdse",
-            self.scale,
-            self.scale,
-            self.token_correlation,
-            self.feature_correlation,
-        )
-
-    def token_blocks(self) -> Array:
-        return self.scale[:, :, None] * self.feature_correlation[None] * self.scale[:, None, :]
-
-    def token_gram(self, metric: Array | None = None) -> Array:
-        if metric is None:
-            known: Grams | None = self.known("grams")
-            if known is None:
-                return self.token_correlation * gram(self.scale)
-            return known.tokens
-        if metric.ndim == 1:
-            return self.fitted_token_gram(self.variance() @ metric)
-        return self.token_correlation * gram(self.scale, self.feature_correlation * metric)
-
-    def fitted_token_gram(self, energy: Array) -> Array:
-        """The token Gram matrix with another diagonal, (T,), and the same correlation, (T, T)."""
-        token_gram = self.token_gram()
-        root = safe_sqrt(safe_divide(energy, diagonal_of(token_gram)))
-        return root[:, None] * token_gram * root[None, :]
-
-    def feature_gram(self) -> Array:
-        """Cov[sum_t p_t x_t], (D, D)."""
-        return self.features().dense()
-
-    def features(self) -> FeatureGram:
-        """The feature Gram matrix in factored form."""
-        known: Grams | None = self.known("grams")
-        if known is not None:
-            return known.features
-        rows = weighted(self.scale, self.pool)
-        if self.sum_variance is None:
-            inner = gram(rows.T, self.token_correlation)
-            return FeatureGram(self.feature_correlation * inner)
-        sign = jnp.where(jnp.sum(rows, axis=0) < 0, -1, 1).astype(self.dtype)
-        root = sign * safe_sqrt(self.sum_variance)
-        whole = root[:, None] * self.feature_correlation * root[None, :]
-        return FeatureGram(whole, variance=self.sum_variance)
-
-    def summed_variance(self) -> Array:
-        """Variances of the sum over tokens, (D,)."""
-        return self.pooled_variance() if self.sum_variance is None else self.sum_variance
-
-    def rescale(self, factor: Array) -> Self:
-        """X * factor: exact, except the covariance of the sum if the factor differs between tokens."""
-        if factor.shape[0] > 1:
-            return dataclasses.replace(self, scale=self.scale * factor, sum_variance=None)
-        gain, squared = factor[0], factor[0] ** 2
-        variance = self.variance() * squared[None, :]
-        token_gram = self.fitted_token_gram(jnp.sum(variance, axis=1))
-        return self.with_grams(
-            Grams(variance, token_gram, self.features().rescaled(gain)),
-            {"scale": lambda: self.scale * factor},
-            sum_variance=self.summed_variance() * squared,
-        )
-
-    def map_features(self, kernel: Array) -> Self:
-        """X @ kernel: the covariance of the sum is exact, and everything is for a scale of rank one."""
-        before, variance, squared = self.features(), self.variance(), kernel**2
-        features = before.map(kernel)
-        factor = safe_divide(nonnegative(features.diag()), before.diag() @ squared)
-        # A scale of rank one leaves the token correlation unchanged. The new diagonal is computed
-        # without the variances, which queries and keys do not need.
-        return self.from_moments(
-            (variance @ squared) * factor[None, :],
-            self.fitted_token_gram(variance @ (squared @ factor)),
-            features,
-            self.pool,
-        )
-
-    def map_tokens(self, weights: Array) -> Self:
-        """Weights @ x: variances and token Gram matrix are exact."""
-        scaled = weights[:, :, None] * self.scale[None]
-        partial = jnp.einsum("utd,ts->usd", scaled, self.token_correlation)
-        variance = nonnegative(jnp.sum(partial * scaled, axis=1))
-        token_gram = weights @ self.token_gram() @ weights.T
-        features = self.features()
-        if weights.shape[0] == 1:
-            known = self.summed_variance()
-            variance = separable_noise.sum_variance(self, weights[0], known)[None, :]
-            ratio = safe_divide(variance[0], known)
-        else:
-            total = jnp.sum(weights, axis=0)
-            ratio = safe_divide(self.pooled_variance(total), self.pooled_variance())
-        features = features.rescaled(safe_sqrt(ratio))
-        return self.from_moments(variance, token_gram, features)
-
-    def map_low_rank(self, gain: Array, left: Array, right: Array) -> Self:
-        pairs = self.token_correlation
-        if self.pool is not None:
-            pairs = self.pool[:, None] * pairs * self.pool[None, :]
-        variance, pattern, feature_gram = low_rank_moments(
-            self.scale, self.feature_correlation, gain, left, right, pairs
-        )
-        token_gram = self.token_correlation * pattern
-        return self.from_moments(variance, token_gram, feature_gram, self.pool)
-
-    def add(self, *others: Self) -> Self:
-        every: tuple[Self, ...] = (self, *others)
-        pool = next((cov.pool for cov in every if cov.pool is not None), None)
-        every = tuple(cov if cov.pool is pool else cov.pooled(pool) for cov in every)
-        return self.from_moments(
-            sum((cov.variance() for cov in others), self.variance()),
-            sum((cov.token_gram() for cov in others), self.token_gram()),
-            functools.reduce(FeatureGram.plus, (cov.features() for cov in every)),
+    @classmethod
+    def project(cls, dense: Array, pool: Array | None = None) -> Self:
+        check_dense(dense)
+        pool = jnp.ones(dense.shape[0], dense.dtype) if pool is None else pool
+        return cls.unchecked(
+            jnp.einsum("tdtd->td", dense),
+            jnp.einsum("tdsd->ts", dense),
+            jnp.einsum("t,tdse,s->de", pool, dense, pool),
             pool,
         )
 
+    def projected(self, dense: Array) -> Self:
+        return self.project(dense, self.pool)
+
+    @classmethod
+    def independent(cls, variance: Array) -> Self:
+        rows, columns = jnp.sum(variance, axis=1), jnp.sum(variance, axis=0)
+        fields = variance, diagonal_matrix(rows), diagonal_matrix(columns)
+        return cls.unchecked(*fields, jnp.ones_like(rows))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.variances.shape
+
+    def variance(self) -> Array:
+        return self.variances
+
+    def total(self) -> Array:
+        """p^T G p, the total variance of the pooled sum, ()."""
+        return self.pool @ self.tokens @ self.pool
+
+    def pattern(self) -> Array:
+        """P = G / p^T G p, (T, T), so that Cov[x_ti, x_sj] = P_ts C_ij."""
+        return safe_divide(self.tokens, self.total())
+
+    def shares(self) -> Array:
+        """Each feature's share of C, diag(C) / tr C, (D,)."""
+        own = diagonal_of(self.features)
+        return safe_divide(own, jnp.sum(own))
+
+    def average(self, gain: Array) -> Array:
+        """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
+        return average_gain(self.pool, self.tokens, gain)
+
+    def to_dense(self) -> Array:
+        scale = safe_sqrt(self.variances)
+        tokens, features = correlation_of(self.tokens), correlation_of(self.features)
+        return jnp.einsum("td,se,ts,de->tdse", scale, scale, tokens, features)
+
+    def token_gram(self) -> Array:
+        return self.tokens
+
+    def pooled(self, pool: Array) -> Self:
+        """The same covariance, its feature Gram matrix from now on that of sum_t pool_t x_t.
+
+        Tokens of weight zero (padding, or later ones) then have no influence on the others.
+
+        Raises:
+          ValueError: if there is not one weight for each token.
+        """
+        if pool.shape != self.pool.shape:
+            raise ValueError(
+                f"`Separable.pooled` needs one weight for each of {self.pool.shape[0]} tokens. Got an "
+                f"array of shape {tuple(pool.shape)}. For equal weights, use jnp.ones."
+            )
+        pool = pool.astype(self.dtype)
+        total = pool @ self.tokens @ pool
+        return self.unchecked(self.variances, self.tokens, self._features_of(pool, total), pool)
+
+    def _features_of(self, pool: Array, total: Array) -> Array:
+        """The feature Gram matrix of another sum over tokens, of this total variance.
+
+        Its correlations stay; its variances change as the tokens' own under the squared weights do.
+        """
+        before, after = (weights**2 @ self.variances for weights in (self.pool, pool))
+        gain = safe_sqrt(safe_divide(after, before))
+        features = gain[:, None] * self.features * gain[None, :]
+        size = safe_divide(jnp.sum(diagonal_of(self.features)), jnp.sum(diagonal_of(features)))
+        return features * (size * safe_divide(total, self.total()))
+
+    def rescale(self, factor: Array) -> Self:
+        variances = self.variances * factor**2
+        if factor.shape[0] == 1:
+            gain = factor[0]
+            tokens = self.tokens * (gain**2 @ self.shares())
+            features = gain[:, None] * self.features * gain[None, :]
+        else:
+            rows, shares = self.pool[:, None] * factor, self.shares()
+            tokens = self.tokens * gram(factor, shares)
+            inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(diagonal_of(self.features)))
+            features = self.features * inverse * gram(rows.T, self.tokens)
+        return self.unchecked(variances, tokens, features, self.pool)
+
+    def map_features(self, kernel: Array) -> Self:
+        return self.member(self.tokens, self.features, gram(kernel.T, self.features))
+
+    def member(self, tokens: Array, before: Array, after: Array) -> Self:
+        """The family's member of this token Gram matrix, rescaled as tr C changes, and of C `after`."""
+        own = diagonal_of(after)
+        size = safe_divide(jnp.sum(own), jnp.sum(diagonal_of(before)))
+        tokens = tokens * size
+        return self.unchecked(spread(diagonal_of(tokens), own), tokens, after, self.pool)
+
+    def map_tokens(self, weights: Array) -> Self:
+        tokens = gram(weights, self.tokens)
+        shares = weights**2 @ self.variances
+        shares = safe_divide(shares, jnp.sum(shares, axis=1, keepdims=True))
+        features = self._features_of(jnp.sum(weights, axis=0), jnp.sum(tokens))
+        if len(weights) == 1:  # a sum over tokens is what C holds
+            shares, tokens = diagonal_of(features)[None], jnp.sum(diagonal_of(features))[None, None]
+            return self.unchecked(shares, tokens, features, jnp.ones(1, self.dtype))
+        variances = diagonal_of(tokens)[:, None] * shares
+        return self.unchecked(variances, tokens, features, jnp.ones(len(weights), self.dtype))
+
+    def map_each(self, kernels: Array) -> Self:
+        inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(diagonal_of(self.features)))
+        pulled = jnp.einsum("ij,tjo->tio", self.features * inverse, kernels)
+        tokens = self.tokens * jnp.einsum("tio,sio->ts", pulled, kernels)
+        own = jnp.sum(pulled * kernels, axis=1) * diagonal_of(self.tokens)[:, None]
+        pairs = self.pool[:, None] * self.tokens * self.pool[None, :]
+        features = jnp.einsum("tio,tip->op", pulled, jnp.einsum("ts,sip->tip", pairs, kernels))
+        return self.unchecked(nonnegative(own), tokens, features, self.pool)
+
+    def add(self, *others: Self) -> Self:
+        every = [self, *(o if o.pool is self.pool else o.pooled(self.pool) for o in others)]
+        fields = zip(*((o.variances, o.tokens, o.features) for o in every), strict=True)
+        return self.unchecked(*(sum(parts[1:], parts[0]) for parts in fields), self.pool)
+
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
-        return self.from_moments(*separable_noise.kernel(self, mean, weights), pool=self.pool)
+        metric, pooled = weights.input_metric(), self.pool @ mean
+        by_noise = kernel_noise(weights, self.features, jnp.zeros_like(mean[:1]))
+        variances = weights.noise_variance(mean, jnp.zeros_like(mean))
+        own = vector_variance(by_noise)
+        total = jnp.sum(diagonal_of(self.features))
+        size = safe_divide(jnp.sum(self.features * vector_cov(metric)), total)
+        variances = variances + diagonal_of(self.tokens)[:, None] * safe_divide(own, total)[None]
+        features = vector_cov(by_noise + kernel_noise(weights, None, pooled[None]))
+        tokens = self.tokens * size + gram(mean, metric)
+        return self.unchecked(variances, tokens, features, self.pool)
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
-        return self.from_moments(*separable_noise.gain(self, mean, gain_cov), pool=self.pool)
+        metric, pooled = vector_variance(gain_cov), self.pool @ mean
+        variances = (self.variances + mean**2) * metric[None, :]
+        tokens = self.tokens * (self.shares() @ metric) + gram(mean, metric)
+        if gain_cov.ndim == 1:
+            features = diagonal_matrix((diagonal_of(self.features) + pooled**2) * gain_cov)
+        else:
+            features = (self.features + pooled[:, None] * pooled[None, :]) * gain_cov
+        return self.unchecked(variances, tokens, features, self.pool)
+
+    def bias_noise(self, bias_cov: Array) -> Self:
+        own, t = vector_variance(bias_cov), self.shape[0]
+        return self.unchecked(
+            jnp.broadcast_to(own, (t, len(own))),
+            jnp.broadcast_to(jnp.sum(own), (t, t)),
+            jnp.sum(self.pool) ** 2 * vector_cov(bias_cov),
+            self.pool,
+        )
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
-        grams = separable_noise.elementwise(self, moments)
-        return self.from_moments(moments.variance, *grams, pool=self.pool)
+        tokens, features = correlation_of(self.tokens), correlation_of(self.features)
+        first, second = safe_sqrt(self.variances) * moments.gain, moments.second
+        rest = nonnegative(moments.variance - first**2 - second**2)
+        pooled = self.pool[:, None]
+        return self.unchecked(
+            moments.variance,
+            tokens * gram(first)
+            + tokens**2 * gram(second)
+            + diagonal_matrix(jnp.sum(rest, axis=1)),
+            features * gram((pooled * first).T, tokens)
+            + features**2 * gram((pooled * second).T, tokens**2)
+            + diagonal_matrix(self.pool**2 @ rest),
+            self.pool,
+        )
+
+    def with_itself(self) -> Cross:
+        return Cross(self.tokens, self.features)
+
+    def rescale_cross(self, cross: Cross, gain: Array) -> Cross:
+        return cross.rescale(gain)
+
+    def add_branch(self, branch: Self, cross: Cross) -> Self:
+        """Exact sums; the cross term's own entries are spread as its two matrices say, and bounded.
+
+        Its averages over tokens and features can leave the sums indefinite where features are few, and
+        are then corrected.
+        """
+        own = spread(diagonal_of(cross.tokens), diagonal_of(cross.features))
+        bound = safe_sqrt(self.variances) * safe_sqrt(branch.variances)
+        variances = self.variances + branch.variances + 2 * jnp.clip(own, -bound, bound)
+        tokens = self.tokens + branch.tokens + cross.tokens + cross.tokens.T
+        features = self.features + branch.features + cross.features + cross.features.T
+        if self.shape[1] <= NARROW:
+            tokens, features = definite(tokens), definite(features)
+        return self.unchecked(variances, tokens, features, self.pool)
+
+
+def average_gain(pool: Array, tokens: Array, gain: Array) -> Array:
+    """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
+    shares = pool * (pool @ tokens)
+    return safe_divide(shares, jnp.sum(shares)) @ gain
+
+
+def kernel_noise(weights: RandomKernel, features: Array | None, rows: Array) -> Array:
+    """sum_ij (features + rows^T rows)_ij Cov[w_io, w_jp]: (O,) if uncorrelated, else (O, O).
+
+    `features` is (D, D), a diagonal (D,), or None for zero.
+    """
+    if weights.uncorrelated:
+        squares = jnp.sum(rows**2, axis=0)
+        squares = squares if features is None else squares + vector_variance(features)
+        return weights.noise_variance(jnp.zeros_like(squares), squares)
+    moment = gram(rows.T)
+    return weights.noise_block(moment if features is None else moment + vector_cov(features))
+
+
+def spread(rows: Array, columns: Array) -> Array:
+    """A (T, D) array with these sums over features, (T,), in proportion to `columns`, (D,)."""
+    return rows[:, None] * safe_divide(columns, jnp.sum(columns))[None, :]
+
+
+def _other_shapes(variances: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if len(variances) < 2:
+        raise ValueError("needs variances of shape (T, D).")
+    *batch, t, d = variances
+    return [(*batch, t, t), (*batch, d, d), (*batch, t)]

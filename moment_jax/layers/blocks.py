@@ -7,23 +7,17 @@ from typing import Any, NamedTuple, TypeVar
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
+from moment_jax.layers.attention import attended
 from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation, feed_forward_and_tangent, relu
-from moment_jax.layers.norm import layer_norm, layer_norm_and_tangent
-from moment_jax.layers.params import (
-    DecoderBlockParams,
-    EncoderBlockParams,
-    FeedForwardParams,
-    NormParams,
-)
-from moment_jax.layers.residual import Tangent, residual
-from moment_jax.layers.seen import pool_as, pool_seen
+from moment_jax.layers.feed_forward import Activation, fed_forward, relu
+from moment_jax.layers.norm import layer_norm, normalized
+from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams
+from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import materialized_inputs
 
 S = TypeVar("S", bound=Covariance)
-Branch = Callable[[Array, S], tuple[Array, S, Tangent]]
-"""(mean, cov) -> (mean, cov) of a sublayer, with its linearisation."""
+Branch = Callable[[Array, Any, Any], tuple[Array, Any, Any]]
+"""A sublayer: (mean, cov, cross) -> (mean, cov, cross), `cross` the covariance with the stream x."""
 
 
 class Normalization(NamedTuple):
@@ -75,16 +69,12 @@ def encoder_block(
     Source: Transformer derivation, section 4.
     """
     check_moments("encoder_block", mean, cov)
-    before, cov = cov, pool_seen(cov, mask)
+    cov = pool_seen(cov, mask)
     norm = Normalization(norm_first, epsilon, order)
-
-    attend = partial(
-        attention_and_tangent, params=params.attention, num_heads=num_heads, mask=mask, order=order
-    )
-    transform = feed_forward_of(params.feed_forward, activation)
+    attend = partial(attended, params=params.attention, num_heads=num_heads, mask=mask, order=order)
+    transform = partial(fed_forward, params=params.feed_forward, activation=activation)
     mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
-    mean, cov = sublayer(mean, cov, transform, params.norm2, norm)
-    return mean, pool_as(cov, before)
+    return sublayer(mean, cov, transform, params.norm2, norm)
 
 
 @materialized_inputs
@@ -136,38 +126,29 @@ def decoder_block(
     Source: Transformer derivation, section 1.1.
     """
     check_moments("decoder_block", mean, cov)
-    before, cov = cov, pool_seen(cov, mask)
-    memory_cov = pool_seen(memory_cov, memory_mask, memory=True)
+    cov = pool_seen(cov, mask)
+    memory = memory_mean, pool_seen(memory_cov, memory_mask, memory=True)
     norm = Normalization(norm_first, epsilon, order)
-    memory = Memory(memory_mean, memory_cov)
-
-    heads = partial(attention_and_tangent, num_heads=num_heads, order=order)
+    heads = partial(attended, num_heads=num_heads, order=order)
     attend = partial(heads, params=params.self_attention, mask=mask)
     look = partial(heads, params=params.cross_attention, mask=memory_mask, memory=memory)
-    transform = feed_forward_of(params.feed_forward, activation)
+    transform = partial(fed_forward, params=params.feed_forward, activation=activation)
     mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
     mean, cov = sublayer(mean, cov, look, params.norm2, norm)
-    mean, cov = sublayer(mean, cov, transform, params.norm3, norm)
-    return mean, pool_as(cov, before)
-
-
-def feed_forward_of(params: FeedForwardParams, activation: Activation) -> Branch[Any]:
-    """The feed-forward layer as the branch of a sublayer."""
-    return partial(feed_forward_and_tangent, params=params, activation=activation)
+    return sublayer(mean, cov, transform, params.norm3, norm)
 
 
 def sublayer(
-    mean: Array,
-    cov: S,
-    branch: Branch[S],
-    params: NormParams,
-    norm: Normalization,
+    mean: Array, cov: S, branch: Branch, params: NormParams, norm: Normalization
 ) -> tuple[Array, S]:
-    """X + branch(norm(x)), or norm(x + branch(x))."""
-    if norm.first:
-        inner, inner_cov, carried = layer_norm_and_tangent(
-            mean, cov, params, norm.epsilon, norm.order
-        )
-        return residual(mean, cov, *branch(inner, inner_cov), carried)
-    mean, cov = residual(mean, cov, *branch(mean, cov))
-    return layer_norm(mean, cov, params, epsilon=norm.epsilon, order=norm.order)
+    """X + branch(norm(x)), or norm(x + branch(x)), with the covariance of x and its own branch."""
+    if not norm.first:
+        mean, cov = residual(mean, cov, *branch(mean, cov, cov.with_itself()))
+        return layer_norm(mean, cov, params, epsilon=norm.epsilon, order=norm.order)
+    inner = normalized(mean, cov, params, norm.epsilon, norm.order)
+    return residual(mean, cov, *branch(*inner))
+
+
+def residual(mean: Array, cov: S, branch: Array, branch_cov: S, cross: Any) -> tuple[Array, S]:
+    """Moments of x + f(x), from those of both and their covariance."""
+    return mean + branch, cov.add_branch(branch_cov, cross)

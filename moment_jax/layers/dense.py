@@ -48,12 +48,12 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     check_moments("dense", mean, cov)
     kernel, bias = params.kernel, params.bias
     check_kernel("dense", mean.shape[1], kernel)
+    out_cov = cov.map_features(kernel.mean)
     parts = [] if isinstance(kernel, Point) else [cov.weight_noise(mean, kernel)]
     if bias is not None:
         check_vector("dense", "bias", kernel.shape[1], bias)
         if not isinstance(bias, Point):
-            parts.append(type(cov).shared(mean.shape[0], bias.vector_cov()))
-    out_cov = cov.map_features(kernel.mean)
+            parts.append(out_cov.bias_noise(bias.vector_cov()))
     return params.mean_output(mean), out_cov.add(*parts) if parts else out_cov
 
 

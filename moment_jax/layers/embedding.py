@@ -38,8 +38,8 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
     >>> import moment_jax as mj
     >>> table = mj.posterior.Factorized(jnp.eye(3), jnp.full((3, 3), 0.25))
     >>> mean, cov = mj.embedding(jnp.array([2, 0, 2]), table, mj.Separable)
-    >>> print(mean[0], cov.token_correlation[0].round(3))
-    [0. 0. 1.] [1. 0. 1.]
+    >>> print(mean[0], cov.tokens[0].round(3))
+    [0. 0. 1.] [0.75 0.   0.75]
     """
     check_table("embedding", table)
     check_ids("embedding", ids, table.shape[0])

@@ -2,18 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax import expectations
-from moment_jax.covariance import Covariance, Diagonal, Separable
-from moment_jax.covariance.separable_noise import average_gain
-from moment_jax.layers.checks import check_moments, takes
-from moment_jax.layers.dense import dense
+from moment_jax.covariance import Certain, Covariance, Diagonal
+from moment_jax.layers.checks import check_kernel, check_moments, takes
 from moment_jax.layers.params import FeedForwardParams
+from moment_jax.layers.rules import Moments, rules_of
 from moment_jax.xla import materialized_inputs
 
 S = TypeVar("S", bound=Covariance)
@@ -42,16 +41,14 @@ def relu(mean: Array, cov: S) -> tuple[Array, S]:
     Source: Transformer derivation, section 4.6; rectified-Gaussian moments.
     """
     check_moments("relu", mean, cov)
-    moments = expectations.rectified(mean, cov.variance())
-    return moments.mean, cov.elementwise(moments)
+    return _elementwise(mean, cov, jax.nn.relu, expectations.rectified)
 
 
 @materialized_inputs
 def gelu(mean: Array, cov: S) -> tuple[Array, S]:
     """Moments of x Phi(x), the exact GELU; arguments, results and assumptions as in `relu`."""
     check_moments("gelu", mean, cov)
-    moments = expectations.gelu(mean, cov.variance())
-    return moments.mean, cov.elementwise(moments)
+    return _elementwise(mean, cov, _plain_gelu, expectations.gelu)
 
 
 @materialized_inputs
@@ -77,45 +74,20 @@ def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array
             f"`activation(mean, cov, fn)` needs a function of a scalar. Got {fn!r}. Use one such as "
             "jnp.tanh; mj.relu(mean, cov) and mj.gelu(mean, cov) transform moments themselves."
         )
-    moments = expectations.elementwise(fn, mean, cov.variance())
-    return moments.mean, cov.elementwise(moments)
+    moments = functools.partial(expectations.elementwise, fn)
+    return _elementwise(mean, cov, jax.vmap(jax.vmap(fn)), moments)
 
 
-def moments_of(
-    transform: Callable[..., Any],
-) -> Callable[[Array, Array], expectations.ElementwiseMoments] | None:
-    """The function (mean, variance) -> moments behind an activation transform.
-
-    Known for `relu`, `gelu` and `functools.partial(activation, fn=fn)`; None otherwise.
-    """
-    if transform is relu:
-        return expectations.rectified
-    if transform is gelu:
-        return expectations.gelu
-    if isinstance(transform, functools.partial) and transform.func is activation:
-        fn = transform.keywords.get("fn")
-        if callable(fn) and not transform.args and takes(fn, 1):
-            return functools.partial(expectations.elementwise, fn)
-    return None
+def _elementwise(
+    mean: Array, cov: S, plain: Callable[[Array], Array], moments: Moments
+) -> tuple[Array, S]:
+    if isinstance(cov, Certain):
+        return plain(mean), cov
+    found = moments(mean, cov.variance())
+    return found.mean, cov.elementwise(found)
 
 
-class FeedForwardTangent(NamedTuple):
-    """The linearised feed-forward layer, with the expected gain of its activation."""
-
-    hidden_kernel: Array  # (D, F)
-    gain: Array  # E[f'] at every hidden unit, (T, F)
-    output_kernel: Array  # (F, D)
-    input_cov: Covariance  # of the layer's input
-    average_jacobian: Array | None = None  # with token-averaged gains, (D, D); for `Separable`
-    pulled: Array | None = None  # the input's feature Gram matrix times `hidden_kernel`, if known
-
-    def __call__(self, change: Array) -> Array:
-        """The change (T, D) of the output for a change (T, D) of the input."""
-        return ((change @ self.hidden_kernel) * self.gain) @ self.output_kernel
-
-    def diagonal(self) -> Array:
-        """The Jacobian's diagonal, (T, D)."""
-        return self.gain @ (self.hidden_kernel.T * self.output_kernel)
+_plain_gelu = functools.partial(jax.nn.gelu, approximate=False)
 
 
 @materialized_inputs
@@ -141,60 +113,66 @@ def feed_forward(
 
     Source: Transformer derivation, section 4.6.
     """
+    return fed_forward(mean, cov, cov.with_itself(), params, activation)[:2]
+
+
+def fed_forward(
+    mean: Array, cov: S, cross: Any, params: FeedForwardParams, activation: Activation
+) -> tuple[Array, S, Any]:
+    """`feed_forward`, and the covariance of its output with x; `cross` is that of its input with x."""
     check_moments("feed_forward", mean, cov)
-    out_mean, out_cov, _ = feed_forward_and_tangent(mean, cov, params, activation)
-    return out_mean, out_cov
+    check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
+    check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
+    given: Any = moments_of(activation)
+    if isinstance(cov, Certain):
+        given = functools.partial(_at, activation)
+    return rules_of(cov).feed_forward(mean, cov, cross, params, given)
 
 
-def feed_forward_and_tangent(
-    mean: Array, cov: S, params: FeedForwardParams, activation: Activation
-) -> tuple[Array, S, FeedForwardTangent]:
-    """`feed_forward`, with its linearisation."""
-    hidden, hidden_cov = dense(mean, cov, params.hidden)
-    (active, active_cov), gain = _with_gain(hidden, hidden_cov, activation)
-    out_mean, out_cov = dense(active, active_cov, params.output)
-    kernels = params.hidden.kernel.mean, params.output.kernel.mean
-    tangent = FeedForwardTangent(kernels[0], gain, kernels[1], cov)
-    average = average_kernel(kernels[0], gain, hidden_cov, active_cov)
-    if average is not None and isinstance(hidden_cov, Separable) and isinstance(out_cov, Separable):
-        # Reuse the products of the two dense layers.
-        jacobian = out_cov.features().reached
-        jacobian = average @ kernels[1] if jacobian is None else jacobian
-        basis = hidden_cov.features().basis
-        pulled = None if basis is None else basis.pulled
-        tangent = tangent._replace(average_jacobian=jacobian, pulled=pulled)
-    return out_mean, out_cov, tangent
+def _at(transform: Activation, x: Array) -> Array:
+    """The plain function of an activation of moments."""
+    return transform(x, Certain.zeros((len(x), x.shape[1]), x.dtype))[0]
 
 
-def average_kernel(
-    kernel: Array, gain: Array, before: Covariance, after: Covariance
-) -> Array | None:
-    """A kernel times each unit's token-averaged gain, (D, F), for `Separable`; None for others."""
-    if not (isinstance(before, Separable) and isinstance(after, Separable)):
-        return None
-    basis = after.features().basis
-    if basis is not None:  # the basis holds this product
-        return basis.rows
-    return kernel * average_gain(before, gain)[None, :]
+def moments_of(transform: Activation) -> Moments:
+    """The function (mean, variance) -> moments behind an activation of moments.
+
+    Raises:
+      TypeError: if `transform` does not transform moments.
+    """
+    if transform is relu:
+        return expectations.rectified
+    if transform is gelu:
+        return expectations.gelu
+    if isinstance(transform, functools.partial) and transform.func is activation:
+        fn = transform.keywords.get("fn")
+        if callable(fn) and not transform.args and takes(fn, 1):
+            return functools.partial(expectations.elementwise, fn)
+    return functools.partial(_of_users, transform)
 
 
-def _with_gain(mean: Array, cov: S, activation: Activation) -> tuple[tuple[Array, S], Array]:
-    """The activation's moments, and its expected derivative at each entry, (T, F)."""
-    elementwise = moments_of(activation)
-    if elementwise is not None:
-        moments = elementwise(mean, cov.variance())
-        return (moments.mean, cov.elementwise(moments)), moments.gain
-    active = activation(mean, cov) if takes(activation, 2) and not _is_plain(activation) else None
-    if not (isinstance(active, tuple) and len(active) == 2 and isinstance(active[1], Covariance)):
-        raise TypeError(
-            "`feed_forward` needs an activation of moments, (mean, cov) -> (mean, cov). Got "
-            f"{getattr(activation, '__name__', repr(activation))}. Use mj.gelu or mj.relu; for a plain "
-            "function, functools.partial(mj.activation, fn=jnp.tanh)."
-        )
-    # A user's transform: by Price's theorem E[f'] is the derivative of E[f], which needs variances only.
-    variances = Diagonal(cov.variance())
-    _, gain = jax.jvp(lambda m: activation(m, variances)[0], (mean,), (jnp.ones_like(mean),))
-    return active, gain
+def _of_users(
+    transform: Callable[..., Any], mean: Array, variance: Array
+) -> expectations.ElementwiseMoments:
+    """Moments by a user's transform of independent entries; by Price's theorem E[f'] is dE[f]/dm."""
+    given = Diagonal.unchecked(variance)
+
+    def out(mean: Array) -> tuple[Array, Any]:
+        found: Any = None
+        if takes(transform, 2) and not _is_plain(transform):
+            found = transform(mean, given)
+        known = isinstance(found, tuple) and len(found) == 2
+        if not (known and isinstance(found[1], Covariance)):
+            raise TypeError(
+                "`feed_forward` needs an activation of moments, (mean, cov) -> (mean, cov). Got "
+                f"{getattr(transform, '__name__', repr(transform))}. Use mj.gelu or mj.relu; for a "
+                "plain function, functools.partial(mj.activation, fn=jnp.tanh)."
+            )
+        return found[0], found[1]
+
+    (value, cov), (gain, _) = jax.jvp(out, (mean,), (jnp.ones_like(mean),))
+    variance = cov.variance()
+    return expectations.ElementwiseMoments(value, variance, gain, jnp.zeros_like(mean))
 
 
 def _is_plain(activation: Activation) -> bool:

@@ -1,11 +1,45 @@
 """Parameters of layers: beliefs about weights."""
 
 import dataclasses
+from typing import TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import register_fields
-from moment_jax.posterior import Posterior
+from moment_jax.posterior import Point, Posterior
+
+P = TypeVar("P")
+S = TypeVar("S", bound=Covariance)
+
+
+def at_means(params: P) -> P:
+    """The same parameters without their noise: every belief becomes a `Point` at its mean.
+
+    Layers then are the plain ones, in `mj.Certain` at their price.
+    """
+
+    def at_mean(node: object) -> object:
+        return Point(node.mean) if isinstance(node, Posterior) else node
+
+    result: P = jax.tree.map(at_mean, params, is_leaf=lambda node: isinstance(node, Posterior))
+    return result
+
+
+def bias_cov(bias: Posterior | None, size: int, dtype: jnp.dtype) -> Array:
+    """Covariance of a bias: (D,) variances, or (D, D)."""
+    return jnp.zeros(size, dtype) if bias is None else bias.vector_cov()
+
+
+def with_bias(cov: S, bias: Posterior | None) -> S:
+    """Covariance of x plus a random bias that all tokens share."""
+    return (
+        cov
+        if bias is None or isinstance(bias, Point)
+        else cov.add(cov.bias_noise(bias.vector_cov()))
+    )
 
 
 @register_fields

@@ -1,15 +1,14 @@
 """Which tokens a sum over tokens may include, so that masked tokens never influence others."""
 
-import dataclasses
 from typing import TypeVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance, Separable
+from moment_jax.xla import diagonal_of
 
 S = TypeVar("S", bound=Covariance)
-P = TypeVar("P", bound=Separable)
 
 
 def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:
@@ -17,43 +16,34 @@ def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:
 
     With padding those are the existing tokens. With a causal mask it is the first token, so no later
     token influences an earlier one. If the first token is certain and others are not, its covariance
-    says nothing about theirs, and all tokens that some query sees are pooled. The Gram matrices are
-    computed once for all later uses.
+    says nothing about theirs, and all tokens that some query sees are pooled.
 
     Args:
-      cov: covariance of the keys' tokens, (S, D). An existing `pool` is kept.
-      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None for no mask.
+      cov: covariance of the keys' tokens, (S, D).
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None keeps the pool.
       memory: whether the keys come from another sequence; if so, pool the tokens that any query sees.
     """
-    if not isinstance(cov, Separable):
-        return cov
-    return _pooled(cov, mask, memory).with_own_grams()
-
-
-def _pooled(cov: P, mask: Array | None, memory: bool) -> P:
-    if mask is None or cov.pool is not None:
+    if mask is None or not isinstance(cov, Separable):
         return cov
     if not hasattr(mask, "shape") or mask.shape[-1] != cov.shape[0]:
         return cov  # the layer raises an error for it
     seen = jnp.any(mask, axis=tuple(range(mask.ndim - 1)))
     seen = seen | ~jnp.any(seen)  # if everything is masked, weigh all equally
-    if memory or mask.shape[-2] != cov.shape[0]:
-        return cov.pooled(seen)
-    shown = seen & _shown(mask, seen)
-    random = jnp.any(cov.scale != 0, axis=1)
-    unknown = jnp.any(random & seen) & ~jnp.any(random & shown)
-    return cov.pooled(jnp.where(unknown, seen, shown))
+    if not memory and mask.shape[-2] == cov.shape[0]:
+        shown = seen & _shown(mask, seen)
+        random = diagonal_of(cov.tokens) > 0
+        unknown = jnp.any(random & seen) & ~jnp.any(random & shown)
+        seen = jnp.where(unknown, seen, shown)
+    return cov.pooled(seen)
 
 
-def pool_scores(pool: Array | None, mask: Array | None) -> Array | None:
-    """Weights (T,) of tokens in averages used only for the scores; None for ones.
+def pool_scores(pool: Array, mask: Array | None) -> Array:
+    """Weights (T,) of tokens in averages used only for the scores.
 
     Softmax needs differences of keys, which one token does not have. If the pool holds one token,
     average over the tokens that no query with a choice of keys is denied: two with a causal mask.
     `mask` is (H, T, T), or None.
     """
-    if pool is None:
-        return None
     more = jnp.ones(pool.shape, bool)
     if mask is not None:
         seen = jnp.any(mask, axis=(0, 1))
@@ -67,20 +57,6 @@ def _shown(mask: Array, queries: Array) -> Array:
     looks = jnp.any(mask, axis=tuple(range(mask.ndim - 2)))
     later = jnp.tril(jnp.ones(looks.shape, bool))
     return jnp.all(looks | later | ~queries[:, None], axis=0)
-
-
-def pool_as(cov: S, before: Covariance) -> S:
-    """A `Separable` with the pool of `before`, and without cached Gram matrices.
-
-    `jit` and `scan` drop cached values. Dropping them here too gives a stack of layers the same result
-    in a loop and in a scan.
-    """
-    if not isinstance(cov, Separable) or not isinstance(before, Separable):
-        return cov
-    cov = cov if cov.pool is before.pool else cov.pooled(before.pool)
-    # The carry of a loop must keep its structure.
-    known = None if before.sum_variance is None else cov.sum_variance
-    return dataclasses.replace(cov, sum_variance=known)
 
 
 def look_at_valid(mask: Array | None, valid: Array | None) -> Array | None:

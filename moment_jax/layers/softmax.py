@@ -3,13 +3,12 @@
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Certain, Covariance
 from moment_jax.expectations import masked_softmax, softmax_expansion
 from moment_jax.layers.checks import check_moments, check_order, check_row_mask
-from moment_jax.xla import diagonal_of, materialized_inputs
+from moment_jax.xla import diagonal_matrix, diagonal_of, materialized_inputs
 
 S = TypeVar("S", bound=Covariance)
 
@@ -48,9 +47,10 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
         check_row_mask("softmax", mask, mean.shape)
     if order == 1:
         weights = masked_softmax(mean, mask)
-        left = -weights[:, :, None]
-        return weights, cov.map_low_rank(weights, left, weights[:, :, None])
+        jacobian = diagonal_matrix(weights) - weights[:, :, None] * weights[:, None, :]
+        return weights, cov.map_each(jacobian)
+    if isinstance(cov, Certain):
+        return masked_softmax(mean, mask), cov
     rows = jax.vmap(softmax_expansion)(mean, cov.token_blocks(), mask)
-    unit = jnp.broadcast_to(jnp.eye(mean.shape[1], dtype=mean.dtype), rows.jacobian.shape)
-    passed = cov.map_low_rank(jnp.zeros_like(mean), rows.jacobian, unit)
+    passed = cov.map_each(rows.jacobian)
     return rows.mean, passed.add(type(cov).independent(diagonal_of(rows.rest)))

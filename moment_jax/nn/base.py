@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Certain, Covariance
 from moment_jax.covariance.fields import check_array
 from moment_jax.layers.checks import described, is_boolean
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_part
 from moment_jax.nn.settings import Settings
-from moment_jax.posterior import Posterior, sample_params
+from moment_jax.posterior import Point, Posterior, sample_params
 
 Moments = tuple[Array, Covariance]
 
@@ -127,21 +127,28 @@ class BayesianModule(nnx.Module):
         """`layer` of every sequence in a batch, together with its memory and padding mask.
 
         Sequences are (mean, cov) or (mean, cov, valid), all with the same leading axes: a mean (..., T,
-        D); its covariance, None where it is certain, which is zero in the module's structure; (..., T)
-        boolean, False for padding, None for none. The layer takes their contents in order.
+        D); its covariance, None where it is certain, which then is `Certain`; (..., T) boolean, False
+        for padding, None for none. The layer takes their contents in order.
         """
-        structure, num_axes = self.settings.structure, _check_batch(*sequences)
+        num_axes = _check_batch(*sequences)
 
         def one(sequences: Any) -> Any:
             given = []
             for mean, cov, *valid in sequences:
-                known = structure.zeros(mean.shape, mean.dtype) if cov is None else cov
+                known = Certain.zeros(mean.shape, mean.dtype) if cov is None else cov
                 given += [mean, known, *valid]
             return layer(*given)
 
         for _ in range(num_axes):
             one = jax.vmap(one)
         return one(sequences)
+
+    def _begun(self, cov: Covariance, *params: Any) -> Covariance:
+        """The covariance, in the module's structure from the first random one of these beliefs on."""
+        beliefs = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Posterior))
+        if isinstance(cov, Certain) and not all(isinstance(b, Point) for b in beliefs):
+            return self.settings.structure.zeros(cov.shape, cov.dtype)
+        return cov
 
 
 def _params_of(part: Any) -> Any:

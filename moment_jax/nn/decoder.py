@@ -5,9 +5,9 @@ from typing import Any
 
 from jax import Array
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Certain, Covariance
 from moment_jax.layers import DecoderBlockParams, decoder_block
-from moment_jax.layers.seen import look_at_valid, pool_seen
+from moment_jax.layers.seen import look_at_valid
 from moment_jax.nn.base import BayesianModule, Moments
 from moment_jax.nn.plain import PlainDecoder, PlainDecoderBlock
 from moment_jax.nn.stack import Block, Stack
@@ -60,8 +60,17 @@ class DecoderBlock(WithMemory, Block):
     def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
         """See `WithMemory`."""
         mask, memory_mask = masks
+        (mean, cov), (source, source_cov) = x, memory
+        cov = self._begun(cov, params)
+        if isinstance(cov, Certain):
+            cov = type(source_cov).zeros(cov.shape, cov.dtype)
+        elif isinstance(source_cov, Certain):
+            source_cov = type(cov).zeros(source_cov.shape, source_cov.dtype)
         return decoder_block(
-            *x, *memory, params, mask=mask, memory_mask=memory_mask, **self.options
+            *(mean, cov, source, source_cov, params),
+            mask=mask,
+            memory_mask=memory_mask,
+            **self.options,
         )
 
 
@@ -81,9 +90,8 @@ class Decoder(WithMemory, Stack):
 
     def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
         """See `WithMemory`."""
-        memory = memory[0], pool_seen(memory[1], masks[1], memory=True)
 
         def one(block: DecoderBlock, mean: Array, cov: Covariance, own: Any) -> Moments:
             return block.moments((mean, cov), memory, own, masks)
 
-        return self._through(one, x[0], pool_seen(x[1], masks[0]), params)
+        return self._through(one, *x, params)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Certain, Covariance
 from moment_jax.layers import DenseParams, dense, embedding
 from moment_jax.layers.embedding import check_known_ids
 from moment_jax.nn.base import BayesianModule, Moments, check_sequences
 from moment_jax.nn.conversion import check_kind, set_mean
 from moment_jax.nn.plain import PlainPositions, plain_embed
 from moment_jax.nn.settings import Settings
+from moment_jax.posterior import Point
 
 
 class Embedding(BayesianModule):
@@ -74,7 +75,8 @@ class Embedding(BayesianModule):
         Ids out of range raise an error outside `jit`, and give NaN inside.
         """
         ids = jnp.asarray(ids)
-        table, structure = self.params, self.settings.structure
+        table = self.params
+        structure = Certain if isinstance(table, Point) else self.settings.structure
         check_known_ids("Embedding", ids, table.shape[0])
 
         def look_up(ids: Array) -> Moments:
@@ -87,7 +89,7 @@ class Embedding(BayesianModule):
     def attend(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of `x @ table.T`, (..., T, D) -> (..., T, V); cov None where x is certain."""
         tied = DenseParams(self.params.transpose())
-        return self._over_batch(lambda m, c: dense(m, c, tied), (mean, cov))
+        return self._over_batch(lambda m, c: dense(m, self._begun(c, tied), tied), (mean, cov))
 
 
 class LearnedPositions(BayesianModule):
@@ -139,7 +141,7 @@ class LearnedPositions(BayesianModule):
             )
 
         def add(mean: Array, cov: Covariance) -> Moments:
-            # The sequence's structure may differ from that of the settings.
+            cov = self._begun(cov, params)  # whose structure may differ from that of the settings
             position, noise = embedding(jnp.arange(num_tokens), params, type(cov))
             return mean + position, cov.add(noise)
 

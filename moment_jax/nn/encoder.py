@@ -8,10 +8,10 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers import EncoderBlockParams, NormParams, encoder_block
-from moment_jax.layers.attention.multi_head import attention_and_tangent
+from moment_jax.layers.attention import attended
 from moment_jax.layers.blocks import Normalization, sublayer
-from moment_jax.layers.feed_forward import feed_forward_and_tangent
-from moment_jax.layers.seen import look_at_valid, pool_seen
+from moment_jax.layers.feed_forward import fed_forward
+from moment_jax.layers.seen import look_at_valid
 from moment_jax.nn.activations import find_activation
 from moment_jax.nn.base import Moments, Stage
 from moment_jax.nn.plain import PlainEncoder, PlainEncoderBlock
@@ -44,8 +44,8 @@ class EncoderBlock(Block):
         params, norm = self.params, Normalization(self.norm_first, self.epsilon)
         activation = find_activation(self.activation).moments
         options: Any = {"num_heads": self.num_heads, "mask": None, "order": norm.order}
-        look = partial(attention_and_tangent, params=params.attention, **options)
-        feed = partial(feed_forward_and_tangent, params=params.feed_forward, activation=activation)
+        look = partial(attended, params=params.attention, **options)
+        feed = partial(fed_forward, params=params.feed_forward, activation=activation)
 
         def stage(name: str, branch: Any, own: NormParams, drawn: Callable[..., Array]) -> Stage:
             def draw(key: Array, x: Array) -> Array:
@@ -63,6 +63,7 @@ class EncoderBlock(Block):
         self, mean: Array, cov: Covariance, params: EncoderBlockParams, mask: Array | None
     ) -> Moments:
         """Moments of one sequence (T, D) with these beliefs."""
+        cov = self._begun(cov, params)
         return encoder_block(mean, cov, params, mask=mask, **self.options)
 
     def __call__(
@@ -110,7 +111,7 @@ class Encoder(Stack):
         def one(block: EncoderBlock, mean: Array, cov: Covariance, own: Any) -> Moments:
             return block.moments(mean, cov, own, mask)
 
-        return self._through(one, mean, pool_seen(cov, mask), params)
+        return self._through(one, mean, cov, params)
 
     def __call__(
         self,

@@ -28,7 +28,7 @@ class Dense(BayesianModule):
     >>> import moment_jax as mj
     >>> layer = mj.nn.Dense(3, 2, rngs=nnx.Rngs(0))
     >>> mean, cov = layer(jnp.ones((5, 4, 3)))
-    >>> mean.shape, cov.scale.shape
+    >>> mean.shape, cov.shape
     ((5, 4, 2), (5, 4, 2))
     """
 
@@ -63,7 +63,7 @@ class Dense(BayesianModule):
     def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output: (..., T, in) -> (..., T, out); cov None where x is certain."""
         params = self.params
-        return self._over_batch(lambda m, c: dense(m, c, params), (mean, cov))
+        return self._over_batch(lambda m, c: dense(m, self._begun(c, params), params), (mean, cov))
 
 
 class LayerNorm(BayesianModule):
@@ -109,7 +109,11 @@ class LayerNorm(BayesianModule):
 
     def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
         """Moments of the output, (..., T, D); cov None where x is certain."""
-        norm = partial(layer_norm, params=self.params, epsilon=self.epsilon)
+        params = self.params
+
+        def norm(mean: Array, cov: Covariance) -> Moments:
+            return layer_norm(mean, self._begun(cov, params), params, epsilon=self.epsilon)
+
         return self._over_batch(norm, (mean, cov))
 
 
@@ -192,5 +196,6 @@ class MultiHeadAttention(BayesianModule):
         self, mean: Array, cov: Covariance | None = None, mask: Array | None = None
     ) -> Moments:
         """Moments of the output, (..., T, D); mask (T, T) or (H, T, T), the same for the batch."""
-        attend = partial(attention, params=self.params, num_heads=self.num_heads, mask=mask)
-        return self._over_batch(attend, (mean, cov))
+        params = self.params
+        attend = partial(attention, params=params, num_heads=self.num_heads, mask=mask)
+        return self._over_batch(lambda m, c: attend(m, self._begun(c, params)), (mean, cov))

@@ -106,7 +106,7 @@ class MLP(BayesianModule):
 
         def moments(mean: Array, cov: Covariance) -> Moments:
             for layer in hidden:
-                mean, cov = activation(*dense(mean, cov, layer))
-            return dense(mean, cov, last)
+                mean, cov = activation(*dense(mean, self._begun(cov, layer), layer))
+            return dense(mean, self._begun(cov, last), last)
 
         return self._over_batch(moments, (mean, cov))

@@ -164,6 +164,7 @@ class Stack(BayesianModule):
         at = mean, cov
         if _alike(self.blocks, beliefs):
             # One block is compiled, whatever their number.
+            at = mean, self._begun(cov, beliefs)
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
             dtype = jnp.result_type(*jax.tree.leaves((at, stacked)))
             at = jax.tree.map(lambda leaf: leaf.astype(dtype), at)
@@ -175,6 +176,7 @@ class Stack(BayesianModule):
                 at = through(block, at, own)
         mean, cov = at
         if final is not None:
+            cov = self._begun(cov, final)
             mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
         return mean, cov
 

@@ -196,8 +196,8 @@ class VisionTransformer(BayesianModule):
         return self.patches(x)
 
     def _embedded(self, mean: Array, cov: Covariance, params: VisionTransformerParams) -> Moments:
-        mean, cov = dense(mean, cov, params.embed)
-        mean = mean + params.position.mean
+        mean, cov = dense(mean, self._begun(cov, params.embed), params.embed)
+        mean, cov = mean + params.position.mean, self._begun(cov, params.position)
         if not isinstance(params.position, Point):
             cov = cov.add(type(cov).independent(params.position.marginal_variance()))
         return mean, cov

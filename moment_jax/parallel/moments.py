@@ -22,10 +22,8 @@ def moment_specs(cov: Covariance, *, batched: bool = True) -> Covariance:
     """
     lead = (DATA,) if batched else ()
 
-    def spec(name: str) -> PartitionSpec | None:
+    def spec(name: str) -> PartitionSpec:
         leaf = getattr(cov, name)
-        if leaf is None:
-            return None
         axes: list[str | None] = [None] * (leaf.ndim - len(lead))
         if name in cov.feature_axes:
             axes[cov.feature_axes[name]] = MODEL

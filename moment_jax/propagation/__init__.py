@@ -4,6 +4,7 @@ from moment_jax.propagation import (  # noqa: F401  (importing them registers th
     attention,
     dense,
     elementwise,
+    feed_forward,
     normalization,
     products,
     tied,

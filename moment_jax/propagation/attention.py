@@ -1,6 +1,5 @@
 """Attention, recognised by what it computes: softmax of products of two projections, times a third."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,11 +7,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.layers.attention.multi_head import Memory, attention_and_tangent
+from moment_jax.covariance import Separable
+from moment_jax.layers.attention import attended
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Point
-from moment_jax.propagation.branches import Branch
+from moment_jax.propagation.branches import through_layer
 from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.moments import Moments, as_rows
@@ -103,34 +103,33 @@ def _moments(
     query, key, mask = core.query, core.key, core.mask
     x, source = query.x, key.x
     own = x.mean is source.mean
-    if own and propagator.pool is None:
+    if own and propagator.pool is None and mask is not None and isinstance(x.cov, Separable):
         zeros = type(source.cov).zeros(source.cov.shape, source.cov.dtype)
-        wanted = getattr(pool_seen(zeros, mask), "pool", None)
-        if wanted is not None:
-            raise Pooled(wanted)
+        raise Pooled(pool_seen(zeros, mask).pool)
     seen = pool_seen(source.cov, mask, memory=not own)
-    mean, cov, tangent = attention_and_tangent(
-        x.mean,
-        seen if own else x.cov,
-        AttentionParams(*core.params, output),
-        num_heads=core.num_heads,
-        mask=mask,
-        order=2,
-        memory=None if own else Memory(source.mean, seen),
-        turns=(query.turn, key.turn),
-    )
+    cov = seen if own else x.cov
+
+    def attend(cross: Any) -> Any:
+        return attended(
+            x.mean,
+            cov,
+            cross,
+            AttentionParams(*core.params, output),
+            core.num_heads,
+            mask,
+            2,
+            memory=None if own else (source.mean, seen),
+            turns=(query.turn, key.turn),
+        )
+
+    mean, out, branches = through_layer(x, cov, attend)
     assumed = "input and weights independent; heads too, even if they share keys or values"
     if not own:
         assumed += "; x and memory too"
     if query.turn is not None or key.turn is not None:
         assumed += "; rotary positions turn means, and covariances as far as the structure can"
     propagator.note(node, "attention" if own else "cross_attention", assumed)
-    branch = Branch(x.mean, x.mean, x.cov, attention=tangent)
-    for before in x.branches:
-        if not before.paths and before.norm is not None:
-            branch = dataclasses.replace(branch, mean=before.mean, norm=before.norm)
-            break
-    return Moments(mean, cov, places, (branch,))
+    return Moments(mean, out, places, branches)
 
 
 def _seen_core(propagator: Propagator, node: Any) -> Core | None:

@@ -1,21 +1,16 @@
-"""Linearised dependence of one random array on another: tangents for residual sums and products."""
+"""Linearised dependence of one random array on another, for residual sums and products."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance, Separable
-from moment_jax.covariance.separable_noise import average_gain
-from moment_jax.layers.attention.tangent import AttentionTangent
-from moment_jax.layers.feed_forward import FeedForwardTangent, average_kernel
-from moment_jax.layers.norm_tangent import NormTangent
+from moment_jax.covariance import Covariance, Diagonal, Separable
 from moment_jax.propagation.moments import Sequence
 
 
@@ -43,18 +38,13 @@ class Path:
             return dataclasses.replace(self, output=kernel)
         return Path.straight(self.collapsed() @ kernel)
 
-    def scaled(self, gain: Array, before: Any, after: Covariance) -> Path:
+    def scaled(self, gain: Array, before: Any) -> Path:
         """This path followed by an elementwise function of this gain, (T, F) or (1, F)."""
         path = self if self.output is None else Path.straight(self.collapsed())
-        average: Any = None
-        if not isinstance(before, Separable):
-            average = path.average * jnp.mean(gain, axis=0)[None, :]
-        elif path.average is path.hidden:
-            average = average_kernel(path.hidden, gain, before, after)
-        if average is None:
-            shares = average_gain(before, jnp.broadcast_to(gain, before.shape))
-            average = path.average * shares[None, :]
-        return Path(path.hidden, path.gain * gain, average)
+        average = jnp.mean(gain, axis=0)
+        if isinstance(before, Separable):
+            average = before.average(jnp.broadcast_to(gain, before.shape))
+        return Path(path.hidden, path.gain * gain, path.average * average[None, :])
 
     def columns(self, chosen: Any) -> Path:
         """This path restricted to some outputs."""
@@ -74,27 +64,33 @@ class Branch:
     mean: Array  # E[x]
     inner: Array  # mean of what enters the paths: x, or x normalised
     entered: Covariance  # of the same
-    norm: NormTangent | None = None
+    cross: Any  # Cov[x, inner], as layers carry it
     paths: tuple[Path, ...] = ()  # summed; empty if nothing follows the normalisation
-    attention: AttentionTangent | None = None  # replaces the paths
+    layer: tuple[Any, Any] | None = None
+    """In place of the paths: the covariances of x, and of `inner`, with attention or the like."""
 
-    def tangent(self, num_tokens: int) -> Any:
-        """The tangent for `layers.residual`, or None."""
-        if self.attention is not None or not self.paths:
-            return self.attention
-        hidden, gain, output = [], [], []
-        for path in self.paths:
-            f = path.hidden.shape[1]
-            hidden.append(path.hidden)
-            gain.append(jnp.broadcast_to(path.gain, (num_tokens, f)))
-            output.append(
-                jnp.eye(f, dtype=path.hidden.dtype) if path.output is None else path.output
-            )
-        collapsed = None
-        if isinstance(self.entered, Separable):
-            collapsed = functools.reduce(operator.add, (path.collapsed() for path in self.paths))
-        joined = _joined(hidden, 1), _joined(gain, 1), _joined(output, 0)
-        return FeedForwardTangent(*joined, self.entered, collapsed)
+    def returned(self, x: Array) -> Any:
+        """Cov[x, f(x)] as layers carry it, given the object E[x]; None if f is of something else."""
+        own, inner = x is self.mean, x is self.inner
+        if not (own or inner) or not (self.paths or self.layer):
+            return None
+        if self.layer is not None:
+            return self.layer[0 if own else 1]
+        cross, cov = self.cross if own else self.entered.with_itself(), self.entered
+        if isinstance(cov, Separable):
+            return cross.map_features(sum(path.collapsed() for path in self.paths))
+        return sum(_through(cov, cross, path) for path in self.paths)
+
+
+def _through(cov: Covariance, cross: Array, path: Path) -> Array:
+    """Cov[x, path(z)] from Cov[x, z], in `Diagonal` or dense."""
+    output = (
+        jnp.eye(path.hidden.shape[1], dtype=cross.dtype) if path.output is None else path.output
+    )
+    gain = jnp.broadcast_to(path.gain, (cov.shape[0], path.hidden.shape[1]))
+    if isinstance(cov, Diagonal):
+        return cross * (gain @ (path.hidden.T * output))
+    return jnp.einsum("tdsi,if,sf,fo->tdso", cross, path.hidden, gain, output)
 
 
 _LONGEST = 4  # branches kept for each array
@@ -117,26 +113,40 @@ def through_gain(x: Sequence, gain: Array, after: Covariance) -> tuple[Branch, .
     unit = (Path.straight(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)),)
 
     def scaled(paths: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(p.scaled(gain, x.cov, after) for p in paths)
+        return tuple(p.scaled(gain, x.cov) for p in paths)
 
     def step(branch: Branch) -> Branch:
-        if not branch.paths and branch.norm is not None and gain.shape[0] == 1:
-            norm = branch.norm._replace(scale=branch.norm.scale * gain)
-            return dataclasses.replace(branch, norm=norm, entered=after)
+        if not branch.paths and gain.shape[0] == 1:
+            cross = after.rescale_cross(branch.cross, gain[0])
+            return dataclasses.replace(branch, cross=cross, entered=after)
         return dataclasses.replace(branch, paths=scaled(branch.paths or unit))
 
     return _extended(x, step, scaled(unit))
+
+
+def through_layer(
+    x: Sequence, cov: Covariance, layer: Callable[[Any], Any]
+) -> tuple[Array, Any, tuple[Branch, ...]]:
+    """Mean, covariance and branch of a layer of x, which takes the covariance `cross` to its output's.
+
+    Nothing but sums can follow in a branch. `cov` is the covariance of x as the layer sees it.
+    """
+    branch = next((b for b in x.branches if not b.paths and b.layer is None), None)
+    if branch is None:
+        branch = Branch(x.mean, x.mean, cov, cov.with_itself())
+    # Covariances with what was normalised, and with what entered, in one call.
+    crosses = jax.tree.map(lambda *each: jnp.stack(each), branch.cross, cov.with_itself())
+    mean, out, crosses = jax.vmap(layer, out_axes=(None, None, 0))(crosses)
+    both = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], crosses) for i in (0, 1))
+    return mean, out, (dataclasses.replace(branch, inner=x.mean, entered=cov, layer=both),)
 
 
 def _extended(
     x: Sequence, step: Callable[[Branch], Branch], paths: tuple[Path, ...]
 ) -> tuple[Branch, ...]:
     """Every branch extended by `step`, and one that starts at x unless there is one already."""
-    known = tuple(step(branch) for branch in x.branches if branch.attention is None)
+    known = tuple(step(branch) for branch in x.branches if branch.layer is None)
     if any(branch.inner is x.mean for branch in known):
         return known
-    return (*known, Branch(x.mean, x.mean, x.cov, paths=paths))[-_LONGEST:]
-
-
-def _joined(arrays: list[Array], axis: int) -> Array:
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
+    own = Branch(x.mean, x.mean, x.cov, x.cov.with_itself(), paths)
+    return (*known, own)[-_LONGEST:]

@@ -52,8 +52,13 @@ class Projection(NamedTuple):
         return self._replace(layer=DenseParams(rescaled(kernel, number), bias))
 
 
-def read_dense(propagator: Propagator, node: Node) -> Projection | None:
-    """A `dot_general` as a dense layer, or None if it is another product."""
+def read_dense(
+    propagator: Propagator, node: Node, known: Moments | None = None
+) -> Projection | None:
+    """A `dot_general` as a dense layer, or None if it is another product.
+
+    `known` are the moments of its random operand, if they are not to be computed.
+    """
     for side in (0, 1):
         value, weight = node.operands[side], as_weight(node.operands[1 - side])
         if weight is None or isinstance(value, Weight):
@@ -63,7 +68,10 @@ def read_dense(propagator: Propagator, node: Node) -> Projection | None:
         # A batch of layers is one layer with a block for each.
         batch = tuple(i for i in own.batch if np.shape(value)[i] > 1)
         features = (*batch, *own.contracted)
-        x = propagator.certain(value, features) if certain else propagator.moments(value)
+        if certain:
+            x = propagator.certain(value, features)
+        else:
+            x = propagator.moments(value) if known is None else known
         tokens, shown = x.axes()
         if not certain and set(tokens) & set(features) and not set(shown) <= set(features):
             return None  # over tokens alone, unlike patches
@@ -152,7 +160,7 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
         return None
     x, cov = pair.x, pair.x.cov
     if pair.random and pair.vector is not None:
-        cov = cov.add(type(cov).shared(cov.shape[0], pair.vector.vector_cov()))
+        cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
     elif pair.random:
         cov = cov.add(propagator.moments(pair.weight).sequence(*x.axes).cov)
     if node.op == "sub" and pair.side == 1:

@@ -29,8 +29,7 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     source, fn = found
     x = propagator.moments(source).sequence()
     mean, cov = x.mean, x.cov
-    with jax.ensure_compile_time_eval():
-        values = np.asarray(jax.vmap(fn)(jnp.asarray(POINTS, mean.dtype)), float)
+    values = values_of(fn, mean.dtype)
     name, transform = recognised(values, mean.dtype, fn)
     if transform is None:
         gain = jnp.full((1, mean.shape[1]), values[ONE] - values[ZERO], mean.dtype)
@@ -57,6 +56,12 @@ FUNCTIONS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Transform]] = {
     "relu": (lambda x: np.maximum(x, 0), expectations.rectified),
     "gelu": (lambda x: x * 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2)), expectations.gelu),
 }
+
+
+def values_of(fn: Callable[[Array], Array], dtype: jnp.dtype) -> np.ndarray:
+    """The function at `POINTS`."""
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.vmap(fn)(jnp.asarray(POINTS, dtype)), float)
 
 
 def recognised(

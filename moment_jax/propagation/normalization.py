@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.layers.norm import layer_norm_and_tangent
+from moment_jax.layers.norm import normalized
 from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
 from moment_jax.propagation.branches import Branch, through_dense
@@ -71,14 +71,15 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
 
 def _normalized(propagator: Propagator, node: Node, x: Sequence, kind: Normalization) -> Moments:
     """A normalisation of the features of each token."""
-    mean, cov, tangent = layer_norm_and_tangent(
+    mean, cov, cross = normalized(
         x.mean, x.cov, NormParams(), kind.epsilon, 2, centres=kind.centres
     )
     if kind.factor != 1:
         factor = jnp.full((1, mean.shape[1]), kind.factor, mean.dtype)
-        mean, cov, tangent = mean * factor, cov.rescale(factor), tangent._replace(scale=factor)
+        mean, cov = mean * factor, cov.rescale(factor)
+        cross = cov.rescale_cross(cross, factor[0])
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    return x.changed(mean, cov, node.shape, (Branch(x.mean, mean, cov, tangent),))
+    return x.changed(mean, cov, node.shape, (Branch(x.mean, mean, cov, cross),))
 
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:

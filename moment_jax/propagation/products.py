@@ -8,7 +8,8 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Diagonal, Separable
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt, weighted
+from moment_jax.covariance.numerics import definite, safe_divide, safe_sqrt
+from moment_jax.covariance.separable import NARROW
 from moment_jax.propagation.branches import Branch, through_gain
 from moment_jax.propagation.graph import Node, independent
 from moment_jax.propagation.moments import Moments
@@ -95,7 +96,7 @@ def _correlated(cov: Any, shared: Shared) -> tuple[Array, Any]:
     left = safe_divide(cov.variance(), jnp.maximum(owed, 0))
     share = jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
     added = share[:, :, None, None] * added * share[None, None]
-    return own, type(cov).project(cov.to_dense() + added + jnp.transpose(added, (2, 3, 0, 1)))
+    return own, cov.projected(cov.to_dense() + added + jnp.transpose(added, (2, 3, 0, 1)))
 
 
 def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
@@ -107,19 +108,21 @@ def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
         return within, Diagonal(
             cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
         )
-    features = entered.feature_gram()
-    total = jnp.broadcast_to(jnp.sum(diagonal_of(features)), (1, 1))
-    mapped = kernel_a.T @ safe_divide(features, total) @ kernel_b  # (F, F)
+    mapped = kernel_a.T @ entered.features @ kernel_b  # (F, F)
+    mapped = safe_divide(mapped, jnp.sum(diagonal_of(entered.features)))
     own = diagonal_of(mapped)
     within = jnp.sum(entered.variance(), axis=1, keepdims=True) * own[None, :] * gains
     variance = cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
     # sum_f Cov[a_tf, b_sf] E[b_tf] E[a_sf], (T, T)
-    gram = entered.token_gram() * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
-    token_gram = cov.token_gram() + gram + gram.T
-    left, right = (weighted(x, entered.pool) for x in (gain_a * mean_b, gain_b * mean_a))
-    feature = mapped * (left.T @ (entered.token_gram() @ right))
-    feature_gram = cov.feature_gram() + feature + feature.T
-    return within, cov.from_moments(variance, token_gram, feature_gram, cov.pool)
+    gram = entered.tokens * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
+    pool = entered.pool[:, None]
+    left, right = pool * gain_a * mean_b, pool * gain_b * mean_a
+    feature = mapped * (left.T @ (entered.tokens @ right))
+    tokens, features = (
+        definite(whole) if cov.shape[1] <= NARROW else whole
+        for whole in (cov.tokens + gram + gram.T, cov.features + feature + feature.T)
+    )
+    return within, Separable.unchecked(variance, tokens, features, cov.pool)
 
 
 def hadamard(a: Any, b: Any) -> Any:
@@ -127,7 +130,8 @@ def hadamard(a: Any, b: Any) -> Any:
     if isinstance(a, Diagonal):
         return Diagonal(a.variances * b.variances)
     if isinstance(a, Separable):
-        tokens = a.token_correlation * b.token_correlation
-        features = a.feature_correlation * b.feature_correlation
-        return type(a)(a.scale * b.scale, tokens, features, a.pool)
+        tokens = a.tokens * b.tokens * jnp.sum(a.shares() * b.shares())
+        features = a.features * b.features
+        size = safe_divide(a.pool @ tokens @ a.pool, jnp.sum(diagonal_of(features)))
+        return Separable.unchecked(a.variances * b.variances, tokens, features * size, a.pool)
     return type(a).project(a.to_dense() * b.to_dense())

@@ -67,7 +67,7 @@ class Propagator:
     def pooled(self, found: Moments) -> Moments:
         """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
         cov: Any = found.cov
-        if self.pool is None or cov.shape[:1] != self.pool.shape or cov.pool is not None:
+        if self.pool is None or cov.shape[:1] != self.pool.shape or cov.pool is self.pool:
             return found
         return dataclasses.replace(found, cov=cov.pooled(self.pool))
 

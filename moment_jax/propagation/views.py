@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.layers.residual import residual
-from moment_jax.layers.seen import pool_as
+from moment_jax.covariance import Separable
+from moment_jax.layers.blocks import residual
 from moment_jax.propagation.branches import Branch
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, independent, is_random
@@ -64,17 +64,13 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
 
 def _returned(x: Sequence, other: Sequence, branch: Branch) -> tuple[Array, Any] | None:
     """Moments of x + f(x), if the branch f of `other` starts at x or at x normalised."""
-    tangent = branch.tangent(x.mean.shape[0])
-    if tangent is None or not (x.mean is branch.mean or x.mean is branch.inner):
+    cross = branch.returned(x.mean)
+    if cross is None:
         return None
-    norm = branch.norm if x.mean is branch.mean else None
-    cov, pool = x.cov, getattr(other.cov, "pool", None)
-    if pool is not None and cov.pool is None:  # exclude masked tokens
-        cov = cov.pooled(pool)
-    mean, cov = residual(x.mean, cov, other.mean, other.cov, tangent, norm)
-    if branch.attention is None and norm is not None:  # end of a block, as in layers
-        cov = pool_as(cov, type(cov).zeros(cov.shape, cov.dtype))
-    return mean, cov
+    cov, other_cov = x.cov, other.cov
+    if isinstance(cov, Separable) and cov.pool is not other_cov.pool:  # exclude masked tokens
+        cov = cov.pooled(other_cov.pool)
+    return residual(x.mean, cov, other.mean, other_cov, cross)
 
 
 @rule("reduce_sum")

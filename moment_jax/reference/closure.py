@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from moment_jax import covariance as structures
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.numerics import correlation_of
 from moment_jax.posterior.linalg import psd_sqrt
 
 
@@ -139,7 +140,7 @@ def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
     if structure is structures.Separable:
         tokens = jnp.einsum("ntd,nsd->ts", centred, centred) / n
         total = jnp.sum(centred, axis=1)
-        return structures.Separable.from_moments(variance, tokens, total.T @ total / n)
+        return structures.Separable(variance, tokens, total.T @ total / n, jnp.ones(t, draws.dtype))
     flat = centred.reshape(n, t * d)
     return structure.project((flat.T @ flat / n).reshape(t, d, t, d))
 
@@ -150,8 +151,8 @@ def gaussian_draws(cov: Covariance, key: Array, num_draws: int) -> Array:
     if isinstance(cov, structures.Diagonal):
         return jnp.sqrt(cov.variances)[None] * noise
     if isinstance(cov, structures.Separable):
-        tokens, features = psd_sqrt(cov.token_correlation), psd_sqrt(cov.feature_correlation)
-        return cov.scale[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
+        tokens, features = (psd_sqrt(correlation_of(gram)) for gram in (cov.tokens, cov.features))
+        return cov.sd()[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
     size = noise[0].size
     root = psd_sqrt(cov.to_dense().reshape(size, size))
     return (noise.reshape(num_draws, size) @ root).reshape(noise.shape)

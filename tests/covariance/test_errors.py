@@ -1,4 +1,4 @@
-"""The constructors check their fields; JAX transformations skip the checks; lazy fields are fields."""
+"""The constructors check their fields; JAX transformations skip the checks."""
 
 import pickle
 import re
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.covariance import Diagonal, Full, Separable
-from tests.builders import ALL_STRUCTURES, assert_close, random_cov
+import moment_jax as mj
+from moment_jax.covariance import Certain, Covariance, Diagonal, Full, Separable
+from tests.builders import ALL_STRUCTURES, assert_close, random_block, random_cov
 
 T, D = 4, 3
 ONES, TOKENS, FEATURES = np.ones((T, D)), np.eye(T), np.eye(D)
-
-ONE = np.ones((1, 1))
+POOL = np.ones(T)
 
 
 def _dense():
@@ -27,9 +27,10 @@ SHAPES = [
     (lambda: Diagonal(ONES[0]), "Got (3,)", "vector[None, :]"),
     (lambda: Full(np.eye(T * D)), "Got (12, 12)", "cov.reshape"),
     (lambda: Full(ONES[:, :, None, None]), "(4, 3, 1, 1)", "Diagonal"),
-    (lambda: Separable(ONES, 1.0, FEATURES), "(4, 3) and () and", "jnp.eye(T)"),
-    (lambda: Separable(ONES, ONE, FEATURES), "(4, 3) and (1, 1) and (3, 3)", "independent tokens"),
-    (lambda: Separable(ONES, FEATURES, TOKENS), "(4, 4) and (3, 3), by the", "independent tokens"),
+    (lambda: Separable(ONES, 1.0, FEATURES, POOL), "(4, 3) and () and", "Separable.zeros"),
+    (lambda: Separable(ONES, FEATURES, TOKENS, POOL), "(4, 4) and (3, 3) and (4,), by", "zeros"),
+    (lambda: Separable(ONES, -TOKENS, FEATURES, POOL), "Got -1", "not negative"),
+    (lambda: Separable(ONES, TOKENS, FEATURES, POOL), "Got 3.0 and 4.0", "Separable.project"),
     (lambda: Diagonal(-ONES), "Got -1", "not negative"),
     (lambda: Full(-_dense()), "Got -1", "not negative"),
     *((partial(s.zeros, (2, T, D)), "Got (2, 4, 3)", "jax.vmap") for s in ALL_STRUCTURES),
@@ -56,7 +57,7 @@ def test_transformations_may_put_anything_in_the_fields(structure):
     """`vmap` over any axis, derivatives, and `None` or axis numbers instead of arrays."""
     cov = random_cov(jax.random.key(0), structure, (T, D))
     axes = jax.tree.map(lambda _: 0, cov)
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), cov)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), cov)
     for axis in (0, 1, -1):
         turned = jax.eval_shape(jax.vmap(lambda c: c, in_axes=(axes,), out_axes=axis), stacked)
         assert jax.tree.structure(turned) == jax.tree.structure(cov)
@@ -92,27 +93,32 @@ def test_covariances_pass_through_exported_functions(structure):
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_fields_first_read_in_a_loop_can_be_read_after_it_and_pickled(structure):
-    """`Separable` forms them when they are read."""
-    kernel = jax.random.normal(jax.random.key(0), (D, 3))
-
-    def mapped(kernel):
-        cov = structure.independent(jnp.ones((T, D))).add(structure.shared(T, jnp.eye(D)))
-        return cov.map_features(kernel)
-
-    @jax.jit
-    def run(kernel):
-        cov = mapped(kernel)
-        _, read = jax.lax.scan(lambda _, x: (None, jax.tree.leaves(cov)), None, jnp.zeros(1))
-        return [leaf[0] for leaf in read], jax.tree.leaves(cov)
-
-    for inside, after in zip(*run(kernel), strict=True):
-        assert_close(inside, after)
-    cov = mapped(kernel)
+def test_covariances_are_pickled(structure):
+    cov = random_cov(jax.random.key(1), structure, (T, D))
     again = pickle.loads(pickle.dumps(cov))
     assert type(again) is structure
     assert_close(again.to_dense(), cov.to_dense())
-    with pytest.raises(
-        AttributeError, match="has no attribute `nothing`" if structure is Separable else "nothing"
+
+
+def test_a_structure_without_its_two_methods_is_refused_as_it_is_defined():
+    with pytest.raises(TypeError, match=r"Got Nothing without `project`, `to_dense`"):
+        type("Nothing", (Covariance,), {})
+
+
+def test_certain_takes_no_noise():
+    """A layer whose parameters are random raises, and `at_means` asks for the plain one by name."""
+    params = random_block(jax.random.key(0), D, 4)
+    x = jnp.ones((T, D))
+    certain = Certain.zeros((T, D), x.dtype)
+    for layer in (
+        lambda p: mj.dense(x, certain, p.attention.query),
+        lambda p: mj.layer_norm(x, certain, p.norm1),
+        lambda p: mj.embedding(jnp.arange(2), p.attention.query.kernel, Certain),
+        lambda p: mj.encoder_block(x, certain, p, num_heads=3),
     ):
-        cov.nothing  # noqa: B018
+        with pytest.raises(TypeError, match=r"mj.Separable.zeros.*mj.at_means"):
+            layer(params)
+        mean, cov = layer(mj.at_means(params))
+        assert isinstance(cov, Certain)
+        assert cov.shape == mean.shape
+        assert not cov.variance().any()

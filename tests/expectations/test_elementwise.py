@@ -55,6 +55,8 @@ def test_equals_integral(family):
     got = at(family, m, v)[0]
     want = [integral(family, *point) for point in zip(m.flat, v.flat, strict=True)]
     for field in got._fields:
+        if field == "variance" and not family.exact_variance:
+            continue
         expected = np.array([getattr(w, field) for w in want]).reshape(m.shape)
         scale = np.maximum(1.0, np.abs(expected))
         np.testing.assert_array_less(np.abs(getattr(got, field) - expected) / scale, 1e-10)
@@ -70,6 +72,8 @@ def test_equals_monte_carlo(family):
         pairs = 0.5 * (halves[0] + halves[1])
         assert abs(got.mean - mean) < 5 * pairs.std() / np.sqrt(num) + 1e-12
         squares = 0.5 * ((halves[0] - mean) ** 2 + (halves[1] - mean) ** 2)
+        if not family.exact_variance:
+            continue
         assert abs(got.variance - squares.mean()) < 5 * squares.std() / np.sqrt(num) + 1e-12
 
 
@@ -181,21 +185,27 @@ def test_negative_rounding_counts_as_zero(name):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "limit", "least"), [(np.float32, 1e-3, 0.01), (np.float64, 1e-11, 0)]
-)
-def test_relative_error_of_gelu_sd(dtype, limit, least):
-    """The documented budget, down to sd 1e-4 |m|, where E[f^2] - E[f]^2 would have no digits."""
-    m, v = np.meshgrid(np.linspace(-6, 6, 13), [1e-8, 1e-3, 0.06, 0.065, 2, 10, 100])
-    given = [x.astype(dtype).astype(float) for x in (m, v)]
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sd_of_gelu(dtype):
+    """The documented budget, in sd of x: three terms of a sum of squares, so never too large."""
+    budget = {
+        1e-8: 1e-4,
+        1e-3: 1e-4,
+        0.1: 1e-4,
+        0.5: 0.0044,
+        1.0: 0.0125,
+        2.0: 0.0215,
+        10.0: 0.0215,
+        100.0: 0.0215,
+    }
+    m, v = np.meshgrid(np.linspace(-5, 5, 11), [*budget])
     got = np.sqrt(at(FAMILIES["gelu"], m, v, dtype)[0].variance.astype(float))
     exact = [
-        integral(FAMILIES["gelu"], *point).variance
-        for point in zip(*map(np.ravel, given), strict=True)
+        integral(FAMILIES["gelu"], *point).variance for point in zip(m.flat, v.flat, strict=True)
     ]
-    want = np.sqrt(np.reshape(exact, m.shape))
-    error = np.abs(got - want) / np.maximum(want, least * np.sqrt(v))
-    np.testing.assert_array_less(error, limit)
+    missing = (np.sqrt(np.reshape(exact, m.shape)) - got) / np.sqrt(v)
+    assert (missing > -1e-4).all()
+    np.testing.assert_array_less(missing.max(axis=1), [*budget.values()])
 
 
 @jax.jit

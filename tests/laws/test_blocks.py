@@ -28,7 +28,6 @@ from tests.builders import (
     random_moments,
     scaled,
     stacked,
-    with_sum,
 )
 
 pytestmark = pytest.mark.slow
@@ -58,7 +57,7 @@ def special_rows(structure: type[Covariance]) -> dict[Any, tuple[Any, ...]]:
     """Mean, covariance, parameters and mask, and whether there are two blocks, by name."""
     noise = np.random.default_rng(1).uniform(size=SHAPE)
     left_padded = CAUSAL & (np.arange(SHAPE[0]) > 0)
-    member = with_sum(structure.project(random_dense(KEYS[2], SHAPE, 0.3)))
+    member = structure.project(random_dense(KEYS[2], SHAPE, 0.3))
     noisy = structure.independent(jnp.full(SHAPE, 0.1))
     nan = np.where(np.arange(24).reshape(SHAPE) == 0, np.nan, MEAN)
     given = {

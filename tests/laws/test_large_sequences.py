@@ -15,7 +15,7 @@ from tests.builders import assert_close, random_block, random_cov, tiny_vision
 
 pytestmark = pytest.mark.slow
 
-mix = importlib.import_module("moment_jax.layers.attention.mix")
+mix = importlib.import_module("moment_jax.layers.heads")
 KEYS = jax.random.split(jax.random.key(8), 3)
 SHAPE = (5, 6)
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)

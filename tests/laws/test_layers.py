@@ -26,7 +26,6 @@ from tests.builders import (
     random_moments,
     scaled,
     stacked,
-    with_sum,
 )
 from tests.transforms import LAYERS, Given
 
@@ -60,7 +59,7 @@ def special_rows(structure: type[Covariance]) -> dict[Any, tuple[Any, ...]]:
     moved[0] += 100
     noisy = structure.independent(jnp.full(SHAPE, 0.1))
     zero = structure.zeros(SHAPE, jnp.float64)
-    member = with_sum(structure.project(random_dense(KEYS[6], SHAPE, 0.3)))
+    member = structure.project(random_dense(KEYS[6], SHAPE, 0.3))
     given = {
         "nan": (np.where(np.arange(24).reshape(SHAPE) == 0, np.nan, MEAN), noisy, BLOCK, EVERY_KEY),
         "padded": (MEAN, member, BLOCK, np.arange(SHAPE[0]) < REAL),

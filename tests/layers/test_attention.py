@@ -17,16 +17,17 @@ MEAN = jax.random.normal(KEYS[0], SHAPE)
 
 @pytest.mark.parametrize("certain", [(), ("output",)])
 def test_attention_with_random_values_alone_is_linear(certain):
-    """For a certain input `Separable` keeps both Gram matrices, with separate noise in each head."""
-    families = {
-        name: mj.posterior.Point if name in ("query", "key", *certain) else mj.posterior.Factorized
-        for name in ("query", "key", "value", "output")
-    }
+    """For a certain input `Separable` keeps both Gram matrices, with separate noise in each head.
+
+    All values of a head have one token pattern, which is the structure's own for this family.
+    """
+    families = dict.fromkeys(("query", "key", *certain), mj.posterior.Point)
+    families = {"value": mj.posterior.OutputShared, "output": mj.posterior.Factorized, **families}
     shapes = {"output": (OUT - 1, SHAPE[1])}
     params = mj.AttentionParams(
         *(
-            random_dense_params(key, family, shapes.get(name, (SHAPE[1], OUT - 1)))
-            for key, (name, family) in zip(KEYS, families.items(), strict=False)
+            random_dense_params(key, families[name], shapes.get(name, (SHAPE[1], OUT - 1)))
+            for key, name in zip(KEYS, ("query", "key", "value", "output"), strict=False)
         )
     )
 
@@ -37,7 +38,7 @@ def test_attention_with_random_values_alone_is_linear(certain):
         (mean, ours), (expected_mean, textbook) = results
         textbook = textbook.to_dense()
         tokens, features = jnp.einsum("tdsd->ts", textbook), jnp.einsum("tdse->de", textbook)
-        return (mean, ours.token_gram(), ours.feature_gram()), (expected_mean, tokens, features)
+        return (mean, ours.token_gram(), ours.features), (expected_mean, tokens, features)
 
     for actual, expected in zip(*run(MEAN), strict=True):
         assert_close(actual, expected)

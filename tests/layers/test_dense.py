@@ -64,7 +64,7 @@ def test_shared_noise_makes_tokens_correlated():
     params = random_dense_params(KEYS[2], mj.posterior.Factorized, (4, OUT))
     mean = jnp.broadcast_to(MEAN[:1], (2, 4))
     _, cov = mj.dense(mean, mj.Separable.zeros((2, 4), jnp.float64), params)
-    assert_close(cov.token_correlation, jnp.ones((2, 2)))
+    assert_close(cov.tokens, jnp.full((2, 2), cov.tokens[0, 0]))
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)

@@ -89,7 +89,7 @@ def test_modules_are_their_networks():
         return [
             (mean, embed.mean_network()(batch), 1e-10),
             (mean[1], single, 1e-10),
-            (cov.token_correlation[1], single_cov.token_correlation, 1e-6),
+            (cov.tokens[1], single_cov.tokens, 1e-6),
             (moved, expected, 1e-10),
             (variances(moved_cov), variances(cov) + own[None], 1e-6),
             (kept.variance(), own, 1e-6),

@@ -1,0 +1,98 @@
+"""`Certain`: nothing is random; no numbers at all."""
+
+import dataclasses
+from typing import Any, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from moment_jax.covariance.base import Covariance, check_dense
+from moment_jax.covariance.fields import sequence_shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Certain(Covariance):
+    """No covariance: x is known, and so is what layers make of it.
+
+    A layer whose input is `Certain` is the plain layer, at the plain layer's price. Its parameters must
+    be certain too (`mj.posterior.Point`): their noise has no place here, and a layer raises rather than
+    dropping it. `mj.at_means(params)` drops it by name; any other structure's `zeros` starts a
+    covariance.
+
+    Args:
+      sequence: (T, D), static.
+      float_type: floating-point type of the moments, static.
+    """
+
+    sequence: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    float_type: Any = dataclasses.field(default=jnp.float32, metadata={"static": True})
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+        return cls(sequence_shape(cls, shape), jnp.dtype(dtype))
+
+    @classmethod
+    def project(cls, dense: Array) -> Self:
+        check_dense(dense)
+        t, d = dense.shape[:2]
+        return cls.zeros((t, d), dense.dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.sequence
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.float_type)
+
+    def variance(self) -> Array:
+        return jnp.zeros(self.shape, self.dtype)
+
+    def to_dense(self) -> Array:
+        return jnp.zeros(2 * self.shape, self.dtype)
+
+    def rescale(self, factor: Array) -> Self:
+        return self
+
+    def map_features(self, kernel: Array) -> Self:
+        return self.zeros((self.shape[0], kernel.shape[1]), self.dtype)
+
+    def map_tokens(self, weights: Array) -> Self:
+        return self.zeros((weights.shape[0], self.shape[1]), self.dtype)
+
+    def map_each(self, kernels: Array) -> Self:
+        return self.zeros((self.shape[0], kernels.shape[2]), self.dtype)
+
+    def add(self, *others: Self) -> Self:
+        return self
+
+    def weight_noise(self, mean: Array, weights: Any) -> NoReturn:
+        raise TypeError(
+            "`Certain` holds no covariance, so that parameters have to be certain too. Got "
+            f"{getattr(type(weights), '__name__', 'noise')}. Start a covariance with "
+            "mj.Separable.zeros(mean.shape), or ask for the plain network with mj.at_means(params)."
+        )
+
+    def gain_noise(self, mean: Array, gain_cov: Array) -> NoReturn:
+        self.weight_noise(mean, gain_cov)
+
+    def bias_noise(self, bias_cov: Array) -> NoReturn:
+        self.weight_noise(bias_cov, bias_cov)
+
+    @classmethod
+    def independent(cls, variance: Array) -> NoReturn:
+        cls.zeros((1, 1)).weight_noise(variance, variance)
+
+    def elementwise(self, moments: Any) -> Self:
+        return self
+
+    def with_itself(self) -> None:
+        return None
+
+    def rescale_cross(self, cross: None, gain: Array) -> None:
+        return None
+
+    def add_branch(self, branch: Self, cross: None) -> Self:
+        return self

@@ -1,0 +1,171 @@
+"""Multi-head attention: the public functions, and what they check."""
+
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers.checks import (
+    check_heads,
+    check_kernel,
+    check_mask,
+    check_moments,
+    check_order,
+)
+from moment_jax.layers.params import AttentionParams
+from moment_jax.layers.rules import Attending, rules_of
+from moment_jax.layers.seen import pool_seen
+from moment_jax.xla import materialized_inputs
+
+S = TypeVar("S", bound=Covariance)
+
+
+@materialized_inputs
+def attention(
+    mean: Array,
+    cov: S,
+    params: AttentionParams,
+    *,
+    num_heads: int,
+    mask: Array | None = None,
+    order: int = 2,
+) -> tuple[Array, S]:
+    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
+
+    Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
+    structure keeps what it can of that, and of the input x that queries, keys and values share: `Full`
+    keeps it everywhere; `Separable` in the means E[scores] and E[weights v], `Diagonal` in E[scores].
+    Order 1 leaves it out of the means. The score noise of different heads is independent, except in
+    `Full`.
+
+    Assumes that x and the four weight matrices are independent of each other.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+      params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
+      num_heads: H.
+      mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
+        key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
+      order: 1 (Taylor at the mean, as derived) or 2.
+
+    Returns:
+      Mean (T, D) and covariance of the output, in the structure of `cov`. With a mask, the feature Gram
+      matrix of `Separable` is from here on that of the tokens which no query is denied.
+
+    Raises:
+      ValueError: if shapes do not fit or the heads do not divide the width.
+      TypeError: if `cov` is `Certain` and a parameter is not.
+
+    Source: Transformer derivation, sections 4.2 to 4.4.
+    """
+    cov = pool_seen(cov, mask)
+    return attended(mean, cov, cov.with_itself(), params, num_heads, mask, order)[:2]
+
+
+@materialized_inputs
+def cross_attention(
+    mean: Array,
+    cov: S,
+    memory_mean: Array,
+    memory_cov: S,
+    params: AttentionParams,
+    *,
+    num_heads: int,
+    mask: Array | None = None,
+    order: int = 2,
+) -> tuple[Array, S]:
+    """Moments of multi-head attention of a random sequence x to a random memory.
+
+    Queries come from x, keys and values from the memory. What keys and values share through the memory
+    is kept as in `attention`.
+
+    Assumes that x, the memory and the four weight matrices are mutually independent. In a decoder this
+    holds for the first block only; in later ones x depends on the memory.
+
+    Args:
+      mean: E[x], (T, D).
+      cov: covariance of x, a structure of shape (T, D).
+      memory_mean: mean of the memory, (S, E).
+      memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
+      params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D) of the
+        output.
+      num_heads: H.
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look, as for `attention`.
+      order: 1 or 2, as for `attention`.
+
+    Returns:
+      Mean (T, D) and covariance of the output, in the structure of `cov`.
+
+    Raises:
+      ValueError: if shapes do not fit or the heads do not divide the width.
+      TypeError: if the two covariances have different structures, or if they are `Certain` and a
+        parameter is not.
+
+    Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
+    """
+    memory = memory_mean, pool_seen(memory_cov, mask, memory=True)
+    cross = cov.with_itself()
+    return attended(mean, cov, cross, params, num_heads, mask, order, memory=memory)[:2]
+
+
+def attended(
+    mean: Array,
+    cov: S,
+    cross: Any,
+    params: AttentionParams,
+    num_heads: int,
+    mask: Array | None,
+    order: int,
+    *,
+    memory: tuple[Array, Covariance] | None = None,
+    turns: tuple[Array | None, Array | None] = (None, None),
+) -> tuple[Array, S, Any]:
+    """`attention`, or `cross_attention` with a memory, and the covariance of its output with x.
+
+    `cross` is that of its input with x. `turns` multiplies each token's queries and keys by a matrix
+    (T, K, K): rotary positions.
+    """
+    name = "attention" if memory is None else "cross_attention"
+    check_moments(name, mean, cov)
+    check_order(name, order)
+    source = (mean, cov) if memory is None else memory
+    _check(name, mean, cov, *source, params, num_heads, mask)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (num_heads, len(mean), len(source[0])))
+    attending = Attending(num_heads, mask, order, turns)
+    return rules_of(cov).attention(mean, cov, cross, memory, params, attending)
+
+
+def _check(
+    name: str,
+    mean: Array,
+    cov: Covariance,
+    source: Array,
+    source_cov: Covariance,
+    params: AttentionParams,
+    num_heads: int,
+    mask: Array | None,
+) -> None:
+    """Raise unless sequences, kernels, heads and mask fit together."""
+    if name == "cross_attention":
+        check_moments("cross_attention's memory", source, source_cov)
+        if type(source_cov) is not type(cov):
+            raise TypeError(
+                f"`{name}` needs x and the memory in one structure. Got {type(cov).__name__} and "
+                f"{type(source_cov).__name__}. Use {type(cov).__name__}.project(cov.to_dense()), or "
+                "one structure for encoder and decoder."
+            )
+    check_kernel(name, mean.shape[1], params.query.kernel)
+    for projection in (params.key, params.value):
+        check_kernel(name, source.shape[1], projection.kernel)
+    widths = [p.kernel.shape[1] for p in (params.query, params.key, params.value)]
+    check_heads(name, num_heads, *widths)
+    if len(set(widths)) > 1:
+        raise ValueError(
+            f"`{name}` needs query, key and value kernels of one width (D, H K). Got widths {widths}. "
+            "Use the same H K for all three."
+        )
+    check_kernel(name, widths[2], params.output.kernel)
+    check_mask(name, mask, num_heads, len(mean), len(source))

@@ -1,0 +1,122 @@
+"""Attention in `Diagonal`: entries of queries, keys and values are independent."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from moment_jax.covariance import Diagonal
+from moment_jax.covariance.numerics import nonnegative, safe_divide
+from moment_jax.expectations import masked_softmax
+from moment_jax.expectations.softmax_mean import quick_expected_softmax
+from moment_jax.layers.dense import dense
+from moment_jax.layers.heads import each_head, kept_jacobian, merge_heads, split_heads, turned
+from moment_jax.layers.params import AttentionParams, DenseParams
+from moment_jax.layers.rules import Attending
+from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
+
+
+class _Part(NamedTuple):
+    mean: Array  # (T, K)
+    variance: Array  # (T, K)
+
+
+class _Head(NamedTuple):
+    query: _Part
+    key: _Part
+    value: _Part
+    noise: Array | None  # sum_d Cov[q_ad, k_ad] of a token with itself, (T,)
+    mask: Array | None
+
+
+class _Rows(NamedTuple):
+    """Cov[S_ac, S_af] = own_ac [c = f] + query_a (k k^T)_cf: noise of keys, and of the query.
+
+    All entries of a query are taken as equally noisy, so that one matrix k k^T serves all rows.
+    """
+
+    own: Array  # (T, S)
+    query: Array  # (T, 1)
+    key: Array  # (S, K)
+
+    def variance(self) -> Array:
+        return self.own + self.query * jnp.sum(self.key**2, axis=1)[None]
+
+    def matvec(self, weights: Array) -> Array:
+        return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
+
+
+def attention(
+    mean: Array,
+    cov: Diagonal,
+    cross: Array,
+    memory: tuple[Array, Diagonal] | None,
+    params: AttentionParams,
+    attending: Attending,
+) -> tuple[Array, Diagonal, Array]:
+    """The rule of `attention` and `cross_attention`: see there."""
+    h, mask, order, turns = attending
+    source, source_cov = (mean, cov) if memory is None else memory
+
+    def part(x: Array, cov: Diagonal, p: DenseParams, turn: Array | None) -> _Part:
+        y, y_cov = dense(x, cov, p)
+        mean, variance = (split_heads(part, h) for part in (y, y_cov.variances))
+        return _Part(turned(mean, turn), turned(variance, None if turn is None else turn**2))
+
+    noise = None
+    kernels = [split_heads(p.kernel.mean, h) for p in (params.query, params.key)]
+    if memory is None and order == 2:
+        noise = jnp.sum(kernels[0] * kernels[1], axis=2) @ cov.variances.T
+    heads = _Head(
+        part(mean, cov, params.query, turns[0]),
+        part(source, source_cov, params.key, turns[1]),
+        part(source, source_cov, params.value, None),
+        noise,
+        mask,
+    )
+    num_scores = h * len(mean) * len(source)
+    out, variance, own = each_head(lambda head: _head(head, order), heads, num_scores)
+    out, out_cov = dense(merge_heads(out), Diagonal.unchecked(merge_heads(variance)), params.output)
+    if memory is None:  # through the values: from a feature of a token to itself
+        value, output = params.value.kernel.mean, params.output.kernel.mean
+        paths = jnp.sum((value * output.T).reshape(len(value), h, -1), axis=2)  # (D, H)
+        cross = cross * (own.T @ paths.T)
+    else:
+        cross = jnp.zeros_like(cross)
+    return out, out_cov, cross
+
+
+def _head(head: _Head, order: int) -> tuple[Array, Array, Array]:
+    """Mean and variance (T, K) of one head's averages, and each query's weight on its own token."""
+    q, k, v = head.query, head.key, head.value
+    width = q.mean.shape[1]
+    scores = q.mean @ k.mean.T
+    if head.noise is not None:
+        scores = scores + diagonal_matrix(head.noise)
+    scores = materialized(scores / width**0.5)
+    rows = _Rows(
+        (q.mean**2 + q.variance) @ k.variance.T / width,
+        jnp.mean(q.variance, axis=1, keepdims=True) / width,
+        k.mean,
+    )
+    own = rows.variance()
+    if order == 1:
+        weights = masked_softmax(scores, head.mask)
+    else:
+        weights = quick_expected_softmax(scores, rows, head.mask)
+    weights = materialized(weights)
+    mean = weights @ v.mean
+    squared = weights**2
+    noisy = squared * own
+    second = v.mean**2 + v.variance
+    by_values = squared @ v.variance
+    one = jnp.sum(noisy, axis=1, keepdims=True)
+    by_scores = nonnegative(noisy @ second - 2 * mean * (noisy @ v.mean) + mean**2 * one)
+    if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
+        total = jnp.sum(by_scores, axis=1, keepdims=True)
+        whole = weights @ jnp.sum(second, axis=1, keepdims=True)
+        averaged = jnp.sum(mean**2 + by_values, axis=1, keepdims=True)
+        gain, left = kept_jacobian(total, whole, averaged)
+        by_scores = by_scores * safe_divide(jnp.minimum(gain**2 * total, left), total)
+    own_weights = diagonal_of(weights) if len(weights) == weights.shape[1] else mean[:, 0]
+    return mean, by_values + by_scores, own_weights

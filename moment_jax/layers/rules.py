@@ -1,0 +1,67 @@
+"""The one registry: a structure, and how its layers compute.
+
+A rule takes the mean (T, D) of a layer's input, its covariance, and the covariance `cross` of that input
+with the residual stream x, in the structure's own form (`Covariance.with_itself`). It returns the same
+three of the layer's output, so that a residual sum is `cov.add_branch(branch, cross)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from moment_jax.covariance import Covariance, Full
+from moment_jax.expectations import ElementwiseMoments
+
+Moments = Callable[[Array, Array], ElementwiseMoments]
+"""(mean, variance) -> moments of an elementwise function."""
+
+
+class Attending(NamedTuple):
+    """Settings of attention."""
+
+    num_heads: int
+    mask: Array | None  # (H, T, S) boolean, True where a query may look
+    order: int
+    turns: tuple[Array | None, Array | None] = (None, None)
+    """Rotary positions: (T, K, K) matrices that multiply each query, and each key."""
+
+
+class Rules(NamedTuple):
+    """How the layers of one structure compute."""
+
+    norm: Callable[..., tuple[Array, Any, Any]]
+    """(mean, cov, *, epsilon, order, centres); `cross` is that of its input with its output."""
+    attention: Callable[..., tuple[Array, Any, Any]]
+    """(mean, cov, cross, memory, params, attending); memory is None, or a pair (mean, cov)."""
+    feed_forward: Callable[..., tuple[Array, Any, Any]]
+    """(mean, cov, cross, params, activation)."""
+
+
+RULES: dict[type[Covariance], Rules] = {}
+
+
+def rules_of(cov: Covariance) -> Rules:
+    """The rules of a covariance's structure; those of `Full`, projected, for one of a user's own."""
+    for structure in type(cov).__mro__:
+        if structure in RULES:
+            return RULES[structure]
+    return Rules(*(_by_projection(rule) for rule in RULES[Full]))
+
+
+def _by_projection(rule: Callable[..., tuple[Array, Full, Any]]) -> Callable[..., Any]:
+    def projected(mean: Array, cov: Covariance, *rest: Any, **options: Any) -> Any:
+        dense = [_full(node) for node in rest]
+        out, full, cross = rule(mean, cov.full(), *dense, **options)
+        return out, cov.projected(full.cov), cross
+
+    return projected
+
+
+def _full(node: Any) -> Any:
+    """A memory (mean, cov) with a dense covariance; anything else as it is."""
+    if type(node) is tuple:
+        return node[0], node[1].full()
+    return node

@@ -1,0 +1,77 @@
+"""The feed-forward layer in `Separable`, as one formula."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from moment_jax.covariance.numerics import (
+    gram,
+    nonnegative,
+    safe_divide,
+    summed_covs,
+    vector_cov,
+    vector_variance,
+)
+from moment_jax.covariance.separable import (
+    Cross,
+    Separable,
+    average_gain,
+    kernel_noise,
+    spread,
+)
+from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
+from moment_jax.layers.rules import Moments
+from moment_jax.xla import diagonal_matrix, diagonal_of
+
+
+def feed_forward(
+    mean: Array, cov: Separable, cross: Cross, params: FeedForwardParams, activation: Moments
+) -> tuple[Array, Separable, Cross]:
+    """The rule of `feed_forward`: see there.
+
+    The hidden layer is read as energy times shares, G_tt C_ff / tr C, and its features as correlated
+    through x alone, whose covariance passes through the Jacobian with one gain a hidden unit, (D, D).
+    So no (F, F) matrix is formed, unless a kernel's entries are correlated.
+    """
+    hidden, output, pool = params.hidden, params.output, cov.pool
+    first, second = hidden.kernel.mean, output.kernel.mean
+    hidden_bias = bias_cov(hidden.bias, first.shape[1], mean.dtype)
+
+    # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,).
+    own = jnp.sum(first * (cov.features @ first), axis=0)
+    noise = kernel_noise(hidden.kernel, cov.features, (pool @ mean)[None])
+    noise = summed_covs(noise, jnp.sum(pool) ** 2 * hidden_bias)
+    metric = hidden.kernel.input_metric()
+    size = jnp.sum(own) + jnp.sum(cov.features * vector_cov(metric))
+    tokens = cov.tokens * safe_divide(size, jnp.sum(diagonal_of(cov.features)))
+    tokens = tokens + gram(mean, metric) + jnp.sum(vector_variance(hidden_bias))
+    variances = spread(diagonal_of(tokens), own + vector_variance(noise))
+
+    # The activation: exact for single entries, by its gain between them.
+    moments = activation(hidden.mean_output(mean), variances)
+    rest = nonnegative(moments.variance - moments.gain**2 * variances)
+    shares = safe_divide(own + vector_variance(noise), jnp.sum(own + vector_variance(noise)))
+    gain = average_gain(pool, tokens, moments.gain)
+    tokens = tokens * gram(moments.gain, shares) + diagonal_matrix(jnp.sum(rest, axis=1))
+    remaining = pool**2 @ rest
+    active = gain**2 * own
+    if noise.ndim == 1:  # its covariances in the output are left out: they move nothing
+        noise = gain**2 * noise + remaining
+        by_noise = diagonal_matrix(noise @ second**2)
+    else:
+        noise = gain[:, None] * noise * gain[None, :] + diagonal_matrix(remaining)
+        by_noise = gram(second.T, noise)
+    active = active + vector_variance(noise)
+
+    # The output.
+    jacobian = (first * gain[None, :]) @ second
+    features = gram(jacobian.T, cov.features) + by_noise
+    pooled = (pool @ moments.mean)[None]
+    metric = output.kernel.input_metric()
+    total = jnp.sum(active)
+    size = jnp.sum(diagonal_of(features)) + active @ vector_variance(metric)
+    tokens = tokens * safe_divide(size, total)
+    tokens = tokens + gram(moments.mean, metric)
+    features = summed_covs(features, kernel_noise(output.kernel, active, pooled))
+    variances = spread(diagonal_of(tokens), diagonal_of(features))
+    cov = with_bias(Separable.unchecked(variances, tokens, features, pool), output.bias)
+    return output.mean_output(moments.mean), cov, cross.map_features(jacobian)

@@ -1,0 +1,70 @@
+"""Normalisation of each token, in `Separable`."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt
+from moment_jax.covariance.separable import Cross, Separable
+from moment_jax.xla import diagonal_of
+
+
+def norm(
+    mean: Array, cov: Separable, *, epsilon: Array | float, order: int, centres: bool
+) -> tuple[Array, Separable, Cross]:
+    """The rule of `layer_norm` and `rms_norm`: see there.
+
+    Every token's feature covariance is read as its energy G_tt times F = C / tr C, and its Jacobian as
+    J_t = (P - n_t n_t^T / D) / sqrt(q_t), n the normalised mean and P the centring. Variances are those
+    of J_t F J_t^T, C is sum_ts p_t p_s G_ts J_t F J_s^T without the part of fourth order, and G keeps
+    its correlations.
+    """
+    d, pool = mean.shape[1], cov.pool
+    features = cov.features * safe_divide(
+        jnp.ones((), cov.dtype), jnp.sum(diagonal_of(cov.features))
+    )
+    energy, before = diagonal_of(cov.tokens)[:, None], diagonal_of(features)
+    inner = features
+    if centres:
+        mean = mean - jnp.mean(mean, axis=1, keepdims=True)
+        average = jnp.mean(features, axis=1)
+        lost = average - 0.5 * jnp.mean(average)
+        inner = features - lost[:, None] - lost[None, :]
+    size = jnp.sum(diagonal_of(inner))
+    spread = jnp.mean(mean**2, axis=1, keepdims=True) + epsilon
+    if order == 2:
+        spread = spread + energy * size / d
+    inverse = jax.lax.rsqrt(spread)
+    normal = mean * inverse
+    linked = normal @ features
+    pulled = linked - jnp.mean(linked, axis=1, keepdims=True) if centres else linked
+    lost = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
+    out = normal
+    if order == 2:
+        # E[c / sqrt(Q)] for Q = |c|^2 / D + epsilon, to second order about q = E[Q].
+        small = inverse**2 / d
+        relative = 0.75 * small * energy * (energy * jnp.sum(inner**2) * small + 2 * lost)
+        out = normal * (1 + relative) - energy * pulled * small
+    # Lost variance is a factor, which keeps the result positive; gained variance is added.
+    after = diagonal_of(inner)[None] + normal * (normal * lost - 2 * pulled) / d
+    gained = nonnegative(after - before[None])
+    kept = nonnegative(after - gained) * safe_divide(
+        cov.variances, jnp.broadcast_to(before, mean.shape)
+    )
+    variances = inverse**2 * (kept + energy * gained)
+
+    left = size - lost  # of a token's energy
+    root = inverse * safe_sqrt(left)
+    tokens = root * cov.tokens * root.T
+    weights = pool[:, None] * inverse
+    pairs = weights * cov.tokens * weights.T
+    twice = (pairs * (normal @ pulled.T)) @ normal
+    bent = normal.T @ (jnp.sum(pairs, axis=1, keepdims=True) * pulled / d - twice / (2 * d**2))
+    summed = jnp.sum(pairs) * inner - bent - bent.T
+    summed = summed * safe_divide(pool @ tokens @ pool, jnp.sum(diagonal_of(summed)))
+
+    shares = (pool @ cov.tokens)[:, None] * weights
+    straight = features - average[:, None] if centres else features
+    crossed = jnp.sum(shares) * straight - (shares * linked).T @ normal / d
+    cross = Cross(cov.tokens * (inverse * left).T, crossed)
+    return out, Separable.unchecked(variances, tokens, summed, pool), cross

@@ -1,0 +1,51 @@
+"""A Transformer's feed-forward layer, which `Separable` has one formula for."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+
+from moment_jax.covariance import Certain, Separable
+from moment_jax.layers.params import DenseParams, FeedForwardParams
+from moment_jax.layers.rules import rules_of
+from moment_jax.propagation.branches import through_layer
+from moment_jax.propagation.dense import projection, read_dense
+from moment_jax.propagation.elementwise import recognised, values_of
+from moment_jax.propagation.graph import Node, independent
+from moment_jax.propagation.moments import Moments
+from moment_jax.propagation.propagator import Propagator, pattern
+from moment_jax.propagation.regions import univariate
+
+
+@pattern
+def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
+    """A dense layer, a function, and a dense layer back to as many features, in `Separable`."""
+    if node.op != "dot_general" or not issubclass(propagator.structure, Separable):
+        return None
+    for value in node.nodes:
+        found = univariate(value)
+        hidden = None if found is None else projection(propagator, found[0])
+        if found is None or hidden is None or hidden.turn is not None:
+            continue
+        x, (d, width) = hidden.x, hidden.layer.kernel.shape
+        shape = len(x.mean), width
+        layout = Moments(jnp.zeros(shape), Certain.zeros(shape), np.asarray(hidden.places))
+        output = read_dense(propagator, node, layout)
+        apart = independent(*node.operands) and independent(*hidden.product.operands)
+        if output is None or output.x.mean is not layout.mean or not apart:
+            continue
+        if output.layer.kernel.shape[1] != d or width < d:
+            continue
+        name, transform = recognised(values_of(found[1], x.mean.dtype), x.mean.dtype, found[1])
+        if transform is None:
+            continue
+        rule = partial(
+            rules_of(x.cov).feed_forward,
+            *(x.mean, x.cov),
+            params=FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel)),
+            activation=transform,
+        )
+        mean, cov, branches = through_layer(x, x.cov, rule)
+        propagator.note(node, f"feed_forward ({name})", "input and kernels independent")
+        return Moments(mean, cov, output.places, branches)
+    return None
