@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 BUDGET = {
     mj.Certain: (Size(137, 8), Size(433, 21)),
     mj.Diagonal: (Size(1025, 32), Size(2835, 86)),
-    mj.Separable: (Size(2475, 110), Size(6470, 273)),
+    mj.Separable: (Size(2490, 130), Size(6550, 322)),
     mj.Full: (Size(1540, 76), Size(3890, 207)),
 }
 """What was measured; of operations a fiftieth more, since versions of jax count them otherwise."""
