@@ -1,5 +1,6 @@
 """The cubature, and what it averages: logsumexp, class probabilities, and the parts of uncertainty."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -38,16 +39,11 @@ FUNCTIONS = {
 @partial(jax.jit, static_argnums=2)
 def everything(mean, cov, num_points=POINTS):
     """The points, and of each function the value and its slopes in the mean and the covariance."""
-    results = {"points": gaussian_points(mean, cov, num_points)}
-    for name, fn in FUNCTIONS.items():
-
-        def twice(m, c, fn=fn):
-            value = fn(m, c, num_points)
-            return value, value
-
-        slopes, value = jax.jacfwd(twice, argnums=(0, 1), has_aux=True)(mean, cov)
-        results[name] = value, *slopes
-    return results
+    results = {
+        name: (fn(mean, cov, num_points), *jax.jacfwd(fn, (0, 1))(mean, cov, num_points))
+        for name, fn in FUNCTIONS.items()
+    }
+    return {"points": gaussian_points(mean, cov, num_points), **results}
 
 
 @jax.jit
@@ -92,7 +88,6 @@ MEANS = {
 DIRECTION = np.asarray([0.5, -0.2, 1.0, 0.3, -0.7])
 P = scipy.special.softmax(MEAN)
 FISHER = np.diag(P) - np.outer(P, P)
-every_fn = pytest.mark.parametrize("fn", FUNCTIONS)
 every_cov = pytest.mark.parametrize("cov", COVS.values(), ids=COVS.keys())
 
 
@@ -120,20 +115,19 @@ def test_count_points():
     assert {case: count_points(*case) for case in cases} == cases
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_root_squares_to_the_covariance(dtype):
+def test_root_squares_to_the_covariance():
+    """Of a positive definite covariance it is Cholesky's; NaN stays NaN."""
     compiled = jax.jit(psd_root)
-    for name in ("full", "singular", "zero"):
+    for name, dtype in itertools.product(("full", "singular", "zero"), (np.float64, np.float32)):
         cov = COVS[name].astype(dtype)
         root = np.asarray(compiled(cov))
         assert root.dtype == dtype
         rounding = 50 * np.finfo(dtype).eps * np.max(np.abs(cov))
         np.testing.assert_allclose(root @ root.T, cov, atol=rounding)
         np.testing.assert_array_equal(root, np.tril(root))
-    if dtype == np.float64:  # of a positive definite covariance, Cholesky's; NaN stays NaN
-        expected = np.linalg.cholesky(COVS["full"])
-        np.testing.assert_allclose(compiled(COVS["full"]), expected, atol=1e-12)
-        assert np.isnan(compiled(np.diag([1.0, np.nan, 1, 1, 1]))[1, 1])
+    expected = np.linalg.cholesky(COVS["full"])
+    np.testing.assert_allclose(compiled(COVS["full"]), expected, atol=1e-12)
+    assert np.isnan(compiled(np.diag([1.0, np.nan, 1, 1, 1]))[1, 1])
 
 
 # -- values -------------------------------------------------------------------------------------------
@@ -154,17 +148,15 @@ def test_values_are_the_averages_over_the_points(mean, cov):
     np.testing.assert_allclose(results["uncertainty"][0], parts, atol=1e-10)
 
 
-@every_fn
-def test_variances_agree_with_their_matrix(fn):
-    cov = COVS["diagonal"]
-    values = [everything(MEAN, form)[fn][0] for form in (cov, np.diag(cov))]
-    np.testing.assert_allclose(*values, atol=1e-12)
-
-
-def test_a_shift_that_the_logits_share_moves_logsumexp_alone():
-    shifted, results = (everything(MEAN + k, COVS["full"]) for k in (3.0, 0.0))
+def test_variances_agree_with_their_matrix_and_a_shared_shift_moves_logsumexp_alone():
+    variance, full, shifted = (
+        everything(MEAN, COVS["diagonal"]),
+        everything(MEAN, np.diag(COVS["diagonal"])),
+        everything(MEAN + 3.0, COVS["diagonal"]),
+    )
     for fn in FUNCTIONS:
-        expected = results[fn][0] + 3 * (fn == "logsumexp")
+        np.testing.assert_allclose(full[fn][0], variance[fn][0], atol=1e-12)
+        expected = variance[fn][0] + 3 * (fn == "logsumexp")
         np.testing.assert_allclose(shifted[fn][0], expected, atol=1e-12)
 
 
@@ -199,18 +191,14 @@ def test_vmap_and_the_bounds_of_uncertainty(dtype):
             np.testing.assert_allclose(values[fn][:3], np.stack(loop), atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("mean", ["mean", "masked", "huge"])
-def test_certain_logits_have_no_epistemic_part(mean, dtype):
-    mean = MEANS[mean]
-    for cov in (COVS["zero"], COVS["zero_diagonal"]):
-        value = everything(mean.astype(dtype), cov.astype(dtype))["uncertainty"][0]
-        assert value[2] == 0
-        expected = entropy(np.exp(mean - mean.max()))
-        np.testing.assert_allclose(value[0], expected, atol=20 * np.finfo(dtype).eps)
-
-
-def test_neither_shared_noise_nor_impossible_classes_are_uncertain():
+def test_what_is_certain_has_no_epistemic_part():
+    """Logits without noise, noise that all of them share, and no possible class at all."""
+    for mean in (MEANS["mean"], MEANS["masked"], MEANS["huge"]):
+        for cov in (COVS["zero"], COVS["zero_diagonal"]):
+            value = everything(mean.astype(np.float32), cov.astype(np.float32))["uncertainty"][0]
+            assert value[2] == 0
+            expected = entropy(np.exp(mean - mean.max()))
+            np.testing.assert_allclose(value[0], expected, atol=20 * np.finfo(np.float32).eps)
     value = everything(MEAN, 4.0 * np.ones((C, C)))["uncertainty"][0]
     assert value[2] < 1e-12
     np.testing.assert_allclose(value[0], entropy(P), atol=1e-12)
@@ -222,12 +210,18 @@ def test_neither_shared_noise_nor_impossible_classes_are_uncertain():
 
 
 @every_cov
-def test_derivatives_in_the_mean_are_those_of_the_average(cov):
+def test_derivatives_forward_in_reverse_and_second_ones(cov):
+    """In the mean they are those of the average."""
     step = 1e-5
     here, up, down = (everything(MEAN + k * step * DIRECTION, cov) for k in (0, 1, -1))
     for fn in FUNCTIONS:
         difference = (up[fn][0] - down[fn][0]) / (2 * step)
         np.testing.assert_allclose(here[fn][1] @ DIRECTION, difference, atol=1e-8)
+    backward, second = in_reverse(MEAN, cov)
+    for fn, slopes in backward.items():
+        for back, ahead in zip(slopes, here[fn][1:], strict=True):
+            np.testing.assert_allclose(back, ahead, atol=1e-12)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(second))
 
 
 def hessians():
@@ -250,30 +244,20 @@ def test_price_derivatives_at_zero_covariance_are_half_the_hessian():
         np.testing.assert_allclose(diagonal[fn][2], expected, atol=1e-12)
 
 
-@every_fn
-def test_price_derivative_is_the_cubatures_own_slope_as_points_grow(fn):
+def test_price_derivative_is_the_cubatures_own_slope_as_points_grow():
     cov = 0.25 * (COVS["full"] + 0.5 * np.eye(C))
     direction, step = 0.1 * cov, 1e-4
-
-    def slopes(num_points):
-        here, up, down = (
-            everything(MEAN, cov + k * step * direction, num_points)[fn] for k in (0, 1, -1)
-        )
-        tangent = np.tensordot(here[2], direction, axes=2)
-        return tangent, np.asarray(up[0] - down[0]) / (2 * step)
-
-    gaps = [np.max(np.abs(np.subtract(*slopes(num_points)))) for num_points in (POINTS, MANY)]
-    assert gaps[1] < gaps[0]
-    assert gaps[1] < 0.02 * np.max(np.abs(slopes(MANY)[0]))
-
-
-@every_cov
-def test_reverse_agrees_with_forward_and_second_derivatives_are_finite(cov):
-    backward, second = in_reverse(MEAN, cov)
-    for fn, slopes in backward.items():
-        for back, ahead in zip(slopes, everything(MEAN, cov)[fn][1:], strict=True):
-            np.testing.assert_allclose(back, ahead, atol=1e-12)
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(second))
+    few, many = (
+        [everything(MEAN, cov + k * step * direction, count) for k in (0, 1, -1)]
+        for count in (POINTS, MANY)
+    )
+    for fn in FUNCTIONS:
+        gaps = []
+        for here, up, down in (few, many):
+            tangent = np.tensordot(here[fn][2], direction, axes=2)
+            gaps.append(np.max(np.abs(tangent - (up[fn][0] - down[fn][0]) / (2 * step))))
+        assert gaps[1] < gaps[0]
+        assert gaps[1] < 0.02 * np.max(np.abs(tangent))
 
 
 @every_cov
@@ -284,10 +268,8 @@ def test_float32_slopes_are_finite_and_zero_for_masked_logits(mean, cov):
     To first order the epistemic part is tr(cov F) / 2, F the Fisher information of the logits.
     """
     if mean == "mean":
-        narrow, wide = (
-            everything(MEAN.astype(np.float32), cov.astype(np.float32)),
-            everything(MEAN, cov),
-        )
+        narrow = everything(MEAN.astype(np.float32), cov.astype(np.float32))
+        wide = everything(MEAN, cov)
         small = everything(MEAN.astype(np.float32), (1e-6 * cov).astype(np.float32))
         for fn in FUNCTIONS:
             assert narrow[fn][0].dtype == np.float32

@@ -6,17 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 
 import moment_jax as mj
 from moment_jax.objectives import (
+    Bernoulli,
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
+    bernoulli_probabilities,
     class_probabilities,
     log_marginal,
 )
 from moment_jax.objectives import expected_log_likelihood as uncompiled
+from moment_jax.objectives.bernoulli import expected_softplus
 
 T, D, C = 3, 2, 4
 # Compiled once for each form of the arguments: the value and its gradients.
@@ -24,8 +28,6 @@ with_grads = {
     score: jax.jit(jax.value_and_grad(score, argnums=(0, 2, 3), allow_int=True))
     for score in (uncompiled, log_marginal)
 }
-
-
 value_alone = jax.jit(uncompiled)
 
 
@@ -196,7 +198,7 @@ def test_gradients_against_differences(name, score):
     np.testing.assert_allclose(slope, difference, rtol=1e-7, atol=1e-7)
 
 
-def test_vmap_is_a_loop():
+def test_vmap_is_a_loop_and_jit_changes_nothing():
     batches = {}
     for name, (likelihood, target, mean) in CASES.items():
         covs = np.stack([random_cov(seed, mean.size) for seed in (14, 15)])
@@ -208,22 +210,15 @@ def test_vmap_is_a_loop():
         likelihood, *rows = batches[name]
         loop = [with_grads[score](likelihood, *row)[0] for row in zip(*rows, strict=True)]
         np.testing.assert_allclose(values, loop, atol=1e-10)
+        if (name, score) in (("categorical", uncompiled), ("gaussian_matrix", log_marginal)):
+            plain = score(likelihood, *(row[0] for row in rows))
+            np.testing.assert_allclose(plain, loop[0], atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("name", "score"), [("categorical", uncompiled), ("gaussian_matrix", log_marginal)]
-)
-def test_jit_changes_nothing(name, score):
-    likelihood, target, mean = CASES[name]
-    args = likelihood, target, mean, random_cov(14, mean.size)
-    np.testing.assert_allclose(score(*args), with_grads[score](*args)[0], atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_huge_outputs_stay_finite(dtype):
+def test_huge_outputs_stay_finite():
     """For classes see `test_cubature`."""
     for mean in ([1e4, 0, -1e4, 0], [-1e4, 0, 1e4, 0]):
-        args = np.ones(2, dtype), np.asarray(mean, dtype), np.ones(4, dtype)
+        args = (np.asarray(x, np.float32) for x in (np.ones(2), mean, np.ones(4)))
         value, (_, *grads) = with_grads[uncompiled](HeteroscedasticGaussian(), *args)
         assert np.isfinite(value)
         assert all(np.all(np.isfinite(leaf)) for leaf in grads)
@@ -269,3 +264,54 @@ def test_log_marginal_is_finite_where_the_probability_underflows():
         assert -1100 < value < -900
         assert all(np.all(np.isfinite(leaf)) for leaf in grads)
         np.testing.assert_allclose(grads[0], [-1.0, 1.0, 0.0, 0.0], atol=1e-5)
+
+
+# -- Bernoulli likelihoods, against a very fine sum ---------------------------------------------------
+
+LOGITS = np.linspace(-8, 8, 17)
+LOGISTIC = {
+    expected_softplus: (jax.nn.softplus, lambda f: np.logaddexp(0, f)),
+    bernoulli_probabilities: (jax.nn.sigmoid, scipy.special.expit),
+}
+
+
+def fine_average(fn, mean, variance):
+    z = np.linspace(-12, 12, 4_001)
+    weights = np.exp(-(z**2) / 2)
+    return fn(mean[..., None] + np.sqrt(variance)[..., None] * z) @ (weights / weights.sum())
+
+
+@pytest.mark.parametrize("fn", LOGISTIC, ids=["softplus", "sigmoid"])
+def test_quadrature_of_the_logistic_function(fn):
+    smooth, plain = LOGISTIC[fn]
+
+    @jax.jit
+    def everything(mean, variance):
+        by_both = jax.grad(lambda m, v: jnp.sum(fn(m, v)), argnums=(0, 1))
+        return fn(mean, variance), *by_both(mean, variance)
+
+    @jax.jit
+    def slope_and_curvature(mean):
+        return jax.jvp(jax.vmap(jax.grad(smooth)), (mean,), (jnp.ones_like(mean),))
+
+    for variance, error in ((0.0, 1e-14), (1.0, 1e-9), (4.0, 6e-6), (9.0, 3e-4)):
+        variance = np.full(17, variance)
+        exact = fine_average(plain, LOGITS, variance)
+        assert np.abs(everything(LOGITS, variance)[0] - exact).max() < error
+    _, by_mean, by_variance = everything(LOGITS, np.zeros(17))
+    slope, curvature = slope_and_curvature(LOGITS)
+    np.testing.assert_allclose(by_mean, slope, atol=1e-12)
+    np.testing.assert_allclose(by_variance, curvature / 2, atol=1e-12)
+    up, here, down = (everything(LOGITS, np.full(17, 0.5 + k)) for k in (1e-5, 0, -1e-5))
+    np.testing.assert_allclose(here[2], (up[0] - down[0]) / 2e-5, atol=1e-7)
+
+
+def test_bernoulli():
+    """Its expectation; in compiled code, a target that is no probability gives NaN."""
+    target = np.asarray([[1.0, 0.0], [0.25, 1.0]])
+    mean, cov = np.asarray([[0.3, -1.0], [2.0, 0.0]]), np.asarray([[0.5, 0.0], [1.0, 2.0]])
+    softplus = fine_average(lambda f: np.logaddexp(0, f), mean, cov)
+    exact = np.sum(target * mean) - np.sum(softplus)
+    np.testing.assert_allclose(value_alone(Bernoulli(), target, mean, cov), exact, rtol=1e-6)
+    for wrong in (2.0, -0.5):
+        assert np.isnan(value_alone(Bernoulli(), np.where(target == 0.25, wrong, 0), mean, cov))
