@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import integrate
+import scipy.stats
 
 from moment_jax.posterior import GaussianPrior
 from tests.builders import KERNEL_FAMILIES
@@ -40,10 +40,6 @@ def prior_moments(prior, shape):
     return (np.ravel(np.broadcast_to(field, shape)) for field in (prior.mean, prior.variance))
 
 
-def log_normal(x, mean, variance):
-    return -0.5 * ((x - mean) ** 2 / variance + np.log(2 * np.pi * variance))
-
-
 def dense_kl(belief, prior):
     """KL of two multivariate normal distributions, as in the textbooks."""
     mean, variance = prior_moments(prior, belief.shape)
@@ -62,11 +58,11 @@ def test_kl_is_the_dense_formula(family, shape):
     np.testing.assert_allclose(kl(belief, prior), dense_kl(belief, prior), **TOL)
 
 
-@pytest.mark.parametrize("family", [Point, Factorized], ids=name_of)
-def test_a_prior_is_broadcast_to_the_weights(family):
+def test_a_prior_is_broadcast_to_the_weights():
     """`kl` of the other families goes through the same function."""
-    for fields in ((0.3, 2.0), (np.array([0.1, -0.4]), np.array([[0.2], [1.0], [5.0]]))):
-        whole = (np.broadcast_to(field, (IN, OUT)) for field in fields)
+    fields = np.array([0.1, -0.4]), np.array([[0.2], [1.0], [5.0]])
+    whole = [np.broadcast_to(field, (IN, OUT)) for field in fields]
+    for family in (Point, Factorized):
         values = [kl(example(family), GaussianPrior(*given)) for given in (fields, whole)]
         np.testing.assert_allclose(*values, **TOL)
 
@@ -76,28 +72,26 @@ def test_kl_is_the_integral():
     belief, total = example(Factorized), 0.0
     moments = np.ravel(belief.mean), np.ravel(belief.variance), *prior_moments(PRIOR, (IN, OUT))
     for mean, variance, *p in zip(*moments, strict=True):
-
-        def integrand(x, q=(mean, variance), p=p):
-            return np.exp(log_normal(x, *q)) * (log_normal(x, *q) - log_normal(x, *p))
-
+        q, p = scipy.stats.norm(mean, variance**0.5), scipy.stats.norm(p[0], p[1] ** 0.5)
         # Beyond 12 standard deviations the mass is below 1e-32.
-        low, high = mean - 12 * np.sqrt(variance), mean + 12 * np.sqrt(variance)
-        total += integrate.quad(integrand, low, high, epsabs=1e-13)[0]
+        total += q.expect(
+            lambda x, q=q, p=p: q.logpdf(x) - p.logpdf(x),
+            lb=mean - 12 * variance**0.5, ub=mean + 12 * variance**0.5, epsabs=1e-13,
+        )  # fmt: skip
     np.testing.assert_allclose(kl(belief, PRIOR), total, **TOL)
 
 
 def test_equation_12():
     belief = example(OutputShared)
-    expected = 0.0
-    for r in range(OUT):
-        mu, variance = np.asarray(belief.mean)[:, r], float(belief.variance[r])
-        expected += 0.5 * (IN * variance + mu @ mu - IN - IN * np.log(variance))
+    pairs = zip(np.asarray(belief.mean).T, np.asarray(belief.variance), strict=True)
+    expected = sum(0.5 * (IN * v + mu @ mu - IN - IN * np.log(v)) for mu, v in pairs)
     np.testing.assert_allclose(kl(belief, GaussianPrior()), expected, **TOL)
 
 
 def test_kl_of_a_point_is_the_negative_log_prior():
     point = example(Point)
-    expected = -log_normal(np.ravel(point.mean), *prior_moments(PRIOR, point.shape)).sum()
+    mean, variance = prior_moments(PRIOR, point.shape)
+    expected = -scipy.stats.norm(mean, variance**0.5).logpdf(np.ravel(point.mean)).sum()
     np.testing.assert_allclose(kl(point, PRIOR), expected, **TOL)
 
 
@@ -131,32 +125,28 @@ def test_empirical_bayes_has_its_closed_form(family):
 
 def certain_of_one_input(family):
     """A belief that has no variance in the weights of the last input (or output) unit."""
-    mean, *rest = map(np.array, jax.tree.leaves(example(family)))
-    if family is FullNormal:
-        rest[0][-1], rest[0][:, :, -1] = 0, 0
-    else:
-        rest[0][-1], rest[0][..., -1] = 0, 0
-    return family(*map(jnp.asarray, (mean, *rest)))
+    mean, cov, *rest = map(np.array, jax.tree.leaves(example(family)))
+    cov[-1] = 0
+    cov[np.s_[:, :, -1] if family is FullNormal else np.s_[..., -1]] = 0
+    return family(*map(jnp.asarray, (mean, cov, *rest)))
 
 
 @families
-@pytest.mark.parametrize("make", [without_variance, certain_of_one_input])
-def test_kl_of_a_singular_belief_is_infinite(family, make):
-    belief = make(family)
-    value, gradient = value_and_grad(belief, PRIOR)
-    assert value == np.inf
-    assert not any(np.any(np.isnan(leaf)) for leaf in jax.tree.leaves(gradient))
-    np.testing.assert_allclose(gradient[0].mean, (belief.mean - PRIOR.mean) / PRIOR.variance, **TOL)
+def test_kl_of_a_singular_belief_is_infinite(family):
+    for belief in (without_variance(family), certain_of_one_input(family)):
+        value, gradient = value_and_grad(belief, PRIOR)
+        assert value == np.inf
+        assert not any(np.any(np.isnan(leaf)) for leaf in jax.tree.leaves(gradient))
+        expected = (belief.mean - PRIOR.mean) / PRIOR.variance
+        np.testing.assert_allclose(gradient[0].mean, expected, **TOL)
 
 
 def test_kl_gradient_beside_a_zero_variance():
-    mean, variance = random(1, 4), np.array([0.5, 0.0, 1.5, 1e-300])
-    prior = GaussianPrior(variance=2.0)
-    gradient = jax.jit(jax.grad(lambda variance: Factorized(mean, variance).kl(prior)))(variance)
-    positive = variance > 0
-    expected = 0.5 * (1 / 2.0 - 1 / variance[positive])
-    np.testing.assert_allclose(np.asarray(gradient)[positive], expected, **TOL)
-    assert gradient[1] == -np.inf
+    variance = np.array([0.5, 0.0, 1.5, 1e-300])
+    _, (gradient, _) = value_and_grad(Factorized(random(1, 4), variance), GaussianPrior(0.0, 2.0))
+    expected = 0.5 * (1 / 2.0 - 1 / variance[variance > 0])
+    np.testing.assert_allclose(np.asarray(gradient.variance)[variance > 0], expected, **TOL)
+    assert gradient.variance[1] == -np.inf
 
 
 def test_kl_keeps_its_digits_where_large_terms_cancel():

@@ -1,4 +1,4 @@
-"""`materialized` changes nothing but the program."""
+"""`materialized` changes nothing but the program; diagonals are those of JAX's own functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.xla import materialized
+from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 X = jax.random.normal(jax.random.key(0), (3, 4))
 DRESSED = {
@@ -20,21 +20,23 @@ DRESSED = {
 }
 
 
-def formula(x, mark):
-    return mark(jnp.sin(mark(x))) * x
-
-
 @pytest.mark.parametrize("dress", DRESSED.values(), ids=DRESSED)
 def test_it_is_the_identity(dress):
-    marked, bare = (dress(lambda x, m=m: formula(x, m)) for m in (materialized, lambda x: x))
-    np.testing.assert_array_equal(marked(X), bare(X))
-    derivatives = [
-        lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2))(X),
-        lambda f: jax.jvp(f, (X,), (jnp.ones_like(X),))[1],
-        lambda f: jax.jvp(jax.grad(lambda x: jnp.sum(f(x) ** 2)), (X,), (X,))[1],
-    ]
-    for derivative in derivatives:
-        np.testing.assert_allclose(derivative(marked), derivative(bare), rtol=1e-12)
+    """Its value and derivatives, of a formula that is marked inside and out."""
+
+    @jax.jit
+    def everything(x):
+        def results(mark):
+            fn = dress(lambda x: mark(jnp.sin(mark(x))) * x)
+            gradient = jax.grad(lambda x: jnp.sum(fn(x) ** 2))
+            derivatives = jax.jvp(fn, (x,), (jnp.ones_like(x),))[1], *jax.jvp(gradient, (x,), (x,))
+            return fn(x), derivatives
+
+        return results(materialized), results(lambda x: x)
+
+    (value, marked), (expected, bare) = everything(X)
+    np.testing.assert_array_equal(value, expected)
+    np.testing.assert_allclose(marked, bare, rtol=1e-12)
 
 
 def test_nothing_happens_outside_of_a_trace():
@@ -73,3 +75,15 @@ def test_other_platforms_get_the_identity():
     module = exported.mlir_module()
     assert "negate" not in module
     assert "optimization_barrier" not in module
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_diagonals_of_one_matrix_or_of_many(backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    for shape in ((3, 3), (2, 1, 1), (2, 5, 4, 4)):
+        matrix = np.random.default_rng(0).normal(size=shape)
+        entries = diagonal_of(jnp.asarray(matrix))
+        np.testing.assert_array_equal(entries, np.diagonal(matrix, axis1=-2, axis2=-1))
+        np.testing.assert_array_equal(diagonal_matrix(entries), matrix * np.eye(shape[-1]))
+        zeros = jnp.isfinite(diagonal_matrix(jnp.inf * entries))
+        assert zeros.sum() == matrix.size - entries.size
