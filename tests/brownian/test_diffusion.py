@@ -1,9 +1,7 @@
 """Diffusion maps: known distances and known coordinates."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from scipy.stats import spearmanr
 
 import moment_jax as mj
@@ -53,17 +51,3 @@ def test_a_swiss_roll_is_unrolled():
     found = diffusion_map(noisy([turn * np.cos(turn), 2 * height, turn * np.sin(turn)], 0.1))
     assert abs(spearmanr(found.coordinates[:, 0], turn).statistic) > 0.95
     assert found.residuals.max() < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: brownian.diffusion_map(jnp.ones((1, 2))), "two points"),
-        (lambda: brownian.diffusion_map(jnp.ones((5, 2))), "coincide"),
-        (lambda: brownian.diffusion_map(jnp.eye(4), bandwidth=0.0), "bandwidth > 0"),
-        (lambda: brownian.diffusion_map(jnp.eye(4), count=4), "T - 1"),
-    ],
-)  # fmt: skip
-def test_bad_input(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
