@@ -11,16 +11,26 @@ T, K = 3, 5
 MEAN = jax.random.normal(jax.random.key(0), (T, K), jnp.float64)
 
 
-def test_law_of_a_code_is_the_mean_of_pi():
+def test_law_of_a_code_is_the_mean_of_pi_and_masked_categories_are_impossible():
+    mask = jnp.asarray(np.random.default_rng(0).random((T, K)) < 0.6).at[:, 0].set(True)
+
     def laws(cov):
         moments = mj.discrete.category_moments(MEAN, cov)
         return *moments, mj.discrete.log_category_probabilities(MEAN, cov)
 
+    def masked(mean, cov):
+        log_probs = mj.discrete.log_category_probabilities(jnp.where(mask, mean, -jnp.inf), cov)
+        return jnp.sum(jnp.where(mask, log_probs, 0)), log_probs
+
     default = mj.DEFAULT_STRUCTURE.zeros((T, K), MEAN.dtype)
     assert isinstance(jax.eval_shape(laws, default)[1], mj.DEFAULT_STRUCTURE)
-    mean, _, log_probs = jax.jit(laws)(random_cov(jax.random.key(1), mj.Diagonal, (T, K), 0.5))
+    run = jax.jit(lambda cov: (laws(cov), jax.grad(masked, has_aux=True)(MEAN, cov)))
+    cov = random_cov(jax.random.key(1), mj.Diagonal, (T, K), 0.5)
+    (mean, _, log_probs), (slope, of_masked) = run(cov)
     assert_close(np.exp(log_probs), mean, 1e-12)
     assert_close(np.sum(mean, axis=1), np.ones(T), 1e-12)
+    assert ((of_masked == -jnp.inf) == ~mask).all()
+    assert jnp.isfinite(slope).all()
 
 
 def test_codes_drawn_through_the_weights_have_that_law():
@@ -41,17 +51,3 @@ def test_codes_drawn_through_the_weights_have_that_law():
     # The transform's own error, 0.5 % of E[pi] at a logit sd of 1, comes on top of the sampling's.
     assert (np.abs(shares - expected) < 4 * error + 0.01 * expected).all()
     assert (np.abs(shares - at_mean) > 8 * error).any()
-
-
-def test_masked_categories_are_impossible():
-    mask = jnp.asarray(np.random.default_rng(0).random((T, K)) < 0.6).at[:, 0].set(True)
-    cov = random_cov(jax.random.key(4), mj.Diagonal, (T, K))
-
-    def value(mean):
-        mean = jnp.where(mask, mean, -jnp.inf)
-        log_probs = mj.discrete.log_category_probabilities(mean, cov)
-        return jnp.sum(jnp.where(mask, log_probs, 0)), log_probs
-
-    slope, log_probs = jax.jit(jax.grad(value, has_aux=True))(MEAN)
-    assert ((log_probs == -jnp.inf) == ~mask).all()
-    assert jnp.isfinite(slope).all()
