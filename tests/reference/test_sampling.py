@@ -54,20 +54,23 @@ def test_moments_and_errors_cover_the_truth(repeats):
         assert np.all(np.abs(np.mean(scores, axis=0)) < 5 / 400**0.5)
         # The mean square of 400 standard normal scores has the standard error sqrt(2/400).
         assert np.all(np.abs(np.mean(scores**2, axis=0) - 1) < 5 * (2 / 400) ** 0.5)
-
-
-def test_the_gaussian_error_of_a_deviation_would_not(repeats):
-    deviation = jnp.sqrt(jnp.diagonal(lognormal_moments()[1]))
-    gaussian_error = repeats.standard_deviation / (2 * 1999) ** 0.5
-    scores = (repeats.standard_deviation - deviation[None]) / gaussian_error
+    # The error of a Gaussian's deviation would not do.
+    ratio = repeats.sd_error / (repeats.standard_deviation / (2 * 1999) ** 0.5)
+    scores = bands["deviation"] * ratio
     assert np.all(np.mean(scores**2, axis=0) > 1 + 5 * (2 / 400) ** 0.5)
 
 
 def test_batches_give_the_moments_of_the_same_draws():
     n = 50
-    draw = jax.jit(jax.vmap(lambda i: sample_params(BELIEF, jax.random.fold_in(KEY, i))))
-    draws = np.asarray(jax.vmap(lognormals)(draw(jnp.arange(n))))
-    got = monte_carlo(lognormals, BELIEF, KEY, n, batch_size=7, covariance=True)
+
+    @jax.jit
+    def both(key):
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
+        draws = jax.vmap(lambda key: lognormals(sample_params(BELIEF, key)))(keys)
+        return draws, monte_carlo(lognormals, BELIEF, key, n, batch_size=7, covariance=True)
+
+    draws, got = both(KEY)
+    draws = np.asarray(draws)
     centred = draws - draws.mean(0)
     second, fourth = np.mean(centred**2, 0), np.mean(centred**4, 0)
     variance_error = np.sqrt((fourth - second**2 * (n - 3) / (n - 1)) / n)
@@ -125,16 +128,13 @@ def test_certain_outputs_and_gradients_at_them():
         assert value[1] > 0.01
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_moments_have_the_type_of_the_output(dtype):
-    belief = Factorized(jnp.zeros(2, dtype), jnp.ones(2, dtype))
-
-    def types(fn):
-        moments = jax.eval_shape(lambda: monte_carlo(fn, belief, KEY, 300, covariance=True))
-        return {field.dtype for field in jax.tree.leaves(moments)}
-
-    assert types(jnp.exp) == {jnp.dtype(dtype)}
-    assert types(lambda draw: draw > 0) == {jnp.dtype(float)}  # frequencies
+def test_moments_have_the_type_of_the_output():
+    for dtype in (jnp.float32, jnp.float64):
+        belief = Factorized(jnp.zeros(2, dtype), jnp.ones(2, dtype))
+        for fn, expected in ((jnp.exp, dtype), (lambda draw: draw > 0, float)):  # frequencies
+            sample = partial(monte_carlo, fn, belief, KEY, 300, covariance=True)
+            fields = jax.tree.leaves(jax.eval_shape(sample))
+            assert {field.dtype for field in fields} == {jnp.dtype(expected)}
 
 
 @pytest.mark.parametrize(
