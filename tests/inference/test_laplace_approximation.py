@@ -70,15 +70,7 @@ def test_the_diagonal_is_that_of_the_hessian():
     assert np.allclose(tree["kernel"].variance.ravel(), 1 / (np.diag(hessian) + 0.5))
 
 
-def test_kronecker_factors_are_exact_on_average_and_batches_do_not_matter():
-    model = evaluated(MyMLP)
-    data = X, jnp.zeros((24, 2))
-    one, other = (laplace(model, Gaussian(1.0), data, batch_size=b) for b in (24, 10))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert np.allclose(a, b, atol=2e-5)
-
-
-def test_the_evidence_is_highest_at_the_chosen_precision():
+def test_the_evidence_is_highest_at_the_chosen_precision_and_batches_do_not_matter():
     model = evaluated(MyMLP)
     data = X, jnp.sin(X[:, :2])
 
@@ -87,6 +79,12 @@ def test_the_evidence_is_highest_at_the_chosen_precision():
 
     best = found()
     (precision,) = set(best.prior_precision.values())
+    whole, batches = (
+        laplace(model, Gaussian(0.1), data, prior_precision=precision, batch_size=b)
+        for b in (24, 10)
+    )
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(batches), strict=True):
+        assert np.allclose(a, b, atol=2e-5)
     assert best.log_evidence > max(found(precision * f).log_evidence for f in (0.8, 1.25))
     assert 0 < best.effective_parameters < 1000
 
@@ -175,25 +173,21 @@ def test_a_vision_transformer_as_users_write_it(kind):
     model = evaluated(MyViT, depth=1, width=8)
     inputs = jax.random.normal(jax.random.key(0), (6, 8, 8, 1))
     logits = nnx.jit(model)(inputs)
-    labels = jnp.argmax(logits, axis=-1)
-    tree, receipt = laplace(
-        model, Categorical(), (inputs, labels), kind=kind, receipt=True,
-        per_layer=kind == "kfac",
-    )  # fmt: skip
+    options = {"kind": kind, "receipt": True, "per_layer": kind == "kfac"}
+    data = inputs, jnp.argmax(logits, axis=-1)
+    tree, receipt = laplace(model, Categorical(), data, **options)
     assert np.isfinite(receipt.log_evidence)
 
     @jax.jit
     def predicted(tree, x):
-        both = (
-            mj.bayesian(model, tree, linearised=linearised, structure=mj.Diagonal)(x)
-            for linearised in (True, False)
-        )
-        return [(mean, variances(cov)) for mean, cov in both]
+        options = [{"linearised": linearised, "structure": mj.Diagonal} for linearised in ways]
+        return [mj.bayesian(model, tree, **option)(x) for option in options]
 
+    ways = (True, False) if kind == "kfac" else (True,)
     found = predicted(tree, inputs[:1])
-    for mean, variance in found:
+    for mean, cov in found:
         assert jnp.isfinite(mean).all()
-        assert (variance > 0).all()
+        assert (variances(cov) > 0).all()
     assert jnp.allclose(found[0][0], logits[:1], atol=1e-5)
 
 
@@ -211,8 +205,6 @@ def test_a_prior_may_be_centred_at_given_weights():
         ({"likelihood": "mse"}, TypeError, "Categorical.*Got 'mse'"),
         ({"likelihood": Gaussian(0.0)}, ValueError, "positive noise variance"),
         ({"data": (X, jnp.zeros(24))}, ValueError, r"shape \(24, 1\). Got \(24,\)"),
-        ({"data": (X, jnp.zeros((3, 1)))}, ValueError, "as many inputs as targets"),
-        ({"data": X}, TypeError, "inputs, targets"),
         (
             {"likelihood": Categorical(), "data": (X, NEGATIVE)},
             ValueError,

@@ -38,10 +38,6 @@ def test_sample_params_draws_each_leaf_with_its_own_key():
 
     for one, wanted in zip(got, one_by_one(beliefs), strict=True):
         np.testing.assert_allclose(one, wanted, rtol=1e-14)
-    np.testing.assert_array_equal(draw(beliefs, KEY)[0], got[0])
-
-
-def test_sample_params_draws_leaves_independently():
     belief = Factorized(np.zeros(2), np.ones(2))
     first, second = draw((belief, belief), KEY)
     assert not np.any(np.asarray(first) == np.asarray(second))
