@@ -7,8 +7,7 @@ W = E[softmax] and values v:
 
     G  += A * (W (B * V) W^T - X - X^T + (a a^T) * (W B W^T)) + W V W^T,  X = ((W V) * (W B)) W^T
 
-under the metric of the output, where V is E[v v^T] over tokens and a = W v. What is left out
-moves no logit's sd of the sampled cases by more than .002.
+under the metric of the output, where V is E[v v^T] over tokens and a = W v.
 """
 
 from __future__ import annotations
