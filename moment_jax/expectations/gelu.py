@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import erfc
+from jax.scipy.special import erf
 
 from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 
@@ -40,7 +40,7 @@ def _gelu(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
     v = jnp.where(variance < 0, 0, variance)  # the full derivative at 0, unlike a maximum
     r = jax.lax.rsqrt(1 + v)
     t = mean * r
-    tail = 0.5 * erfc(-(0.5**0.5) * t)
+    tail = 0.5 + 0.5 * erf(0.5**0.5 * t)
     e0 = (0.5 / np.pi) ** 0.5 * r * jnp.exp(-0.5 * t * t)
     e1 = -r * t * e0
     e2 = -r * (t * e1 + r * e0)

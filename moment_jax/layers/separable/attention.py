@@ -2,7 +2,7 @@
 
 Read every input as Cov[x_ti, x_sj] = P_ts C_ij with its token pattern P. Scores have ONE Kronecker
 product as covariance, Cov[s_ac, s_bf] = A_ab B_cf; queries, keys and values are independent in it, and
-share x in the means alone. Kernels' noise has one token pattern each, for all heads. Per head, with
+share x in the means alone, where queries and keys see the diagonal of C. Kernels' noise has one token pattern each, for all heads. Per head, with
 W = E[softmax] and values v:
 
     G  += A * (W (B * V) W^T - X - X^T + (a a^T) * (W B W^T)) + W V W^T,  X = ((W V) * (W B)) W^T
@@ -24,6 +24,7 @@ from moment_jax.covariance.numerics import (
     safe_divide,
     safe_sqrt,
     summed_covs,
+    under,
 )
 from moment_jax.covariance.separable import Cross, Separable, kernel_noise, spread
 from moment_jax.expectations import expected_softmax, masked_softmax
@@ -47,7 +48,7 @@ class Projection(NamedTuple):
 
     mean: Array  # (T, K)
     kernel: Array  # mean, (D, K)
-    pulled: Array  # C kernel, (D, K)
+    pulled: Array  # C kernel, (D, K); of queries and keys diag(C) kernel
     by_input: Array  # (K, K): noise of x, through the kernel's mean and its noise
     by_kernel: Array  # (K, K): noise of the kernel alone, for the tokens' weighted second moment
     by_bias: Array  # (K, K)
@@ -59,16 +60,17 @@ class Projection(NamedTuple):
 
 
 def _projection(
-    mean: Array, cov: Separable, layer: DenseParams, weights: Array, turn: Array | None, h: int
+    mean: Array, features: Array, layer: DenseParams, weights: Array, turn: Array | None, h: int
 ) -> tuple[Projection, Array]:
     """All heads' projections by a layer, and the token pattern of its kernel's noise, (T, T).
 
-    `weights` (T,) are those of the tokens over which that pattern's trace is one.
+    `features` is C, or its diagonal. `weights` (T,) are those of the tokens over which that pattern's
+    trace is one.
     """
     kernel = layer.kernel
     kernels = split_heads(kernel.mean, h)
-    pulled = split_heads(cov.features @ kernel.mean, h)
-    by_input = _blocks(kernel_noise(kernel, cov.features, jnp.zeros_like(mean[:1])), h)
+    pulled = split_heads(under(kernel.mean.T, features).T, h)
+    by_input = _blocks(kernel_noise(kernel, features, jnp.zeros_like(mean[:1])), h)
     noise = gram(mean, kernel.input_metric())
     projection = Projection(
         turned(split_heads(layer.mean_output(mean), h), turn),
@@ -114,7 +116,6 @@ class _Head(NamedTuple):
 class _Output(NamedTuple):
     mean: Array  # (T, K)
     weights: Array  # E[softmax], (T, S)
-    reach: Array  # weights times the source's pattern, (T, S)
     tokens: Array  # what the head alone adds to the token Gram matrix, (T, T)
     by_scores: Array  # covariance of the sum through the scores, (K, K)
 
@@ -132,9 +133,12 @@ def attention(
     source, source_cov = (mean, cov) if memory is None else memory
     key_weights = pool_scores(source_cov.pool, mask) if memory is None else source_cov.pool
     query_weights = key_weights if memory is None else cov.pool
-    query, query_noise = _projection(mean, cov, params.query, query_weights, turns[0], h)
-    key, key_noise = _projection(source, source_cov, params.key, key_weights, turns[1], h)
-    value, value_noise = _projection(source, source_cov, params.value, source_cov.pool, None, h)
+    own, others = diagonal_of(cov.features), diagonal_of(source_cov.features)
+    query, query_noise = _projection(mean, own, params.query, query_weights, turns[0], h)
+    key, key_noise = _projection(source, others, params.key, key_weights, turns[1], h)
+    value, value_noise = _projection(
+        source, source_cov.features, params.value, source_cov.pool, None, h
+    )
     pattern = source_cov.pattern()
     own_pattern = pattern if memory is None else cov.pattern()
     tokens = _Tokens(
@@ -153,24 +157,24 @@ def attention(
     heads = _Head(query, key, value, contrasts, metric, mask)
     out = each_head(one_head, heads, num_scores=h * len(mean) * len(source))
 
-    # All heads average the same noise of x in the values.
+    # All heads average the same noise of x in the values; pairs of heads do with their mean weights.
     value_kernel = params.value.kernel.mean
     whole = value_kernel.T @ merge_heads(value.pulled)  # (H K, H K)
     whole = whole.reshape(*(h, len(whole) // h) * 2)
     between = jnp.sum(whole * gram(output).reshape(whole.shape), axis=(1, 3))
-    between = jnp.where(jnp.eye(h, dtype=bool), 0, between)
-    others = jnp.einsum("hg,gbc->hbc", between, out.weights)
-    gram_tokens = jnp.sum(out.tokens, axis=0) + jnp.einsum("hac,hbc->ab", out.reach, others)
+    shared = jnp.sum(between) - jnp.sum(diagonal_of(between))  # by pairs of different heads
     mixed = merge_heads(out.mean)
-    gram_tokens = gram_tokens + gram(mixed, noise)
+    gram_tokens = jnp.sum(out.tokens, axis=0) + gram(mixed, noise)
+    gram_tokens = gram_tokens + shared * gram(jnp.mean(out.weights, axis=0), pattern)
 
     # The sum over queries: averages of values' noise, and every head's own.
     total = jnp.einsum("a,hac->hc", cov.pool, out.weights)
     overlap = (total @ pattern) @ total.T
-    own = _own_values(params.value, source_cov, total, total @ source, diagonal_of(overlap), h)
+    energy = diagonal_of(overlap)
+    by_values = _own_values(params.value, source_cov, total, total @ source, energy, h)
     averages = whole * overlap[:, None, :, None]
-    own = own + out.by_scores
-    averages = averages + jnp.where(jnp.eye(h, dtype=bool)[:, None, :, None], own[:, :, None], 0)
+    by_head = (by_values + out.by_scores)[:, :, None]
+    averages = averages + jnp.where(jnp.eye(h, dtype=bool)[:, None, :, None], by_head, 0)
     averages = averages.reshape(len(output), -1)
     by_noise = kernel_noise(params.output.kernel, averages, (cov.pool @ mixed)[None])
     features = summed_covs(gram(output.T, averages), by_noise)
@@ -280,7 +284,7 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
     mean = average + centre * jnp.sum(weights, axis=1, keepdims=True)
     if order == 2:
         mean = mean + _shared(q, k, v, tokens.source, weights, gain / root, reach, own)
-    return _Output(mean, weights, reach, by_scores + within, features)
+    return _Output(mean, weights, by_scores + within, features)
 
 
 def _scores(head: _Head, tokens: _Tokens) -> tuple[Array, Array]:

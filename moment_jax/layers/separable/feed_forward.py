@@ -36,8 +36,10 @@ def feed_forward(
     first, second = hidden.kernel.mean, output.kernel.mean
     hidden_bias = bias_cov(hidden.bias, first.shape[1], mean.dtype)
 
-    # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,).
-    own = jnp.sum(first * (cov.features @ first), axis=0)
+    # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,). Their total
+    # by x is exact; what each has of it is read off the diagonal of C, which saves a (D, D, F) product.
+    own = diagonal_of(cov.features) @ first**2
+    own = own * safe_divide(jnp.sum(cov.features * gram(first)), jnp.sum(own))
     noise = kernel_noise(hidden.kernel, cov.features, (pool @ mean)[None])
     noise = summed_covs(noise, jnp.sum(pool) ** 2 * hidden_bias)
     metric = hidden.kernel.input_metric()
