@@ -2,8 +2,8 @@
 
 Read every input as Cov[x_ti, x_sj] = P_ts C_ij with its token pattern P. Scores have ONE Kronecker
 product as covariance, Cov[s_ac, s_bf] = A_ab B_cf; queries, keys and values are independent in it, and
-share x in the means alone, where queries and keys see the diagonal of C. Kernels' noise has one token pattern each, for all heads. Per head, with
-W = E[softmax] and values v:
+share x in the means alone. Queries and keys see the diagonal of C. Kernels' noise has one token pattern
+each, for all heads. Per head, with W = E[softmax] and values v:
 
     G  += A * (W (B * V) W^T - X - X^T + (a a^T) * (W B W^T)) + W V W^T,  X = ((W V) * (W B)) W^T
 
