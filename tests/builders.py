@@ -24,6 +24,7 @@ from moment_jax.nn import VisionTransformer
 from moment_jax.posterior import (
     Factorized,
     FullNormal,
+    KroneckerEigen,
     MatrixNormal,
     OutputShared,
     Point,
@@ -33,7 +34,7 @@ from moment_jax.posterior import (
 Array = jax.Array
 
 ALL_STRUCTURES = list(STRUCTURES.values())
-KERNEL_FAMILIES = [Point, Factorized, OutputShared, MatrixNormal, FullNormal]
+KERNEL_FAMILIES = [Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal]
 VECTOR_FAMILIES = [Point, Factorized, FullNormal]
 
 
@@ -115,6 +116,10 @@ def random_kernel(
         Factorized: lambda: (size * random.uniform(0.2, 1, shape),),
         OutputShared: lambda: (size * random.uniform(0.2, 1, columns),),
         MatrixNormal: lambda: (size * _psd(random, rows), _psd(random, columns)),
+        KroneckerEigen: lambda: (
+            *(np.linalg.qr(random.normal(size=(n, n)))[0] for n in shape),
+            size * random.uniform(0.2, 1, shape),
+        ),
         FullNormal: lambda: (size * _psd(random, rows * columns).reshape(*shape, *shape),),
     }[family]()
     return family(*map(jnp.asarray, (mean, *fields)))

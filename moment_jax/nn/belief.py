@@ -13,13 +13,15 @@ from moment_jax import posterior as families
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
-# The parameters of a spread by family: a `scale` of entries, or roots of covariance matrices.
+# The parameters of a spread by family: a `scale` of entries, roots of covariance matrices, or matrices
+# whose QR decomposition has an orthogonal basis.
 FAMILIES: dict[Any, tuple[str, ...]] = {
     families.Point: (),
     families.Factorized: ("scale",),
     families.FullNormal: ("entries",),
     families.OutputShared: ("scale",),
     families.MatrixNormal: ("rows", "columns"),
+    families.KroneckerEigen: ("in_basis", "out_basis", "scale"),
 }
 
 
@@ -43,8 +45,8 @@ class Belief(nnx.Module):
 
     Args:
       mean: initial mean, of any shape.
-      family: `Point`, `Factorized`, `OutputShared`, `MatrixNormal` or `FullNormal` of
-        `mj.posterior`; `OutputShared` and `MatrixNormal` are for matrices only.
+      family: `Point`, `Factorized`, `OutputShared`, `MatrixNormal`, `KroneckerEigen` or `FullNormal` of
+        `mj.posterior`; `OutputShared`, `MatrixNormal` and `KroneckerEigen` are for matrices only.
       scale: initial standard deviation of every entry.
       prior_scale: standard deviation of the prior; its initial value if learned.
       learn_prior: learn the prior's standard deviation by the same objective.
@@ -71,7 +73,8 @@ class Belief(nnx.Module):
                 "`Belief` needs positive scale and prior_scale. Got "
                 f"{scale} and {prior_scale}. For a certain array, use family=Point."
             )
-        if mean.ndim != 2 and family in (families.OutputShared, families.MatrixNormal):
+        of_matrices = (families.OutputShared, families.MatrixNormal, families.KroneckerEigen)
+        if mean.ndim != 2 and family in of_matrices:
             raise ValueError(
                 f"`Belief` needs a matrix for {family.__name__}. Got an array of shape "
                 f"{tuple(mean.shape)}; for biases, gains and positions use Factorized."
@@ -141,6 +144,10 @@ def stored_form(belief: Posterior) -> dict[str, np.ndarray]:
         return {"entries": _root(belief.cov.reshape(2 * (belief.mean.size,)))}
     if isinstance(belief, families.MatrixNormal):
         return {"rows": _root(belief.in_cov), "columns": _root(belief.out_cov)}
+    if isinstance(belief, families.KroneckerEigen) and belief.variance.shape == belief.shape:
+        bases = {"in_basis": belief.in_basis, "out_basis": belief.out_basis}
+        scale = _inverse_softplus(np.sqrt(np.asarray(belief.variance, np.float64)))
+        return {**{k: np.asarray(v) for k, v in bases.items()}, "scale": scale}
     raise ValueError(
         f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
         f"{type(getattr(belief, 'belief', belief)).__name__} of shape {belief.shape}."
@@ -169,8 +176,11 @@ def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str
     sizes = {"rows": shape[:1], "columns": shape[1:], "entries": shape}
     raw = {}
     for name in names:
-        value = math.log(math.expm1(scale ** (1 / len(names))))  # softplus(value) is the scale
-        if name == "scale":
+        share = 2 if name in ("rows", "columns") else 1
+        value = math.log(math.expm1(scale ** (1 / share)))  # softplus(value) is the scale
+        if name.endswith("basis"):
+            raw[name] = VariationalScale(jnp.eye(shape[name == "out_basis"], dtype=mean.dtype))
+        elif name == "scale":
             shape = shape[1:] if family is families.OutputShared else shape
             raw[name] = VariationalScale(jnp.full(shape, value, mean.dtype))
         else:
@@ -185,8 +195,10 @@ def lower_factor(raw: Array) -> Array:
 
 
 def _spread(name: str, raw: Array) -> Array:
-    """Variances, or the covariance L L^T."""
+    """Variances, an orthogonal basis, or the covariance L L^T."""
     if name == "scale":
         return jax.nn.softplus(raw) ** 2
+    if name.endswith("basis"):
+        return jnp.linalg.qr(raw)[0]
     factor = lower_factor(raw)
     return factor @ factor.T

@@ -27,8 +27,8 @@ def partition_spec(
     output layers by inputs, embedding tables by rows, and Flax's attention kernels by heads. With `fsdp`
     the other axis is split over `data`. Position tables, all rows of which are used at once, are split
     by features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the factors of
-    `MatrixNormal`) follow that axis. An axis that its devices do not divide is not split, and arrays
-    without a rule are replicated. The leaves of an optimizer's state follow their parameters.
+    `MatrixNormal`, the bases of `KroneckerEigen`) follow that axis. An axis that its devices do not
+    divide is not split, and arrays without a rule are replicated. The leaves of an optimizer's state follow their parameters.
 
     Args:
       path: names and indices from the module to the array, as in `nnx.to_flat_state`.
@@ -46,7 +46,8 @@ def partition_spec(
     rows, columns = _kernel_axes(names, array)
     if not fsdp:
         rows, columns = (None if axis == DATA else axis for axis in (rows, columns))
-    by_name = {"rows": (rows, None), "columns": (columns, None)}  # of a MatrixNormal
+    of_rows, of_columns = (rows, None), (columns, None)  # of a MatrixNormal or KroneckerEigen
+    by_name = {"rows": of_rows, "columns": of_columns, "in_basis": of_rows, "out_basis": of_columns}
     by_rank: dict[int, tuple[str | None, ...]] = {1: (columns,), 2: (rows, columns)}
     if SPLITS_OUTPUTS.intersection(names):  # Flax's (features, heads, width)
         by_rank[3] = (rows, columns, None)

@@ -6,6 +6,7 @@
 | `Factorized` | [i = j][o = p] v_io | 2 in out | any array |
 | `OutputShared` | [i = j][o = p] v_o, the derivation's | in out + out | |
 | `MatrixNormal` | A_ij B_op | in out + in^2 + out^2 | |
+| `KroneckerEigen` | sum_ab U_ia U_ja W_ob W_pb v_ab | 2 in out + in^2 + out^2 | |
 | `FullNormal` | everything | in out + (in out)^2 | any array |
 
 `Reshaped` presents a matrix of weights as an array of another shape. Beliefs about trained networks
@@ -17,7 +18,7 @@ say) has leading axes on every array; call its methods under `jax.vmap`.
 """
 
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.correlated import FullNormal, MatrixNormal
+from moment_jax.posterior.correlated import FullNormal, KroneckerEigen, MatrixNormal
 from moment_jax.posterior.draws import sample_params
 from moment_jax.posterior.independent import Factorized, OutputShared, Point
 from moment_jax.posterior.prior import GaussianPrior
@@ -28,6 +29,7 @@ __all__ = [
     "Factorized",
     "FullNormal",
     "GaussianPrior",
+    "KroneckerEigen",
     "MatrixNormal",
     "OutputShared",
     "Point",

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Full
-from moment_jax.posterior import FullNormal, MatrixNormal, Point, Posterior, Reshaped
+from moment_jax.posterior import (
+    FullNormal,
+    KroneckerEigen,
+    MatrixNormal,
+    Point,
+    Posterior,
+    Reshaped,
+)
 from moment_jax.propagation.errors import explain
 
 
@@ -75,4 +82,8 @@ def carried(belief: Posterior, jacobian: Array) -> Array:
     if isinstance(belief, MatrixNormal):
         j = jacobian.reshape(-1, *belief.shape)
         return jnp.einsum("nio,ij,op,mjp->nm", j, belief.in_cov, belief.out_cov, j)
+    if isinstance(belief, KroneckerEigen):
+        j = jacobian.reshape(-1, *belief.shape)
+        j = jnp.einsum("nio,ia,ob->nab", j, belief.in_basis, belief.out_basis)
+        return jnp.einsum("nab,ab,mab->nm", j, belief.variance, j)
     return (jacobian * belief.marginal_variance().reshape(1, -1)) @ jacobian.T

@@ -14,6 +14,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.posterior import (
     Factorized,
     FullNormal,
+    KroneckerEigen,
     MatrixNormal,
     OutputShared,
     Point,
@@ -110,6 +111,8 @@ class Weight(View):
             cov = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
         elif isinstance(posterior, MatrixNormal):
             cov = structure.project(jnp.einsum("ij,op->iojp", posterior.in_cov, posterior.out_cov))
+        elif isinstance(posterior, KroneckerEigen):
+            cov = structure.project(posterior.dense_cov())
         else:
             cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
         return Moments(mean, cov, self.places)
@@ -150,6 +153,8 @@ def rescaled(posterior: Posterior, factor: Any) -> Posterior:
         return FullNormal(mean, posterior.cov * square)
     if isinstance(posterior, MatrixNormal):
         return MatrixNormal(mean, posterior.in_cov * square, posterior.out_cov)
+    if isinstance(posterior, KroneckerEigen):
+        return dataclasses.replace(posterior, mean=mean, variance=posterior.variance * square)
     return Point(mean)
 
 
@@ -191,6 +196,8 @@ def _part_of_matrix(posterior: Posterior, places: np.ndarray) -> Posterior | Non
             return OutputShared(mean, posterior.variance[c])
         if isinstance(posterior, MatrixNormal):
             return MatrixNormal(mean, posterior.in_cov[r][:, r], posterior.out_cov[c][:, c])
+        if isinstance(posterior, KroneckerEigen):
+            return posterior.part(r, c)
     if (rows == rows[:1]).all() and (columns == columns[:, :1]).all():
         turned = _part_of_matrix(posterior, places.T)
         return None if turned is None else turned.transpose()

@@ -57,6 +57,8 @@ def _dense_cov(belief: Posterior) -> Array:
         return belief.cov
     if isinstance(belief, posterior.MatrixNormal):
         return jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov)
+    if isinstance(belief, posterior.KroneckerEigen):
+        return belief.dense_cov()
     if isinstance(belief, posterior.Point):
         return jnp.zeros(twice, belief.mean.dtype)
     if isinstance(belief, posterior.Factorized):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from moment_jax.posterior import GaussianPrior, Posterior
 from tests.builders import KERNEL_FAMILIES, VECTOR_FAMILIES
 
-Point, Factorized, OutputShared, MatrixNormal, FullNormal = KERNEL_FAMILIES
+Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 IN, OUT = 3, 2
 KERNEL, VECTOR, TENSOR = (IN, OUT), (IN,), (2, 2, 2)
 RANDOM_FAMILIES = KERNEL_FAMILIES[1:]
@@ -55,6 +57,10 @@ def example(family, shape=KERNEL, *, seed=0, rank=None, dtype=np.float64, array=
             random_psd(seed + 1, shape[0], rank),
             random_psd(seed + 2, shape[1], rank),
         ),
+        KroneckerEigen: lambda: (
+            *(np.linalg.qr(random(seed + axis, n, n))[0] for axis, n in enumerate(shape)),
+            0.1 + random(seed + 1, *shape) ** 2,
+        ),
         FullNormal: lambda: (random_psd(seed + 1, n, rank).reshape(*shape, *shape),),
     }[family]()
     return family(*(array(field, dtype) for field in (random(seed, *shape), *fields)))
@@ -62,8 +68,15 @@ def example(family, shape=KERNEL, *, seed=0, rank=None, dtype=np.float64, array=
 
 def without_variance(family, shape=KERNEL) -> Posterior:
     """A belief of this family whose covariance is zero."""
-    mean, *rest = jax.tree.leaves(example(family, shape))
-    return family(mean, *(jnp.asarray(np.zeros(leaf.shape)) for leaf in rest))
+    belief = example(family, shape)
+    zeros = {name: jnp.zeros_like(getattr(belief, name)) for name in covariances(family)}
+    return dataclasses.replace(belief, **zeros)
+
+
+def covariances(family) -> list[str]:
+    """The fields that hold variances or covariances."""
+    names = [field.name for field in dataclasses.fields(family)[1:]]
+    return [name for name in names if not name.endswith("basis")]
 
 
 def stack(beliefs: list[Posterior]) -> Posterior:
@@ -83,6 +96,9 @@ def dense_cov(belief: Posterior) -> np.ndarray:
         return np.kron(np.eye(mean.shape[0]), np.diag(belief.variance))
     if isinstance(belief, MatrixNormal):
         return np.kron(belief.in_cov, belief.out_cov)
+    if isinstance(belief, KroneckerEigen):
+        basis = np.kron(belief.in_basis, belief.out_basis)
+        return (basis * np.ravel(belief.variance)) @ basis.T
     return np.asarray(belief.cov).reshape(mean.size, mean.size)
 
 

@@ -12,7 +12,7 @@ from moment_jax.posterior import GaussianPrior, Posterior, from_second_moments
 from tests.builders import KERNEL_FAMILIES
 from tests.posterior.families import IN, KEY, OUT, PRIOR, example, stack
 
-Point, Factorized, OutputShared, MatrixNormal, FullNormal = KERNEL_FAMILIES
+Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 KERNEL, VECTOR, STACK = np.zeros((IN, OUT)), np.zeros((IN,)), np.zeros((4, IN, OUT))
 X, EYE, SHARED = np.ones((5, IN)), np.eye(IN), example(OutputShared)
 PARAMS = {"w": jnp.ones(2)}
@@ -30,6 +30,8 @@ CASES = {
     "shared_entries": (lambda: OutputShared(KERNEL, KERNEL), "(3, 2) and (3, 2)", "Factorized"),
     "matrix_vector": (lambda: MatrixNormal(VECTOR, EYE, EYE), "(in, out)", "Factorized or Full"),
     "matrix_swapped": (lambda: MatrixNormal(KERNEL.T, EYE, EYE), "(2, 3) and (3, 3)", "(in, in)"),
+    "bases": (lambda: KroneckerEigen(KERNEL, 2 * EYE, np.eye(OUT), KERNEL), "by 3", "eigh"),
+    "basis_shape": (lambda: KroneckerEigen(KERNEL.T, EYE, EYE, KERNEL), "(2, 3)", "(in, in)"),
     "full_matrix": (lambda: FullNormal(KERNEL, np.eye(6)), "(3, 2, 3, 2)", "cov.reshape"),
     "negative": (lambda: Factorized(VECTOR, VECTOR - 2), "Got -2", "squares"),
     "negative_shared": (lambda: OutputShared(KERNEL, -np.ones(OUT)), "Got -1", "squares"),

@@ -19,6 +19,7 @@ from tests.posterior.families import (
     all_methods,
     assert_gradient,
     compiled_methods,
+    covariances,
     dense_cov,
     example,
     method_inputs,
@@ -28,7 +29,7 @@ from tests.posterior.families import (
     without_variance,
 )
 
-Point, Factorized, OutputShared, MatrixNormal, FullNormal = KERNEL_FAMILIES
+Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 NUM_SAMPLES = 20_000
 members = pytest.mark.parametrize(("family", "shape"), MEMBERS, ids=name_of)
 kernels = pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name_of)
@@ -55,7 +56,7 @@ def test_second_moments_are_those_of_the_dense_covariance(family, shape):
         mean, variance, moment = method_inputs(belief)
         second = np.einsum("...i,...j->...ij", mean, mean) + variance[..., None] * np.eye(IN)
         metric = results["input_metric"]
-        assert metric.ndim == (2 if family in (MatrixNormal, FullNormal) else 1)
+        assert metric.ndim == (1 if belief.uncorrelated else 2)
         for actual, path, *operands in (
             (results["noise_variance"], "...ij,iojo->...o", second, cov),
             (results["noise_block"], "...ij,iojp->...op", moment, cov),
@@ -115,7 +116,7 @@ def test_sample_gradients(family):
 def test_noise_variance_has_its_whole_gradient_at_zero(family):
     """It is linear in each covariance, so its gradient there is the same at zero as elsewhere."""
     belief = example(family)
-    name = dataclasses.fields(family)[1].name
+    name = covariances(family)[0]
     certain = dataclasses.replace(belief, **{name: jnp.zeros_like(getattr(belief, name))})
     expected, actual = (getattr(slopes(b)["noise"], name) for b in (belief, certain))
     np.testing.assert_allclose(actual, expected, **TOL)
@@ -139,6 +140,7 @@ BELIEFS = {
     **{f"{name_of(family)}-{name_of(shape)}": example(family, shape) for family, shape in MEMBERS},
     "MatrixNormal-singular": example(MatrixNormal, rank=1),
     "FullNormal-singular": example(FullNormal, rank=2),
+    "KroneckerEigen-rows": example(KroneckerEigen).rows(np.array([2, 0])),
 }
 draw = jax.jit(lambda belief, keys: jax.vmap(belief.sample)(keys))
 
