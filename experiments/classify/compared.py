@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax import Array
 
 import moment_jax as mj
@@ -16,7 +17,10 @@ from experiments.classify.methods import Answers, Predict, Trained, Trainer
 from experiments.classify.scores import best_temperature, tempered
 from experiments.predictions import scores
 
-LAPLACE = {"last_layer": "last-layer Laplace", "kfac": "linearised Laplace"}
+LAPLACE: dict[str, Any] = {  # method -> which weights are random
+    "last-layer Laplace": nnx.PathContains("head"),
+    "linearised Laplace": nnx.Param,
+}
 Part = tuple[np.ndarray, np.ndarray]
 """Inputs (L, N, ...) and labels (L, N)."""
 Answer = Callable[[np.ndarray], np.ndarray]
@@ -54,8 +58,8 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
         f"{count} plain, averaged logits": compared(logits, members, first.keys),
         "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
-    for kind, name in LAPLACE.items():
-        result[name] = _laplace(first, plain, validation, kind)
+    for name, wrt in LAPLACE.items():
+        result[name] = _laplace(first, plain, validation, wrt)
     learned = first.elbo(KL_WEIGHT, plain.params, "ELBO")
     learned = learned._replace(seconds=learned.seconds + plain.seconds)
     by_samples = methods.by_draws(network, draws.weights, samples)
@@ -92,7 +96,7 @@ def mc_dropout(
     return min(map(at, RATES), key=lambda method: score(method.predict, validation))
 
 
-def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> Compared:
+def _laplace(trainer: Trainer, plain: Trained, validation: Part, wrt: Any) -> Compared:
     """A Laplace approximation at the plain networks' weights, linearised.
 
     Each network's prior precision is that of the best validation NLL.
@@ -105,7 +109,7 @@ def _laplace(trainer: Trainer, plain: Trained, validation: Part, kind: str) -> C
         network.eval()
         given, held_out = (tuple(p[seed] for p in part) for part in (trainer.given, validation))
         belief, receipt = mj.laplace(
-            network, mj.objectives.Categorical(), given, kind=kind, held_out=held_out, receipt=True
+            network, mj.objectives.Categorical(), given, wrt=wrt, held_out=held_out, receipt=True
         )  # fmt: skip
         beliefs.append(belief)
         precisions.append(next(iter(receipt.prior_precision.values())))

@@ -1,4 +1,4 @@
-"""The generalised Gauss-Newton matrix of a model on a data set: Kronecker factors and diagonals."""
+"""The generalised Gauss-Newton matrix of a model on data, from the exact Jacobian of its outputs."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -11,141 +11,154 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from moment_jax.objectives import Bernoulli, Gaussian
-from moment_jax.optim import KroneckerExpand, value_grad_and_factors
-from moment_jax.optim.layer_blocks import Blocks, LayerBlock, flatten, unflatten
-from moment_jax.optim.taps import count_rows
+from moment_jax import objectives
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 
-Inputs = tuple[Array, ...]
-Frame = tuple[Any, ...]  # the model's parameters, and the rest of its state
-EXAMPLES_AT_ONCE = 16  # the diagonal holds the gradients of each example
+Frame = tuple[nnx.State, nnx.State]  # the random weights, and the rest of the model's state
+Arrays = dict[str, Any]  # by path; of bases: (U, W), None for the entries, () before they are known
 
 
-def root_column(likelihood: type, outputs: Array, index: Array | int) -> Array:
-    """Column k of S, with S S^T the Hessian of -log p in the outputs (..., C) at noise variance 1."""
-    one = jax.nn.one_hot(index, outputs.shape[-1], dtype=outputs.dtype)
-    one = jnp.broadcast_to(one, outputs.shape)
-    if likelihood is Gaussian:
-        return one
+def by_path(tree: Any) -> Arrays:
+    """All arrays of a state or a tree of parameters."""
+    pure = nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
+    flat = nnx.traversals.flatten_mapping(pure)
+    return {"/".join(map(str, path)): x for path, x in flat.items() if x is not None}
+
+
+def root_columns(likelihood: type, outputs: Array, columns: Array) -> Array:
+    """Columns (N, R, C) of a root of the Hessian of -log p in outputs (N, R, C), at noise variance 1."""
+    one = jax.nn.one_hot(columns, outputs.shape[-1], dtype=outputs.dtype)[None]
+    if likelihood is Categorical:
+        p = jax.nn.softmax(outputs)
+        return jnp.sqrt(jnp.sum(one * p, axis=-1, keepdims=True)) * (one - p)
     if likelihood is Bernoulli:
-        p = jax.nn.sigmoid(outputs)
-        return one * jnp.sqrt(p * (1 - p))
-    p = jax.nn.softmax(outputs)
-    own = jnp.sum(one * p, axis=-1, keepdims=True)
-    return jnp.sqrt(own) * (one - p)
+        return one * jnp.sqrt(jax.nn.sigmoid(outputs) * jax.nn.sigmoid(-outputs))
+    return jnp.broadcast_to(one, outputs.shape)
 
 
-def signs(outputs: Array) -> Array:
-    """Random signs for the targets of an example (N, ..., C), so that their cross terms average out."""
-    if outputs.ndim <= 2:
-        return jnp.ones((), outputs.dtype)
-    shape = (*outputs.shape[:-1], 1)
-    return jax.random.rademacher(jax.random.key(0), shape, outputs.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A `Prediction` whose loss gradient is one column of the Hessian's root."""
-
-    outputs: Array
-    likelihood: type
-    index: Array
-
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.outputs.shape[0]
-
-    def sampled_loss(self, key: Array) -> Array:
-        """<column, outputs>, summed over examples; deterministic."""
-        del key
-        column = root_column(self.likelihood, self.outputs, self.index) * signs(self.outputs)
-        return jnp.sum(jax.lax.stop_gradient(column) * self.outputs)
+def log_density(likelihood: type, noise: Array, target: Array, mean: Array, cov: Array) -> Array:
+    """Log predictive density of one target, for outputs N(mean, cov) of shape (C,)."""
+    if likelihood is Categorical:
+        return objectives.log_marginal(Categorical(), target, mean, cov)
+    if likelihood is Gaussian:
+        return objectives.log_marginal(Gaussian(noise), target.astype(mean.dtype), mean, cov)
+    variance = jnp.maximum(jnp.diagonal(cov), 0)
+    yes, no = (objectives.bernoulli_probabilities(x, variance) for x in (mean, -mean))
+    return jnp.sum(target * jnp.log(yes) + (1 - target) * jnp.log(no))
 
 
 @dataclasses.dataclass(frozen=True)
 class Curvature:
-    """GGN of a model in inference mode, summed over examples, at noise variance 1.
-
-    The arrays of the model are a frame, an argument of the compiled programs.
-    """
+    """Sums over examples, at noise variance 1. The model's arrays are arguments of compiled programs."""
 
     graph: Any  # of the model
-    likelihood: type  # Categorical, Bernoulli or Gaussian
-    blocks: Blocks  # the dense layers with Kronecker factors
-    diagonal: tuple[str, ...]  # paths of the parameters whose diagonal is wanted
+    likelihood: type
+    shapes: tuple[tuple[str, tuple[int, int]], ...]  # every array as a matrix (in, out), by path
+    rows: int  # of the Jacobian at once, of all examples together
 
-    def model(self, frame: Frame) -> Any:
-        """The model, with new variables that a trace may write to."""
-        merged: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame), copy=True)
-        return merged
-
-    @partial(jax.jit, static_argnums=0)
-    def outputs(self, frame: Frame, inputs: Inputs) -> Array:
-        """The model's outputs for a batch, (N, ..., C)."""
-        return self.model(frame)(*inputs)
+    def call(self, frame: Frame, inputs: Any) -> Any:
+        """The model on new variables, which it may write to while traced."""
+        model: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame), copy=True)
+        return model(*inputs)
 
     @partial(jax.jit, static_argnums=0)
-    def sums(self, frame: Frame, inputs: Inputs) -> Any:
-        """Of a batch of N: (N A, sum g g^T) of every block, and squares of the other parameters."""
-        columns = jnp.arange(jax.eval_shape(lambda: self.model(frame)(*inputs)).shape[-1])
-        factors: dict[str, Any] = {}
-        if self.blocks:
-            each = jax.lax.map(lambda k: self._column(frame, inputs, k), columns)
-            size = len(inputs[0])
-            factors = {name: (size * a[0], size * g.sum(0)) for name, (a, g) in each.items()}
-        squares: dict[str, Any] = {}
-        if self.diagonal:
-            squares_of = partial(self._squares, frame, columns)
-            each = jax.lax.map(squares_of, inputs, batch_size=EXAMPLES_AT_ONCE)
-            squares = jax.tree.map(lambda x: x.sum(0), each)
-        return factors, squares
+    def outputs(self, frame: Frame, _: Array, inputs: Any) -> Array:
+        """Of each example by itself, (N, M, C), with M tokens."""
+        return jax.vmap(lambda one: self._of_one(frame, one))(inputs)
 
-    def _column(self, frame: Frame, inputs: Inputs, index: Array) -> dict[str, tuple[Array, Array]]:
-        """Kronecker factors of each block, of one column of the Hessian's root."""
+    @partial(jax.jit, static_argnums=0)
+    def sums(self, frame: Frame, weight: Array, inputs: Any, bases: Arrays) -> Arrays:
+        """Sums of V V^T and V^T V, or in bases of (U^T V W)^2, over examples with a weight, by path.
 
-        def loss(model: Any, *inputs: Array) -> tuple[Array, Column]:
-            return jnp.zeros(()), Column(model(*inputs), self.likelihood, index)
+        V is the gradient of <column of the likelihood's root, outputs> by an array (in, out).
+        """
+        outputs, gradients = self._jacobian(frame, inputs)
+        size, tokens, classes = outputs.shape
 
-        dtype = jnp.result_type(*jax.tree.leaves(frame[0]))
-        compute = value_grad_and_factors(loss, reading=KroneckerExpand(), dtype=dtype)
-        factors: Any = compute(self.model(frame), *inputs, key=jax.random.key(0))[2]
-        return {
-            b.name: (factors[b.name].inputs[0], factors[b.name].outputs[0]) for b in self.blocks
-        }
+        def of_rows(rows: Array) -> Arrays:
+            column = root_columns(self.likelihood, outputs[:, rows // classes], rows % classes)
+            column = column * weight.astype(column.dtype)[:, None, None]
+            at = jnp.zeros((size, len(rows), tokens, classes), outputs.dtype)
+            v = gradients(at.at[:, jnp.arange(len(rows)), rows // classes].set(column))
+            return {path: _moments(v[path], basis) for path, basis in bases.items()}
 
-    def _squares(self, frame: Frame, columns: Array, one: Inputs) -> dict[str, Array]:
-        """The diagonal's squared gradients of one example, summed over columns of the Hessian's root."""
-        params, rest = frame
-        known = flatten(params)
+        return _summed(of_rows, tokens * classes, self.rows)
 
-        def output(leaves: dict[str, Array]) -> Array:
-            filled = unflatten(params, known | leaves)
-            return self.model((filled, rest))(*(x[None] for x in one))
+    @partial(jax.jit, static_argnums=0)
+    def log_densities(
+        self, frame: Frame, weight: Array, data: Any, bases: Arrays, variances: Arrays, noise: Array
+    ) -> Array:
+        """Log predictive density of the linearised network with each of Q posteriors, (Q,)."""
+        outputs, gradients = self._jacobian(frame, data[0])
+        size, tokens, classes = outputs.shape
+        axes = (size, tokens) if self.likelihood is Categorical else outputs.shape
+        targets = data[1].reshape(axes)
 
-        outputs, pull = jax.vjp(output, {path: known[path] for path in self.diagonal})
+        def of_tokens(chosen: Array) -> Array:
+            at = jnp.zeros((size, len(chosen), tokens, classes, classes), outputs.dtype)
+            eye = jnp.eye(classes, dtype=at.dtype)[None, None]
+            at = at.at[:, jnp.arange(len(chosen)), chosen].set(eye).swapaxes(2, 3)
+            v = gradients(at.reshape(size, -1, tokens, classes))
+            turned = {p: _turned(v[p], b).reshape(*at.shape[:3], -1) for p, b in bases.items()}
+            valid = (weight[:, None] > 0) & (chosen < tokens)[None]
 
-        def column(index: Array) -> Any:
-            root = root_column(self.likelihood, outputs, index) * signs(outputs)
-            return jax.tree.map(jnp.square, pull(root)[0])
+            def score(posterior: Any) -> Array:
+                cov = sum(
+                    jnp.einsum("nrck,k,nrdk->nrcd", x, posterior[0][p].ravel(), x)
+                    for p, x in turned.items()
+                )
+                of = jax.vmap(jax.vmap(partial(log_density, self.likelihood, posterior[1])))
+                return jnp.sum(jnp.where(valid, of(targets[:, chosen], outputs[:, chosen], cov), 0))
 
-        return jax.tree.map(lambda x: x.sum(0), jax.vmap(column)(columns))
+            return jax.lax.map(score, (variances, noise))
+
+        return _summed(of_tokens, tokens, max(1, self.rows // classes))
+
+    def _of_one(self, frame: Frame, one: Any) -> Array:
+        outputs = self.call(frame, jax.tree.map(lambda x: x[None], one))
+        wide = jnp.promote_types(outputs.dtype, jnp.float32)
+        return outputs.reshape(-1, outputs.shape[-1]).astype(wide)
+
+    def _jacobian(self, frame: Frame, inputs: Any) -> tuple[Array, Callable[[Array], Arrays]]:
+        """Outputs (N, M, C), and a map of N rows (R, M, C) to gradients (N, R, in, out) by path."""
+
+        def of_example(one: Any) -> Any:
+            return jax.vjp(lambda weights: self._of_one((weights, frame[1]), one), frame[0])
+
+        outputs, pulls = jax.vmap(of_example)(inputs)
+
+        def gradients(rows: Array) -> Arrays:
+            known = by_path(jax.vmap(lambda pull, r: jax.vmap(pull)(r)[0])(pulls, rows))
+            lead, dtype = rows.shape[:2], rows.dtype
+            return {p: known[p].reshape(*lead, *shape).astype(dtype) for p, shape in self.shapes}
+
+        return outputs, gradients
+
+    def batches(self, fn: Any, frame: Frame, data: Any, size: int, *more: Any) -> Iterator[Any]:
+        """`fn` of batches, the last one filled up with examples of weight zero, in double precision."""
+        count = len(jax.tree.leaves(data)[0])
+        for start in range(0, count, size):
+            index = np.arange(start, start + size)
+            batch = jax.tree.map(lambda x, i=index: x[np.minimum(i, count - 1)], data)
+            with jax.default_matmul_precision("highest"):
+                found = fn(frame, jnp.asarray(index < count, float), batch, *more)
+            yield jax.tree.map(lambda x: np.asarray(x, np.float64), found)
 
 
-def of_batches(fn: Callable[[Inputs], Any], inputs: Inputs, batch_size: int) -> Iterator[Any]:
-    """`fn` of every batch, in double precision."""
-    for start in range(0, len(inputs[0]), batch_size):
-        result = fn(tuple(x[start : start + batch_size] for x in inputs))
-        yield jax.tree.map(lambda x: np.asarray(x, np.float64), result)
+def _turned(v: Array, basis: Any) -> Array:
+    return v if basis is None else jnp.einsum("nrio,ia,ob->nrab", v, *basis)
 
 
-def last_block(model: nnx.Module, blocks: Blocks, inputs: Inputs) -> LayerBlock:
-    """The layer called last, which a backward pass reaches first."""
-    order = count_rows(model, blocks, lambda copy: jnp.sum(copy(*(x[:1] for x in inputs))))
-    if not order:
-        raise ValueError(
-            '`laplace(kind="last_layer")` needs a model that ends in a known layer, such as '
-            f'nnx.Linear. Got {type(model).__name__}. Use kind="diagonal".'
-        )
-    first = next(iter(order))
-    return next(block for block in blocks if block.name == first)
+def _moments(v: Array, basis: Any) -> Any:
+    if basis == ():
+        return jnp.einsum("nrio,nrjo->ij", v, v), jnp.einsum("nrio,nrip->op", v, v)
+    return jnp.sum(_turned(v, basis) ** 2, axis=(0, 1))
+
+
+def _summed(fn: Callable[[Array], Any], count: int, size: int) -> Any:
+    """The sum of fn(indices) over `size` indices at a time; the last ones may reach beyond `count`."""
+    if count <= size:
+        return fn(jnp.arange(count))
+    indices = jnp.arange(-(-count // size) * size).reshape(-1, size)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(fn, indices[0]))
+    return jax.lax.scan(lambda sum, i: (jax.tree.map(jnp.add, sum, fn(i)), None), zeros, indices)[0]

@@ -2,28 +2,26 @@
 
 import functools
 import math
-from functools import partial
+import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
 
 from moment_jax.inference import prior_precision as prior
-from moment_jax.inference.curvature import Curvature, last_block, of_batches
-from moment_jax.inference.data import checked_likelihood
+from moment_jax.inference.curvature import Curvature, by_path
+from moment_jax.inference.data import checked_likelihood, examples
 from moment_jax.inference.prior_precision import Weights, joined
+from moment_jax.nn.any_model import check_inference_mode
+from moment_jax.nn.base import BayesianModule
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
-from moment_jax.optim import KroneckerFactor, find_blocks
-from moment_jax.optim.layer_blocks import flatten, path_name
-from moment_jax.posterior import Factorized, FullNormal, MatrixNormal, Posterior
+from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
 from moment_jax.posterior.reshaped import Reshaped
 
-KINDS = ("kfac", "diagonal", "last_layer")
-LIKELIHOODS = (Categorical, Bernoulli, Gaussian)
-NOISE_UPDATES = 50
+NUMBERS = 2**25  # of the Jacobian at once
+LONGEST = 4096  # axis of a matrix that has Kronecker factors
 
 
 class LaplaceReceipt(NamedTuple):
@@ -41,6 +39,7 @@ def laplace(
     data: tuple[Any, Any],
     *,
     kind: str = "kfac",
+    wrt: Any = nnx.Param,
     prior_precision: float | None = None,
     per_layer: bool = False,
     prior_mean: Any = None,
@@ -50,10 +49,12 @@ def laplace(
 ) -> Any:
     """A belief about the weights of a trained model: N(weights, (GGN + prior precision)^-1).
 
-    GGN is the generalised Gauss-Newton matrix of -log p(targets | outputs), summed over the data without
-    sampling; for these likelihoods it is the Fisher matrix. Weight arrays are taken as independent.
-    Predict with `mj.linearised` or `mj.bayesian(model, belief, linearised=True)`: the approximation
-    describes the linearised network and is too wide for the network itself (`mj.propagate`).
+    GGN is the generalised Gauss-Newton matrix of -log p(targets | outputs), summed over the data, from
+    the exact Jacobian of each example's outputs, so layers may be of any kind, shared or repeated. It
+    costs a backward pass for each output. Weight arrays are taken as independent. A direction that the
+    data say nothing about has the prior's variance, 1 / prior_precision, and none has more. Predict with
+    `mj.linearised` or `mj.bayesian(model, belief, linearised=True)`: the approximation describes the
+    linearised network and is too wide for the network itself (`mj.propagate`).
 
     Pass `held_out` data if you have any. The evidence assumes a minimum of the loss with its prior, and
     data that determine most weights. A network trained to fit, with more weights than data, gets far too
@@ -61,32 +62,36 @@ def laplace(
 
     Args:
       model: a Flax NNX module in inference mode (`model.eval()`) that returns outputs (N, ..., C) for a
-        batch; it is not changed.
+        batch, each of them observed; it is not changed.
       likelihood: `mj.objectives.Categorical()`, `Bernoulli()` or `Gaussian(noise_variance)`, a number;
         the type `Gaussian` to estimate the noise by the evidence.
       data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
-        Categorical, else the outputs' shape.
-      kind: "kfac" (Kronecker factors for dense and convolutional layers, the diagonal for other
-        parameters), "diagonal", or "last_layer" (K-FAC of the last layer; the others are certain).
+        Categorical, else the outputs' shape; from 0 to 1 for Bernoulli.
+      kind: "kfac" takes, for an array as a matrix (in, out), the eigenbases of the two partial traces of
+        its GGN, and the GGN's diagonal there; vectors, biases and gains keep their whole covariance, and
+        matrices with more than 4,096 rows or columns only variances. "diagonal": variances alone.
+      wrt: an NNX filter of the random parameters, such as `nnx.PathContains("head")`; the others are
+        certain.
       prior_precision: of all weights; None for the highest evidence, or, with `held_out`, the highest
         held-out density.
       per_layer: one prior precision per layer instead of one for all.
-      prior_mean: centre of the prior, a tree of parameters; None for zero.
+      prior_mean: centre of the prior, a tree of parameters; zero for None and what it omits.
       held_out: as `data`, but not trained on: selects from a grid from 1e-2 to 1e6, two per decade, the
         precision with the highest predictive log density of the linearised network.
-      batch_size: number of examples per forward pass.
+      batch_size: number of backward passes at once, at most; fewer for large models.
       receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
 
     Returns:
-      A tree as `nnx.to_pure_dict(nnx.state(model, nnx.Param))`, with a belief in place of each array.
-      K-FAC kernels are `MatrixNormal`: the product of variances in the factors' eigenbases with the
-      least KL divergence from the exact ones.
+      A tree as `nnx.to_pure_dict(nnx.state(model, nnx.Param))`, with a belief in place of each random
+      array: `KroneckerEigen` (as `Reshaped`, if it has more axes), `FullNormal` or `Factorized`.
 
     Raises:
-      TypeError, ValueError: if kind, likelihood or data are invalid.
+      TypeError, ValueError: if an argument is invalid or the model in training mode. It warns of arrays
+        that the outputs do not depend on, and if the chosen precision is at the edge of its range.
 
     Source: Daxberger et al., "Laplace redux" (2021); Immer et al., "Scalable marginal likelihood
-    estimation for model selection in deep learning" (2021).
+    estimation for model selection in deep learning" (2021); George et al., "Fast approximate natural
+    gradient descent in a Kronecker-factored eigenbasis" (2018).
 
     >>> import moment_jax as mj
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -96,151 +101,231 @@ def laplace(
     >>> mean.shape, jax.vmap(lambda c: c.variance())(cov).shape
     ((20, 1), (20, 1, 1))
     """
-    if kind not in KINDS:
-        raise ValueError(f"`laplace` needs a kind, one of {', '.join(KINDS)}. Got {kind!r}.")
-    name, known_noise = checked_likelihood("laplace", likelihood, LIKELIHOODS)
-    inputs, targets = prior.checked_data(model, data)
+    if kind not in ("kfac", "diagonal"):
+        raise ValueError(f"`laplace` needs a kind, kfac or diagonal. Got {kind!r}.")
+    name, noise = checked_likelihood("laplace", likelihood, (Categorical, Bernoulli, Gaussian))
+    noise = noise if name is Gaussian else 1.0
+    if isinstance(model, BayesianModule) or not isinstance(model, nnx.Module):
+        raise TypeError(
+            "`laplace` needs a Flax NNX module of plain weights. Got "
+            f"{type(model).__name__}. Of a module of mj.nn, take module.mean_network()."
+        )
     if held_out is not None and (per_layer or prior_precision is not None):
         raise ValueError(
             "`laplace(held_out=...)` chooses one prior precision. Got per_layer or prior_precision too; "
             "leave them out."
         )
-    split: Any = nnx.split(model, nnx.Param, ...)
-    graph, *frame = split
-    known = flatten(frame[0])
-    found = () if kind == "diagonal" else find_blocks(model)
-    blocks = tuple(b for b in found if b.factor is KroneckerFactor and not b.stack)
-    if kind == "last_layer":
-        blocks = (last_block(model, blocks, inputs),)
-    covered = {leaf for block in blocks for leaf in block.leaves}
-    rest = [] if kind == "last_layer" else [path for path in known if path not in covered]
+    for setting, value in (("prior_precision", prior_precision), ("batch_size", batch_size)):
+        number = np.asarray(1 if value is None else value)
+        if number.ndim or number.dtype.kind not in "iuf" or not 0 < number < math.inf:
+            raise ValueError(f"`laplace` needs a positive number as {setting}. Got {value!r}.")
+    split: Any = nnx.split(model, nnx.All(nnx.Param, wrt, _is_floating), ...)
+    graph, *state = split
+    frame, known = tuple(state), by_path(state[0])
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    if not known:
+        raise ValueError(
+            "`laplace` needs parameters that `wrt` selects. Got none of "
+            f"{', '.join(by_path(params))}. Give a filter such as nnx.PathContains('head')."
+        )
+    centre = _checked_centre(prior_mean, by_path(params))
+    shapes = {path: _matrix_shape(path, x.shape) for path, x in known.items()}
+    rows = min(batch_size, max(1, NUMBERS // sum(x.size for x in known.values())))
+    curvature = Curvature(graph, name, tuple(shapes.items()), rows)
 
-    curvature = Curvature(graph, name, blocks, tuple(rest))
-    outputs = np.concatenate(
-        list(of_batches(partial(curvature.outputs, tuple(frame)), inputs, batch_size))
-    )
-    prior.check_targets(outputs.shape, targets, name)
-    sums = of_batches(partial(curvature.sums, tuple(frame)), inputs, batch_size)
-    factors, squares = functools.reduce(partial(jax.tree.map, np.add), sums)
+    def checked(data: Any) -> tuple[Any, np.ndarray, tuple[int, ...]]:
+        inputs, targets = _checked_inputs(data)
+        shape = _checked_outputs(curvature, frame, inputs)
+        return inputs, _checked_targets(name, (len(targets), *shape), targets), shape
 
-    centre = flatten(prior_mean) if prior_mean is not None else {}
+    inputs, targets, shape = checked(data)
+    count = math.prod(shape)
 
-    def weights(path: str, eigenvalues: np.ndarray) -> Weights:
-        offset = np.asarray(known[path], np.float64) - np.asarray(centre.get(path, 0.0))
-        return Weights(eigenvalues.ravel(), float(np.sum(offset**2)))
+    def total(fn: Any, data: Any, *more: Any) -> Any:
+        parts = curvature.batches(fn, frame, data, max(1, rows // count), *more)
+        return functools.reduce(functools.partial(jax.tree.map, np.add), parts)
 
-    layers: dict[str, list[Weights]] = {}
-    spectra = {}
-    for block in blocks:
-        products, slopes = factors[block.name]
-        inner = products[: block.heights[0], : block.heights[0]] / len(
-            inputs[0]
-        )  # without the bias
-        spectra[block.name] = (rows, _), (columns, _) = _spectrum(inner), _spectrum(slopes)
-        values = (np.outer(rows, columns), columns)
-        layers[block.name] = [weights(*pair) for pair in zip(block.leaves, values, strict=False)]
-    for path in rest:
-        layers.setdefault(_layer(path), []).append(weights(path, squares[path]))
-    groups = [*map(joined, layers.values())]
+    parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
+    outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
+    if not np.isfinite(outputs).all():
+        raise ValueError("`laplace` needs a model with finite outputs. Got NaN or infinity.")
+    small = {path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST}
+    bases: dict[str, Any] = {path: () if path in small else None for path in shapes}
+    squares = total(curvature.sums, inputs, bases)
+    for path in small:
+        dtype = jnp.promote_types(known[path].dtype, jnp.float32)
+        bases[path] = tuple(jnp.asarray(np.linalg.eigh(x)[1], dtype) for x in squares[path])
+    if small:
+        squares |= total(curvature.sums, inputs, {path: bases[path] for path in small})
+    silent = [path for path in shapes if not squares[path].any()]
+    if silent:
+        warnings.warn(
+            f"`laplace`: the outputs do not depend on {', '.join(silent)}, which keep the prior.",
+            stacklevel=2,
+        )
+
+    layers: dict[str, list[str]] = {}
+    for path in known:
+        layers.setdefault(path.rpartition("/")[0] or "model", []).append(path)
+
+    def weights(path: str) -> Weights:
+        offset = np.asarray(known[path], np.float64) - centre.get(path, 0.0)
+        return Weights(squares[path].ravel(), float(np.sum(offset**2)))
+
+    groups = [joined(map(weights, paths)) for paths in layers.values()]
     groups = groups if per_layer else [joined(groups)]
 
-    def at(given: float | None) -> tuple[Any, LaplaceReceipt]:
-        precisions, noise = _optimise(groups, given, known_noise, outputs, targets, name)
-        of_layer = dict(zip(layers, precisions * (1 if per_layer else len(layers)), strict=True))
-        beliefs: dict[str, Posterior] = {}
-        for block in blocks:
-            spectrum, precision = spectra[block.name], of_layer[block.name]
-            beliefs |= _kronecker_beliefs(block, spectrum, known, precision, noise)
-        for path in rest:
-            variance = 1 / (squares[path] / noise + of_layer[_layer(path)])
-            beliefs[path] = Factorized(known[path], jnp.asarray(variance, known[path].dtype))
-        tree = jax.tree_util.tree_map_with_path(
-            lambda path, w: beliefs.get(path_name(path), w), nnx.to_pure_dict(frame[0])
-        )
+    def at(given: float | None) -> tuple[dict[str, np.ndarray], float, LaplaceReceipt]:
+        """Variances of each array in its bases, the noise variance, and the receipt."""
+        precisions, variance = prior.optimised(groups, given, noise, outputs, targets)
         pairs = list(zip(groups, precisions, strict=True))
-        return tree, LaplaceReceipt(
-            _log_likelihood(name, outputs, targets, noise)
-            + sum(group.log_evidence(precision, noise) for group, precision in pairs),
-            of_layer,
-            noise if name is Gaussian else None,
-            sum(group.effective_number(precision, noise) for group, precision in pairs),
+        of = dict(zip(layers, precisions * (len(layers) // len(groups)), strict=True))
+        variances = {
+            path: 1 / (squares[path] / variance + of[layer])
+            for layer, paths in layers.items()
+            for path in paths
+        }
+        return (
+            variances,
+            variance,
+            LaplaceReceipt(
+                _log_likelihood(name, outputs, targets, variance)
+                + sum(group.log_evidence(precision, variance) for group, precision in pairs),
+                of,
+                variance if name is Gaussian else None,
+                sum(group.effective_number(precision, variance) for group, precision in pairs),
+            ),
         )
 
+    edges, why = np.exp(prior.LOG_RANGE), "the evidence"
     if held_out is not None:
-        prior_precision = prior.best_precision(model, name, held_out, at)
-    result = at(prior_precision)
-    return result if receipt else result[0]
-
-
-def _layer(path: str) -> str:
-    """The layer of a parameter."""
-    return path.rpartition("/")[0] or path
-
-
-def _spectrum(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eigenvalues, not below zero, and eigenvectors."""
-    values, vectors = np.linalg.eigh(matrix)
-    return np.maximum(values, 0), vectors
-
-
-def _kronecker_beliefs(
-    block: Any, spectra: Any, known: dict[str, Array], precision: float, noise: float
-) -> dict[str, Posterior]:
-    """Beliefs about a dense layer's kernel and bias, by path."""
-    (rows, row_vectors), (columns, column_vectors) = spectra
-
-    def cov(vectors: np.ndarray, values: np.ndarray, dtype: Any) -> Array:
-        return jnp.asarray((vectors * values[None, :]) @ vectors.T, dtype)
-
-    path, shape = block.leaves[0], block.shapes[0]
-    kernel = known[path].reshape(block.heights[0], block.columns)
-    a, b = prior.kronecker_variances(rows, columns / noise, precision)
-    belief: Posterior = MatrixNormal(
-        kernel, cov(row_vectors, a, kernel.dtype), cov(column_vectors, b, kernel.dtype)
+        given, wanted, _ = checked(held_out)
+        variances, noises, _ = zip(*map(at, prior.PRECISIONS), strict=True)
+        stacked = jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *variances)
+        more = bases, stacked, jnp.asarray(noises)
+        densities = total(curvature.log_densities, (given, wanted), *more)
+        best = np.argmax(np.nan_to_num(densities, nan=-np.inf))
+        edges, why = (prior.PRECISIONS[0], prior.PRECISIONS[-1]), "held-out data"
+        chosen = float(prior.PRECISIONS[best])
+    variances, _, found = at(prior_precision if held_out is None else chosen)
+    odd = [x for x in found.prior_precision.values() if not 1.01 * edges[0] < x < edges[1] / 1.01]
+    if odd and prior_precision is None:
+        warnings.warn(
+            f"`laplace`: {why} chose the prior precision {odd[0]:.3g}, at the edge of the range from "
+            f"{edges[0]:.3g} to {edges[1]:.3g}. Look at the network's fit, or give prior_precision.",
+            stacklevel=2,
+        )
+    beliefs = {path: _belief(x, bases[path], variances[path]) for path, x in known.items()}
+    tree = nnx.traversals.unflatten_mapping(
+        {
+            path: beliefs.get("/".join(map(str, path)), x)
+            for path, x in nnx.traversals.flatten_mapping(params).items()
+        }
     )
-    beliefs = {path: belief if shape == kernel.shape else Reshaped(belief, shape)}
-    for path in block.leaves[1:]:
-        bias = known[path]
-        of_bias = cov(column_vectors, 1 / (columns / noise + precision), bias.dtype)
-        beliefs[path] = FullNormal(bias, of_bias.reshape(*bias.shape, *bias.shape))
-    return beliefs
+    return (tree, found) if receipt else tree
 
 
-def _optimise(
-    groups: list[Weights],
-    given: float | None,
-    noise: float | None,
-    outputs: np.ndarray,
-    targets: np.ndarray,
-    name: type,
-) -> tuple[list[float], float]:
-    """Prior precision of each group, and the noise variance (1 if the likelihood has none)."""
-
-    def precisions(noise: float) -> list[float]:
-        return [group.optimal_precision(noise) if given is None else given for group in groups]
-
-    if noise is not None or name is not Gaussian:
-        value = 1.0 if noise is None else noise
-        return precisions(value), value
-    residual = float(np.sum((targets - outputs) ** 2))
-    tiny = 1e-8 * max(float(np.var(targets)), 1e-30)
-    value = max(residual / outputs.size, tiny)
-    for _ in range(NOISE_UPDATES):
-        pairs = zip(groups, precisions(value), strict=True)
-        # MacKay's update; the weights use up at most half of the data's degrees of freedom.
-        used = sum(group.effective_number(precision, value) for group, precision in pairs)
-        new = max(residual / (outputs.size - min(used, outputs.size / 2)), tiny)
-        if abs(new / value - 1) < 1e-4:
-            break
-        value = new
-    return precisions(value), value
+def _belief(mean: Any, basis: Any, variance: np.ndarray) -> Posterior:
+    """The belief with these variances of an array's entries, or of its coordinates in bases."""
+    shape, dtype = mean.shape, jnp.promote_types(mean.dtype, jnp.float32)
+    if basis is None:
+        return Factorized(mean, jnp.asarray(variance.reshape(shape), dtype))
+    if variance.shape[1] == 1:
+        u = np.asarray(basis[0], np.float64)
+        return FullNormal(mean, jnp.asarray((u * variance.T @ u.T).reshape(*shape, *shape), dtype))
+    belief = KroneckerEigen(mean.reshape(variance.shape), *basis, jnp.asarray(variance, dtype))
+    return belief if shape == variance.shape else Reshaped(belief, shape)
 
 
-def _log_likelihood(name: type, outputs: np.ndarray, targets: np.ndarray, noise: float) -> float:
-    if name is Gaussian:
+def _matrix_shape(path: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(in, out): (D, 1) for a vector, a bias or a gain, else the cut with the smallest factors."""
+    size = math.prod(shape)
+    if path.rpartition("/")[2] in ("bias", "scale") or max(shape, default=1) == size:
+        return size, 1
+    return min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape))), key=sum)
+
+
+def _is_floating(_: Any, variable: Any) -> bool:
+    return jnp.issubdtype(getattr(variable, "dtype", int), jnp.floating) and variable.size > 0
+
+
+def _checked_inputs(data: Any) -> tuple[Any, Any]:
+    """Finite inputs, as a tuple of arrays, and targets."""
+    inputs, targets = examples("laplace", data)
+    for x in inputs:
+        if x.dtype.kind in "OUSMm" or x.ndim == 0:
+            raise TypeError(
+                "`laplace` needs inputs that are arrays (N, ...), or a tuple of them. Got "
+                f"{type(data[0]).__name__}. For other inputs, write a module that takes arrays."
+            )
+        if x.dtype.kind in "fcV" and not np.isfinite(x).all():
+            raise ValueError(
+                "`laplace` needs finite inputs. Got NaN or infinity; fill or drop them."
+            )
+    return tuple(map(jnp.asarray, inputs)), targets
+
+
+def _checked_outputs(curvature: Curvature, frame: Any, inputs: Any) -> tuple[int, ...]:
+    """The shape of the outputs of one example; checks the model's mode and what it returns."""
+    two = jax.tree.map(lambda x: x[:2], inputs)
+    state = nnx.merge_state(*frame)
+    check_inference_mode("laplace", curvature.graph, state, lambda model: model(*two))
+    found = jax.eval_shape(lambda: curvature.call(frame, two))
+    shape, dtype = getattr(found, "shape", ()), getattr(found, "dtype", int)
+    if len(shape) < 2 or shape[0] != len(two[0]) or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            "`laplace` needs a model that returns one array of real outputs (N, ..., C). Got, for "
+            f"{len(two[0])} examples, {found}. Write a module that calls it and returns such an array."
+        )
+    return shape[1:]
+
+
+def _checked_targets(likelihood: type, outputs: tuple[int, ...], targets: Any) -> np.ndarray:
+    """Targets of the outputs' shape (N, ..., C), or integers (N, ...) for classes, in their range."""
+    y, name = np.asarray(targets), likelihood.__name__
+    wanted = outputs[:-1] if likelihood is Categorical else outputs
+    if y.shape != wanted:
+        raise ValueError(
+            f"`laplace` with {name} and outputs of shape {outputs} needs targets of shape {wanted}. Got "
+            f"{y.shape}."
+        )
+    kinds, most = {Categorical: ("iu", outputs[-1] - 1), Bernoulli: ("fiub", 1)}.get(
+        likelihood, ("fiub", math.inf)
+    )
+    least = -math.inf if likelihood is Gaussian else 0
+    if y.dtype.kind not in kinds or not np.isfinite(y).all() or y.min() < least or y.max() > most:
+        what = "integer" if likelihood is Categorical else "finite"
+        came = f" from {y.min()} to {y.max()}" if y.dtype.kind in "fiub" else ""
+        raise ValueError(
+            f"`laplace` with {name} needs {what} targets from {least} to {most}. Got {y.dtype}{came}."
+        )
+    return y if likelihood is Categorical else y.astype(np.float64)
+
+
+def _checked_centre(prior_mean: Any, known: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The prior mean by path."""
+    if not isinstance(prior_mean, dict | nnx.State | None):
+        raise TypeError(f"`laplace(prior_mean=...)` needs a tree. Got {type(prior_mean).__name__}.")
+    centre = {} if prior_mean is None else by_path(prior_mean)
+    for path, x in centre.items():
+        fits = path in known and np.shape(x) == known[path].shape and not isinstance(x, Posterior)
+        if not fits or not np.isfinite(x).all():
+            places = ", ".join(f"{path} {x.shape}" for path, x in known.items())
+            raise ValueError(
+                "`laplace(prior_mean=...)` needs finite arrays in the places and shapes of the model's "
+                f"parameters: {places}. Got {type(x).__name__} of shape {np.shape(x)} at {path}. Start "
+                "from nnx.to_pure_dict(nnx.state(model, nnx.Param))."
+            )
+    return {path: np.asarray(x, np.float64) for path, x in centre.items()}
+
+
+def _log_likelihood(
+    likelihood: type, outputs: np.ndarray, targets: np.ndarray, noise: float
+) -> float:
+    if likelihood is Gaussian:
         squares = np.sum((targets - outputs) ** 2) / noise
         return float(-0.5 * (squares + outputs.size * math.log(2 * math.pi * noise)))
-    if name is Categorical:
+    if likelihood is Categorical:
         logs = outputs - np.logaddexp.reduce(outputs, axis=-1, keepdims=True)
         return float(np.sum(np.take_along_axis(logs, targets[..., None].astype(int), axis=-1)))
     return float(np.sum(targets * outputs - np.logaddexp(0, outputs)))

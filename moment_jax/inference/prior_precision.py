@@ -1,22 +1,13 @@
-"""The prior precision of a Laplace approximation: by the evidence, or by held-out data."""
+"""The prior precision of a Laplace approximation, and the noise, by the evidence."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax import Array
 
-from moment_jax.inference.curvature import EXAMPLES_AT_ONCE
-from moment_jax.inference.data import examples
-from moment_jax.nn import bayesian
-from moment_jax.objectives import Categorical, Gaussian, bernoulli_probabilities, log_marginal
-
-LOG_RANGE = (-14.0, 18.0)  # of the prior precision: 1e-6 to 7e7
+LOG_RANGE = (-14.0, 18.0)  # of the prior precision by the evidence: 1e-6 to 7e7
 BISECTIONS = 60
+NOISE_UPDATES = 50
 PRECISIONS = np.logspace(-2, 6, 17)  # compared on held-out data
 
 
@@ -58,93 +49,29 @@ def joined(parts: Iterable[Weights]) -> Weights:
     return Weights(np.concatenate(eigenvalues), sum(squares))
 
 
-def kronecker_variances(
-    rows: np.ndarray, columns: np.ndarray, precision: float
-) -> list[np.ndarray]:
-    """Variances a_i b_j closest to 1 / (rows_i columns_j + precision).
+def optimised(
+    groups: list[Weights],
+    given: float | None,
+    noise: float | None,
+    outputs: np.ndarray,
+    targets: np.ndarray,
+) -> tuple[list[float], float]:
+    """Prior precision of each group, and the noise variance, which is estimated where it is None."""
 
-    Minimises KL(exact || product) between Gaussians with the same eigenvectors, one factor at a time.
-    Exact for precision 0, and for equal rows or columns.
-    """
-    exact = 1 / (rows[:, None] * columns[None, :] + precision)
-    a, b = np.ones_like(rows), np.ones_like(columns)
-    for _ in range(100):
-        before = a
-        b = np.mean(exact / a[:, None], axis=0)
-        a = np.mean(exact / b[None, :], axis=1)
-        if np.max(np.abs(a / before - 1)) < 1e-6:
+    def precisions(noise: float) -> list[float]:
+        return [group.optimal_precision(noise) if given is None else given for group in groups]
+
+    if noise is not None:
+        return precisions(noise), noise
+    residual = float(np.sum((targets - outputs) ** 2))
+    tiny = 1e-8 * max(float(np.var(targets)), 1e-30)
+    value = max(residual / outputs.size, tiny)
+    for _ in range(NOISE_UPDATES):
+        pairs = zip(groups, precisions(value), strict=True)
+        # MacKay's update; the weights use up at most half of the data's degrees of freedom.
+        used = sum(group.effective_number(precision, value) for group, precision in pairs)
+        new = max(residual / (outputs.size - min(used, outputs.size / 2)), tiny)
+        if abs(new / value - 1) < 1e-4:
             break
-    return [a, b]
-
-
-def checked_data(model: nnx.Module, data: Any) -> tuple[tuple[Array, ...], np.ndarray]:
-    """Inputs and targets as arrays; checks the model and the number of examples."""
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"`laplace` needs a Flax NNX module. Got {type(model).__name__}.")
-    inputs, targets = examples("laplace", data)
-    return tuple(map(jnp.asarray, inputs)), np.asarray(targets)
-
-
-def check_targets(outputs: tuple[int, ...], targets: np.ndarray, name: type) -> None:
-    """Raise unless the targets have the shape and classes of outputs (N, ..., C)."""
-    wanted = outputs[:-1] if name is Categorical else outputs
-    if len(outputs) < 2 or targets.shape != wanted:
-        raise ValueError(
-            f"`laplace` with {name.__name__} and outputs of shape {outputs} needs targets of "
-            f"shape {wanted}. Got {targets.shape}."
-        )
-    if name is Categorical:
-        classes = outputs[-1]
-        whole = np.issubdtype(targets.dtype, np.integer)
-        if not whole or targets.min() < 0 or targets.max() >= classes:
-            raise ValueError(
-                f"`laplace` with Categorical needs integer targets from 0 to {classes - 1}. Got "
-                f"{targets.dtype} from {targets.min()} to {targets.max()}."
-            )
-
-
-def best_precision(
-    model: nnx.Module, likelihood: type, held_out: Any, at: Callable[[float], Any]
-) -> float:
-    """The precision in `PRECISIONS` whose belief has the highest predictive density on held-out data.
-
-    `at` maps a precision to the belief and its receipt.
-    """
-    inputs, targets = checked_data(model, held_out)
-    outputs = jax.eval_shape(lambda: model(*inputs))
-    shape = outputs.shape
-    check_targets(shape, targets, likelihood)
-    wanted = jnp.asarray(targets, None if likelihood is Categorical else outputs.dtype)
-
-    @jax.jit
-    def score(belief: Any, noise: Array) -> Array:
-        def of_example(example: Any) -> Array:
-            given, target = example
-            mean, cov = bayesian(model, belief, linearised=True)(*(x[None] for x in given))
-            blocks = jax.vmap(lambda c: c.token_blocks())(cov)[0]
-            mean = mean.reshape(blocks.shape[:2])
-            target = target.reshape(len(mean), *target.shape[len(shape) - 2 :])
-            return jnp.sum(jax.vmap(_log_density(likelihood, noise))(target, mean, blocks))
-
-        return jnp.sum(jax.lax.map(of_example, (inputs, wanted), batch_size=EXAMPLES_AT_ONCE))
-
-    def density(precision: float) -> float:
-        belief, receipt = at(precision)
-        noise = 1.0 if receipt.noise_variance is None else receipt.noise_variance
-        return float(score(belief, jnp.asarray(noise)))
-
-    densities = np.nan_to_num([density(p) for p in PRECISIONS], nan=-np.inf)
-    return float(PRECISIONS[np.argmax(densities)])
-
-
-def _log_density(likelihood: type, noise: Array) -> Callable[[Array, Array, Array], Array]:
-    if likelihood is Categorical:
-        return partial(log_marginal, Categorical())
-    if likelihood is Gaussian:
-        return partial(log_marginal, Gaussian(noise))
-
-    def of_bits(target: Array, mean: Array, cov: Array) -> Array:
-        p = bernoulli_probabilities(mean, jnp.diagonal(cov))
-        return jnp.sum(jnp.log(jnp.where(target > 0.5, p, 1 - p)))
-
-    return of_bits
+        value = new
+    return precisions(value), value

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.interpreters import partial_eval
 
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.posterior import Posterior
@@ -83,16 +85,7 @@ def bayesian(
                 )
 
         def fn(values: Any, inputs: tuple[Any, ...]) -> Any:
-            network = merged(values)
-            before = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
-            result = network(*inputs, **options)
-            after = jax.tree.leaves(nnx.state(network, nnx.BatchStat))
-            if any(a is not b for a, b in zip(before, after, strict=True)):
-                raise ValueError(
-                    "`bayesian` needs a model in inference mode. Got one that updates its batch "
-                    "statistics (BatchStat). Call model.eval() first, or set use_running_average=True."
-                )
-            return result
+            return merged(values)(*inputs, **options)
 
         of = linearise(fn) if linearised else propagate(fn, structure=structure, receipt=receipt)
 
@@ -102,6 +95,15 @@ def bayesian(
             shape = jax.eval_shape(fn, known, inputs).shape
             return mean.reshape(shape[batch_axes:]), *more
 
+        def of_zeros(network: Any) -> Any:
+            ones = (1,) * batch_axes
+            return network(
+                *(jnp.zeros(ones + x.shape[batch_axes:], x.dtype) for x in inputs), **options
+            )
+
+        state = nnx.merge_state(parameters, rest)
+        # `propagate` says itself where random numbers are drawn.
+        check_inference_mode("bayesian", graph, state, of_zeros, keys=linearised)
         of_all = one
         for _ in range(batch_axes):
             of_all = jax.vmap(of_all)
@@ -112,6 +114,38 @@ def bayesian(
             raise
 
     return call
+
+
+def check_inference_mode(
+    caller: str, graph: Any, state: nnx.State, call: Callable[..., Any], *, keys: bool = True
+) -> None:
+    """Raise if the output of `call(model)` depends on random keys, or it writes statistics."""
+    stored = (nnx.BatchStat, nnx.Cache)
+    split: Any = nnx.split_state(state, nnx.RngState, stored, ...)
+    random, written = (len(jax.tree.leaves(part)) for part in split[:2])
+
+    def run(state: Any) -> Any:
+        model: Any = nnx.merge(graph, *state, copy=True)
+        before = jax.tree.map(lambda x: x, nnx.state(model, stored))
+        return before, call(model), nnx.state(model, stored)
+
+    if random + written == 0:
+        return
+    try:
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(split)
+    except Exception:  # of the call itself, which will say it again
+        return
+    before, outputs = (len(jax.tree.leaves(part)) for part in shapes[:2])
+    outvars = closed.jaxpr.outvars
+    changed = outvars[:before] != outvars[before + outputs :]
+    of_output = [before <= i < before + outputs for i in range(len(outvars))]
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, of_output)
+    if changed or (keys and any(used[:random])):
+        what = "writes batch statistics or a cache" if changed else "draws random numbers"
+        raise ValueError(
+            f"`{caller}` needs a model in inference mode. Got one that {what}. Call model.eval() first, "
+            "or set deterministic=True, use_running_average=True and decode=False."
+        )
 
 
 def _explain(

@@ -69,7 +69,7 @@ def set_beliefs(module: BayesianModule, tree: Any) -> None:
     >>> plain, data = net.mean_network(), (jnp.ones((5, 3)), jnp.zeros(5, int))
     >>> set_beliefs(net, mj.laplace(plain, mj.objectives.Categorical(), data))
     >>> type(net.params[0].kernel).__name__
-    'MatrixNormal'
+    'KroneckerEigen'
     """
     plain, found = _places(module)
     pure = nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree

@@ -28,7 +28,8 @@ def partition_spec(
     the other axis is split over `data`. Position tables, all rows of which are used at once, are split
     by features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the factors of
     `MatrixNormal`, the bases of `KroneckerEigen`) follow that axis. An axis that its devices do not
-    divide is not split, and arrays without a rule are replicated. The leaves of an optimizer's state follow their parameters.
+    divide is not split, and arrays without a rule are replicated. The leaves of an optimizer's state
+    follow their parameters.
 
     Args:
       path: names and indices from the module to the array, as in `nnx.to_flat_state`.
