@@ -103,7 +103,7 @@ class Curvature:
             valid = (weight[:, None] > 0) & (chosen < tokens)[None]
 
             def score(posterior: Any) -> Array:
-                cov = sum(
+                cov: Any = sum(
                     jnp.einsum("nrck,k,nrdk->nrcd", x, posterior[0][p].ravel(), x)
                     for p, x in turned.items()
                 )

@@ -51,10 +51,11 @@ def laplace(
 
     GGN is the generalised Gauss-Newton matrix of -log p(targets | outputs), summed over the data, from
     the exact Jacobian of each example's outputs, so layers may be of any kind, shared or repeated. It
-    costs a backward pass for each output. Weight arrays are taken as independent. A direction that the
-    data say nothing about has the prior's variance, 1 / prior_precision, and none has more. Predict with
-    `mj.linearised` or `mj.bayesian(model, belief, linearised=True)`: the approximation describes the
-    linearised network and is too wide for the network itself (`mj.propagate`).
+    costs a backward pass for each output, and "kfac" in out (in + out) products more. Weight arrays are
+    taken as independent. A direction that the data say nothing about has the prior's variance,
+    1 / prior_precision, and none has more. Predict with `mj.linearised` or
+    `mj.bayesian(model, belief, linearised=True)`: the approximation describes the linearised network
+    and is too wide for the network itself (`mj.propagate`).
 
     Pass `held_out` data if you have any. The evidence assumes a minimum of the loss with its prior, and
     data that determine most weights. A network trained to fit, with more weights than data, gets far too
@@ -197,7 +198,7 @@ def laplace(
             ),
         )
 
-    edges, why = np.exp(prior.LOG_RANGE), "the evidence"
+    edges, why = tuple(np.exp(prior.LOG_RANGE)), "the evidence"
     if held_out is not None:
         given, wanted, _ = checked(held_out)
         variances, noises, _ = zip(*map(at, prior.PRECISIONS), strict=True)
@@ -230,10 +231,11 @@ def _belief(mean: Any, basis: Any, variance: np.ndarray) -> Posterior:
     shape, dtype = mean.shape, jnp.promote_types(mean.dtype, jnp.float32)
     if basis is None:
         return Factorized(mean, jnp.asarray(variance.reshape(shape), dtype))
+    u, w = basis
     if variance.shape[1] == 1:
-        u = np.asarray(basis[0], np.float64)
-        return FullNormal(mean, jnp.asarray((u * variance.T @ u.T).reshape(*shape, *shape), dtype))
-    belief = KroneckerEigen(mean.reshape(variance.shape), *basis, jnp.asarray(variance, dtype))
+        cov = (u * variance.T) @ np.asarray(u, np.float64).T
+        return FullNormal(mean, jnp.asarray(cov.reshape(*shape, *shape), dtype))
+    belief = KroneckerEigen(mean.reshape(variance.shape), u, w, jnp.asarray(variance, dtype))
     return belief if shape == variance.shape else Reshaped(belief, shape)
 
 
@@ -271,7 +273,8 @@ def _checked_outputs(curvature: Curvature, frame: Any, inputs: Any) -> tuple[int
     state = nnx.merge_state(*frame)
     check_inference_mode("laplace", curvature.graph, state, lambda model: model(*two))
     found = jax.eval_shape(lambda: curvature.call(frame, two))
-    shape, dtype = getattr(found, "shape", ()), getattr(found, "dtype", int)
+    shape: tuple[int, ...] = getattr(found, "shape", ())
+    dtype = getattr(found, "dtype", int)
     if len(shape) < 2 or shape[0] != len(two[0]) or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             "`laplace` needs a model that returns one array of real outputs (N, ..., C). Got, for "
