@@ -12,14 +12,13 @@ from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.prior import GaussianPrior
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reshaped(Posterior):
     """The weights of `belief`, in the same order, as an array of another shape.
 
     For kernels that a model stores with more than two axes, such as (D, heads, D / heads) or those of
-    convolutions, while `MatrixNormal` describes a matrix. Methods for kernels (`noise_variance` and the
-    like) raise a ValueError: call those of `belief`.
+    convolutions, while `MatrixNormal` and `KroneckerEigen` describe a matrix. Methods for kernels
+    (`noise_variance` and the like) raise a ValueError: call those of `belief`.
 
     Args:
       belief: the belief about a matrix.
@@ -35,13 +34,10 @@ class Reshaped(Posterior):
     """
 
     belief: Posterior
-    new_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    new_shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.belief, Posterior):  # tree transforms put other things there
-            return
-        size = getattr(self.belief.mean, "size", None)
-        if size is not None and size != math.prod(self.new_shape):
+        if self.belief.mean.size != math.prod(self.new_shape):
             raise ValueError(
                 "`Reshaped(belief, new_shape)` needs as many weights in both. Got "
                 f"{tuple(self.belief.mean.shape)} and {self.new_shape}."
@@ -81,3 +77,17 @@ class Reshaped(Posterior):
 
     _check_kernel = _refuse
     _noise_variance = _noise_block = _input_metric = _rows = _transpose = _refuse
+
+
+def _unflatten(new_shape: tuple[int, ...], children: Any) -> Reshaped:
+    """Without checks: tree transforms stack beliefs, and put other things in their place."""
+    instance: Reshaped = object.__new__(Reshaped)
+    vars(instance).update(belief=next(iter(children)), new_shape=new_shape)
+    return instance
+
+
+jax.tree_util.register_pytree_with_keys(
+    Reshaped,
+    lambda x: (((jax.tree_util.GetAttrKey("belief"), x.belief),), x.new_shape),
+    _unflatten,
+)

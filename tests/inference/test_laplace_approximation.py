@@ -291,6 +291,17 @@ def test_held_out_data_choose_the_precision_that_predicts_them_best(likelihood, 
     assert 1e-2 <= chosen <= 1e6
 
 
+@pytest.mark.filterwarnings("ignore:.*the edge of the range:UserWarning")
+@pytest.mark.parametrize("name", ["scanned", "recurrent", "bridged"])
+def test_held_out_data_of_models_that_scan_or_are_bridged(name):
+    model, x = evaluated(MODELS[name]), X[:6].astype(jnp.float64)
+    data = x, (x[:, 0] > 0).astype(int)
+    tree = laplace(model, Categorical(), data, held_out=data, kind="diagonal")
+    mean, cov = jax.jit(mj.bayesian(model, tree, linearised=True))(x)
+    assert jnp.allclose(mean, nnx.jit(lambda model, x: model(x))(model, x))
+    assert (variances(cov) > 0).all()
+
+
 def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     x = jax.random.normal(jax.random.key(2), (400, 3))
     weights = jnp.array([[1.0], [-2.0], [0.5]])
