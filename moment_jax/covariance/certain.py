@@ -1,17 +1,17 @@
 """`Certain`: nothing is random; no numbers at all."""
 
 import dataclasses
-from typing import Any, NoReturn, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.base import Covariance, check_dense
-from moment_jax.covariance.fields import sequence_shape
+from moment_jax.covariance.fields import check_fields, register_fields, sequence_shape
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class Certain(Covariance):
     """No covariance: x is known, and so is what layers make of it.
@@ -22,16 +22,22 @@ class Certain(Covariance):
     covariance.
 
     Args:
-      sequence: (T, D), static.
-      float_type: floating-point type of the moments, static.
+      nothing: an empty array (T, D, 0), so that `vmap` adds batch axes as to any other structure.
     """
 
-    sequence: tuple[int, int] = dataclasses.field(metadata={"static": True})
-    float_type: Any = dataclasses.field(default=jnp.float32, metadata={"static": True})
+    nothing: Array
+
+    num_axes: ClassVar[int] = 3
+    feature_axes: ClassVar[Mapping[str, int]] = {"nothing": 1}
+    token_fields: ClassVar[frozenset[str]] = frozenset({"nothing"})
+
+    def __post_init__(self) -> None:
+        call, fix = "Certain(nothing)", "Use Certain.zeros((T, D))."
+        check_fields(call, fix, _no_others, self.nothing)
 
     @classmethod
     def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        return cls(sequence_shape(cls, shape), jnp.dtype(dtype))
+        return cls.unchecked(jnp.zeros((*sequence_shape(cls, shape), 0), dtype))
 
     @classmethod
     def project(cls, dense: Array) -> Self:
@@ -40,18 +46,14 @@ class Certain(Covariance):
         return cls.zeros((t, d), dense.dtype)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.sequence
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.float_type)
+    def shape(self) -> tuple[int, ...]:
+        return self.nothing.shape[:-1]
 
     def variance(self) -> Array:
         return jnp.zeros(self.shape, self.dtype)
 
     def to_dense(self) -> Array:
-        return jnp.zeros(2 * self.shape, self.dtype)
+        return jnp.zeros(self.shape + self.shape[-2:], self.dtype)
 
     def rescale(self, factor: Array) -> Self:
         return self
@@ -96,3 +98,9 @@ class Certain(Covariance):
 
     def add_branch(self, branch: Self, cross: None) -> Self:
         return self
+
+
+def _no_others(nothing: tuple[int, ...]) -> list[tuple[int, ...]]:
+    if len(nothing) < 3 or nothing[-1]:
+        raise ValueError("needs an empty array of shape (T, D, 0).")
+    return []
