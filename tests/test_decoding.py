@@ -213,7 +213,7 @@ FLAT = jnp.zeros((2, V))
 BAD = [
     ({"length": 0}, ValueError, "length >= 1"),
     ({"end": -1}, ValueError, "0 to 2. Got -1"),
-    ({"num_points": 8}, ValueError, "num_points >= 12"),
+    ({"num_points": 0}, ValueError, "num_points >= 1"),
     (returns(FLAT[:1], FLAT), ValueError, r"\(T, V\).*T = 2. Got \(1, 3\)"),
     (returns(FLAT, FLAT[:, :2]), ValueError, r"\(T, V, V\).*Got .* and \(2, 2\)"),
     ({"prompt": jnp.zeros(2)}, TypeError, "prompt of integers"),

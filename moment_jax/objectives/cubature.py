@@ -1,9 +1,10 @@
 """E[log softmax(f)] and log E[softmax(f)] for Gaussian logits f, by a fixed set of points.
 
 The points are f_k = mean + L z_k with L L^T = cov. The z_k are a rank-1 lattice mapped to the normal
-distribution, together with its reflection -z_k, and transformed linearly so that their second moments
-are exact. So the rule is deterministic, integrates polynomials of degree three exactly, and its error
-falls roughly as 1 / num_points instead of 1 / sqrt(num_points).
+distribution, together with its reflection -z_k, scaled to a variance of exactly one in each coordinate.
+With four points or more per class they are also transformed linearly so that all their second moments
+are exact; the rule then integrates polynomials of degree three exactly. It is deterministic, and its
+error falls roughly as 1 / num_points instead of 1 / sqrt(num_points).
 
 Derivatives follow Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, over the same
 points. They are finite at any covariance, including singular and zero ones, where the derivative of
@@ -20,33 +21,31 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance.numerics import safe_sqrt, vector_variance
+from moment_jax.xla import diagonal_of
 
 Tangents = tuple[Array, Array]
 
 _GOLDEN = (5**0.5 - 1) / 2
 # Weight of each coordinate in the lattice's worst-case error; 0.03 to 0.3 do equally well.
 _COORDINATE_WEIGHT = 0.1
+_COLUMNS = 16  # of a root at a time, which saves memory traffic where there are many classes
 
 
-def count_points(num_points: int | None, num_dims: int, default: int = 128) -> int:
-    """The number of points, rounded up to a power of two; None for `default` or 8 per dimension."""
-    if num_points is None:
-        num_points = max(default, 8 * num_dims)
-    if num_points < 4 * num_dims:
-        raise ValueError(
-            f"The cubature over {num_dims} classes needs num_points >= {4 * num_dims}, 4 per class. "
-            f"Got {num_points}. Pass more, or None for the default."
-        )
-    return 1 << (max(num_points, 8) - 1).bit_length()
+def count_points(num_points: int | None, default: int = 128) -> int:
+    """The number of points, rounded up to a power of two; None for `default`."""
+    if num_points is not None and num_points < 1:
+        raise ValueError(f"The cubature needs num_points >= 1. Got {num_points}.")
+    return 1 << (max(num_points or default, 8) - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=32)
 def normal_points(num_dims: int, num_points: int) -> np.ndarray:
-    """Points (num_points, num_dims) with mean 0 and second moment exactly the identity.
+    """Points (num_points, num_dims) with mean 0 and second moment the identity, see above.
 
     The lattice is built one coordinate at a time, each with the generator of least worst-case error
     for smooth periodic functions. Each coordinate is shifted by its own number of cells plus a
-    quarter, which spreads the coordinate and its reflection evenly over all num_points cells.
+    quarter, which spreads the coordinate and its reflection evenly over all num_points cells. Where
+    generators run out, the others visit the same cells in a random order.
     """
     half = num_points // 2
     index = np.arange(half)
@@ -55,8 +54,12 @@ def normal_points(num_dims: int, num_points: int) -> np.ndarray:
     kernel = 1 + _COORDINATE_WEIGHT * 2 * np.pi**2 * (fraction**2 - fraction + 1 / 6)
     product = np.ones(half)
     used = np.zeros(generators.size)
+    rng = np.random.default_rng(0)
     uniform = np.empty((half, num_dims))
     for dim in range(num_dims):
+        if dim >= generators.size:
+            uniform[:, dim] = (rng.permutation(half) + 0.25) / half
+            continue
         best = int(np.argmin(kernel @ product + used))
         used[best] = np.inf
         product = product * kernel[best]
@@ -66,8 +69,11 @@ def normal_points(num_dims: int, num_points: int) -> np.ndarray:
     quantiles = {u: statistics.NormalDist().inv_cdf(u) for u in np.unique(uniform).tolist()}
     points = np.vectorize(quantiles.__getitem__, otypes=[float])(uniform)
     points = np.concatenate([points, -points])
-    eigenvalues, vectors = np.linalg.eigh(points.T @ points / num_points)
-    points = points @ (vectors / np.sqrt(eigenvalues)) @ vectors.T
+    if num_points >= 4 * num_dims:
+        eigenvalues, vectors = np.linalg.eigh(points.T @ points / num_points)
+        points = points @ (vectors / np.sqrt(eigenvalues)) @ vectors.T
+    else:
+        points = points / np.sqrt(np.mean(points**2, axis=0))
     points.flags.writeable = False
     return points
 
@@ -75,22 +81,29 @@ def normal_points(num_dims: int, num_points: int) -> np.ndarray:
 def psd_root(cov: Array) -> Array:
     """Lower-triangular L with L L^T = cov, (C, C), for any positive semidefinite covariance.
 
-    Cholesky's algorithm that skips columns with a zero pivot. Unlike LAPACK's it works for singular
-    and zero covariances, without jitter.
+    Cholesky's algorithm that skips columns with a zero pivot, some columns at a time. Unlike LAPACK's it
+    works for singular and zero covariances, without jitter.
     """
     cov = jnp.asarray(cov)
     size = cov.shape[0]
-    rows = jnp.arange(size)
     tolerance = size * jnp.finfo(cov.dtype).eps
+    root = jnp.zeros((size, 0), cov.dtype)
+    for first in range(0, size, _COLUMNS):
+        last = min(first + _COLUMNS, size)
+        left = cov[first:, first:last] - root[first:] @ root[first:last].T
+        rows, least = jnp.arange(size - first), tolerance * diagonal_of(cov[first:last, first:last])
 
-    def add_column(j: Array, root: Array) -> Array:
-        column = cov[:, j] - root @ root[j]
-        pivot = column[j]
-        usable = ~(pivot <= tolerance * cov[j, j])  # written so that NaN stays NaN
-        column = column / jnp.sqrt(jnp.where(usable, pivot, 1))
-        return root.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
+        def add_column(
+            j: Array, panel: Array, left: Array = left, rows: Array = rows, least: Array = least
+        ) -> Array:
+            column = left[:, j] - panel @ panel[j]
+            usable = ~(column[j] <= least[j])  # written so that NaN stays NaN
+            column = column / jnp.sqrt(jnp.where(usable, column[j], 1))
+            return panel.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
 
-    return jax.lax.fori_loop(0, size, add_column, jnp.zeros_like(cov))
+        panel = jax.lax.fori_loop(0, last - first, add_column, jnp.zeros_like(left))
+        root = jnp.concatenate([root, jnp.pad(panel, ((first, 0), (0, 0)))], axis=1)
+    return root
 
 
 def gaussian_points(mean: Array, cov: Array, num_points: int) -> Array:

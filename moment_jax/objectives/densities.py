@@ -37,8 +37,8 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     variance g, E[exp(-g) (y - mu)^2] = exp(-E g + Var g / 2) ((y - E mu + c)^2 + Var mu).
 
     Categorical: mean[y] - E[logsumexp(f)] by a deterministic cubature (`cubature`), exact to third
-    order in f. Mean error in nats over 180 problems of 10 classes (mean logits of sd 1.5 or 4; noise
-    independent, of full rank, or of rank 3) against 524,288 scrambled Sobol points:
+    order in f up to 32 classes. Mean error in nats over 180 problems of 10 classes (mean logits of sd
+    1.5 or 4; noise independent, of full rank, or of rank 3) against 524,288 scrambled Sobol points:
 
     =================================  =======  ======  ======  ======
     sd of the logits                   0.3      1       2       3
@@ -47,6 +47,8 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     512 points                         0.00002  0.001   0.005   0.010
     `expected_log_likelihood_bound`    0.0005   0.07    0.8     3.8
     =================================  =======  ======  ======  ======
+
+    With 300 classes 128 points err by 0.001, 0.005 and 0.035 at sd 0.3, 1 and 2.
 
     Bernoulli: y E[f] - E[log(1 + exp(f))] for each entry, by a quadrature with 20 nodes (error below
     2e-6 nats at a logit sd of 2, 7e-4 at 4).
@@ -57,8 +59,8 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
         HeteroscedasticGaussian: y, (D,). Categorical: an integer class index of shape ().
       mean: Gaussian, Bernoulli: (D,) or (T, D). HeteroscedasticGaussian: (2 D,). Categorical: (C,)
         logits.
-      cov: variances in the mean's shape, or all covariances, in the mean's shape twice. For
-        Gaussian and Bernoulli also a structure such as `Diagonal` or `Full`.
+      cov: variances in the mean's shape, all covariances in the mean's shape twice, or a structure
+        such as `Diagonal` or `Full`; of a vector (D,), the structure of one token.
 
     Returns:
       A scalar: the sum over the features (and tokens) of one example. NaN in compiled code where a
@@ -76,9 +78,9 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     if isinstance(likelihood, HeteroscedasticGaussian):
         return _heteroscedastic(jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
-        logits_cov = moments.check_logits(_NAME, mean, cov)
+        logits_cov = moments.check_one(_NAME, mean, cov)
         label = moments.as_label(_NAME, target, mean.shape[0])
-        num_points = cubature.count_points(likelihood.num_points, mean.shape[0])
+        num_points = cubature.count_points(likelihood.num_points)
         relative = mean - moments.of_label(mean, label)  # avoids cancellation between large numbers
         return -cubature.expected_logsumexp(relative, logits_cov, num_points)
     if isinstance(likelihood, Bernoulli):
@@ -161,7 +163,7 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
 
     Source: Transformer derivation, Eq. 5; Knowles and Minka (2011) for the tilted bound.
     """
-    cov = moments.check_logits("expected_log_likelihood_bound", mean, cov)
+    cov = moments.check_one("expected_log_likelihood_bound", mean, cov)
     label = moments.as_label("expected_log_likelihood_bound", target, mean.shape[0])
     # 0, or NaN for a label out of range. Added at the end: in the mean NaN would count as masked.
     in_range = moments.of_label(jnp.zeros_like(mean), label)
@@ -189,9 +191,9 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
     if isinstance(likelihood, Gaussian):
         return _gaussian_marginal(likelihood, jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
-        logits_cov = moments.check_logits(_MARGINAL, mean, cov)
+        logits_cov = moments.check_one(_MARGINAL, mean, cov)
         label = moments.as_label(_MARGINAL, target, mean.shape[0])
-        num_points = cubature.count_points(likelihood.num_points, mean.shape[0])
+        num_points = cubature.count_points(likelihood.num_points)
         return moments.of_label(cubature.log_expected_softmax(mean, logits_cov, num_points), label)
     raise TypeError(
         f"`{_MARGINAL}` needs Gaussian or Categorical. Got {type(likelihood).__name__}. With a random "

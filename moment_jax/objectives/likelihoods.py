@@ -41,8 +41,7 @@ class Categorical:
 
     Args:
       num_points: points of the cubature over the logits (see `moment_jax.objectives.cubature`), rounded
-        up to a power of two. None for 128, or 8 per class if that is more. Four times as many points
-        cut the error by more than half.
+        up to a power of two. None for 128. Four times as many points cut the error by more than half.
     """
 
     num_points: int | None = dataclasses.field(default=None, metadata={"static": True})

@@ -1,12 +1,16 @@
 """The accepted forms of an output's covariance, and argument checks."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Certain, Covariance, Diagonal
 from moment_jax.covariance.fields import check_array, check_floating, known_values
 from moment_jax.covariance.numerics import vector_variance
-from moment_jax.xla import diagonal_matrix
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 Cov = Array | Covariance
 
@@ -23,37 +27,63 @@ def check_output(name: str, target: Array, mean: Array, cov: Cov) -> None:
     check_cov(name, shape, cov)
 
 
-def check_cov(name: str, shape: tuple[int, ...], cov: Cov) -> None:
-    """Raise unless `cov` is a covariance of an array of this shape."""
+def check_cov(
+    name: str, shape: tuple[int, ...], cov: Cov, arrays: tuple[tuple[int, ...], ...] = ()
+) -> None:
+    """Raise unless `cov` is a covariance of an array of this shape.
+
+    That is a structure, an array of this shape or of this shape twice, or one of the other shapes.
+    """
     if not hasattr(cov, "shape"):
         raise TypeError(
             f"`{name}` needs a covariance: an array or a structure. Got {type(cov).__name__}."
         )
     check_floating(name, cov)
-    allowed = (shape,) if isinstance(cov, Covariance) else (shape, shape + shape)
+    if isinstance(cov, Covariance):
+        # One token stands for a vector, as in the covariance that `mj.bayesian` returns.
+        allowed = ((*shape[:-1], 1, *shape[-1:]), *((shape,) if len(shape) > 1 else ()))
+    else:
+        allowed = (shape, *(arrays or (shape + shape,)))
     if tuple(cov.shape) not in allowed:
-        wanted = " or ".join(str(form) for form in allowed)
+        wanted = " or ".join(str(form) for form in dict.fromkeys(allowed))
         raise ValueError(
-            f"`{name}` needs a covariance of shape {wanted} (variances, or every pair) for a mean "
-            f"of shape {shape}. Got {tuple(cov.shape)}. For a batch, use jax.vmap."
+            f"`{name}` needs a covariance of shape {wanted} (variances, every pair, or a structure) "
+            f"for a mean of shape {shape}. Got {tuple(cov.shape)}."
         )
 
 
-def check_logits(name: str, mean: Array, cov: Cov) -> Array:
-    """Return `cov`; raise unless it is an array (C,) or (C, C) and `mean` holds (C,) logits."""
+def logits_cov(name: str, mean: Array, cov: Cov) -> Array:
+    """The covariance of logits (..., C) as an array, (..., C) or (..., C, C); raises unless it fits."""
     check_array(name, mean)
-    if mean.ndim != 1:
+    if mean.ndim == 0:
+        raise ValueError(f"`{name}` needs logits of shape (..., C). Got ().")
+    shape = tuple(mean.shape)
+    check_cov(name, shape, cov, (shape + shape[-1:],))
+    if not isinstance(cov, Covariance):
+        return cov
+    if isinstance(cov, Certain | Diagonal):
+        return cov.variance().reshape(shape)
+    own = jax.vmap(type(cov).token_blocks) if len(cov.shape) > 2 else type(cov).token_blocks
+    for _ in cov.shape[3:]:
+        own = jax.vmap(own)
+    return own(cov).reshape(shape + shape[-1:])
+
+
+def check_one(name: str, mean: Array, cov: Cov) -> Array:
+    """`logits_cov` of one example, whose mean has the shape (C,)."""
+    if getattr(mean, "ndim", 1) != 1:
         raise ValueError(
             f"`{name}` needs the logits of one example, of shape (C,). Got {tuple(mean.shape)}. "
             f"For a batch, use jax.vmap."
         )
-    if isinstance(cov, Covariance):
-        raise TypeError(
-            f"`{name}` needs the logits' covariance as an array, (C,) or (C, C). "
-            f"Got {type(cov).__name__}. Take cov.variance()[t] or cov.to_dense()[t, :, t]."
-        )
-    check_cov(name, tuple(mean.shape), cov)
-    return cov
+    return logits_cov(name, mean, cov)
+
+
+def over_batch(fn: Callable[[Array, Array], Any], mean: Array, cov: Array) -> Any:
+    """`fn` of the mean (C,) and the covariance of each example, over their leading axes."""
+    for _ in range(mean.ndim - 1):
+        fn = jax.vmap(fn)
+    return fn(mean, cov)
 
 
 def as_label(name: str, target: Array | int, num_classes: int) -> Array:
@@ -81,23 +111,25 @@ def of_label(values: Array, label: Array) -> Array:
 
 
 def variances(mean: Array, cov: Cov) -> Array:
-    """Var[f], in the shape of the mean."""
+    """Var[f], in the shape of the mean (..., D), from any form of its covariance."""
     if isinstance(cov, Covariance):
-        return cov.variance()
+        return cov.variance().reshape(mean.shape)
+    if cov.ndim == mean.ndim + 1:
+        return diagonal_of(cov)
     return vector_variance(flat_cov(mean, cov)).reshape(mean.shape)
 
 
 def flat_cov(mean: Array, cov: Cov) -> Array:
     """The covariance of the flattened output, (M, M), or (M,) where only variances are given."""
     if isinstance(cov, Covariance):
-        cov = cov.to_dense()
+        return cov.to_dense().reshape(mean.size, mean.size)
     return cov.reshape((mean.size,) * (cov.ndim // mean.ndim))
 
 
 def token_blocks(mean: Array, cov: Cov) -> Array:
     """Each token's own covariance, (T, D, D); a vector counts as one token."""
     if isinstance(cov, Covariance):
-        cov = cov.to_dense()
+        return cov.token_blocks()
     if cov.ndim == mean.ndim:
         return diagonal_matrix(jnp.atleast_2d(cov))
     return cov[None] if mean.ndim == 1 else jnp.einsum("tdte->tde", cov)

@@ -8,19 +8,28 @@ from moment_jax.objectives import likelihoods
 from moment_jax.objectives.cubature import count_points, log_expected_softmax
 from moment_jax.objectives.densities import bounded_exp
 from moment_jax.objectives.likelihoods import Gaussian, HeteroscedasticGaussian
-from moment_jax.objectives.moments import Cov, check_cov, check_logits, variances
+from moment_jax.objectives.moments import (
+    Cov,
+    check_cov,
+    logits_cov,
+    over_batch,
+    variances,
+)
 
 
-def log_class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:
+def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
     """Log E[softmax(f)], f ~ N(mean, cov): `class_probabilities` without underflow.
 
     It is -inf, with derivatives of zero, exactly where the mean is -inf.
     """
-    check_logits("class_probabilities", mean, cov)
-    return log_expected_softmax(mean, cov, count_points(num_points, mean.shape[0], default=512))
+    spread, count = (
+        logits_cov("class_probabilities", mean, cov),
+        count_points(num_points, default=512),
+    )
+    return over_batch(lambda m, c: log_expected_softmax(m, c, count), mean, spread)
 
 
-def class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:
+def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
     """Predictive class probabilities E[softmax(f)], f ~ N(mean, cov), by a deterministic cubature.
 
     They are nonnegative, sum to one, and have finite derivatives at any covariance, including singular
@@ -38,21 +47,30 @@ def class_probabilities(mean: Array, cov: Array, *, num_points: int | None = Non
     pairwise logistic, normalised           3e-4    0.015   0.05    0.10    0.13
     ======================================  ======  ======  ======  ======  ======
 
+    With 300 classes, 512 points lose 2e-4, 0.003 and 0.013 at sd 1, 2 and 3.
     Small probabilities in the tail are the least accurate: few points cover the rare draws of the logits
     that such a class needs.
 
     Args:
-      mean: (C,) mean logits; -inf for an impossible class, which gets exactly 0.
-      cov: their variances (C,), or covariance (C, C), positive semidefinite and finite.
-      num_points: points of the cubature, rounded up to a power of two; None for 512, or 8 per class if
-        that is more.
+      mean: (..., C) mean logits; -inf for an impossible class, which gets exactly 0.
+      cov: their variances (..., C), or covariances (..., C, C), positive semidefinite and finite; or a
+        structure, of which each token's own covariance counts.
+      num_points: points of the cubature, rounded up to a power of two.
 
     Returns:
-      (C,) probabilities.
+      (..., C) probabilities.
 
     Raises:
-      ValueError: if shapes do not fit, or num_points is below 4 per class.
-      TypeError: if `cov` is a structure.
+      ValueError: if shapes do not fit. TypeError: if mean or cov is not floating.
+
+    >>> import moment_jax as mj
+    >>> from flax import nnx
+    >>> belief = {"kernel": mj.posterior.Factorized(jnp.eye(3), jnp.ones((3, 3)))}
+    >>> model = nnx.Linear(3, 3, use_bias=False, rngs=nnx.Rngs(0))
+    >>> print(class_probabilities(*mj.bayesian(model, belief)(jnp.eye(3))).round(2))
+    [[0.52 0.24 0.24]
+     [0.24 0.52 0.24]
+     [0.24 0.24 0.52]]
 
     Source: Transformer derivation, Eq. 1.
     """
@@ -68,12 +86,13 @@ def predictive_gaussian(
     these are still its exact moments: Var[y] = Var[mu] + exp(E[g] + Var[g] / 2).
 
     Args:
-      mean: (D,) or (T, D) outputs; with HeteroscedasticGaussian (2 D,).
-      cov: variances in the mean's shape, all covariances in the mean's shape twice, or a structure.
+      mean: (..., D) outputs; with HeteroscedasticGaussian (..., 2 D).
+      cov: variances in the mean's shape, covariances of the last axis, (..., D, D), or of all, in the
+        mean's shape twice, or a structure.
       likelihood: the observation model.
 
     Returns:
-      Mean and variance of the target, both (D,), or (T, D).
+      Mean and variance of the target, both (..., D).
 
     Raises:
       ValueError: if shapes do not fit.
@@ -82,7 +101,8 @@ def predictive_gaussian(
     Source: Transformer derivation, Eq. 1.
     """
     check_array("predictive_gaussian", mean)
-    check_cov("predictive_gaussian", tuple(mean.shape), cov)
+    shape = tuple(mean.shape)
+    check_cov("predictive_gaussian", shape, cov, (shape + shape[-1:], shape + shape))
     variance = variances(mean, cov)
     if isinstance(likelihood, Gaussian):
         noise = likelihoods.noise_array("predictive_gaussian", likelihood, mean)
@@ -92,10 +112,10 @@ def predictive_gaussian(
             "`predictive_gaussian` needs Gaussian or HeteroscedasticGaussian. Got "
             f"{type(likelihood).__name__}. For classes, use class_probabilities."
         )
-    if mean.ndim != 1 or mean.shape[0] % 2:
+    if mean.shape[-1] % 2:
         raise ValueError(
-            "`predictive_gaussian` with HeteroscedasticGaussian needs 2 D outputs of shape (2 D,): "
-            f"D means, then D log noise variances. Got {tuple(mean.shape)}."
+            "`predictive_gaussian` with HeteroscedasticGaussian needs 2 D outputs of shape (..., 2 D): "
+            f"D means, then D log noise variances. Got {shape}."
         )
-    size = mean.shape[0] // 2
-    return mean[:size], variance[:size] + bounded_exp(mean[size:] + variance[size:] / 2)
+    (mean, log_noise), (variance, spread) = (jnp.split(x, 2, axis=-1) for x in (mean, variance))
+    return mean, variance + bounded_exp(log_noise + spread / 2)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.objectives import cubature
-from moment_jax.objectives.moments import check_logits
+from moment_jax.objectives.moments import Cov, logits_cov, over_batch
 
 Parts = tuple[Array, Array, Array]
 
@@ -21,17 +21,15 @@ class TokenUncertainty(NamedTuple):
     epistemic: Array  # the mutual information of the class and the weights
 
 
-def token_uncertainty(
-    mean: Array, cov: Array, *, num_points: int | None = None
-) -> TokenUncertainty:
+def token_uncertainty(mean: Array, cov: Cov, *, num_points: int | None = None) -> TokenUncertainty:
     """Total, aleatoric and epistemic uncertainty of a class (a token) with random logits.
 
     All three are averages over the cubature points of `class_probabilities`. So the epistemic part, the
     mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never negative, and exactly zero at
     zero covariance. Derivatives follow Price's theorem over the points and are finite at any covariance.
 
-    Arguments and errors are those of `class_probabilities`, the results scalars; use `jax.vmap` for a
-    batch. If all mean logits are -inf, all parts are zero.
+    Arguments and errors are those of `class_probabilities`, the results of shape (...). If all mean
+    logits are -inf, all parts are zero.
 
     >>> import jax.numpy as jnp
     >>> parts = token_uncertainty(jnp.zeros(2), jnp.zeros(2))
@@ -42,12 +40,12 @@ def token_uncertainty(
 
 
 def probabilities_with_uncertainty(
-    mean: Array, cov: Array, *, num_points: int | None = None
+    mean: Array, cov: Cov, *, num_points: int | None = None
 ) -> tuple[Array, TokenUncertainty]:
-    """`log_class_probabilities` (C,) and `token_uncertainty`, in one pass over the points."""
-    check_logits("token_uncertainty", mean, cov)
-    count = cubature.count_points(num_points, mean.shape[0], default=512)
-    log_probs, aleatoric, epistemic = _parts(mean, cov, count)
+    """`log_class_probabilities` (..., C) and `token_uncertainty`, in one pass over the points."""
+    spread = logits_cov("token_uncertainty", mean, cov)
+    count = cubature.count_points(num_points, default=512)
+    log_probs, aleatoric, epistemic = over_batch(lambda m, c: _parts(m, c, count), mean, spread)
     return log_probs, TokenUncertainty(aleatoric + epistemic, aleatoric, epistemic)
 
 

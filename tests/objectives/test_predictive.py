@@ -4,13 +4,19 @@ import jax
 import numpy as np
 import pytest
 import scipy.stats
+from flax import nnx
 
+import moment_jax as mj
 from moment_jax.objectives import (
+    Categorical,
     Gaussian,
     HeteroscedasticGaussian,
+    bernoulli_probabilities,
     class_probabilities,
+    expected_log_likelihood,
     log_class_probabilities,
     predictive_gaussian,
+    token_uncertainty,
 )
 
 C = 10
@@ -58,14 +64,52 @@ def test_two_classes_against_quadrature():
         assert abs(value[0] - exact) < 0.002
 
 
-def test_the_logarithm_vmap_and_the_softmax_without_uncertainty():
+def test_the_logarithm_and_the_softmax_without_uncertainty():
     means, factors = map(np.stack, zip(*(problem(seed, 1.0, C) for seed in range(3)), strict=True))
     covs = factors @ np.swapaxes(factors, 1, 2)
     covs[0] = 0
     loop = np.stack([compiled(m, c) for m, c in zip(means, covs, strict=True)])
     np.testing.assert_allclose(loop[0], np.exp(means[0]) / np.exp(means[0]).sum(), atol=1e-12)
-    logarithm = jax.jit(jax.vmap(log_class_probabilities))(means, covs)
+    logarithm = jax.jit(log_class_probabilities)(means, covs)
     np.testing.assert_allclose(np.exp(logarithm), loop, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", [mj.Certain, mj.Diagonal, mj.Separable, mj.Full])
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 2, 3)])  # (B, D), and two batch axes of sequences
+def test_moments_of_any_model_on_a_batch(structure, shape):
+    """Shape, variances and predictions are those of single examples, each by its dense covariance."""
+    model, certain = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), structure is mj.Certain
+    beliefs = jax.tree.map(
+        lambda w: mj.posterior.Point(w) if certain else mj.posterior.Factorized(w, 0.1 + w**2),
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+    )
+    axes = len(shape) // 2
+    x = np.random.default_rng(0).normal(size=shape)
+    with jax.numpy_rank_promotion("allow"):
+        mean, cov = mj.bayesian(model, beliefs, structure=structure, batch_axes=axes)(x)
+    assert cov.shape == cov.sd().shape == (4, 1, 3) if axes == 1 else shape
+    blocks = type(cov).token_blocks
+    for _ in range(axes):
+        blocks = jax.vmap(blocks)
+    rows, blocks = mean.reshape(-1, 3), blocks(cov).reshape(-1, 3, 3)
+    own = np.diagonal(blocks, axis1=1, axis2=2)
+    labels, fit = np.arange(len(rows)) % 3, jax.vmap(expected_log_likelihood, (None, 0, 0, 0))
+    pairs = [
+        (cov.sd() ** 2, own),
+        (
+            class_probabilities(mean, cov),
+            [compiled(*one) for one in zip(rows, blocks, strict=True)],
+        ),
+        (token_uncertainty(mean, cov)[2], [token_uncertainty(rows[0], blocks[0])[2]]),
+        (bernoulli_probabilities(mean, cov), bernoulli_probabilities(rows, own)),
+        (predictive_gaussian(mean, cov, Gaussian(0.5))[1], own + 0.5),
+    ]
+    if axes == 1:
+        likelihoods = (Categorical(), labels), (Gaussian(0.5 * np.eye(3)), x)
+        pairs += [(fit(*one, mean, cov), fit(*one, mean, blocks)) for one in likelihoods]
+    for found, expected in pairs:
+        expected = np.ravel(expected)
+        np.testing.assert_allclose(np.ravel(found)[: expected.size], expected, atol=1e-12)
 
 
 def test_gaussian_total_variance():
