@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.objectives import Categorical, Gaussian
@@ -23,7 +24,7 @@ def checked_likelihood(
         )
     if name is not Gaussian or likelihood is Gaussian:
         return name, None
-    if np.ndim(likelihood.noise_variance) or float(likelihood.noise_variance) <= 0:
+    if np.ndim(likelihood.noise_variance) or not 0 < float(likelihood.noise_variance) < np.inf:
         raise ValueError(
             f"`{caller}` needs one positive noise variance for all outputs, or the type Gaussian to "
             f"estimate it. Got {likelihood.noise_variance}."
@@ -45,22 +46,73 @@ def examples(caller: str, data: Any) -> tuple[Inputs, Any]:
     return inputs, data[1]
 
 
-def as_inputs(inputs: Any) -> Inputs:
-    """The inputs as a tuple of finite arrays, floats in single precision."""
-    arrays = [np.asarray(x) for x in (inputs if isinstance(inputs, tuple) else (inputs,))]
-    if any(x.dtype.kind == "f" and not np.isfinite(x).all() for x in arrays):
-        raise ValueError("`fit` needs finite inputs. Got NaN or infinity; fill or drop them.")
-    return tuple(x.astype(np.float32) if x.dtype.kind == "f" else x for x in arrays)
+def as_inputs(inputs: Any, like: Inputs | None = None) -> Inputs:
+    """The inputs as a tuple of arrays of one length: finite single-precision floats, or integers.
+
+    With `like`, the training inputs, they need the same number, shape and type.
+    """
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    arrays = tuple(_as_input(np.asarray(x)) for x in given)
+    sizes = [len(x) if x.ndim else 0 for x in arrays]
+    if len(set(sizes)) != 1 or not all(sizes):
+        raise ValueError(f"`fit` needs one example or more of each input. Got {sizes} examples.")
+    if like is None:
+        return arrays
+    needed, got = ([x.shape[1:] for x in each] for each in (like, arrays))
+    if needed != got:
+        raise ValueError(
+            f"The model was trained on examples of shape {_listed(needed)}. Got {_listed(got)}. For "
+            "others, call mj.bayesian(fitted.model, fitted.posterior)."
+        )
+    cast = tuple(x.astype(known.dtype) for x, known in zip(arrays, like, strict=True))
+    if any((new != x).any() for new, x in zip(cast, arrays, strict=True)):
+        raise ValueError(
+            f"The model was trained on inputs of {_listed([x.dtype for x in like])}. Got "
+            f"{_listed([x.dtype for x in arrays])} with other values."
+        )
+    return cast
 
 
-def as_targets(targets: Any, likelihood: type) -> np.ndarray:
+def _as_input(x: np.ndarray) -> np.ndarray:
+    """Floats in single precision, integers that JAX can hold."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    if not floating and x.dtype.kind not in "iub":
+        raise TypeError(
+            f"`fit` needs inputs of numbers. Got {x.dtype}. Encode categories and missing values first."
+        )
+    with np.errstate(over="ignore"):
+        new = x.astype(np.float32) if floating else x
+    if floating and not np.isfinite(new).all():
+        raise ValueError(
+            "`fit` needs finite inputs, in single precision. Got NaN or infinity; fill or drop them."
+        )
+    if x.dtype.kind in "iu" and x.dtype.itemsize == 8:
+        new = x.astype(np.int32)
+        if (new != x).any():
+            raise ValueError(f"`fit` needs integers of 32 bits. Got {x.min()} to {x.max()}.")
+    return new
+
+
+def _listed(items: Any) -> str:
+    return ", ".join(map(str, items))
+
+
+def as_targets(targets: Any, likelihood: type, num_outputs: int) -> np.ndarray:
     """The targets: (N,) class integers, or (N, D) numbers in single precision."""
     y = np.asarray(targets)
     if likelihood is Categorical:
         if y.ndim != 1 or y.dtype.kind not in "iu" or (y.size and y.min() < 0):
+            fix = "np.unique(labels, return_inverse=True)[1]"
+            if y.ndim == 2:
+                fix = "labels[:, 0]" if y.shape[1] == 1 else "np.argmax(labels, axis=1)"
             raise ValueError(
                 f"`fit` with Categorical needs targets (N,) of integers from 0. Got {y.dtype} of shape "
-                f"{y.shape}. Use np.unique(labels, return_inverse=True)[1]."
+                f"{y.shape}{f' from {y.min()}' if y.size and y.dtype.kind in 'iuf' else ''}. Use {fix}."
+            )
+        if y.size and y.max() >= num_outputs:
+            raise ValueError(
+                f"`fit` needs labels from 0 to {num_outputs - 1}, since the model has {num_outputs} "
+                f"outputs. Got {y.max()}. Give the model an output for every class."
             )
         return y.astype(np.int32)
     y = y[:, None] if y.ndim == 1 else y
@@ -69,12 +121,20 @@ def as_targets(targets: Any, likelihood: type) -> np.ndarray:
             f"`fit` with Gaussian needs targets (N,) or (N, D) of numbers. Got {y.dtype} of shape "
             f"{np.shape(targets)}."
         )
+    if y.shape[1] != num_outputs:
+        raise ValueError(
+            f"`fit` needs as many targets as the model has outputs, {num_outputs}. Got {y.shape[1]}."
+        )
+    with np.errstate(over="ignore"):
+        y = y.astype(np.float32)
     if not np.isfinite(y).all():
-        raise ValueError("`fit` needs finite targets. Got NaN or infinity; drop these rows.")
-    return y.astype(np.float32)
+        raise ValueError(
+            "`fit` needs finite targets, in single precision. Got NaN or infinity; drop these rows."
+        )
+    return y
 
 
-def checked_data(data: Any, likelihood: type) -> Data:
-    """Inputs and targets in single precision."""
+def checked_data(data: Any, likelihood: type, num_outputs: int, like: Inputs | None = None) -> Data:
+    """Inputs and targets in single precision, of one length and, with `like`, as in training."""
     inputs, targets = examples("fit", data)
-    return as_inputs(inputs), as_targets(targets, likelihood)
+    return as_inputs(inputs, like), as_targets(targets, likelihood, num_outputs)

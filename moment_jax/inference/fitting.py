@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,14 @@ import numpy as np
 from flax import nnx
 
 from moment_jax.covariance import Covariance
-from moment_jax.inference.data import Data, as_inputs, as_targets, checked_data, checked_likelihood
+from moment_jax.inference.data import (
+    Data,
+    Inputs,
+    as_inputs,
+    checked_data,
+    checked_likelihood,
+    examples,
+)
 from moment_jax.inference.variational import Belief, Objective, start
 from moment_jax.nn import DEFAULT_STRUCTURE
 from moment_jax.objectives import Categorical, Gaussian, class_probabilities
@@ -43,24 +51,27 @@ class Fitted:
     _objective: Objective
     _belief: Belief
     _rest: Any
+    _trained_on: Inputs  # one example
+    _num_outputs: int
 
     def predict(self, inputs: Any) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the targets, noise included, (N, D) each."""
         self._needs(Gaussian, "predict", "predict_proba")
         mean, cov = self._moments(inputs)
         noise = np.exp(np.asarray(self._belief.log_noise))
-        return mean, np.sqrt(np.diagonal(cov, axis1=1, axis2=2) + noise)
+        variance = cov if cov.ndim == 2 else np.diagonal(cov, axis1=1, axis2=2)
+        return mean, np.sqrt(variance + noise)
 
     def predict_proba(self, inputs: Any) -> np.ndarray:
         """Predictive probabilities of the classes, (N, C)."""
         self._needs(Categorical, "predict_proba", "predict")
-        probabilities = jax.jit(jax.vmap(class_probabilities))
+        probabilities = jax.jit(class_probabilities)
         return in_batches(lambda moments: probabilities(*moments), self._moments(inputs))
 
     def log_prob(self, inputs: Any, targets: Any) -> np.ndarray:
         """Log predictive density of each example, (N,), in nats."""
-        values = as_targets(targets, self._objective.likelihood)
-        data = as_inputs(inputs), values
+        likelihood, outputs = self._objective.likelihood, self._num_outputs
+        data = checked_data((inputs, targets), likelihood, outputs, self._trained_on)
         return log_densities(self._objective, self._belief, self._rest, data)
 
     def _needs(self, likelihood: type, method: str, other: str) -> None:
@@ -73,7 +84,7 @@ class Fitted:
 
     def _moments(self, inputs: Any) -> tuple[np.ndarray, np.ndarray]:
         moments = partial(self._objective.moments, self._belief, self._rest)
-        return in_batches(moments, as_inputs(inputs))
+        return in_batches(moments, as_inputs(inputs, self._trained_on))
 
 
 def fit(
@@ -107,7 +118,7 @@ def fit(
         `Gaussian(noise_variance)` if it is known.
       validation: share of the data to hold out, or held-out (inputs, targets). If the share is fewer
         than 10 examples, nothing is held out and training takes `max_steps`.
-      max_steps: largest number of Adam steps, in batches of up to 256.
+      max_steps: largest number of Adam steps, in batches of up to 256, at least 1.
       patience: stop after this many evaluations, 50 steps apart, without improvement.
       learning_rate: of Adam.
       kl_weight: of the KL divergence; 1 is the ELBO.
@@ -120,7 +131,8 @@ def fit(
       A `Fitted`, with `predict`, `predict_proba` and `log_prob`.
 
     Raises:
-      TypeError, ValueError: if model, data or likelihood are invalid.
+      TypeError, ValueError: if model, data, likelihood or a setting is invalid, a label has no output,
+        or the training diverges.
 
     >>> import moment_jax as mj
     >>> x = np.linspace(-1, 1, 60)[:, None]
@@ -134,34 +146,49 @@ def fit(
     name, known_noise = checked_likelihood("fit", likelihood, (Categorical, Gaussian))
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`fit` needs a Flax NNX module. Got {type(model).__name__}.")
-    train, held = checked_data(data, name), None
+    for setting, value, least in (
+        ("max_steps", max_steps, 1), ("patience", patience, 1), ("kl_weight", kl_weight, 0),
+        ("learning_rate", learning_rate, 1e-30), ("relative_scale", relative_scale, 1e-30),
+    ):  # fmt: skip
+        if not least <= value < math.inf:
+            wanted = f">= {least}" if least in (0, 1) else "> 0"
+            raise ValueError(f"`fit` needs {setting} {wanted}. Got {value}.")
+    split: Any = nnx.split(model, nnx.Param, ...)
+    graph, params, rest = split
+    warm_up = min(round(WARM_UP / learning_rate), max_steps // 2)
+    objective = Objective(graph, structure, name, known_noise is None, kl_weight, warm_up)
+    one = tuple(x[:1] for x in as_inputs(examples("fit", data)[0]))
+    outputs = objective.num_outputs(params, rest, one)
+    train, held = checked_data(data, name, outputs), None
+    if isinstance(validation, numbers.Real):
+        train, held = divided(train, float(validation), seed)
+    else:
+        held = checked_data(validation, name, outputs, one)
     if name is Categorical:
         log_noise = jnp.zeros(1)
     elif known_noise is None:
         log_noise = jnp.log(jnp.maximum(jnp.asarray(train[1].var(axis=0)), 1e-6))
     else:
         log_noise = jnp.full(train[1].shape[1], math.log(known_noise), jnp.float32)
-    if isinstance(validation, tuple):
-        held = checked_data(validation, name)
-    else:
-        train, held = divided(train, float(validation), seed)
-
-    split: Any = nnx.split(model, nnx.Param, ...)
-    graph, params, rest = split
-    warm_up = min(round(WARM_UP / learning_rate), max_steps // 2)
-    objective = Objective(graph, structure, name, known_noise is None, kl_weight, warm_up)
     state = start(params, relative_scale, log_noise)
-    best, best_nll, since, history, nll = state, math.inf, 0, [], math.nan
+    best, best_nll, since, history, nll = None, math.inf, 0, [], math.nan
     size, batches = float(len(train[1])), shuffled(train, seed)
     bar = _bar(max_steps, progress)
-    for _ in range(0, max_steps, STEPS_AT_ONCE):
-        state, loss = objective.train(state, rest, *next(batches), size, learning_rate)
+    for first in range(0, max_steps, STEPS_AT_ONCE):
+        steps = min(STEPS_AT_ONCE, max_steps - first)
+        batch = jax.tree.map(lambda x, steps=steps: x[:steps], next(batches))
+        state, loss = objective.train(state, rest, *batch, size, learning_rate)
         if held is not None:
             nll = -float(np.mean(log_densities(objective, state.belief, rest, held)))
         history.append((int(state.step), float(loss), nll))
         if bar is not None:
-            bar.update(STEPS_AT_ONCE)
+            bar.update(steps)
             bar.set_postfix(loss=f"{float(loss):.3f}", held_out=f"{nll:.3f}")
+        if not math.isfinite(loss) or (held is not None and not math.isfinite(nll)):
+            raise ValueError(
+                f"`fit` diverged: after {int(state.step)} steps -ELBO / N is {float(loss)}, the NLL "
+                f"{nll}. Standardise inputs and targets, or take a learning_rate below {learning_rate}."
+            )
         if held is None or nll < best_nll - 1e-3:
             best, best_nll, since = state, nll, 0
         else:
@@ -172,7 +199,7 @@ def fit(
         bar.close()
     belief = best.belief
     noise = np.exp(np.asarray(belief.log_noise, np.float64)) if name is Gaussian else None
-    return Fitted(model, belief.posterior(), noise, history, objective, belief, rest)
+    return Fitted(model, belief.posterior(), noise, history, objective, belief, rest, one, outputs)
 
 
 def divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:

@@ -18,6 +18,7 @@ from moment_jax.objectives import (
     kl_warmup,
     log_marginal,
 )
+from moment_jax.objectives.moments import logits_cov
 from moment_jax.posterior import Factorized
 
 
@@ -77,15 +78,23 @@ class Objective:
 
     @partial(jax.jit, static_argnums=0)
     def moments(self, belief: Belief, rest: Any, inputs: Any) -> tuple[Array, Array]:
-        """Mean and covariance of the model's outputs, (N, D) and (N, D, D)."""
+        """Mean (N, D) of the model's outputs, and covariance (N, D, D); (N, D) in `Diagonal`."""
         model: Any = nnx.merge(self.graph, belief.mean, rest, copy=True)
         mean, cov = bayesian(model, belief.posterior(), structure=self.structure)(*inputs)
-        if mean.ndim != 2:
+        return mean, logits_cov("fit", mean, cov)
+
+    def num_outputs(self, params: Any, rest: Any, inputs: Any) -> int:
+        """D of the model's outputs (N, D)."""
+        call = partial(nnx.merge, self.graph, copy=True)
+        one = jax.tree.map(lambda x: x[:1], inputs)
+        output = jax.eval_shape(lambda: call(params, rest)(*one))
+        shape = getattr(output, "shape", type(output).__name__)
+        if len(shape) != 2 or shape[0] != 1:
             raise ValueError(
-                f"`fit` needs a model with outputs (N, D), one row per example. Got {mean.shape}. For "
-                "sequences, write the ELBO with mj.bayesian and mj.objectives.elbo."
+                f"`fit` needs a model with outputs (N, D), one row per example. Got {shape} for one "
+                "example. For sequences, write the ELBO with mj.bayesian and mj.objectives.elbo."
             )
-        return mean, jax.vmap(lambda c: c.token_blocks()[0])(cov)
+        return shape[1]
 
     def _of_each(self, fn: Any, belief: Belief, rest: Any, inputs: Any, targets: Array) -> Array:
         """`fn` of the likelihood, and of each example's target, mean and covariance, (N,)."""

@@ -13,6 +13,7 @@ from tests.propagation.models import MyMLP
 GAUSSIAN, CATEGORICAL = mj.objectives.Gaussian, mj.objectives.Categorical
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 3))
+LABELS = (X[:, 0] > 0).astype(int)
 NOISE = RNG.normal(size=(120, 1))
 
 
@@ -73,6 +74,53 @@ def test_known_noise_stays():
     assert np.allclose(fitted.noise_variance, 0.5)
 
 
+class Standardised(nnx.Module):
+    """Would take inputs of one column, or bytes that wrap around, without a word."""
+
+    def __init__(self):
+        self.linear = linear(3)
+
+    def __call__(self, x):
+        return self.linear((x + x) / np.full(3, 2.0, np.float32))
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    """The last class is seen in validation alone."""
+    held = X[:20], np.arange(20) % 3
+    options = {"validation": held, "max_steps": 70, "structure": mj.Diagonal}
+    with jax.numpy_rank_promotion("allow"):
+        return mj.fit(Standardised(), (X, LABELS), CATEGORICAL, **options)
+
+
+def test_a_class_in_validation_alone_and_inputs_of_other_types(classifier):
+    assert np.isfinite([row[1:] for row in classifier.history]).all()
+    assert [row[0] for row in classifier.history] == [50, 70]
+    whole = np.round(X).clip(-1, 1)
+    expected = classifier.predict_proba(whole)
+    for same in (whole.astype(int), whole.astype(np.int8), whole.tolist(), whole.astype("f4")):
+        np.testing.assert_array_equal(classifier.predict_proba(same), expected)
+    many = classifier.predict_proba(np.full((1, 3), 200, np.uint8))  # 200 + 200 is no byte
+    np.testing.assert_array_equal(many, classifier.predict_proba(np.full((1, 3), 200.0)))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda f: f.predict_proba(X[:, :1]), r"of shape \(3,\). Got \(1,\).*mj.bayesian"),
+        (lambda f: f.predict_proba((X, X)), r"of shape \(3,\). Got \(3,\), \(3,\)"),
+        (lambda f: f.predict_proba(X[:0]), r"one example or more of each input. Got \[0\]"),
+        (lambda f: f.predict_proba(np.nan * X), "finite inputs"),
+        (lambda f: f.log_prob(X[:, :1], LABELS), "of shape"),
+        (lambda f: f.log_prob(X[:5], LABELS[:3]), r"as many inputs as targets. Got \[5, 3\]"),
+        (lambda f: f.log_prob(X[:5], np.full(5, 3)), "labels from 0 to 2.*Got 3"),
+    ],
+)
+def test_predictions_need_the_inputs_of_the_training(classifier, call, words):
+    with pytest.raises(ValueError, match=words):
+        call(classifier)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -83,7 +131,24 @@ def test_known_noise_stays():
         ({"data": (X, np.full(120, np.nan))}, ValueError, "finite targets"),
         ({"data": (X * np.inf, np.ones(120))}, ValueError, "finite inputs"),
         ({"likelihood": CATEGORICAL}, ValueError, r"\(N,\) of integers"),
+        ({"data": (X, LABELS[:, None]), "likelihood": CATEGORICAL}, ValueError, r"labels\[:, 0\]"),
+        ({"data": (X, np.eye(3)[LABELS]), "likelihood": CATEGORICAL}, ValueError, "argmax"),
+        ({"data": (X, LABELS), "likelihood": CATEGORICAL}, ValueError, "labels from 0 to 0.*Got 1"),
+        ({"data": (X, X)}, ValueError, "as many targets as the model has outputs, 1. Got 3"),
+        ({"data": (X.astype(str), X)}, TypeError, "inputs of numbers"),
+        ({"data": (X, 1e300 * X[:, 0])}, ValueError, "finite targets, in single precision"),
+        ({"data": (2**40 + np.arange(120), X[:, 0])}, ValueError, "integers of 32 bits"),
         ({"validation": 1.5}, ValueError, "a share from 0"),
+        ({"validation": [X, X]}, TypeError, "inputs, targets"),
+        ({"validation": (X[:, :1], X[:, 0])}, ValueError, r"of shape \(3,\). Got \(1,\)"),
+        ({"validation": (X, X)}, ValueError, "outputs, 1. Got 3"),
+        ({"max_steps": 0}, ValueError, "max_steps >= 1. Got 0"),
+        ({"patience": 0}, ValueError, "patience >= 1"),
+        ({"learning_rate": -0.1}, ValueError, "learning_rate > 0. Got -0.1"),
+        ({"kl_weight": -1.0}, ValueError, "kl_weight >= 0"),
+        ({"relative_scale": 0.0}, ValueError, "relative_scale > 0. Got 0"),
+        ({"learning_rate": 1e30, "max_steps": 50}, ValueError, "diverged.*learning_rate below"),
+        ({"likelihood": GAUSSIAN(np.nan)}, ValueError, "positive noise variance"),
         ({"data": (X[:, :, None].swapaxes(1, 2), X[:, 0])}, ValueError, r"outputs \(N, D\)"),
         ({"model": np.tanh}, TypeError, "NNX module"),
         ({"model": None}, TypeError, "NNX module. Got NoneType"),
