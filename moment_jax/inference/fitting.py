@@ -29,6 +29,9 @@ from moment_jax.objectives import Categorical, Gaussian, class_probabilities
 WARM_UP = 3.0  # steps of KL warm-up, times the learning rate
 STEPS_AT_ONCE = 50  # between two evaluations, in one compiled program
 BATCH_SIZES = (32, 64, 128, 256)  # few, so that data of other sizes need no other programs
+MOST_PAIRS = (
+    2**23
+)  # of outputs in a batch: with 300 classes, batches of 64 take a quarter of the time
 FEWEST_HELD_OUT = 10
 
 
@@ -66,13 +69,15 @@ class Fitted:
         """Predictive probabilities of the classes, (N, C)."""
         self._needs(Categorical, "predict_proba", "predict")
         probabilities = jax.jit(class_probabilities)
-        return in_batches(lambda moments: probabilities(*moments), self._moments(inputs))
+        return in_batches(
+            lambda moments: probabilities(*moments), self._moments(inputs), self._num_outputs
+        )
 
     def log_prob(self, inputs: Any, targets: Any) -> np.ndarray:
         """Log predictive density of each example, (N,), in nats."""
         likelihood, outputs = self._objective.likelihood, self._num_outputs
         data = checked_data((inputs, targets), likelihood, outputs, self._trained_on)
-        return log_densities(self._objective, self._belief, self._rest, data)
+        return log_densities(self._objective, self._belief, self._rest, data, outputs)
 
     def _needs(self, likelihood: type, method: str, other: str) -> None:
         known = self._objective.likelihood
@@ -84,7 +89,7 @@ class Fitted:
 
     def _moments(self, inputs: Any) -> tuple[np.ndarray, np.ndarray]:
         moments = partial(self._objective.moments, self._belief, self._rest)
-        return in_batches(moments, as_inputs(inputs, self._trained_on))
+        return in_batches(moments, as_inputs(inputs, self._trained_on), self._num_outputs)
 
 
 def fit(
@@ -118,7 +123,7 @@ def fit(
         `Gaussian(noise_variance)` if it is known.
       validation: share of the data to hold out, or held-out (inputs, targets). If the share is fewer
         than 10 examples, nothing is held out and training takes `max_steps`.
-      max_steps: largest number of Adam steps, in batches of up to 256, at least 1.
+      max_steps: largest number of Adam steps, at least 1, in batches of up to 256.
       patience: stop after this many evaluations, 50 steps apart, without improvement.
       learning_rate: of Adam.
       kl_weight: of the KL divergence; 1 is the ELBO.
@@ -172,14 +177,14 @@ def fit(
         log_noise = jnp.full(train[1].shape[1], math.log(known_noise), jnp.float32)
     state = start(params, relative_scale, log_noise)
     best, best_nll, since, history, nll = None, math.inf, 0, [], math.nan
-    size, batches = float(len(train[1])), shuffled(train, seed)
+    size, batches = float(len(train[1])), shuffled(train, seed, outputs)
     bar = _bar(max_steps, progress)
     for first in range(0, max_steps, STEPS_AT_ONCE):
         steps = min(STEPS_AT_ONCE, max_steps - first)
         batch = jax.tree.map(lambda x, steps=steps: x[:steps], next(batches))
         state, loss = objective.train(state, rest, *batch, size, learning_rate)
         if held is not None:
-            nll = -float(np.mean(log_densities(objective, state.belief, rest, held)))
+            nll = -float(np.mean(log_densities(objective, state.belief, rest, held, outputs)))
         history.append((int(state.step), float(loss), nll))
         if bar is not None:
             bar.update(steps)
@@ -217,18 +222,20 @@ def divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
     return train, apart
 
 
-def batch_size(size: int) -> int:
-    """The smallest of `BATCH_SIZES` that holds all examples, else the largest."""
-    return next((b for b in BATCH_SIZES if b >= size), BATCH_SIZES[-1])
+def batch_size(size: int, num_outputs: int) -> int:
+    """The smallest of `BATCH_SIZES` that holds all examples, else the largest within `MOST_PAIRS`."""
+    enough = next((b for b in BATCH_SIZES if b >= size), BATCH_SIZES[-1])
+    pairs = MOST_PAIRS // num_outputs**2
+    return min(enough, max((b for b in BATCH_SIZES if b <= pairs), default=BATCH_SIZES[0]))
 
 
-def shuffled(data: Data, seed: int) -> Iterator[Data]:
+def shuffled(data: Data, seed: int, num_outputs: int) -> Iterator[Data]:
     """Endless groups of `STEPS_AT_ONCE` batches, (steps, batch, ...), from successive permutations.
 
     Every example occurs equally often, so batch averages are unbiased.
     """
     rng, size = np.random.default_rng(seed), len(data[1])
-    shape = (STEPS_AT_ONCE, batch_size(size))
+    shape = (STEPS_AT_ONCE, batch_size(size, num_outputs))
     order = np.empty(0, np.int64)
     while True:
         while order.size < shape[0] * shape[1]:
@@ -237,21 +244,24 @@ def shuffled(data: Data, seed: int) -> Iterator[Data]:
         yield jax.tree.map(lambda x, rows=rows: x[rows], data)
 
 
-def in_batches(fn: Callable[[Any], Any], arrays: Any) -> Any:
+def in_batches(fn: Callable[[Any], Any], arrays: Any, num_outputs: int) -> Any:
     """A function of arrays (N, ...) by batches; the last one is padded with its first example."""
     size, parts = len(jax.tree.leaves(arrays)[0]), []
-    for first in range(0, size, batch_size(size)):
-        rows = np.arange(first, first + batch_size(size))
+    step = batch_size(size, num_outputs)
+    for first in range(0, size, step):
+        rows = np.arange(first, first + step)
         rows = np.where(rows < size, rows, first)
         result = fn(jax.tree.map(lambda x, rows=rows: x[rows], arrays))
         parts.append(jax.tree.map(lambda x, left=size - first: np.asarray(x)[:left], result))
     return jax.tree.map(lambda *batches: np.concatenate(batches), *parts)
 
 
-def log_densities(objective: Objective, belief: Belief, rest: Any, data: Data) -> np.ndarray:
+def log_densities(
+    objective: Objective, belief: Belief, rest: Any, data: Data, num_outputs: int
+) -> np.ndarray:
     """Log predictive density of every example, (N,), in nats, by batches."""
     densities: np.ndarray = in_batches(
-        lambda batch: objective.log_densities(belief, rest, *batch), data
+        lambda batch: objective.log_densities(belief, rest, *batch), data, num_outputs
     )
     return densities
 
