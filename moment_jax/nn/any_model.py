@@ -34,7 +34,8 @@ def bayesian(
       posterior: beliefs in the places of parameters, in a tree like `nnx.to_pure_dict(nnx.state(model,
         nnx.Param))`; parameters that it omits are certain.
       structure: in which covariances are kept, as in `propagate`.
-      batch_axes: the number of leading batch axes of the inputs; keyword arguments are shared.
+      batch_axes: the number of leading batch axes of the inputs, all of which lose them; keyword
+        arguments are shared by all examples.
       linearised: linearise the network in its weights, which is right for a Laplace approximation, see
         `mj.linearised`; the covariance is `Full` then.
       receipt: also return the operations, see `propagate`; for inputs without batch axes.
@@ -93,6 +94,11 @@ def bayesian(
             inputs = with_axes(inputs, batch_axes)
             mean, *more = of(beliefs, inputs)
             shape = jax.eval_shape(fn, known, inputs).shape
+            if shape[:batch_axes] != (1,) * batch_axes:
+                raise ValueError(
+                    "`bayesian` needs a model whose outputs keep the batch axes of its inputs. Got "
+                    f"outputs of shape {shape} for one example."
+                )
             return mean.reshape(shape[batch_axes:]), *more
 
         def of_zeros(network: Any) -> Any:
@@ -110,6 +116,13 @@ def bayesian(
         try:
             return of_all(inputs)
         except Exception as error:
+            batch = inputs[0].shape[:batch_axes] if inputs else ()
+            each = [k for k, v in options.items() if getattr(v, "shape", ())[: len(batch)] == batch]
+            if batch and each:
+                raise ValueError(
+                    f"`bayesian` shares keyword arguments between examples. Got {', '.join(each)} of "
+                    f"the batch axes {batch}. Give what each example has of its own by position."
+                ) from error
             _explain(lambda x: fn(known, x), inputs, batch_axes, error)
             raise
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from moment_jax.covariance.fields import known_values
 from moment_jax.optim.factors import Factors, quadratic_form
 from moment_jax.optim.layer_blocks import Matrices
 
@@ -186,13 +188,24 @@ def current(setting: Damping | Bound, count: Array, adapted: Array | None = None
 
 
 def check_range(
-    name: str, what: str, value: Any, *, least: float, below: float | None = None
+    name: str,
+    what: str,
+    value: Any,
+    *,
+    least: float,
+    below: float | None = None,
+    whole: bool = False,
 ) -> None:
-    """Raise unless a Python number lies in its range; arrays and schedules are not checked."""
-    if not isinstance(value, int | float) or (value >= least and (below is None or value < below)):
+    """Raise unless a known number lies in its range; schedules and traced values are not checked."""
+    known = known_values(value)
+    if known is None:
         return
-    wanted = f">= {least}" if below is None else f">= {least} and < {below}"
-    raise ValueError(f"`{name}` needs {what} {wanted}. Got {value}.")
+    inside = (known >= least) & (below is None or known < below)
+    if not np.all(inside & (not whole or known == np.round(known))):
+        wanted = f">= {least}" if below is None else f">= {least} and < {below}"
+        raise ValueError(
+            f"`{name}` needs {what} {wanted}{', whole' if whole else ''}. Got {value}."
+        )
 
 
 DEFAULT_DAMPING, DEFAULT_BOUND = AdaptiveDamping(), TrustRegion()

@@ -123,19 +123,30 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
     Without `blocks` they are inferred from the names in the tree. Raises a ValueError if a parameter
     belongs to no block, or a block's parameter is missing or of another shape.
     """
+    masked = flatten(tree, lambda node: isinstance(node, optax.MaskedNode))
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
-    found = infer_blocks(shapes) if blocks is None else blocks
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-    if len(leaves) > len(shapes):  # some are masked
+    hidden: dict[str, Shape] = dict.fromkeys(masked.keys() - shapes.keys(), ())
+    found = infer_blocks({**hidden, **shapes}) if blocks is None else blocks
+    if hidden:
         found = tuple(block for block in found if not shapes.keys().isdisjoint(block.leaves))
+    if not found:
+        raise ValueError(
+            "A second-order method needs a layer with curvature factors. Got parameters "
+            f"{', '.join(shapes) or 'none'}. See mj.optim.find_blocks."
+        )
     groups: Groups = {}
     for block in found:
         for leaf, shape in zip(block.leaves, block.shapes, strict=True):
+            if leaf in hidden:
+                raise ValueError(
+                    f"The curvature of layer {block.name!r} is that of all its parameters, "
+                    f"{', '.join(block.leaves)}, and a mask hides {leaf!r}. Mask whole layers only."
+                )
             if shapes.get(leaf) != shape:
                 raise ValueError(
                     f"Layer {block.name!r} needs its parameter {leaf!r} of shape {shape}. Got "
                     f"{shapes.get(leaf, 'none')}. Give blocks=mj.optim.find_blocks(model) of the "
-                    "trained model, and mask whole layers only."
+                    "trained model."
                 )
         kind = block.factor.__name__.removesuffix("Factor").lower()
         key = f"{kind}_{block.rows}x{block.columns}"
@@ -195,8 +206,7 @@ def stack_factors(groups: Groups, factors: Mapping[str, Factor]) -> Factors:
             raise ValueError(
                 f"Layers {', '.join(block.name for block in blocks)} are of one shape, so they need "
                 "factors of one kind and number of rows. Got "
-                f"{', '.join(f'{kind} {rows}' for kind, rows in kinds)}. Take Kronecker factors, or "
-                "mask one of them."
+                f"{', '.join(f'{kind} {rows}' for kind, rows in kinds)}. Take Kronecker factors."
             )
         weight = jnp.min(jnp.stack([factor.weight for factor in each]))
         arrays = map(jnp.concatenate, zip(*(factor[:-1] for factor in each), strict=True))
@@ -216,7 +226,7 @@ def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
     if factor is None:
         raise ValueError(
             f"The factors of layer {block.name!r} ({', '.join(block.leaves)}) are missing. {fix}, or "
-            "mask its parameters."
+            "leave its parameters to another optimiser: mj.optim.for_model, or optax.partition."
         )
     if not isinstance(factor, Factor):
         raise TypeError(

@@ -89,7 +89,7 @@ def scale_by_cg_fac(
 
     Sign, momentum and undoing of bad steps are left to the rest of an `optax.chain`.
     """
-    check_range("cg_fac", "max_iterations", max_iterations, least=1)
+    check_range("cg_fac", "max_iterations", max_iterations, least=1, whole=True)
     check_range("cg_fac", "tolerance", tolerance, least=0)
     if not isinstance(precondition, bool):
         raise TypeError(
@@ -204,8 +204,8 @@ def cg_fac(
 
     Call `update(grads, state, params, factors=factors, value=value)`:
 
-      factors: may be None (or of weight 0) if there is no new curvature; `curvature_due(state)` tells
-        when to compute it.
+      factors: of `value_grad_and_factors`; with `when=curvature_due(state)` they have weight 0 at steps
+        without new curvature.
       value: the loss at `params`. If it is not finite or far above its average, the last step is taken
         back, the bound quartered and the momentum dropped; `state.taken_back` counts these steps.
 
@@ -235,9 +235,12 @@ def cg_fac(
       weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
       blocks: `find_blocks(model)`; None to infer the layers from Flax's parameter names.
 
+    Other parameters go to another optimiser, by `for_model` or `optax.partition`; `optax.masked` would
+    add their raw gradients to them.
+
     Raises:
-      ValueError: if a number is out of range, or (from init and update) parameters or factors do not
-        match; the leaf is named.
+      ValueError: if a number is out of range, or (from init and update) there are no factors, or
+        parameters or factors do not match; the leaf is named.
 
     Source: Brownian document, Algorithm 1, Eq. 16 to 18 (the step is subtracted).
     """

@@ -70,8 +70,8 @@ def scale_by_second_order(
     check_range(name, "damping", damping, least=0)
     check_range(name, "decay", decay, least=0, below=1)
     check_range(name, "kl_bound", kl_bound, least=0)
-    check_range(name, "curvature_every", curvature_every, least=1)
-    check_range(name, "refresh_every", refresh_every, least=1)
+    check_range(name, "curvature_every", curvature_every, least=1, whole=True)
+    check_range(name, "refresh_every", refresh_every, least=1, whole=True)
     adapts = isinstance(damping, Adaptive) or isinstance(kl_bound, Adaptive)
 
     def init(params: optax.Params) -> SecondOrderState:
@@ -164,12 +164,11 @@ def _curvature(
 ) -> tuple[Factors, Array]:
     """The curvature to use, and whether it is new."""
     if factors is None:
-        if decay is None:
-            raise ValueError(
-                f"`{name}` with decay=None needs factors at every step: "
-                "update(grads, state, params, factors=factors)."
-            )
-        return averages, jnp.zeros((), bool)
+        raise ValueError(
+            f"`{name}` needs update(grads, state, params, factors=factors) at every step, with those of "
+            "mj.optim.value_grad_and_factors. Got none, and the step would be zero. For steps without "
+            "new curvature give it when=mj.optim.curvature_due(state); the factors then have weight 0."
+        )
     new = stack_factors(groups, factors)
     # Asked before stacking, which avoids storing the stacked array.
     good = _all_finite([factors[block.name] for blocks in groups.values() for block in blocks])

@@ -143,6 +143,19 @@ def test_patches_are_cut_in_rows():
         mj.nn.Patches(3)(image)
 
 
+class Scaled(nnx.Module):
+    """A model with an argument that each example has of its own."""
+
+    def __init__(self):
+        self.gain = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x, row):
+        return (x * row * self.gain[...]).sum(axis=1)
+
+
+SCALED = mj.bayesian(Scaled(), {"gain": mj.posterior.Factorized(jnp.ones(()), jnp.ones(()))})
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -172,6 +185,9 @@ def test_patches_are_cut_in_rows():
         (lambda: mj.nn.total_kl(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), ValueError, "mj.nn"),
         (lambda: mj.nn.Belief(jnp.ones(3), family=MATRIX), ValueError, "Factorized"),
         (lambda: mj.nn.Decoder(0, 4, 2, rngs=nnx.Rngs(0)), ValueError, "num_blocks >= 1"),
+        (lambda: mj.nn.MLP([3, 0, 1], rngs=nnx.Rngs(0)), ValueError, r"positive.*Got \(3, 0\)"),
+        (lambda: tiny_vision(num_classes=-1), ValueError, r"positive number.*-1\)"),
+        (lambda: SCALED(X, row=X[:, :1]), ValueError, r"keyword arguments.*Got row.*by position"),
         (lambda: MODULES["decoder"]()(X, MEMORY[0]), ValueError, "same leading axes"),
         (lambda: MODULES["encoder"]()(X, valid=jnp.ones((2, 2), bool)), ValueError, "lengths"),
     ],

@@ -153,7 +153,8 @@ def test_when_curvature_is_due():
         due.append(bool(optim.curvature_due(state)))
         _, state = update(PARAMS, state, PARAMS, factors=FACTORS)
     assert [i for i, wanted in enumerate(due) if wanted] == [0, 1, 2, 3, 6, 9]
-    _, nothing = update(PARAMS, tx.init(PARAMS), PARAMS)
+    none = jax.tree.map(jnp.zeros_like, FACTORS)
+    _, nothing = update(PARAMS, tx.init(PARAMS), PARAMS, factors=none)
     assert bool(optim.curvature_due(nothing))
     with pytest.raises(ValueError, match="kfac or cg_fac in it"):
         optim.curvature_due(optax.adam(0.1).init(PARAMS))

@@ -40,6 +40,19 @@ def start(params, **settings):
     return optim.kfac(0.1, **settings).init(params)
 
 
+class Net(nnx.Module):
+    """A layer like that of `PARAMS`."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+
+def masked(**settings):
+    """An optimiser of kernels alone."""
+    tx = optax.masked(optim.kfac(**settings), lambda t: jax.tree.map(lambda x: x.ndim > 1, t))
+    tx.init(PARAMS)
+
+
 def eager(fn):
     return fn
 
@@ -53,12 +66,15 @@ MISFITS = [
     (NARROW, ValueError, r"'inputs' of layer 'layer' needs the shape \(1, 5, 5\)"),
     ({"layer": tuple(FACTOR)}, TypeError, "a factor of mj.optim. Got tuple"),
     ([FACTOR], TypeError, "value_grad_and_factors"),
+    (None, ValueError, r"factors\) at every step.*would be zero.*curvature_due"),
 ]
+NEEDS_WHOLE = "layer/kernel, layer/bias, and a mask hides 'layer/bias'. Mask whole layers"
 UNTAPPED = [(r, w) for r in (optim.KroneckerExpand(), optim.PerSample()) for w in (nnx.jit, eager)]
 FIRST_ORDER = (optax.adam, optax.adam(0.1), "kfac")
 NEEDS_BLOCKS = r"takes blocks=.*functools.partial\(mj.optim.kfac"
 VALUE_ERRORS = [
-    (partial(update, None, optim.cg_fac, decay=None), "factors at every step"),
+    (partial(start, {}), "needs a layer with curvature factors. Got parameters none"),
+    *((partial(masked, blocks=blocks), NEEDS_WHOLE) for blocks in (None, optim.find_blocks(Net()))),
     (
         partial(start, {**PARAMS, "position": jnp.ones(3)}),
         "'position' belongs to no layer.*for_model",
@@ -77,6 +93,9 @@ VALUE_ERRORS = [
     (partial(optim.kfac, refresh_every=0), "refresh_every >= 1"),
     (partial(optim.kfac, kl_bound=-1.0), "kl_bound >= 0"),
     (partial(optim.kfac, damping=float("nan")), "damping >= 0"),
+    (partial(optim.kfac, -0.1), "learning rate >= 0. Got -0.1"),
+    (partial(optim.kfac, damping=jnp.float32(-1)), "damping >= 0"),
+    (partial(optim.cg_fac, curvature_every=1.5), "curvature_every >= 1, whole. Got 1.5"),
     (partial(optim.AdaptiveDamping, initial=1e9), "smallest <= initial <= largest"),
     (partial(optim.TrustRegion, rate=-1.0), "a rate >= 0"),
     (partial(captured, lambda *args: (jnp.ones(2), classify(*args)[1])), "must be a scalar"),
