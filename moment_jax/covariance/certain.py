@@ -46,7 +46,7 @@ class Certain(Covariance):
         return cls.zeros((t, d), dense.dtype)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Any:
         return self.nothing.shape[:-1]
 
     def variance(self) -> Array:

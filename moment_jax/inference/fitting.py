@@ -176,7 +176,7 @@ def fit(
     else:
         log_noise = jnp.full(train[1].shape[1], math.log(known_noise), jnp.float32)
     state = start(params, relative_scale, log_noise)
-    best, best_nll, since, history, nll = None, math.inf, 0, [], math.nan
+    best, best_nll, since, history, nll = state, math.inf, 0, [], math.nan
     size, batches = float(len(train[1])), shuffled(train, seed, outputs)
     bar = _bar(max_steps, progress)
     for first in range(0, max_steps, STEPS_AT_ONCE):

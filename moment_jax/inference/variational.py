@@ -88,13 +88,14 @@ class Objective:
         call = partial(nnx.merge, self.graph, copy=True)
         one = jax.tree.map(lambda x: x[:1], inputs)
         output = jax.eval_shape(lambda: call(params, rest)(*one))
-        shape = getattr(output, "shape", type(output).__name__)
+        shape: Any = getattr(output, "shape", type(output).__name__)
         if len(shape) != 2 or shape[0] != 1:
             raise ValueError(
                 f"`fit` needs a model with outputs (N, D), one row per example. Got {shape} for one "
                 "example. For sequences, write the ELBO with mj.bayesian and mj.objectives.elbo."
             )
-        return shape[1]
+        num_outputs: int = shape[1]
+        return num_outputs
 
     def _of_each(self, fn: Any, belief: Belief, rest: Any, inputs: Any, targets: Array) -> Array:
         """`fn` of the likelihood, and of each example's target, mean and covariance, (N,)."""
