@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import known_values
 from moment_jax.optim.factors import Factors, quadratic_form
 from moment_jax.optim.layer_blocks import Matrices
 
@@ -197,9 +196,9 @@ def check_range(
     whole: bool = False,
 ) -> None:
     """Raise unless a known number lies in its range; schedules and traced values are not checked."""
-    known = known_values(value)
-    if known is None:
+    if value is None or callable(value) or isinstance(value, Adaptive | jax.core.Tracer):
         return
+    known = np.asarray(value)
     inside = (known >= least) & (below is None or known < below)
     if not np.all(inside & (not whole or known == np.round(known))):
         wanted = f">= {least}" if below is None else f">= {least} and < {below}"
