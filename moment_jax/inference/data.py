@@ -42,7 +42,9 @@ def examples(caller: str, data: Any) -> tuple[Inputs, Any]:
     inputs = tuple(np.asarray(x) for x in (data[0] if isinstance(data[0], tuple) else data[:1]))
     sizes = [len(x) for x in (*inputs, np.asarray(data[1])) if x.ndim]
     if len(set(sizes)) != 1 or sizes[0] == 0 or np.ndim(data[1]) == 0:
-        raise ValueError(f"`{caller}` needs as many inputs as targets. Got {sizes} examples.")
+        raise ValueError(
+            f"`{caller}` needs as many inputs as targets, at least one. Got {sizes} examples."
+        )
     return inputs, data[1]
 
 

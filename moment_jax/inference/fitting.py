@@ -160,6 +160,10 @@ def fit(
             raise ValueError(f"`fit` needs {setting} {wanted}. Got {value}.")
     split: Any = nnx.split(model, nnx.Param, ...)
     graph, params, rest = split
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"`fit` needs a model with parameters. Got {type(model).__name__} without."
+        )
     warm_up = min(round(WARM_UP / learning_rate), max_steps // 2)
     objective = Objective(graph, structure, name, known_noise is None, kl_weight, warm_up)
     one = tuple(x[:1] for x in as_inputs(examples("fit", data)[0]))
