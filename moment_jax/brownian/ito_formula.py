@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.expectations.second_order import directional_derivatives
 from moment_jax.xla import diagonal_matrix
 
 Coefficient = Callable[[Array, Array], Array]
@@ -62,7 +61,12 @@ def ito(
         _, ahead = jax.jvp(function, (time, point), (jnp.ones_like(time), velocity))
 
         def along(direction: Array) -> tuple[Any, Any]:
-            return directional_derivatives(lambda y: function(time, y), point, direction)[1:]
+            """Df(x)[b] and D^2 f(x)[b, b]."""
+
+            def slope(y: Array) -> Any:
+                return jax.jvp(lambda x: function(time, x), (y,), (direction,))[1]
+
+            return jax.jvp(slope, (point,), (direction,))
 
         slopes, curvatures = jax.vmap(along)(directions)
         whole = jax.tree.map(lambda a, c: a + 0.5 * jnp.sum(c, axis=0), ahead, curvatures)

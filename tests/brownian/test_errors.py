@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moment_jax import brownian as b
-from moment_jax.expectations.second_order import second_order_term
 
 ONES, ROW, SWAP = jnp.ones((2, 2)), jnp.ones(3), np.array([[0.0, 1.0], [1.0, 0.0]])
 PATH = jnp.zeros(2), jnp.zeros((8, 2))
@@ -23,7 +22,6 @@ CASES = [
     (lambda: b.diffusion_map(jnp.eye(4), count=4), "T - 1"),
     (lambda: b.ito(lambda t, x: x, diffusion=lambda t, x: ONES)(0.0, ROW), "of the shape of x"),
     (lambda: b.ito(lambda t, x: x, drift=lambda t, x: ONES[0])(0.0, ROW), "drift of the shape"),
-    (lambda: second_order_term(jnp.sin, ROW, ONES), "directions"),
     (lambda: b.gaussian_kernel(ONES, ONES, bandwidth=0.0), "> 0"),
     (lambda: b.gaussian_kernel(ONES, jnp.ones((2, 3))), "same number"),
     (lambda: b.transition_matrix(ONES[None]), "vmap"),
