@@ -5,6 +5,7 @@ from moment_jax.propagation import (  # noqa: F401  (importing them registers th
     dense,
     elementwise,
     feed_forward,
+    maxima,
     normalization,
     products,
     tied,

@@ -4,14 +4,17 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from moment_jax.covariance import Separable
+from moment_jax.covariance import Diagonal, Separable
+from moment_jax.covariance.separable import Cross
 from moment_jax.layers.attention import attended
-from moment_jax.layers.params import AttentionParams, DenseParams
+from moment_jax.layers.params import AttentionParams, DenseParams, with_bias
 from moment_jax.layers.seen import pool_seen
-from moment_jax.posterior import Point
+from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation.branches import through_layer
 from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.graph import Node, as_weight, weights_in
@@ -46,17 +49,23 @@ class Layout(NamedTuple):
 class Core(NamedTuple):
     """Attention without its output projection: (T, H K), with heads outermost in the features."""
 
-    query: Projection
-    key: Projection
-    params: tuple[DenseParams, DenseParams, DenseParams]  # of queries, keys and values
-    num_heads: int
-    mask: Any
+    parts: tuple[Projection, Projection, Projection]  # queries, keys and values
+    columns: tuple[np.ndarray, np.ndarray, np.ndarray]  # of these, (H, K)
+    rows: "Rows"
     places: np.ndarray  # of the array's entries, in (T, H K)
 
     @property
     def width(self) -> int:
         """H K."""
-        return self.params[0].kernel.shape[1]
+        return self.columns[0].size
+
+
+class Rows(NamedTuple):
+    """What the rows of the scores' softmax see; arrays, or None where it holds for all of them."""
+
+    mask: Any  # where a weight may be positive
+    level: Any = None  # tokens whose weights do not depend on the scores, such as masked ones, (T,)
+    lost: Any = None  # tokens without a defined weight, (T,)
 
 
 @pattern
@@ -66,12 +75,12 @@ def _attention(propagator: Propagator, node: Node) -> Moments | None:
         return None
     core = _core(propagator, node)
     if core is not None:
-        identity = DenseParams(Point(jnp.eye(core.width, dtype=core.query.x.mean.dtype)))
+        identity = DenseParams(Point(jnp.eye(core.width, dtype=core.parts[0].x.mean.dtype)))
         return _moments(propagator, node, core, identity, core.places)
     for side in (0, 1):
         weight = as_weight(node.operands[1 - side])
         core = None if weight is None else _seen_core(propagator, node.operands[side])
-        if core is not None and weight is not None:
+        if core is not None and weight is not None and not overlap(weights_in(node.operands[side]), [weight]):
             return _projected(propagator, node, core, weight, side)
     return None
 
@@ -99,8 +108,8 @@ def _projected(
 
 def _moments(
     propagator: Propagator, node: Node, core: Core, output: DenseParams, places: np.ndarray
-) -> Moments:
-    query, key, mask = core.query, core.key, core.mask
+) -> Moments | None:
+    (query, key, _), (mask, level, lost) = core.parts, core.rows
     x, source = query.x, key.x
     own = x.mean is source.mean
     if own and propagator.pool is None and mask is not None and isinstance(x.cov, Separable):
@@ -108,28 +117,75 @@ def _moments(
         raise Pooled(pool_seen(zeros, mask).pool)
     seen = pool_seen(source.cov, mask, memory=not own)
     cov = seen if own else x.cov
+    repeated = any(len(np.unique(c)) < c.size for c in core.columns)
+    beside = repeated and not isinstance(cov, Diagonal)  # whose entries are independent anyway
+    own_layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]
+    if own_layers[0] is None or not beside and None in own_layers:
+        return None  # no family for these columns
+    turn = query.turn
+    if level is not None:  # no score without a query
+        k = core.columns[0].shape[1]
+        turn = jnp.eye(k, dtype=x.mean.dtype)[None] if turn is None else turn
+        turn = jnp.where(level[:, None, None], 0, turn)
 
     def attend(cross: Any) -> Any:
-        return attended(
-            x.mean,
-            cov,
-            cross,
-            AttentionParams(*core.params, output),
-            core.num_heads,
-            mask,
-            2,
-            memory=None if own else (source.mean, seen),
-            turns=(query.turn, key.turn),
-        )
+        mean, moved, memory, layers = x.mean, cov, (source.mean, seen), own_layers
+        if beside and own:
+            (mean, moved), layers, lift = _beside(mean, cov, core.parts, core.columns)
+            cross = _lifted(cross, lift)
+        elif beside:
+            memory, layers, _ = _beside(*memory, core.parts[1:], core.columns[1:])
+            layers = [own_layers[0], *layers]
+        mean, out, cross = attended(
+            mean, moved, cross, AttentionParams(*layers, output), len(core.columns[0]), mask, 2,
+            memory=None if own else memory, turns=(turn, key.turn),
+        )  # fmt: skip
+        if isinstance(cross, Cross):
+            cross = cross._replace(features=cross.features[: x.mean.shape[1]])
+        return mean, out, cross
 
     mean, out, branches = through_layer(x, cov, attend)
-    assumed = "input and weights independent; heads too, even if they share keys or values"
+    if lost is not None:
+        mean = jnp.where(lost[:, None], jnp.nan, mean)
+    assumed = "input and weights independent"
     if not own:
         assumed += "; x and memory too"
+    if repeated and not beside:
+        assumed += "; heads too, though they share keys or values"
     if query.turn is not None or key.turn is not None:
         assumed += "; rotary positions turn means, and covariances as far as the structure can"
     propagator.note(node, "attention" if own else "cross_attention", assumed)
     return Moments(mean, out, places, branches)
+
+
+def _beside(
+    mean: Array, cov: Any, parts: Sequence[Projection], columns: Sequence[np.ndarray]
+) -> tuple[tuple[Array, Any], list[DenseParams], Array]:
+    """The input and its projections side by side, certain layers that pick columns, and x's kernel.
+
+    Heads that share a column then share its noise, which independent layers cannot express.
+    """
+    d, dtype = mean.shape[1], mean.dtype
+    layers = [p.layer for p in parts]
+    lift = jnp.concatenate([jnp.eye(d, dtype=dtype), *(x.kernel.mean for x in layers)], 1)
+    means, wide, start, picked = [mean], cov.map_features(lift), d, []
+    for layer, chosen in zip(layers, columns, strict=True):
+        width = layer.kernel.shape[1]
+        noise = with_bias(cov.weight_noise(mean, layer.kernel), layer.bias)
+        wide = wide.add(noise.map_features(jnp.eye(width, lift.shape[1], start, dtype=dtype)))
+        means.append(layer.mean_output(mean))
+        pick = jax.nn.one_hot(start + chosen.ravel(), lift.shape[1], dtype=dtype).T
+        picked.append(DenseParams(Point(pick)))
+        start += width
+    return (jnp.concatenate(means, 1), wide), picked, lift
+
+
+def _lifted(cross: Any, kernel: Array) -> Any:
+    """Cov[x, z @ kernel] from Cov[x, z] as layers carry it."""
+    if isinstance(cross, Cross):  # square, as it is where z is as wide as x
+        features = cross.features @ kernel
+        return Cross(cross.tokens, jnp.pad(features, ((0, kernel.shape[1] - len(features)), (0, 0))))
+    return jnp.einsum("tdsi,ij->tdsj", cross, kernel)
 
 
 def _seen_core(propagator: Propagator, node: Any) -> Core | None:
@@ -178,7 +234,8 @@ def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
         a, b = parts[i], parts[j]
         width = a.layer.kernel.shape[1]
         if a.product is b.product:
-            if np.intersect1d(a.places % width, b.places % width).size:
+            entrywise = isinstance(a.layer.kernel, Factorized | OutputShared | Point)
+            if not entrywise or np.intersect1d(a.places % width, b.places % width).size:
                 return False
         elif overlap(after[i], after[j]):
             return False
@@ -195,38 +252,52 @@ def _read(
     weights: Node, scores: Node, parts: tuple[Projection, Projection, Projection], layout: Layout
 ) -> Core | None:
     """Mask, scale and parameters, read off the values of the weights."""
-    query, key, value = parts
-    num_heads, width = layout.query_columns.shape
+    width = layout.query_columns.shape[1]
     zero = np.zeros(scores.shape, scores.dtype)
     x = np.random.default_rng(0).normal(size=scores.shape)
     flat, noisy = (probe(weights, scores, s, stand_in).ravel()[layout.weights] for s in (zero, x))
-    x = x.ravel()[layout.scores]
+    by_scores = _rows(flat, noisy)
+    used = x.ravel()[layout.scores]
+    if by_scores.level is not None:  # known to be: no scores there
+        used = np.where(by_scores.level[:, None], 0, used)
     allowed = flat > 0
-    scale = _scale(x, noisy, allowed, width)
-    logits = np.where(allowed, scale * x, -np.inf)
-    expected = np.exp(logits - np.where(allowed, logits, -np.inf).max(-1, keepdims=True))
-    expected = expected / expected.sum(-1, keepdims=True)
+    scale = _scale(used, noisy, allowed, width)
+    logits = np.where(allowed, scale * used, -np.inf)
+    highest = np.where(allowed, logits, -np.inf).max(-1, keepdims=True)
+    expected = np.exp(logits - np.where(np.isfinite(highest), highest, 0))
+    expected = expected / np.maximum(expected.sum(-1, keepdims=True), 1e-30)
     eps = float(jnp.finfo(scores.dtype).eps)
-    if not np.allclose(noisy, expected, atol=1e4 * eps):
+    if not np.allclose(np.nan_to_num(noisy), expected, atol=1e4 * eps):
         return None  # biases of scores, soft caps, sinks
-    mask: Any = None if allowed.all() else jnp.asarray(allowed)
-    (computed,) = compute([weights], {scores: zero})
-    if not is_known(computed):
-        mask = computed.reshape(-1)[layout.weights] > 0
-    elif mask is not None and (allowed == allowed[:1]).all():
-        mask = mask[0]
+    found = [compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
+    rows = by_scores
+    if not all(map(is_known, found)):
+        rows = _rows(*(y.reshape(-1)[layout.weights] for y in found))
+    elif allowed.all():
+        rows = rows._replace(mask=None)
+    elif (allowed == allowed[:1]).all():
+        rows = rows._replace(mask=jnp.asarray(allowed[0]))
+    query, key, value = parts
     factor = scale * width**0.5
-    scaled = query if abs(factor - 1) < 1e3 * eps else query.times(factor)
-    of_query, of_key, of_value = (
-        scaled.params(layout.query_columns),
-        key.params(layout.key_columns),
-        value.params(layout.value_columns),
-    )
-    if of_query is None or of_key is None or of_value is None:
-        return None  # shared keys whose family cannot repeat weights
+    query = query if abs(factor - 1) < 1e3 * eps else query.times(factor)
+    columns = layout.query_columns, layout.key_columns, layout.value_columns
     if layout.value_columns.shape[1] != width:
         return None
-    return Core(query, key, (of_query, of_key, of_value), num_heads, mask, layout.output)
+    return Core((query, key, value), columns, rows, layout.output)
+
+
+def _rows(flat: Any, noisy: Any) -> Rows:
+    """What rows see, from the weights (H, T, S) of zero scores and of others."""
+    known = is_known(flat)
+    xp: Any = np if known else jnp
+    level = (xp.abs(flat - noisy) < 1e-6).all(-1) & ((flat > 0).sum(-1) > 1)
+    lost = xp.isnan(flat).any(-1)
+    apart = (level != level[:1]).any(0)  # tokens with level rows in some heads alone: no rule
+    if known:
+        if apart.any():
+            return Rows(flat > 0)
+        return Rows(flat > 0, level[0] if level.any() else None, lost.any(0) if lost.any() else None)
+    return Rows(flat > 0, level[0], lost.any(0) | apart)
 
 
 def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) -> float:

@@ -82,6 +82,12 @@ class Branch:
         return sum(_through(cov, cross, path) for path in self.paths)
 
 
+def itself(x: Sequence) -> Branch:
+    """The identity as a branch."""
+    unit = Path.straight(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype))
+    return Branch(x.mean, x.mean, x.cov, x.cov.with_itself(), (unit,))
+
+
 def _through(cov: Covariance, cross: Array, path: Path) -> Array:
     """Cov[x, path(z)] from Cov[x, z], in `Diagonal` or dense."""
     output = (
@@ -110,7 +116,7 @@ def through_dense(x: Sequence, kernel: Array) -> tuple[Branch, ...]:
 
 def through_gain(x: Sequence, gain: Array, after: Covariance) -> tuple[Branch, ...]:
     """The branches of a sequence after an elementwise function, from its expected gain."""
-    unit = (Path.straight(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)),)
+    unit = itself(x).paths
 
     def scaled(paths: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(p.scaled(gain, x.cov) for p in paths)

@@ -13,7 +13,9 @@ from jax import Array
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.branches import through_gain
+from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node
+from moment_jax.propagation.jumps import JUMPING, jumps, with_jumps
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
@@ -29,9 +31,9 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     source, fn = found
     x = propagator.moments(source).sequence()
     mean, cov = x.mean, x.cov
-    values = values_of(fn, mean.dtype)
-    name, transform = recognised(values, mean.dtype, fn)
+    name, transform = recognised(fn, mean.dtype, node)
     if transform is None:
+        values = values_of(fn, mean.dtype)
         gain = jnp.full((1, mean.shape[1]), values[ONE] - values[ZERO], mean.dtype)
         out, out_cov = mean * gain + jnp.asarray(values[ZERO], mean.dtype), cov.rescale(gain)
     else:
@@ -65,28 +67,49 @@ def values_of(fn: Callable[[Array], Array], dtype: jnp.dtype) -> np.ndarray:
 
 
 def recognised(
-    values: np.ndarray, dtype: jnp.dtype, fn: Callable[[Array], Array]
+    fn: Callable[[Array], Array], dtype: jnp.dtype, node: Node
 ) -> tuple[str, Transform | None]:
-    """The name of a function with these values at `POINTS`, and its transform; None if it is linear."""
-
-    def is_like(expected: np.ndarray) -> bool:
-        close = 32 * float(jnp.finfo(dtype).eps)
-        return all(
-            (np.abs(values[at] - y) <= close * (1 + float(np.abs(y).max()))).all()
-            for at, y in ((at, expected[at]) for at in NEAR_OR_FAR)
-        )
-
+    """The name of the function by which `node` is made, and its transform; None if it is linear."""
+    values = values_of(fn, dtype)
     finite = bool(np.isfinite(values[NEAR]).all())
-    if finite and is_like(values[ZERO] + (values[NEAR][-1] - values[0]) / 12 * POINTS):
+    if finite and is_line(values, dtype):
         return "linear", None
     for name, (function, transform) in FUNCTIONS.items():
-        if finite and is_like(function(POINTS)):
+        if finite and _is_like(values, function(POINTS), dtype):
             return name, transform
     kinks = piecewise(values, dtype)
     if kinks is not None:
         return "piecewise linear", lambda m, v: expectations.piecewise_linear(m, v, *kinks)
+    operations = jax.make_jaxpr(fn)(jnp.zeros((), dtype)).eqns
+    if any(x.primitive.name in JUMPING for x in operations):
+        found = jumps(fn, POINTS[EVEN], dtype)
+        if len(found):
+            steps, rest = [(t, y - x) for t, x, y in found], values
+            for t, before, after in found:  # the value at the point of a jump is of no account
+                at = np.abs(POINTS - t) < 16 * float(jnp.finfo(dtype).eps) * (1 + abs(t))
+                rest = np.where(at, np.where(POINTS > t, after, before), rest)
+            rest = rest - sum(c * (POINTS > t) for t, c in steps)
+            line = [], [float(rest[ONE] - rest[ZERO])], float(rest[ZERO])
+            pieces = line if is_line(rest, dtype) else piecewise(rest, dtype)
+            if pieces is None:
+                raise refuse("a function that jumps", node.source, register(node))
+            return "steps", lambda m, v: with_jumps(m, v, *pieces, steps)
     quadrature = expectations.elementwise if finite else _quadrature
     return "quadrature", functools.partial(quadrature, fn)
+
+
+def _is_like(values: np.ndarray, expected: np.ndarray, dtype: jnp.dtype) -> bool:
+    close = 32 * float(jnp.finfo(dtype).eps)
+    return all(
+        (np.abs(values[at] - y) <= close * (1 + float(np.abs(y).max()))).all()
+        for at, y in ((at, expected[at]) for at in NEAR_OR_FAR)
+    )
+
+
+def is_line(values: np.ndarray, dtype: jnp.dtype) -> bool:
+    """Whether a function with these values at `POINTS` is linear."""
+    slope = (values[NEAR][-1] - values[0]) / 12
+    return _is_like(values, values[ZERO] + slope * POINTS, dtype)
 
 
 def _quadrature(fn: Callable[[Array], Array], mean: Array, variance: Array) -> ElementwiseMoments:

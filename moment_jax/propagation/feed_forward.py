@@ -10,7 +10,7 @@ from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
 from moment_jax.propagation.branches import through_layer
 from moment_jax.propagation.dense import projection, read_dense
-from moment_jax.propagation.elementwise import recognised, values_of
+from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.graph import Node, independent
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.propagator import Propagator, pattern
@@ -36,7 +36,7 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
             continue
         if output.layer.kernel.shape[1] != d or width < d:
             continue
-        name, transform = recognised(values_of(found[1], x.mean.dtype), x.mean.dtype, found[1])
+        name, transform = recognised(found[1], x.mean.dtype, value)
         if transform is None:
             continue
         rule = partial(

@@ -187,7 +187,8 @@ class Recorder:
         changed = affine(name, operands)
         if changed is None:
             return None
-        self.formed[id(changed)] = changed, eqn, operands
+        if changed is not weight:
+            self.formed[id(changed)] = changed, eqn, operands
         return [changed]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
@@ -196,6 +197,7 @@ class Recorder:
         source = self.source(eqn)
         name = eqn.primitive.name
         beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
+        beside = beside and independent(*operands)  # else both are functions of one random array
         dense = name == "dot_general" and not all(isinstance(x, Weight) for x in operands)
         if not (beside or dense or name in ("gather", "concatenate")):
             operands = [self._belief(x, source) for x in operands]
@@ -303,7 +305,8 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
         if a.shape != eqn.outvars[0].aval.shape:
             continue
         for c, gain in (b.operands, b.operands[::-1]):
-            if isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None:
+            apart = not overlap(a.weights, weights_in(gain))  # else a function of c w, such as silu
+            if apart and isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None:
                 inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)
                 return [inner, gain]
     return operands

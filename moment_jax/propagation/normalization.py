@@ -11,7 +11,8 @@ from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
 from moment_jax.propagation.branches import Branch, through_dense
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows
+from moment_jax.propagation.log_softmax import logsumexp
+from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh
 from moment_jax.propagation.primitives import VIEWS, is_known
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import (
@@ -42,7 +43,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         def fn(x: np.ndarray, source: Node = source, rows: np.ndarray = rows) -> np.ndarray:
             flat = np.empty(x.size)
             flat[rows] = x
-            return probe(node, source, flat).ravel()[rows]
+            y = probe(node, source, flat).ravel()
+            return y[rows] if y.size == x.size else y
 
         kind = recognised_rows(fn, rows.shape, source.dtype)
         if kind is None and found is None:
@@ -61,8 +63,13 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     if isinstance(kind, Normalization):
         return _normalized(propagator, node, x, kind)
     if isinstance(kind, str):
-        propagator.note(node, "softmax", "its input Gaussian")
-        return x.changed(*softmax(x.mean, x.cov), node.shape)
+        propagator.note(node, kind, "its input Gaussian")
+        if kind == "softmax":
+            return x.changed(*softmax(x.mean, x.cov), node.shape)
+        total, total_cov, mean, cov = logsumexp(x.mean, x.cov)
+        if kind == "log_softmax":
+            return x.changed(mean, cov, node.shape)
+        return fresh(total, total_cov, node.shape, tuple(range(node.ndim)), ())
     kernel = jnp.asarray(kind, x.mean.dtype)
     branches = through_dense(x, kernel)
     propagator.note(node, "linear map of the features")
@@ -83,8 +90,8 @@ def _normalized(propagator: Propagator, node: Node, x: Sequence, kind: Normaliza
 
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
-    """Dominators of the same shape, with the axes that are reduced in between."""
-    if node.op not in ("mul", "div", "sub", "add"):
+    """Dominators of the same shape, or reduced to it, with the axes that are reduced in between."""
+    if node.op not in ("mul", "div", "sub", "add", "log"):
         return
     reduced: list[Node] = []
 
@@ -95,12 +102,15 @@ def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
         return n.op in BY_ROW and (fixed or all_uniform(n))
 
     for source in sources(node, expandable):
-        if not reduced or source.shape != node.shape:
+        if not reduced or source.ndim < node.ndim:
             continue
         axes = {tuple(n.params["axes"]) for n in reduced}
-        if len(axes) > 1 or any(n.nodes[0].shape != node.shape for n in reduced):
+        if len(axes) > 1 or any(n.nodes[0].shape != source.shape for n in reduced):
             return
-        yield source, axes.pop()
+        (over,) = axes
+        left = [n for i, n in enumerate(source.shape) if i not in over]
+        if source.shape == node.shape or [n for n in node.shape if n > 1] == [n for n in left if n > 1]:
+            yield source, over
 
 
 def recognised_rows(
@@ -114,8 +124,13 @@ def recognised_rows(
     x = np.random.default_rng(0).normal(size=shape)
     y = fn(x)
     close = 1e3 * float(jnp.finfo(dtype).eps)
-    if np.allclose(y, np.exp(x) / np.exp(x).sum(1, keepdims=True), atol=close):
-        return "softmax"
+    total = np.exp(x).sum(1, keepdims=True)
+    written = {"softmax": np.exp(x) / total, "log_softmax": x - np.log(total), "logsumexp": np.log(total)[:, 0]}
+    for name, expected in written.items():
+        if y.shape == expected.shape and np.allclose(y, expected, atol=close):
+            return name
+    if y.shape != x.shape:
+        return None
     if not np.isfinite(y).all():
         return None
     if np.allclose(fn(2 * x), 2 * y, atol=close * np.abs(y).max()):

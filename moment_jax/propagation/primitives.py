@@ -106,7 +106,8 @@ def uniform(array: Any) -> Any:
     if not is_known(array):
         return None
     flat = np.asarray(array).reshape(-1)
-    return flat[0] if flat.size and (flat == flat[0]).all() else None
+    same = (flat == flat[:1]) | ((flat != flat) & (flat[:1] != flat[:1]))  # all NaN too
+    return flat[0] if flat.size and same.all() else None
 
 
 class Factor(NamedTuple):

@@ -10,7 +10,8 @@ from jax import Array
 from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import definite, safe_divide, safe_sqrt
 from moment_jax.covariance.separable import NARROW
-from moment_jax.propagation.branches import Branch, through_gain
+from moment_jax.posterior import Factorized, OutputShared
+from moment_jax.propagation.branches import Branch, itself, through_gain
 from moment_jax.propagation.graph import Node, independent
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.propagator import Propagator, rule
@@ -39,10 +40,11 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     m, other = (propagator.moments(x).broadcast(node.shape) for x in node.operands)
     a = m.sequence()
     b = other.sequence(*a.axes)
-    pairs = _alike(a.branches, b.branches)
-    shared = next((pair for pair in pairs if all(map(_is_one_layer, pair))), None)
-    if not independent(*node.operands) and (shared is None or not _by_columns(propagator, node)):
-        return None
+    shared = None
+    if not independent(*node.operands):
+        shared = _common(propagator, node, _alike((*a.branches, itself(a)), (*b.branches, itself(b))))
+        if shared is None:
+            return None
     by_a, by_b = a.cov.rescale(b.mean), b.cov.rescale(a.mean)
     mean, cov = a.mean * b.mean, by_a.add(by_b, hadamard(a.cov, b.cov))
     if shared is not None:
@@ -58,17 +60,28 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     return a.changed(mean, cov, node.shape, branches)
 
 
-def _by_columns(propagator: Propagator, node: Node) -> bool:
-    """Whether the factors are functions of one array with weights, or columns of it, of their own."""
+def _common(
+    propagator: Propagator, node: Node, pairs: list[tuple[Branch, Branch]]
+) -> tuple[Branch, Branch] | None:
+    """The pair of branches that start at the array which is all that the factors have in common.
+
+    Or at any, if the factors are columns of one array, made by weights of their own.
+    """
+    pairs = [pair for pair in pairs if all(map(_is_one_layer, pair))]
     source = fork(node.nodes)
     if source is None:
-        return False
+        return None
+    m = propagator.moments(source)
     places = [follow(x, source) for x in node.nodes]
     if places[0] is None or places[1] is None:
-        return True
-    m = propagator.moments(source)
-    left, right = (m.places.ravel()[p] % m.mean.shape[1] for p in places)
-    return not np.intersect1d(left, right).size
+        starts = [m.mean, *(x.mean for x in m.known.values())]
+        pairs = [pair for pair in pairs if any(pair[0].inner is x for x in starts)]
+    else:
+        left, right = (m.places.ravel()[p] % m.mean.shape[1] for p in places)
+        families = {type(w.posterior) for w in source.weights}
+        if not families <= {Factorized, OutputShared} or np.intersect1d(left, right).size:
+            return None
+    return pairs[0] if pairs else None
 
 
 def _alike(left: tuple[Branch, ...], right: tuple[Branch, ...]) -> list[tuple[Branch, Branch]]:

@@ -162,8 +162,8 @@ def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -
     """The belief about these weights in this arrangement, or None if the family cannot express it.
 
     Only a `Point` can repeat a weight, because two copies are not independent. With `repeats`, a
-    `Factorized` belief takes the copies as independent all the same. Place -1 is a certain zero, which
-    other families cannot express.
+    `Factorized` vector becomes a `FullNormal`, and a kernel takes the copies as independent all the same.
+    Place -1 is a certain zero, which other families cannot express.
     """
     shape = posterior.shape
     if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):
@@ -172,6 +172,10 @@ def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -
         return Point(taken(posterior.mean, places))
     known = places[places >= 0]
     repeated = len(np.unique(known)) != known.size
+    if repeats and repeated and places.ndim == 1 and isinstance(posterior, Factorized):
+        variance = taken(posterior.variance, places)
+        same = places[:, None] == places
+        return FullNormal(taken(posterior.mean, places), jnp.where(same, variance[:, None], 0))
     if isinstance(posterior, Factorized) and (repeats or not repeated):
         return Factorized(taken(posterior.mean, places), taken(posterior.variance, places))
     if repeated or known.size < places.size:
