@@ -10,8 +10,10 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Diagonal, Separable
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.covariance.separable import Cross
 from moment_jax.layers.attention import attended
+from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams, with_bias
 from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Factorized, OutputShared, Point
@@ -65,7 +67,8 @@ class Rows(NamedTuple):
 
     mask: Any  # where a weight may be positive
     level: Any = None  # tokens whose weights do not depend on the scores, such as masked ones, (T,)
-    lost: Any = None  # tokens without a defined weight, (T,)
+    lost: Any = None  # of them, those without a defined weight, (T,)
+    even: Any = None  # the weights of these tokens, (T, S)
 
 
 @pattern
@@ -109,7 +112,7 @@ def _projected(
 def _moments(
     propagator: Propagator, node: Node, core: Core, output: DenseParams, places: np.ndarray
 ) -> Moments | None:
-    (query, key, _), (mask, level, lost) = core.parts, core.rows
+    (query, key, value), (mask, level, lost, even) = core.parts, core.rows
     x, source = query.x, key.x
     own = x.mean is source.mean
     if own and propagator.pool is None and mask is not None and isinstance(x.cov, Separable):
@@ -136,17 +139,20 @@ def _moments(
         elif beside:
             memory, layers, _ = _beside(*memory, core.parts[1:], core.columns[1:])
             layers = [own_layers[0], *layers]
-        mean, out, cross = attended(
+        return attended(
             mean, moved, cross, AttentionParams(*layers, output), len(core.columns[0]), mask, 2,
             memory=None if own else memory, turns=(turn, key.turn),
         )  # fmt: skip
-        if isinstance(cross, Cross):
-            cross = cross._replace(features=cross.features[: x.mean.shape[1]])
-        return mean, out, cross
 
     mean, out, branches = through_layer(x, cov, attend)
-    if lost is not None:
+    if level is not None:  # averages of the values
+        pick = jax.nn.one_hot(core.columns[2].ravel(), value.layer.kernel.shape[1], dtype=mean.dtype).T
+        average, of_average = dense(even @ source.mean, source.cov.map_tokens(even), value.layer)
+        average, of_average = dense(average @ pick, of_average.map_features(pick), output)
+        mean = jnp.where(level[:, None], average, mean)
         mean = jnp.where(lost[:, None], jnp.nan, mean)
+        size = safe_sqrt(safe_divide(of_average.variance(), out.variance()))
+        out = out.rescale(jnp.where(level[:, None], size, 1))
     assumed = "input and weights independent"
     if not own:
         assumed += "; x and memory too"
@@ -182,9 +188,8 @@ def _beside(
 
 def _lifted(cross: Any, kernel: Array) -> Any:
     """Cov[x, z @ kernel] from Cov[x, z] as layers carry it."""
-    if isinstance(cross, Cross):  # square, as it is where z is as wide as x
-        features = cross.features @ kernel
-        return Cross(cross.tokens, jnp.pad(features, ((0, kernel.shape[1] - len(features)), (0, 0))))
+    if isinstance(cross, Cross):
+        return cross._replace(features=cross.features @ kernel)
     return jnp.einsum("tdsi,ij->tdsj", cross, kernel)
 
 
@@ -257,17 +262,17 @@ def _read(
     x = np.random.default_rng(0).normal(size=scores.shape)
     flat, noisy = (probe(weights, scores, s, stand_in).ravel()[layout.weights] for s in (zero, x))
     by_scores = _rows(flat, noisy)
-    used = x.ravel()[layout.scores]
+    used, noisy = x.ravel()[layout.scores], np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
     if by_scores.level is not None:  # known to be: no scores there
         used = np.where(by_scores.level[:, None], 0, used)
-    allowed = flat > 0
+    allowed = by_scores.mask
     scale = _scale(used, noisy, allowed, width)
     logits = np.where(allowed, scale * used, -np.inf)
-    highest = np.where(allowed, logits, -np.inf).max(-1, keepdims=True)
-    expected = np.exp(logits - np.where(np.isfinite(highest), highest, 0))
-    expected = expected / np.maximum(expected.sum(-1, keepdims=True), 1e-30)
+    highest = logits.max(-1, keepdims=True)
+    expected = np.exp(logits - highest)
+    expected = expected / expected.sum(-1, keepdims=True)
     eps = float(jnp.finfo(scores.dtype).eps)
-    if not np.allclose(np.nan_to_num(noisy), expected, atol=1e4 * eps):
+    if not np.allclose(noisy, expected, atol=1e4 * eps):
         return None  # biases of scores, soft caps, sinks
     found = [compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
     rows = by_scores
@@ -290,14 +295,14 @@ def _rows(flat: Any, noisy: Any) -> Rows:
     """What rows see, from the weights (H, T, S) of zero scores and of others."""
     known = is_known(flat)
     xp: Any = np if known else jnp
-    level = (xp.abs(flat - noisy) < 1e-6).all(-1) & ((flat > 0).sum(-1) > 1)
     lost = xp.isnan(flat).any(-1)
-    apart = (level != level[:1]).any(0)  # tokens with level rows in some heads alone: no rule
-    if known:
-        if apart.any():
-            return Rows(flat > 0)
-        return Rows(flat > 0, level[0] if level.any() else None, lost.any(0) if lost.any() else None)
-    return Rows(flat > 0, level[0], lost.any(0) | apart)
+    level = (xp.abs(flat - noisy) < 1e-6).all(-1) & ((flat > 0).sum(-1) > 1) | lost
+    apart = (level != level[:1]).any(0) | (lost != lost[:1]).any(0)
+    mask = (flat > 0) | lost[..., None]
+    if known and (apart.any() or not level.any()):
+        return Rows(mask)
+    # Rows that are level in some heads alone have no rule; while tracing nobody can see them.
+    return Rows(mask, level[0], lost[0] | apart, xp.nan_to_num(flat[0]))
 
 
 def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) -> float:

@@ -72,18 +72,25 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
 
 def carried(belief: Posterior, jacobian: Array) -> Array:
     """J Cov J^T of one weight array, for J of shape (N, size of the array)."""
-    if isinstance(belief, Reshaped):
-        return carried(belief.belief, jacobian)
     if isinstance(belief, Point):
         return jnp.zeros((), jacobian.dtype)
+    return covariance_with(belief, jacobian) @ jacobian.T
+
+
+def covariance_with(belief: Posterior, jacobian: Array) -> Array:
+    """J Cov, the covariance of J w and w, (N, size of the array)."""
+    if isinstance(belief, Reshaped):
+        return covariance_with(belief.belief, jacobian)
     if isinstance(belief, FullNormal):
         n = belief.mean.size
-        return jacobian @ belief.cov.reshape(n, n) @ jacobian.T
+        return jacobian @ belief.cov.reshape(n, n)
     if isinstance(belief, MatrixNormal):
         j = jacobian.reshape(-1, *belief.shape)
-        return jnp.einsum("nio,ij,op,mjp->nm", j, belief.in_cov, belief.out_cov, j)
+        found = jnp.einsum("nio,ij,op->njp", j, belief.in_cov, belief.out_cov)
+        return found.reshape(jacobian.shape)
     if isinstance(belief, KroneckerEigen):
-        j = jacobian.reshape(-1, *belief.shape)
-        j = jnp.einsum("nio,ia,ob->nab", j, belief.in_basis, belief.out_basis)
-        return jnp.einsum("nab,ab,mab->nm", j, belief.variance, j)
-    return (jacobian * belief.marginal_variance().reshape(1, -1)) @ jacobian.T
+        u, w = belief.in_basis, belief.out_basis
+        turned = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.shape), u, w)
+        found = jnp.einsum("nab,ia,ob->nio", turned * belief.variance, u, w)
+        return found.reshape(jacobian.shape)
+    return jacobian * belief.marginal_variance().reshape(1, -1)
