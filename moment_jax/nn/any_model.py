@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.interpreters import partial_eval
 
-from moment_jax.covariance import Covariance, Separable
+from moment_jax.covariance import Covariance, Diagonal, Full, Separable
 from moment_jax.posterior import Posterior
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
@@ -37,7 +37,7 @@ def bayesian(
       batch_axes: the number of leading batch axes of the inputs, all of which lose them; keyword
         arguments are shared by all examples.
       linearised: linearise the network in its weights, which is right for a Laplace approximation, see
-        `mj.linearised`; the covariance is `Full` then.
+        `mj.linearised`; the covariance is `Full` then, or `Diagonal` if that is the structure.
       receipt: also return the operations, see `propagate`; for inputs without batch axes.
 
     Returns:
@@ -88,7 +88,9 @@ def bayesian(
         def fn(values: Any, inputs: tuple[Any, ...]) -> Any:
             return merged(values)(*inputs, **options)
 
-        of = linearise(fn) if linearised else propagate(fn, structure=structure, receipt=receipt)
+        kept_in = Diagonal if structure is Diagonal else Full
+        of = propagate(fn, structure=structure, receipt=receipt)
+        of = linearise(fn, structure=kept_in) if linearised else of
 
         def one(inputs: Any) -> Any:
             inputs = with_axes(inputs, batch_axes)
@@ -133,7 +135,8 @@ def check_inference_mode(
     caller: str, graph: Any, state: nnx.State, call: Callable[..., Any], *, keys: bool = True
 ) -> None:
     """Raise if the output of `call(model)` depends on random keys, or it writes statistics."""
-    stored = (nnx.BatchStat, nnx.Cache)
+    # What layers report or draw is no state that the next call would need.
+    stored = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
     split: Any = nnx.split_state(state, nnx.RngState, stored, ...)
     random, written = (len(jax.tree.leaves(part)) for part in split[:2])
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Full
+from moment_jax.covariance import Diagonal, Full
 from moment_jax.posterior import (
     FullNormal,
     KroneckerEigen,
@@ -19,21 +19,31 @@ from moment_jax.posterior import (
 from moment_jax.propagation.errors import explain
 
 
-def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
+LARGEST = 2**28  # most entries of a `Full` covariance, 1 GiB in float32
+
+
+def linearised(
+    fn: Callable[..., Array], *, structure: type[Full] | type[Diagonal] = Full
+) -> Callable[..., tuple[Array, Any]]:
     """Mean and covariance of fn(mean) + J (w - mean), the function linearised in its weights.
 
     A Laplace approximation is a posterior of the linearised network, so this is its predictive
     distribution; that of the network itself is too wide. For posteriors trained by the ELBO, use
-    `propagate`. Costs one backward pass per output.
+    `propagate`. Costs one backward pass per output. `Full` has the square of the output's size: 64 tokens
+    of 1,000 logits are 4e9 numbers, and `Diagonal` then keeps their variances alone, one output at a time.
 
     Assumes that weight arrays are independent of each other.
 
     Args:
       fn: `fn(params, *inputs)`, differentiable in `params`, returning one array.
+      structure: of the covariance, `mj.Full` or `mj.Diagonal`.
 
     Returns:
       A function of `params`, a pytree with a `Posterior` for each random array, and of the inputs. It
-      returns fn at the means as a sequence (T, D), with D the last axis, and its `Full` covariance.
+      returns fn at the means as a sequence (T, D), with D the last axis, and its covariance.
+
+    Raises:
+      ValueError: if a `Full` covariance would have more than 2^28 entries.
 
     >>> import jax.numpy as jnp
     >>> import moment_jax as mj
@@ -47,7 +57,10 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
             f"`linearised(fn)` needs a function fn(params, x). Got {type(fn).__name__}."
         )
 
-    def predict(params: Any, *inputs: Any) -> tuple[Array, Full]:
+    if structure not in (Full, Diagonal):
+        raise TypeError(f"`linearised` keeps mj.Full or mj.Diagonal. Got {structure!r}.")
+
+    def predict(params: Any, *inputs: Any) -> tuple[Array, Any]:
         leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Posterior))
         beliefs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Posterior)}
         means = {i: belief.mean for i, belief in beliefs.items()}
@@ -61,6 +74,22 @@ def linearised(fn: Callable[..., Array]) -> Callable[..., tuple[Array, Full]]:
             explain("linearised", fn, filled(means), inputs, error)
             raise
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
+        if structure is Diagonal:
+            _, backward = jax.vjp(lambda at: fn(filled(at), *inputs).ravel(), means)
+
+            def variance(i: Array) -> Array:
+                (rows,) = backward(jax.nn.one_hot(i, mean.size, dtype=mean.dtype))
+                parts = (carried(beliefs[k], row.reshape(1, -1)) for k, row in rows.items())
+                return sum((part.reshape(()) for part in parts), jnp.zeros((), mean.dtype))
+
+            variances = jax.lax.map(variance, jnp.arange(mean.size), batch_size=64)
+            return mean.reshape(shape), Diagonal(variances.reshape(shape))
+        if mean.size**2 > LARGEST:
+            raise ValueError(
+                f"`linearised` keeps the covariance of all outputs, at most 2^28 numbers. Got {mean.size}"
+                f" outputs {mean.shape}, so {mean.size}^2 numbers. Use structure=mj.Diagonal for their "
+                "variances, or a function of fewer outputs."
+            )
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
         for i, jacobian in jax.jacrev(lambda at: fn(filled(at), *inputs))(means).items():
             total = total + carried(beliefs[i], jacobian.reshape(mean.size, -1))
