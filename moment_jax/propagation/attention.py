@@ -120,6 +120,8 @@ def _moments(
         raise Pooled(pool_seen(zeros, mask).pool)
     seen = pool_seen(source.cov, mask, memory=not own)
     cov = seen if own else x.cov
+    if own and isinstance(cov, Diagonal | Separable) and x.mean.shape[1] != output.kernel.shape[1]:
+        return None  # these structures carry the covariance with x for outputs as wide as x
     repeated = any(len(np.unique(c)) < c.size for c in core.columns)
     beside = repeated and not isinstance(cov, Diagonal)  # whose entries are independent anyway
     own_layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]

@@ -12,8 +12,8 @@ from moment_jax.propagation.dense import read_dense
 from moment_jax.propagation.errors import LINEARISE, refuse, shapes
 from moment_jax.propagation.graph import Node, weights_in
 from moment_jax.propagation.linearisation import covariance_with
-from moment_jax.propagation.moments import Moments
-from moment_jax.propagation.primitives import evaluate
+from moment_jax.propagation.moments import Moments, as_rows
+from moment_jax.propagation.primitives import factors
 from moment_jax.propagation.propagator import PATTERNS, Propagator
 from moment_jax.propagation.regions import BY_ROW, between, compute
 from moment_jax.propagation.weights import Weight, overlap
@@ -23,7 +23,11 @@ _DIFFERENTIABLE = BY_ROW | {"dot_general", "concatenate", "belief", "pad"}
 
 
 def _tied(propagator: Propagator, node: Node) -> Moments | None:
-    """A dense layer of its own kernel, and the covariance of input and kernel to first order."""
+    """A dense layer of its own kernel, and what the covariance of x and the kernel, K, adds.
+
+    That is E[dx dw] to the mean, and to the covariance, beside cross terms of first order, those of both
+    in dx dw. K is the Jacobian of x at the means of all weights times the belief's covariance.
+    """
     if not node.tied:
         return None
     side = int(isinstance(node.operands[0], Weight))
@@ -33,7 +37,8 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
         same = (w for w in weights_in(value) if overlap([w], [weight]))
         known = all(n.op in _DIFFERENTIABLE - {"argmax"} for n in between(value, None))
         if known and all(w.posterior is weight.posterior for w in same):
-            found = read_dense(propagator, node)
+            batch = any(value.shape[i] > 1 for i in factors(node)[side].batch)
+            found = None if batch else read_dense(propagator, node)
     if found is None:
         raise refuse(
             f"`{node.op}` of random {shapes(node.operands)}, one of them a weight on which another "
@@ -41,43 +46,35 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
             node.source,
             f"One weight can be used twice in products such as a tied embedding. Else {LINEARISE}.",
         )
-    belief = weight.posterior
-    n, sizes = belief.mean.size, (value.size, node.size)
-    if max(sizes) * max(n, node.size) > LARGEST:
+    belief, own, other = weight.posterior, factors(node)[side], factors(node)[1 - side]
+    rows = as_rows(np.arange(value.size).reshape(value.shape), own.free, own.contracted)
+    columns = as_rows(weight.places, other.contracted, other.free)
+    sizes = value.size * belief.mean.size, rows.size * columns.size, node.size**2
+    if max(sizes) > LARGEST:
         raise refuse(
-            f"a product with a tied weight whose Jacobian has more than {LARGEST} entries",
+            f"a product with a tied weight, with a covariance of more than {LARGEST} entries",
             node.source,
             f"Use weights of its own, or {LINEARISE}.",
         )
 
-    def product(x: Any, w: Any) -> Any:
-        kernel = w.reshape(-1)[weight.places].astype(node.dtype)
-        pair = (kernel, x) if side else (x, kernel)
-        return evaluate(node.primitive, list(pair), node.params)[0].reshape(-1)
-
     def of_weight(w: Any) -> Any:
-        return compute([value], {id(belief): w})[0].astype(value.dtype).reshape(-1)
+        return compute([value], {id(belief): w})[0].astype(w.dtype).reshape(-1)
 
-    x, w = propagator.moments(value).array().astype(value.dtype), belief.mean
-    jacobian = jax.jacrev(of_weight)(w).reshape(value.size, n)
-    shared = covariance_with(belief, jacobian).T.reshape(n, *value.shape)  # Cov[x, w]
-    units = jnp.eye(n, dtype=w.dtype)
-    by_input = jax.vmap(lambda c: product(c, w))(shared)  # (n, node.size)
-    by_kernel = jax.vmap(lambda unit: product(x, unit))(units)
-    within = jnp.sum(jax.vmap(product)(shared, units), axis=0)  # E[dx dw]
-    order = np.argsort(found.places.ravel())
-    cross = (by_input.T @ by_kernel)[order][:, order]
-    mean, cov = dense(found.x.mean, found.x.cov, found.layer)
+    jacobian = jax.jacrev(of_weight)(belief.mean).reshape(value.size, -1)
+    shared = covariance_with(belief, jacobian)[rows[:, :, None, None], columns[None, None]]
+    x, cov, layer = found.x.mean, found.x.cov, found.layer
+    mean, out = dense(x, cov, layer)
+    kernel = layer.kernel.mean
+    cross = jnp.einsum("dv,tdeu,se->tvsu", kernel, shared, x)
     # The Jacobian at the means may be steeper than expected: keep to Cauchy's inequality.
-    through = found.x.cov.map_features(found.layer.kernel.mean).variance()
-    noise = found.x.cov.weight_noise(found.x.mean, found.layer.kernel).variance()
-    bound = safe_sqrt(through) * safe_sqrt(noise)
-    share = safe_divide(bound.ravel(), jnp.abs(jnp.diagonal(cross)))
-    share = safe_sqrt(jnp.where(jnp.diagonal(cross) == 0, 1, jnp.minimum(share, 1)))
-    cross = share[:, None] * cross * share[None]
-    own = cov.projected((cross + cross.T).reshape(2 * mean.shape))
+    through, noise = cov.map_features(kernel), cov.weight_noise(x, layer.kernel)
+    share = safe_divide(through.sd() * noise.sd(), jnp.abs(jnp.einsum("tvtv->tv", cross)))
+    share = jnp.where(share > 0, safe_sqrt(jnp.minimum(share, 1)), 0)
+    cross = share[:, :, None, None] * cross * share[None, None]
+    bent = jnp.einsum("tdeu,sedv->tvsu", shared, shared)
+    out = out.add(out.projected(cross + jnp.transpose(cross, (2, 3, 0, 1)) + bent))
     propagator.note(node, "tied weights", "input and kernel jointly Gaussian, to first order")
-    return Moments(mean + within[order].reshape(mean.shape), cov.add(own), found.places)
+    return Moments(mean + jnp.einsum("tddv->tv", shared), out, found.places)
 
 
 PATTERNS.insert(
