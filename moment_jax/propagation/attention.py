@@ -83,7 +83,11 @@ def _attention(propagator: Propagator, node: Node) -> Moments | None:
     for side in (0, 1):
         weight = as_weight(node.operands[1 - side])
         core = None if weight is None else _seen_core(propagator, node.operands[side])
-        if core is not None and weight is not None and not overlap(weights_in(node.operands[side]), [weight]):
+        if (
+            core is not None
+            and weight is not None
+            and not overlap(weights_in(node.operands[side]), [weight])
+        ):
             return _projected(propagator, node, core, weight, side)
     return None
 
@@ -125,7 +129,7 @@ def _moments(
     repeated = any(len(np.unique(c)) < c.size for c in core.columns)
     beside = repeated and not isinstance(cov, Diagonal)  # whose entries are independent anyway
     own_layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]
-    if own_layers[0] is None or not beside and None in own_layers:
+    if own_layers[0] is None or (not beside and None in own_layers):
         return None  # no family for these columns
     turn = query.turn
     if level is not None:  # no score without a query
@@ -148,7 +152,9 @@ def _moments(
 
     mean, out, branches = through_layer(x, cov, attend)
     if level is not None:  # averages of the values
-        pick = jax.nn.one_hot(core.columns[2].ravel(), value.layer.kernel.shape[1], dtype=mean.dtype).T
+        pick = jax.nn.one_hot(
+            core.columns[2].ravel(), value.layer.kernel.shape[1], dtype=mean.dtype
+        ).T
         average, of_average = dense(even @ source.mean, source.cov.map_tokens(even), value.layer)
         average, of_average = dense(average @ pick, of_average.map_features(pick), output)
         mean = jnp.where(level[:, None], average, mean)

@@ -87,8 +87,8 @@ def recognised(
             steps, rest = [(t, y - x) for t, x, y in found], values
             for t, before, after in found:  # the value at the point of a jump is of no account
                 at = np.abs(POINTS - t) < 16 * float(jnp.finfo(dtype).eps) * (1 + abs(t))
-                rest = np.where(at, np.where(POINTS > t, after, before), rest)
-            rest = rest - sum(c * (POINTS > t) for t, c in steps)
+                rest = np.where(at, np.where(t < POINTS, after, before), rest)
+            rest = rest - sum(c * (t < POINTS) for t, c in steps)
             line = [], [float(rest[ONE] - rest[ZERO])], float(rest[ZERO])
             pieces = line if is_line(rest, dtype) else piecewise(rest, dtype)
             if pieces is None:

@@ -306,7 +306,12 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
             continue
         for c, gain in (b.operands, b.operands[::-1]):
             apart = not overlap(a.weights, weights_in(gain))  # else a function of c w, such as silu
-            if apart and isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None:
+            if (
+                apart
+                and isinstance(c, Node)
+                and not isinstance(gain, Node)
+                and uniform(gain) is None
+            ):
                 inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)
                 return [inner, gain]
     return operands

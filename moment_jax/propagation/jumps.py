@@ -43,7 +43,9 @@ def jumps(fn: Callable[[Array], Array], points: np.ndarray, dtype: jnp.dtype) ->
         found = np.abs(after - before) > 1e3 * eps * (1 + np.abs(before) + np.abs(after))
         at = (low[found] + high[found]) / 2
         at = np.where(np.abs(at) < eps, 0.0, at)
-        beside = at + 4 * eps * np.array([[-1.0], [1.0]]) * (1 + np.abs(at))  # not at the point itself
+        beside = at + 4 * eps * np.array([[-1.0], [1.0]]) * (
+            1 + np.abs(at)
+        )  # not at the point itself
         before, after = np.asarray(jax.vmap(jax.vmap(fn))(jnp.asarray(beside, dtype)), float)
     return np.stack([at, before, after], 1)
 

@@ -18,7 +18,6 @@ from moment_jax.posterior import (
 )
 from moment_jax.propagation.errors import explain
 
-
 LARGEST = 2**28  # most entries of a `Full` covariance, 1 GiB in float32
 
 
@@ -29,8 +28,8 @@ def linearised(
 
     A Laplace approximation is a posterior of the linearised network, so this is its predictive
     distribution; that of the network itself is too wide. For posteriors trained by the ELBO, use
-    `propagate`. Costs one backward pass per output. `Full` has the square of the output's size: 64 tokens
-    of 1,000 logits are 4e9 numbers, and `Diagonal` then keeps their variances alone, one output at a time.
+    `propagate`. Costs one backward pass per output. `Full` has the square of the output's size: for 64
+    tokens of 1,000 logits 4e9 numbers. `Diagonal` keeps the variances alone, from 64 outputs at a time.
 
     Assumes that weight arrays are independent of each other.
 
@@ -86,8 +85,8 @@ def linearised(
             return mean.reshape(shape), Diagonal(variances.reshape(shape))
         if mean.size**2 > LARGEST:
             raise ValueError(
-                f"`linearised` keeps the covariance of all outputs, at most 2^28 numbers. Got {mean.size}"
-                f" outputs {mean.shape}, so {mean.size}^2 numbers. Use structure=mj.Diagonal for their "
+                f"`linearised` keeps the covariance of all outputs, at most 2^28 numbers. Got "
+                f"{mean.size} outputs {mean.shape}, so {mean.size}^2 numbers. Use structure=mj.Diagonal for their "
                 "variances, or a function of fewer outputs."
             )
         total = jnp.zeros((mean.size, mean.size), mean.dtype)

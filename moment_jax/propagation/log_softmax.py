@@ -18,8 +18,8 @@ def _of_row(mean: Array, cov: Array) -> tuple[Array, Array, Array]:
 
     By the heat equation E[L] = logsumexp(E[s]) + 1/2 int_0^1 tr(R E_u[J]) du, with the expected Jacobian
     J of the softmax under the covariance u R. By Stein's lemma Cov[L, s] = R E[softmax(s)]. The rest of
-    the variance is the sum over orders k of tr(R C_k) / (k + 1), where C_k is the part of Cov[softmax] of
-    order k; `softmax_expansion` has the first two. Error of E[L] in sd of L, and ratio of the sd, for 8
+    the variance is the sum over k of tr(R C_k) / (k + 1), where C_k is the part of Cov[softmax] of order
+    k; `softmax_expansion` has the first two. Error of E[L] in sd of L, and ratio of the sd, for 8
     independent scores: 0.03 and 1.02, 0.07 and 1.05, 0.10 and 1.13 at score sd 2, 3 and 5.
     """
 

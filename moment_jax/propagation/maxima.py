@@ -56,7 +56,7 @@ def _pair(propagator: Propagator, shape: Any, operands: Any) -> _Pair | None:
 
 @rule("max", "min")
 def _larger(propagator: Propagator, node: Node) -> Moments | None:
-    """y + relu(x - y), or y - relu(y - x)."""
+    """Y + relu(x - y), or y - relu(y - x)."""
     pair = _pair(propagator, node.shape, node.operands)
     if pair is None:
         return None
@@ -64,7 +64,9 @@ def _larger(propagator: Propagator, node: Node) -> Moments | None:
     variance = pair.difference.variance()
     moments = rectified(sign * (pair.x - pair.y), variance)
     gain = moments.gain
-    rest = moments._replace(variance=moments.variance - gain**2 * variance, gain=jnp.zeros_like(gain))
+    rest = moments._replace(
+        variance=moments.variance - gain**2 * variance, gain=jnp.zeros_like(gain)
+    )
     cov = pair.mixed(gain).add(pair.difference.elementwise(rest))
     propagator.note(node, "maximum" if sign > 0 else "minimum", "operands jointly Gaussian")
     return fresh(pair.y + sign * moments.mean, cov, node.shape, *pair.axes)
@@ -123,7 +125,9 @@ def _largest(propagator: Propagator, node: Node) -> Moments | None:
         tokens, features = tokens[:-1], tokens[-1:]
     order = np.arange(node.size).reshape(node.shape)
     rows = as_rows(order, tokens, features)
-    whole = propagator.structure.project(cov[rows.ravel()][:, rows.ravel()].reshape(*rows.shape * 2))
+    whole = propagator.structure.project(
+        cov[rows.ravel()][:, rows.ravel()].reshape(*rows.shape * 2)
+    )
     propagator.note(node, "maximum" if sign > 0 else "minimum", "entries jointly Gaussian")
     return fresh(sign * mean[rows], whole, node.shape, tokens, features)
 
@@ -136,7 +140,9 @@ def _winners(mean: Array, cov: Array, x: np.ndarray, y: np.ndarray) -> tuple[Arr
     p = moments.gain[:, None]
     mixed = p * cov[x] + (1 - p) * cov[y]
     linear = p.T * mixed[:, x] + (1 - p.T) * mixed[:, y]
-    rest = moments._replace(variance=moments.variance - moments.gain**2 * jnp.diagonal(between), gain=0 * moments.gain)
+    rest = moments._replace(
+        variance=moments.variance - moments.gain**2 * jnp.diagonal(between), gain=0 * moments.gain
+    )
     n = len(x)
     bent = Full.unchecked(between.reshape(n, 1, n, 1)).elementwise(
         ElementwiseMoments(*(a[:, None] for a in rest))

@@ -109,7 +109,9 @@ def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
             return
         (over,) = axes
         left = [n for i, n in enumerate(source.shape) if i not in over]
-        if source.shape == node.shape or [n for n in node.shape if n > 1] == [n for n in left if n > 1]:
+        if source.shape == node.shape or [n for n in node.shape if n > 1] == [
+            n for n in left if n > 1
+        ]:
             yield source, over
 
 
@@ -125,7 +127,11 @@ def recognised_rows(
     y = fn(x)
     close = 1e3 * float(jnp.finfo(dtype).eps)
     total = np.exp(x).sum(1, keepdims=True)
-    written = {"softmax": np.exp(x) / total, "log_softmax": x - np.log(total), "logsumexp": np.log(total)[:, 0]}
+    written = {
+        "softmax": np.exp(x) / total,
+        "log_softmax": x - np.log(total),
+        "logsumexp": np.log(total)[:, 0],
+    }
     for name, expected in written.items():
         if y.shape == expected.shape and np.allclose(y, expected, atol=close):
             return name

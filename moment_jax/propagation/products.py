@@ -42,7 +42,9 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     b = other.sequence(*a.axes)
     shared = None
     if not independent(*node.operands):
-        shared = _common(propagator, node, _alike((*a.branches, itself(a)), (*b.branches, itself(b))))
+        shared = _common(
+            propagator, node, _alike((*a.branches, itself(a)), (*b.branches, itself(b)))
+        )
         if shared is None:
             return None
     by_a, by_b = a.cov.rescale(b.mean), b.cov.rescale(a.mean)

@@ -162,8 +162,8 @@ def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -
     """The belief about these weights in this arrangement, or None if the family cannot express it.
 
     Only a `Point` can repeat a weight, because two copies are not independent. With `repeats`, a
-    `Factorized` vector becomes a `FullNormal`, and a kernel takes the copies as independent all the same.
-    Place -1 is a certain zero, which other families cannot express.
+    `Factorized` vector becomes a `FullNormal`, and a kernel takes the copies as independent all the
+    same. Place -1 is a certain zero, which other families cannot express.
     """
     shape = posterior.shape
     if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):

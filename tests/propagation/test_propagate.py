@@ -230,7 +230,8 @@ def perceptrons(p, x):
 
 
 def largest(p, x):
-    return jax.lax.scan(lambda c, row: (jnp.maximum(c, row), None), p["units"][0], p["units"][1:])[0]
+    rows = p["units"]
+    return jax.lax.scan(lambda c, row: (jnp.maximum(c, row), None), rows[0], rows[1:])[0]
 
 
 def shared_keys(p, x, heads=3, mask=None, fill=-1e9):
@@ -268,9 +269,9 @@ NOISY = {
     "gated product": gated,
     "residual sum": perceptrons,  # also where its input is no argument
     "gate of its input": lambda p, x: (x @ p["w"]) * jax.nn.sigmoid(x @ p["w"] @ p["q"]),
-    **{  # also of weights alone
-        name: lambda p, x, f=getattr(jax.nn, name): f(p["bias"] + 0 * x[0, 0])
-        for name in ("silu", "gelu", "mish")
+    **{  # of weights alone
+        f.__name__: lambda p, x, f=f: f(p["bias"] + 0 * x[0, 0])
+        for f in (jax.nn.silu, jax.nn.gelu, jax.nn.mish)
     },
     "silu of a gain": lambda p, x: jax.nn.silu((x @ p["w"]) * p["q"][:1]),
     "log softmax": lambda p, x: jax.nn.log_softmax(p["logits"]),
