@@ -1,6 +1,7 @@
 """Attention, recognised by what it computes: softmax of products of two projections, times a third."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Separable
+from moment_jax.covariance import Certain, Diagonal, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.covariance.separable import Cross
 from moment_jax.layers.attention import attended
@@ -20,7 +21,7 @@ from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation.branches import through_layer
 from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.graph import Node, as_weight, weights_in
-from moment_jax.propagation.moments import Moments, as_rows
+from moment_jax.propagation.moments import Moments, as_rows, ordered
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
 from moment_jax.propagation.regions import (
@@ -74,6 +75,9 @@ class Rows(NamedTuple):
 @pattern
 def _attention(propagator: Propagator, node: Node) -> Moments | None:
     """Attention with its output projection if one follows: heads then keep their common noise."""
+    if node.op == "reduce_sum":
+        core = _seen_core(propagator, node.operands[0])
+        return None if core is None else _summed(propagator, node, core)
     if node.op != "dot_general":
         return None
     core = _core(propagator, node)
@@ -113,6 +117,30 @@ def _projected(
     return _moments(propagator, node, core, DenseParams(kernel), places)
 
 
+def _summed(propagator: Propagator, node: Node, core: Core) -> Moments | None:
+    """A sum over heads or features, as a known output projection."""
+    shape, axes = (core.places.size // core.width, core.width), node.params["axes"]
+    m = Moments(jnp.zeros(shape), Certain.zeros(shape), core.places)
+    tokens, features = m.natural()
+    if set(axes) & set(tokens):
+        return None
+    rows = as_rows(core.places, tokens, features)
+    if not np.array_equal(rows, np.arange(shape[0])[:, None] * core.width + rows[0]):
+        return None
+    left = [i for i in range(m.ndim) if i not in axes]
+    entry = np.arange(math.prod(m.shape[i] for i in features if i not in axes))
+    entry = entry.reshape([1 if i in axes else m.shape[i] for i in features])
+    entry = np.broadcast_to(entry, [m.shape[i] for i in features]).ravel()
+    # In some structures an output must be as wide as the input: more columns are zero.
+    kernel = np.zeros((core.width, max(entry.max() + 1, core.parts[0].x.mean.shape[1])))
+    kernel[rows[0], entry] = 1
+    kept = [tuple(left.index(i) for i in g if i not in axes) for g in (tokens, features)]
+    places = ordered(node.shape, *kept)
+    token, column = np.divmod(places, entry.max() + 1)
+    output = DenseParams(Point(jnp.asarray(kernel, core.parts[0].x.mean.dtype)))
+    return _moments(propagator, node, core, output, token * kernel.shape[1] + column)
+
+
 def _moments(
     propagator: Propagator, node: Node, core: Core, output: DenseParams, places: np.ndarray
 ) -> Moments | None:
@@ -138,15 +166,18 @@ def _moments(
         turn = jnp.where(level[:, None, None], 0, turn)
 
     def attend(cross: Any) -> Any:
-        mean, moved, memory, layers = x.mean, cov, (source.mean, seen), own_layers
+        mean, moved, memory = x.mean, cov, (source.mean, seen)
+        layers: Sequence[Any] = own_layers
         if beside and own:
             (mean, moved), layers, lift = _beside(mean, cov, core.parts, core.columns)
             cross = _lifted(cross, lift)
         elif beside:
             memory, layers, _ = _beside(*memory, core.parts[1:], core.columns[1:])
             layers = [own_layers[0], *layers]
+        of_query, of_key, of_value = layers
+        params = AttentionParams(of_query, of_key, of_value, output)
         return attended(
-            mean, moved, cross, AttentionParams(*layers, output), len(core.columns[0]), mask, 2,
+            mean, moved, cross, params, len(core.columns[0]), mask, 2,
             memory=None if own else memory, turns=(turn, key.turn),
         )  # fmt: skip
 

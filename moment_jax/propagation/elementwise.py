@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,11 +90,12 @@ def recognised(
                 at = np.abs(POINTS - t) < 16 * float(jnp.finfo(dtype).eps) * (1 + abs(t))
                 rest = np.where(at, np.where(t < POINTS, after, before), rest)
             rest = rest - sum(c * (t < POINTS) for t, c in steps)
-            line = [], [float(rest[ONE] - rest[ZERO])], float(rest[ZERO])
-            pieces = line if is_line(rest, dtype) else piecewise(rest, dtype)
+            line: Any = [], [float(rest[ONE] - rest[ZERO])], float(rest[ZERO])
+            pieces: Any = line if is_line(rest, dtype) else piecewise(rest, dtype)
             if pieces is None:
                 raise refuse("a function that jumps", node.source, register(node))
-            return "steps", lambda m, v: with_jumps(m, v, *pieces, steps)
+            bends, slopes, value = pieces
+            return "steps", lambda m, v: with_jumps(m, v, bends, slopes, value, steps)
     quadrature = expectations.elementwise if finite else _quadrature
     return "quadrature", functools.partial(quadrature, fn)
 

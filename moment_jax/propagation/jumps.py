@@ -1,7 +1,8 @@
 """Piecewise linear functions that jump, such as comparisons: where they do, and their moments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,29 +53,29 @@ def jumps(fn: Callable[[Array], Array], points: np.ndarray, dtype: jnp.dtype) ->
 
 def with_jumps(
     mean: Array, variance: Array, kinks: list[float], slopes: list[float], value: float,
-    steps: np.ndarray,
+    steps: Sequence[tuple[float, float]],
 ) -> ElementwiseMoments:  # fmt: skip
     """Moments of a piecewise linear function of x ~ N(m, v): continuous ones plus steps.
 
     `kinks`, `slopes` and `value` are those of `expectations.piecewise_linear`; without kinks, `value` is
-    that at zero. `steps` (N, 2) holds places and heights of jumps. Sums of the moments of the normal
-    distribution truncated to each piece, exact; a step of height c adds c times the density to the gain.
+    that at zero. `steps` are pairs, the place and height of each jump. Exact: sums of the moments of the
+    normal distribution truncated to each piece; a step of height c adds c times the density to the gain.
     """
     scale = safe_sqrt(variance)
-    tiny = variance > float(jnp.finfo(mean.dtype).tiny) ** (2 / 3)
-    inverse = jnp.where(tiny, safe_divide(jnp.ones_like(scale), scale), 0)
+    random = variance > float(jnp.finfo(mean.dtype).tiny) ** (2 / 3)
+    inverse = jnp.where(random, safe_divide(jnp.ones_like(scale), scale), 0)
 
     def edge(t: float) -> Array:
         """The place t in units of the noise; all of it lies on one side if there is none."""
         far = jnp.where(mean > t, -_FAR, _FAR)
         z = (t - mean) * inverse
-        return jnp.where(tiny & (jnp.abs(z) < _FAR), z, far)
+        return jnp.where(random & (jnp.abs(z) < _FAR), z, far)
 
     where = sorted({*kinks, *(float(t) for t, _ in steps)})
     edges = [jnp.full_like(mean, -_FAR), *map(edge, where), jnp.full_like(mean, _FAR)]
     below, density = [norm.cdf(z) for z in edges], [norm.pdf(z) for z in edges]
     pieces = []  # slope, value at the mean, and the moments of z of order 0, 1 and 2
-    inside = [where[0] - 1, *map(np.mean, pairwise(where)), where[-1] + 1]
+    inside: list[Any] = [where[0] - 1, *map(np.mean, pairwise(where)), where[-1] + 1]
     for i, middle in enumerate(inside):
         bends = [(c, t) for c, t in zip(np.diff(slopes), kinks, strict=True) if t < middle]
         slope = slopes[0] + sum(c for c, _ in bends)
@@ -85,11 +86,11 @@ def with_jumps(
         inner = below[i + 1] - below[i]
         second = inner + edges[i] * density[i] - edges[i + 1] * density[i + 1]
         pieces.append((slope, shift + slope * mean, inner, first, second))
-    out = sum(a * m0 + b * scale * m1 for b, a, m0, m1, _ in pieces)
+    out: Any = sum(a * m0 + b * scale * m1 for b, a, m0, m1, _ in pieces)
     at = {t: (z, p) for t, z, p in zip(where, edges[1:-1], density[1:-1], strict=True)}
-    gain = sum(b * m0 for b, _, m0, _, _ in pieces)
+    gain: Any = sum(b * m0 for b, _, m0, _, _ in pieces)
     gain = gain + sum(c * at[float(t)][1] * inverse for t, c in steps)
-    bent = sum(c * scale * at[t][1] for c, t in zip(np.diff(slopes), kinks, strict=True))
+    bent: Any = sum(c * scale * at[t][1] for c, t in zip(np.diff(slopes), kinks, strict=True))
     bent = bent + sum(c * at[float(t)][0] * at[float(t)][1] for t, c in steps)
     second = jnp.asarray(bent * 0.5**0.5)
     total = sum(

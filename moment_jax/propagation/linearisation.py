@@ -85,9 +85,9 @@ def linearised(
             return mean.reshape(shape), Diagonal(variances.reshape(shape))
         if mean.size**2 > LARGEST:
             raise ValueError(
-                f"`linearised` keeps the covariance of all outputs, at most 2^28 numbers. Got "
-                f"{mean.size} outputs {mean.shape}, so {mean.size}^2 numbers. Use structure=mj.Diagonal for their "
-                "variances, or a function of fewer outputs."
+                "`linearised` keeps the covariance of all outputs, at most 2^28 numbers. Got "
+                f"{mean.size} outputs {mean.shape}, so {mean.size}^2 numbers. Use "
+                "structure=mj.Diagonal for their variances, or a function of fewer outputs."
             )
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
         for i, jacobian in jax.jacrev(lambda at: fn(filled(at), *inputs))(means).items():
