@@ -116,19 +116,14 @@ def _largest(propagator: Propagator, node: Node) -> Moments | None:
     while count > 1:  # a last one without an opponent meets itself
         index = np.arange(len(mean)).reshape(count, -1)
         half = (count + 1) // 2
-        mean, cov = _winners(mean, cov, index[:half].ravel(), index[-half:].ravel())
+        others = np.concatenate([index[half:], index[half - 1 : half]])[:half]
+        mean, cov = _winners(mean, cov, index[:half].ravel(), others.ravel())
         count = half
-    # The axes that are left are those of tokens and features.
-    kept = [tuple(left.index(i) for i in g if i in left) for g in m.natural()]
-    tokens, features = kept
-    if not features:
-        tokens, features = tokens[:-1], tokens[-1:]
-    order = np.arange(node.size).reshape(node.shape)
-    rows = as_rows(order, tokens, features)
-    whole = propagator.structure.project(
-        cov[rows.ravel()][:, rows.ravel()].reshape(*rows.shape * 2)
-    )
+    tokens, features = (tuple(left.index(i) for i in g if i in left) for g in m.natural())
+    rows = as_rows(np.arange(node.size).reshape(node.shape), tokens, features)
+    cov = entries(Full.unchecked(cov[:, None, :, None]), rows)
     propagator.note(node, "maximum" if sign > 0 else "minimum", "entries jointly Gaussian")
+    whole = propagator.structure.project(cov)
     return fresh(sign * mean[rows], whole, node.shape, tokens, features)
 
 

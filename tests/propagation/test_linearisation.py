@@ -50,7 +50,16 @@ def test_of_a_network_it_is_the_limit_of_small_noise():
         return jnp.tanh(x @ p["a"]) @ p["b"]
 
     x = jnp.ones((2, 3))
-    both = jax.jit(lambda p: (mj.linearised(fn)(p, x), mj.propagate(fn, structure=mj.Full)(p, x)))
-    (mean, cov), (other, other_cov) = both(small)
+    fns = (
+        mj.linearised(fn), mj.propagate(fn, structure=mj.Full), mj.linearised(fn, structure=mj.Diagonal)
+    )  # fmt: skip
+    (mean, cov), (other, other_cov), (_, alone) = jax.jit(lambda p: [f(p, x) for f in fns])(small)
+    assert jnp.allclose(alone.variance(), cov.variance(), rtol=1e-5, atol=0)
     assert jnp.allclose(mean, other, atol=1e-5)
     assert jnp.allclose(cov.cov, other_cov.cov, rtol=1e-3, atol=1e-11)
+
+
+def test_a_covariance_that_no_memory_holds_is_refused():
+    kernel = mj.posterior.Factorized(jnp.ones((3, 1000)), jnp.ones((3, 1000)))
+    with pytest.raises(ValueError, match=r"64000 outputs .64, 1000.*structure=mj.Diagonal"):
+        mj.linearised(lambda w: jnp.ones((64, 3)) @ w)(kernel)

@@ -645,8 +645,15 @@ def test_variances_are_not_negative_where_factors_cancel():
     assert min(lowest(w)) >= 0
 
 
-def test_a_model_that_changes_the_statistics_of_a_batch_is_refused():
-    model = normed(nnx.Rngs(0))
+def decoding(rngs):
+    model = nnx.MultiHeadAttention(1, 3, decode=True, rngs=rngs)
+    model.init_cache((1, 4, 3))
+    return model
+
+
+@pytest.mark.parametrize("make", [normed, decoding])
+def test_a_model_that_a_call_changes_is_refused(make):
+    model = make(nnx.Rngs(0))
     beliefs = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    with pytest.raises(ValueError, match=r"inference mode.*model.eval"):
-        mj.bayesian(model, beliefs)(jnp.ones((2, 3), jnp.float32))
+    with pytest.raises(ValueError, match=r"inference mode.*model.eval.*decode=False"):
+        mj.bayesian(model, beliefs)(jnp.ones((2, 1, 3), jnp.float32))
