@@ -293,7 +293,6 @@ NOISY = {
     "masked row": partial(shared_keys, mask=FIRST_MASKED),
     "masked row, lowest": partial(shared_keys, mask=FIRST_MASKED, fill=np.finfo("float32").min),
     "tied": tied_decoder,
-    "a layer twice": lambda p, x: jnp.tanh(jnp.tanh(x @ p["w"] @ p["q"]) @ p["q"]),
 }
 
 
@@ -606,6 +605,7 @@ def patches(w, x):
 
 REPEATED = {  # weights that are used twice, each entry in one way
     "tied": lambda w, x: jnp.tanh(x @ w) @ w.T,
+    "a layer twice": lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w),
     "the same product": lambda w, x: jnp.tanh(x @ w) * (x @ w),
     "other rows": lambda w, x: jnp.tanh(x[:, :2] @ w[:2]) * w[2:],
     "other columns": halves,
