@@ -16,7 +16,7 @@ from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.branches import through_gain
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.jumps import JUMPING, jumps, with_jumps
+from moment_jax.propagation.jumps import jumps, with_jumps
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
@@ -81,21 +81,19 @@ def recognised(
     kinks = piecewise(values, dtype)
     if kinks is not None:
         return "piecewise linear", lambda m, v: expectations.piecewise_linear(m, v, *kinks)
-    operations = jax.make_jaxpr(fn)(jnp.zeros((), dtype)).eqns
-    if any(x.primitive.name in JUMPING for x in operations):
-        found = jumps(fn, POINTS[EVEN], dtype)
-        if len(found):
-            steps, rest = [(t, y - x) for t, x, y in found], values
-            for t, before, after in found:  # the value at the point of a jump is of no account
-                at = np.abs(POINTS - t) < 16 * float(jnp.finfo(dtype).eps) * (1 + abs(t))
-                rest = np.where(at, np.where(t < POINTS, after, before), rest)
-            rest = rest - sum(c * (t < POINTS) for t, c in steps)
-            line: Any = [], [float(rest[ONE] - rest[ZERO])], float(rest[ZERO])
-            pieces: Any = line if is_line(rest, dtype) else piecewise(rest, dtype)
-            if pieces is None:
-                raise refuse("a function that jumps", node.source, register(node))
-            bends, slopes, value = pieces
-            return "steps", lambda m, v: with_jumps(m, v, bends, slopes, value, steps)
+    found = jumps(fn, POINTS[EVEN], dtype)
+    if len(found):
+        steps, rest = [(t, y - x) for t, x, y in found], values
+        for t, before, after in found:  # the value at the point of a jump is of no account
+            at = np.abs(POINTS - t) < 16 * float(jnp.finfo(dtype).eps) * (1 + abs(t))
+            rest = np.where(at, np.where(t < POINTS, after, before), rest)
+        rest = rest - sum(c * (t < POINTS) for t, c in steps)
+        line: Any = [], [float(rest[ONE] - rest[ZERO])], float(rest[ZERO])
+        pieces: Any = line if is_line(rest, dtype) else piecewise(rest, dtype)
+        if pieces is None:
+            raise refuse("a function that jumps", node.source, register(node))
+        bends, slopes, value = pieces
+        return "steps", lambda m, v: with_jumps(m, v, bends, slopes, value, steps)
     quadrature = expectations.elementwise if finite else _quadrature
     return "quadrature", functools.partial(quadrature, fn)
 

@@ -1,5 +1,6 @@
 """Piecewise linear functions that jump, such as comparisons: where they do, and their moments."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
 
 JUMPING = {
-    "ceil", "convert_element_type", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "not",
+    "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "not",
     "rem", "round", "select_n", "sign",
 }  # fmt: skip
 _FAR = 40.0  # standardised; the density is zero there
@@ -22,6 +23,16 @@ _FAR = 40.0  # standardised; the density is zero there
 
 def jumps(fn: Callable[[Array], Array], points: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
     """Where a function jumps between neighbouring points, and its values on both sides, (N, 3)."""
+    operations = jax.make_jaxpr(fn)(jnp.zeros((), dtype)).eqns
+    results = [x.outvars[0].aval.dtype for x in operations]
+    floating = [jnp.issubdtype(found, jnp.floating) for found in results]
+    names = {x.primitive.name for x in operations}
+    if not names & JUMPING and all(floating):
+        return np.zeros((0, 3))
+    # Some operations may be less precise.
+    kinds = [dtype, jnp.float32, *itertools.compress(results, floating)]
+    coarse = 1e3 * max(float(jnp.finfo(kind).eps) for kind in kinds)
+    eps = float(jnp.finfo(dtype).eps)
 
     @jax.jit
     def bisected(low: Array, high: Array) -> tuple[Array, ...]:
@@ -40,8 +51,7 @@ def jumps(fn: Callable[[Array], Array], points: np.ndarray, dtype: jnp.dtype) ->
     with jax.ensure_compile_time_eval():
         ends = bisected(jnp.asarray(points[:-1], dtype), jnp.asarray(points[1:], dtype))
         low, high, before, after = (np.asarray(x, float) for x in ends)
-        eps = float(jnp.finfo(dtype).eps)
-        found = np.abs(after - before) > 1e3 * eps * (1 + np.abs(before) + np.abs(after))
+        found = np.abs(after - before) > coarse * (1 + np.abs(before) + np.abs(after))
         at = (low[found] + high[found]) / 2
         at = np.where(np.abs(at) < eps, 0.0, at)
         beside = at + 4 * eps * np.array([[-1.0], [1.0]]) * (
