@@ -157,7 +157,7 @@ def check_inference_mode(
     of_output = [before <= i < before + outputs for i in range(len(outvars))]
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, of_output)
     if changed or (keys and any(used[:random])):
-        what = "writes batch statistics or a cache" if changed else "draws random numbers"
+        what = "writes statistics, a cache or other state" if changed else "draws random numbers"
         raise ValueError(
             f"`{caller}` needs a model in inference mode. Got one that {what}. Call model.eval() first, "
             "or set deterministic=True, use_running_average=True and decode=False."

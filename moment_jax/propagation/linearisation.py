@@ -119,6 +119,6 @@ def covariance_with(belief: Posterior, jacobian: Array) -> Array:
     if isinstance(belief, KroneckerEigen):
         u, w = belief.in_basis, belief.out_basis
         turned = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.shape), u, w)
-        found = jnp.einsum("nab,ia,ob->nio", turned * belief.variance, u, w)
+        found = jnp.einsum("nab,ia,ob->nio", turned * belief.variance[None], u, w)
         return found.reshape(jacobian.shape)
     return jacobian * belief.marginal_variance().reshape(1, -1)
