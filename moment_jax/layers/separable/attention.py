@@ -157,21 +157,19 @@ def attention(
     heads = _Head(query, key, value, contrasts, metric, mask)
     out = each_head(one_head, heads, num_scores=h * len(mean) * len(source))
 
-    # All heads average the same noise of x in the values. Pairs of heads do so with their mean
-    # weights in the token Gram matrix, rescaled to the sum over queries, where every pair is exact.
+    # All heads average the same noise of x in the values; pairs of heads do with their mean weights.
     value_kernel = params.value.kernel.mean
     whole = value_kernel.T @ merge_heads(value.pulled)  # (H K, H K)
     whole = whole.reshape(*(h, len(whole) // h) * 2)
     between = jnp.sum(whole * gram(output).reshape(whole.shape), axis=(1, 3))
-    total = jnp.einsum("a,hac->hc", cov.pool, out.weights)
-    overlap = gram(total, pattern)
-    pairs = jnp.where(jnp.eye(h, dtype=bool), 0, between * overlap)
-    shared = safe_divide(jnp.sum(pairs), jnp.mean(overlap))
+    shared = jnp.sum(between) - jnp.sum(diagonal_of(between))  # by pairs of different heads
     mixed = merge_heads(out.mean)
     gram_tokens = jnp.sum(out.tokens, axis=0) + gram(mixed, noise)
     gram_tokens = gram_tokens + shared * gram(jnp.mean(out.weights, axis=0), pattern)
 
     # The sum over queries: averages of values' noise, and every head's own.
+    total = jnp.einsum("a,hac->hc", cov.pool, out.weights)
+    overlap = (total @ pattern) @ total.T
     energy = diagonal_of(overlap)
     by_values = _own_values(params.value, source_cov, total, total @ source, energy, h)
     averages = whole * overlap[:, None, :, None]
