@@ -18,14 +18,33 @@ from moment_jax.covariance.fields import (
 from moment_jax.covariance.numerics import (
     correlation_of,
     definite,
-    gram,
     nonnegative,
     safe_divide,
     safe_sqrt,
     vector_cov,
     vector_variance,
 )
-from moment_jax.xla import diagonal_matrix, diagonal_of
+from moment_jax.covariance.numerics import gram as feature_gram
+from moment_jax.covariance.token_gram import (
+    TokenCross,
+    TokenGram,
+    Tokens,
+    at_landmarks,
+    correlation,
+    count_of,
+    diagonal_of,
+    divided,
+    form,
+    gram,
+    num_landmarks,
+    product,
+    pulled,
+    total,
+    whole,
+    with_both,
+    with_diagonal,
+)
+from moment_jax.xla import diagonal_matrix
 
 NARROW = 12  # up to this many features `add_branch` restores positive semidefiniteness
 
@@ -33,7 +52,7 @@ NARROW = 12  # up to this many features `add_branch` restores positive semidefin
 class Cross(NamedTuple):
     """Cov[x, z] as layers carry it; tr(features) = p^T tokens p where z is as wide as x."""
 
-    tokens: Array  # sum_d Cov[x_td, z_sd], (T, T)
+    tokens: Tokens | TokenCross  # sum_d Cov[x_td, z_sd], (T, T)
     features: Array  # Cov[sum_t p_t x_t, sum_s p_s z_s], (D, E)
 
     def rescale(self, gain: Array) -> "Cross":
@@ -66,7 +85,7 @@ class Separable(Covariance):
 
     Args:
       variances: Var[x_td], (T, D).
-      tokens: G_ts = sum_d Cov[x_td, x_sd], (T, T).
+      tokens: G_ts = sum_d Cov[x_td, x_sd], (T, T), or a `TokenGram` that knows it at landmark tokens.
       features: C_de = Cov[sum_t p_t x_td, sum_t p_t x_te], (D, D).
       pool: p, (T,), nonnegative; ones, unless some tokens must not influence others (see `pooled`).
 
@@ -75,7 +94,7 @@ class Separable(Covariance):
     """
 
     variances: Array
-    tokens: Array
+    tokens: Tokens
     features: Array
     pool: Array
 
@@ -103,10 +122,26 @@ class Separable(Covariance):
             )
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+    def zeros(
+        cls,
+        shape: tuple[int, int],
+        dtype: jnp.dtype | type = jnp.float32,
+        landmarks: int | None = None,
+    ) -> Self:
+        """Covariance of a constant array of this (T, D) shape.
+
+        Its token Gram matrices are kept at `landmarks` evenly spaced tokens (at all, if there are no
+        more) and on the diagonal, which makes attention cost T^2 in place of T^3. None means all of up
+        to 256 tokens, and 64 of more. A causal mask needs all: landmarks=T.
+        """
         t, d = sequence_shape(cls, shape)
-        fields = (jnp.zeros(size, dtype) for size in ((t, d), (t, t), (d, d)))
-        return cls.unchecked(*fields, jnp.ones(t, dtype))
+        count = num_landmarks(f"{cls.__name__}.zeros", t, landmarks)
+        tokens = jnp.zeros((t, count), dtype)
+        if count < t:
+            tokens = TokenGram(tokens, jnp.zeros(t, dtype))
+        return cls.unchecked(
+            jnp.zeros((t, d), dtype), tokens, jnp.zeros((d, d), dtype), jnp.ones(t, dtype)
+        )
 
     @classmethod
     def project(cls, dense: Array, pool: Array | None = None) -> Self:
@@ -120,7 +155,8 @@ class Separable(Covariance):
         )
 
     def projected(self, dense: Array) -> Self:
-        return self.project(dense, self.pool)
+        found = self.project(dense, self.pool)
+        return dataclasses.replace(found, tokens=at_landmarks(found.tokens, count_of(self.tokens)))
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
@@ -137,11 +173,11 @@ class Separable(Covariance):
 
     def total(self) -> Array:
         """p^T G p, the total variance of the pooled sum, ()."""
-        return self.pool @ self.tokens @ self.pool
+        return pulled(self.pool, self.tokens) @ self.pool
 
-    def pattern(self) -> Array:
+    def pattern(self) -> Tokens:
         """P = G / p^T G p, (T, T), so that Cov[x_ti, x_sj] = P_ts C_ij."""
-        return safe_divide(self.tokens, self.total())
+        return divided(self.tokens, self.total())
 
     def shares(self) -> Array:
         """Each feature's share of C, diag(C) / tr C, (D,)."""
@@ -154,11 +190,11 @@ class Separable(Covariance):
 
     def to_dense(self) -> Array:
         scale = safe_sqrt(self.variances)
-        tokens, features = correlation_of(self.tokens), correlation_of(self.features)
+        tokens, features = whole(correlation(self.tokens)), correlation_of(self.features)
         return jnp.einsum("td,se,ts,de->tdse", scale, scale, tokens, features)
 
     def token_gram(self) -> Array:
-        return self.tokens
+        return whole(self.tokens)
 
     def pooled(self, pool: Array) -> Self:
         """The same covariance, its feature Gram matrix from now on that of sum_t pool_t x_t.
@@ -174,7 +210,7 @@ class Separable(Covariance):
                 f"array of shape {tuple(pool.shape)}. For equal weights, use jnp.ones."
             )
         pool = pool.astype(self.dtype)
-        total = pool @ self.tokens @ pool
+        total = pulled(pool, self.tokens) @ pool
         return self.unchecked(self.variances, self.tokens, self._features_of(pool, total), pool)
 
     def _features_of(self, pool: Array, total: Array) -> Array:
@@ -196,15 +232,15 @@ class Separable(Covariance):
             features = gain[:, None] * self.features * gain[None, :]
         else:
             rows, shares = self.pool[:, None] * factor, self.shares()
-            tokens = self.tokens * gram(factor, shares)
+            tokens = self.tokens * gram(factor, shares, count_of(self.tokens))
             inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(diagonal_of(self.features)))
-            features = self.features * inverse * gram(rows.T, self.tokens)
+            features = self.features * inverse * form(rows.T, self.tokens)
         return self.unchecked(variances, tokens, features, self.pool)
 
     def map_features(self, kernel: Array) -> Self:
-        return self.member(self.tokens, self.features, gram(kernel.T, self.features))
+        return self.member(self.tokens, self.features, feature_gram(kernel.T, self.features))
 
-    def member(self, tokens: Array, before: Array, after: Array) -> Self:
+    def member(self, tokens: Tokens, before: Array, after: Array) -> Self:
         """The family's member of this token Gram matrix, rescaled as tr C changes, and of C `after`."""
         own = diagonal_of(after)
         size = safe_divide(jnp.sum(own), jnp.sum(diagonal_of(before)))
@@ -212,10 +248,13 @@ class Separable(Covariance):
         return self.unchecked(spread(diagonal_of(tokens), own), tokens, after, self.pool)
 
     def map_tokens(self, weights: Array) -> Self:
-        tokens = gram(weights, self.tokens)
+        if isinstance(self.tokens, TokenGram):
+            tokens = product(pulled(weights, self.tokens), weights, count_of(self.tokens))
+        else:
+            tokens = feature_gram(weights, self.tokens)
         shares = weights**2 @ self.variances
         shares = safe_divide(shares, jnp.sum(shares, axis=1, keepdims=True))
-        features = self._features_of(jnp.sum(weights, axis=0), jnp.sum(tokens))
+        features = self._features_of(jnp.sum(weights, axis=0), total(tokens))
         if len(weights) == 1:  # a sum over tokens is what C holds
             shares, tokens = diagonal_of(features)[None], jnp.sum(diagonal_of(features))[None, None]
             return self.unchecked(shares, tokens, features, jnp.ones(1, self.dtype))
@@ -224,11 +263,11 @@ class Separable(Covariance):
 
     def map_each(self, kernels: Array) -> Self:
         inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(diagonal_of(self.features)))
-        pulled = jnp.einsum("ij,tjo->tio", self.features * inverse, kernels)
-        tokens = self.tokens * jnp.einsum("tio,sio->ts", pulled, kernels)
-        own = jnp.sum(pulled * kernels, axis=1) * diagonal_of(self.tokens)[:, None]
-        pairs = self.pool[:, None] * self.tokens * self.pool[None, :]
-        features = jnp.einsum("tio,tip->op", pulled, jnp.einsum("ts,sip->tip", pairs, kernels))
+        mapped = jnp.einsum("ij,tjo->tio", self.features * inverse, kernels)
+        tokens = self.tokens * jnp.einsum("tio,sio->ts", mapped, kernels)
+        own = jnp.sum(mapped * kernels, axis=1) * diagonal_of(self.tokens)[:, None]
+        pairs = whole(self.pool[:, None] * self.tokens * self.pool[None, :])
+        features = jnp.einsum("tio,tip->op", mapped, jnp.einsum("ts,sip->tip", pairs, kernels))
         return self.unchecked(nonnegative(own), tokens, features, self.pool)
 
     def add(self, *others: Self) -> Self:
@@ -245,13 +284,13 @@ class Separable(Covariance):
         size = safe_divide(jnp.sum(self.features * vector_cov(metric)), total)
         variances = variances + diagonal_of(self.tokens)[:, None] * safe_divide(own, total)[None]
         features = vector_cov(by_noise + kernel_noise(weights, None, pooled[None]))
-        tokens = self.tokens * size + gram(mean, metric)
+        tokens = self.tokens * size + gram(mean, metric, count_of(self.tokens))
         return self.unchecked(variances, tokens, features, self.pool)
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         metric, pooled = vector_variance(gain_cov), self.pool @ mean
         variances = (self.variances + mean**2) * metric[None, :]
-        tokens = self.tokens * (self.shares() @ metric) + gram(mean, metric)
+        tokens = self.tokens * (self.shares() @ metric) + gram(mean, metric, count_of(self.tokens))
         if gain_cov.ndim == 1:
             features = diagonal_matrix((diagonal_of(self.features) + pooled**2) * gain_cov)
         else:
@@ -262,23 +301,25 @@ class Separable(Covariance):
         own, t = vector_variance(bias_cov), self.shape[0]
         return self.unchecked(
             jnp.broadcast_to(own, (t, len(own))),
-            jnp.broadcast_to(jnp.sum(own), (t, t)),
+            at_landmarks(jnp.broadcast_to(jnp.sum(own), (t, t)), count_of(self.tokens)),
             jnp.sum(self.pool) ** 2 * vector_cov(bias_cov),
             self.pool,
         )
 
     def elementwise(self, moments: ElementwiseGain) -> Self:
-        tokens, features = correlation_of(self.tokens), correlation_of(self.features)
+        tokens, features = correlation(self.tokens), correlation_of(self.features)
+        count = count_of(tokens)
         first, second = safe_sqrt(self.variances) * moments.gain, moments.second
         rest = nonnegative(moments.variance - first**2 - second**2)
         pooled = self.pool[:, None]
         return self.unchecked(
             moments.variance,
-            tokens * gram(first)
-            + tokens**2 * gram(second)
-            + diagonal_matrix(jnp.sum(rest, axis=1)),
-            features * gram((pooled * first).T, tokens)
-            + features**2 * gram((pooled * second).T, tokens**2)
+            with_diagonal(
+                tokens * gram(first, None, count) + tokens**2 * gram(second, None, count),
+                jnp.sum(rest, axis=1),
+            ),
+            features * form((pooled * first).T, tokens)
+            + features**2 * form((pooled * second).T, tokens**2)
             + diagonal_matrix(self.pool**2 @ rest),
             self.pool,
         )
@@ -298,16 +339,17 @@ class Separable(Covariance):
         own = spread(diagonal_of(cross.tokens), diagonal_of(cross.features))
         bound = safe_sqrt(self.variances) * safe_sqrt(branch.variances)
         variances = self.variances + branch.variances + 2 * jnp.clip(own, -bound, bound)
-        tokens = self.tokens + branch.tokens + cross.tokens + cross.tokens.T
+        tokens = with_both(self.tokens + branch.tokens, cross.tokens)
         features = self.features + branch.features + cross.features + cross.features.T
         if self.shape[1] <= NARROW:
-            tokens, features = definite(tokens), definite(features)
+            features = definite(features)
+            tokens = tokens if isinstance(tokens, TokenGram) else definite(tokens)
         return self.unchecked(variances, tokens, features, self.pool)
 
 
-def average_gain(pool: Array, tokens: Array, gain: Array) -> Array:
+def average_gain(pool: Array, tokens: Tokens, gain: Array) -> Array:
     """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
-    shares = pool * (pool @ tokens)
+    shares = pool * pulled(pool, tokens)
     return safe_divide(shares, jnp.sum(shares)) @ gain
 
 
@@ -320,7 +362,7 @@ def kernel_noise(weights: RandomKernel, features: Array | None, rows: Array) -> 
         squares = jnp.sum(rows**2, axis=0)
         squares = squares if features is None else squares + vector_variance(features)
         return weights.noise_variance(jnp.zeros_like(squares), squares)
-    moment = gram(rows.T)
+    moment = feature_gram(rows.T)
     return weights.noise_block(moment if features is None else moment + vector_cov(features))
 
 

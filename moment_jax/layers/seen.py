@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance, Separable
-from moment_jax.xla import diagonal_of
+from moment_jax.covariance.token_gram import diagonal_of
 
 S = TypeVar("S", bound=Covariance)
 

@@ -151,7 +151,9 @@ def gaussian_draws(cov: Covariance, key: Array, num_draws: int) -> Array:
     if isinstance(cov, structures.Diagonal):
         return jnp.sqrt(cov.variances)[None] * noise
     if isinstance(cov, structures.Separable):
-        tokens, features = (psd_sqrt(correlation_of(gram)) for gram in (cov.tokens, cov.features))
+        tokens, features = (
+            psd_sqrt(correlation_of(gram)) for gram in (cov.token_gram(), cov.features)
+        )
         return cov.sd()[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
     size = noise[0].size
     root = psd_sqrt(cov.to_dense().reshape(size, size))

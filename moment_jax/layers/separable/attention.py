@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.covariance.numerics import gram as feature_gram
 from moment_jax.covariance.numerics import (
-    gram,
     nonnegative,
     safe_divide,
     safe_sqrt,
@@ -27,7 +27,29 @@ from moment_jax.covariance.numerics import (
     under,
 )
 from moment_jax.covariance.separable import Cross, Separable, kernel_noise, spread
+from moment_jax.covariance.token_gram import (
+    Nystroem,
+    TokenGram,
+    Tokens,
+    averages_of,
+    clipped,
+    contrasted,
+    count_of,
+    diagonal_of,
+    divided,
+    gram,
+    nystroem,
+    product,
+    pulled,
+    seen_only,
+    spread_within,
+    symmetric_product,
+    through,
+    whole,
+)
+from moment_jax.covariance.token_gram import total as total_of
 from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.heads import (
     each_head,
     kept_jacobian,
@@ -40,7 +62,7 @@ from moment_jax.layers.params import AttentionParams, DenseParams, bias_cov, wit
 from moment_jax.layers.rules import Attending
 from moment_jax.layers.seen import pool_scores
 from moment_jax.posterior import Posterior
-from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
+from moment_jax.xla import diagonal_matrix, materialized
 
 
 class Projection(NamedTuple):
@@ -53,15 +75,16 @@ class Projection(NamedTuple):
     by_kernel: Array  # (K, K): noise of the kernel alone, for the tokens' weighted second moment
     by_bias: Array  # (K, K)
 
-    def under(self, metric: Array, pattern: Array, noise: Array) -> Array:
+    def under(self, metric: Array, pattern: Tokens, noise: Tokens) -> Tokens:
         """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), from the patterns of x and of kernels' noise."""
         by_input, by_kernel, by_bias = (jnp.sum(part * metric) for part in self[3:])
         return by_input * pattern + by_kernel * noise + by_bias
 
 
 def _projection(
-    mean: Array, features: Array, layer: DenseParams, weights: Array, turn: Array | None, h: int
-) -> tuple[Projection, Array]:
+    mean: Array, features: Array, layer: DenseParams, weights: Array, turn: Array | None, h: int,
+    count: int,
+) -> tuple[Projection, Tokens]:  # fmt: skip
     """All heads' projections by a layer, and the token pattern of its kernel's noise, (T, T).
 
     `features` is C, or its diagonal. `weights` (T,) are those of the tokens over which that pattern's
@@ -71,7 +94,7 @@ def _projection(
     kernels = split_heads(kernel.mean, h)
     pulled = split_heads(under(kernel.mean.T, features).T, h)
     by_input = _blocks(kernel_noise(kernel, features, jnp.zeros_like(mean[:1])), h)
-    noise = gram(mean, kernel.input_metric())
+    noise = gram(mean, kernel.input_metric(), count)
     projection = Projection(
         turned(split_heads(layer.mean_output(mean), h), turn),
         kernels,
@@ -80,7 +103,7 @@ def _projection(
         _blocks(kernel_noise(kernel, None, safe_sqrt(weights)[:, None] * mean), h),
         _blocks(bias_cov(layer.bias, kernel.shape[1], mean.dtype), h),
     )
-    return projection, safe_divide(noise, weights @ diagonal_of(noise))
+    return projection, divided(noise, weights @ diagonal_of(noise))
 
 
 def _blocks(cov: Array, num_heads: int) -> Array:
@@ -94,11 +117,14 @@ def _blocks(cov: Array, num_heads: int) -> Array:
 class _Tokens(NamedTuple):
     """What all heads share: token patterns and weights."""
 
-    x: Array  # pattern of the queries' input, (T, T)
-    source: Array  # pattern of the keys' and values' input, (S, S)
-    query: Array  # patterns of the kernels' noise
-    key: Array
-    value: Array
+    x: Tokens  # pattern of the queries' input, (T, T)
+    source: Tokens  # pattern of the keys' and values' input, (S, S)
+    query: Tokens  # patterns of the kernels' noise
+    key: Tokens
+    value: Tokens
+    averaged: Array | Nystroem  # `source`, to be multiplied
+    own: Array  # `source` in full if that is x, else nothing of use
+    seen: Array  # keys that some query may look at, (S,)
     pool: Array  # weights of the sum over queries, (T,)
     query_weights: Array  # weights of averages over queries and keys, for the scores
     key_weights: Array
@@ -116,7 +142,7 @@ class _Head(NamedTuple):
 class _Output(NamedTuple):
     mean: Array  # (T, K)
     weights: Array  # E[softmax], (T, S)
-    tokens: Array  # what the head alone adds to the token Gram matrix, (T, T)
+    tokens: Tokens  # what the head alone adds to the token Gram matrix, (T, T)
     by_scores: Array  # covariance of the sum through the scores, (K, K)
 
 
@@ -133,16 +159,20 @@ def attention(
     source, source_cov = (mean, cov) if memory is None else memory
     key_weights = pool_scores(source_cov.pool, mask) if memory is None else source_cov.pool
     query_weights = key_weights if memory is None else cov.pool
+    count, key_count = count_of(cov.tokens), count_of(source_cov.tokens)
     own, others = diagonal_of(cov.features), diagonal_of(source_cov.features)
-    query, query_noise = _projection(mean, own, params.query, query_weights, turns[0], h)
-    key, key_noise = _projection(source, others, params.key, key_weights, turns[1], h)
+    query, query_noise = _projection(mean, own, params.query, query_weights, turns[0], h, count)
+    key, key_noise = _projection(source, others, params.key, key_weights, turns[1], h, key_count)
     value, value_noise = _projection(
-        source, source_cov.features, params.value, source_cov.pool, None, h
+        source, source_cov.features, params.value, source_cov.pool, None, h, key_count
     )
-    pattern = source_cov.pattern()
+    seen = jnp.ones(len(source), bool) if mask is None else jnp.any(mask, axis=(0, 1))
+    pattern = seen_only(source_cov.pattern(), seen)
+    averaged = nystroem(pattern)
     own_pattern = pattern if memory is None else cov.pattern()
     tokens = _Tokens(
         *(own_pattern, pattern, query_noise, key_noise, value_noise),
+        *(averaged, whole(pattern) if memory is None else pattern, seen),
         *(cov.pool, query_weights, key_weights),
     )
     centred = safe_sqrt(key_weights)[:, None] * (source - _average(key_weights, source)[None])
@@ -159,25 +189,26 @@ def attention(
 
     # All heads average the same noise of x in the values; pairs of heads do with their mean weights.
     value_kernel = params.value.kernel.mean
-    whole = value_kernel.T @ merge_heads(value.pulled)  # (H K, H K)
-    whole = whole.reshape(*(h, len(whole) // h) * 2)
-    between = jnp.sum(whole * gram(output).reshape(whole.shape), axis=(1, 3))
+    common = value_kernel.T @ merge_heads(value.pulled)  # (H K, H K)
+    common = common.reshape(*(h, len(common) // h) * 2)
+    between = jnp.sum(common * feature_gram(output).reshape(common.shape), axis=(1, 3))
     shared = jnp.sum(between) - jnp.sum(diagonal_of(between))  # by pairs of different heads
     mixed = merge_heads(out.mean)
-    gram_tokens = jnp.sum(out.tokens, axis=0) + gram(mixed, noise)
-    gram_tokens = gram_tokens + shared * gram(jnp.mean(out.weights, axis=0), pattern)
+    gram_tokens = jax.tree.map(lambda each: jnp.sum(each, axis=0), out.tokens)
+    gram_tokens = gram_tokens + gram(mixed, noise, count)
+    gram_tokens = gram_tokens + shared * averages_of(jnp.mean(out.weights, axis=0), averaged, count)
 
     # The sum over queries: averages of values' noise, and every head's own.
     total = jnp.einsum("a,hac->hc", cov.pool, out.weights)
-    overlap = (total @ pattern) @ total.T
+    overlap = (total @ averaged) @ total.T
     energy = diagonal_of(overlap)
     by_values = _own_values(params.value, source_cov, total, total @ source, energy, h)
-    averages = whole * overlap[:, None, :, None]
+    averages = common * overlap[:, None, :, None]
     by_head = (by_values + out.by_scores)[:, :, None]
     averages = averages + jnp.where(jnp.eye(h, dtype=bool)[:, None, :, None], by_head, 0)
     averages = averages.reshape(len(output), -1)
     by_noise = kernel_noise(params.output.kernel, averages, (cov.pool @ mixed)[None])
-    features = summed_covs(gram(output.T, averages), by_noise)
+    features = summed_covs(feature_gram(output.T, averages), by_noise)
     variances = spread(diagonal_of(gram_tokens), diagonal_of(features))
     out_cov = Separable.unchecked(variances, gram_tokens, features, cov.pool)
     out_cov = with_bias(out_cov, params.output.bias)
@@ -216,13 +247,13 @@ def _through_values(
     cross: Cross, pool: Array, kernel: Array, output: Array, weights: Array, total: Array
 ) -> Cross:
     """Cov[x, attention], through the values alone."""
-    pooled = pool @ cross.tokens
+    pooled = pulled(pool, cross.tokens)
     reached = total @ safe_divide(pooled, pooled @ pool)  # (H,)
     by_value = split_heads(cross.features @ kernel, len(output))  # (H, D, K)
     features = jnp.einsum("hik,hko->io", by_value * reached[:, None, None], output)
     size = jnp.einsum("hdk,hkd->h", by_value, output)
     size = safe_divide(size, jnp.sum(diagonal_of(cross.features)))
-    return Cross(cross.tokens @ jnp.einsum("h,htc->ct", size, weights), features)
+    return Cross(through(cross.tokens, jnp.einsum("h,htc->ct", size, weights)), features)
 
 
 def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
@@ -230,15 +261,15 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
     q, k, v = head.query, head.key, head.value
     root, pool, metric = q.mean.shape[1] ** 0.5, tokens.pool, head.metric
     queries, contrasts = _scores(head, tokens)
+    known, count, key_count = nystroem(contrasts), count_of(queries), count_of(contrasts)
     scores = q.mean @ k.mean.T
     if own and order == 2:
-        scores = scores + tokens.x * jnp.sum(q.kernel * k.pulled)
+        scores = scores + tokens.own * jnp.sum(q.kernel * k.pulled)
     scores = materialized(scores / root)
     if order == 1:
         weights = masked_softmax(scores, head.mask)
     else:
-        rows = _Contrasts(diagonal_of(queries)[:, None], contrasts)
-        weights = expected_softmax(scores, rows, head.mask)
+        weights = _expected_weights(scores, queries, contrasts, known, head.mask)
     weights = materialized(weights)
     total = pool @ weights
     centre = _average(total, v.mean)[None]  # nothing large cancels below
@@ -246,33 +277,31 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
     average = weights @ value
 
     # Second moments of values v and averages a = W v over tokens, under the metric of the output.
-    noise, pulled = v.under(metric, tokens.source, tokens.value), value @ metric
-
-    values = pulled @ value.T + noise
-    reached, met, reach, seen = (
-        weights @ x for x in (noise, contrasts, tokens.source, contrasts * values)
-    )
-    crossed = average @ pulled.T + reached
-    half = seen - 2 * crossed * met
-    within, met_twice, half = (x @ weights.T for x in (reached, met, half))
-    averages = gram(average, metric) + within
-    by_scores = queries * (0.5 * (half + half.T) + averages * met_twice)
+    noise = seen_only(v.under(metric, tokens.source, tokens.value), tokens.seen)
+    mapped = value @ metric
+    values = product(mapped, value, key_count) + noise
+    reached, met, seen = weights @ nystroem(noise), weights @ known, contrasts * values
+    crossed = average @ mapped.T + reached
+    half = weights @ nystroem(seen) - 2 * crossed * met
+    within, met_twice = (product(x, weights, count) for x in (reached, met))
+    averages = gram(average, metric, count) + within
+    by_scores = queries * (symmetric_product(half, weights, count) + averages * met_twice)
     gain = jnp.ones_like(pool)
     if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
         second, found = weights @ diagonal_of(values), nonnegative(diagonal_of(by_scores))
         gain, left = kept_jacobian(found, second, diagonal_of(averages))
         bound = safe_sqrt(jnp.minimum(gain**2 * found, left))
-        bound = bound[:, None] * bound[None, :]
-        by_scores = jnp.clip(gain[:, None] * by_scores * gain[None, :], -bound, bound)
+        by_scores = clipped(gain[:, None] * by_scores * gain[None, :], bound)
 
     # Through the scores into the sum over queries: from the spread of the mean values, and of noise.
     size = pool * gain
     pairs = size[:, None] * queries * size[None, :]
-    paired = pairs @ weights
-    outer, near, far = contrasts * (weights.T @ paired), paired * met, pairs * met_twice
-    bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
-    features = bent + bent.T + average.T @ far @ average
-    of_noise = jnp.sum(outer * noise) - 2 * jnp.sum(near * reached) + jnp.sum(far * within)
+    paired = nystroem(pairs) @ weights
+    outer = contrasts * product(weights.T, paired.T, key_count)
+    near, far = paired * met, pairs * met_twice
+    bent = value.T @ (0.5 * (nystroem(outer) @ value) - near.T @ average)
+    features = bent + bent.T + average.T @ nystroem(far) @ average
+    of_noise = total_of(outer * noise) - 2 * jnp.sum(near * reached) + total_of(far * within)
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         each = pool @ safe_sqrt(left_within(weights @ value**2, average**2))
         features = jnp.clip(features, -each[:, None] * each[None, :], each[:, None] * each[None, :])
@@ -283,11 +312,11 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
 
     mean = average + centre * jnp.sum(weights, axis=1, keepdims=True)
     if order == 2:
-        mean = mean + _shared(q, k, v, tokens.source, weights, gain / root, reach, own)
+        mean = mean + _shared(q, k, v, tokens, weights, gain / root, own)
     return _Output(mean, weights, by_scores + within, features)
 
 
-def _scores(head: _Head, tokens: _Tokens) -> tuple[Array, Array]:
+def _scores(head: _Head, tokens: _Tokens) -> tuple[Tokens, Tokens]:
     """A (T, T) and B (S, S) of Cov[s_ac, s_bf] = A_ab B_cf, without what all keys of a row share.
 
     Softmax sees differences of keys alone, so B becomes minus half the variance of each difference. Both
@@ -297,27 +326,30 @@ def _scores(head: _Head, tokens: _Tokens) -> tuple[Array, Array]:
     at, by = tokens.query_weights, tokens.key_weights
     count, counted = jnp.sum(at), jnp.sum(by)
     of_query = at @ diagonal_of(tokens.x)
-    of_key = by @ diagonal_of(tokens.source) - safe_divide(by @ tokens.source @ by, counted)
+    of_key = by @ diagonal_of(tokens.source) - safe_divide(by @ tokens.averaged @ by, counted)
     contrasts = k.by_input * of_key + head.contrasts
     by_query = safe_divide(q.by_input * of_query + q.by_kernel + count * q.by_bias, count)
     moment = safe_divide((q.mean.T * at[None, :]) @ q.mean, count) + by_query  # E[q q^T]
     centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
     met_twice = centred.T @ centred
     size = jnp.sum(contrasts * moment) + jnp.sum(met_twice * by_query)
-    queries = q.under(contrasts + met_twice, tokens.x, tokens.query) + gram(q.mean, contrasts)
-    keys = k.under(moment, tokens.source, tokens.key) + gram(k.mean, by_query)
-    own = 0.5 * diagonal_of(keys)
-    return safe_divide(queries, size * width), keys - own[:, None] - own[None, :]
+    queries = q.under(contrasts + met_twice, tokens.x, tokens.query)
+    queries = queries + gram(q.mean, contrasts, count_of(queries))
+    keys = k.under(moment, tokens.source, tokens.key)
+    keys = keys + gram(k.mean, by_query, count_of(keys))
+    contrasts = seen_only(contrasted(seen_only(keys, tokens.seen), tokens.seen), tokens.seen)
+    return divided(queries, size * width), contrasts
 
 
 class _Contrasts(NamedTuple):
     """Covariance of each row's contrasts, own_a B: a `ScoreCovariance`."""
 
     own: Array  # (T, 1)
-    keys: Array  # B, (S, S), zero on the diagonal
+    spread: Array  # the diagonal of B, or zero
+    keys: Array | Nystroem  # B, (S, S)
 
     def variance(self) -> Array:
-        return jnp.zeros((), self.keys.dtype)
+        return self.spread if self.spread.ndim == 0 else self.own * self.spread[None, :]
 
     def matvec(self, vectors: Array) -> Array:
         return self.own * (vectors @ self.keys)
@@ -326,20 +358,31 @@ class _Contrasts(NamedTuple):
         return (self.own / unit) ** 2 * (vectors @ self.keys**2)
 
 
+def _expected_weights(
+    scores: Array, queries: Tokens, contrasts: Tokens, known: Array | Nystroem, mask: Array | None
+) -> Array:
+    """E[softmax]; where B is known at landmarks, with two products and none with its squares."""
+    own = diagonal_of(queries)[:, None]
+    if isinstance(contrasts, TokenGram):
+        rows = _Contrasts(own, contrasts.diagonal, known)
+        return quick_expected_softmax(scores, rows, mask)
+    return expected_softmax(scores, _Contrasts(own, jnp.zeros((), own.dtype), contrasts), mask)
+
+
 def _shared(
-    q: Projection, k: Projection, v: Projection, pattern: Array,
-    weights: Array, gain: Array, reach: Array, own: bool,
+    q: Projection, k: Projection, v: Projection, tokens: _Tokens,
+    weights: Array, gain: Array, own: bool,
 ) -> Array:  # fmt: skip
     """sum_c Cov[W_ac, v_cd], (T, K): weights and values share the random input.
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with Cov[S_af, v_cd] =
     (P_fc (q_a C_kv)_d + P_ac (k_f C_qv)_d) / sqrt(K); `gain` holds that root.
     """
-    free = jnp.sum(weights * (diagonal_of(pattern)[None, :] - reach), axis=1, keepdims=True)
+    free = spread_within(weights, diagonal_of(tokens.source), tokens.averaged)
     by_key = free * (q.mean @ (k.kernel.T @ v.pulled))
     if not own:
         return gain[:, None] * by_key
-    linked = weights * pattern
+    linked = weights * tokens.own
     total = jnp.sum(linked, axis=1, keepdims=True)
     by_query = (linked @ k.mean - total * (weights @ k.mean)) @ (q.kernel.T @ v.pulled)
     return gain[:, None] * (by_key + by_query)

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.covariance.numerics import gram as feature_gram
 from moment_jax.covariance.numerics import (
-    gram,
     nonnegative,
     safe_divide,
     summed_covs,
@@ -18,9 +18,10 @@ from moment_jax.covariance.separable import (
     kernel_noise,
     spread,
 )
+from moment_jax.covariance.token_gram import count_of, diagonal_of, gram, with_diagonal
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
 from moment_jax.layers.rules import Moments
-from moment_jax.xla import diagonal_matrix, diagonal_of
+from moment_jax.xla import diagonal_matrix
 
 
 def feed_forward(
@@ -39,13 +40,13 @@ def feed_forward(
     # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,). Their total
     # by x is exact; what each has of it is read off the diagonal of C, which saves a (D, D, F) product.
     own = diagonal_of(cov.features) @ first**2
-    own = own * safe_divide(jnp.sum(cov.features * gram(first)), jnp.sum(own))
+    own = own * safe_divide(jnp.sum(cov.features * feature_gram(first)), jnp.sum(own))
     noise = kernel_noise(hidden.kernel, cov.features, (pool @ mean)[None])
     noise = summed_covs(noise, jnp.sum(pool) ** 2 * hidden_bias)
     metric = hidden.kernel.input_metric()
     size = jnp.sum(own) + jnp.sum(cov.features * vector_cov(metric))
     tokens = cov.tokens * safe_divide(size, jnp.sum(diagonal_of(cov.features)))
-    tokens = tokens + gram(mean, metric) + jnp.sum(vector_variance(hidden_bias))
+    tokens = tokens + gram(mean, metric, count_of(tokens)) + jnp.sum(vector_variance(hidden_bias))
     variances = spread(diagonal_of(tokens), own + vector_variance(noise))
 
     # The activation: exact for single entries, by its gain between them.
@@ -53,7 +54,8 @@ def feed_forward(
     rest = nonnegative(moments.variance - moments.gain**2 * variances)
     shares = safe_divide(own + vector_variance(noise), jnp.sum(own + vector_variance(noise)))
     gain = average_gain(pool, tokens, moments.gain)
-    tokens = tokens * gram(moments.gain, shares) + diagonal_matrix(jnp.sum(rest, axis=1))
+    tokens = tokens * gram(moments.gain, shares, count_of(tokens))
+    tokens = with_diagonal(tokens, jnp.sum(rest, axis=1))
     remaining = pool**2 @ rest
     active = gain**2 * own
     if noise.ndim == 1:  # its covariances in the output are left out: they move nothing
@@ -61,18 +63,18 @@ def feed_forward(
         by_noise = diagonal_matrix(noise @ second**2)
     else:
         noise = gain[:, None] * noise * gain[None, :] + diagonal_matrix(remaining)
-        by_noise = gram(second.T, noise)
+        by_noise = feature_gram(second.T, noise)
     active = active + vector_variance(noise)
 
     # The output.
     jacobian = (first * gain[None, :]) @ second
-    features = gram(jacobian.T, cov.features) + by_noise
+    features = feature_gram(jacobian.T, cov.features) + by_noise
     pooled = (pool @ moments.mean)[None]
     metric = output.kernel.input_metric()
     total = jnp.sum(active)
     size = jnp.sum(diagonal_of(features)) + active @ vector_variance(metric)
     tokens = tokens * safe_divide(size, total)
-    tokens = tokens + gram(moments.mean, metric)
+    tokens = tokens + gram(moments.mean, metric, count_of(tokens))
     features = summed_covs(features, kernel_noise(output.kernel, active, pooled))
     variances = spread(diagonal_of(tokens), diagonal_of(features))
     cov = with_bias(Separable.unchecked(variances, tokens, features, pool), output.bias)

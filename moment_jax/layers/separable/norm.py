@@ -6,7 +6,16 @@ from jax import Array
 
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt
 from moment_jax.covariance.separable import Cross, Separable
-from moment_jax.xla import diagonal_of
+from moment_jax.covariance.token_gram import (
+    count_of,
+    diagonal_of,
+    nystroem,
+    product,
+    pulled,
+    right_scaled,
+    row_sums,
+    total,
+)
 
 
 def norm(
@@ -37,16 +46,16 @@ def norm(
     inverse = jax.lax.rsqrt(spread)
     normal = mean * inverse
     linked = normal @ features
-    pulled = linked - jnp.mean(linked, axis=1, keepdims=True) if centres else linked
-    lost = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
+    mapped = linked - jnp.mean(linked, axis=1, keepdims=True) if centres else linked
+    lost = jnp.sum(normal * mapped, axis=1, keepdims=True) / d
     out = normal
     if order == 2:
         # E[c / sqrt(Q)] for Q = |c|^2 / D + epsilon, to second order about q = E[Q].
         small = inverse**2 / d
         relative = 0.75 * small * energy * (energy * jnp.sum(inner**2) * small + 2 * lost)
-        out = normal * (1 + relative) - energy * pulled * small
+        out = normal * (1 + relative) - energy * mapped * small
     # Lost variance is a factor, which keeps the result positive; gained variance is added.
-    after = diagonal_of(inner)[None] + normal * (normal * lost - 2 * pulled) / d
+    after = diagonal_of(inner)[None] + normal * (normal * lost - 2 * mapped) / d
     gained = nonnegative(after - before[None])
     kept = nonnegative(after - gained) * safe_divide(
         cov.variances, jnp.broadcast_to(before, mean.shape)
@@ -58,13 +67,13 @@ def norm(
     tokens = root * cov.tokens * root.T
     weights = pool[:, None] * inverse
     pairs = weights * cov.tokens * weights.T
-    twice = (pairs * (normal @ pulled.T)) @ normal
-    bent = normal.T @ (jnp.sum(pairs, axis=1, keepdims=True) * pulled / d - twice / (2 * d**2))
-    summed = jnp.sum(pairs) * inner - bent - bent.T
-    summed = summed * safe_divide(pool @ tokens @ pool, jnp.sum(diagonal_of(summed)))
+    twice = nystroem(pairs * product(normal, mapped, count_of(pairs))) @ normal
+    bent = normal.T @ (row_sums(pairs) * mapped / d - twice / (2 * d**2))
+    summed = total(pairs) * inner - bent - bent.T
+    summed = summed * safe_divide(pulled(pool, tokens) @ pool, jnp.sum(diagonal_of(summed)))
 
-    shares = (pool @ cov.tokens)[:, None] * weights
+    shares = pulled(pool, cov.tokens)[:, None] * weights
     straight = features - average[:, None] if centres else features
     crossed = jnp.sum(shares) * straight - (shares * linked).T @ normal / d
-    cross = Cross(cov.tokens * (inverse * left).T, crossed)
+    cross = Cross(right_scaled(cov.tokens, inverse * left), crossed)
     return out, Separable.unchecked(variances, tokens, summed, pool), cross

@@ -1,0 +1,384 @@
+"""Token Gram matrices (T, T): arrays, or for long sequences `TokenGram`, known at r landmark tokens.
+
+The functions here take either, so whoever uses them need not know which. A product with a T x T matrix
+costs T^2, with a `TokenGram` T r (Nystroem: Williams and Seeger, 2001).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from moment_jax import xla
+from moment_jax.covariance.fields import register_fields
+from moment_jax.covariance.numerics import (
+    correlation_of,
+    nonnegative,
+    safe_divide,
+    safe_sqrt,
+    under,
+)
+from moment_jax.covariance.numerics import gram as dense_gram
+
+SHORT = 256  # up to this many tokens, all are landmarks unless told otherwise
+USUAL = 64  # landmarks of longer sequences
+_RIDGE = 1e-3  # of the landmarks' average variance; 1e-5 to 1e-2 move no figure by more than .002
+_BLOCK = 4  # rows eliminated at once
+
+
+@register_fields
+@dataclasses.dataclass(frozen=True)
+class TokenGram:
+    """A semidefinite G (T, T) that is known at landmark tokens: its columns there, and its diagonal.
+
+    Landmarks are evenly spaced, the first and the last token among them. Sums, multiples and entrywise
+    products keep exactly the numbers that they are given. A product with a matrix is that of
+    `nystroem`.
+    """
+
+    columns: Array  # G at the landmarks, (T, r)
+    diagonal: Array  # (T,)
+
+    @property
+    def places(self) -> np.ndarray:
+        """The landmark tokens, (r,)."""
+        return landmarks(*self.columns.shape[-2:])
+
+    def __add__(self, other: Any) -> Self:
+        if isinstance(other, TokenGram):
+            _check_landmarks(self, other)
+            return type(self)(self.columns + other.columns, self.diagonal + other.diagonal)
+        return type(self)(self.columns + self._columns(other), self.diagonal + self._own(other))
+
+    def __mul__(self, other: Any) -> Self:
+        if isinstance(other, TokenGram):
+            _check_landmarks(self, other)
+            return type(self)(self.columns * other.columns, self.diagonal * other.diagonal)
+        return type(self)(self.columns * self._columns(other), self.diagonal * self._own(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __pow__(self, power: int) -> Self:
+        return type(self)(self.columns**power, self.diagonal**power)
+
+    def _columns(self, factor: Any) -> Any:
+        """The columns of a number, or of an array (T, 1), (1, T) or (T, T)."""
+        return factor if jnp.ndim(factor) == 0 or factor.shape[1] == 1 else factor[:, self.places]
+
+    def _own(self, factor: Any) -> Any:
+        if jnp.ndim(factor) == 0:
+            return factor
+        square = factor.shape[0] == factor.shape[1]
+        return xla.diagonal_of(factor) if square else factor.reshape(-1)
+
+
+Tokens = Array | TokenGram
+
+
+class TokenCross(NamedTuple):
+    """The matrix G_ts scale_s, (T, T): sum_d Cov[x_td, z_sd] where z is x, each token scaled."""
+
+    gram: TokenGram
+    scale: Array  # (T,)
+
+    def __mul__(self, size: Any) -> TokenCross:
+        return TokenCross(self.gram, self.scale * size)
+
+
+class Nystroem(NamedTuple):
+    """The symmetric matrix left right^T + diag(rest), (T, T)."""
+
+    left: Array  # (T, r)
+    right: Array  # (T, r)
+    rest: Array  # (T,)
+
+    def __matmul__(self, rows: Array) -> Array:
+        return self.left @ (self.right.T @ rows) + self.rest[:, None] * rows
+
+    def __rmatmul__(self, rows: Array) -> Array:
+        return (rows @ self.left) @ self.right.T + rows * self.rest
+
+    def within(self, rows: Array) -> Array:
+        """The quadratic form of each row of (U, T), (U,)."""
+        low = jnp.sum((rows @ self.left) * (rows @ self.right), axis=1)
+        return low + rows**2 @ self.rest
+
+
+def num_landmarks(name: str, t: int, count: int | None = None) -> int:
+    """How many of T tokens are landmarks; None means all of a short sequence, 64 of a longer one."""
+    if count is None:
+        return t if t <= SHORT else USUAL
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+        raise ValueError(
+            f"`{name}` needs a positive number of landmark tokens, or None. Got {count!r}. For all "
+            "tokens, use landmarks=T."
+        )
+    return min(int(count), t)
+
+
+def landmarks(t: int, count: int) -> np.ndarray:
+    """Evenly spaced tokens with the first and the last, (r,); of one, the first."""
+    return np.round(np.linspace(0, t - 1, count)).astype(int)
+
+
+def count_of(tokens: Tokens) -> int:
+    """The number of landmarks; all tokens in an array."""
+    return (tokens.columns if isinstance(tokens, TokenGram) else tokens).shape[-1]
+
+
+def at_landmarks(matrix: Array, count: int) -> Tokens:
+    """A matrix (T, T) at this many landmarks; itself if these are all tokens."""
+    if count >= len(matrix):
+        return matrix
+    return TokenGram(matrix[:, landmarks(len(matrix), count)], xla.diagonal_of(matrix))
+
+
+def diagonal_of(tokens: Tokens | TokenCross) -> Array:
+    """The diagonal, (T,)."""
+    if isinstance(tokens, TokenCross):
+        return tokens.gram.diagonal * tokens.scale
+    return tokens.diagonal if isinstance(tokens, TokenGram) else xla.diagonal_of(tokens)
+
+
+def product(left: Array, right: Array, count: int) -> Tokens:
+    """The symmetric product left right^T of two (T, D) arrays."""
+    if count >= len(left):
+        return left @ right.T
+    columns = left @ right[landmarks(len(left), count)].T
+    return TokenGram(columns, jnp.sum(left * right, axis=1))
+
+
+def symmetric_product(left: Array, right: Array, count: int) -> Tokens:
+    """The symmetric part of left right^T, two (T, D) arrays."""
+    if count >= len(left):
+        half = left @ right.T
+        return 0.5 * (half + half.T)
+    places = landmarks(len(left), count)
+    columns = left @ right[places].T + (left[places] @ right.T).T
+    return TokenGram(0.5 * columns, jnp.sum(left * right, axis=1))
+
+
+def gram(rows: Array, metric: Array | None, count: int) -> Tokens:
+    """`numerics.gram`."""
+    if count >= len(rows):
+        return dense_gram(rows, metric)
+    return product(under(rows, metric), rows, count)
+
+
+def with_diagonal(tokens: Tokens, added: Array) -> Tokens:
+    """G + diag(added), added (T,)."""
+    if not isinstance(tokens, TokenGram):
+        return tokens + xla.diagonal_matrix(added)
+    here = jnp.arange(len(added))[:, None] == tokens.places[None]
+    columns = tokens.columns + jnp.where(here, added[:, None], jnp.zeros((), added.dtype))
+    return TokenGram(columns, tokens.diagonal + added)
+
+
+def clipped(tokens: Tokens, bound: Array) -> Tokens:
+    """G with entries between -bound_t bound_s and bound_t bound_s, bound (T,)."""
+    if not isinstance(tokens, TokenGram):
+        bound = bound[:, None] * bound[None, :]
+        return jnp.clip(tokens, -bound, bound)
+    most = bound[:, None] * bound[tokens.places][None, :]
+    return TokenGram(
+        jnp.clip(tokens.columns, -most, most), jnp.clip(tokens.diagonal, -(bound**2), bound**2)
+    )
+
+
+def correlation(tokens: Tokens) -> Tokens:
+    """`numerics.correlation_of`."""
+    if not isinstance(tokens, TokenGram):
+        return correlation_of(tokens)
+    inverse = safe_divide(jnp.ones((), tokens.diagonal.dtype), safe_sqrt(tokens.diagonal))
+    scaled = inverse[:, None] * tokens * inverse[None, :]
+    scaled = with_diagonal(scaled, 1 - scaled.diagonal)  # a certain token's too
+    bounded = jnp.where(jnp.abs(scaled.columns) > 1, jnp.sign(scaled.columns), scaled.columns)
+    return TokenGram(bounded, scaled.diagonal)
+
+
+def divided(tokens: Tokens, size: Array) -> Tokens:
+    """G / size, and 0 where that is 0."""
+    if not isinstance(tokens, TokenGram):
+        return safe_divide(tokens, size)
+    return tokens * safe_divide(jnp.ones((), size.dtype), size)
+
+
+def contrasted(keys: Tokens, seen: Array) -> Tokens:
+    """Keys' Gram matrix less what all keys of a row share, f_t + f_s: softmax sees differences only.
+
+    That is minus half the variance of each difference, or the keys less the average landmark that is
+    `seen`, (S,), which stays semidefinite.
+    """
+    if not isinstance(keys, TokenGram):
+        own = 0.5 * xla.diagonal_of(keys)
+        return keys - own[:, None] - own[None, :]
+    share = seen[keys.places].astype(keys.columns.dtype)
+    share = safe_divide(share, jnp.sum(share))
+    shared = keys.columns @ share
+    shared = shared - 0.5 * share @ shared[keys.places]
+    columns = keys.columns - shared[:, None] - shared[keys.places][None, :]
+    return TokenGram(columns, keys.diagonal - 2 * shared)
+
+
+def nystroem(tokens: Tokens) -> Array | Nystroem:
+    """G in the form in which it multiplies: itself, or C (G_JJ + ridge)^-1 C^T + diag(rest).
+
+    The rest is what the diagonal has left. Rows whose first term exceeds it are scaled down, so the
+    result stays semidefinite and bounded by its diagonal where approximated products are not.
+    """
+    if not isinstance(tokens, TokenGram):
+        return tokens
+    columns, own = tokens.columns, nonnegative(tokens.diagonal)
+    size = jnp.mean(own[tokens.places])
+    inverse = safe_divide(jnp.ones((), size.dtype), size)
+    left = (columns * inverse) @ _inverse(columns[tokens.places] * inverse)
+    low = nonnegative(jnp.sum(left * columns, axis=1))
+    shrink = jnp.where(low > own, safe_sqrt(safe_divide(own, low)), 1)[:, None]
+    return Nystroem(shrink * left, shrink * columns, nonnegative(own - low))
+
+
+def pulled(rows: Array, tokens: Tokens | TokenCross) -> Array:
+    """The product rows G, (T,) or (U, T), in which tokens of weight zero have no part."""
+    if isinstance(tokens, TokenCross):
+        return pulled(rows, tokens.gram) * tokens.scale
+    if not isinstance(tokens, TokenGram):
+        return rows @ tokens
+    return rows @ nystroem(seen_only(tokens, jnp.any(jnp.atleast_2d(rows) != 0, axis=0)))
+
+
+def seen_only(tokens: Tokens, seen: Array) -> Tokens:
+    """Landmarks that are not `seen` (T,) hold nothing, and so tell others nothing."""
+    if not isinstance(tokens, TokenGram):
+        return tokens
+    seen = seen.astype(tokens.diagonal.dtype)
+    return tokens * seen[None, :] * seen[:, None]
+
+
+def right_scaled(tokens: Tokens, scale: Array) -> Array | TokenCross:
+    """The matrix G_ts scale_s, scale (T, 1)."""
+    if isinstance(tokens, TokenGram):
+        return TokenCross(tokens, scale[:, 0])
+    return tokens * scale.T
+
+
+def through(cross: Tokens | TokenCross, mapping: Array) -> Tokens:
+    """X mapping, (T, T), for a covariance X of tokens; of a `TokenGram` the symmetric part."""
+    if not isinstance(cross, TokenGram | TokenCross):
+        return cross @ mapping
+    weights = mapping.T
+    if isinstance(cross, TokenGram):
+        cross = TokenCross(cross, jnp.ones_like(cross.diagonal))
+    tokens, scaled = cross.gram, weights * cross.scale[None, :]
+    known, here = nystroem(tokens), weights[tokens.places] * cross.scale[None, :]
+    columns = known @ here.T + scaled @ tokens.columns
+    own = jnp.sum((scaled @ known.left) * known.right, axis=1)
+    own = own + known.rest * xla.diagonal_of(scaled)
+    return TokenGram(0.5 * columns, own)
+
+
+def with_both(tokens: Tokens, cross: Tokens | TokenCross) -> Tokens:
+    """G + X + X^T."""
+    if isinstance(cross, TokenCross):
+        scale = cross.scale
+        return tokens + cross.gram * scale[:, None] + cross.gram * scale[None, :]
+    return tokens + cross + (cross if isinstance(cross, TokenGram) else cross.T)
+
+
+def form(rows: Array, tokens: Tokens) -> Array:
+    """The quadratic forms rows G rows^T, rows (U, T), all (U, U) of them."""
+    if not isinstance(tokens, TokenGram):
+        return dense_gram(rows, tokens)
+    return pulled(rows, tokens) @ rows.T
+
+
+def averages_of(weights: Array, known: Array | Nystroem, count: int) -> Tokens:
+    """W G W^T, (U, U), for weights (U, T) and `nystroem` of G."""
+    if count >= len(weights) and not isinstance(known, Nystroem):
+        return dense_gram(weights, known)
+    return product(weights @ known, weights, count)
+
+
+def spread_within(weights: Array, own: Array, known: Array | Nystroem) -> Array:
+    """sum_c w_c (G_cc - (G w)_c) for each row w of weights (U, T), (U, 1), given diag(G) and G."""
+    if isinstance(known, Nystroem):
+        return (weights @ own - known.within(weights))[:, None]
+    return jnp.sum(weights * (own[None, :] - weights @ known), axis=1, keepdims=True)
+
+
+def total(tokens: Tokens) -> Array:
+    """The sum of all entries, ()."""
+    return jnp.sum(row_sums(tokens)) if isinstance(tokens, TokenGram) else jnp.sum(tokens)
+
+
+def row_sums(tokens: Tokens) -> Array:
+    """The sum of each row, (T, 1)."""
+    if not isinstance(tokens, TokenGram):
+        return jnp.sum(tokens, axis=1, keepdims=True)
+    return nystroem(tokens) @ jnp.ones((len(tokens.diagonal), 1), tokens.diagonal.dtype)
+
+
+def whole(tokens: Tokens) -> Array:
+    """The matrix, (T, T)."""
+    if not isinstance(tokens, TokenGram):
+        return tokens
+    left, right, rest = nystroem(tokens)
+    return left @ right.T + xla.diagonal_matrix(rest)
+
+
+@jax.custom_jvp
+def _inverse(core: Array) -> Array:
+    """The inverse of S + ridge for a symmetric S with an average diagonal of one, (r, r).
+
+    Blocked Gauss-Jordan elimination without pivoting: products alone, no LAPACK, which has hung inside
+    `vmap` beside XLA's threads. Where nothing is left of a pivot, as in an indefinite S, its row is
+    left out.
+    """
+    r = len(core)
+    n = -(-r // _BLOCK) * _BLOCK
+    padded = jnp.pad(core, (0, n - r)) + jnp.diag(jnp.where(jnp.arange(n) < r, _RIDGE, 1.0))
+    left = padded.astype(jnp.promote_types(core.dtype, jnp.float32))
+
+    def step(left: Array, start: Array) -> tuple[Array, None]:
+        columns = jax.lax.dynamic_slice_in_dim(left, start, _BLOCK, axis=1)
+        pivots = _sweep(jax.lax.dynamic_slice_in_dim(columns, start, _BLOCK, axis=0))
+        rows = jnp.matmul(columns, -pivots, precision="highest")
+        left = left - jnp.matmul(rows, columns.T, precision="highest")
+        left = jax.lax.dynamic_update_slice_in_dim(left, rows, start, axis=1)
+        left = jax.lax.dynamic_update_slice_in_dim(left, rows.T, start, axis=0)
+        return jax.lax.dynamic_update_slice(left, pivots, (start, start)), None
+
+    swept, _ = jax.lax.scan(step, left, jnp.arange(0, n, _BLOCK))
+    return -swept[:r, :r].astype(core.dtype)
+
+
+@_inverse.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = _inverse(*primals)
+    return inverse, -(inverse @ tangents[0] @ inverse)
+
+
+def _sweep(block: Array) -> Array:
+    """Minus the inverse of a small matrix, pivot by pivot; 0 in rows that are left out."""
+    for j in range(len(block)):
+        here = np.arange(len(block)) == j
+        pivot = block[j, j]
+        inverse = jnp.where(pivot > 0.5 * _RIDGE, 1 / jnp.maximum(pivot, 0.5 * _RIDGE), 0)
+        column = block[:, j] * inverse
+        block = block - column[:, None] * block[j][None, :]
+        block = jnp.where(here[:, None], column[None, :], block)
+        block = jnp.where(here[None, :], column[:, None], block)
+        block = jnp.where(here[:, None] & here[None, :], -inverse, block)
+    return block
+
+
+def _check_landmarks(a: TokenGram, b: TokenGram) -> None:
+    if count_of(a) != count_of(b):
+        raise ValueError(
+            "Token Gram matrices that are added or multiplied need the same landmark tokens. Got "
+            f"{count_of(a)} and {count_of(b)}. Begin both with Separable.zeros(shape, landmarks=r)."
+        )
