@@ -27,7 +27,7 @@ from moment_jax.covariance.numerics import gram as dense_gram
 
 SHORT = 256  # up to this many tokens, all are landmarks unless told otherwise
 USUAL = 64  # landmarks of longer sequences
-_RIDGE = 1e-3  # of the landmarks' average variance; 1e-5 to 1e-2 move no figure by more than .002
+_RIDGE = 1e-2  # of the landmarks' average variance; 1e-5 to 1e-2 move no figure by more than .002
 _BLOCK = 4  # rows eliminated at once
 
 
@@ -308,6 +308,14 @@ def spread_within(weights: Array, own: Array, known: Array | Nystroem) -> Array:
     if isinstance(known, Nystroem):
         return (weights @ own - known.within(weights))[:, None]
     return jnp.sum(weights * (own[None, :] - weights @ known), axis=1, keepdims=True)
+
+
+def inner(a: Array | Nystroem, b: Array | Nystroem) -> Array:
+    """sum_ts A_ts B_ts of two matrices as `nystroem` gives them, ()."""
+    if not isinstance(a, Nystroem):
+        return jnp.sum(a * b)
+    own = jnp.sum(b.left * b.right, axis=1) + b.rest
+    return jnp.sum(a.left * (b @ a.right)) + a.rest @ own
 
 
 def total(tokens: Tokens) -> Array:

@@ -38,6 +38,7 @@ from moment_jax.covariance.token_gram import (
     diagonal_of,
     divided,
     gram,
+    inner,
     nystroem,
     product,
     pulled,
@@ -47,7 +48,6 @@ from moment_jax.covariance.token_gram import (
     through,
     whole,
 )
-from moment_jax.covariance.token_gram import total as total_of
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.heads import (
@@ -280,7 +280,8 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
     noise = seen_only(v.under(metric, tokens.source, tokens.value), tokens.seen)
     mapped = value @ metric
     values = product(mapped, value, key_count) + noise
-    reached, met, seen = weights @ nystroem(noise), weights @ known, contrasts * values
+    spread_by = nystroem(noise)
+    reached, met, seen = weights @ spread_by, weights @ known, contrasts * values
     crossed = average @ mapped.T + reached
     half = weights @ nystroem(seen) - 2 * crossed * met
     within, met_twice = (product(x, weights, count) for x in (reached, met))
@@ -298,10 +299,10 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
     pairs = size[:, None] * queries * size[None, :]
     paired = nystroem(pairs) @ weights
     outer = contrasts * product(weights.T, paired.T, key_count)
-    near, far = paired * met, pairs * met_twice
-    bent = value.T @ (0.5 * (nystroem(outer) @ value) - near.T @ average)
-    features = bent + bent.T + average.T @ nystroem(far) @ average
-    of_noise = total_of(outer * noise) - 2 * jnp.sum(near * reached) + total_of(far * within)
+    outer, far, near = nystroem(outer), nystroem(pairs * met_twice), paired * met
+    bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
+    features = bent + bent.T + average.T @ far @ average
+    of_noise = inner(outer, spread_by) - 2 * jnp.sum(near * reached) + inner(far, nystroem(within))
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         each = pool @ safe_sqrt(left_within(weights @ value**2, average**2))
         features = jnp.clip(features, -each[:, None] * each[None, :], each[:, None] * each[None, :])
