@@ -339,6 +339,7 @@ def whole(tokens: Tokens) -> Array:
 
 
 @jax.custom_jvp
+@jax.jit  # so that a program holds it once
 def _inverse(core: Array) -> Array:
     """The inverse of S + ridge for a symmetric S with an average diagonal of one, (r, r).
 
