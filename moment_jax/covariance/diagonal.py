@@ -46,7 +46,12 @@ class Diagonal(Covariance):
         check_variances(call, self.variances)
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+    def zeros(
+        cls,
+        shape: tuple[int, int],
+        dtype: jnp.dtype | type = jnp.float32,
+        landmarks: int | None = None,
+    ) -> Self:
         return cls.unchecked(jnp.zeros(sequence_shape(cls, shape), dtype))
 
     @classmethod

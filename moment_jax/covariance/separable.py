@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -32,6 +33,7 @@ from moment_jax.covariance.token_gram import (
     at_landmarks,
     correlation,
     count_of,
+    definite_tokens,
     diagonal_of,
     divided,
     form,
@@ -132,7 +134,8 @@ class Separable(Covariance):
 
         Its token Gram matrices are kept at `landmarks` evenly spaced tokens (at all, if there are no
         more) and on the diagonal, which makes attention cost T^2 in place of T^3. None means all of up
-        to 256 tokens, and 64 of more. A causal mask needs all: landmarks=T.
+        to 256 tokens, and 64 of more. A mask that is not the same for all queries, such as a causal
+        one, needs all, for a later landmark tells about earlier tokens: landmarks=T.
         """
         t, d = sequence_shape(cls, shape)
         count = num_landmarks(f"{cls.__name__}.zeros", t, landmarks)
@@ -155,8 +158,8 @@ class Separable(Covariance):
         )
 
     def projected(self, dense: Array) -> Self:
-        found = self.project(dense, self.pool)
-        return dataclasses.replace(found, tokens=at_landmarks(found.tokens, count_of(self.tokens)))
+        variances, tokens, *rest = jax.tree.leaves(self.project(dense, self.pool))
+        return self.unchecked(variances, at_landmarks(tokens, count_of(self.tokens)), *rest)
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
@@ -342,8 +345,7 @@ class Separable(Covariance):
         tokens = with_both(self.tokens + branch.tokens, cross.tokens)
         features = self.features + branch.features + cross.features + cross.features.T
         if self.shape[1] <= NARROW:
-            features = definite(features)
-            tokens = tokens if isinstance(tokens, TokenGram) else definite(tokens)
+            tokens, features = definite_tokens(tokens), definite(features)
         return self.unchecked(variances, tokens, features, self.pool)
 
 

@@ -15,9 +15,10 @@ import numpy as np
 from jax import Array
 
 from moment_jax import xla
-from moment_jax.covariance.fields import register_fields
+from moment_jax.covariance.fields import check_fields, register_fields
 from moment_jax.covariance.numerics import (
     correlation_of,
+    definite,
     nonnegative,
     safe_divide,
     safe_sqrt,
@@ -43,6 +44,11 @@ class TokenGram:
 
     columns: Array  # G at the landmarks, (T, r)
     diagonal: Array  # (T,)
+
+    def __post_init__(self) -> None:
+        fix = "For a matrix G, use G[:, places] and its diagonal."
+        call = "TokenGram(columns, diagonal)"
+        check_fields(call, fix, lambda shape: [shape[:-1]], self.columns, self.diagonal)
 
     @property
     def places(self) -> np.ndarray:
@@ -206,6 +212,11 @@ def divided(tokens: Tokens, size: Array) -> Tokens:
     if not isinstance(tokens, TokenGram):
         return safe_divide(tokens, size)
     return tokens * safe_divide(jnp.ones((), size.dtype), size)
+
+
+def definite_tokens(tokens: Tokens) -> Tokens:
+    """`numerics.definite`; a `TokenGram` is made so where it multiplies."""
+    return tokens if isinstance(tokens, TokenGram) else definite(tokens)
 
 
 def contrasted(keys: Tokens, seen: Array) -> Tokens:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.token_gram import TokenGram, count_of
 from moment_jax.layers.checks import (
     check_heads,
     check_kernel,
@@ -169,3 +170,11 @@ def _check(
         )
     check_kernel(name, widths[2], params.output.kernel)
     check_mask(name, mask, num_heads, len(mean), len(source))
+    tokens = getattr(source_cov, "tokens", None)
+    if mask is not None and mask.shape[-2] > 1 and isinstance(tokens, TokenGram):
+        raise ValueError(
+            f"`{name}` needs all tokens as landmarks where a mask is not the same for all queries, for "
+            f"later landmarks tell about earlier tokens. Got {count_of(tokens)} of {len(source)} and a "
+            f"mask {tuple(mask.shape)}. Use a mask (1, {len(source)}), or "
+            f"Separable.zeros(shape, landmarks={len(source)}), in modules landmarks={len(source)}."
+        )

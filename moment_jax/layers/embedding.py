@@ -15,7 +15,9 @@ S = TypeVar("S", bound=Covariance)
 
 
 @materialized_inputs
-def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, S]:
+def embedding(
+    ids: Array, table: Posterior, structure: type[S], *, landmarks: int | None = None
+) -> tuple[Array, S]:
     """Moments of the rows of a random table that are looked up by token ids.
 
     Equal ids share a row and its noise: Cov[x_td, x_se] is that of rows ids[t] and ids[s]. Exact for
@@ -26,6 +28,7 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
         with an id of the table.
       table: belief about the (V, D) table.
       structure: the structure of the covariance, such as `mj.Separable`.
+      landmarks: of long sequences, see `Separable.zeros`.
 
     Returns:
       Mean (T, D) and covariance.
@@ -52,13 +55,13 @@ def embedding(ids: Array, table: Posterior, structure: type[S]) -> tuple[Array, 
     if known_values(asked) is None:
         mean = jnp.where((asked == ids)[:, None], mean, jnp.nan)
     if isinstance(table, Point):
-        return mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+        return mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype, landmarks)
     # Each token selects the first token with its id, so that equal ids share one row.
     first = jnp.argmax(ids[:, None] == ids[None, :], axis=1)
     choice = jax.nn.one_hot(first, ids.shape[0], dtype=mean.dtype)
     if known_values(asked) is None:
         choice = jnp.where((asked == ids)[:, None], choice, jnp.nan)
-    certain = materialized(structure.zeros((ids.shape[0], ids.shape[0]), mean.dtype))
+    certain = materialized(structure.zeros((ids.shape[0], ids.shape[0]), mean.dtype, landmarks))
     return mean, certain.weight_noise(choice, table.rows(ids))
 
 

@@ -147,7 +147,7 @@ class BayesianModule(nnx.Module):
         """The covariance, in the module's structure from the first random one of these beliefs on."""
         beliefs = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Posterior))
         if isinstance(cov, Certain) and not all(isinstance(b, Point) for b in beliefs):
-            return self.settings.structure.zeros(cov.shape, cov.dtype)
+            return self.settings.structure.zeros(cov.shape, cov.dtype, self.settings.landmarks)
         return cov
 
 

@@ -63,9 +63,11 @@ class DecoderBlock(WithMemory, Block):
         (mean, cov), (source, source_cov) = x, memory
         cov = self._begun(cov, params)
         if isinstance(cov, Certain):
-            cov = type(source_cov).zeros(cov.shape, cov.dtype)
+            cov = type(source_cov).zeros(cov.shape, cov.dtype, self.settings.landmarks)
         elif isinstance(source_cov, Certain):
-            source_cov = type(cov).zeros(source_cov.shape, source_cov.dtype)
+            source_cov = type(cov).zeros(
+                source_cov.shape, source_cov.dtype, self.settings.landmarks
+            )
         return decoder_block(
             *(mean, cov, source, source_cov, params),
             mask=mask,

@@ -82,7 +82,7 @@ class Embedding(BayesianModule):
         def look_up(ids: Array) -> Moments:
             if ids.ndim > 1:
                 return jax.vmap(look_up)(ids)
-            return embedding(ids, table, structure)
+            return embedding(ids, table, structure, landmarks=self.settings.landmarks)
 
         return look_up(ids)
 
@@ -142,7 +142,9 @@ class LearnedPositions(BayesianModule):
 
         def add(mean: Array, cov: Covariance) -> Moments:
             cov = self._begun(cov, params)  # whose structure may differ from that of the settings
-            position, noise = embedding(jnp.arange(num_tokens), params, type(cov))
+            position, noise = embedding(
+                jnp.arange(num_tokens), params, type(cov), landmarks=num_tokens
+            )
             return mean + position, cov.add(noise)
 
         return self._over_batch(add, (mean, cov))

@@ -12,6 +12,7 @@ from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
+from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn.belief import Belief
 from moment_jax.posterior import Posterior
 
@@ -27,6 +28,8 @@ class Settings:
 
     Args:
       structure: the covariance structure in which moments are propagated.
+      landmarks: tokens at which `Separable` keeps a long sequence's token Gram matrix, see
+        `Separable.zeros`; with a causal mask, all of them.
       posterior: the family of the beliefs about weights.
       relative_scale: initial standard deviations are relative_scale / sqrt(fan_in) for a kernel, and
         relative_scale / sqrt(D) for a bias, a gain, a position or an embedding of D numbers.
@@ -36,6 +39,7 @@ class Settings:
 
     Raises:
       TypeError: if `structure` is no covariance structure.
+      ValueError: if `landmarks` is not positive.
     """
 
     structure: type[Covariance] = DEFAULT_STRUCTURE
@@ -44,6 +48,7 @@ class Settings:
     prior_scale: float = 1.0
     learn_prior: bool = False
     dtype: jnp.dtype | type = jnp.float32
+    landmarks: int | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.structure, type) and issubclass(self.structure, Covariance)):
@@ -51,6 +56,7 @@ class Settings:
                 f"A module needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
                 f"itself, such as mj.Separable). Got {self.structure!r}."
             )
+        num_landmarks("landmarks", 1, self.landmarks)
 
     @classmethod
     def of(cls, module: object, options: dict[str, Any], *parts: Any) -> Settings:

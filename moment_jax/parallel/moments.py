@@ -1,6 +1,7 @@
 """Shardings of means and covariances."""
 
 import dataclasses
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -22,15 +23,17 @@ def moment_specs(cov: Covariance, *, batched: bool = True) -> Covariance:
     """
     lead = (DATA,) if batched else ()
 
-    def spec(name: str) -> PartitionSpec:
-        leaf = getattr(cov, name)
+    def spec(name: str, leaf: Array) -> PartitionSpec:
         axes: list[str | None] = [None] * (leaf.ndim - len(lead))
         if name in cov.feature_axes:
             axes[cov.feature_axes[name]] = MODEL
         return PartitionSpec(*lead, *axes)
 
     fields: Any = cov
-    specs = {field.name: spec(field.name) for field in dataclasses.fields(fields)}
+    specs = {  # a field is an array, or holds some
+        field.name: jax.tree.map(partial(spec, field.name), getattr(cov, field.name))
+        for field in dataclasses.fields(fields)
+    }
     return dataclasses.replace(fields, **specs)
 
 

@@ -114,7 +114,8 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     belief = table.kernel((0,), (1,))
     if belief is None:
         return None
-    mean, cov = embedding(jnp.reshape(ids, (-1,)), belief, propagator.structure)
+    flat = jnp.reshape(ids, (-1,))
+    mean, cov = embedding(flat, belief, propagator.structure, landmarks=len(flat))
     features = tuple(numbers.offset_dims)
     tokens = tuple(i for i in range(node.ndim) if i not in features)
     propagator.note(node, "embedding", "rows as the family represents them")

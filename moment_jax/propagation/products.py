@@ -10,6 +10,7 @@ from jax import Array
 from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import definite, safe_divide, safe_sqrt
 from moment_jax.covariance.separable import NARROW
+from moment_jax.covariance.token_gram import at_landmarks, count_of, pulled, whole
 from moment_jax.posterior import Factorized, OutputShared
 from moment_jax.propagation.branches import Branch, itself, through_gain
 from moment_jax.propagation.graph import Node, independent
@@ -129,14 +130,15 @@ def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
     within = jnp.sum(entered.variance(), axis=1, keepdims=True) * own[None, :] * gains
     variance = cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
     # sum_f Cov[a_tf, b_sf] E[b_tf] E[a_sf], (T, T)
-    gram = entered.tokens * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
+    gram = whole(entered.tokens) * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
     pool = entered.pool[:, None]
     left, right = pool * gain_a * mean_b, pool * gain_b * mean_a
-    feature = mapped * (left.T @ (entered.tokens @ right))
+    feature = mapped * (left.T @ (whole(entered.tokens) @ right))
     tokens, features = (
-        definite(whole) if cov.shape[1] <= NARROW else whole
-        for whole in (cov.tokens + gram + gram.T, cov.features + feature + feature.T)
+        definite(both) if cov.shape[1] <= NARROW else both
+        for both in (whole(cov.tokens) + gram + gram.T, cov.features + feature + feature.T)
     )
+    tokens = at_landmarks(tokens, count_of(cov.tokens))
     return within, Separable.unchecked(variance, tokens, features, cov.pool)
 
 
@@ -147,6 +149,6 @@ def hadamard(a: Any, b: Any) -> Any:
     if isinstance(a, Separable):
         tokens = a.tokens * b.tokens * jnp.sum(a.shares() * b.shares())
         features = a.features * b.features
-        size = safe_divide(a.pool @ tokens @ a.pool, jnp.sum(diagonal_of(features)))
+        size = safe_divide(pulled(a.pool, tokens) @ a.pool, jnp.sum(diagonal_of(features)))
         return Separable.unchecked(a.variances * b.variances, tokens, features * size, a.pool)
     return type(a).project(a.to_dense() * b.to_dense())

@@ -59,7 +59,7 @@ class Propagator:
             x = as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
-            cov = self.structure.zeros(mean.shape, mean.dtype)
+            cov = self.structure.zeros(mean.shape, mean.dtype, len(mean))
             found = fresh(mean, cov, x.shape, tokens, features)
             self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
         return self.known[key][1]

@@ -106,7 +106,7 @@ class Weight(View):
         posterior = self.posterior
         mean = jnp.reshape(posterior.mean, (-1, (posterior.shape or (1,))[-1]))
         if isinstance(posterior, Point):
-            cov: Any = structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
+            cov: Any = structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype, len(mean))
         elif isinstance(posterior, FullNormal):
             cov = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
         elif isinstance(posterior, MatrixNormal):
