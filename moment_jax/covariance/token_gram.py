@@ -284,7 +284,8 @@ def through(cross: Tokens | TokenCross, mapping: Array) -> Tokens:
     weights = mapping.T
     if isinstance(cross, TokenGram):
         cross = TokenCross(cross, jnp.ones_like(cross.diagonal))
-    tokens, scaled = cross.gram, weights * cross.scale[None, :]
+    tokens = seen_only(cross.gram, jnp.any(weights != 0, axis=0))
+    scaled = weights * cross.scale[None, :]
     known, here = nystroem(tokens), weights[tokens.places] * cross.scale[None, :]
     columns = known @ here.T + scaled @ tokens.columns
     own = jnp.sum((scaled @ known.left) * known.right, axis=1)

@@ -302,7 +302,11 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
     outer, far, near = nystroem(outer), nystroem(pairs * met_twice), paired * met
     bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
     features = bent + bent.T + average.T @ far @ average
-    of_noise = inner(outer, spread_by) - 2 * jnp.sum(near * reached) + inner(far, nystroem(within))
+    of_noise = (
+        inner(outer, spread_by)
+        - 2 * jnp.sum(near * reached)
+        + inner(far, nystroem(seen_only(within, pool > 0)))
+    )
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         each = pool @ safe_sqrt(left_within(weights @ value**2, average**2))
         features = jnp.clip(features, -each[:, None] * each[None, :], each[:, None] * each[None, :])
