@@ -107,7 +107,8 @@ class Nystroem(NamedTuple):
         return self.left @ (self.right.T @ rows) + self.rest[:, None] * rows
 
     def __rmatmul__(self, rows: Array) -> Array:
-        return (rows @ self.left) @ self.right.T + rows * self.rest
+        rest = self.rest if rows.ndim == 1 else self.rest[None, :]
+        return (rows @ self.left) @ self.right.T + rows * rest
 
     def within(self, rows: Array) -> Array:
         """The quadratic form of each row of (U, T), (U,)."""

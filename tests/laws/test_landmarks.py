@@ -1,0 +1,94 @@
+"""Token Gram matrices that are known at landmark tokens."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moment_jax as mj
+from moment_jax.covariance.token_gram import at_landmarks, nystroem, whole
+from tests.builders import assert_close, random_block, random_psd
+
+TOKENS, FEATURES, COUNT = 24, 14, 8
+KEYS = jax.random.split(jax.random.key(0), 3)
+BLOCK = random_block(KEYS[0], FEATURES, 8)
+MEAN = jax.random.normal(KEYS[1], (TOKENS, FEATURES))
+OTHER = jax.random.normal(KEYS[2], (TOKENS, FEATURES))
+VALID = jnp.arange(TOKENS) < 17
+
+
+@partial(jax.jit, static_argnames="count")
+def moments(x, valid, count=COUNT):
+    block = partial(mj.encoder_block, num_heads=2, norm_first=True, mask=valid[None])
+    cov = mj.Separable.zeros(x.shape, x.dtype, landmarks=count)
+    for _ in range(2):
+        x, cov = block(x, cov, BLOCK)
+    return x, cov
+
+
+def test_a_gram_of_low_rank_is_known_in_full():
+    low = random_psd(KEYS[0], TOKENS, rank=3)
+    known = at_landmarks(low, COUNT)
+    np.testing.assert_allclose(whole(known), low, atol=0.02 * jnp.max(low))
+    assert_close(jnp.diagonal(whole(known)), jnp.diagonal(low))
+    rows = MEAN.T
+    assert_close(rows @ nystroem(known), rows @ whole(known))
+    assert_close((known * known).columns, at_landmarks(low * low, COUNT).columns)
+
+
+def test_indefinite_grams_stay_bounded():
+    some = jax.random.normal(KEYS[0], (TOKENS, TOKENS))
+    known = whole(at_landmarks(some + some.T, COUNT))
+    assert jnp.linalg.eigvalsh(known)[0] > -1e-10
+    assert_close(jnp.diagonal(known), jnp.maximum(jnp.diagonal(some + some.T), 0))
+
+
+def test_blocks_at_landmarks_are_near_those_at_all_tokens():
+    mean, cov = moments(MEAN, VALID)
+    whole_mean, whole_cov = moments(MEAN, VALID, TOKENS)
+    off = jnp.abs(cov.sd() / whole_cov.sd() - 1)[VALID]
+    assert jnp.mean(off) < 0.02
+    assert jnp.max(jnp.abs(mean - whole_mean)[VALID] / whole_cov.sd()[VALID]) < 0.1
+
+
+def test_padding_has_no_influence():
+    padded = jnp.where(VALID[:, None], MEAN, 9 + OTHER)
+    (mean, cov), (same, expected) = moments(padded, VALID), moments(MEAN, VALID)
+    assert_close(mean[VALID], same[VALID])
+    assert_close(cov.variance()[VALID], expected.variance()[VALID])
+    pooled, known = (mj.mean_pool(m, c, mask=VALID)[1] for m, c in [(mean, cov), (same, expected)])
+    assert_close(pooled.features, known.features)
+
+
+def test_batch_and_remat_and_gradient():
+    together, alone = (
+        jax.vmap(moments, (0, None))(jnp.stack([MEAN, OTHER]), VALID),
+        moments(OTHER, VALID),
+    )
+    jax.tree.map(lambda many, one: assert_close(many[1], one), together, alone)
+
+    def loss(x):
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(moments(x, VALID)))
+
+    slopes = jax.grad(loss)(MEAN)
+    assert jnp.all(jnp.isfinite(slopes))
+    assert_close(jax.grad(jax.checkpoint(loss))(MEAN), slopes, 1e-9)
+
+
+def test_what_does_not_fit_says_so():
+    zeros = partial(mj.Separable.zeros, (9, 2))
+    assert zeros(landmarks=99).tokens.shape == (9, 9)
+    assert mj.Separable.zeros((300, 2)).tokens.columns.shape == (300, 64)
+    for count in (0, -1, 2.0):
+        with pytest.raises(ValueError, match=rf"positive number .* Got {count}. .* landmarks=T"):
+            zeros(landmarks=count)
+    with pytest.raises(ValueError, match=r"Got 4 and 3\. Begin both"):
+        zeros(landmarks=4).add(zeros(landmarks=3))
+    cov, mask = (
+        mj.Separable.zeros(MEAN.shape, landmarks=4),
+        jnp.tril(jnp.ones((TOKENS, TOKENS), bool)),
+    )
+    with pytest.raises(ValueError, match=r"Got 4 of 24 .* landmarks=24"):
+        mj.attention(MEAN, cov, BLOCK.attention, num_heads=2, mask=mask)
