@@ -139,9 +139,9 @@ class Separable(Covariance):
         """
         t, d = sequence_shape(cls, shape)
         count = num_landmarks(f"{cls.__name__}.zeros", t, landmarks)
-        tokens = jnp.zeros((t, count), dtype)
+        tokens: Tokens = jnp.zeros((t, count), dtype)
         if count < t:
-            tokens = TokenGram(tokens, jnp.zeros(t, dtype))
+            tokens = TokenGram(jnp.zeros((t, count), dtype), jnp.zeros(t, dtype))
         return cls.unchecked(
             jnp.zeros((t, d), dtype), tokens, jnp.zeros((d, d), dtype), jnp.ones(t, dtype)
         )

@@ -202,7 +202,7 @@ def correlation(tokens: Tokens) -> Tokens:
     if not isinstance(tokens, TokenGram):
         return correlation_of(tokens)
     inverse = safe_divide(jnp.ones((), tokens.diagonal.dtype), safe_sqrt(tokens.diagonal))
-    scaled = inverse[:, None] * tokens * inverse[None, :]
+    scaled: Any = inverse[:, None] * tokens * inverse[None, :]
     scaled = with_diagonal(scaled, 1 - scaled.diagonal)  # a certain token's too
     bounded = jnp.where(jnp.abs(scaled.columns) > 1, jnp.sign(scaled.columns), scaled.columns)
     return TokenGram(bounded, scaled.diagonal)
@@ -285,9 +285,10 @@ def through(cross: Tokens | TokenCross, mapping: Array) -> Tokens:
     weights = mapping.T
     if isinstance(cross, TokenGram):
         cross = TokenCross(cross, jnp.ones_like(cross.diagonal))
-    tokens = seen_only(cross.gram, jnp.any(weights != 0, axis=0))
+    tokens: Any = seen_only(cross.gram, jnp.any(weights != 0, axis=0))
+    known: Any = nystroem(tokens)
     scaled = weights * cross.scale[None, :]
-    known, here = nystroem(tokens), weights[tokens.places] * cross.scale[None, :]
+    here = scaled[tokens.places]
     columns = known @ here.T + scaled @ tokens.columns
     own = jnp.sum((scaled @ known.left) * known.right, axis=1)
     own = own + known.rest * xla.diagonal_of(scaled)
@@ -325,8 +326,9 @@ def spread_within(weights: Array, own: Array, known: Array | Nystroem) -> Array:
 
 def inner(a: Array | Nystroem, b: Array | Nystroem) -> Array:
     """sum_ts A_ts B_ts of two matrices as `nystroem` gives them, ()."""
-    if not isinstance(a, Nystroem):
-        return jnp.sum(a * b)
+    if not isinstance(a, Nystroem) or not isinstance(b, Nystroem):
+        entries: Any = (a, b)
+        return jnp.sum(entries[0] * entries[1])
     own = jnp.sum(b.left * b.right, axis=1) + b.rest
     return jnp.sum(a.left * (b @ a.right)) + a.rest @ own
 

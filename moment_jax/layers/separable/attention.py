@@ -12,7 +12,7 @@ under the metric of the output, where V is E[v v^T] over tokens and a = W v.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,8 +172,9 @@ def attention(
     own_pattern = pattern if memory is None else cov.pattern()
     tokens = _Tokens(
         *(own_pattern, pattern, query_noise, key_noise, value_noise),
-        *(averaged, whole(pattern) if memory is None else pattern, seen),
-        *(cov.pool, query_weights, key_weights),
+        averaged,
+        whole(pattern) if memory is None else key_weights,
+        *(seen, cov.pool, query_weights, key_weights),
     )
     centred = safe_sqrt(key_weights)[:, None] * (source - _average(key_weights, source)[None])
     contrasts = _blocks(kernel_noise(params.key.kernel, None, centred), h)
@@ -298,8 +299,8 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
     size = pool * gain
     pairs = size[:, None] * queries * size[None, :]
     paired = nystroem(pairs) @ weights
-    outer = contrasts * product(weights.T, paired.T, key_count)
-    outer, far, near = nystroem(outer), nystroem(pairs * met_twice), paired * met
+    outer = nystroem(contrasts * product(weights.T, paired.T, key_count))
+    far, near = nystroem(pairs * met_twice), paired * met
     bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
     features = bent + bent.T + average.T @ far @ average
     of_noise = (
@@ -342,8 +343,8 @@ def _scores(head: _Head, tokens: _Tokens) -> tuple[Tokens, Tokens]:
     queries = queries + gram(q.mean, contrasts, count_of(queries))
     keys = k.under(moment, tokens.source, tokens.key)
     keys = keys + gram(k.mean, by_query, count_of(keys))
-    contrasts = seen_only(contrasted(seen_only(keys, tokens.seen), tokens.seen), tokens.seen)
-    return divided(queries, size * width), contrasts
+    keys = contrasted(seen_only(keys, tokens.seen), tokens.seen)
+    return divided(queries, size * width), seen_only(keys, tokens.seen)
 
 
 class _Contrasts(NamedTuple):
@@ -351,7 +352,7 @@ class _Contrasts(NamedTuple):
 
     own: Array  # (T, 1)
     spread: Array  # the diagonal of B, or zero
-    keys: Array | Nystroem  # B, (S, S)
+    keys: Any  # B, (S, S), in the form in which it multiplies
 
     def variance(self) -> Array:
         return self.spread if self.spread.ndim == 0 else self.own * self.spread[None, :]
