@@ -224,10 +224,10 @@ def together(
             request.received = signal.SIGINT
             raise
 
-    running = [Background().start(partial(guarded, one)) for one in fits]
-    compiled()  # there is nothing yet that Ctrl-C would have to save
     results, errors = [], []
-    with request:
+    with request:  # before any of them begins, or Ctrl-C would leave them running
+        running = [Background().start(partial(guarded, one)) for one in fits]
+        compiled()
         for result in running:
             try:
                 results.append(result())
