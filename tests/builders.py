@@ -91,6 +91,10 @@ def define_pairs() -> type[Covariance]:
         num_axes = 4
 
         @classmethod
+        def zeros(cls, shape, dtype=jnp.float32):
+            return cls(jnp.zeros(2 * shape, dtype))
+
+        @classmethod
         def project(cls, dense):
             pair = jnp.arange(dense.shape[0]) // 2
             return cls(jnp.where((pair[:, None] == pair[None])[:, None, :, None], dense, 0))

@@ -132,13 +132,8 @@ class Covariance(abc.ABC):
     # -- constructors and queries -----------------------------------------------------------------
 
     @classmethod
-    def zeros(
-        cls,
-        shape: tuple[int, int],
-        dtype: jnp.dtype | type = jnp.float32,
-        landmarks: int | None = None,
-    ) -> Self:
-        """Covariance of a constant array of this (T, D) shape; `landmarks` is for `Separable.zeros`."""
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
+        """Covariance of a constant array of this (T, D) shape."""
         return cls.project(jnp.zeros(2 * sequence_shape(cls, shape), dtype))
 
     @classmethod

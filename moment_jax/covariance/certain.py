@@ -36,12 +36,7 @@ class Certain(Covariance):
         check_fields(call, fix, _no_others, self.nothing)
 
     @classmethod
-    def zeros(
-        cls,
-        shape: tuple[int, int],
-        dtype: jnp.dtype | type = jnp.float32,
-        landmarks: int | None = None,
-    ) -> Self:
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
         return cls.unchecked(jnp.zeros((*sequence_shape(cls, shape), 0), dtype))
 
     @classmethod

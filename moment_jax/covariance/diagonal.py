@@ -46,12 +46,7 @@ class Diagonal(Covariance):
         check_variances(call, self.variances)
 
     @classmethod
-    def zeros(
-        cls,
-        shape: tuple[int, int],
-        dtype: jnp.dtype | type = jnp.float32,
-        landmarks: int | None = None,
-    ) -> Self:
+    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
         return cls.unchecked(jnp.zeros(sequence_shape(cls, shape), dtype))
 
     @classmethod

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ from moment_jax.covariance.token_gram import (
 )
 from moment_jax.xla import diagonal_matrix
 
+S = TypeVar("S", bound=Covariance)
 NARROW = 12  # up to this many features `add_branch` restores positive semidefiniteness
 
 
@@ -347,6 +348,14 @@ class Separable(Covariance):
         if self.shape[1] <= NARROW:
             tokens, features = definite_tokens(tokens), definite(features)
         return self.unchecked(variances, tokens, features, self.pool)
+
+
+def started(
+    structure: type[S], shape: tuple[int, ...], dtype: jnp.dtype, landmarks: int | None
+) -> S:
+    """`structure.zeros(shape, dtype)`, of a `Separable` at these landmarks."""
+    more: Any = {"landmarks": landmarks} if issubclass(structure, Separable) else {}
+    return structure.zeros(sequence_shape(structure, shape), dtype, **more)
 
 
 def average_gain(pool: Array, tokens: Tokens, gain: Array) -> Array:

@@ -8,6 +8,7 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import known_values
+from moment_jax.covariance.separable import started
 from moment_jax.posterior import Point, Posterior
 from moment_jax.xla import materialized, materialized_inputs
 
@@ -55,13 +56,13 @@ def embedding(
     if known_values(asked) is None:
         mean = jnp.where((asked == ids)[:, None], mean, jnp.nan)
     if isinstance(table, Point):
-        return mean, structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype, landmarks)
+        return mean, started(structure, mean.shape, mean.dtype, landmarks)
     # Each token selects the first token with its id, so that equal ids share one row.
     first = jnp.argmax(ids[:, None] == ids[None, :], axis=1)
     choice = jax.nn.one_hot(first, ids.shape[0], dtype=mean.dtype)
     if known_values(asked) is None:
         choice = jnp.where((asked == ids)[:, None], choice, jnp.nan)
-    certain = materialized(structure.zeros((ids.shape[0], ids.shape[0]), mean.dtype, landmarks))
+    certain = materialized(started(structure, choice.shape, mean.dtype, landmarks))
     return mean, certain.weight_noise(choice, table.rows(ids))
 
 

@@ -13,6 +13,7 @@ from jax import Array
 
 from moment_jax.covariance import Certain, Covariance
 from moment_jax.covariance.fields import check_array
+from moment_jax.covariance.separable import started
 from moment_jax.layers.checks import described, is_boolean
 from moment_jax.nn.belief import Belief, total_kl
 from moment_jax.nn.conversion import check_kind, check_loaded, check_same, load_part
@@ -147,8 +148,13 @@ class BayesianModule(nnx.Module):
         """The covariance, in the module's structure from the first random one of these beliefs on."""
         beliefs = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Posterior))
         if isinstance(cov, Certain) and not all(isinstance(b, Point) for b in beliefs):
-            return self.settings.structure.zeros(cov.shape, cov.dtype, self.settings.landmarks)
+            return self._started(self.settings.structure, cov)
         return cov
+
+    def _started(self, structure: type[Covariance], certain: Covariance) -> Covariance:
+        """A covariance of that structure in the place of `Certain`."""
+        landmarks = self.settings.landmarks
+        return started(structure, certain.shape, certain.dtype, landmarks)
 
 
 def _params_of(part: Any) -> Any:

@@ -63,11 +63,9 @@ class DecoderBlock(WithMemory, Block):
         (mean, cov), (source, source_cov) = x, memory
         cov = self._begun(cov, params)
         if isinstance(cov, Certain):
-            cov = type(source_cov).zeros(cov.shape, cov.dtype, self.settings.landmarks)
+            cov = self._started(type(source_cov), cov)
         elif isinstance(source_cov, Certain):
-            source_cov = type(cov).zeros(
-                source_cov.shape, source_cov.dtype, self.settings.landmarks
-            )
+            source_cov = self._started(type(cov), source_cov)
         return decoder_block(
             *(mean, cov, source, source_cov, params),
             mask=mask,

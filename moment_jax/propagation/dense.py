@@ -164,9 +164,8 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
         cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
     elif pair.random:
         cov = cov.add(propagator.moments(pair.weight).sequence(*x.axes).cov)
-    if (
-        node.op == "sub" and pair.side == 1
-    ):  # another covariance: arrays of one are one up to a shift
+    if node.op == "sub" and pair.side == 1:
+        # A covariance of its own: arrays that share one differ by a shift alone.
         cov = cov.rescale(-jnp.ones((1, x.mean.shape[1]), x.mean.dtype))
         return x.changed(pair.mean - x.mean, cov, node.shape)
     mean = x.mean - pair.mean if node.op == "sub" else x.mean + pair.mean

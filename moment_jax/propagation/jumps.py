@@ -54,9 +54,8 @@ def jumps(fn: Callable[[Array], Array], points: np.ndarray, dtype: jnp.dtype) ->
         found = np.abs(after - before) > coarse * (1 + np.abs(before) + np.abs(after))
         at = (low[found] + high[found]) / 2
         at = np.where(np.abs(at) < eps, 0.0, at)
-        beside = at + 4 * eps * np.array([[-1.0], [1.0]]) * (
-            1 + np.abs(at)
-        )  # not at the point itself
+        # Not at the point itself, whose value may be either.
+        beside = at + 4 * eps * np.array([[-1.0], [1.0]]) * (1 + np.abs(at))
         before, after = np.asarray(jax.vmap(jax.vmap(fn))(jnp.asarray(beside, dtype)), float)
     return np.stack([at, before, after], 1)
 

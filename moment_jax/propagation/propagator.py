@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
+from moment_jax.covariance.separable import started
 from moment_jax.posterior import Posterior
 from moment_jax.propagation.errors import explain, refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, Recorder, Value, as_floating, independent, is_random
@@ -59,7 +60,7 @@ class Propagator:
             x = as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
-            cov = self.structure.zeros(mean.shape, mean.dtype, len(mean))
+            cov = started(self.structure, mean.shape, mean.dtype, len(mean))
             found = fresh(mean, cov, x.shape, tokens, features)
             self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
         return self.known[key][1]
