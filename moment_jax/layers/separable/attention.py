@@ -123,7 +123,7 @@ class _Tokens(NamedTuple):
     key: Tokens
     value: Tokens
     averaged: Array | Nystroem  # `source`, to be multiplied
-    own: Array  # `source` in full if that is x, else nothing of use
+    own: Array | None  # `source` in full, (T, T), if that is x
     seen: Array  # keys that some query may look at, (S,)
     pool: Array  # weights of the sum over queries, (T,)
     query_weights: Array  # weights of averages over queries and keys, for the scores
@@ -173,7 +173,7 @@ def attention(
     tokens = _Tokens(
         *(own_pattern, pattern, query_noise, key_noise, value_noise),
         averaged,
-        whole(pattern) if memory is None else key_weights,
+        whole(pattern) if memory is None else None,
         *(seen, cov.pool, query_weights, key_weights),
     )
     centred = safe_sqrt(key_weights)[:, None] * (source - _average(key_weights, source)[None])
@@ -183,7 +183,7 @@ def attention(
     metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(noise, h)
 
     def one_head(head: _Head) -> _Output:
-        return _one_head(head, tokens, attending.order, memory is None)
+        return _one_head(head, tokens, attending.order)
 
     heads = _Head(query, key, value, contrasts, metric, mask)
     out = each_head(one_head, heads, num_scores=h * len(mean) * len(source))
@@ -257,14 +257,14 @@ def _through_values(
     return Cross(through(cross.tokens, jnp.einsum("h,htc->ct", size, weights)), features)
 
 
-def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
+def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     """One head: its averages of the values, and what its noise adds to the projected output."""
     q, k, v = head.query, head.key, head.value
     root, pool, metric = q.mean.shape[1] ** 0.5, tokens.pool, head.metric
     queries, contrasts = _scores(head, tokens)
     known, count, key_count = nystroem(contrasts), count_of(queries), count_of(contrasts)
     scores = q.mean @ k.mean.T
-    if own and order == 2:
+    if tokens.own is not None and order == 2:
         scores = scores + tokens.own * jnp.sum(q.kernel * k.pulled)
     scores = materialized(scores / root)
     if order == 1:
@@ -318,7 +318,7 @@ def _one_head(head: _Head, tokens: _Tokens, order: int, own: bool) -> _Output:
 
     mean = average + centre * jnp.sum(weights, axis=1, keepdims=True)
     if order == 2:
-        mean = mean + _shared(q, k, v, tokens, weights, gain / root, own)
+        mean = mean + _shared(q, k, v, tokens, weights, gain / root)
     return _Output(mean, weights, by_scores + within, features)
 
 
@@ -377,7 +377,7 @@ def _expected_weights(
 
 def _shared(
     q: Projection, k: Projection, v: Projection, tokens: _Tokens,
-    weights: Array, gain: Array, own: bool,
+    weights: Array, gain: Array,
 ) -> Array:  # fmt: skip
     """sum_c Cov[W_ac, v_cd], (T, K): weights and values share the random input.
 
@@ -386,7 +386,7 @@ def _shared(
     """
     free = spread_within(weights, diagonal_of(tokens.source), tokens.averaged)
     by_key = free * (q.mean @ (k.kernel.T @ v.pulled))
-    if not own:
+    if tokens.own is None:  # queries do not share x
         return gain[:, None] * by_key
     linked = weights * tokens.own
     total = jnp.sum(linked, axis=1, keepdims=True)
