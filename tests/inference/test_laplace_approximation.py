@@ -285,10 +285,9 @@ def test_held_out_data_choose_the_precision_that_predicts_them_best(likelihood, 
         (precision,) = set(receipt.prior_precision.values())
         return score(belief, receipt.noise_variance), precision
 
-    best, chosen = density(held_out=held)
+    best, _ = density(held_out=held)
     for precision in np.logspace(-2, 6, 17)[::4]:
         assert best >= density(prior_precision=precision)[0] - 1e-3
-    assert 1e-2 <= chosen <= 1e6
 
 
 @pytest.mark.filterwarnings("ignore:.*the edge of the range:UserWarning")

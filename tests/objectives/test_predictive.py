@@ -14,6 +14,7 @@ from moment_jax.objectives import (
     bernoulli_probabilities,
     class_probabilities,
     expected_log_likelihood,
+    log_class_probabilities,
     predictive_gaussian,
     token_uncertainty,
 )
@@ -55,6 +56,24 @@ def test_against_sampling(rank, scale, draws):
     assert np.mean(gaps) < 0.005 * min(1.0, scale / 3)
 
 
+def test_two_classes_against_quadrature():
+    nodes, weights = np.polynomial.hermite_e.hermegauss(150)
+    for scale in SCALES:
+        exact = weights / weights.sum() @ (1 / (1 + np.exp(-(0.7 + scale * nodes))))
+        value = compiled(np.asarray([0.7, 0.0]), scale**2 * np.diag([0.5, 0.5]))
+        assert abs(value[0] - exact) < 0.002
+
+
+def test_the_logarithm_vmap_and_the_softmax_without_uncertainty():
+    means, factors = map(np.stack, zip(*(problem(seed, 1.0, C) for seed in range(3)), strict=True))
+    covs = factors @ np.swapaxes(factors, 1, 2)
+    covs[0] = 0
+    loop = np.stack([compiled(m, c) for m, c in zip(means, covs, strict=True)])
+    np.testing.assert_allclose(loop[0], np.exp(means[0]) / np.exp(means[0]).sum(), atol=1e-12)
+    logarithm = jax.jit(jax.vmap(log_class_probabilities))(means, covs)
+    np.testing.assert_allclose(np.exp(logarithm), loop, atol=1e-12)
+
+
 @pytest.mark.parametrize("structure", [mj.Certain, mj.Diagonal, mj.Separable, mj.Full])
 @pytest.mark.parametrize("shape", [(4, 3), (2, 4, 2, 3)])  # (B, D), and two batch axes of sequences
 def test_moments_of_any_model_on_a_batch(structure, shape):
@@ -68,7 +87,7 @@ def test_moments_of_any_model_on_a_batch(structure, shape):
     x = np.random.default_rng(0).normal(size=shape)
     with jax.numpy_rank_promotion("allow"):
         mean, cov = mj.bayesian(model, beliefs, structure=structure, batch_axes=axes)(x)
-    assert cov.shape == cov.sd().shape == (4, 1, 3) if axes == 1 else shape
+    assert cov.shape == cov.sd().shape == ((4, 1, 3) if axes == 1 else shape)
     blocks = type(cov).token_blocks
     for _ in range(axes):
         blocks = jax.vmap(blocks)
