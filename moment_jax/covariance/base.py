@@ -11,8 +11,6 @@ The methods here are that law, at the price of `Full`. A structure overrides wha
 from __future__ import annotations
 
 import abc
-import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -20,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.fields import sequence_shape
+from moment_jax.covariance.fields import rebuilt, sequence_shape
 from moment_jax.covariance.numerics import nonnegative, safe_sqrt
 
 if TYPE_CHECKING:
@@ -45,25 +43,6 @@ class RandomKernel(Protocol):
 
     def input_metric(self) -> Array:
         """sum_o Cov[w_io, w_jo]: (D,) where it is diagonal, else (D, D)."""
-        ...
-
-
-class ElementwiseGain(Protocol):
-    """Moments of an elementwise function of a Gaussian, for `Covariance.elementwise`."""
-
-    @property
-    def variance(self) -> Array:
-        """Var[f(x)], (T, D)."""
-        ...
-
-    @property
-    def gain(self) -> Array:
-        """E[f'(x)], (T, D)."""
-        ...
-
-    @property
-    def second(self) -> Array:
-        """Var[x] E[f''(x)] / sqrt(2), the second Hermite coefficient, (T, D)."""
         ...
 
 
@@ -106,11 +85,8 @@ class Covariance(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        missing = [
-            name
-            for name in ("project", "to_dense")
-            if getattr(inspect.getattr_static(cls, name), "__isabstractmethod__", False)
-        ]
+        needed = "project", "to_dense"
+        missing = [k for k in needed if getattr(getattr(cls, k), "__isabstractmethod__", False)]
         if missing:
             raise TypeError(
                 f"A covariance structure needs `project` and `to_dense`. Got {cls.__name__} without "
@@ -145,12 +121,9 @@ class Covariance(abc.ABC):
     @classmethod
     def unchecked(cls, *fields: Any) -> Self:
         """An instance of these fields, without the constructor's checks."""
-        instance: Any = object.__new__(cls)
         own: Any = cls
-        for field, value in zip(dataclasses.fields(own), fields, strict=True):
-            object.__setattr__(instance, field.name, value)
-        result: Self = instance
-        return result
+        instance: Self = rebuilt(own, fields)
+        return instance
 
     def projected(self, dense: Array) -> Self:
         """`project`, with whatever else an instance knows."""
@@ -170,9 +143,7 @@ class Covariance(abc.ABC):
     @property
     def dtype(self) -> jnp.dtype:
         """Floating-point type of the moments."""
-        own: Any = self
-        dtype: jnp.dtype = getattr(self, dataclasses.fields(own)[0].name).dtype
-        return dtype
+        return jax.tree.leaves(self)[0].dtype
 
     def variance(self) -> Array:
         """Var[x_td], (..., T, D), never negative."""
@@ -236,8 +207,8 @@ class Covariance(abc.ABC):
         """
         return self.projected(self.full().bias_noise(bias_cov).cov)
 
-    def elementwise(self, moments: ElementwiseGain) -> Self:
-        """Covariance of f(x), f elementwise, for Gaussian x.
+    def elementwise(self, moments: Any) -> Self:
+        """Covariance of f(x), f elementwise, for Gaussian x, from its `ElementwiseMoments`, (T, D) each.
 
         Between different entries, the first two terms of the Hermite (Mehler) expansion Cov[f(x), f(y)]
         = gain gain' c + second second' corr^2 + ...; on the diagonal, the exact variance.

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
 from moment_jax.covariance.fields import (
     check_fields,
     check_variances,
@@ -100,7 +100,7 @@ class Diagonal(Covariance):
         variance = vector_variance(bias_cov)
         return self.unchecked(jnp.broadcast_to(variance, (self.shape[0], *variance.shape)))
 
-    def elementwise(self, moments: ElementwiseGain) -> Self:
+    def elementwise(self, moments: Any) -> Self:
         return self.unchecked(moments.variance)
 
     def with_itself(self) -> Array:

@@ -37,10 +37,7 @@ def register_fields(cls: type[T]) -> type[T]:
         return [getattr(instance, name) for name in names], None
 
     def unflatten(_: None, leaves: Iterable[object]) -> T:
-        instance = object.__new__(cls)
-        for name, leaf in zip(names, leaves, strict=True):
-            object.__setattr__(instance, name, leaf)  # the dataclass is frozen
-        return instance
+        return rebuilt(cls, leaves)
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     if cls.__module__.startswith("moment_jax."):
@@ -51,6 +48,14 @@ def register_fields(cls: type[T]) -> type[T]:
             deserialize_auxdata=lambda _: None,
         )
     return cls
+
+
+def rebuilt(cls: type[T], leaves: Iterable[object]) -> T:
+    """An instance of these fields, without the constructor's checks."""
+    instance = object.__new__(cls)
+    for field, leaf in zip(dataclasses.fields(cls), leaves, strict=True):
+        object.__setattr__(instance, field.name, leaf)  # the dataclass is frozen
+    return instance
 
 
 def check_fields(

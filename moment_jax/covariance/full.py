@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix
@@ -77,7 +77,7 @@ class Full(Covariance):
         t, cov = self.shape[0], vector_cov(bias_cov)
         return self.unchecked(jnp.broadcast_to(cov[None, :, None, :], 2 * (t, len(cov))))
 
-    def elementwise(self, moments: ElementwiseGain) -> Self:
+    def elementwise(self, moments: Any) -> Self:
         t, d = self.shape
         variance = self.variance()
         root = safe_sqrt(variance)

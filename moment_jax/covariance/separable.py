@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.base import Covariance, ElementwiseGain, RandomKernel, check_dense
+from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
 from moment_jax.covariance.fields import (
     check_fields,
     check_variances,
@@ -310,7 +310,7 @@ class Separable(Covariance):
             self.pool,
         )
 
-    def elementwise(self, moments: ElementwiseGain) -> Self:
+    def elementwise(self, moments: Any) -> Self:
         tokens, features = correlation(self.tokens), correlation_of(self.features)
         count = count_of(tokens)
         first, second = safe_sqrt(self.variances) * moments.gain, moments.second

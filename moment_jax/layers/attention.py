@@ -131,26 +131,8 @@ def attended(
     name = "attention" if memory is None else "cross_attention"
     check_moments(name, mean, cov)
     check_order(name, order)
-    source = (mean, cov) if memory is None else memory
-    _check(name, mean, cov, *source, params, num_heads, mask)
-    if mask is not None:
-        mask = jnp.broadcast_to(mask, (num_heads, len(mean), len(source[0])))
-    attending = Attending(num_heads, mask, order, turns)
-    return rules_of(cov).attention(mean, cov, cross, memory, params, attending)
-
-
-def _check(
-    name: str,
-    mean: Array,
-    cov: Covariance,
-    source: Array,
-    source_cov: Covariance,
-    params: AttentionParams,
-    num_heads: int,
-    mask: Array | None,
-) -> None:
-    """Raise unless sequences, kernels, heads and mask fit together."""
-    if name == "cross_attention":
+    source, source_cov = (mean, cov) if memory is None else memory
+    if memory is not None:
         check_moments("cross_attention's memory", source, source_cov)
         if type(source_cov) is not type(cov):
             raise TypeError(
@@ -178,3 +160,7 @@ def _check(
             f"mask {tuple(mask.shape)}. Use a mask (1, {len(source)}), or "
             f"Separable.zeros(shape, landmarks={len(source)}), in modules landmarks={len(source)}."
         )
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (num_heads, len(mean), len(source)))
+    attending = Attending(num_heads, mask, order, turns)
+    return rules_of(cov).attention(mean, cov, cross, memory, params, attending)

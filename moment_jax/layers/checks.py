@@ -22,10 +22,7 @@ def check_moments(name: str, mean: Array, cov: Covariance) -> None:
             f"Use one of {', '.join(STRUCTURES)}, for instance Diagonal.zeros(mean.shape)."
         )
     check_array(f"{name}(mean, cov)", mean)
-    # Fields that are formed later have the right axes, and reading them would form them.
-    fields = (
-        [] if getattr(cov, "forms_later", False) else list(map(jnp.shape, jax.tree.leaves(cov)))
-    )
+    fields = list(map(jnp.shape, jax.tree.leaves(cov)))
     if fields and len(fields[0]) != cov.num_axes:  # `vmap` removed an axis too many, or too few
         raise ValueError(
             f"`{name}(mean, cov)` needs the covariance of one sequence. Got "

@@ -45,8 +45,24 @@ def embedding(
     >>> print(mean[0], cov.tokens[0].round(3))
     [0. 0. 1.] [0.75 0.   0.75]
     """
-    check_table("embedding", table)
-    check_ids("embedding", ids, table.shape[0])
+    if not isinstance(table, Posterior) or len(table.shape) != 2:
+        came = tuple(table.shape) if isinstance(table, Posterior) else type(table).__name__
+        raise TypeError(
+            f"`embedding` needs a belief about a (V, D) table (a Posterior). Got {came}. For a "
+            "certain table, use mj.posterior.Point(table)."
+        )
+    if not hasattr(ids, "ndim"):
+        raise TypeError(
+            f"`embedding` needs arrays. Got {type(ids).__name__}. Use jnp.asarray(ids)."
+        )
+    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"`embedding` needs token ids of shape (T,), integers. Got {tuple(ids.shape)} of "
+            f"{ids.dtype}. For a batch, use jax.vmap, or the module mj.nn.Embedding."
+        )
+    if ids.shape[0] == 0:
+        raise ValueError("`embedding` needs at least one token. Got none. Drop empty sequences.")
+    check_known_ids("embedding", ids, table.shape[0])
     if not (isinstance(structure, type) and issubclass(structure, Covariance)):
         raise TypeError(
             f"`embedding` needs a covariance structure. Got {structure!r}. Use mj.Separable."
@@ -101,30 +117,6 @@ def sinusoidal_positions(
     angle = jnp.arange(num_tokens)[:, None] / wavelength[None, :]
     pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
     return pairs.reshape(num_tokens, num_features).astype(dtype)
-
-
-def check_table(name: str, table: object) -> None:
-    """Raise unless `table` is a belief about a matrix."""
-    if not isinstance(table, Posterior) or len(table.shape) != 2:
-        came = tuple(table.shape) if isinstance(table, Posterior) else type(table).__name__
-        raise TypeError(
-            f"`{name}` needs a belief about a (V, D) table (a Posterior). Got {came}. For a "
-            "certain table, use mj.posterior.Point(table)."
-        )
-
-
-def check_ids(name: str, ids: Array, num_rows: int) -> None:
-    """Raise unless `ids` is one sequence of integers, in range where its values are known."""
-    if not hasattr(ids, "ndim"):
-        raise TypeError(f"`{name}` needs arrays. Got {type(ids).__name__}. Use jnp.asarray(ids).")
-    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(
-            f"`{name}` needs token ids of shape (T,), integers. Got {tuple(ids.shape)} of {ids.dtype}. "
-            f"For a batch, use jax.vmap, or the module mj.nn.Embedding."
-        )
-    if ids.shape[0] == 0:
-        raise ValueError(f"`{name}` needs at least one token. Got none. Drop empty sequences.")
-    check_known_ids(name, ids, num_rows)
 
 
 def check_known_ids(name: str, ids: Array, num_rows: int) -> None:

@@ -123,15 +123,12 @@ def fed_forward(
     check_moments("feed_forward", mean, cov)
     check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
     check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
-    given: Any = moments_of(activation)
-    if isinstance(cov, Certain):
-        given = functools.partial(_at, activation)
+
+    def plain(x: Array) -> Array:
+        return activation(x, Certain.zeros((len(x), x.shape[1]), x.dtype))[0]
+
+    given: Any = plain if isinstance(cov, Certain) else moments_of(activation)
     return rules_of(cov).feed_forward(mean, cov, cross, params, given)
-
-
-def _at(transform: Activation, x: Array) -> Array:
-    """The plain function of an activation of moments."""
-    return transform(x, Certain.zeros((len(x), x.shape[1]), x.dtype))[0]
 
 
 def moments_of(transform: Activation) -> Moments:
@@ -159,7 +156,9 @@ def _of_users(
 
     def out(mean: Array) -> tuple[Array, Any]:
         found: Any = None
-        if takes(transform, 2) and not _is_plain(transform):
+        # A JAX function would mistake the covariance for an option.
+        plain = str(getattr(transform, "__module__", "")).split(".")[0] == "jax"
+        if takes(transform, 2) and not plain:
             found = transform(mean, given)
         known = isinstance(found, tuple) and len(found) == 2
         if not (known and isinstance(found[1], Covariance)):
@@ -173,8 +172,3 @@ def _of_users(
     (value, cov), (gain, _) = jax.jvp(out, (mean,), (jnp.ones_like(mean),))
     variance = cov.variance()
     return expectations.ElementwiseMoments(value, variance, gain, jnp.zeros_like(mean))
-
-
-def _is_plain(activation: Activation) -> bool:
-    """Whether this is a JAX function, which would mistake a covariance for an option."""
-    return str(getattr(activation, "__module__", "")).split(".")[0] == "jax"

@@ -53,15 +53,9 @@ def rules_of(cov: Covariance) -> Rules:
 
 def _by_projection(rule: Callable[..., tuple[Array, Full, Any]]) -> Callable[..., Any]:
     def projected(mean: Array, cov: Covariance, *rest: Any, **options: Any) -> Any:
-        dense = [_full(node) for node in rest]
+        # A memory is a pair (mean, cov).
+        dense = ((x[0], x[1].full()) if type(x) is tuple else x for x in rest)
         out, full, cross = rule(mean, cov.full(), *dense, **options)
         return out, cov.projected(full.cov), cross
 
     return projected
-
-
-def _full(node: Any) -> Any:
-    """A memory (mean, cov) with a dense covariance; anything else as it is."""
-    if type(node) is tuple:
-        return node[0], node[1].full()
-    return node
