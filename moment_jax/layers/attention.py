@@ -1,6 +1,6 @@
 """Multi-head attention: the public functions, and what they check."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -14,12 +14,10 @@ from moment_jax.layers.checks import (
     check_moments,
     check_order,
 )
-from moment_jax.layers.params import AttentionParams
+from moment_jax.layers.params import AttentionParams, S
 from moment_jax.layers.rules import Attending, rules_of
 from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import materialized_inputs
-
-S = TypeVar("S", bound=Covariance)
 
 
 @materialized_inputs

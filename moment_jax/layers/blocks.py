@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jax import Array
 
-from moment_jax.covariance import Covariance
 from moment_jax.layers.attention import attended
 from moment_jax.layers.checks import check_moments
 from moment_jax.layers.feed_forward import Activation, fed_forward, relu
 from moment_jax.layers.norm import layer_norm, normalized
-from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams
+from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams, S
 from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import materialized_inputs
 
-S = TypeVar("S", bound=Covariance)
 Branch = Callable[[Array, Any, Any], tuple[Array, Any, Any]]
 """A sublayer: (mean, cov, cross) -> (mean, cov, cross), `cross` the covariance with the stream x."""
 

@@ -1,18 +1,16 @@
 """Dense layers and products of independent random matrices (Prop. 1 and 2)."""
 
 import dataclasses
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_kernel, check_moments, check_vector
-from moment_jax.layers.params import DenseParams
+from moment_jax.layers.params import DenseParams, S
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
-
-S = TypeVar("S", bound=Covariance)
 
 
 @materialized_inputs

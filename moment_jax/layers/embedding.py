@@ -1,7 +1,5 @@
 """Random embeddings of token ids, and fixed positions."""
 
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -9,10 +7,9 @@ from jax import Array
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import known_values
 from moment_jax.covariance.separable import started
+from moment_jax.layers.params import S
 from moment_jax.posterior import Point, Posterior
 from moment_jax.xla import materialized, materialized_inputs
-
-S = TypeVar("S", bound=Covariance)
 
 
 @materialized_inputs

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,10 @@ from jax import Array
 from moment_jax import expectations
 from moment_jax.covariance import Certain, Covariance, Diagonal
 from moment_jax.layers.checks import check_kernel, check_moments, takes
-from moment_jax.layers.params import FeedForwardParams
+from moment_jax.layers.params import FeedForwardParams, S
 from moment_jax.layers.rules import Moments, rules_of
 from moment_jax.xla import materialized_inputs
 
-S = TypeVar("S", bound=Covariance)
 Activation = Callable[[Array, S], tuple[Array, S]]
 
 

@@ -1,17 +1,14 @@
 """Layer normalisation of a random sequence, with a random gain and bias (Prop. 4)."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 from jax import Array
 
-from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
-from moment_jax.layers.params import NormParams
+from moment_jax.layers.params import NormParams, S
 from moment_jax.layers.rules import rules_of
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
-
-S = TypeVar("S", bound=Covariance)
 
 
 @materialized_inputs

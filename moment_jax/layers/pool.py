@@ -1,15 +1,11 @@
 """Pooling over tokens."""
 
-from typing import TypeVar
-
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_moments, check_row_mask
+from moment_jax.layers.params import S
 from moment_jax.xla import materialized_inputs
-
-S = TypeVar("S", bound=Covariance)
 
 
 @materialized_inputs

@@ -1,14 +1,11 @@
 """Which tokens a sum over tokens may include, so that masked tokens never influence others."""
 
-from typing import TypeVar
-
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance, Separable
+from moment_jax.covariance import Separable
 from moment_jax.covariance.token_gram import diagonal_of
-
-S = TypeVar("S", bound=Covariance)
+from moment_jax.layers.params import S
 
 
 def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:

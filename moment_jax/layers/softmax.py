@@ -1,16 +1,13 @@
 """Softmax over the features of each token of a random sequence (Prop. 3)."""
 
-from typing import TypeVar
-
 import jax
 from jax import Array
 
-from moment_jax.covariance import Certain, Covariance
+from moment_jax.covariance import Certain
 from moment_jax.expectations import masked_softmax, softmax_expansion
 from moment_jax.layers.checks import check_moments, check_order, check_row_mask
+from moment_jax.layers.params import S
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized_inputs
-
-S = TypeVar("S", bound=Covariance)
 
 
 @materialized_inputs
