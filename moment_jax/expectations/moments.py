@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.xla import materialized
 
@@ -23,17 +23,17 @@ class ElementwiseMoments(NamedTuple):
       second: v E[f''(x)] / sqrt(2), which is sqrt(2) v d mean / d v (Price).
     """
 
-    mean: jax.Array
-    variance: jax.Array
-    gain: jax.Array
-    second: jax.Array
+    mean: Array
+    variance: Array
+    gain: Array
+    second: Array
 
 
 def evaluated(
     name: str,
-    function: Callable[[jax.Array, jax.Array], ElementwiseMoments],
-    mean: jax.Array,
-    variance: jax.Array,
+    function: Callable[[Array, Array], ElementwiseMoments],
+    mean: Array,
+    variance: Array,
 ) -> ElementwiseMoments:
     """Call `function` with checked arguments in their common dtype; half precision goes through float32.
 
@@ -63,8 +63,8 @@ def evaluated(
 
 
 def checked_row(
-    name: str, mean: jax.Array, cov: jax.Array, mask: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    name: str, mean: Array, cov: Array, mask: Array | None
+) -> tuple[Array, Array, Array]:
     """Check one row of scores for `name`; return mean, cov and the mask of unmasked entries.
 
     Where an entry is masked, by `mask` or by a mean of -inf, the mean is -inf and the covariance 0.

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.expectations.moments import ElementwiseMoments
 from moment_jax.expectations.rectified import rectified
 
 
 def piecewise_linear(
-    mean: jax.Array,
-    variance: jax.Array,
+    mean: Array,
+    variance: Array,
     kinks: Sequence[float],
     slopes: Sequence[float],
     value: float,

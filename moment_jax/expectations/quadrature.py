@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 
-ScalarFunction = Callable[[jax.Array], jax.Array]
+ScalarFunction = Callable[[Array], Array]
 # (point x, constant) -> any pytree of scalars.
-_Integrand = Callable[[jax.Array, jax.Array], Any]
+_Integrand = Callable[[Array, Array], Any]
 
 # Up to this variance E[g^(k)] is the quadrature of g^(k). Beyond it, of g times a Hermite polynomial,
 # which is far more accurate for wide Gaussians but divides rounding errors by s^k.
@@ -20,7 +21,7 @@ _NARROW = 1.0 / 16.0
 
 
 def elementwise(
-    fn: ScalarFunction, mean: jax.Array, variance: jax.Array, *, num_nodes: int = 16
+    fn: ScalarFunction, mean: Array, variance: Array, *, num_nodes: int = 16
 ) -> ElementwiseMoments:
     """Moments of fn(x) for x ~ N(mean, variance), elementwise, by quadrature.
 
@@ -56,7 +57,7 @@ def elementwise(
     if num_nodes < 8:
         raise ValueError(f"`elementwise` needs num_nodes >= 8. Got {num_nodes}.")
 
-    def moments(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
+    def moments(mean: Array, variance: Array) -> ElementwiseMoments:
         out = jax.eval_shape(fn, jax.ShapeDtypeStruct((), mean.dtype))
         if getattr(out, "shape", None) != () or out.dtype != mean.dtype:
             raise ValueError(
@@ -70,7 +71,7 @@ def elementwise(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _moments(
-    fn: ScalarFunction, num_nodes: int, mean: jax.Array, variance: jax.Array
+    fn: ScalarFunction, num_nodes: int, mean: Array, variance: Array
 ) -> ElementwiseMoments:
     variance = jnp.maximum(variance, 0.0)
     pivot = _over_array(fn, mean.ndim)(mean)
@@ -79,7 +80,7 @@ def _moments(
     )
     first, second = jnp.sqrt(variance) * gain, 0.5**0.5 * variance * curvature
 
-    def rest_squared(z: jax.Array, x: jax.Array) -> jax.Array:
+    def rest_squared(z: Array, x: Array) -> Array:
         hermite = first * z + second * (0.5**0.5 * (z * z - 1.0))
         return (_over_array(fn, x.ndim)(x) - pivot - offset - hermite) ** 2
 
@@ -90,16 +91,13 @@ def _moments(
 
 @_moments.defjvp
 def _moments_jvp(
-    fn: ScalarFunction,
-    num_nodes: int,
-    primals: tuple[jax.Array, jax.Array],
-    tangents: tuple[jax.Array, jax.Array],
+    fn: ScalarFunction, num_nodes: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[ElementwiseMoments, ElementwiseMoments]:
     mean, variance = primals[0], jnp.maximum(primals[1], 0.0)
     d_mean, d_variance = tangents
     out = _moments(fn, num_nodes, *primals)
 
-    def integrand(x: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def integrand(x: Array, c: Array) -> tuple[Array, Array]:
         return fn(x) - c, (fn(x) - c) ** 2
 
     # Var[f] = E[(f - c)^2] - E[f - c]^2 for any constant c; one near E[f] avoids cancellation.
@@ -120,19 +118,21 @@ def _mean_derivatives(
     integrand: _Integrand,
     highest: int,
     num_nodes: int,
-    mean: jax.Array,
-    variance: jax.Array,
-    constant: jax.Array,
+    mean: Array,
+    variance: Array,
+    constant: Array,
 ) -> list[Any]:
     """E[g^(k)(x)] for k = 0 .. highest, g = integrand(., constant): pytrees of arrays like mean."""
-    narrow = variance < _NARROW
+    narrow, ndim = variance < _NARROW, mean.ndim
     scale = jnp.sqrt(jnp.where(narrow, 1.0, variance))
-    ndim = mean.ndim
     centre = _over_array(integrand, ndim)(mean, constant)
 
-    def terms(z: jax.Array, x: jax.Array) -> list[Any]:
-        def all_derivatives(y: jax.Array, c: jax.Array) -> list[Any]:
-            return [d(y) for d in _derivatives(lambda u: integrand(u, c), highest)]
+    def terms(z: Array, x: Array) -> list[Any]:
+        def all_derivatives(y: Array, c: Array) -> list[Any]:
+            found = [lambda u: integrand(u, c)]
+            for _ in range(highest):
+                found.append(_derivative(found[-1]))
+            return [fn(y) for fn in found]
 
         g = _over_array(all_derivatives, ndim)(x, constant)
         hermite = [jnp.ones_like(z), z]
@@ -140,7 +140,7 @@ def _mean_derivatives(
             hermite.append(z * hermite[k] - k * hermite[k - 1])
 
         def choose(k: int) -> Any:
-            def one(gk: jax.Array, g0: jax.Array, at_mean: jax.Array) -> jax.Array:
+            def one(gk: Array, g0: Array, at_mean: Array) -> Array:
                 return jnp.where(narrow, gk, hermite[k] * (g0 - at_mean) / scale**k)
 
             return jax.tree.map(one, g[k], g[0], centre)
@@ -167,17 +167,14 @@ def _mean_derivatives_jvp(
 
 
 def _weighted_sum(
-    terms: Callable[[jax.Array, jax.Array], Any],
-    num_nodes: int,
-    mean: jax.Array,
-    variance: jax.Array,
+    terms: Callable[[Array, Array], Any], num_nodes: int, mean: Array, variance: Array
 ) -> Any:
     """The sum of weight * terms(z, m + s z) over the nodes z, one node at a time to save memory."""
     scale = jnp.sqrt(jnp.maximum(variance, 0.0))
     points, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
     weights = weights / weights.sum()
 
-    def add(total: Any, node: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+    def add(total: Any, node: tuple[Array, Array]) -> tuple[Any, None]:
         z, weight = node
         new = terms(z, mean + scale * z)
         return jax.tree.map(lambda a, b: a + weight * b, total, new), None
@@ -188,16 +185,8 @@ def _weighted_sum(
     return jax.lax.scan(add, start, rule)[0]
 
 
-def _derivatives(fn: Callable[[jax.Array], Any], highest: int) -> list[Callable[[jax.Array], Any]]:
-    """[fn, fn', .., fn^(highest)], each a function of a scalar."""
-
-    def derivative(g: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-        return lambda x: jax.jvp(g, (x,), (jnp.ones_like(x),))[1]
-
-    out = [fn]
-    for _ in range(highest):
-        out.append(derivative(out[-1]))
-    return out
+def _derivative(fn: Callable[[Array], Any]) -> Callable[[Array], Any]:
+    return lambda x: jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
 
 
 def _over_array(fn: Callable, ndim: int) -> Callable:

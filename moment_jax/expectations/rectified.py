@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.scipy.special import erfc
 
 from moment_jax.expectations.moments import ElementwiseMoments, evaluated
@@ -11,7 +12,7 @@ from moment_jax.expectations.moments import ElementwiseMoments, evaluated
 _FAR = 40.0
 
 
-def rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
+def rectified(mean: Array, variance: Array) -> ElementwiseMoments:
     """Exact moments of relu(x) = max(x, 0) for x ~ N(mean, variance), elementwise.
 
     With s = sqrt(v), t = m / s, and the normal distribution Phi and density phi: E = m Phi(t) + s
@@ -43,13 +44,28 @@ def rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
 
 
 @jax.custom_jvp
-def _rectified(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
-    return _moments(mean, variance, *_standardise(mean, variance))
+def _rectified(mean: Array, variance: Array) -> ElementwiseMoments:
+    inverse, standard = _standardise(mean, variance)
+    variance = jnp.maximum(variance, 0.0)
+    scale, depth = variance * inverse, jnp.abs(standard)
+    density, tail = _density(depth), _tail(depth)
+    # Moments of relu(-|x|) in units of s: the tail beyond zero.
+    excess = jnp.maximum(density - depth * tail, 0.0)
+    spread = (depth * depth + 1.0) * tail - depth * density - excess * excess
+    # Enforce Parseval's inequality despite rounding.
+    spread = jnp.maximum(spread, tail * tail + 0.5 * density * density)
+    positive = standard > 0.0
+    return ElementwiseMoments(
+        mean=jnp.maximum(mean, 0.0) + scale * excess,
+        variance=variance * jnp.where(positive, 1.0 - 2.0 * tail + spread, spread),
+        gain=jnp.where(positive, 1.0 - tail, tail),
+        second=0.5**0.5 * scale * density,
+    )
 
 
 @_rectified.defjvp
 def _rectified_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[ElementwiseMoments, ElementwiseMoments]:
     mean, variance = primals
     d_mean, d_variance = tangents
@@ -71,27 +87,7 @@ def _rectified_jvp(
     )
 
 
-def _moments(
-    mean: jax.Array, variance: jax.Array, inverse: jax.Array, standard: jax.Array
-) -> ElementwiseMoments:
-    variance = jnp.maximum(variance, 0.0)
-    scale, depth = variance * inverse, jnp.abs(standard)
-    density, tail = _density(depth), _tail(depth)
-    # Moments of relu(-|x|) in units of s: the tail beyond zero.
-    excess = jnp.maximum(density - depth * tail, 0.0)
-    spread = (depth * depth + 1.0) * tail - depth * density - excess * excess
-    # Enforce Parseval's inequality despite rounding.
-    spread = jnp.maximum(spread, tail * tail + 0.5 * density * density)
-    positive = standard > 0.0
-    return ElementwiseMoments(
-        mean=jnp.maximum(mean, 0.0) + scale * excess,
-        variance=variance * jnp.where(positive, 1.0 - 2.0 * tail + spread, spread),
-        gain=jnp.where(positive, 1.0 - tail, tail),
-        second=0.5**0.5 * scale * density,
-    )
-
-
-def _standardise(mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _standardise(mean: Array, variance: Array) -> tuple[Array, Array]:
     """1 / s and m / s; 0 and +-40 where |m| > 40 s (0 where m = v = 0), so that x counts as constant."""
     # Below this (5e-26 in float32) the v^(-3/2) in second derivatives would overflow.
     usable = variance > float(jnp.finfo(variance.dtype).tiny) ** (2 / 3)
@@ -101,11 +97,11 @@ def _standardise(mean: jax.Array, variance: jax.Array) -> tuple[jax.Array, jax.A
     return inverse, jnp.where(near, mean * inverse, _FAR * jnp.sign(mean))
 
 
-def _density(t: jax.Array) -> jax.Array:
+def _density(t: Array) -> Array:
     """The standard normal density."""
     return (0.5 / np.pi) ** 0.5 * jnp.exp(-0.5 * t * t)
 
 
-def _tail(t: jax.Array) -> jax.Array:
+def _tail(t: Array) -> Array:
     """P[z > t] for a standard normal z and t >= 0, with full relative accuracy."""
     return 0.5 * erfc(0.5**0.5 * t)

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.expectations.moments import checked_row
 from moment_jax.expectations.softmax_jacobian import (
@@ -16,9 +17,7 @@ from moment_jax.expectations.softmax_mean import expected_softmax, masked_softma
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
-def softmax_mean(
-    mean: jax.Array, cov: jax.Array, *, order: int = 2, mask: jax.Array | None = None
-) -> jax.Array:
+def softmax_mean(mean: Array, cov: Array, *, order: int = 2, mask: Array | None = None) -> Array:
     """E[softmax(s)] for one row of scores s ~ N(mean, cov).
 
     order=1 is softmax(mean). order=2 is `expected_softmax` with two iterations: to first order in cov
@@ -46,8 +45,8 @@ def softmax_mean(
 
 
 def softmax_moments(
-    mean: jax.Array, cov: jax.Array, *, order: int = 2, mask: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+    mean: Array, cov: Array, *, order: int = 2, mask: Array | None = None
+) -> tuple[Array, Array]:
     """Mean and covariance of softmax(s) for one row of scores s ~ N(mean, cov).
 
     order=1 gives w = softmax(mean) and J cov J with J = diag(w) - w w^T. order=2 gives the mean q of
@@ -88,14 +87,12 @@ def softmax_moments(
 class SoftmaxExpansion(NamedTuple):
     """The first Hermite terms of the softmax of one row of Gaussian scores."""
 
-    mean: jax.Array  # E[softmax], (C,)
-    jacobian: jax.Array  # X, its expected Jacobian, (C, C): Cov[softmax] = X cov X + rest
-    rest: jax.Array  # the second term, positive semidefinite, (C, C)
+    mean: Array  # E[softmax], (C,)
+    jacobian: Array  # X, its expected Jacobian, (C, C): Cov[softmax] = X cov X + rest
+    rest: Array  # the second term, positive semidefinite, (C, C)
 
 
-def softmax_expansion(
-    mean: jax.Array, cov: jax.Array, mask: jax.Array | None = None
-) -> SoftmaxExpansion:
+def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> SoftmaxExpansion:
     """The terms of `softmax_moments` of order 2, for carrying other rows' covariances too.
 
     Arguments and errors are those of `softmax_moments`.
@@ -103,7 +100,7 @@ def softmax_expansion(
     return _expansion(*checked_row("softmax_expansion", mean, cov, mask))
 
 
-def _expansion(mean: jax.Array, cov: jax.Array, keep: jax.Array) -> SoftmaxExpansion:
+def _expansion(mean: Array, cov: Array, keep: Array) -> SoftmaxExpansion:
     q = _mean(mean, cov, keep, 2)
     at_mean = softmax_jacobian(q)
     jacobian = expected_softmax_jacobian(q, cov)
@@ -117,11 +114,11 @@ def _expansion(mean: jax.Array, cov: jax.Array, keep: jax.Array) -> SoftmaxExpan
     )
 
 
-def _trace(matrix: jax.Array) -> jax.Array:
+def _trace(matrix: Array) -> Array:
     return jnp.sum(diagonal_of(matrix))
 
 
-def logsumexp_mean(mean: jax.Array, cov: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+def logsumexp_mean(mean: Array, cov: Array, *, mask: Array | None = None) -> Array:
     """An upper bound on E[logsumexp(s)] for one row of scores s ~ N(mean, cov).
 
     E[logsumexp(s)] <= logsumexp(mean + diag(cov) / 2 - cov a) + a^T cov a / 2 for every distribution a.
@@ -153,7 +150,7 @@ def logsumexp_mean(mean: jax.Array, cov: jax.Array, *, mask: jax.Array | None = 
     return jax.nn.logsumexp(raised - product, where=keep) + 0.5 * jnp.vdot(a, product)
 
 
-def _hessian_term(q: jax.Array, cov: jax.Array, at_mean: jax.Array) -> jax.Array:
+def _hessian_term(q: Array, cov: Array, at_mean: Array) -> Array:
     """Half of tr(H_i cov H_k cov), H_i = q_i ((e_i - q)(e_i - q)^T - J) the Hessian of softmax_i at q.
 
     Positive semidefinite (a Gram matrix), with rows that sum to 0.
@@ -166,7 +163,7 @@ def _hessian_term(q: jax.Array, cov: jax.Array, at_mean: jax.Array) -> jax.Array
     return 0.5 * q[:, None] * q[None, :] * inner
 
 
-def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+def _quotient(x: Array, y: Array) -> Array:
     """X / y, and 1 where y is not positive or so small that the derivative's 1 / y^2 overflows."""
     positive = y > 2 * jnp.finfo(y.dtype).tiny ** 0.5
     return jnp.where(positive, x / jnp.where(positive, y, 1.0), 1.0)
@@ -175,19 +172,19 @@ def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
 class _Dense(NamedTuple):
     """A `ScoreCovariance` of one row, stored as an array."""
 
-    cov: jax.Array
+    cov: Array
 
-    def variance(self) -> jax.Array:
+    def variance(self) -> Array:
         return _diagonal(self.cov)
 
-    def matvec(self, vectors: jax.Array) -> jax.Array:
+    def matvec(self, vectors: Array) -> Array:
         return _apply(self.cov, vectors)
 
-    def square_matvec(self, vectors: jax.Array, unit: jax.Array) -> jax.Array:
+    def square_matvec(self, vectors: Array, unit: Array) -> Array:
         return _apply((self.cov / unit[0]) ** 2, vectors)
 
 
-def _mean(mean: jax.Array, cov: jax.Array, keep: jax.Array, order: int) -> jax.Array:
+def _mean(mean: Array, cov: Array, keep: Array, order: int) -> Array:
     if order not in (1, 2):
         raise ValueError(f"A softmax mean has order 1 or 2. Got {order!r}.")
     if order == 1:
@@ -195,9 +192,9 @@ def _mean(mean: jax.Array, cov: jax.Array, keep: jax.Array, order: int) -> jax.A
     return expected_softmax(jnp.where(keep, mean, 0.0), _Dense(cov), keep, num_iterations=2)
 
 
-def _diagonal(cov: jax.Array) -> jax.Array:
+def _diagonal(cov: Array) -> Array:
     return cov if cov.ndim == 1 else diagonal_of(cov)
 
 
-def _apply(cov: Any, vector: jax.Array) -> jax.Array:
+def _apply(cov: Any, vector: Array) -> Array:
     return cov * vector if cov.ndim == 1 else cov @ vector

@@ -1,10 +1,10 @@
 """The Jacobian of the softmax, at a point and in expectation over Gaussian scores."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from moment_jax.expectations.moments import checked_row
 from moment_jax.xla import diagonal_matrix, materialized
@@ -12,7 +12,7 @@ from moment_jax.xla import diagonal_matrix, materialized
 _MAX_STEPS = 24
 
 
-def softmax_jacobian(probabilities: jax.Array) -> jax.Array:
+def softmax_jacobian(probabilities: Array) -> Array:
     """diag(w) - w w^T, the Jacobian of the softmax where its value is w, (C, C).
 
     Source: Transformer derivation, Prop. 3.
@@ -21,7 +21,7 @@ def softmax_jacobian(probabilities: jax.Array) -> jax.Array:
     return diagonal_matrix(w) - w[:, None] * w[None, :]
 
 
-def expected_softmax_jacobian(probabilities: jax.Array, cov: jax.Array) -> jax.Array:
+def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
     """E[diag(w) - w w^T] for a softmax w of mean q, taking Cov[w] = X cov X with X this expectation.
 
     E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T. In
@@ -46,7 +46,7 @@ def expected_softmax_jacobian(probabilities: jax.Array, cov: jax.Array) -> jax.A
 
 
 @jax.custom_jvp
-def _expected(q: jax.Array, cov: jax.Array) -> jax.Array:
+def _expected(q: Array, cov: Array) -> Array:
     at_mean = softmax_jacobian(q)
     stiffness = _stiffness(q, cov)
     start = 2.0 / (1.0 + stiffness) * at_mean
@@ -56,8 +56,8 @@ def _expected(q: jax.Array, cov: jax.Array) -> jax.Array:
 
 @_expected.defjvp
 def _expected_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     """Solve dX + dX R X + X R dX = dJ - X dR X."""
     (q, cov), (dq, dcov) = primals, tangents
     x = _expected(q, cov)
@@ -67,7 +67,7 @@ def _expected_jvp(
     right = diagonal_matrix(dq) - outer - outer.T - sandwich(x, dcov)
     stiffness = jax.lax.stop_gradient(_stiffness(q, cov))
 
-    def solve(matvec: Callable[[jax.Array], jax.Array], b: jax.Array) -> jax.Array:
+    def solve(matvec: Callable[[Array], Array], b: Array) -> Array:
         return _heavy_ball(lambda d: b - matvec(d), jnp.zeros_like(b), stiffness, b)
 
     dx = jax.lax.custom_linear_solve(
@@ -76,47 +76,39 @@ def _expected_jvp(
     return x, dx
 
 
-def sandwich(x: jax.Array, cov: jax.Array) -> jax.Array:
+def sandwich(x: Array, cov: Array) -> Array:
     """The product x cov x for a symmetric x and a cov of shape (C, C) or (C,)."""
     return (x * cov[None, :]) @ x if cov.ndim == 1 else (x @ cov) @ x
 
 
-class _State(NamedTuple):
-    step: jax.Array
-    x: jax.Array
-    before: jax.Array
-    error: jax.Array
-
-
 def _heavy_ball(
-    residual: Callable[[jax.Array], jax.Array],
-    start: jax.Array,
-    stiffness: jax.Array,
-    size: jax.Array,
-) -> jax.Array:
+    residual: Callable[[Array], Array], start: Array, stiffness: Array, size: Array
+) -> Array:
     """Solve residual(x) = 0, for slopes in -1 .. -stiffness, to a fraction of `size`."""
     root = jnp.sqrt(stiffness)
     length, momentum = (2.0 / (1.0 + root)) ** 2, ((root - 1.0) / (root + 1.0)) ** 2
     tolerance = float(jnp.finfo(start.dtype).eps) ** (4 / 3) * jnp.sum(size * size)
 
-    def unfinished(state: _State) -> jax.Array:
-        return (state.step < _MAX_STEPS) & (jnp.sum(state.error**2) > tolerance)
+    def unfinished(state: tuple[Array, ...]) -> Array:
+        step, _, _, error = state
+        return (step < _MAX_STEPS) & (jnp.sum(error**2) > tolerance)
 
-    def advance(state: _State) -> _State:
-        new = state.x + length * state.error + momentum * (state.x - state.before)
-        return _State(state.step + 1, new, state.x, residual(new))
+    def advance(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        step, x, before, error = state
+        new = x + length * error + momentum * (x - before)
+        return step + 1, new, x, residual(new)
 
-    first = _State(jnp.asarray(0), start, start, residual(start))
-    return jax.lax.while_loop(unfinished, advance, first).x
+    first = jnp.asarray(0), start, start, residual(start)
+    return jax.lax.while_loop(unfinished, advance, first)[1]
 
 
-def _stiffness(q: jax.Array, cov: jax.Array) -> jax.Array:
+def _stiffness(q: Array, cov: Array) -> Array:
     """sqrt(1 + 4 tr(J cov J cov)^(1/2)), a bound on 1 + 2 x cov at the solution, J = diag(q) - q q^T."""
     contrasts = between_contrasts(cov, q)
     return jnp.sqrt(1.0 + 4.0 * jnp.sqrt(q @ contrasts**2 @ q))
 
 
-def between_contrasts(cov: jax.Array, q: jax.Array) -> jax.Array:
+def between_contrasts(cov: Array, q: Array) -> Array:
     """(e_i - q)^T cov (e_k - q), for a symmetric cov of shape (C, C) or (C,)."""
     if cov.ndim == 1:
         cov = diagonal_matrix(cov)

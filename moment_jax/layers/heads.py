@@ -1,16 +1,13 @@
 """Heads: (T, H K) arrays as (H, T, K), how many run at once, and what all structures' softmax keeps."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.numerics import nonnegative, safe_divide
-
-In = TypeVar("In")
-Out = TypeVar("Out")
 
 _MANY_SCORES = 2**21
 """Heads with more scores than this in total are processed one at a time."""
@@ -59,7 +56,7 @@ def left_within(second: Array, averaged: Array) -> Array:
     return jnp.where(left > 16 * jnp.finfo(left.dtype).eps * second, left, 0)
 
 
-def each_head(one_head: Callable[[In], Out], heads: In, num_scores: int) -> Out:
+def each_head(one_head: Callable[[Any], Any], heads: Any, num_scores: int) -> Any:
     """`one_head` applied to each head, along the leading axis H of every array.
 
     If the heads' (T, S) arrays, `num_scores` numbers in all, are large, heads run one at a time with
@@ -67,5 +64,4 @@ def each_head(one_head: Callable[[In], Out], heads: In, num_scores: int) -> Out:
     """
     if num_scores <= _MANY_SCORES:
         return jax.vmap(one_head)(heads)
-    result: Out = jax.lax.map(jax.checkpoint(one_head), heads)
-    return result
+    return jax.lax.map(jax.checkpoint(one_head), heads)
