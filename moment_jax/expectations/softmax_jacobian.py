@@ -98,7 +98,7 @@ def _heavy_ball(
         new = x + length * error + momentum * (x - before)
         return step + 1, new, x, residual(new)
 
-    first = jnp.asarray(0), start, start, residual(start)
+    first: tuple[Array, ...] = (jnp.asarray(0), start, start, residual(start))
     return jax.lax.while_loop(unfinished, advance, first)[1]
 
 

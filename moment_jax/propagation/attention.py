@@ -37,25 +37,13 @@ from moment_jax.propagation.regions import (
 from moment_jax.propagation.weights import Weight, overlap, select
 
 
-class Layout(NamedTuple):
-    """The head, query and key of each entry of the scores and weights."""
-
-    query_columns: np.ndarray  # (H, K)
-    key_columns: np.ndarray
-    value_columns: np.ndarray
-    scores: np.ndarray  # places of the scores in their array, (H, T, S)
-    weights: np.ndarray  # places of the weights in theirs, (H, T, S)
-    swapped: bool  # whether the keys are the left factor of the scores
-    output: np.ndarray  # places of the output's entries in (T, H K)
-
-
 class Core(NamedTuple):
     """Attention without its output projection: (T, H K), with heads outermost in the features."""
 
-    parts: tuple[Projection, Projection, Projection]  # queries, keys and values
+    parts: tuple[Projection, ...]  # queries, keys and values
     columns: tuple[np.ndarray, np.ndarray, np.ndarray]  # of these, (H, K)
-    rows: "Rows"
     places: np.ndarray  # of the array's entries, in (T, H K)
+    rows: Any = None  # what they see, `Rows`
 
     @property
     def width(self) -> int:
@@ -170,7 +158,10 @@ def _moments(
         layers: Sequence[Any] = own_layers
         if beside and own:
             (mean, moved), layers, lift = _beside(mean, cov, core.parts, core.columns)
-            cross = _lifted(cross, lift)
+            if isinstance(cross, Cross):
+                cross = cross._replace(features=cross.features @ lift)
+            else:
+                cross = jnp.einsum("tdsi,ij->tdsj", cross, lift)
         elif beside:
             memory, layers, _ = _beside(*memory, core.parts[1:], core.columns[1:])
             layers = [own_layers[0], *layers]
@@ -225,13 +216,6 @@ def _beside(
     return (jnp.concatenate(means, 1), wide), picked, lift
 
 
-def _lifted(cross: Any, kernel: Array) -> Any:
-    """Cov[x, z @ kernel] from Cov[x, z] as layers carry it."""
-    if isinstance(cross, Cross):
-        return cross._replace(features=cross.features @ kernel)
-    return jnp.einsum("tdsi,ij->tdsj", cross, kernel)
-
-
 def _seen_core(propagator: Propagator, node: Any) -> Core | None:
     """Attention seen through views."""
     if not isinstance(node, Node):
@@ -250,29 +234,31 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         return None
     for side in (0, 1):
         weights, values = node.operands[side], node.operands[1 - side]
-        scores = _find_scores(weights)
-        if scores is None:
+        found = sources(weights, lambda n: n.op in BY_ROW)
+        scores = next((x for x in found if x.op == "dot_general"), None)
+        if scores is None or len(scores.nodes) != 2:
             continue
         nodes = (*scores.operands, values)
         left, right, value = (projection(propagator, x) for x in nodes)
         if left is None or right is None or value is None:
             return None  # such as normalised queries
-        layout = _find_layout(node, side, weights, scores, left, right, value)
+        layout = _find_layout(node, side, weights, scores, (left, right, value))
         if layout is None or not _each_used_once(nodes, (left, right, value)):
             return None
-        query, key = (right, left) if layout.swapped else (left, right)
-        if key.x.mean is not value.x.mean:
-            return None
-        return _read(weights, scores, (query, key, value), layout)
+        same = layout[0].parts[1].x.mean is value.x.mean  # keys and values of one sequence
+        return _read(weights, scores, *layout) if same else None
     return None
 
 
 def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
     """Whether queries, keys and values use no weight twice, nor one on which x depends."""
     before = [weights_in(part.source) for part in parts]
-    after = [weights_of(node, _start(part)) for node, part in zip(nodes, parts, strict=True)]
-    tied = (n.tied for node, p in zip(nodes, parts, strict=True) for n in between(node, _start(p)))
-    if any(tied) or any(overlap(a, b) for a in after for b in before):
+    starts = (part.source if isinstance(part.source, Node) else None for part in parts)
+    pairs = list(zip(nodes, starts, strict=True))
+    after = [weights_of(*pair) for pair in pairs]
+    if any(n.tied for pair in pairs for n in between(*pair)) or any(
+        overlap(a, b) for a in after for b in before
+    ):
         return False
     for i, j in itertools.combinations(range(3), 2):
         a, b = parts[i], parts[j]
@@ -288,20 +274,16 @@ def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
     return True
 
 
-def _start(part: Projection) -> Node | None:
-    return part.source if isinstance(part.source, Node) else None
-
-
 def _read(
-    weights: Node, scores: Node, parts: tuple[Projection, Projection, Projection], layout: Layout
+    weights: Node, scores: Node, core: Core, at_scores: np.ndarray, at_weights: np.ndarray
 ) -> Core | None:
     """Mask, scale and parameters, read off the values of the weights."""
-    width = layout.query_columns.shape[1]
+    width = core.columns[0].shape[1]
     zero = np.zeros(scores.shape, scores.dtype)
     x = np.random.default_rng(0).normal(size=scores.shape)
-    flat, noisy = (probe(weights, scores, s, stand_in).ravel()[layout.weights] for s in (zero, x))
+    flat, noisy = (probe(weights, scores, s, stand_in).ravel()[at_weights] for s in (zero, x))
     by_scores = _rows(flat, noisy)
-    used, noisy = x.ravel()[layout.scores], np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
+    used, noisy = x.ravel()[at_scores], np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
     if by_scores.level is not None:  # known to be: no scores there
         used = np.where(by_scores.level[:, None], 0, used)
     allowed = by_scores.mask
@@ -316,18 +298,17 @@ def _read(
     found = [compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
     rows = by_scores
     if not all(map(is_known, found)):
-        rows = _rows(*(y.reshape(-1)[layout.weights] for y in found))
+        rows = _rows(*(y.reshape(-1)[at_weights] for y in found))
     elif allowed.all():
         rows = rows._replace(mask=None)
     elif (allowed == allowed[:1]).all():
         rows = rows._replace(mask=jnp.asarray(allowed[0]))
-    query, key, value = parts
+    query, *others = core.parts
     factor = scale * width**0.5
     query = query if abs(factor - 1) < 1e3 * eps else query.times(factor)
-    columns = layout.query_columns, layout.key_columns, layout.value_columns
-    if layout.value_columns.shape[1] != width:
+    if core.columns[2].shape[1] != width:
         return None
-    return Core((query, key, value), columns, rows, layout.output)
+    return core._replace(parts=(query, *others), rows=rows)
 
 
 def _rows(flat: Any, noisy: Any) -> Rows:
@@ -356,19 +337,15 @@ def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) 
     return float((dx * dw).sum()) / total if total > 0 else width**-0.5
 
 
-def _find_scores(weights: Node) -> Node | None:
-    """The product of two random arrays from which these weights are computed."""
-    for source in sources(weights, lambda n: n.op in BY_ROW):
-        if source.op == "dot_general":
-            return source if len(source.nodes) == 2 else None
-    return None
-
-
 def _find_layout(
-    node: Node, side: int, weights: Node, scores: Node, left: Projection, right: Projection,
-    value: Projection,
-) -> Layout | None:  # fmt: skip
-    """The layout of attention whose output is `node`, with the weights on this side of the product."""
+    node: Node, side: int, weights: Node, scores: Node, parts: tuple[Projection, ...]
+) -> tuple[Core, np.ndarray, np.ndarray] | None:
+    """Attention whose output is `node`, with the weights on this side of the product.
+
+    And the places of the scores, and of the weights, in their arrays, (H, T, S). `parts` are the left
+    and the right factor of the scores, and the values.
+    """
+    left, right, value = parts
     shown = follow(weights, scores)
     if shown is None:
         return None
@@ -404,7 +381,7 @@ def _find_layout(
     columns = (r_columns, l_columns) if swapped else (l_columns, r_columns)
     width = value_columns.shape[-1]
     output = (query[..., 0] * len(heads) + head[..., 0])[..., None] * width + np.arange(width)
-    return Layout(
-        *columns, value_columns[pick[0], pick[2]], at.ravel()[table], entry.ravel()[table], swapped,
-        in_product(node, side, output),
-    )  # fmt: skip
+    output = in_product(node, side, output)
+    parts = (right, left, value) if swapped else parts
+    core = Core(parts, (*columns, value_columns[pick[0], pick[2]]), output)
+    return core, at.ravel()[table], entry.ravel()[table]
