@@ -111,7 +111,7 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     by_row = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
     if not by_row or node.params["slice_sizes"][1] != table.shape[1]:
         return None
-    belief = table.kernel((0,), (1,))
+    belief = select(table.posterior, table.places)
     if belief is None:
         return None
     flat = jnp.reshape(ids, (-1,))

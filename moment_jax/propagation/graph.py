@@ -147,9 +147,9 @@ class Recorder:
         by_patches = as_patches(eqn)
         if by_patches is not None:
             return self._applied(by_patches, operands, eqn)
-        calls = [k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params]
-        if calls:
-            return self._entered(eqn, eqn.params[calls[0]], operands)
+        for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if inner in eqn.params:
+                return self._entered(eqn, eqn.params[inner], operands)
         if any(id(x) in self.drawn for x in operands):
             raise refuse(
                 f"`{name}` of a random value with random numbers drawn in the function (dropout?)",
@@ -228,8 +228,7 @@ class Recorder:
                 self.source(eqn),
                 "Use a static condition, or jnp.where of both results.",
             )
-        branch = eqn.params["branches"][int(index)]
-        return self._entered(eqn, branch, args)
+        return self._entered(eqn, eqn.params["branches"][int(index)], args)
 
     def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
         p, body = eqn.params, eqn.params["jaxpr"]
@@ -276,8 +275,7 @@ class Recorder:
 
     def _row(self, x: Value, i: int, eqn: Any) -> Value:
         if not isinstance(x, Weight):
-            row = self._applied(lambda a: jax.lax.index_in_dim(a, i, keepdims=False), [x], eqn)
-            return row[0]
+            return self._applied(lambda a: jax.lax.index_in_dim(a, i, 0, False), [x], eqn)[0]
         # One belief for each row, however often the stack is scanned over.
         if (id(x), i) not in self.rows:
             self.rows[id(x), i] = x, x.row(i)
@@ -305,13 +303,9 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
         if a.shape != eqn.outvars[0].aval.shape:
             continue
         for c, gain in (b.operands, b.operands[::-1]):
-            apart = not overlap(a.weights, weights_in(gain))  # else a function of c w, such as silu
-            if (
-                apart
-                and isinstance(c, Node)
-                and not isinstance(gain, Node)
-                and uniform(gain) is None
-            ):
+            found = isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None
+            # A gain in a as well makes a function of c w, such as silu.
+            if found and not overlap(a.weights, weights_in(gain)):
                 inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)
                 return [inner, gain]
     return operands

@@ -195,16 +195,11 @@ def gather(cov: Any, places: np.ndarray, *, zeros: bool = False) -> Any:
     known = (rows >= 0)[:, None] & (columns >= 0)
     whole = np.where(known, rows[:, None] * num_features + columns, -1)
     if not np.array_equal(places, whole) or not (zeros or known.all()):
-        return _gathered(cov, places)
+        if isinstance(cov, Diagonal):
+            return Diagonal(taken(cov.variances, places))
+        return type(cov).project(entries(cov, places))
     if not np.array_equal(rows, np.arange(num_tokens)):
         cov = cov.map_tokens(jax.nn.one_hot(rows, num_tokens, dtype=cov.dtype))
     if not np.array_equal(columns, np.arange(num_features)):
         cov = cov.map_features(jax.nn.one_hot(columns, num_features, dtype=cov.dtype).T)
     return cov
-
-
-def _gathered(cov: Any, places: np.ndarray) -> Any:
-    """Arbitrary entries, by way of the dense covariance."""
-    if isinstance(cov, Diagonal):
-        return Diagonal(taken(cov.variances, places))
-    return type(cov).project(entries(cov, places))

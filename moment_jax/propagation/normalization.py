@@ -15,13 +15,7 @@ from moment_jax.propagation.log_softmax import logsumexp
 from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh
 from moment_jax.propagation.primitives import VIEWS, is_known
 from moment_jax.propagation.propagator import Propagator, pattern
-from moment_jax.propagation.regions import (
-    BY_ROW,
-    REDUCTIONS,
-    all_uniform,
-    probe,
-    sources,
-)
+from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, all_uniform, probe, sources
 
 
 class Normalization(NamedTuple):
@@ -109,9 +103,8 @@ def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
             return
         (over,) = axes
         left = [n for i, n in enumerate(source.shape) if i not in over]
-        if source.shape == node.shape or [n for n in node.shape if n > 1] == [
-            n for n in left if n > 1
-        ]:
+        same = [n for n in node.shape if n > 1] == [n for n in left if n > 1]
+        if source.shape == node.shape or same:
             yield source, over
 
 
@@ -135,9 +128,7 @@ def recognised_rows(
     for name, expected in written.items():
         if y.shape == expected.shape and np.allclose(y, expected, atol=close):
             return name
-    if y.shape != x.shape:
-        return None
-    if not np.isfinite(y).all():
+    if y.shape != x.shape or not np.isfinite(y).all():
         return None
     if np.allclose(fn(2 * x), 2 * y, atol=close * np.abs(y).max()):
         units = np.eye(shape[1])[:, None]

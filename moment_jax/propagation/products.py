@@ -1,7 +1,7 @@
 """Products of two random arrays, such as gates."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,25 +12,12 @@ from moment_jax.covariance.numerics import definite, safe_divide, safe_sqrt
 from moment_jax.covariance.separable import NARROW
 from moment_jax.covariance.token_gram import at_landmarks, count_of, pulled, whole
 from moment_jax.posterior import Factorized, OutputShared
-from moment_jax.propagation.branches import Branch, itself, through_gain
+from moment_jax.propagation.branches import Branch, Path, itself, through_gain
 from moment_jax.propagation.graph import Node, independent
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.regions import follow, fork
 from moment_jax.xla import diagonal_of
-
-
-class Shared(NamedTuple):
-    """Factors a and b of a common origin: dense layers of one array, then elementwise functions."""
-
-    entered: Any  # covariance of the array, (T, D)
-    kernel_a: Array  # (D, F)
-    kernel_b: Array
-    gain_a: Array  # of a's function, (T, F) or (1, F)
-    gain_b: Array
-    mean_a: Array  # (T, F)
-    mean_b: Array
-    bound: Array  # on the size of what is added to half the variance of a * b, (T, F)
 
 
 @rule("mul")
@@ -43,9 +30,8 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     b = other.sequence(*a.axes)
     shared = None
     if not independent(*node.operands):
-        shared = _common(
-            propagator, node, _alike((*a.branches, itself(a)), (*b.branches, itself(b)))
-        )
+        pairs = _alike((*a.branches, itself(a)), (*b.branches, itself(b)))
+        shared = _common(propagator, node, pairs)
         if shared is None:
             return None
     by_a, by_b = a.cov.rescale(b.mean), b.cov.rescale(a.mean)
@@ -53,9 +39,8 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     if shared is not None:
         (left,), (right,) = (branch.paths for branch in shared)
         bound = safe_sqrt(by_a.variance()) * safe_sqrt(by_b.variance())
-        kernels, gains = (left.hidden, right.hidden), (left.gain, right.gain)
-        origin = Shared(shared[0].entered, *kernels, *gains, a.mean, b.mean, bound)
-        within, cov = _correlated(cov, origin)
+        factors = left, right, a.mean, b.mean
+        within, cov = _correlated(cov, shared[0].entered, factors, bound)
         mean = mean + within
     after = _alike(through_gain(a, b.mean, by_a), through_gain(b, a.mean, by_b))
     branches = tuple(dataclasses.replace(x, paths=(*x.paths, *y.paths)) for x, y in after)
@@ -70,7 +55,9 @@ def _common(
 
     Or at any, if the factors are columns of one array, made by weights of their own.
     """
-    pairs = [pair for pair in pairs if all(map(_is_one_layer, pair))]
+    pairs = [
+        pair for pair in pairs if all(len(x.paths) == 1 and x.paths[0].output is None for x in pair)
+    ]
     source = fork(node.nodes)
     if source is None:
         return None
@@ -92,15 +79,38 @@ def _alike(left: tuple[Branch, ...], right: tuple[Branch, ...]) -> list[tuple[Br
     return [(a, b) for a in left for b in right if a.inner is b.inner and a.mean is b.mean]
 
 
-def _is_one_layer(branch: Branch) -> bool:
-    return len(branch.paths) == 1 and branch.paths[0].output is None
+def _correlated(
+    cov: Any, entered: Any, factors: tuple[Path, Path, Array, Array], bound: Array
+) -> tuple[Array, Any]:
+    """Cov[a_tf, b_tf], and the covariance of a * b given that of independent factors.
 
-
-def _correlated(cov: Any, shared: Shared) -> tuple[Array, Any]:
-    """Cov[a_tf, b_tf], and the covariance of a * b given that of independent factors."""
-    entered, kernel_a, kernel_b, gain_a, gain_b, mean_a, mean_b, _ = shared
-    if isinstance(cov, Diagonal | Separable):
-        return _correlated_grams(cov, shared)
+    `entered` is the covariance of their common origin (T, D), `factors` their paths from there and their
+    means (T, F), `bound` (T, F) that of what is added to half the variance of a * b.
+    """
+    a, b, mean_a, mean_b = factors
+    kernel_a, kernel_b, gain_a, gain_b = a.hidden, b.hidden, a.gain, b.gain
+    if isinstance(cov, Diagonal):
+        within = entered.variance() @ (kernel_a * kernel_b) * (gain_a * gain_b)
+        added = 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
+        return within, Diagonal(cov.variance() + added)
+    if isinstance(cov, Separable):
+        mapped = kernel_a.T @ entered.features @ kernel_b  # (F, F)
+        mapped = safe_divide(mapped, jnp.sum(diagonal_of(entered.features)))
+        own = diagonal_of(mapped)
+        energy = jnp.sum(entered.variance(), axis=1, keepdims=True)
+        within = energy * own[None, :] * (gain_a * gain_b)
+        variance = cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
+        # sum_f Cov[a_tf, b_sf] E[b_tf] E[a_sf], (T, T)
+        gram = whole(entered.tokens) * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
+        pool = entered.pool[:, None]
+        left, right = pool * gain_a * mean_b, pool * gain_b * mean_a
+        feature = mapped * (left.T @ (whole(entered.tokens) @ right))
+        tokens, features = (
+            definite(both) if cov.shape[1] <= NARROW else both
+            for both in (whole(cov.tokens) + gram + gram.T, cov.features + feature + feature.T)
+        )
+        tokens = at_landmarks(tokens, count_of(cov.tokens))
+        return within, Separable.unchecked(variance, tokens, features, cov.pool)
     cross = jnp.einsum("io,tisj,jp->tosp", kernel_a, entered.to_dense(), kernel_b)
     cross = cross * gain_a[:, :, None, None] * gain_b[None, None]
     own = jnp.einsum("tftf->tf", cross)
@@ -113,33 +123,6 @@ def _correlated(cov: Any, shared: Shared) -> tuple[Array, Any]:
     share = jnp.where(owed > cov.variance(), safe_sqrt(below * left), 1)
     added = share[:, :, None, None] * added * share[None, None]
     return own, cov.projected(cov.to_dense() + added + jnp.transpose(added, (2, 3, 0, 1)))
-
-
-def _correlated_grams(cov: Any, shared: Shared) -> tuple[Array, Any]:
-    """`_correlated` in `Diagonal`, and in `Separable`, which keeps token and feature Gram matrices."""
-    entered, kernel_a, kernel_b, gain_a, gain_b, mean_a, mean_b, bound = shared
-    gains = gain_a * gain_b
-    if isinstance(cov, Diagonal):
-        within = entered.variance() @ (kernel_a * kernel_b) * gains
-        return within, Diagonal(
-            cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
-        )
-    mapped = kernel_a.T @ entered.features @ kernel_b  # (F, F)
-    mapped = safe_divide(mapped, jnp.sum(diagonal_of(entered.features)))
-    own = diagonal_of(mapped)
-    within = jnp.sum(entered.variance(), axis=1, keepdims=True) * own[None, :] * gains
-    variance = cov.variance() + 2 * jnp.clip(within * mean_a * mean_b, -bound, bound)
-    # sum_f Cov[a_tf, b_sf] E[b_tf] E[a_sf], (T, T)
-    gram = whole(entered.tokens) * ((gain_a * mean_b * own[None, :]) @ (gain_b * mean_a).T)
-    pool = entered.pool[:, None]
-    left, right = pool * gain_a * mean_b, pool * gain_b * mean_a
-    feature = mapped * (left.T @ (whole(entered.tokens) @ right))
-    tokens, features = (
-        definite(both) if cov.shape[1] <= NARROW else both
-        for both in (whole(cov.tokens) + gram + gram.T, cov.features + feature + feature.T)
-    )
-    tokens = at_landmarks(tokens, count_of(cov.tokens))
-    return within, Separable.unchecked(variance, tokens, features, cov.pool)
 
 
 def hadamard(a: Any, b: Any) -> Any:

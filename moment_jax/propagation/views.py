@@ -122,7 +122,10 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     operands = [*node.operands[: data.start], *ids, *node.operands[data.stop :]]
     shown = np.asarray(evaluate(node.primitive, operands, node.params)[0])
 
-    first = max((m for x, m in zip(parts, moments, strict=True) if is_random(x)), key=_size)
+    first = max(
+        (m for x, m in zip(parts, moments, strict=True) if is_random(x)),
+        key=lambda m: m.places.size,
+    )
     tokens, features = first.natural()
     left = {i for i, n in enumerate(node.shape) if n > 1 and i not in features}
     axes = tuple(sorted({*tokens, *left})), features
@@ -140,7 +143,3 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
         covs += [gather(m.cov, rows, zeros=joined)] if is_random(x) else []
     propagator.note(node, node.op, "parts independent" if len(covs) > 1 else "")
     return fresh(mean, covs[0].add(*covs[1:]), node.shape, *axes)
-
-
-def _size(m: Moments) -> int:
-    return m.places.size

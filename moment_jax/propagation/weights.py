@@ -79,10 +79,6 @@ class Weight(View):
         same = (rows == rows[:1]).all() and len(np.unique(rows[0])) == rows.shape[1]
         return select(self.posterior, rows[0]) if same else None
 
-    def kernel(self, inputs: Axes, outputs: Axes) -> Posterior | None:
-        """The belief about the kernel (in, out) with these axes, or None if the family has none."""
-        return select(self.posterior, as_rows(self.places, inputs, outputs))
-
     def affine(self, scale: Any, shift: Any) -> Weight | None:
         """The belief about scale * w + shift, or None if the family cannot express it."""
         if all(np.ndim(x) == 0 and is_known(x) for x in (scale, shift)) and shift == 0:
