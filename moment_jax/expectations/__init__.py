@@ -7,9 +7,8 @@ functions take one row of scores; use `jax.vmap` for a batch.
 
 from moment_jax.expectations.gelu import gelu
 from moment_jax.expectations.moments import ElementwiseMoments
-from moment_jax.expectations.piecewise import piecewise_linear
 from moment_jax.expectations.quadrature import elementwise
-from moment_jax.expectations.rectified import rectified
+from moment_jax.expectations.rectified import piecewise_linear, rectified
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
     logsumexp_mean,

@@ -3,6 +3,7 @@
 import functools
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moment_jax.inference import prior_precision as prior
 from moment_jax.inference.curvature import Curvature, by_path
 from moment_jax.inference.data import checked_likelihood, examples
-from moment_jax.inference.prior_precision import Weights, joined
 from moment_jax.nn.any_model import check_inference_mode
 from moment_jax.nn.base import BayesianModule
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
@@ -22,6 +21,8 @@ from moment_jax.posterior.reshaped import Reshaped
 
 NUMBERS = 2**25  # of the Jacobian at once
 LONGEST = 4096  # axis of a matrix that has Kronecker factors
+LOG_RANGE = (-14.0, 18.0)  # of the prior precision by the evidence: 1e-6 to 7e7
+PRECISIONS = np.logspace(-2, 6, 17)  # compared on held-out data
 
 
 class LaplaceReceipt(NamedTuple):
@@ -120,7 +121,11 @@ def laplace(
         number = np.asarray(1 if value is None else value)
         if number.ndim or number.dtype.kind not in "iuf" or not 0 < number < math.inf:
             raise ValueError(f"`laplace` needs a positive number as {setting}. Got {value!r}.")
-    split: Any = nnx.split(model, nnx.All(nnx.Param, wrt, _is_floating), ...)
+
+    def is_floating(_: Any, variable: Any) -> bool:
+        return jnp.issubdtype(getattr(variable, "dtype", int), jnp.floating) and variable.size > 0
+
+    split: Any = nnx.split(model, nnx.All(nnx.Param, wrt, is_floating), ...)
     graph, *state = split
     frame, known = tuple(state), by_path(state[0])
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -134,12 +139,7 @@ def laplace(
     rows = min(batch_size, max(1, NUMBERS // sum(x.size for x in known.values())))
     curvature = Curvature(graph, name, tuple(shapes.items()), rows)
 
-    def checked(data: Any) -> tuple[Any, np.ndarray, tuple[int, ...]]:
-        inputs, targets = _checked_inputs(data)
-        shape = _checked_outputs(curvature, frame, inputs)
-        return inputs, _checked_targets(name, (len(targets), *shape), targets), shape
-
-    inputs, targets, shape = checked(data)
+    inputs, targets, shape = _checked_data(curvature, frame, data)
     count = math.prod(shape)
 
     def total(fn: Any, data: Any, *more: Any) -> Any:
@@ -178,7 +178,7 @@ def laplace(
 
     def at(given: float | None) -> tuple[dict[str, np.ndarray], float, LaplaceReceipt]:
         """Variances of each array in its bases, the noise variance, and the receipt."""
-        precisions, variance = prior.optimised(groups, given, noise, outputs, targets)
+        precisions, variance = optimised(groups, given, noise, outputs, targets)
         pairs = list(zip(groups, precisions, strict=True))
         of = dict(zip(layers, precisions * (len(layers) // len(groups)), strict=True))
         variances = {
@@ -186,28 +186,25 @@ def laplace(
             for layer, paths in layers.items()
             for path in paths
         }
-        return (
-            variances,
-            variance,
-            LaplaceReceipt(
-                _log_likelihood(name, outputs, targets, variance)
-                + sum(group.log_evidence(precision, variance) for group, precision in pairs),
-                of,
-                variance if name is Gaussian else None,
-                sum(group.effective_number(precision, variance) for group, precision in pairs),
-            ),
+        evidence = _log_likelihood(name, outputs, targets, variance)
+        found = LaplaceReceipt(
+            evidence + sum(group.log_evidence(precision, variance) for group, precision in pairs),
+            of,
+            variance if name is Gaussian else None,
+            sum(group.effective_number(precision, variance) for group, precision in pairs),
         )
+        return variances, variance, found
 
-    edges, why = tuple(np.exp(prior.LOG_RANGE)), "the evidence"
+    edges, why = tuple(np.exp(LOG_RANGE)), "the evidence"
     if held_out is not None:
-        given, wanted, _ = checked(held_out)
-        variances, noises, _ = zip(*map(at, prior.PRECISIONS), strict=True)
+        given, wanted, _ = _checked_data(curvature, frame, held_out)
+        variances, noises, _ = zip(*map(at, PRECISIONS), strict=True)
         stacked = jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *variances)
         more = bases, stacked, jnp.asarray(noises)
         densities = total(curvature.log_densities, (given, wanted), *more)
         best = np.argmax(np.nan_to_num(densities, nan=-np.inf))
-        edges, why = (prior.PRECISIONS[0], prior.PRECISIONS[-1]), "held-out data"
-        chosen = float(prior.PRECISIONS[best])
+        edges, why = (PRECISIONS[0], PRECISIONS[-1]), "held-out data"
+        chosen = float(PRECISIONS[best])
     variances, _, found = at(prior_precision if held_out is None else chosen)
     odd = [x for x in found.prior_precision.values() if not 1.01 * edges[0] < x < edges[1] / 1.01]
     if odd and prior_precision is None:
@@ -217,13 +214,73 @@ def laplace(
             stacklevel=2,
         )
     beliefs = {path: _belief(x, bases[path], variances[path]) for path, x in known.items()}
-    tree = nnx.traversals.unflatten_mapping(
-        {
-            path: beliefs.get("/".join(map(str, path)), x)
-            for path, x in nnx.traversals.flatten_mapping(params).items()
-        }
-    )
+    flat = nnx.traversals.flatten_mapping(params).items()
+    whole = {path: beliefs.get("/".join(map(str, path)), x) for path, x in flat}
+    tree = nnx.traversals.unflatten_mapping(whole)
     return (tree, found) if receipt else tree
+
+
+class Weights(NamedTuple):
+    """Arrays of weights with one prior precision d."""
+
+    eigenvalues: np.ndarray  # l, of the summed curvature at noise variance 1; one for each weight
+    square: float  # |w - prior mean|^2
+
+    def optimal_precision(self, noise: float) -> float:
+        """The prior precision that maximises the evidence (MacKay, "Bayesian interpolation", Eq. 4).
+
+        The only root of sum l / (l + d) = d |w - prior mean|^2: the left side falls, the right rises.
+        """
+        low, high = LOG_RANGE
+        for _ in range(60):
+            middle = (low + high) / 2
+            precision = np.exp(middle)
+            rising = self.effective_number(precision, noise) > precision * self.square
+            low, high = (middle, high) if rising else (low, middle)
+        return float(np.exp((low + high) / 2))
+
+    def effective_number(self, precision: float, noise: float) -> float:
+        """Sum of l / (l + d): the number of weights that the data determine."""
+        return float(np.sum(self.eigenvalues / (self.eigenvalues + noise * precision)))
+
+    def log_evidence(self, precision: float, noise: float) -> float:
+        """-1/2 (d |w - prior mean|^2 + sum log(1 + l / d)), their part in log p(y), nats."""
+        logs = np.log1p(self.eigenvalues / (noise * precision))
+        return float(-0.5 * (precision * self.square + np.sum(logs)))
+
+
+def joined(parts: Iterable[Weights]) -> Weights:
+    """All these weights, with one prior precision."""
+    eigenvalues, squares = zip(*parts, strict=True)
+    return Weights(np.concatenate(eigenvalues), sum(squares))
+
+
+def optimised(
+    groups: list[Weights],
+    given: float | None,
+    noise: float | None,
+    outputs: np.ndarray,
+    targets: np.ndarray,
+) -> tuple[list[float], float]:
+    """Prior precision of each group, and the noise variance, which is estimated where it is None."""
+
+    def precisions(noise: float) -> list[float]:
+        return [group.optimal_precision(noise) if given is None else given for group in groups]
+
+    if noise is not None:
+        return precisions(noise), noise
+    residual = float(np.sum((targets - outputs) ** 2))
+    tiny = 1e-8 * max(float(np.var(targets)), 1e-30)
+    value = max(residual / outputs.size, tiny)
+    for _ in range(50):
+        pairs = zip(groups, precisions(value), strict=True)
+        # MacKay's update; the weights use up at most half of the data's degrees of freedom.
+        used = sum(group.effective_number(precision, value) for group, precision in pairs)
+        new = max(residual / (outputs.size - min(used, outputs.size / 2)), tiny)
+        if abs(new / value - 1) < 1e-4:
+            break
+        value = new
+    return precisions(value), value
 
 
 def _belief(mean: Any, basis: Any, variance: np.ndarray) -> Posterior:
@@ -247,14 +304,12 @@ def _matrix_shape(path: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape))), key=sum)
 
 
-def _is_floating(_: Any, variable: Any) -> bool:
-    return jnp.issubdtype(getattr(variable, "dtype", int), jnp.floating) and variable.size > 0
-
-
-def _checked_inputs(data: Any) -> tuple[Any, Any]:
-    """Finite inputs, as a tuple of arrays, and targets."""
-    inputs, targets = examples("laplace", data)
-    for x in inputs:
+def _checked_data(
+    curvature: Curvature, frame: Any, data: Any
+) -> tuple[Any, np.ndarray, tuple[int, ...]]:
+    """Inputs, targets and the shape of one example's outputs; checks the model's mode too."""
+    given, targets = examples("laplace", data)
+    for x in given:
         if x.dtype.kind in "OUSMm" or x.ndim == 0:
             raise TypeError(
                 "`laplace` needs inputs that are arrays (N, ...), or a tuple of them. Got "
@@ -264,11 +319,7 @@ def _checked_inputs(data: Any) -> tuple[Any, Any]:
             raise ValueError(
                 "`laplace` needs finite inputs. Got NaN or infinity; fill or drop them."
             )
-    return tuple(map(jnp.asarray, inputs)), targets
-
-
-def _checked_outputs(curvature: Curvature, frame: Any, inputs: Any) -> tuple[int, ...]:
-    """The shape of the outputs of one example; checks the model's mode and what it returns."""
+    inputs = tuple(map(jnp.asarray, given))
     two = jax.tree.map(lambda x: x[:2], inputs)
     state = nnx.merge_state(*frame)
     check_inference_mode("laplace", curvature.graph, state, lambda model: model(*two))
@@ -280,12 +331,8 @@ def _checked_outputs(curvature: Curvature, frame: Any, inputs: Any) -> tuple[int
             "`laplace` needs a model that returns one array of real outputs (N, ..., C). Got, for "
             f"{len(two[0])} examples, {found}. Write a module that calls it and returns such an array."
         )
-    return shape[1:]
-
-
-def _checked_targets(likelihood: type, outputs: tuple[int, ...], targets: Any) -> np.ndarray:
-    """Targets of the outputs' shape (N, ..., C), or integers (N, ...) for classes, in their range."""
-    y, name = np.asarray(targets), likelihood.__name__
+    likelihood, y = curvature.likelihood, np.asarray(targets)
+    outputs, name = (len(targets), *shape[1:]), likelihood.__name__
     wanted = outputs[:-1] if likelihood is Categorical else outputs
     if y.shape != wanted:
         raise ValueError(
@@ -302,7 +349,7 @@ def _checked_targets(likelihood: type, outputs: tuple[int, ...], targets: Any) -
         raise ValueError(
             f"`laplace` with {name} needs {what} targets from {least} to {most}. Got {y.dtype}{came}."
         )
-    return y if likelihood is Categorical else y.astype(np.float64)
+    return inputs, y if likelihood is Categorical else y.astype(np.float64), shape[1:]
 
 
 def _checked_centre(prior_mean: Any, known: dict[str, Any]) -> dict[str, np.ndarray]:

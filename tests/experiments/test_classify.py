@@ -14,7 +14,7 @@ from experiments.classify.images import Task
 from experiments.classify.methods import relative
 from experiments.classify.networks import Network
 from experiments.data import Images
-from moment_jax.inference import prior_precision
+from moment_jax.inference import laplace_approximation
 
 
 def test_every_seed_divides_the_images_its_own_way_and_others_are_on_the_same_scale():
@@ -62,7 +62,7 @@ def test_the_comparison(tmp_path, monkeypatch):
         (images, "ANGLES", (0, 45, 60)),
         (compared, "RATES", (0.1,)),
         (compared, "LAPLACE", {"last-layer Laplace": nnx.PathContains("head")}),
-        (prior_precision, "PRECISIONS", (100.0,)),
+        (laplace_approximation, "PRECISIONS", (100.0,)),
         (classify, "SHIFTED", 50),
     ):
         monkeypatch.setattr(owner, name, value)
