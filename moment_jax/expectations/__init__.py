@@ -11,12 +11,13 @@ from moment_jax.expectations.quadrature import elementwise
 from moment_jax.expectations.rectified import piecewise_linear, rectified
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
+    expected_softmax_jacobian,
     logsumexp_mean,
     softmax_expansion,
+    softmax_jacobian,
     softmax_mean,
     softmax_moments,
 )
-from moment_jax.expectations.softmax_jacobian import expected_softmax_jacobian, softmax_jacobian
 from moment_jax.expectations.softmax_mean import ScoreCovariance, expected_softmax, masked_softmax
 
 __all__ = [

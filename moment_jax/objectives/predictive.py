@@ -22,10 +22,8 @@ def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = N
 
     It is -inf, with derivatives of zero, exactly where the mean is -inf.
     """
-    spread, count = (
-        logits_cov("class_probabilities", mean, cov),
-        count_points(num_points, default=512),
-    )
+    spread = logits_cov("class_probabilities", mean, cov)
+    count = count_points(num_points, default=512)
     return over_batch(lambda m, c: log_expected_softmax(m, c, count), mean, spread)
 
 

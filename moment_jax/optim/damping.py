@@ -149,16 +149,13 @@ class LastStep(NamedTuple):
         ratio = jnp.where(length > 0, curved / jnp.where(length > 0, length, 1), ratio)
         return cls(step, inner(grads, step), length, curved + damping * length, ratio)
 
-    def slope_along(self, quadratic: Array) -> Array:
-        """<grad, s> over the norms of both, within [-1, 1]; `quadratic` is x^T (F + damping) x."""
-        return self._scaled(self.slope, quadratic)
-
     def slope_in_damping(self, x: Matrices, quadratic: Array, damping: Array) -> Array:
         """The derivative of the new loss in log damping at fixed |s|, scaled likewise."""
         along = self.length * self.slope / (2 * jnp.where(self.size > 0, self.size, 1))
-        return self._scaled(damping * (along - inner(x, self.step)), quadratic)
+        return self.scaled(damping * (along - inner(x, self.step)), quadratic)
 
-    def _scaled(self, slope: Array, quadratic: Array) -> Array:
+    def scaled(self, slope: Array, quadratic: Array) -> Array:
+        """The slope over the norms of s and x, within [-1, 1]; `quadratic` is x^T (F + damping) x."""
         norms = jnp.sqrt(self.size) * jnp.sqrt(quadratic)
         ratio = jnp.clip(slope / jnp.where(norms > 0, norms, 1), -1, 1)
         return jnp.where((norms > 0) & jnp.isfinite(ratio), ratio, 0)

@@ -125,7 +125,7 @@ def scale_by_second_order(
         quadratic = jnp.maximum(quadratic, 0)
         bound, least = current(kl_bound, state.step, state.bound), state.least
         if isinstance(kl_bound, TrustRegion) and last is not None:
-            slope = jnp.where(ready, last.slope_along(quadratic), kl_bound.aim)
+            slope = jnp.where(ready, last.scaled(last.slope, quadratic), kl_bound.aim)
             # A bound that was not active cannot have been too small.
             slope = jnp.where(state.clip < 1, slope, jnp.maximum(slope, kl_bound.aim))
             bound, least = kl_bound.adapted(bound, least, slope, back, state.step)

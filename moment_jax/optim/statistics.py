@@ -89,7 +89,11 @@ class Statistic:
         a, bias = _flat(inputs), len(block.leaves) == 2
         if kind is RowFactor:
             return RowFactor(jnp.pad(a, ((0, 0), (0, int(bias))), constant_values=1), g, count)
-        return KroneckerFactor(_with_ones(a.T @ a, a) if bias else a.T @ a, g.T @ g, count)
+        gram = a.T @ a
+        if bias:  # of rows with a one appended, which would copy them
+            total, size = jnp.sum(a, axis=0)[:, None], jnp.full((1, 1), len(a), a.dtype)
+            gram = jnp.block([[gram, total], [total.T, size]])
+        return KroneckerFactor(gram, g.T @ g, count)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,12 +116,6 @@ observe.defvjp(
 
 def _flat(array: Array) -> Array:
     return array.reshape(-1, array.shape[-1])
-
-
-def _with_ones(gram: Array, rows: Array) -> Array:
-    """The Gram matrix of rows with a one appended, of that without; to append would copy the rows."""
-    total, count = jnp.sum(rows, axis=0)[:, None], jnp.full((1, 1), len(rows), rows.dtype)
-    return jnp.block([[gram, total], [total.T, count]])
 
 
 def factors_of(blocks: Blocks, statistics: dict[str, Factor], correction: float) -> Factors:

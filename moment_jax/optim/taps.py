@@ -49,11 +49,6 @@ def _dense(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     return _examples(moved, len(axes)), _examples(output, _length(layer.out_features))
 
 
-def _embed(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
-    del layer
-    return _examples(inputs, 0), _examples(output, 1)
-
-
 def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
     x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
     if isinstance(layer, nnx.LayerNorm):
@@ -93,7 +88,7 @@ def _length(size: int | tuple[int, ...]) -> int:
 ARRANGE: dict[type[nnx.Module], Arrange] = {
     nnx.Linear: _dense,
     nnx.LinearGeneral: _dense,
-    nnx.Embed: _embed,
+    nnx.Embed: lambda _, ids, output: (_examples(ids, 0), _examples(output, 1)),
     nnx.LayerNorm: _norm,
     nnx.RMSNorm: _norm,
     nnx.Conv: _conv,

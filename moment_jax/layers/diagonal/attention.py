@@ -1,6 +1,6 @@
 """Attention in `Diagonal`: entries of queries, keys and values are independent."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -14,19 +14,6 @@ from moment_jax.layers.heads import each_head, kept_jacobian, merge_heads, split
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.rules import Attending
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
-
-
-class _Part(NamedTuple):
-    mean: Array  # (T, K)
-    variance: Array  # (T, K)
-
-
-class _Head(NamedTuple):
-    query: _Part
-    key: _Part
-    value: _Part
-    noise: Array | None  # sum_d Cov[q_ad, k_ad] of a token with itself, (T,)
-    mask: Array | None
 
 
 class _Rows(NamedTuple):
@@ -58,19 +45,19 @@ def attention(
     h, mask, order, turns = attending
     source, source_cov = (mean, cov) if memory is None else memory
 
-    def part(x: Array, cov: Diagonal, p: DenseParams, turn: Array | None) -> _Part:
+    def part(x: Array, cov: Diagonal, p: DenseParams, turn: Array | None) -> tuple[Array, Array]:
         y, y_cov = dense(x, cov, p)
         mean, variance = (split_heads(part, h) for part in (y, y_cov.variances))
-        return _Part(turned(mean, turn), turned(variance, None if turn is None else turn**2))
+        return turned(mean, turn), turned(variance, None if turn is None else turn**2)
 
-    noise = None
+    noise = None  # sum_d Cov[q_ad, k_ad] of a token with itself, (H, T)
     kernels = [split_heads(p.kernel.mean, h) for p in (params.query, params.key)]
     if memory is None and order == 2:
         noise = jnp.sum(kernels[0] * kernels[1], axis=2) @ cov.variances.T
-    heads = _Head(
-        part(mean, cov, params.query, turns[0]),
-        part(source, source_cov, params.key, turns[1]),
-        part(source, source_cov, params.value, None),
+    heads = (
+        *part(mean, cov, params.query, turns[0]),
+        *part(source, source_cov, params.key, turns[1]),
+        *part(source, source_cov, params.value, None),
         noise,
         mask,
     )
@@ -86,32 +73,27 @@ def attention(
     return out, out_cov, cross
 
 
-def _head(head: _Head, order: int) -> tuple[Array, Array, Array]:
+def _head(head: Any, order: int) -> tuple[Array, Array, Array]:
     """Mean and variance (T, K) of one head's averages, and each query's weight on its own token."""
-    q, k, v = head.query, head.key, head.value
-    width = q.mean.shape[1]
-    scores = q.mean @ k.mean.T
-    if head.noise is not None:
-        scores = scores + diagonal_matrix(head.noise)
+    q, q_variance, k, k_variance, v, v_variance, noise, mask = head
+    width = q.shape[1]
+    scores = q @ k.T
+    if noise is not None:
+        scores = scores + diagonal_matrix(noise)
     scores = materialized(scores / width**0.5)
-    rows = _Rows(
-        (q.mean**2 + q.variance) @ k.variance.T / width,
-        jnp.mean(q.variance, axis=1, keepdims=True) / width,
-        k.mean,
-    )
+    own = (q**2 + q_variance) @ k_variance.T / width
+    rows = _Rows(own, jnp.mean(q_variance, axis=1, keepdims=True) / width, k)
     own = rows.variance()
-    if order == 1:
-        weights = masked_softmax(scores, head.mask)
-    else:
-        weights = quick_expected_softmax(scores, rows, head.mask)
+    plain = order == 1
+    weights = masked_softmax(scores, mask) if plain else quick_expected_softmax(scores, rows, mask)
     weights = materialized(weights)
-    mean = weights @ v.mean
+    mean = weights @ v
     squared = weights**2
     noisy = squared * own
-    second = v.mean**2 + v.variance
-    by_values = squared @ v.variance
+    second = v**2 + v_variance
+    by_values = squared @ v_variance
     one = jnp.sum(noisy, axis=1, keepdims=True)
-    by_scores = nonnegative(noisy @ second - 2 * mean * (noisy @ v.mean) + mean**2 * one)
+    by_scores = nonnegative(noisy @ second - 2 * mean * (noisy @ v) + mean**2 * one)
     if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
         total = jnp.sum(by_scores, axis=1, keepdims=True)
         whole = weights @ jnp.sum(second, axis=1, keepdims=True)
