@@ -70,8 +70,7 @@ class BayesianModule(nnx.Module):
           ValueError: if part of the network has no moments here, or would be lost or invented.
         """
         check_kind(cls, network)
-        options = cls.options_of(network, settings)
-        new = cls(**{"rngs": nnx.Rngs(0), **options, **settings})
+        new = cls(**{"rngs": nnx.Rngs(0), **cls.options_of(network, settings), **settings})
         new.load(network)
         return new
 
@@ -153,8 +152,7 @@ class BayesianModule(nnx.Module):
 
     def _started(self, structure: type[Covariance], certain: Covariance) -> Covariance:
         """A covariance of that structure in the place of `Certain`."""
-        landmarks = self.settings.landmarks
-        return started(structure, certain.shape, certain.dtype, landmarks)
+        return started(structure, certain.shape, certain.dtype, self.settings.landmarks)
 
 
 def _params_of(part: Any) -> Any:

@@ -145,9 +145,9 @@ def stored_form(belief: Posterior) -> dict[str, np.ndarray]:
     if isinstance(belief, families.MatrixNormal):
         return {"rows": _root(belief.in_cov), "columns": _root(belief.out_cov)}
     if isinstance(belief, families.KroneckerEigen) and belief.variance.shape == belief.shape:
-        bases = {"in_basis": belief.in_basis, "out_basis": belief.out_basis}
         scale = _inverse_softplus(np.sqrt(np.asarray(belief.variance, np.float64)))
-        return {**{k: np.asarray(v) for k, v in bases.items()}, "scale": scale}
+        bases = np.asarray(belief.in_basis), np.asarray(belief.out_basis)
+        return {"in_basis": bases[0], "out_basis": bases[1], "scale": scale}
     raise ValueError(
         f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
         f"{type(getattr(belief, 'belief', belief)).__name__} of shape {belief.shape}."
@@ -172,10 +172,9 @@ def _inverse_softplus(x: np.ndarray) -> np.ndarray:
 
 def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str, VariationalScale]:
     """Parameters of a standard deviation of `scale` for every entry; of two factors, each a root."""
-    names, shape = FAMILIES[family], mean.shape
+    shape, raw = mean.shape, {}
     sizes = {"rows": shape[:1], "columns": shape[1:], "entries": shape}
-    raw = {}
-    for name in names:
+    for name in FAMILIES[family]:
         share = 2 if name in ("rows", "columns") else 1
         value = math.log(math.expm1(scale ** (1 / share)))  # softplus(value) is the scale
         if name.endswith("basis"):
@@ -189,16 +188,11 @@ def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str
     return raw
 
 
-def lower_factor(raw: Array) -> Array:
-    """L: the strictly lower triangle of `raw`, and the softplus of its diagonal."""
-    return jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
-
-
 def _spread(name: str, raw: Array) -> Array:
     """Variances, an orthogonal basis, or the covariance L L^T."""
     if name == "scale":
         return jax.nn.softplus(raw) ** 2
     if name.endswith("basis"):
         return jnp.linalg.qr(raw)[0]
-    factor = lower_factor(raw)
+    factor = jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
     return factor @ factor.T

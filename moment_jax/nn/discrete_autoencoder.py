@@ -143,11 +143,8 @@ class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
         num_codes: int,
         likelihood: PixelLikelihood,
     ) -> None:
-        self.encoder = encoder
-        self.decoder = decoder
-        self.patches = patches
-        self.image_size = image_size
-        self.num_codes = num_codes
+        self.encoder, self.decoder, self.patches = encoder, decoder, patches
+        self.image_size, self.num_codes = image_size, num_codes
         self.log_noise = nnx.data(log_noise(likelihood))
 
     def code_log_probs(self, images: Array) -> Array:
@@ -306,10 +303,8 @@ class DiscreteAutoencoder(CodedImages, Composite):
         straight_through: bool = False,
     ) -> Moments:
         """Moments of the patches, given one draw of every image's codes by `gumbel_softmax`."""
-        log_probs = self.code_log_probs(images)
-        return self.decode(
-            gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
-        )
+        pi = self.code_log_probs(images)
+        return self.decode(gumbel_softmax(key, pi, temperature, straight_through=straight_through))
 
     def negative_elbo(
         self,

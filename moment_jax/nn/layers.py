@@ -158,11 +158,8 @@ class MultiHeadAttention(BayesianModule):
         cls, network: nnx.MultiHeadAttention, settings: dict[str, Any]
     ) -> dict[str, Any]:
         """See `BayesianModule`."""
-        return {
-            "num_features": network.in_features,
-            "num_heads": network.num_heads,
-            "use_bias": network.query.bias is not None,
-        }
+        sizes = {"num_features": network.in_features, "num_heads": network.num_heads}
+        return {**sizes, "use_bias": network.query.bias is not None}
 
     def load(self, network: nnx.MultiHeadAttention) -> None:
         """Take the weights of an `nnx.MultiHeadAttention` of the same sizes as means."""

@@ -246,22 +246,18 @@ class PlainTokenTransformer(nnx.Module):
         return self.head(self.encoder(self.positions(self.embed(x))))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PlainVisionTransformer(nnx.Module):
-    """Patches, positions, encoder, mean over tokens, linear head."""
+    """Patches, positions (an array), encoder, mean over tokens, linear head."""
 
-    def __init__(
-        self,
-        embed: nnx.Linear,
-        position: Array,
-        encoder: PlainEncoder,
-        head: nnx.Linear,
-        patches: ScalarFunction,
-    ) -> None:
-        self.embed = embed
-        self.position = nnx.Param(position)
-        self.encoder = encoder
-        self.head = head
-        self.patches = patches
+    embed: nnx.Linear
+    position: Any
+    encoder: PlainEncoder
+    head: nnx.Linear
+    patches: ScalarFunction
+
+    def __post_init__(self) -> None:
+        self.position = nnx.Param(self.position)
 
     def __call__(self, images: Array) -> Array:
         """(..., height, width[, channels]) -> logits (..., classes)."""

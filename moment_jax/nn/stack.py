@@ -41,11 +41,9 @@ class Block(BayesianModule):
         **settings: Any,
     ) -> None:
         self.settings = Settings.of(self, settings)
-        self.num_heads = num_heads
-        self.norm_first = norm_first
-        self.activation = activation
         find_activation(activation)
-        self.epsilon = epsilon
+        self.num_heads, self.norm_first = num_heads, norm_first
+        self.activation, self.epsilon = activation, epsilon
         hidden = 4 * num_features if hidden_features is None else hidden_features
         for name in self.plain_type.attentions:
             layer = MultiHeadAttention(num_features, num_heads, rngs=rngs, **settings)
@@ -162,8 +160,7 @@ class Stack(BayesianModule):
             return (jax.checkpoint(layer) if self.remat else layer)(*at, own)
 
         at = mean, cov
-        if _alike(self.blocks, beliefs):
-            # One block is compiled, whatever their number.
+        if _alike(self.blocks, beliefs):  # one block is compiled, whatever their number
             at = mean, self._begun(cov, beliefs)
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
             dtype = jnp.result_type(*jax.tree.leaves((at, stacked)))
@@ -175,10 +172,9 @@ class Stack(BayesianModule):
             for block, own in zip(self.blocks, beliefs, strict=True):
                 at = through(block, at, own)
         mean, cov = at
-        if final is not None:
-            cov = self._begun(cov, final)
-            mean, cov = layer_norm(mean, cov, final, epsilon=self.epsilon)
-        return mean, cov
+        if final is None:
+            return mean, cov
+        return layer_norm(mean, self._begun(cov, final), final, epsilon=self.epsilon)
 
 
 def _alike(blocks: Sequence[Any], beliefs: Sequence[Any]) -> bool:

@@ -61,8 +61,7 @@ class Patches:
             )
         rows, columns = height // self.size, width // self.size
         cut = images.reshape(*batch, rows, self.size, columns, self.size, channels)
-        cut = jnp.moveaxis(cut, -4, -3)
-        return cut.reshape(*batch, rows * columns, self.size * self.size * channels)
+        return jnp.moveaxis(cut, -4, -3).reshape(*batch, rows * columns, self.size**2 * channels)
 
 
 @register_fields
@@ -150,13 +149,9 @@ class VisionTransformer(BayesianModule):
 
     def network(self, params: Any) -> PlainVisionTransformer:
         """The plain network with these arrays."""
-        return PlainVisionTransformer(
-            plain_linear(params.embed),
-            params.position,
-            self.encoder.network(params.encoder),
-            plain_linear(params.head),
-            self.patches,
-        )
+        embed, head = plain_linear(params.embed), plain_linear(params.head)
+        encoder = self.encoder.network(params.encoder)
+        return PlainVisionTransformer(embed, params.position, encoder, head, self.patches)
 
     def __call__(self, images: Array) -> tuple[Array, Array]:
         """Mean (..., C) and covariance (..., C, C) of the logits of images, which are certain.
@@ -185,11 +180,9 @@ class VisionTransformer(BayesianModule):
         def classify(key: Array, x: Array) -> Array:
             return jnp.asarray(self.head.sample(key)(x.mean(axis=0, keepdims=True)))
 
-        return [
-            Stage("embedding", lambda mean, cov: self._embedded(mean, cov, params), embed),
-            *self.encoder.stages,
-            Stage("head", lambda mean, cov: self._logits(mean, cov, params), classify),
-        ]
+        first = Stage("embedding", lambda mean, cov: self._embedded(mean, cov, params), embed)
+        last = Stage("head", lambda mean, cov: self._logits(mean, cov, params), classify)
+        return [first, *self.encoder.stages, last]
 
     def sequence(self, x: Array) -> Array:
         """The patches of one image."""
