@@ -30,12 +30,9 @@ class Full(Covariance):
     feature_axes: ClassVar[Mapping[str, int]] = {"cov": 1}
 
     def __post_init__(self) -> None:
-        call, fix = (
-            "Full(cov)",
-            "For variances, use Diagonal; for a matrix, cov.reshape(T, D, T, D).",
-        )
-        check_fields(call, fix, _other_shapes, self.cov)
-        check_variances(call, self.cov, "td")
+        fix = "For variances, use Diagonal; for a matrix, cov.reshape(T, D, T, D)."
+        check_fields("Full(cov)", fix, _other_shapes, self.cov)
+        check_variances("Full(cov)", self.cov, "td")
 
     @classmethod
     def project(cls, dense: Array) -> Self:

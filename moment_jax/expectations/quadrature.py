@@ -75,9 +75,8 @@ def _moments(
 ) -> ElementwiseMoments:
     variance = jnp.maximum(variance, 0.0)
     pivot = _over_array(fn, mean.ndim)(mean)
-    offset, gain, curvature = _mean_derivatives(
-        lambda x, c: fn(x) - c, 2, num_nodes, mean, variance, pivot
-    )
+    at = num_nodes, mean, variance, pivot
+    offset, gain, curvature = _mean_derivatives(lambda x, c: fn(x) - c, 2, *at)
     first, second = jnp.sqrt(variance) * gain, 0.5**0.5 * variance * curvature
 
     def rest_squared(z: Array, x: Array) -> Array:

@@ -160,10 +160,9 @@ def laplace(
         squares |= total(curvature.sums, inputs, {path: bases[path] for path in small})
     silent = [path for path in shapes if not squares[path].any()]
     if silent:
-        warnings.warn(
-            f"`laplace`: the outputs do not depend on {', '.join(silent)}, which keep the prior.",
-            stacklevel=2,
-        )
+        names = ", ".join(silent)
+        message = f"`laplace`: the outputs do not depend on {names}, which keep the prior."
+        warnings.warn(message, stacklevel=2)
 
     layers: dict[str, list[str]] = {}
     for path in known:
@@ -181,11 +180,8 @@ def laplace(
         precisions, variance = optimised(groups, given, noise, outputs, targets)
         pairs = list(zip(groups, precisions, strict=True))
         of = dict(zip(layers, precisions * (len(layers) // len(groups)), strict=True))
-        variances = {
-            path: 1 / (squares[path] / variance + of[layer])
-            for layer, paths in layers.items()
-            for path in paths
-        }
+        own = {path: of[layer] for layer, paths in layers.items() for path in paths}
+        variances = {path: 1 / (squares[path] / variance + own[path]) for path in own}
         evidence = _log_likelihood(name, outputs, targets, variance)
         found = LaplaceReceipt(
             evidence + sum(group.log_evidence(precision, variance) for group, precision in pairs),

@@ -35,11 +35,9 @@ def bias_cov(bias: Posterior | None, size: int, dtype: jnp.dtype) -> Array:
 
 def with_bias(cov: S, bias: Posterior | None) -> S:
     """Covariance of x plus a random bias that all tokens share."""
-    return (
-        cov
-        if bias is None or isinstance(bias, Point)
-        else cov.add(cov.bias_noise(bias.vector_cov()))
-    )
+    if bias is None or isinstance(bias, Point):
+        return cov
+    return cov.add(cov.bias_noise(bias.vector_cov()))
 
 
 @register_fields

@@ -66,9 +66,8 @@ def bayesian(
     split: Any = nnx.split(model, nnx.Param, ...)
     graph, parameters, rest = split
     known = nnx.to_pure_dict(parameters)
-    beliefs = _completed(
-        known, nnx.to_pure_dict(posterior) if isinstance(posterior, nnx.State) else posterior
-    )
+    given = nnx.to_pure_dict(posterior) if isinstance(posterior, nnx.State) else posterior
+    beliefs = _completed(known, given)
 
     def merged(values: Any) -> Any:
         """The model with these parameters, on new variables, which it may write to while traced."""

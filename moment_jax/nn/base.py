@@ -105,10 +105,8 @@ class BayesianModule(nnx.Module):
 
     def mean_network(self) -> nnx.Module:
         """The plain Flax network at the means of the weights."""
-        means = jax.tree.map(
-            lambda belief: belief.mean, self.params, is_leaf=lambda x: isinstance(x, Posterior)
-        )
-        return self.network(means)
+        params, is_belief = self.params, lambda x: isinstance(x, Posterior)
+        return self.network(jax.tree.map(lambda belief: belief.mean, params, is_leaf=is_belief))
 
     @property
     def stages(self) -> list[Stage]:

@@ -66,12 +66,8 @@ class DecoderBlock(WithMemory, Block):
             cov = self._started(type(source_cov), cov)
         elif isinstance(source_cov, Certain):
             source_cov = self._started(type(cov), source_cov)
-        return decoder_block(
-            *(mean, cov, source, source_cov, params),
-            mask=mask,
-            memory_mask=memory_mask,
-            **self.options,
-        )
+        options = {"mask": mask, "memory_mask": memory_mask, **self.options}
+        return decoder_block(mean, cov, source, source_cov, params, **options)
 
 
 class Decoder(WithMemory, Stack):

@@ -142,9 +142,8 @@ class LearnedPositions(BayesianModule):
 
         def add(mean: Array, cov: Covariance) -> Moments:
             cov = self._begun(cov, params)  # whose structure may differ from that of the settings
-            position, noise = embedding(
-                jnp.arange(num_tokens), params, type(cov), landmarks=num_tokens
-            )
+            ids = jnp.arange(num_tokens)
+            position, noise = embedding(ids, params, type(cov), landmarks=num_tokens)
             return mean + position, cov.add(noise)
 
         return self._over_batch(add, (mean, cov))

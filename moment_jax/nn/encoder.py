@@ -129,7 +129,5 @@ class Encoder(Stack):
           valid: (..., T) boolean, False for padding; None for no padding. Padding does not change the
             moments of the other tokens.
         """
-        params = self.params
-        return self._over_batch(
-            lambda m, c, v: self.moments(m, c, params, mask, v), (mean, cov, valid)
-        )
+        params, given = self.params, (mean, cov, valid)
+        return self._over_batch(lambda m, c, v: self.moments(m, c, params, mask, v), given)

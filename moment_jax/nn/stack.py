@@ -165,9 +165,8 @@ class Stack(BayesianModule):
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *beliefs)
             dtype = jnp.result_type(*jax.tree.leaves((at, stacked)))
             at = jax.tree.map(lambda leaf: leaf.astype(dtype), at)
-            at, _ = jax.lax.scan(
-                lambda at, own: (through(self.blocks[0], at, own), None), at, stacked
-            )
+            first = self.blocks[0]
+            at, _ = jax.lax.scan(lambda at, own: (through(first, at, own), None), at, stacked)
         else:
             for block, own in zip(self.blocks, beliefs, strict=True):
                 at = through(block, at, own)

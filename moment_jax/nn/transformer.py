@@ -96,9 +96,8 @@ class Transformer(Composite):
             masks = look_at_valid(mask, valid), look_at_valid(memory_mask, known)
             return self.decoder.moments((mean, own), memory, decoder, masks)
 
-        return self._over_batch(
-            moments, (source, source_cov, source_valid), (target, target_cov, target_valid)
-        )
+        given = (source, source_cov, source_valid), (target, target_cov, target_valid)
+        return self._over_batch(moments, *given)
 
 
 class TokenTransformer(Composite):
@@ -134,9 +133,8 @@ class TokenTransformer(Composite):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        self.encoder = Encoder(
-            num_blocks, num_features, num_heads, norm_first=norm_first, rngs=rngs, **options
-        )
+        options = {"norm_first": norm_first, **options}
+        self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
         self.settings = self.encoder.settings
         settings = dataclasses.asdict(self.settings)
         self.embed = Dense(in_features, num_features, rngs=rngs, **settings)

@@ -125,10 +125,6 @@ def monte_carlo_expected_log_likelihood(
             "`monte_carlo_expected_log_likelihood` needs num_samples >= 2 for a standard error. "
             f"Got {num_samples}."
         )
-    keys = jax.random.split(key, num_samples)
-    values = jax.lax.map(
-        lambda one: log_likelihood_fn(posterior_sampler(one)),
-        keys,
-        batch_size=min(batch_size, num_samples),
-    )
+    keys, size = jax.random.split(key, num_samples), min(batch_size, num_samples)
+    values = jax.lax.map(lambda k: log_likelihood_fn(posterior_sampler(k)), keys, batch_size=size)
     return jnp.mean(values, axis=0), jnp.std(values, axis=0, ddof=1) / num_samples**0.5

@@ -164,10 +164,8 @@ def groups_of(tree: Any, blocks: Blocks | None) -> Groups:
 def stack(groups: Groups, tree: Any) -> Matrices:
     """The parameters of every group as one array (L, rows, columns)."""
     leaves = flatten(tree)
-    return {
-        key: jnp.concatenate([block.matrix(leaves) for block in blocks])
-        for key, blocks in groups.items()
-    }
+    parts = {key: [block.matrix(leaves) for block in blocks] for key, blocks in groups.items()}
+    return {key: jnp.concatenate(each) for key, each in parts.items()}
 
 
 def unstack(groups: Groups, matrices: Matrices) -> dict[str, Array]:

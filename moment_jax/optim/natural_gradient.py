@@ -60,10 +60,8 @@ def scale_by_kfac(
                     "KroneckerExpand(), or cg_fac."
                 )
         state = refresh(state)
-        x = {
-            key: apply_inverse(state.inverses.get(key), curvature[key], grad, damping)
-            for key, grad in grads.items()
-        }
+        get = state.inverses.get
+        x = {k: apply_inverse(get(k), curvature[k], grad, damping) for k, grad in grads.items()}
         # x^T (F + damping) x = x . grad, exactly if the inverses are of the current curvature.
         return x, inner(x, grads), state
 
@@ -126,13 +124,9 @@ def scale_by_cg_fac(
     ) -> tuple[Matrices, Array, ConjugateGradientState]:
         kept = None if state.preconditioner is None else refresh(state.preconditioner)
         inverses = {} if kept is None else kept.inverses
-        solved = {
-            key: solution(curvature[key], grad, damping, inverses.get(key))
-            for key, grad in grads.items()
-        }
-        x, residual, iterations, relative = (
-            {key: one[i] for key, one in solved.items()} for i in range(4)
-        )
+        get = inverses.get
+        solved = {k: solution(curvature[k], grad, damping, get(k)) for k, grad in grads.items()}
+        x, residual, iterations, relative = ({k: s[i] for k, s in solved.items()} for i in range(4))
         # x^T (F + damping) x; the damping bounds directions in which F is zero.
         quadratic = inner(x, {key: grads[key] - residual[key] for key in x})
         return x, quadratic, ConjugateGradientState(kept, iterations, relative)

@@ -114,11 +114,8 @@ def _followed(state: SafeguardedState, loss: Array, takes: Array) -> tuple[Array
     distance = jnp.where(first, jnp.abs(loss) / 4, jnp.abs(loss - state.average))
     average = state.average + share * (loss - state.average)
     deviation = state.deviation + share * (distance - state.deviation)
-    return (
-        state.losses + takes,
-        jnp.where(takes, average, state.average),
-        jnp.where(takes, deviation, state.deviation),
-    )
+    average = jnp.where(takes, average, state.average)
+    return state.losses + takes, average, jnp.where(takes, deviation, state.deviation)
 
 
 def curvature_due(state: Any) -> Array:

@@ -95,10 +95,8 @@ def _projected(
     first = np.arange(len(rows))[:, None] * core.width
     if not np.array_equal(rows, first + columns) or len(columns) != core.width:
         return None
-    kernel = select(
-        weight.posterior,
-        as_rows(weight.places, other.contracted, other.free)[np.argsort(columns)],
-    )
+    ordered_rows = as_rows(weight.places, other.contracted, other.free)[np.argsort(columns)]
+    kernel = select(weight.posterior, ordered_rows)
     if kernel is None:
         return None
     places = in_product(node, side, np.arange(node.size))
@@ -174,9 +172,8 @@ def _moments(
 
     mean, out, branches = through_layer(x, cov, attend)
     if level is not None:  # averages of the values
-        pick = jax.nn.one_hot(
-            core.columns[2].ravel(), value.layer.kernel.shape[1], dtype=mean.dtype
-        ).T
+        width = value.layer.kernel.shape[1]
+        pick = jax.nn.one_hot(core.columns[2].ravel(), width, dtype=mean.dtype).T
         average, of_average = dense(even @ source.mean, source.cov.map_tokens(even), value.layer)
         average, of_average = dense(average @ pick, of_average.map_features(pick), output)
         mean = jnp.where(level[:, None], average, mean)

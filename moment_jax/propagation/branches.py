@@ -90,10 +90,9 @@ def itself(x: Sequence) -> Branch:
 
 def _through(cov: Covariance, cross: Array, path: Path) -> Array:
     """Cov[x, path(z)] from Cov[x, z], in `Diagonal` or dense."""
-    output = (
-        jnp.eye(path.hidden.shape[1], dtype=cross.dtype) if path.output is None else path.output
-    )
-    gain = jnp.broadcast_to(path.gain, (cov.shape[0], path.hidden.shape[1]))
+    width = path.hidden.shape[1]
+    output = jnp.eye(width, dtype=cross.dtype) if path.output is None else path.output
+    gain = jnp.broadcast_to(path.gain, (cov.shape[0], width))
     if isinstance(cov, Diagonal):
         return cross * (gain @ (path.hidden.T * output))
     return jnp.einsum("tdsi,if,sf,fo->tdso", cross, path.hidden, gain, output)

@@ -116,9 +116,8 @@ def _quadrature(fn: Callable[[Array], Array], mean: Array, variance: Array) -> E
     """By quadrature; to first order where nodes leave the domain, as a logarithm's near zero do."""
     moments = expectations.elementwise(fn, mean, variance)
     slope = jax.grad(lambda x: jnp.sum(jnp.vectorize(fn)(x)))(mean)
-    first = ElementwiseMoments(
-        jnp.vectorize(fn)(mean), slope**2 * variance, slope, jnp.zeros_like(mean)
-    )
+    at_mean, none = jnp.vectorize(fn)(mean), jnp.zeros_like(mean)
+    first = ElementwiseMoments(at_mean, slope**2 * variance, slope, none)
     known = jnp.isfinite(moments.mean) & jnp.isfinite(moments.variance)
     return jax.tree.map(lambda a, b: jnp.where(known, a, b), moments, first)
 

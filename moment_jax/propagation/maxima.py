@@ -64,9 +64,8 @@ def _larger(propagator: Propagator, node: Node) -> Moments | None:
     variance = pair.difference.variance()
     moments = rectified(sign * (pair.x - pair.y), variance)
     gain = moments.gain
-    rest = moments._replace(
-        variance=moments.variance - gain**2 * variance, gain=jnp.zeros_like(gain)
-    )
+    left = moments.variance - gain**2 * variance
+    rest = moments._replace(variance=left, gain=jnp.zeros_like(gain))
     cov = pair.mixed(gain).add(pair.difference.elementwise(rest))
     propagator.note(node, "maximum" if sign > 0 else "minimum", "operands jointly Gaussian")
     return fresh(pair.y + sign * moments.mean, cov, node.shape, *pair.axes)
@@ -135,11 +134,8 @@ def _winners(mean: Array, cov: Array, x: np.ndarray, y: np.ndarray) -> tuple[Arr
     p = moments.gain[:, None]
     mixed = p * cov[x] + (1 - p) * cov[y]
     linear = p.T * mixed[:, x] + (1 - p.T) * mixed[:, y]
-    rest = moments._replace(
-        variance=moments.variance - moments.gain**2 * jnp.diagonal(between), gain=0 * moments.gain
-    )
-    n = len(x)
-    bent = Full.unchecked(between.reshape(n, 1, n, 1)).elementwise(
-        ElementwiseMoments(*(a[:, None] for a in rest))
-    )
+    left = moments.variance - moments.gain**2 * jnp.diagonal(between)
+    rest = moments._replace(variance=left, gain=0 * moments.gain)
+    columns = ElementwiseMoments(*(a[:, None] for a in rest))
+    bent = Full.unchecked(between[:, None, :, None]).elementwise(columns)
     return mean[y] + moments.mean, linear + bent.cov[:, 0, :, 0]

@@ -138,9 +138,8 @@ def ordered(shape: tuple[int, ...], tokens: Axes, features: Axes) -> np.ndarray:
     """Places of an array's entries in a sequence with these axes."""
     rest = tuple(i for i in range(len(shape)) if i not in (*tokens, *features))
     order = (*rest, *tokens, *features)
-    return (
-        np.arange(math.prod(shape)).reshape([shape[i] for i in order]).transpose(np.argsort(order))
-    )
+    places = np.arange(math.prod(shape)).reshape([shape[i] for i in order])
+    return places.transpose(np.argsort(order))
 
 
 def by_last_axis(ndim: int) -> tuple[Axes, Axes]:

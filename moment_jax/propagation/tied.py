@@ -77,6 +77,5 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
     return Moments(mean + jnp.einsum("tddv->tv", shared), out, found.places)
 
 
-PATTERNS.insert(
-    0, _tied
-)  # before the others, which assume that operands and weights are independent
+# Before the others, which assume that operands and weights are independent.
+PATTERNS.insert(0, _tied)

@@ -115,17 +115,13 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     moments = [propagator.moments(x) for x in parts]
     # Number the entries of all parts, to see where they go.
     ends = np.cumsum([m.places.size for m in moments])
-    ids = [
-        np.arange(end - m.places.size, end, dtype=np.int32).reshape(m.shape)
-        for m, end in zip(moments, ends, strict=True)
-    ]
+    numbers = (np.arange(e - m.places.size, e) for m, e in zip(moments, ends, strict=True))
+    ids = [n.astype(np.int32).reshape(m.shape) for n, m in zip(numbers, moments, strict=True)]
     operands = [*node.operands[: data.start], *ids, *node.operands[data.stop :]]
     shown = np.asarray(evaluate(node.primitive, operands, node.params)[0])
 
-    first = max(
-        (m for x, m in zip(parts, moments, strict=True) if is_random(x)),
-        key=lambda m: m.places.size,
-    )
+    random = (m for x, m in zip(parts, moments, strict=True) if is_random(x))
+    first = max(random, key=lambda m: m.places.size)
     tokens, features = first.natural()
     left = {i for i, n in enumerate(node.shape) if n > 1 and i not in features}
     axes = tuple(sorted({*tokens, *left})), features
