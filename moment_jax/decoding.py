@@ -19,7 +19,7 @@ from jax import Array
 from moment_jax.covariance import Covariance
 from moment_jax.discrete import gumbel_max
 from moment_jax.discrete.sampling import checked_temperature
-from moment_jax.objectives.uncertainty import TokenUncertainty, probabilities_with_uncertainty
+from moment_jax.objectives.predictive import TokenUncertainty, probabilities_with_uncertainty
 
 __all__ = ["Decoded", "greedy", "sample"]
 

@@ -8,6 +8,8 @@ from jax import Array
 
 from moment_jax.xla import materialized
 
+Pair = tuple[Array, Array]
+
 
 class ElementwiseMoments(NamedTuple):
     """Moments of f(x) for x ~ N(m, v), elementwise: four arrays of the shape of m.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.expectations.moments import ElementwiseMoments, evaluated
+from moment_jax.expectations.moments import ElementwiseMoments, Pair, evaluated
 
 ScalarFunction = Callable[[Array], Array]
 # (point x, constant) -> any pytree of scalars.
@@ -90,7 +90,7 @@ def _moments(
 
 @_moments.defjvp
 def _moments_jvp(
-    fn: ScalarFunction, num_nodes: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+    fn: ScalarFunction, num_nodes: int, primals: Pair, tangents: Pair
 ) -> tuple[ElementwiseMoments, ElementwiseMoments]:
     mean, variance = primals[0], jnp.maximum(primals[1], 0.0)
     d_mean, d_variance = tangents

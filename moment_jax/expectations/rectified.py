@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.special import erfc
 
-from moment_jax.expectations.moments import ElementwiseMoments, evaluated
+from moment_jax.expectations.moments import ElementwiseMoments, Pair, evaluated
 
 # Standardised means are clipped here: the density is zero in float64 too, and t^2 cannot overflow.
 _FAR = 40.0
@@ -67,9 +67,7 @@ def _rectified(mean: Array, variance: Array) -> ElementwiseMoments:
 
 
 @_rectified.defjvp
-def _rectified_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[ElementwiseMoments, ElementwiseMoments]:
+def _rectified_jvp(primals: Pair, tangents: Pair) -> tuple[ElementwiseMoments, ElementwiseMoments]:
     mean, variance = primals
     d_mean, d_variance = tangents
     out = _rectified(mean, variance)
@@ -90,7 +88,7 @@ def _rectified_jvp(
     )
 
 
-def _standardise(mean: Array, variance: Array) -> tuple[Array, Array]:
+def _standardise(mean: Array, variance: Array) -> Pair:
     """1 / s and m / s; 0 and +-40 where |m| > 40 s (0 where m = v = 0), so that x counts as constant."""
     # Below this (5e-26 in float32) the v^(-3/2) in second derivatives would overflow.
     usable = variance > float(jnp.finfo(variance.dtype).tiny) ** (2 / 3)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.expectations.moments import checked_row
+from moment_jax.expectations.moments import Pair, checked_row
 from moment_jax.expectations.softmax_mean import expected_softmax, masked_softmax
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
@@ -240,9 +240,7 @@ def _expected(q: Array, cov: Array) -> Array:
 
 
 @_expected.defjvp
-def _expected_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
+def _expected_jvp(primals: Pair, tangents: Pair) -> Pair:
     """Solve dX + dX R X + X R dX = dJ - X dR X."""
     (q, cov), (dq, dcov) = primals, tangents
     x = _expected(q, cov)

@@ -99,9 +99,13 @@ def _listed(items: Any) -> str:
     return ", ".join(map(str, items))
 
 
-def as_targets(targets: Any, likelihood: type, num_outputs: int) -> np.ndarray:
-    """The targets: (N,) class integers, or (N, D) numbers in single precision."""
-    y = np.asarray(targets)
+def checked_data(data: Any, likelihood: type, num_outputs: int, like: Inputs | None = None) -> Data:
+    """Inputs and targets of one length: in single precision and, with `like`, as in training.
+
+    Targets are (N,) class integers, or (N, D) numbers.
+    """
+    given, targets = examples("fit", data)
+    inputs, y = as_inputs(given, like), np.asarray(targets)
     if likelihood is Categorical:
         if y.ndim != 1 or y.dtype.kind not in "iu" or (y.size and y.min() < 0):
             fix = "np.unique(labels, return_inverse=True)[1]"
@@ -116,7 +120,7 @@ def as_targets(targets: Any, likelihood: type, num_outputs: int) -> np.ndarray:
                 f"`fit` needs labels from 0 to {num_outputs - 1}, since the model has {num_outputs} "
                 f"outputs. Got {y.max()}. Give the model an output for every class."
             )
-        return y.astype(np.int32)
+        return inputs, y.astype(np.int32)
     y = y[:, None] if y.ndim == 1 else y
     if y.ndim != 2 or y.dtype.kind not in "fiu":
         raise ValueError(
@@ -133,10 +137,4 @@ def as_targets(targets: Any, likelihood: type, num_outputs: int) -> np.ndarray:
         raise ValueError(
             "`fit` needs finite targets, in single precision. Got NaN or infinity; drop these rows."
         )
-    return y
-
-
-def checked_data(data: Any, likelihood: type, num_outputs: int, like: Inputs | None = None) -> Data:
-    """Inputs and targets in single precision, of one length and, with `like`, as in training."""
-    inputs, targets = examples("fit", data)
-    return as_inputs(inputs, like), as_targets(targets, likelihood, num_outputs)
+    return inputs, y

@@ -80,8 +80,8 @@ def check_order(name: str, order: int) -> None:
         )
 
 
-def check_heads(name: str, num_heads: int, *widths: int) -> int:
-    """Raise unless `num_heads` divides every width; return the width of a head."""
+def check_heads(name: str, num_heads: int, *widths: int) -> None:
+    """Raise unless `num_heads` divides every width."""
     try:
         operator.index(num_heads)
     except TypeError:
@@ -95,7 +95,6 @@ def check_heads(name: str, num_heads: int, *widths: int) -> int:
                 f"num_heads={num_heads} and width {width}. Use a divisor of {width}, or kernels "
                 "of another width."
             )
-    return widths[0] // num_heads
 
 
 def check_mask(name: str, mask: Array | None, num_heads: int, queries: int, keys: int) -> None:
@@ -143,12 +142,10 @@ def described(mask: Any) -> str:
 
 def takes(fn: object, num_arguments: int) -> bool:
     """Whether `fn` accepts that many arguments, as far as its signature tells."""
-    if not callable(fn):
-        return False
     try:
-        inspect.signature(fn).bind(*range(num_arguments))
+        inspect.signature(fn).bind(*range(num_arguments))  # type: ignore[arg-type]
     except TypeError:
         return False
     except ValueError:  # no signature
-        return True
+        pass
     return True

@@ -26,11 +26,12 @@ from moment_jax.objectives.metrics import (
     reliability_curve,
 )
 from moment_jax.objectives.predictive import (
+    TokenUncertainty,
     class_probabilities,
     log_class_probabilities,
     predictive_gaussian,
+    token_uncertainty,
 )
-from moment_jax.objectives.uncertainty import TokenUncertainty, token_uncertainty
 
 __all__ = [
     "Bernoulli",

@@ -23,7 +23,7 @@ from jax import Array
 from moment_jax.covariance.numerics import safe_sqrt, vector_variance
 from moment_jax.xla import diagonal_of
 
-Tangents = tuple[Array, Array]
+Pair = tuple[Array, Array]
 
 _GOLDEN = (5**0.5 - 1) / 2
 # Weight of each coordinate in the lattice's worst-case error; 0.03 to 0.3 do equally well.
@@ -122,9 +122,7 @@ def expected_logsumexp(mean: Array, cov: Array, num_points: int) -> Array:
 
 
 @expected_logsumexp.defjvp
-def _expected_logsumexp_jvp(
-    num_points: int, primals: Tangents, tangents: Tangents
-) -> tuple[Array, Array]:
+def _expected_logsumexp_jvp(num_points: int, primals: Pair, tangents: Pair) -> Pair:
     points = gaussian_points(*primals, num_points)
     weights = jax.nn.softmax(points, axis=1)
     mean_dot, cov_dot = tangents
@@ -144,9 +142,7 @@ def log_expected_softmax(mean: Array, cov: Array, num_points: int) -> Array:
 
 
 @log_expected_softmax.defjvp
-def _log_expected_softmax_jvp(
-    num_points: int, primals: Tangents, tangents: Tangents
-) -> tuple[Array, Array]:
+def _log_expected_softmax_jvp(num_points: int, primals: Pair, tangents: Pair) -> Pair:
     log_weights = log_softmax_rows(gaussian_points(*primals, num_points))
     value = log_mean_exp(log_weights)
     possible = value > -jnp.inf
@@ -177,7 +173,7 @@ def log_mean_exp(values: Array) -> Array:
     return jnp.log(jnp.where(some[0], average, 1)) + largest[0]
 
 
-def curvature_terms(weights: Array, cov_dot: Array) -> Tangents:
+def curvature_terms(weights: Array, cov_dot: Array) -> Pair:
     """The diagonal of the covariance's tangent, and the product of each point's weights with it."""
     if cov_dot.ndim == 1:
         return cov_dot, weights * cov_dot[None, :]
