@@ -99,26 +99,13 @@ def decoder_block(
     Assumes that x, the memory and the parameters of all sublayers are mutually independent. From the
     second block on x depends on the memory; that dependence is ignored.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (the others, the results and the errors are those of `encoder_block`):
       memory_mean: mean of the encoder's output, (S, E).
       memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
-      params: beliefs about the parameters.
-      num_heads: number of attention heads.
-      norm_first: False for post-norm, True for pre-norm.
-      activation: an elementwise transform such as `mj.relu` or `mj.gelu`.
-      mask: for self-attention, (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query
-        may look at a key.
+      mask: for self-attention, as there.
       memory_mask: for cross-attention, (T, S), (1, S) or (H, T, S).
-      epsilon: added to the variance in the normalisations.
-      order: 1 (Taylor at the mean, as derived) or 2.
-
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`.
 
     Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width.
       TypeError: if the two covariances have different structures.
 
     Source: Transformer derivation, section 1.1.

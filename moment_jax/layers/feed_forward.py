@@ -54,17 +54,10 @@ def gelu(mean: Array, cov: S) -> tuple[Array, S]:
 def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array, S]:
     """Moments of `fn(x)` for any smooth scalar function, by Gauss-Hermite quadrature.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
-      fn: a smooth JAX function of a scalar, such as `jnp.tanh` (static, so hashable). `relu` and `gelu`
-        are exact.
-
-    Returns:
-      Mean (T, D) and covariance of fn(x), in the structure of `cov`.
+    `fn` is a JAX function of a scalar, such as `jnp.tanh` (static, so hashable); the rest is as in
+    `relu`. `relu` and `gelu` are exact.
 
     Raises:
-      ValueError: if shapes do not fit.
       TypeError: if `fn` is not a function of a scalar.
     """
     check_moments("activation", mean, cov)
