@@ -20,13 +20,3 @@ STRUCTURES: dict[str, type[Covariance]] = {
     structure.__name__: structure for structure in (Diagonal, Separable, Full)
 }
 """Structures that hold a covariance, by name, for command lines and tests."""
-
-__all__ = [
-    "STRUCTURES",
-    "Certain",
-    "Covariance",
-    "Diagonal",
-    "Full",
-    "Separable",
-    "register_fields",
-]

@@ -246,18 +246,19 @@ class PlainTokenTransformer(nnx.Module):
         return self.head(self.encoder(self.positions(self.embed(x))))
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class PlainVisionTransformer(nnx.Module):
-    """Patches, positions (an array), encoder, mean over tokens, linear head."""
+    """Patches, positions, encoder, mean over tokens, linear head."""
 
-    embed: nnx.Linear
-    position: Any
-    encoder: PlainEncoder
-    head: nnx.Linear
-    patches: ScalarFunction
-
-    def __post_init__(self) -> None:
-        self.position = nnx.Param(self.position)
+    def __init__(
+        self,
+        embed: nnx.Linear,
+        position: Array,
+        encoder: PlainEncoder,
+        head: nnx.Linear,
+        patches: ScalarFunction,
+    ) -> None:
+        self.embed, self.encoder, self.head = embed, encoder, head
+        self.position, self.patches = nnx.Param(position), patches
 
     def __call__(self, images: Array) -> Array:
         """(..., height, width[, channels]) -> logits (..., classes)."""

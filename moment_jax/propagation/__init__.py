@@ -1,6 +1,6 @@
 """Moments of any JAX function of random weights."""
 
-from moment_jax.propagation import (  # noqa: F401  (importing them registers their rules)
+from moment_jax.propagation import (  # importing them registers their rules
     attention,
     dense,
     elementwise,
@@ -15,5 +15,3 @@ from moment_jax.propagation.errors import PropagationError
 from moment_jax.propagation.linearisation import linearised
 from moment_jax.propagation.propagator import propagate, propagation_rule
 from moment_jax.propagation.receipt import Receipt, Step
-
-__all__ = ["PropagationError", "Receipt", "Step", "linearised", "propagate", "propagation_rule"]

@@ -3,5 +3,3 @@
 from moment_jax.layers.diagonal.attention import attention
 from moment_jax.layers.diagonal.feed_forward import feed_forward
 from moment_jax.layers.diagonal.norm import norm
-
-__all__ = ["attention", "feed_forward", "norm"]

@@ -3,5 +3,3 @@
 from moment_jax.layers.full.attention import attention
 from moment_jax.layers.full.feed_forward import feed_forward
 from moment_jax.layers.full.norm import norm
-
-__all__ = ["attention", "feed_forward", "norm"]
