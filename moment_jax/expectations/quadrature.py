@@ -35,18 +35,12 @@ def elementwise(
     Price's theorem (dE[g]/dm = E[g'], dE[g]/dv = E[g''] / 2) to any order, so they are finite and right
     at v = 0.
 
-    Args:
+    Args (mean, variance, results and errors are those of `rectified`):
       fn: a function of a scalar, traceable by JAX and four times differentiable.
-      mean: means m, any shape.
-      variance: variances v >= 0, same shape. Negative values (rounding) count as 0.
       num_nodes: evaluations of fn per element, at least 8.
 
-    Returns:
-      Mean, variance, gain and second, each of the shape of mean.
-
     Raises:
-      ValueError: if the shapes differ, num_nodes < 8, or fn does not return a scalar of x's dtype.
-      TypeError: if the arrays are not real floating-point ones.
+      ValueError: if num_nodes < 8, or fn does not return a scalar of x's dtype.
 
     Source: replaces the Taylor step of Transformer derivation, section 4.6; Price (1958).
 

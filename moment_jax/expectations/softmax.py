@@ -57,17 +57,10 @@ def softmax_moments(
     to 1.06 of the sampled one at score sd 1, 0.40 to 1.15 at 2 and 0.36 to 1.24 at 3. Beyond, at sd 10,
     the total variance is up to 1.3 times the sampled one.
 
-    Args:
-      mean: E[s], (C,). Entries of -inf count as masked.
-      cov: Cov[s], (C, C), or (C,) for independent scores.
-      order: 1 or 2.
-      mask: boolean (C,), False for excluded entries, whose mean and covariance are 0.
+    Arguments and errors are those of `softmax_mean`.
 
     Returns:
-      Mean (C,) and covariance (C, C), positive semidefinite, with rows that sum to 0.
-
-    Raises:
-      ValueError: if shapes do not fit, or order is neither 1 nor 2.
+      Mean (C,) and covariance (C, C), positive semidefinite, with rows that sum to 0; 0 where masked.
 
     Source: Transformer derivation, Prop. 3.
     """
@@ -124,16 +117,10 @@ def logsumexp_mean(mean: Array, cov: Array, *, mask: Array | None = None) -> Arr
     0.0004, 0.04 and 0.5 at score sd 0.3, 1 and 2 (16 scores). The best a would reduce that by less than
     a fiftieth, and by up to a tenth for rank-one noise of sd 2 or more.
 
-    Args:
-      mean: E[s], (C,). Entries of -inf count as masked.
-      cov: Cov[s], (C, C), or (C,) for independent scores.
-      mask: boolean (C,), False for excluded entries.
+    Arguments and errors are those of `softmax_mean`.
 
     Returns:
       The bound, a scalar (-inf if every entry is masked).
-
-    Raises:
-      ValueError: if shapes do not fit.
 
     Source: Knowles and Minka (2011), "Non-conjugate variational message passing", section 5.
     """

@@ -10,9 +10,10 @@ from moment_jax.covariance.token_gram import TokenGram, count_of
 from moment_jax.layers.checks import (
     check_heads,
     check_kernel,
-    check_mask,
     check_moments,
     check_order,
+    described,
+    is_boolean,
 )
 from moment_jax.layers.params import AttentionParams, S
 from moment_jax.layers.rules import Attending, rules_of
@@ -149,7 +150,14 @@ def attended(
             "Use the same H K for all three."
         )
     check_kernel(name, widths[2], params.output.kernel)
-    check_mask(name, mask, num_heads, len(mean), len(source))
+    queries, keys = len(mean), len(source)
+    allowed = (queries, keys), (1, keys), (num_heads, queries, keys)
+    if mask is not None and not is_boolean(mask, *allowed):
+        raise ValueError(
+            f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]}, {allowed[1]} for "
+            f"all queries, or (heads, queries, keys) == {allowed[2]}, True where a query may look. Got "
+            f"{described(mask)}. Use jnp.asarray(mask, bool) in one of these shapes."
+        )
     tokens = getattr(source_cov, "tokens", None)
     if mask is not None and mask.shape[-2] > 1 and isinstance(tokens, TokenGram):
         raise ValueError(

@@ -97,27 +97,6 @@ def check_heads(name: str, num_heads: int, *widths: int) -> None:
             )
 
 
-def check_mask(name: str, mask: Array | None, num_heads: int, queries: int, keys: int) -> None:
-    """Raise unless `mask` is boolean and of shape (T, S), (1, S) or (H, T, S)."""
-    if mask is None:
-        return
-    allowed = ((queries, keys), (1, keys), (num_heads, queries, keys))
-    if not is_boolean(mask, *allowed):
-        raise ValueError(
-            f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]}, {allowed[1]} for "
-            f"all queries, or (heads, queries, keys) == {allowed[2]}, True where a query may look. Got "
-            f"{described(mask)}. Use jnp.asarray(mask, bool) in one of these shapes."
-        )
-
-
-def check_epsilon(name: str, epsilon: Array | float) -> None:
-    """Raise if `epsilon` is known and negative."""
-    if not isinstance(epsilon, jax.core.Tracer) and epsilon < 0:
-        raise ValueError(
-            f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
-        )
-
-
 def check_row_mask(name: str, mask: Array, shape: tuple[int, ...]) -> None:
     """Raise unless `mask` is boolean and has this shape."""
     if not is_boolean(mask, shape):

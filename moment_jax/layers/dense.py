@@ -36,8 +36,7 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
 
     Source: Transformer derivation, Prop. 1, Prop. 2 (its trace transposed) and section 4.2.
 
-    >>> import jax.numpy as jnp
-    >>> import moment_jax as mj
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> kernel = mj.posterior.Factorized(jnp.eye(2), jnp.full((2, 2), 0.5))
     >>> mean, cov = mj.dense(jnp.ones((1, 2)), mj.Diagonal.zeros((1, 2)), mj.DenseParams(kernel))
     >>> print(mean, cov.variance())

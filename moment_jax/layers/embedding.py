@@ -35,8 +35,7 @@ def embedding(
       ValueError: if `ids` is not one nonempty sequence of integers, or is known and out of range.
       TypeError: if `table` is not a belief about a matrix, or `structure` is not a structure.
 
-    >>> import jax.numpy as jnp
-    >>> import moment_jax as mj
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> table = mj.posterior.Factorized(jnp.eye(3), jnp.full((3, 3), 0.25))
     >>> mean, cov = mj.embedding(jnp.array([2, 0, 2]), table, mj.Separable)
     >>> print(mean[0], cov.tokens[0].round(3))

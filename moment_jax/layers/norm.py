@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import jax
 from jax import Array
 
-from moment_jax.layers.checks import check_epsilon, check_moments, check_order, check_vector
+from moment_jax.layers.checks import check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams, S
 from moment_jax.layers.rules import rules_of
 from moment_jax.posterior import Point
@@ -53,8 +54,7 @@ def rms_norm(
 
     Arguments, results and assumptions are those of `layer_norm`; nothing is centred.
 
-    >>> import jax.numpy as jnp
-    >>> import moment_jax as mj
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> mean, cov = mj.rms_norm(2 * jnp.eye(2), mj.Diagonal.zeros((2, 2)), mj.NormParams())
     >>> print(mean.round(3)[0])
     [1.414 0.   ]
@@ -69,7 +69,10 @@ def normalized(
     name = "layer_norm" if centres else "rms_norm"
     check_moments(name, mean, cov)
     check_order(name, order)
-    check_epsilon(name, epsilon)
+    if not isinstance(epsilon, jax.core.Tracer) and epsilon < 0:
+        raise ValueError(
+            f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
+        )
     rule = rules_of(cov).norm
     mean, cov, cross = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
     gain, bias = params.scale, params.bias

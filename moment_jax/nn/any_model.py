@@ -48,8 +48,7 @@ def bayesian(
       TypeError: if `model` is no module. ValueError: if the beliefs do not fit the parameters, or the
         model is in training mode.
 
-    >>> import jax.numpy as jnp
-    >>> import moment_jax as mj
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> first, second = (nnx.Linear(3, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1))
     >>> model = nnx.Sequential(first, jax.nn.gelu, second)
     >>> weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))

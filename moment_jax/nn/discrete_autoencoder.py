@@ -225,9 +225,8 @@ class DiscreteAutoencoder(CodedImages, Composite):
 
     Source: handwritten notes, x -> Enc -> pi, z ~ Mult(z | pi) -> Dec -> x_hat.
 
-    >>> import jax, jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp, moment_jax as mj
     >>> from flax import nnx
-    >>> import moment_jax as mj
     >>> model = mj.nn.DiscreteAutoencoder(image_size=4, patch_size=2, num_codes=3, num_features=4,
     ...     num_heads=2, structure=mj.Diagonal, rngs=nnx.Rngs(0))
     >>> images = jnp.ones((5, 4, 4))

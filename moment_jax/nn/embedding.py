@@ -30,9 +30,8 @@ class Embedding(BayesianModule):
     Raises:
       ValueError: if a size is below one.
 
-    >>> import jax.numpy as jnp
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> from flax import nnx
-    >>> import moment_jax as mj
     >>> table = mj.nn.Embedding(10, 4, rngs=nnx.Rngs(0))
     >>> mean, cov = table(jnp.array([[1, 2, 1], [0, 9, 3]]))
     >>> logits, logit_cov = table.attend(mean, cov)

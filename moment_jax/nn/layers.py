@@ -23,9 +23,8 @@ class Dense(BayesianModule):
       out_features: number of output features.
       use_bias: whether there is a bias.
 
-    >>> import jax.numpy as jnp
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> from flax import nnx
-    >>> import moment_jax as mj
     >>> layer = mj.nn.Dense(3, 2, rngs=nnx.Rngs(0))
     >>> mean, cov = layer(jnp.ones((5, 4, 3)))
     >>> mean.shape, cov.shape

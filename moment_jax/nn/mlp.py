@@ -28,9 +28,8 @@ class MLP(BayesianModule):
       features: widths, from the input's to the output's.
       activation: "relu", "gelu", "tanh" or "silu".
 
-    >>> import jax.numpy as jnp
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> from flax import nnx
-    >>> import moment_jax as mj
     >>> mlp = mj.nn.MLP([8, 16, 2], structure=mj.Full, rngs=nnx.Rngs(0))
     >>> mean, cov = mlp(jnp.ones((10, 1, 8)))
     >>> mean.shape, cov.cov.shape

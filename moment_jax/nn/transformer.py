@@ -33,9 +33,8 @@ class Transformer(Composite):
 
     Source: Transformer derivation, section 1.1.
 
-    >>> import jax.numpy as jnp
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> from flax import nnx
-    >>> import moment_jax as mj
     >>> model = mj.nn.Transformer(4, 2, 1, hidden_features=4, structure=mj.Diagonal, rngs=nnx.Rngs(0))
     >>> source, target = jnp.ones((5, 4)), jnp.ones((3, 4))
     >>> mean, cov = model(source, target, mask=jnp.tril(jnp.ones((3, 3), bool)))

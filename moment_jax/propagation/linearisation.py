@@ -44,8 +44,7 @@ def linearised(
     Raises:
       ValueError: if a `Full` covariance would have more than 2^28 entries.
 
-    >>> import jax.numpy as jnp
-    >>> import moment_jax as mj
+    >>> import jax.numpy as jnp, moment_jax as mj
     >>> belief = mj.posterior.Factorized(jnp.ones((2, 1)), jnp.full((2, 1), 0.5))
     >>> mean, cov = mj.linearised(lambda w, x: x @ w)(belief, jnp.ones(2))
     >>> print(mean, cov.variance())

@@ -123,8 +123,7 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
     parameters. It returns the moments of the result in the same (T, D) layout, and takes precedence over
     the library's rules. Primitives have the names that `jax.make_jaxpr` prints.
 
-    >>> import jax, jax.numpy as jnp
-    >>> import moment_jax as mj
+    >>> import jax, jax.numpy as jnp, moment_jax as mj
     >>> @mj.propagation_rule("asinh")
     ... def asinh(mean, cov):
     ...     return mj.activation(mean, cov, jnp.arcsinh)
@@ -184,8 +183,7 @@ def propagate(
     Raises:
       PropagationError: if an operation has no rule; names the line it came from.
 
-    >>> import jax, jax.numpy as jnp
-    >>> import moment_jax as mj
+    >>> import jax, jax.numpy as jnp, moment_jax as mj
     >>> belief = mj.posterior.Factorized(jnp.ones((2, 3)), jnp.full((2, 3), 0.25))
     >>> mean, cov = mj.propagate(lambda w, x: jnp.tanh(x @ w))(belief, jnp.ones(2))
     >>> print(mean.shape, cov.variance().round(2))
