@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 from jax import Array
 
+from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.inference.data import (
     Data,
@@ -25,14 +26,7 @@ from moment_jax.inference.data import (
     examples,
 )
 from moment_jax.nn import DEFAULT_STRUCTURE, bayesian
-from moment_jax.objectives import (
-    Categorical,
-    Gaussian,
-    class_probabilities,
-    expected_log_likelihood,
-    kl_warmup,
-    log_marginal,
-)
+from moment_jax.objectives import Categorical, Gaussian
 from moment_jax.objectives.moments import logits_cov
 from moment_jax.posterior import Factorized
 
@@ -130,7 +124,7 @@ class Objective:
     @partial(jax.jit, static_argnums=0)
     def log_densities(self, belief: Belief, rest: Any, inputs: Any, targets: Array) -> Array:
         """Log predictive density of each target, (N,), in nats."""
-        return self._of_each(log_marginal, belief, rest, inputs, targets)
+        return self._of_each(objectives.log_marginal, belief, rest, inputs, targets)
 
     @partial(jax.jit, static_argnums=0)
     def train(
@@ -143,8 +137,8 @@ class Objective:
         optimizer = optax.adam(rate)
 
         def loss(belief: Belief, inputs: Any, targets: Array, step: Array) -> Array:
-            fit = self._of_each(expected_log_likelihood, belief, rest, inputs, targets)
-            weight = self.kl_weight * kl_warmup(step, self.warm_up)
+            fit = self._of_each(objectives.expected_log_likelihood, belief, rest, inputs, targets)
+            weight = self.kl_weight * objectives.kl_warmup(step, self.warm_up)
             return -jnp.mean(fit) + weight * belief.kl() / size
 
         def one(state: Training, batch: Any) -> tuple[Training, Array]:
@@ -190,7 +184,7 @@ class Fitted:
     def predict_proba(self, inputs: Any) -> np.ndarray:
         """Predictive probabilities of the classes, (N, C)."""
         self._needs(Categorical, "predict_proba", "predict")
-        fn = jax.jit(lambda moments: class_probabilities(*moments))
+        fn = jax.jit(lambda moments: objectives.class_probabilities(*moments))
         return in_batches(fn, self._moments(inputs), self._num_outputs)
 
     def log_prob(self, inputs: Any, targets: Any) -> np.ndarray:

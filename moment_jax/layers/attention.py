@@ -7,14 +7,7 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.token_gram import TokenGram, count_of
-from moment_jax.layers.checks import (
-    check_heads,
-    check_kernel,
-    check_moments,
-    check_order,
-    described,
-    is_boolean,
-)
+from moment_jax.layers import checks
 from moment_jax.layers.params import AttentionParams, S
 from moment_jax.layers.rules import Attending, rules_of
 from moment_jax.layers.seen import pool_seen
@@ -128,35 +121,35 @@ def attended(
     (T, K, K): rotary positions.
     """
     name = "attention" if memory is None else "cross_attention"
-    check_moments(name, mean, cov)
-    check_order(name, order)
+    checks.check_moments(name, mean, cov)
+    checks.check_order(name, order)
     source, source_cov = (mean, cov) if memory is None else memory
     if memory is not None:
-        check_moments("cross_attention's memory", source, source_cov)
+        checks.check_moments("cross_attention's memory", source, source_cov)
         if type(source_cov) is not type(cov):
             raise TypeError(
                 f"`{name}` needs x and the memory in one structure. Got {type(cov).__name__} and "
                 f"{type(source_cov).__name__}. Use {type(cov).__name__}.project(cov.to_dense()), or "
                 "one structure for encoder and decoder."
             )
-    check_kernel(name, mean.shape[1], params.query.kernel)
+    checks.check_kernel(name, mean.shape[1], params.query.kernel)
     for projection in (params.key, params.value):
-        check_kernel(name, source.shape[1], projection.kernel)
+        checks.check_kernel(name, source.shape[1], projection.kernel)
     widths = [p.kernel.shape[1] for p in (params.query, params.key, params.value)]
-    check_heads(name, num_heads, *widths)
+    checks.check_heads(name, num_heads, *widths)
     if len(set(widths)) > 1:
         raise ValueError(
             f"`{name}` needs query, key and value kernels of one width (D, H K). Got widths {widths}. "
             "Use the same H K for all three."
         )
-    check_kernel(name, widths[2], params.output.kernel)
+    checks.check_kernel(name, widths[2], params.output.kernel)
     queries, keys = len(mean), len(source)
     allowed = (queries, keys), (1, keys), (num_heads, queries, keys)
-    if mask is not None and not is_boolean(mask, *allowed):
+    if mask is not None and not checks.is_boolean(mask, *allowed):
         raise ValueError(
             f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]}, {allowed[1]} for "
             f"all queries, or (heads, queries, keys) == {allowed[2]}, True where a query may look. Got "
-            f"{described(mask)}. Use jnp.asarray(mask, bool) in one of these shapes."
+            f"{checks.described(mask)}. Use jnp.asarray(mask, bool) in one of these shapes."
         )
     tokens = getattr(source_cov, "tokens", None)
     if mask is not None and mask.shape[-2] > 1 and isinstance(tokens, TokenGram):

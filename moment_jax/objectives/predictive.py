@@ -8,16 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.fields import check_array
-from moment_jax.objectives import likelihoods
-from moment_jax.objectives.cubature import (
-    Pair,
-    count_points,
-    curvature_terms,
-    gaussian_points,
-    log_expected_softmax,
-    log_mean_exp,
-    log_softmax_rows,
-)
+from moment_jax.objectives import cubature, likelihoods
+from moment_jax.objectives.cubature import Pair, count_points
 from moment_jax.objectives.densities import bounded_exp
 from moment_jax.objectives.likelihoods import Gaussian, HeteroscedasticGaussian
 from moment_jax.objectives.moments import (
@@ -36,7 +28,7 @@ def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = N
     """
     spread = logits_cov("class_probabilities", mean, cov)
     count = count_points(num_points, default=512)
-    return over_batch(lambda m, c: log_expected_softmax(m, c, count), mean, spread)
+    return over_batch(lambda m, c: cubature.log_expected_softmax(m, c, count), mean, spread)
 
 
 def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
@@ -170,8 +162,8 @@ def probabilities_with_uncertainty(
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _parts(mean: Array, cov: Array, num_points: int) -> tuple[Array, Array, Array]:
     """Log E[softmax], E[H[softmax]] and E[KL(softmax || E[softmax])]."""
-    log_weights = log_softmax_rows(gaussian_points(mean, cov, num_points))
-    log_probs = log_mean_exp(log_weights)
+    log_weights = cubature.log_softmax_rows(cubature.gaussian_points(mean, cov, num_points))
+    log_probs = cubature.log_mean_exp(log_weights)
     divergence = jnp.sum(_divergence_terms(log_weights, log_probs[None, :]), axis=1)
     return log_probs, jnp.mean(_entropy(log_weights)), jnp.mean(divergence)
 
@@ -185,18 +177,18 @@ def _parts_jvp(
     With p = softmax(f) and d = log p + H: g' = -p d, g'' = p p^T (1 + d_i + d_j) - diag(p (1 + d)).
     """
     value = _parts(*primals, num_points)
-    log_weights = log_softmax_rows(gaussian_points(*primals, num_points))
+    log_weights = cubature.log_softmax_rows(cubature.gaussian_points(*primals, num_points))
     weights = jnp.exp(log_weights)
     mean_dot, cov_dot = tangents
     deviation = _finite(log_weights) + _entropy(log_weights)[:, None]
-    diagonal, pulled = curvature_terms(weights, cov_dot)
+    diagonal, pulled = cubature.curvature_terms(weights, cov_dot)
     slope = -(weights * deviation) @ mean_dot
     curved = (weights * (1 + deviation)) @ diagonal
     paired = jnp.sum(pulled * weights * (1 + 2 * deviation), axis=1)
     aleatoric_dot = jnp.mean(slope + (paired - curved) / 2)
 
     log_probs, log_probs_dot = jax.jvp(
-        lambda mean, cov: log_expected_softmax(mean, cov, num_points), primals, tangents
+        lambda mean, cov: cubature.log_expected_softmax(mean, cov, num_points), primals, tangents
     )
     surprise = jnp.exp(log_probs) * (1 + _finite(log_probs))
     total_dot = -jnp.sum(surprise * log_probs_dot)

@@ -18,22 +18,13 @@ from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams, with_bias
 from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Factorized, OutputShared, Point
+from moment_jax.propagation import regions
 from moment_jax.propagation.branches import through_layer
 from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.moments import Moments, as_rows, ordered
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
-from moment_jax.propagation.regions import (
-    BY_ROW,
-    between,
-    compute,
-    follow,
-    probe,
-    sources,
-    stand_in,
-    weights_of,
-)
 from moment_jax.propagation.weights import Weight, overlap, select
 
 
@@ -231,7 +222,7 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         return None
     for side in (0, 1):
         weights, values = node.operands[side], node.operands[1 - side]
-        found = sources(weights, lambda n: n.op in BY_ROW)
+        found = regions.sources(weights, lambda n: n.op in regions.BY_ROW)
         scores = next((x for x in found if x.op == "dot_general"), None)
         if scores is None or len(scores.nodes) != 2:
             continue
@@ -252,10 +243,9 @@ def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
     before = [weights_in(part.source) for part in parts]
     starts = (part.source if isinstance(part.source, Node) else None for part in parts)
     pairs = list(zip(nodes, starts, strict=True))
-    after = [weights_of(*pair) for pair in pairs]
-    if any(n.tied for pair in pairs for n in between(*pair)) or any(
-        overlap(a, b) for a in after for b in before
-    ):
+    after = [regions.weights_of(*pair) for pair in pairs]
+    tied = any(n.tied for pair in pairs for n in regions.between(*pair))
+    if tied or any(overlap(a, b) for a in after for b in before):
         return False
     for i, j in itertools.combinations(range(3), 2):
         a, b = parts[i], parts[j]
@@ -278,7 +268,8 @@ def _read(
     width = core.columns[0].shape[1]
     zero = np.zeros(scores.shape, scores.dtype)
     x = np.random.default_rng(0).normal(size=scores.shape)
-    flat, noisy = (probe(weights, scores, s, stand_in).ravel()[at_weights] for s in (zero, x))
+    seen = (regions.probe(weights, scores, s, regions.stand_in) for s in (zero, x))
+    flat, noisy = (values.ravel()[at_weights] for values in seen)
     by_scores = _rows(flat, noisy)
     used, noisy = x.ravel()[at_scores], np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
     if by_scores.level is not None:  # known to be: no scores there
@@ -292,7 +283,7 @@ def _read(
     eps = float(jnp.finfo(scores.dtype).eps)
     if not np.allclose(noisy, expected, atol=1e4 * eps):
         return None  # biases of scores, soft caps, sinks
-    found = [compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
+    found = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
     rows = by_scores
     if not all(map(is_known, found)):
         rows = _rows(*(y.reshape(-1)[at_weights] for y in found))
@@ -343,7 +334,7 @@ def _find_layout(
     and the right factor of the scores, and the values.
     """
     left, right, value = parts
-    shown = follow(weights, scores)
+    shown = regions.follow(weights, scores)
     if shown is None:
         return None
     own, other = factors(node)[side], factors(node)[1 - side]
