@@ -31,12 +31,10 @@ class ElementwiseMoments(NamedTuple):
     second: Array
 
 
-def evaluated(
-    name: str,
-    function: Callable[[Array, Array], ElementwiseMoments],
-    mean: Array,
-    variance: Array,
-) -> ElementwiseMoments:
+Formula = Callable[[Array, Array], ElementwiseMoments]  # of mean and variance
+
+
+def evaluated(name: str, function: Formula, mean: Array, variance: Array) -> ElementwiseMoments:
     """Call `function` with checked arguments in their common dtype; half precision goes through float32.
 
     `name` is the public function, for error messages.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from moment_jax.optim import layer_blocks as layers
 from moment_jax.optim.damping import (
     Adaptive,
     AdaptiveDamping,
@@ -21,17 +22,7 @@ from moment_jax.optim.damping import (
 )
 from moment_jax.optim.factors import Factors, RowFactor, averaged
 from moment_jax.optim.inverses import refreshed
-from moment_jax.optim.layer_blocks import (
-    Blocks,
-    Groups,
-    Matrices,
-    empty_averages,
-    groups_of,
-    stack,
-    stack_factors,
-    unflatten,
-    unstack,
-)
+from moment_jax.optim.layer_blocks import Blocks, Groups, Matrices
 
 
 class SecondOrderState(NamedTuple):
@@ -76,7 +67,7 @@ def scale_by_second_order(
 
     def init(params: optax.Params) -> SecondOrderState:
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
-        empty = empty_averages(groups_of(params, blocks), dtype)
+        empty = layers.empty_averages(layers.groups_of(params, blocks), dtype)
         # Every array is a new one, because an array can be donated only once.
         return SecondOrderState(
             step=jnp.int32(0),
@@ -106,19 +97,19 @@ def scale_by_second_order(
                 f"`{name}` adapts to the last step, so it needs update(grads, state, params, "
                 "factors=factors). Got no params."
             )
-        groups, back = groups_of(updates, blocks), jnp.asarray(taken_back)
+        groups, back = layers.groups_of(updates, blocks), jnp.asarray(taken_back)
         curvature, fresh = _curvature(name, groups, factors, state.curvature, decay)
         known = jnp.all(jnp.stack([f.weight > 0 for f in curvature.values()]))
         ready = known & _all_finite(updates)
         grads = {
             key: jnp.where(ready, grad, 0).astype(jnp.promote_types(grad.dtype, jnp.float32))
-            for key, grad in stack(groups, updates).items()
+            for key, grad in layers.stack(groups, updates).items()
         }
         gamma, last = current(damping, state.step, state.damping), None
         if adapts:
             moved = jax.tree.map(lambda new, old: new - old, params, state.previous)
             last = LastStep.judged(
-                stack(groups, moved), grads, curvature, gamma, state.ratio, fresh
+                layers.stack(groups, moved), grads, curvature, gamma, state.ratio, fresh
             )
         refresh = partial(refreshed, curvature, gamma, fresh, ready, refresh_every)
         x, quadratic, solver = solve(curvature, grads, gamma, state.solver, refresh)
@@ -141,9 +132,9 @@ def scale_by_second_order(
             direction = clip.astype(x.dtype) * x
             return jnp.where(ready & jnp.all(jnp.isfinite(direction)), direction, 0)
 
-        result = unstack(groups, {key: scaled(each) for key, each in x.items()})
+        result = layers.unstack(groups, {key: scaled(each) for key, each in x.items()})
         step, every = state.step + ready, jnp.asarray(curvature_every, jnp.int32)
-        return unflatten(updates, result), SecondOrderState(
+        return layers.unflatten(updates, result), SecondOrderState(
             step=step,
             due=(step < every) | (step % every == 0) | ~known,
             damping=gamma,
@@ -169,7 +160,7 @@ def _curvature(
             "mj.optim.value_grad_and_factors. Got none, and the step would be zero. For steps without "
             "new curvature give it when=mj.optim.curvature_due(state); the factors then have weight 0."
         )
-    new = stack_factors(groups, factors)
+    new = layers.stack_factors(groups, factors)
     # Asked before stacking, which avoids storing the stacked array.
     good = _all_finite([factors[block.name] for blocks in groups.values() for block in blocks])
     if decay is None:

@@ -7,15 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax import posterior as families
 from moment_jax.covariance import Diagonal, Full
-from moment_jax.posterior import (
-    FullNormal,
-    KroneckerEigen,
-    MatrixNormal,
-    Point,
-    Posterior,
-    Reshaped,
-)
+from moment_jax.posterior import Posterior
 from moment_jax.propagation.errors import explain
 
 LARGEST = 2**28  # most entries of a `Full` covariance, 1 GiB in float32
@@ -54,7 +48,6 @@ def linearised(
         raise TypeError(
             f"`linearised(fn)` needs a function fn(params, x). Got {type(fn).__name__}."
         )
-
     if structure not in (Full, Diagonal):
         raise TypeError(f"`linearised` keeps mj.Full or mj.Diagonal. Got {structure!r}.")
 
@@ -99,23 +92,23 @@ def linearised(
 
 def carried(belief: Posterior, jacobian: Array) -> Array:
     """J Cov J^T of one weight array, for J of shape (N, size of the array)."""
-    if isinstance(belief, Point):
+    if isinstance(belief, families.Point):
         return jnp.zeros((), jacobian.dtype)
     return covariance_with(belief, jacobian) @ jacobian.T
 
 
 def covariance_with(belief: Posterior, jacobian: Array) -> Array:
     """J Cov, the covariance of J w and w, (N, size of the array)."""
-    if isinstance(belief, Reshaped):
+    if isinstance(belief, families.Reshaped):
         return covariance_with(belief.belief, jacobian)
-    if isinstance(belief, FullNormal):
+    if isinstance(belief, families.FullNormal):
         n = belief.mean.size
         return jacobian @ belief.cov.reshape(n, n)
-    if isinstance(belief, MatrixNormal):
+    if isinstance(belief, families.MatrixNormal):
         j = jacobian.reshape(-1, *belief.shape)
         found = jnp.einsum("nio,ij,op->njp", j, belief.in_cov, belief.out_cov)
         return found.reshape(jacobian.shape)
-    if isinstance(belief, KroneckerEigen):
+    if isinstance(belief, families.KroneckerEigen):
         u, w = belief.in_basis, belief.out_basis
         turned = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.shape), u, w)
         found = jnp.einsum("nab,ia,ob->nio", turned * belief.variance[None], u, w)

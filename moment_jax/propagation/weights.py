@@ -143,16 +143,11 @@ def affine(name: str, operands: list[Any]) -> Weight | None:
 
 def rescaled(posterior: Posterior, factor: Any) -> Posterior:
     """The belief about the weights times a number."""
-    mean, square = posterior.mean * factor, jnp.square(factor)
-    if isinstance(posterior, Factorized | OutputShared):
-        return type(posterior)(mean, posterior.variance * square)
-    if isinstance(posterior, FullNormal):
-        return FullNormal(mean, posterior.cov * square)
-    if isinstance(posterior, MatrixNormal):
-        return MatrixNormal(mean, posterior.in_cov * square, posterior.out_cov)
-    if isinstance(posterior, KroneckerEigen):
-        return dataclasses.replace(posterior, mean=mean, variance=posterior.variance * square)
-    return Point(mean)
+    belief: Any = posterior
+    spread = (name for name in ("variance", "cov", "in_cov") if hasattr(belief, name))
+    scaled = {name: getattr(belief, name) * jnp.square(factor) for name in spread}
+    result: Posterior = dataclasses.replace(belief, mean=belief.mean * factor, **scaled)
+    return result
 
 
 def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -> Posterior | None:
