@@ -32,14 +32,8 @@ def attention(
     """The rule of `attention` and `cross_attention`."""
     h, mask, _, turns = attending
     source, source_cov = (mean, cov) if memory is None else memory
-    query, key, value = (
-        dense(x, x_cov, p)[0]
-        for x, x_cov, p in (
-            (mean, cov, params.query),
-            (source, source_cov, params.key),
-            (source, source_cov, params.value),
-        )
-    )
+    query = dense(mean, cov, params.query)[0]
+    key, value = (dense(source, source_cov, p)[0] for p in (params.key, params.value))
     query, key, value = (y.reshape(len(y), h, -1) for y in (query, key, value))
     query, key = (
         y if turn is None else jnp.einsum("thj,tjk->thk", y, turn)

@@ -90,11 +90,8 @@ class Encoder(Stack):
     @property
     def stages(self) -> list[Stage]:
         """The stages of all blocks, and the final normalisation."""
-        stages = [
-            stage._replace(name=f"block {i} {stage.name}")
-            for i, block in enumerate(self.blocks)
-            for stage in block.stages
-        ]
+        each = ((i, stage) for i, block in enumerate(self.blocks) for stage in block.stages)
+        stages = [stage._replace(name=f"block {i} {stage.name}") for i, stage in each]
         return stages if self.final_norm is None else [*stages, self.final_norm.stage("final norm")]
 
     def moments(

@@ -178,12 +178,10 @@ class Stack(BayesianModule):
 
 def _alike(blocks: Sequence[Any], beliefs: Sequence[Any]) -> bool:
     """Whether the blocks differ only in numbers; blocks with pruned heads do not."""
-    layouts = {
-        (
-            *(block.num_heads, block.norm_first, block.activation, block.epsilon),
-            jax.tree.structure(own),
-            *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(own)),
-        )
-        for block, own in zip(blocks, beliefs, strict=True)
-    }
-    return len(layouts) == 1
+
+    def layout(block: Any, own: Any) -> Any:
+        arrays = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(own)]
+        return block.options, jax.tree.structure(own), arrays
+
+    first, *others = map(layout, blocks, beliefs)
+    return all(each == first for each in others)
