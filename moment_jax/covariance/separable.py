@@ -27,13 +27,11 @@ from moment_jax.covariance.numerics import (
 )
 from moment_jax.covariance.numerics import gram as feature_gram
 from moment_jax.covariance.token_gram import (
-    TokenCross,
     TokenGram,
     Tokens,
     at_landmarks,
     correlation,
     count_of,
-    definite_tokens,
     diagonal_of,
     divided,
     form,
@@ -43,7 +41,6 @@ from moment_jax.covariance.token_gram import (
     pulled,
     total,
     whole,
-    with_both,
     with_diagonal,
 )
 from moment_jax.xla import diagonal_matrix
@@ -55,7 +52,7 @@ NARROW = 12  # up to this many features `add_branch` restores positive semidefin
 class Cross(NamedTuple):
     """Cov[x, z] as layers carry it; tr(features) = p^T tokens p where z is as wide as x."""
 
-    tokens: Tokens | TokenCross  # sum_d Cov[x_td, z_sd], (T, T)
+    tokens: Tokens  # sum_d Cov[x_td, z_sd], (T, T)
     features: Array  # Cov[sum_t p_t x_t, sum_s p_s z_s], (D, E)
 
     def rescale(self, gain: Array) -> "Cross":
@@ -343,10 +340,11 @@ class Separable(Covariance):
         own = spread(diagonal_of(cross.tokens), diagonal_of(cross.features))
         bound = safe_sqrt(self.variances) * safe_sqrt(branch.variances)
         variances = self.variances + branch.variances + 2 * jnp.clip(own, -bound, bound)
-        tokens = with_both(self.tokens + branch.tokens, cross.tokens)
+        tokens = self.tokens + branch.tokens + cross.tokens + cross.tokens.T
         features = self.features + branch.features + cross.features + cross.features.T
         if self.shape[1] <= NARROW:
-            tokens, features = definite_tokens(tokens), definite(features)
+            features = definite(features)
+            tokens = tokens if isinstance(tokens, TokenGram) else definite(tokens)
         return self.unchecked(variances, tokens, features, self.pool)
 
 

@@ -18,7 +18,6 @@ from moment_jax import xla
 from moment_jax.covariance.fields import check_fields, register_fields
 from moment_jax.covariance.numerics import (
     correlation_of,
-    definite,
     nonnegative,
     safe_divide,
     safe_sqrt,
@@ -56,44 +55,36 @@ class TokenGram:
         return landmarks(*self.columns.shape[-2:])
 
     def __add__(self, other: Any) -> Self:
-        if isinstance(other, TokenGram):
-            _check_landmarks(self, other)
-            return type(self)(self.columns + other.columns, self.diagonal + other.diagonal)
-        return type(self)(self.columns + self._columns(other), self.diagonal + self._own(other))
+        columns, diagonal = self._parts_of(other)
+        return type(self)(self.columns + columns, self.diagonal + diagonal)
 
     def __mul__(self, other: Any) -> Self:
-        if isinstance(other, TokenGram):
-            _check_landmarks(self, other)
-            return type(self)(self.columns * other.columns, self.diagonal * other.diagonal)
-        return type(self)(self.columns * self._columns(other), self.diagonal * self._own(other))
+        columns, diagonal = self._parts_of(other)
+        return type(self)(self.columns * columns, self.diagonal * diagonal)
 
     __radd__, __rmul__ = __add__, __mul__
 
     def __pow__(self, power: int) -> Self:
         return type(self)(self.columns**power, self.diagonal**power)
 
-    def _columns(self, factor: Any) -> Any:
-        """The columns of a number, or of an array (T, 1), (1, T) or (T, T)."""
-        return factor if jnp.ndim(factor) == 0 or factor.shape[1] == 1 else factor[:, self.places]
+    @property
+    def T(self) -> Self:  # noqa: N802
+        """Itself, for it is symmetric."""
+        return self
 
-    def _own(self, factor: Any) -> Any:
-        if jnp.ndim(factor) == 0:
-            return factor
-        square = factor.shape[0] == factor.shape[1]
-        return xla.diagonal_of(factor) if square else factor.reshape(-1)
+    def _parts_of(self, other: Any) -> tuple[Any, Any]:
+        """Columns and diagonal of a `TokenGram`, a number, or an array (T, 1), (1, T) or (T, T)."""
+        if isinstance(other, TokenGram):
+            _check_landmarks(self, other)
+            return other.columns, other.diagonal
+        if jnp.ndim(other) == 0:
+            return other, other
+        t, s = other.shape
+        own = xla.diagonal_of(other) if t == s else other.reshape(-1)
+        return other if s == 1 else other[:, self.places], own
 
 
 Tokens = Array | TokenGram
-
-
-class TokenCross(NamedTuple):
-    """The matrix G_ts scale_s, (T, T): sum_d Cov[x_td, z_sd] where z is x, each token scaled."""
-
-    gram: TokenGram
-    scale: Array  # (T,)
-
-    def __mul__(self, size: Any) -> TokenCross:
-        return TokenCross(self.gram, self.scale * size)
 
 
 class Nystroem(NamedTuple):
@@ -102,6 +93,10 @@ class Nystroem(NamedTuple):
     left: Array  # (T, r)
     right: Array  # (T, r)
     rest: Array  # (T,)
+
+    @property
+    def ndim(self) -> int:
+        return 2
 
     def __matmul__(self, rows: Array) -> Array:
         return self.left @ (self.right.T @ rows) + self.rest[:, None] * rows
@@ -145,10 +140,8 @@ def at_landmarks(matrix: Array, count: int) -> Tokens:
     return TokenGram(matrix[:, landmarks(len(matrix), count)], xla.diagonal_of(matrix))
 
 
-def diagonal_of(tokens: Tokens | TokenCross) -> Array:
+def diagonal_of(tokens: Tokens) -> Array:
     """The diagonal, (T,)."""
-    if isinstance(tokens, TokenCross):
-        return tokens.gram.diagonal * tokens.scale
     return tokens.diagonal if isinstance(tokens, TokenGram) else xla.diagonal_of(tokens)
 
 
@@ -165,16 +158,15 @@ def symmetric_product(left: Array, right: Array, count: int) -> Tokens:
     if count >= len(left):
         half = left @ right.T
         return 0.5 * (half + half.T)
-    places = landmarks(len(left), count)
-    columns = left @ right[places].T + (left[places] @ right.T).T
-    return TokenGram(0.5 * columns, jnp.sum(left * right, axis=1))
+    return 0.5 * (product(left, right, count) + product(right, left, count))
 
 
-def gram(rows: Array, metric: Array | None, count: int) -> Tokens:
-    """`numerics.gram`."""
-    if count >= len(rows):
+def gram(rows: Array, metric: Array | Nystroem | None, count: int) -> Tokens:
+    """`numerics.gram`, of a metric that may be what `nystroem` gives."""
+    if count >= len(rows) and not isinstance(metric, Nystroem):
         return dense_gram(rows, metric)
-    return product(under(rows, metric), rows, count)
+    mapped: Any = under(rows, metric)  # type: ignore[arg-type]
+    return product(mapped, rows, count)
 
 
 def with_diagonal(tokens: Tokens, added: Array) -> Tokens:
@@ -188,13 +180,8 @@ def with_diagonal(tokens: Tokens, added: Array) -> Tokens:
 
 def clipped(tokens: Tokens, bound: Array) -> Tokens:
     """G with entries between -bound_t bound_s and bound_t bound_s, bound (T,)."""
-    if not isinstance(tokens, TokenGram):
-        bound = bound[:, None] * bound[None, :]
-        return jnp.clip(tokens, -bound, bound)
-    most = bound[:, None] * bound[tokens.places][None, :]
-    return TokenGram(
-        jnp.clip(tokens.columns, -most, most), jnp.clip(tokens.diagonal, -(bound**2), bound**2)
-    )
+    most = bound[:, None] * jax.tree.map(jnp.ones_like, tokens) * bound[None, :]
+    return jax.tree.map(lambda entries, m: jnp.clip(entries, -m, m), tokens, most)
 
 
 def correlation(tokens: Tokens) -> Tokens:
@@ -210,14 +197,7 @@ def correlation(tokens: Tokens) -> Tokens:
 
 def divided(tokens: Tokens, size: Array) -> Tokens:
     """G / size, and 0 where that is 0."""
-    if not isinstance(tokens, TokenGram):
-        return safe_divide(tokens, size)
-    return tokens * safe_divide(jnp.ones((), size.dtype), size)
-
-
-def definite_tokens(tokens: Tokens) -> Tokens:
-    """`numerics.definite`; a `TokenGram` is made so where it multiplies."""
-    return tokens if isinstance(tokens, TokenGram) else definite(tokens)
+    return jax.tree.map(lambda entries: safe_divide(entries, size), tokens)
 
 
 def contrasted(keys: Tokens, seen: Array) -> Tokens:
@@ -248,16 +228,15 @@ def nystroem(tokens: Tokens) -> Array | Nystroem:
     own, places = nonnegative(tokens.diagonal), tokens.places
     inverse = safe_divide(jnp.ones((), own.dtype), safe_sqrt(own[places]))
     columns = tokens.columns * inverse[None, :]
-    left = columns @ _inverse(inverse[:, None] * columns[places])
+    core = inverse[:, None] * columns[places]
+    left = columns @ _inverse(0.5 * (core + core.T))  # approximated columns need not be symmetric
     low = nonnegative(jnp.sum(left * columns, axis=1))
     shrink = jnp.where(low > own, safe_sqrt(safe_divide(own, low)), 1)[:, None]
     return Nystroem(shrink * left, shrink * columns, nonnegative(own - low))
 
 
-def pulled(rows: Array, tokens: Tokens | TokenCross) -> Array:
+def pulled(rows: Array, tokens: Tokens) -> Array:
     """The product rows G, (T,) or (U, T), in which tokens of weight zero have no part."""
-    if isinstance(tokens, TokenCross):
-        return pulled(rows, tokens.gram) * tokens.scale
     if not isinstance(tokens, TokenGram):
         return rows @ tokens
     return rows @ nystroem(seen_only(tokens, jnp.any(jnp.atleast_2d(rows) != 0, axis=0)))
@@ -271,36 +250,23 @@ def seen_only(tokens: Tokens, seen: Array) -> Tokens:
     return tokens * seen[None, :] * seen[:, None]
 
 
-def right_scaled(tokens: Tokens, scale: Array) -> Array | TokenCross:
-    """The matrix G_ts scale_s, scale (T, 1)."""
+def right_scaled(tokens: Tokens, scale: Array) -> Tokens:
+    """The matrix G_ts scale_s, scale (T, 1); of a `TokenGram` its symmetric part."""
     if isinstance(tokens, TokenGram):
-        return TokenCross(tokens, scale[:, 0])
+        return 0.5 * (tokens * scale + tokens * scale.T)
     return tokens * scale.T
 
 
-def through(cross: Tokens | TokenCross, mapping: Array) -> Tokens:
+def through(cross: Tokens, mapping: Array) -> Tokens:
     """X mapping, (T, T), for a covariance X of tokens; of a `TokenGram` the symmetric part."""
-    if not isinstance(cross, TokenGram | TokenCross):
+    if not isinstance(cross, TokenGram):
         return cross @ mapping
     weights = mapping.T
-    if isinstance(cross, TokenGram):
-        cross = TokenCross(cross, jnp.ones_like(cross.diagonal))
-    tokens: Any = seen_only(cross.gram, jnp.any(weights != 0, axis=0))
-    known: Any = nystroem(tokens)
-    scaled = weights * cross.scale[None, :]
-    here = scaled[tokens.places]
-    columns = known @ here.T + scaled @ tokens.columns
-    own = jnp.sum((scaled @ known.left) * known.right, axis=1)
-    own = own + known.rest * xla.diagonal_of(scaled)
-    return TokenGram(0.5 * columns, own)
-
-
-def with_both(tokens: Tokens, cross: Tokens | TokenCross) -> Tokens:
-    """G + X + X^T."""
-    if isinstance(cross, TokenCross):
-        scale = cross.scale
-        return tokens + cross.gram * scale[:, None] + cross.gram * scale[None, :]
-    return tokens + cross + (cross if isinstance(cross, TokenGram) else cross.T)
+    seen: Any = seen_only(cross, jnp.any(weights != 0, axis=0))
+    known: Any = nystroem(seen)
+    own = jnp.sum((weights @ known.left) * known.right, axis=1)
+    own = own + known.rest * xla.diagonal_of(weights)
+    return TokenGram(0.5 * (known @ weights[seen.places].T + weights @ seen.columns), own)
 
 
 def form(rows: Array, tokens: Tokens) -> Array:
@@ -308,13 +274,6 @@ def form(rows: Array, tokens: Tokens) -> Array:
     if not isinstance(tokens, TokenGram):
         return dense_gram(rows, tokens)
     return pulled(rows, tokens) @ rows.T
-
-
-def averages_of(weights: Array, known: Array | Nystroem, count: int) -> Tokens:
-    """W G W^T, (U, U), for weights (U, T) and `nystroem` of G."""
-    if count >= len(weights) and not isinstance(known, Nystroem):
-        return dense_gram(weights, known)
-    return product(weights @ known, weights, count)
 
 
 def spread_within(weights: Array, own: Array, known: Array | Nystroem) -> Array:

@@ -31,7 +31,6 @@ from moment_jax.covariance.token_gram import (
     Nystroem,
     TokenGram,
     Tokens,
-    averages_of,
     clipped,
     contrasted,
     count_of,
@@ -197,7 +196,7 @@ def attention(
     mixed = merge_heads(out.mean)
     gram_tokens = jax.tree.map(lambda each: jnp.sum(each, axis=0), out.tokens)
     gram_tokens = gram_tokens + gram(mixed, noise, count)
-    gram_tokens = gram_tokens + shared * averages_of(jnp.mean(out.weights, axis=0), averaged, count)
+    gram_tokens = gram_tokens + shared * gram(jnp.mean(out.weights, axis=0), averaged, count)
 
     # The sum over queries: averages of values' noise, and every head's own.
     total = jnp.einsum("a,hac->hc", cov.pool, out.weights)
