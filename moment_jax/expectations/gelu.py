@@ -6,6 +6,7 @@ import numpy as np
 from jax.scipy.special import erf
 
 from moment_jax.expectations.moments import ElementwiseMoments, evaluated
+from moment_jax.xla import materialized
 
 
 def gelu(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
@@ -36,15 +37,46 @@ def gelu(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
     return evaluated("gelu", _gelu, mean, variance)
 
 
+@jax.custom_jvp
 def _gelu(mean: jax.Array, variance: jax.Array) -> ElementwiseMoments:
-    v = jnp.where(variance < 0, 0, variance)  # the full derivative at 0, unlike a maximum
+    v = _positive(variance, variance)
+    f = _derivatives(mean, v, 3)
+    spread = v * (f[1] ** 2 + 0.5 * v * (f[2] ** 2 + v / 3 * f[3] ** 2))
+    return ElementwiseMoments(f[0], spread, f[1], 0.5**0.5 * v * f[2])
+
+
+@_gelu.defjvp
+def _gelu_jvp(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[ElementwiseMoments, ElementwiseMoments]:
+    """By Price's theorem dE[f^(k)] is E[f^(k+1)] dm + E[f^(k+2)] dv / 2: a gradient stores little."""
+    mean, variance = primals
+    change, v = tangents[0], _positive(variance, variance)
+    half = 0.5 * _positive(variance, tangents[1])
+    _, f1, f2, f3, f4, f5 = _derivatives(mean, v, 5)
+    by_mean = 2 * v * (f1 * f2 + 0.5 * v * (f2 * f3 + v / 3 * f3 * f4))
+    by_half = 2 * (f1**2 + v * (f1 * f3 + f2**2 + 0.5 * v * (f2 * f4 + f3**2 + v / 3 * f3 * f5)))
+    by_mean, by_half = materialized((by_mean, by_half))
+    return _gelu(mean, variance), ElementwiseMoments(
+        f1 * change + f2 * half,
+        by_mean * change + by_half * half,
+        f2 * change + f3 * half,
+        0.5**0.5 * (v * f3 * change + (2 * f2 + v * f4) * half),
+    )
+
+
+def _positive(variance: jax.Array, array: jax.Array) -> jax.Array:
+    """The array, and 0 below a variance of 0; at 0 the full derivative, unlike a maximum."""
+    return jnp.where(variance < 0, 0, array)
+
+
+def _derivatives(mean: jax.Array, v: jax.Array, count: int) -> list[jax.Array]:
+    """E[f] and the expectations of its first `count` derivatives."""
     r = jax.lax.rsqrt(1 + v)
     t = mean * r
     tail = 0.5 + 0.5 * erf(0.5**0.5 * t)
-    e0 = (0.5 / np.pi) ** 0.5 * r * jnp.exp(-0.5 * t * t)
-    e1 = -r * t * e0
-    e2 = -r * (t * e1 + r * e0)
-    e3 = -r * (t * e2 + 2 * r * e1)
-    f1, f2, f3 = tail - e1, e0 - e2, e1 - e3
-    spread = v * (f1**2 + 0.5 * v * (f2**2 + v / 3 * f3**2))
-    return ElementwiseMoments(mean * tail + v * e0, spread, f1, 0.5**0.5 * v * f2)
+    e = [(0.5 / np.pi) ** 0.5 * r * jnp.exp(-0.5 * t * t)]
+    e.append(-r * t * e[0])
+    for k in range(1, count):
+        e.append(-r * (t * e[k] + k * r * e[k - 1]))
+    return [mean * tail + v * e[0], tail - e[1], *(e[k - 2] - e[k] for k in range(2, count + 1))]
