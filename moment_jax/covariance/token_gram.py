@@ -178,10 +178,11 @@ def with_diagonal(tokens: Tokens, added: Array) -> Tokens:
     return TokenGram(columns, tokens.diagonal + added)
 
 
-def clipped(tokens: Tokens, bound: Array) -> Tokens:
-    """G with entries between -bound_t bound_s and bound_t bound_s, bound (T,)."""
-    most = bound[:, None] * jax.tree.map(jnp.ones_like, tokens) * bound[None, :]
-    return jax.tree.map(lambda entries, m: jnp.clip(entries, -m, m), tokens, most)
+def bounded(tokens: Tokens, sd: Array) -> Tokens:
+    """G whose entries rounding has not lifted beyond sd_t sd_s, sd (T,); bounds count as constant."""
+    sd = jax.lax.stop_gradient(1.001 * sd)
+    most = sd[:, None] * jax.tree.map(jnp.ones_like, tokens) * sd[None, :]
+    return jax.tree.map(lambda entries, m: jax.lax.clamp(-m, entries, m), tokens, most)
 
 
 def correlation(tokens: Tokens) -> Tokens:

@@ -31,7 +31,7 @@ from moment_jax.covariance.token_gram import (
     Nystroem,
     TokenGram,
     Tokens,
-    clipped,
+    bounded,
     contrasted,
     count_of,
     diagonal_of,
@@ -290,9 +290,8 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     gain = jnp.ones_like(pool)
     if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
         second, found = weights @ diagonal_of(values), nonnegative(diagonal_of(by_scores))
-        gain, left = kept_jacobian(found, second, diagonal_of(averages))
-        bound = safe_sqrt(jnp.minimum(gain**2 * found, left))
-        by_scores = clipped(gain[:, None] * by_scores * gain[None, :], bound)
+        gain, _ = kept_jacobian(found, second, diagonal_of(averages))
+        by_scores = bounded(gain[:, None] * by_scores * gain[None, :], gain * safe_sqrt(found))
 
     # Through the scores into the sum over queries: from the spread of the mean values, and of noise.
     size = pool * gain
