@@ -208,7 +208,8 @@ def contrasted(keys: Tokens, seen: Array) -> Tokens:
     `seen`, (S,), which stays semidefinite.
     """
     if not isinstance(keys, TokenGram):
-        own = 0.5 * xla.diagonal_of(keys)
+        keys = xla.materialized(keys)
+        own = xla.materialized(0.5 * xla.diagonal_of(keys))
         return keys - own[:, None] - own[None, :]
     share = seen[keys.places].astype(keys.columns.dtype)
     share = safe_divide(share, jnp.sum(share))

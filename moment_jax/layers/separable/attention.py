@@ -24,7 +24,6 @@ from moment_jax.covariance.numerics import (
     safe_divide,
     safe_sqrt,
     summed_covs,
-    under,
 )
 from moment_jax.covariance.separable import Cross, Separable, kernel_noise, spread
 from moment_jax.covariance.token_gram import (
@@ -91,7 +90,7 @@ def _projection(
     """
     kernel = layer.kernel
     kernels = split_heads(kernel.mean, h)
-    pulled = split_heads(under(kernel.mean.T, features).T, h)
+    pulled = split_heads(_mapped(features, kernel.mean), h)
     by_input = _blocks(kernel_noise(kernel, features, jnp.zeros_like(mean[:1])), h)
     noise = gram(mean, kernel.input_metric(), count)
     projection = Projection(
@@ -103,6 +102,11 @@ def _projection(
         _blocks(bias_cov(layer.bias, kernel.shape[1], mean.dtype), h),
     )
     return projection, divided(noise, weights @ diagonal_of(noise))
+
+
+def _mapped(features: Array, kernel: Array) -> Array:
+    """C kernel, (D, K), of C or of its diagonal."""
+    return features[:, None] * kernel if features.ndim == 1 else features @ kernel
 
 
 def _blocks(cov: Array, num_heads: int) -> Array:
