@@ -359,7 +359,7 @@ def started(
 def average_gain(pool: Array, tokens: Tokens, gain: Array) -> Array:
     """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
     shares = pool * pulled(pool, tokens)
-    return safe_divide(shares, jnp.sum(shares)) @ gain
+    return safe_divide(shares @ gain, jnp.sum(shares))
 
 
 def kernel_noise(weights: RandomKernel, features: Array | None, rows: Array) -> Array:

@@ -56,7 +56,7 @@ def feed_forward(
     gain = average_gain(pool, tokens, moments.gain)
     tokens = tokens * gram(moments.gain, shares, count_of(tokens))
     tokens = with_diagonal(tokens, jnp.sum(rest, axis=1))
-    remaining = pool**2 @ rest
+    remaining = jnp.sum(pool[:, None] ** 2 * rest, axis=0)
     active = gain**2 * own
     if noise.ndim == 1:  # its covariances in the output are left out: they move nothing
         noise = gain**2 * noise + remaining
@@ -69,7 +69,7 @@ def feed_forward(
     # The output.
     jacobian = (first * gain[None, :]) @ second
     features = feature_gram(jacobian.T, cov.features) + by_noise
-    pooled = (pool @ moments.mean)[None]
+    pooled = jnp.sum(pool[:, None] * moments.mean, axis=0, keepdims=True)
     metric = output.kernel.input_metric()
     total = jnp.sum(active)
     size = jnp.sum(diagonal_of(features)) + active @ vector_variance(metric)
