@@ -1,6 +1,6 @@
 """E[softmax(s)] for rows of Gaussian scores, from variances of shrunken contrasts."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None =
     """
     start = _start(mean, cov, mask)
     weights, contrast = start.weights, start.contrast
-    unit = jnp.maximum(1, _highest(contrast, mask))
+    unit = _unit(contrast, mask)
     scaled = weights * (contrast / unit)
     ratio = _quotient(_total(scaled**2), _total(scaled))
     shrink = 1 / (1 + _gain(weights, contrast) * unit * ratio)
@@ -143,16 +143,24 @@ def _last_step(
     return (1 - step) * weights + step * masked_softmax(raised, mask)
 
 
+@jax.custom_jvp
 def masked_softmax(scores: Array, mask: Array | None) -> Array:
     """Softmax over the last axis; exactly zero where masked, and all zero where everything is masked."""
-    if mask is None:
-        return jax.nn.softmax(scores, axis=-1)
-    lowest = jnp.finfo(scores.dtype).min
-    shifted = jnp.where(mask, scores, lowest)
-    shifted = shifted - jax.lax.stop_gradient(jnp.max(shifted, axis=-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, shifted, 0)), 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1)
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    if mask is not None:
+        weights = jnp.where(mask, weights, 0)
+    return weights / _nonzero(_total(weights))
+
+
+@masked_softmax.defjvp
+def _masked_softmax_jvp(
+    primals: tuple[Array, Array | None], tangents: tuple[Array, Any]
+) -> tuple[Array, Array]:
+    weights = masked_softmax(*primals)
+    change = weights * tangents[0]
+    return weights, change - weights * _total(change)
 
 
 def _total(array: Array) -> Array:
@@ -163,6 +171,11 @@ def _highest(scores: Array, mask: Array | None) -> Array:
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     return jnp.max(scores, axis=-1, keepdims=True)
+
+
+def _unit(contrast: Array, mask: Array | None) -> Array:
+    """A unit that keeps squares finite; it cancels, and so counts as constant."""
+    return jnp.maximum(1, jax.lax.stop_gradient(_highest(contrast, mask)))
 
 
 def _nonzero(x: Array) -> Array:
@@ -201,7 +214,7 @@ def _shrinkage(
     weight has a v that vanishes in float32.
     """
     # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2 minus (sum_j a_j (R_ij - (R a)_j))^2.
-    unit = jnp.maximum(1, _highest(contrast, mask))
+    unit = _unit(contrast, mask)
     scaled = pulled / unit
     second = (
         cov.square_matvec(weights, unit)
