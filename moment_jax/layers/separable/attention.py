@@ -68,45 +68,39 @@ class Projection(NamedTuple):
 
     mean: Array  # (T, K)
     kernel: Array  # mean, (D, K)
-    pulled: Array  # C kernel, (D, K); of queries and keys diag(C) kernel
     by_input: Array  # (K, K): noise of x, through the kernel's mean and its noise
     by_kernel: Array  # (K, K): noise of the kernel alone, for the tokens' weighted second moment
     by_bias: Array  # (K, K)
 
     def under(self, metric: Array, pattern: Tokens, noise: Tokens) -> Tokens:
         """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), from the patterns of x and of kernels' noise."""
-        by_input, by_kernel, by_bias = (jnp.sum(part * metric) for part in self[3:])
+        by_input, by_kernel, by_bias = (jnp.sum(part * metric) for part in self[2:])
         return by_input * pattern + by_kernel * noise + by_bias
 
 
 def _projection(
-    mean: Array, features: Array, layer: DenseParams, weights: Array, turn: Array | None, h: int,
-    count: int,
+    mean: Array, features: Array, by_mean: Array | None, layer: DenseParams, weights: Array,
+    turn: Array | None, h: int, count: int,
 ) -> tuple[Projection, Tokens]:  # fmt: skip
     """All heads' projections by a layer, and the token pattern of its kernel's noise, (T, T).
 
-    `features` is C, or its diagonal. `weights` (T,) are those of the tokens over which that pattern's
-    trace is one.
+    `features` is C, or its diagonal, and `by_mean` (H, K, K) what the kernel's mean makes of it.
+    `weights` (T,) are those of the tokens over which that pattern's trace is one.
     """
     kernel = layer.kernel
     kernels = split_heads(kernel.mean, h)
-    pulled = split_heads(_mapped(features, kernel.mean), h)
     by_input = _blocks(kernel_noise(kernel, features, jnp.zeros_like(mean[:1])), h)
+    if by_mean is None:
+        by_mean = jax.vmap(lambda each: feature_gram(each.T, features))(kernels)
     noise = gram(mean, kernel.input_metric(), count)
     projection = Projection(
         turned(split_heads(layer.mean_output(mean), h), turn),
         kernels,
-        pulled,
-        by_input + jnp.swapaxes(kernels, 1, 2) @ pulled,
+        by_input + by_mean,
         _blocks(kernel_noise(kernel, None, safe_sqrt(weights)[:, None] * mean), h),
         _blocks(bias_cov(layer.bias, kernel.shape[1], mean.dtype), h),
     )
     return projection, divided(noise, weights @ diagonal_of(noise))
-
-
-def _mapped(features: Array, kernel: Array) -> Array:
-    """C kernel, (D, K), of C or of its diagonal."""
-    return features[:, None] * kernel if features.ndim == 1 else features @ kernel
 
 
 def _blocks(cov: Array, num_heads: int) -> Array:
@@ -139,6 +133,8 @@ class _Head(NamedTuple):
     value: Projection
     contrasts: Array  # by_kernel of the keys minus their average, (K, K)
     metric: Array  # second moment of the output kernel, (K, K)
+    drawn: Array  # C kernel of the values, (D, K)
+    linked: Array  # sum_k Cov[q_ak, k_ck] of a unit of x's token pattern, ()
     mask: Array | None
 
 
@@ -164,11 +160,19 @@ def attention(
     query_weights = key_weights if memory is None else cov.pool
     count, key_count = count_of(cov.tokens), count_of(source_cov.tokens)
     own, others = diagonal_of(cov.features), diagonal_of(source_cov.features)
-    query, query_noise = _projection(mean, own, params.query, query_weights, turns[0], h, count)
-    key, key_noise = _projection(source, others, params.key, key_weights, turns[1], h, key_count)
-    value, value_noise = _projection(
-        source, source_cov.features, params.value, source_cov.pool, None, h, key_count
+    value_kernel = params.value.kernel.mean
+    drawn = source_cov.features @ value_kernel
+    common = value_kernel.T @ drawn  # noise of x in the values of all heads, (H K, H K)
+    query, query_noise = _projection(
+        mean, own, None, params.query, query_weights, turns[0], h, count
     )
+    key, key_noise = _projection(
+        source, others, None, params.key, key_weights, turns[1], h, key_count
+    )
+    value, value_noise = _projection(
+        source, source_cov.features, _blocks(common, h), params.value, source_cov.pool, None, h,
+        key_count,
+    )  # fmt: skip
     seen = jnp.ones(len(source), bool) if mask is None else jnp.any(mask, axis=(0, 1))
     pattern = seen_only(source_cov.pattern(), seen)
     averaged = nystroem(pattern)
@@ -188,12 +192,11 @@ def attention(
     def one_head(head: _Head) -> _Output:
         return _one_head(head, tokens, attending.order)
 
-    heads = _Head(query, key, value, contrasts, metric, mask)
+    linked = own @ jnp.sum(query.kernel * key.kernel, axis=2).T
+    heads = _Head(query, key, value, contrasts, metric, split_heads(drawn, h), linked, mask)
     out = each_head(one_head, heads, num_scores=h * len(mean) * len(source))
 
     # All heads average the same noise of x in the values; pairs of heads do with their mean weights.
-    value_kernel = params.value.kernel.mean
-    common = value_kernel.T @ merge_heads(value.pulled)  # (H K, H K)
     common = common.reshape(*(h, len(common) // h) * 2)
     between = jnp.sum(common * feature_gram(output).reshape(common.shape), axis=(1, 3))
     shared = jnp.sum(between) - jnp.sum(diagonal_of(between))  # by pairs of different heads
@@ -268,7 +271,7 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     known, count, key_count = nystroem(contrasts), count_of(queries), count_of(contrasts)
     scores = q.mean @ k.mean.T
     if tokens.own is not None and order == 2:
-        scores = scores + tokens.own * jnp.sum(q.kernel * k.pulled)
+        scores = scores + tokens.own * head.linked
     scores = materialized(scores / root)
     if order == 1:
         weights = masked_softmax(scores, head.mask)
@@ -320,7 +323,7 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
 
     mean = average + centre * jnp.sum(weights, axis=1, keepdims=True)
     if order == 2:
-        mean = mean + _shared(q, k, v, tokens, weights, gain / root)
+        mean = mean + _shared(head, tokens, weights, gain / root)
     return _Output(mean, weights, by_scores + within, features)
 
 
@@ -377,20 +380,18 @@ def _expected_weights(
     return expected_softmax(scores, _Contrasts(own, jnp.zeros((), own.dtype), contrasts), mask)
 
 
-def _shared(
-    q: Projection, k: Projection, v: Projection, tokens: _Tokens,
-    weights: Array, gain: Array,
-) -> Array:  # fmt: skip
+def _shared(head: _Head, tokens: _Tokens, weights: Array, gain: Array) -> Array:
     """sum_c Cov[W_ac, v_cd], (T, K): weights and values share the random input.
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with Cov[S_af, v_cd] =
     (P_fc (q_a C_kv)_d + P_ac (k_f C_qv)_d) / sqrt(K); `gain` holds that root.
     """
+    q, k = head.query, head.key
     free = spread_within(weights, diagonal_of(tokens.source), tokens.averaged)
-    by_key = free * (q.mean @ (k.kernel.T @ v.pulled))
+    by_key = free * (q.mean @ (k.kernel.T @ head.drawn))
     if tokens.own is None:  # queries do not share x
         return gain[:, None] * by_key
     linked = weights * tokens.own
     total = jnp.sum(linked, axis=1, keepdims=True)
-    by_query = (linked @ k.mean - total * (weights @ k.mean)) @ (q.kernel.T @ v.pulled)
+    by_query = (linked @ k.mean - total * (weights @ k.mean)) @ (q.kernel.T @ head.drawn)
     return gain[:, None] * (by_key + by_query)
