@@ -36,7 +36,6 @@ from moment_jax.covariance.token_gram import (
     diagonal_of,
     divided,
     gram,
-    inner,
     nystroem,
     product,
     pulled,
@@ -308,18 +307,14 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     far, near = nystroem(pairs * met_twice), paired * met
     bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
     features = bent + bent.T + average.T @ far @ average
-    of_noise = (
-        inner(outer, spread_by)
-        - 2 * jnp.sum(near * reached)
-        + inner(far, nystroem(seen_only(within, pool > 0)))
-    )
+    noisy = pulled(pool, by_scores) @ pool - jnp.sum(features * metric)
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         each = pool @ safe_sqrt(left_within(weights @ value**2, average**2))
         features = jnp.clip(features, -each[:, None] * each[None, :], each[:, None] * each[None, :])
         most = pool @ safe_sqrt(left_within(weights @ diagonal_of(noise), diagonal_of(within)))
-        of_noise = jnp.clip(of_noise, 0, most**2)
-    of_noise = safe_divide(of_noise, jnp.sum(v.by_input * metric))
-    features = features + of_noise * v.by_input
+        noisy = jnp.minimum(noisy, most**2)
+    noisy = safe_divide(nonnegative(noisy), jnp.sum(v.by_input * metric))
+    features = features + noisy * v.by_input
 
     mean = average + centre * jnp.sum(weights, axis=1, keepdims=True)
     if order == 2:

@@ -23,16 +23,15 @@ def norm(
 ) -> tuple[Array, Separable, Cross]:
     """The rule of `layer_norm` and `rms_norm`: see there.
 
-    Every token's feature covariance is read as its energy G_tt times F = C / tr C, and its Jacobian as
-    J_t = (P - n_t n_t^T / D) / sqrt(q_t), n the normalised mean and P the centring. Variances are those
-    of J_t F J_t^T, C is sum_ts p_t p_s G_ts J_t F J_s^T without the part of fourth order, and G keeps
-    its correlations.
+    Every token's feature covariance is read as its energy G_tt / tr C times C, and its Jacobian as J_t
+    = (P - n_t n_t^T / D) / sqrt(q_t), n the normalised mean and P the centring. Variances are those of
+    J_t C J_t^T, C is in proportion to sum_ts p_t p_s G_ts J_t C J_s^T without the part of fourth order,
+    and G keeps its correlations.
     """
-    d, pool = mean.shape[1], cov.pool
-    features = cov.features * safe_divide(
-        jnp.ones((), cov.dtype), jnp.sum(diagonal_of(cov.features))
-    )
-    energy, before = diagonal_of(cov.tokens)[:, None], diagonal_of(features)
+    d, pool, features = mean.shape[1], cov.pool, cov.features
+    before = diagonal_of(features)
+    unit = safe_divide(jnp.ones((), cov.dtype), jnp.sum(before))
+    energy = unit * diagonal_of(cov.tokens)[:, None]
     inner = features
     if centres:
         mean = mean - jnp.mean(mean, axis=1, keepdims=True)
@@ -62,7 +61,7 @@ def norm(
     )
     variances = inverse**2 * (kept + energy * gained)
 
-    left = size - lost  # of a token's energy
+    left = unit * (size - lost)  # of a token's energy
     root = inverse * safe_sqrt(left)
     tokens = root * cov.tokens * root.T
     weights = pool[:, None] * inverse
@@ -72,7 +71,7 @@ def norm(
     summed = total(pairs) * inner - bent - bent.T
     summed = summed * safe_divide(pulled(pool, tokens) @ pool, jnp.sum(diagonal_of(summed)))
 
-    shares = pulled(pool, cov.tokens)[:, None] * weights
+    shares = unit * pulled(pool, cov.tokens)[:, None] * weights
     straight = features - average[:, None] if centres else features
     crossed = jnp.sum(shares) * straight - (shares * linked).T @ normal / d
     cross = Cross(right_scaled(cov.tokens, inverse * left), crossed)
