@@ -159,8 +159,7 @@ def _masked_softmax_jvp(
     primals: tuple[Array, Array | None], tangents: tuple[Array, Any]
 ) -> tuple[Array, Array]:
     weights = masked_softmax(*primals)
-    change = weights * tangents[0]
-    return weights, change - weights * _total(change)
+    return weights, weights * (tangents[0] - _total(weights * tangents[0]))
 
 
 def _total(array: Array) -> Array:
