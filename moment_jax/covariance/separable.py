@@ -57,9 +57,9 @@ class Cross(NamedTuple):
 
     def rescale(self, gain: Array) -> "Cross":
         """Cov[x, gain * z], gain (E,)."""
-        features = self.features * gain[None, :]
-        size = safe_divide(jnp.sum(diagonal_of(features)), jnp.sum(diagonal_of(self.features)))
-        return Cross(self.tokens * size, features)
+        own = diagonal_of(self.features)
+        size = safe_divide(own @ gain, jnp.sum(own))
+        return Cross(self.tokens * size, self.features * gain[None, :])
 
     def map_features(self, kernel: Array) -> "Cross":
         """Cov[x, z @ kernel], kernel (D, D)."""
@@ -290,10 +290,12 @@ class Separable(Covariance):
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         metric, pooled = vector_variance(gain_cov), self.pool @ mean
+        own = diagonal_of(self.features)
+        size = safe_divide(own @ metric, jnp.sum(own))
         variances = (self.variances + mean**2) * metric[None, :]
-        tokens = self.tokens * (self.shares() @ metric) + gram(mean, metric, count_of(self.tokens))
+        tokens = self.tokens * size + gram(mean, metric, count_of(self.tokens))
         if gain_cov.ndim == 1:
-            features = diagonal_matrix((diagonal_of(self.features) + pooled**2) * gain_cov)
+            features = diagonal_matrix((own + pooled**2) * gain_cov)
         else:
             features = (self.features + pooled[:, None] * pooled[None, :]) * gain_cov
         return self.unchecked(variances, tokens, features, self.pool)

@@ -39,13 +39,14 @@ def feed_forward(
 
     # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,). Their total
     # by x is exact; what each has of it is read off the diagonal of C, which saves a (D, D, F) product.
-    own = diagonal_of(cov.features) @ first**2
+    before = diagonal_of(cov.features)
+    own = before @ first**2
     own = own * safe_divide(jnp.sum(cov.features * feature_gram(first)), jnp.sum(own))
     noise = kernel_noise(hidden.kernel, cov.features, (pool @ mean)[None])
     noise = summed_covs(noise, jnp.sum(pool) ** 2 * hidden_bias)
     metric = hidden.kernel.input_metric()
     size = jnp.sum(own) + jnp.sum(cov.features * vector_cov(metric))
-    tokens = cov.tokens * safe_divide(size, jnp.sum(diagonal_of(cov.features)))
+    tokens = cov.tokens * safe_divide(size, jnp.sum(before))
     tokens = tokens + gram(mean, metric, count_of(tokens)) + jnp.sum(vector_variance(hidden_bias))
     variances = spread(diagonal_of(tokens), own + vector_variance(noise))
 
@@ -60,7 +61,7 @@ def feed_forward(
     active = gain**2 * own
     if noise.ndim == 1:  # its covariances in the output are left out: they move nothing
         noise = gain**2 * noise + remaining
-        by_noise = diagonal_matrix(noise @ second**2)
+        by_noise = noise @ second**2
     else:
         noise = gain[:, None] * noise * gain[None, :] + diagonal_matrix(remaining)
         by_noise = feature_gram(second.T, noise)
@@ -68,14 +69,15 @@ def feed_forward(
 
     # The output.
     jacobian = (first * gain[None, :]) @ second
-    features = feature_gram(jacobian.T, cov.features) + by_noise
+    features = feature_gram(jacobian.T, cov.features)
+    variance = diagonal_of(features) + vector_variance(by_noise)
     pooled = jnp.sum(pool[:, None] * moments.mean, axis=0, keepdims=True)
     metric = output.kernel.input_metric()
-    total = jnp.sum(active)
-    size = jnp.sum(diagonal_of(features)) + active @ vector_variance(metric)
-    tokens = tokens * safe_divide(size, total)
+    size = jnp.sum(variance) + active @ vector_variance(metric)
+    tokens = tokens * safe_divide(size, jnp.sum(active))
     tokens = tokens + gram(moments.mean, metric, count_of(tokens))
-    features = summed_covs(features, kernel_noise(output.kernel, active, pooled))
-    variances = spread(diagonal_of(tokens), diagonal_of(features))
+    by_kernel = kernel_noise(output.kernel, active, pooled)
+    variances = spread(diagonal_of(tokens), variance + vector_variance(by_kernel))
+    features = summed_covs(features, summed_covs(by_noise, by_kernel))
     cov = with_bias(Separable.unchecked(variances, tokens, features, pool), output.bias)
     return output.mean_output(moments.mean), cov, cross.map_features(jacobian)

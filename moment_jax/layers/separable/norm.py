@@ -32,13 +32,13 @@ def norm(
     before = diagonal_of(features)
     unit = safe_divide(jnp.ones((), cov.dtype), jnp.sum(before))
     energy = unit * diagonal_of(cov.tokens)[:, None]
-    inner = features
+    inner, own = features, before
     if centres:
         mean = mean - jnp.mean(mean, axis=1, keepdims=True)
         average = jnp.mean(features, axis=1)
         lost = average - 0.5 * jnp.mean(average)
-        inner = features - lost[:, None] - lost[None, :]
-    size = jnp.sum(diagonal_of(inner))
+        inner, own = features - lost[:, None] - lost[None, :], before - 2 * lost
+    size = jnp.sum(own)
     spread = jnp.mean(mean**2, axis=1, keepdims=True) + epsilon
     if order == 2:
         spread = spread + energy * size / d
@@ -54,7 +54,7 @@ def norm(
         relative = 0.75 * small * energy * (energy * jnp.sum(inner**2) * small + 2 * lost)
         out = normal * (1 + relative) - energy * mapped * small
     # Lost variance is a factor, which keeps the result positive; gained variance is added.
-    after = diagonal_of(inner)[None] + normal * (normal * lost - 2 * mapped) / d
+    after = own[None] + normal * (normal * lost - 2 * mapped) / d
     gained = nonnegative(after - before[None])
     kept = nonnegative(after - gained) * safe_divide(
         cov.variances, jnp.broadcast_to(before, mean.shape)
@@ -67,9 +67,10 @@ def norm(
     weights = pool[:, None] * inverse
     pairs = weights * cov.tokens * weights.T
     twice = nystroem(pairs * product(normal, mapped, count_of(pairs))) @ normal
-    bent = normal.T @ (row_sums(pairs) * mapped / d - twice / (2 * d**2))
+    bend = row_sums(pairs) * mapped / d - twice / (2 * d**2)
+    bent, trace = normal.T @ bend, total(pairs) * size - 2 * jnp.sum(normal * bend)
     summed = total(pairs) * inner - bent - bent.T
-    summed = summed * safe_divide(pulled(pool, tokens) @ pool, jnp.sum(diagonal_of(summed)))
+    summed = summed * safe_divide(pulled(pool, tokens) @ pool, trace)
 
     shares = unit * pulled(pool, cov.tokens)[:, None] * weights
     straight = features - average[:, None] if centres else features
