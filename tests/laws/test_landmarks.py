@@ -29,9 +29,13 @@ def moments(x, valid, count=COUNT):
 
 
 def test_a_gram_of_low_rank_is_known_in_full():
+    """However uneven the tokens' variances are."""
     low = random_psd(KEYS[0], TOKENS, rank=3)
     known = at_landmarks(low, COUNT)
     np.testing.assert_allclose(whole(known), low, atol=0.02 * jnp.max(low))
+    scale = jnp.ones(TOKENS).at[0].set(100.0)[:, None]
+    uneven = whole(at_landmarks(scale * low * scale.T, COUNT)) / scale / scale.T
+    np.testing.assert_allclose(uneven, low, atol=0.02 * jnp.max(low))
     assert_close(jnp.diagonal(whole(known)), jnp.diagonal(low))
     rows = MEAN.T
     assert_close(rows @ nystroem(known), rows @ whole(known))
@@ -75,6 +79,9 @@ def test_batch_and_remat_and_gradient():
     slopes = jax.grad(loss)(MEAN)
     assert jnp.all(jnp.isfinite(slopes))
     assert_close(jax.grad(jax.checkpoint(loss))(MEAN), slopes, 1e-9)
+    step = 1e-5 * OTHER
+    difference = (loss(MEAN + step) - loss(MEAN - step)) / 2e-5
+    assert_close(jnp.vdot(slopes, OTHER), difference, 1e-6)
 
 
 def test_what_does_not_fit_says_so():

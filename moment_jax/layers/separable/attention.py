@@ -73,7 +73,7 @@ class Projection(NamedTuple):
 
     def under(self, metric: Array, pattern: Tokens, noise: Tokens) -> Tokens:
         """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), from the patterns of x and of kernels' noise."""
-        by_input, by_kernel, by_bias = (jnp.vdot(part, metric) for part in self[2:])
+        by_input, by_kernel, by_bias = (jnp.sum(part * metric) for part in self[2:])
         return by_input * pattern + by_kernel * noise + by_bias
 
 
@@ -307,13 +307,13 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     far, near = nystroem(pairs * met_twice), paired * met
     bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
     features = bent + bent.T + average.T @ far @ average
-    noisy = pulled(pool, by_scores) @ pool - jnp.vdot(features, metric)
+    noisy = pulled(pool, by_scores) @ pool - jnp.sum(features * metric)
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         each = pool @ safe_sqrt(left_within(weights @ value**2, average**2))
         features = jnp.clip(features, -each[:, None] * each[None, :], each[:, None] * each[None, :])
         most = pool @ safe_sqrt(left_within(weights @ diagonal_of(noise), diagonal_of(within)))
         noisy = jnp.minimum(noisy, most**2)
-    noisy = safe_divide(nonnegative(noisy), jnp.vdot(v.by_input, metric))
+    noisy = safe_divide(nonnegative(noisy), jnp.sum(v.by_input * metric))
     features = features + noisy * v.by_input
 
     mean = average + centre * jnp.sum(weights, axis=1, keepdims=True)
@@ -338,7 +338,7 @@ def _scores(head: _Head, tokens: _Tokens) -> tuple[Tokens, Tokens]:
     moment = safe_divide((q.mean.T * at[None, :]) @ q.mean, count) + by_query  # E[q q^T]
     centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
     met_twice = centred.T @ centred
-    size = jnp.vdot(contrasts, moment) + jnp.vdot(met_twice, by_query)
+    size = jnp.sum(contrasts * moment) + jnp.sum(met_twice * by_query)
     queries = q.under(contrasts + met_twice, tokens.x, tokens.query)
     queries = queries + gram(q.mean, contrasts, count_of(queries))
     keys = k.under(moment, tokens.source, tokens.key)
