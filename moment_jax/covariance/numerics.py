@@ -107,6 +107,11 @@ def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Arra
 _gram.defjvp(_gram_jvp, symbolic_zeros=True)
 
 
+def weighted_sum(weights: Array, rows: Array) -> Array:
+    """sum_t weights_t rows_t, (D,), of (T, D). A product would copy rows where `vmap` spares weights."""
+    return jnp.sum(weights[:, None] * rows, axis=0)
+
+
 def vector_variance(cov: Array) -> Array:
     """Variances (D,) of a vector, from its covariance (D, D) or variances (D,)."""
     return cov if cov.ndim == 1 else diagonal_of(cov)

@@ -24,6 +24,7 @@ from moment_jax.covariance.numerics import (
     safe_sqrt,
     vector_cov,
     vector_variance,
+    weighted_sum,
 )
 from moment_jax.covariance.numerics import gram as feature_gram
 from moment_jax.covariance.token_gram import (
@@ -277,7 +278,7 @@ class Separable(Covariance):
         return self.unchecked(*(sum(parts[1:], parts[0]) for parts in fields), self.pool)
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
-        metric, pooled = weights.input_metric(), self.pool @ mean
+        metric, pooled = weights.input_metric(), weighted_sum(self.pool, mean)
         by_noise = kernel_noise(weights, self.features, jnp.zeros_like(mean[:1]))
         variances = weights.noise_variance(mean, jnp.zeros_like(mean))
         own = vector_variance(by_noise)
@@ -289,7 +290,7 @@ class Separable(Covariance):
         return self.unchecked(variances, tokens, features, self.pool)
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
-        metric, pooled = vector_variance(gain_cov), self.pool @ mean
+        metric, pooled = vector_variance(gain_cov), weighted_sum(self.pool, mean)
         own = diagonal_of(self.features)
         size = safe_divide(own @ metric, jnp.sum(own))
         variances = (self.variances + mean**2) * metric[None, :]
@@ -323,7 +324,7 @@ class Separable(Covariance):
             ),
             features * form((pooled * first).T, tokens)
             + features**2 * form((pooled * second).T, tokens**2)
-            + diagonal_matrix(self.pool**2 @ rest),
+            + diagonal_matrix(weighted_sum(self.pool**2, rest)),
             self.pool,
         )
 

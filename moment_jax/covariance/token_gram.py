@@ -22,6 +22,7 @@ from moment_jax.covariance.numerics import (
     safe_divide,
     safe_sqrt,
     under,
+    weighted_sum,
 )
 from moment_jax.covariance.numerics import gram as dense_gram
 
@@ -240,7 +241,7 @@ def nystroem(tokens: Tokens) -> Array | Nystroem:
 def pulled(rows: Array, tokens: Tokens) -> Array:
     """The product rows G, (T,) or (U, T), in which tokens of weight zero have no part."""
     if not isinstance(tokens, TokenGram):
-        return rows @ tokens
+        return weighted_sum(rows, tokens) if rows.ndim == 1 else rows @ tokens
     return rows @ nystroem(seen_only(tokens, jnp.any(jnp.atleast_2d(rows) != 0, axis=0)))
 
 

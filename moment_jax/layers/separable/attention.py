@@ -24,6 +24,7 @@ from moment_jax.covariance.numerics import (
     safe_divide,
     safe_sqrt,
     summed_covs,
+    weighted_sum,
 )
 from moment_jax.covariance.separable import Cross, Separable, kernel_noise, spread
 from moment_jax.covariance.token_gram import (
@@ -140,6 +141,7 @@ class _Head(NamedTuple):
 class _Output(NamedTuple):
     mean: Array  # (T, K)
     weights: Array  # E[softmax], (T, S)
+    total: Array  # its sum over queries, (S,)
     tokens: Tokens  # what the head alone adds to the token Gram matrix, (T, T)
     by_scores: Array  # covariance of the sum through the scores, (K, K)
 
@@ -205,7 +207,7 @@ def attention(
     gram_tokens = gram_tokens + shared * gram(jnp.mean(out.weights, axis=0), averaged, count)
 
     # The sum over queries: averages of values' noise, and every head's own.
-    total = jnp.einsum("a,hac->hc", cov.pool, out.weights)
+    total = out.total
     overlap = (total @ averaged) @ total.T
     energy = diagonal_of(overlap)
     by_values = _own_values(params.value, source_cov, total, total @ source, energy, h)
@@ -213,7 +215,7 @@ def attention(
     by_head = (by_values + out.by_scores)[:, :, None]
     averages = averages + jnp.where(jnp.eye(h, dtype=bool)[:, None, :, None], by_head, 0)
     averages = averages.reshape(len(output), -1)
-    by_noise = kernel_noise(params.output.kernel, averages, (cov.pool @ mixed)[None])
+    by_noise = kernel_noise(params.output.kernel, averages, weighted_sum(cov.pool, mixed)[None])
     features = summed_covs(feature_gram(output.T, averages), by_noise)
     variances = spread(diagonal_of(gram_tokens), diagonal_of(features))
     out_cov = Separable.unchecked(variances, gram_tokens, features, cov.pool)
@@ -277,7 +279,7 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     else:
         weights = _expected_weights(scores, queries, contrasts, known, head.mask)
     weights = materialized(weights)
-    total = pool @ weights
+    total = weighted_sum(pool, weights)
     centre = _average(total, v.mean)[None]  # nothing large cancels below
     value = v.mean - centre
     average = weights @ value
@@ -319,7 +321,7 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     mean = average + centre * jnp.sum(weights, axis=1, keepdims=True)
     if order == 2:
         mean = mean + _shared(head, tokens, weights, gain / root)
-    return _Output(mean, weights, by_scores + within, features)
+    return _Output(mean, weights, total, by_scores + within, features)
 
 
 def _scores(head: _Head, tokens: _Tokens) -> tuple[Tokens, Tokens]:

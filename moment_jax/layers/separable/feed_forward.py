@@ -10,6 +10,7 @@ from moment_jax.covariance.numerics import (
     summed_covs,
     vector_cov,
     vector_variance,
+    weighted_sum,
 )
 from moment_jax.covariance.separable import (
     Cross,
@@ -42,7 +43,7 @@ def feed_forward(
     before = diagonal_of(cov.features)
     own = before @ first**2
     own = own * safe_divide(jnp.sum(cov.features * feature_gram(first)), jnp.sum(own))
-    noise = kernel_noise(hidden.kernel, cov.features, (pool @ mean)[None])
+    noise = kernel_noise(hidden.kernel, cov.features, weighted_sum(pool, mean)[None])
     noise = summed_covs(noise, jnp.sum(pool) ** 2 * hidden_bias)
     metric = hidden.kernel.input_metric()
     size = jnp.sum(own) + jnp.sum(cov.features * vector_cov(metric))
@@ -57,7 +58,7 @@ def feed_forward(
     gain = average_gain(pool, tokens, moments.gain)
     tokens = tokens * gram(moments.gain, shares, count_of(tokens))
     tokens = with_diagonal(tokens, jnp.sum(rest, axis=1))
-    remaining = jnp.sum(pool[:, None] ** 2 * rest, axis=0)
+    remaining = weighted_sum(pool**2, rest)
     active = gain**2 * own
     if noise.ndim == 1:  # its covariances in the output are left out: they move nothing
         noise = gain**2 * noise + remaining
@@ -71,7 +72,7 @@ def feed_forward(
     jacobian = (first * gain[None, :]) @ second
     features = feature_gram(jacobian.T, cov.features)
     variance = diagonal_of(features) + vector_variance(by_noise)
-    pooled = jnp.sum(pool[:, None] * moments.mean, axis=0, keepdims=True)
+    pooled = weighted_sum(pool, moments.mean)[None]
     metric = output.kernel.input_metric()
     size = jnp.sum(variance) + active @ vector_variance(metric)
     tokens = tokens * safe_divide(size, jnp.sum(active))
