@@ -286,6 +286,15 @@ def spread_within(weights: Array, own: Array, known: Array | Nystroem) -> Array:
     return jnp.sum(weights * (own[None, :] - weights @ known), axis=1, keepdims=True)
 
 
+def inner(a: Array | Nystroem, b: Array | Nystroem) -> Array:
+    """sum_ts A_ts B_ts of two matrices as `nystroem` gives them, ()."""
+    if not isinstance(a, Nystroem) or not isinstance(b, Nystroem):
+        entries: Any = (a, b)
+        return jnp.sum(entries[0] * entries[1])
+    own = jnp.sum(b.left * b.right, axis=1) + b.rest
+    return jnp.sum(a.left * (b @ a.right)) + a.rest @ own
+
+
 def total(tokens: Tokens) -> Array:
     """The sum of all entries, ()."""
     return jnp.sum(row_sums(tokens)) if isinstance(tokens, TokenGram) else jnp.sum(tokens)

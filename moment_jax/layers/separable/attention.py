@@ -37,6 +37,7 @@ from moment_jax.covariance.token_gram import (
     diagonal_of,
     divided,
     gram,
+    inner,
     nystroem,
     product,
     pulled,
@@ -309,7 +310,8 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     far, near = nystroem(pairs * met_twice), paired * met
     bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
     features = bent + bent.T + average.T @ far @ average
-    noisy = pulled(pool, by_scores) @ pool - jnp.sum(features * metric)
+    noisy = inner(outer, spread_by) - 2 * jnp.sum(near * reached)
+    noisy = noisy + inner(far, nystroem(seen_only(within, pool > 0)))
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         each = pool @ safe_sqrt(left_within(weights @ value**2, average**2))
         features = jnp.clip(features, -each[:, None] * each[None, :], each[:, None] * each[None, :])
