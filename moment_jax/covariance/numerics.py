@@ -108,7 +108,10 @@ _gram.defjvp(_gram_jvp, symbolic_zeros=True)
 
 
 def weighted_sum(weights: Array, rows: Array) -> Array:
-    """sum_t weights_t rows_t, (D,), of (T, D). A product would copy rows where `vmap` spares weights."""
+    """sum_t weights_t rows_t, (D,), of weights (T,) and rows (T, D).
+
+    As a sum: under a `vmap` over the rows alone, XLA for CPU copies what a product multiplies.
+    """
     return jnp.sum(weights[:, None] * rows, axis=0)
 
 

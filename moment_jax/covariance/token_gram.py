@@ -166,7 +166,7 @@ def gram(rows: Array, metric: Array | Nystroem | None, count: int) -> Tokens:
     """`numerics.gram`, of a metric that may be what `nystroem` gives."""
     if count >= len(rows) and not isinstance(metric, Nystroem):
         return dense_gram(rows, metric)
-    mapped: Any = under(rows, metric)  # type: ignore[arg-type]
+    mapped = rows @ metric if isinstance(metric, Nystroem) else under(rows, metric)
     return product(mapped, rows, count)
 
 

@@ -119,10 +119,10 @@ def described(mask: Any) -> str:
     return f"{tuple(mask.shape)} of {mask.dtype}" if known else type(mask).__name__
 
 
-def takes(fn: object, num_arguments: int) -> bool:
+def takes(fn: Any, num_arguments: int) -> bool:
     """Whether `fn` accepts that many arguments, as far as its signature tells."""
     try:
-        inspect.signature(fn).bind(*range(num_arguments))  # type: ignore[arg-type]
+        inspect.signature(fn).bind(*range(num_arguments))
     except TypeError:
         return False
     except ValueError:  # no signature
