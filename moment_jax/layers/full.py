@@ -1,6 +1,6 @@
-"""Attention in `Full`: exact moments of products of jointly Gaussian arrays (Isserlis).
+"""Layers of `Full`. Attention is exact for jointly Gaussian queries, keys and values (Isserlis).
 
-The softmax is linearised by its Jacobian. Memory: H^2 T^2 S^2 numbers for the scores.
+Its softmax is linearised by its Jacobian. Memory: H^2 T^2 S^2 numbers for the scores.
 """
 
 from __future__ import annotations
@@ -12,12 +12,50 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Full
+from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.dense import dense
 from moment_jax.layers.heads import kept_jacobian, merge_heads, split_heads, turned
-from moment_jax.layers.params import AttentionParams, DenseParams
-from moment_jax.layers.rules import Attending
+from moment_jax.layers.params import AttentionParams, DenseParams, FeedForwardParams
+from moment_jax.layers.rules import Attending, Moments
 from moment_jax.xla import materialized
+
+
+def norm(
+    mean: Array, cov: Full, *, epsilon: Array | float, order: int, centres: bool
+) -> tuple[Array, Full, Array]:
+    """The rule of `layer_norm` and `rms_norm`: see there."""
+    d = mean.shape[1]
+    centring = jnp.eye(d, dtype=mean.dtype) - centres / d
+    mean = mean @ centring
+    blocks = centring @ cov.token_blocks() @ centring
+    spread = jnp.mean(mean**2, axis=1, keepdims=True) + epsilon
+    if order == 2:
+        spread = spread + nonnegative(jnp.einsum("tdd->t", blocks))[:, None] / d
+    inverse = jax.lax.rsqrt(spread)
+    normal = mean * inverse
+    out = normal
+    if order == 2:
+        # E[c / sqrt(Q)] for Q = |c|^2 / D + epsilon, to second order about q = E[Q].
+        small = inverse**2 / d
+        pulled = jnp.einsum("tde,te->td", blocks, normal)
+        along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
+        squares = jnp.sum(blocks**2, axis=(1, 2))[:, None]
+        out = normal * (1 + 0.75 * small * (squares * small + 2 * along)) - pulled * small
+    jacobian = centring[None] - normal[:, :, None] * normal[:, None, :] / d
+    jacobian = jacobian * inverse[:, :, None]
+    return out, cov.map_each(jacobian), jnp.einsum("tdsi,sio->tdso", cov.cov, jacobian)
+
+
+def feed_forward(
+    mean: Array, cov: Full, cross: Array, params: FeedForwardParams, activation: Moments
+) -> tuple[Array, Full, Array]:
+    """The rule of `feed_forward`: see there."""
+    hidden, hidden_cov = dense(mean, cov, params.hidden)
+    moments = activation(hidden, hidden_cov.variance())
+    out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
+    inner = jnp.einsum("tdsi,if->tdsf", cross, params.hidden.kernel.mean) * moments.gain[None, None]
+    return out, out_cov, jnp.einsum("tdsf,fo->tdso", inner, params.output.kernel.mean)
 
 
 def attention(
