@@ -121,8 +121,7 @@ class Covariance(abc.ABC):
     @classmethod
     def unchecked(cls, *fields: Any) -> Self:
         """An instance of these fields, without the constructor's checks."""
-        own: Any = cls
-        instance: Self = rebuilt(own, fields)
+        instance: Self = rebuilt(cls, fields)
         return instance
 
     def projected(self, dense: Array) -> Self:

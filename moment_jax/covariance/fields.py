@@ -28,18 +28,12 @@ def register_fields(cls: type[T]) -> type[T]:
     The library's own classes can appear in functions saved with `jax.export`. A user's class cannot: it
     may be defined again under the same name, as in a notebook.
     """
-    names = tuple(field.name for field in dataclasses.fields(cls))
+    keys = [jax.tree_util.GetAttrKey(field.name) for field in dataclasses.fields(cls)]
 
-    def flatten_with_keys(instance: T) -> tuple[list[tuple[object, object]], None]:
-        return [(jax.tree_util.GetAttrKey(name), getattr(instance, name)) for name in names], None
+    def flatten(instance: T) -> tuple[list[tuple[object, object]], None]:
+        return [(key, getattr(instance, key.name)) for key in keys], None
 
-    def flatten(instance: T) -> tuple[list[object], None]:
-        return [getattr(instance, name) for name in names], None
-
-    def unflatten(_: None, leaves: Iterable[object]) -> T:
-        return rebuilt(cls, leaves)
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten, lambda _, leaves: rebuilt(cls, leaves))
     if cls.__module__.startswith("moment_jax."):
         export.register_pytree_node_serialization(
             cls,
@@ -50,7 +44,7 @@ def register_fields(cls: type[T]) -> type[T]:
     return cls
 
 
-def rebuilt(cls: type[T], leaves: Iterable[object]) -> T:
+def rebuilt(cls: Any, leaves: Iterable[object]) -> Any:
     """An instance of these fields, without the constructor's checks."""
     instance = object.__new__(cls)
     for field, leaf in zip(dataclasses.fields(cls), leaves, strict=True):
@@ -152,11 +146,9 @@ def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _array_shape(leaf: object) -> Shape | None:
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return tuple(leaf.shape)
-    is_number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-    return () if is_number else None
+def _array_shape(leaf: Any) -> Shape | None:
+    known = isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float))
+    return tuple(np.shape(leaf)) if known and not isinstance(leaf, bool) else None
 
 
 def _listed(shapes: list[Shape]) -> str:

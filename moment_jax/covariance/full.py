@@ -39,10 +39,6 @@ class Full(Covariance):
         check_dense(dense)
         return cls.unchecked(dense)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.cov.shape[:-2]
-
     def full(self) -> "Full":
         return self
 

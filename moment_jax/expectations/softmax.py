@@ -69,7 +69,7 @@ def softmax_moments(
         q = _mean(mean, cov, keep, order)
         out = sandwich(softmax_jacobian(q), cov)
         return q, 0.5 * (out + out.T)
-    terms = _expansion(mean, cov, keep)
+    terms = softmax_expansion(mean, cov, mask)
     first = sandwich(terms.jacobian, cov)
     return terms.mean, 0.5 * (first + first.T) + terms.rest
 
@@ -87,10 +87,7 @@ def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> Sof
 
     Arguments and errors are those of `softmax_moments`.
     """
-    return _expansion(*checked_row("softmax_expansion", mean, cov, mask))
-
-
-def _expansion(mean: Array, cov: Array, keep: Array) -> SoftmaxExpansion:
+    mean, cov, keep = checked_row("softmax_expansion", mean, cov, mask)
     q = _mean(mean, cov, keep, 2)
     at_mean = softmax_jacobian(q)
     jacobian = expected_softmax_jacobian(q, cov)
@@ -125,12 +122,13 @@ def logsumexp_mean(mean: Array, cov: Array, *, mask: Array | None = None) -> Arr
     Source: Knowles and Minka (2011), "Non-conjugate variational message passing", section 5.
     """
     mean, cov, keep = checked_row("logsumexp_mean", mean, cov, mask)
-    raised = jnp.where(keep, mean, 0.0) + 0.5 * _diagonal(cov)
+    row = _Row(cov)
+    raised = jnp.where(keep, mean, 0.0) + 0.5 * row.variance()
     a = _mean(mean, cov, keep, 2)
-    product = _apply(cov, a)
-    step = 1 / (1 + 0.5 * jnp.maximum(jnp.vdot(a, _diagonal(cov)) - jnp.vdot(a, product), 0.0))
+    product = row.matvec(a)
+    step = 1 / (1 + 0.5 * jnp.maximum(jnp.vdot(a, row.variance()) - jnp.vdot(a, product), 0.0))
     a = (1 - step) * a + step * masked_softmax(raised - product, keep)
-    product = _apply(cov, a)
+    product = row.matvec(a)
     return jax.nn.logsumexp(raised - product, where=keep) + 0.5 * jnp.vdot(a, product)
 
 
@@ -153,19 +151,19 @@ def _quotient(x: Array, y: Array) -> Array:
     return jnp.where(positive, x / jnp.where(positive, y, 1.0), 1.0)
 
 
-class _Dense(NamedTuple):
-    """A `ScoreCovariance` of one row, stored as an array."""
+class _Row(NamedTuple):
+    """A `ScoreCovariance` of one row, stored as an array (C, C) or (C,)."""
 
     cov: Array
 
     def variance(self) -> Array:
-        return _diagonal(self.cov)
+        return self.cov if self.cov.ndim == 1 else diagonal_of(self.cov)
 
-    def matvec(self, vectors: Array) -> Array:
-        return _apply(self.cov, vectors)
+    def matvec(self, vector: Any) -> Array:
+        return self.cov * vector if self.cov.ndim == 1 else self.cov @ vector
 
-    def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        return _apply((self.cov / unit[0]) ** 2, vectors)
+    def square_matvec(self, vector: Array, unit: Array) -> Array:
+        return _Row((self.cov / unit[0]) ** 2).matvec(vector)
 
 
 def _mean(mean: Array, cov: Array, keep: Array, order: int) -> Array:
@@ -173,15 +171,7 @@ def _mean(mean: Array, cov: Array, keep: Array, order: int) -> Array:
         raise ValueError(f"A softmax mean has order 1 or 2. Got {order!r}.")
     if order == 1:
         return masked_softmax(mean, keep)
-    return expected_softmax(jnp.where(keep, mean, 0.0), _Dense(cov), keep, num_iterations=2)
-
-
-def _diagonal(cov: Array) -> Array:
-    return cov if cov.ndim == 1 else diagonal_of(cov)
-
-
-def _apply(cov: Any, vector: Array) -> Array:
-    return cov * vector if cov.ndim == 1 else cov @ vector
+    return expected_softmax(jnp.where(keep, mean, 0.0), _Row(cov), keep, num_iterations=2)
 
 
 def softmax_jacobian(probabilities: Array) -> Array:

@@ -69,7 +69,7 @@ def expected_softmax(
       Probabilities (..., C): rows sum to 1, exactly 0 where masked (everywhere, if all entries are
       masked).
     """
-    start = _start(mean, cov, mask)
+    start = _Start.of(mean, cov, mask)
     weights, step = start.flattened, start.step
     for iteration in range(num_iterations):
         weights = materialized(weights)
@@ -78,9 +78,9 @@ def expected_softmax(
         shrink = materialized(_shrinkage(weights, contrast, pulled, cov, mask))
         raised = mean + 0.5 * shrink * contrast
         if iteration == 0:
-            step = start.shorter_step(raised, mask)
+            step = start.shorter_step(raised)
         weights = (1 - step) * weights + step * masked_softmax(raised, mask)
-    return _last_step(mean, cov, mask, start.variance, weights, step, shrink)
+    return start.last_step(weights, step, shrink)
 
 
 def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None = None) -> Array:
@@ -93,19 +93,24 @@ def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None =
     diagonal and half of rank 6): 0.002, 0.02, 0.12, 0.24, 0.46 and 0.57 at score sd 0.5, 1, 2, 3, 5 and
     10; `expected_softmax` 0.001, 0.008, 0.09, 0.23, 0.43 and 0.56.
     """
-    start = _start(mean, cov, mask)
+    start = _Start.of(mean, cov, mask)
     weights, contrast = start.weights, start.contrast
     unit = _unit(contrast, mask)
     scaled = weights * (contrast / unit)
     ratio = _quotient(_total(scaled**2), _total(scaled))
     shrink = 1 / (1 + _gain(weights, contrast) * unit * ratio)
     raised = mean + 0.5 * shrink * contrast
-    step = start.shorter_step(raised, mask)
+    step = start.shorter_step(raised)
     weights = (1 - step) * start.flattened + step * masked_softmax(raised, mask)
-    return _last_step(mean, cov, mask, start.variance, weights, step, shrink)
+    return start.last_step(weights, step, shrink)
 
 
 class _Start(NamedTuple):
+    """The rows, and what follows from the softmax of their means."""
+
+    mean: Array
+    cov: RowCovariance
+    mask: Array | None
     variance: Array  # diag(R)
     weights: Array  # softmax of the mean
     contrast: Array  # their v
@@ -113,42 +118,33 @@ class _Start(NamedTuple):
     step: Array  # step size, smaller with more noise, (..., 1)
     log_total: Array  # logsumexp of the mean, (..., 1)
 
-    def shorter_step(self, raised: Array, mask: Array | None) -> Array:
+    @classmethod
+    def of(cls, mean: Array, cov: RowCovariance, mask: Array | None) -> "_Start":
+        variance, weights = cov.variance(), masked_softmax(mean, mask)
+        contrast = _contrast(weights, variance, cov.matvec(weights))
+        spread = _total(weights * contrast)
+        log_total = jnp.log(_nonzero(jnp.max(weights, axis=-1, keepdims=True)))
+        log_total = _highest(mean, mask) - log_total
+        flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
+        step = 1 / jnp.sqrt(1 + spread / 2)
+        return cls(mean, cov, mask, variance, weights, contrast, flattened, step, log_total)
+
+    def shorter_step(self, raised: Array) -> Array:
         """Shorten the step where noise would lift a weight above one, outside the quadratic's range."""
-        return self.step / (1 + _nonnegative(_highest(raised, mask) - self.log_total))
+        return self.step / (1 + _nonnegative(_highest(raised, self.mask) - self.log_total))
 
-
-def _start(mean: Array, cov: RowCovariance, mask: Array | None) -> _Start:
-    variance, weights = cov.variance(), masked_softmax(mean, mask)
-    contrast = _contrast(weights, variance, cov.matvec(weights))
-    spread = _total(weights * contrast)
-    log_total = _highest(mean, mask) - jnp.log(_nonzero(jnp.max(weights, axis=-1, keepdims=True)))
-    flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
-    step = 1 / jnp.sqrt(1 + spread / 2)
-    return _Start(variance, weights, contrast, flattened, step, log_total)
-
-
-def _last_step(
-    mean: Array,
-    cov: RowCovariance,
-    mask: Array | None,
-    variance: Array,
-    weights: Array,
-    step: Array,
-    shrink: Array,
-) -> Array:
-    """A step with the new weights' contrasts and the previous shrinkage, for one product with R."""
-    weights = materialized(weights)
-    raised = mean + 0.5 * shrink * _contrast(weights, variance, cov.matvec(weights))
-    return (1 - step) * weights + step * masked_softmax(raised, mask)
+    def last_step(self, weights: Array, step: Array, shrink: Array) -> Array:
+        """A step with the new weights' contrasts and the previous shrinkage, for one product with R."""
+        weights = materialized(weights)
+        contrast = _contrast(weights, self.variance, self.cov.matvec(weights))
+        raised = self.mean + 0.5 * shrink * contrast
+        return (1 - step) * weights + step * masked_softmax(raised, self.mask)
 
 
 @jax.custom_jvp
 def masked_softmax(scores: Array, mask: Array | None) -> Array:
     """Softmax over the last axis; exactly zero where masked, and all zero where everything is masked."""
-    if mask is not None:
-        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - _highest(scores, mask))
     if mask is not None:
         weights = jnp.where(mask, weights, 0)
     return weights / _nonzero(_total(weights))
