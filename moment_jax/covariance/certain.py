@@ -55,9 +55,6 @@ class Certain(Covariance):
     def to_dense(self) -> Array:
         return jnp.zeros(self.shape + self.shape[-2:], self.dtype)
 
-    def rescale(self, factor: Array) -> Self:
-        return self
-
     def map_features(self, kernel: Array) -> Self:
         return self.zeros((self.shape[0], kernel.shape[1]), self.dtype)
 
@@ -67,37 +64,30 @@ class Certain(Covariance):
     def map_each(self, kernels: Array) -> Self:
         return self.zeros((self.shape[0], kernels.shape[2]), self.dtype)
 
-    def add(self, *others: Self) -> Self:
+    def _itself(self, *_: Any, **named: Any) -> Self:
         return self
 
-    def weight_noise(self, mean: Array, weights: Any) -> NoReturn:
+    rescale = add = elementwise = add_branch = _itself
+
+    def _refuse(self, *noise: Any, **named: Any) -> NoReturn:
+        came = [*noise, *named.values()][-1]
         raise TypeError(
             "`Certain` holds no covariance, so that parameters have to be certain too. Got "
-            f"{getattr(type(weights), '__name__', 'noise')}. Start a covariance with "
-            "mj.Separable.zeros(mean.shape), or ask for the plain network with mj.at_means(params)."
+            f"{type(came).__name__}. Start a covariance with mj.Separable.zeros(mean.shape), or "
+            "ask for the plain network with mj.at_means(params)."
         )
 
-    def gain_noise(self, mean: Array, gain_cov: Array) -> NoReturn:
-        self.weight_noise(mean, gain_cov)
-
-    def bias_noise(self, bias_cov: Array) -> NoReturn:
-        self.weight_noise(bias_cov, bias_cov)
+    weight_noise = gain_noise = bias_noise = _refuse
 
     @classmethod
     def independent(cls, variance: Array) -> NoReturn:
-        cls.zeros((1, 1)).weight_noise(variance, variance)
-
-    def elementwise(self, moments: Any) -> Self:
-        return self
+        cls.zeros((1, 1))._refuse(variance)
 
     def with_itself(self) -> None:
         return None
 
     def rescale_cross(self, cross: None, gain: Array) -> None:
         return None
-
-    def add_branch(self, branch: Self, cross: None) -> Self:
-        return self
 
 
 def _no_others(nothing: tuple[int, ...]) -> list[tuple[int, ...]]:

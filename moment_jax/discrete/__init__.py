@@ -6,11 +6,12 @@ Pure functions on log-probabilities (..., K), normalised or not, with -inf for w
 from moment_jax.discrete.categorical import (
     categorical_entropy,
     categorical_kl,
+    category_moments,
     code_usage,
+    log_category_probabilities,
     log_probabilities,
     perplexity,
 )
-from moment_jax.discrete.moments import category_moments, log_category_probabilities
 from moment_jax.discrete.sampling import exponential_annealing, gumbel, gumbel_max, gumbel_softmax
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Categorical distributions by their log-probabilities: normalising, KL divergence, entropy, usage.
+"""Categorical distributions by their log-probabilities, and those of random logits.
 
 A log-probability of -inf is a category that cannot occur. A row of -inf is no distribution; it gives
 zeros (and log-probabilities of -inf), never NaN.
@@ -9,6 +9,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from moment_jax.covariance import Covariance
+from moment_jax.layers.params import S
+from moment_jax.layers.softmax import softmax
 
 
 def check_categories(name: str, log_probs: Array) -> Array:
@@ -133,3 +137,30 @@ def code_usage(codes: Array, num_codes: int) -> Array:
     # One-hot rows ignore codes out of range; with indexing, -1 would count as the last code.
     counts = jnp.sum(jax.nn.one_hot(codes.reshape(-1), num_codes), axis=0)
     return counts / jnp.maximum(jnp.sum(counts), 1)
+
+
+def category_moments(mean: Array, cov: S) -> tuple[Array, S]:
+    """Mean and covariance of pi = softmax(logits), row by row: `mj.softmax`.
+
+    A variable z_t | pi_t ~ Categorical(pi_t) with random pi_t is distributed as Categorical(E[pi_t]), so
+    one draw needs only the mean. The covariance matters if several draws, or several rows, share pi.
+
+    Args:
+      mean: E[logits], (T, K); -inf for a category that cannot occur.
+      cov: covariance of the logits, a structure of shape (T, K).
+
+    Returns:
+      Mean (T, K), rows summing to one, and covariance of pi in the same structure.
+    """
+    return softmax(mean, cov)
+
+
+def log_category_probabilities(mean: Array, cov: Covariance) -> Array:
+    """Log E[pi], (T, K), normalised: the distribution of z under random logits, for `gumbel_softmax`.
+
+    Errors are those of `mj.softmax` (0.5 %, 4 % and 10 % of E[pi] at a logit sd of 1, 2 and 3). Results
+    are -inf exactly where the mean is; others are at least the logarithm of the smallest normal number.
+    """
+    probs, _ = softmax(mean, cov)
+    log_probs = jnp.log(jnp.maximum(probs, jnp.finfo(probs.dtype).tiny))
+    return log_probabilities(jnp.where(mean > -jnp.inf, log_probs, -jnp.inf))

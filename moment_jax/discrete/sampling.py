@@ -165,6 +165,4 @@ def exponential_annealing(start: float, floor: float, num_steps: int) -> optax.S
         )
     if num_steps < 1:
         raise ValueError(f"`exponential_annealing` needs num_steps >= 1. Got {num_steps}.")
-    if floor == start:
-        return optax.constant_schedule(start)
     return optax.exponential_decay(start, num_steps, floor / start, end_value=floor)

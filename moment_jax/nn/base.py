@@ -176,7 +176,6 @@ class Composite(BayesianModule):
         return {name: getattr(self, name).params for name in self.parts}
 
     def network(self, params: dict[str, Any]) -> Any:
-        """The plain network with these arrays."""
         return self.plain_type(*(getattr(self, name).network(params[name]) for name in self.parts))
 
 

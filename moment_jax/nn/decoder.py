@@ -58,7 +58,6 @@ class DecoderBlock(WithMemory, Block):
     params_type = DecoderBlockParams
 
     def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
-        """See `WithMemory`."""
         mask, memory_mask = masks
         (mean, cov), (source, source_cov) = x, memory
         cov = self._begun(cov, params)
@@ -85,8 +84,6 @@ class Decoder(WithMemory, Stack):
     plain_type = PlainDecoder
 
     def moments(self, x: Moments, memory: Moments, params: Any, masks: Masks) -> Moments:
-        """See `WithMemory`."""
-
         def one(block: DecoderBlock, mean: Array, cov: Covariance, own: Any) -> Moments:
             return block.moments((mean, cov), memory, own, masks)
 

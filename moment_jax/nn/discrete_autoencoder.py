@@ -272,7 +272,6 @@ class DiscreteAutoencoder(CodedImages, Composite):
             load_part(name, part, getattr(self, part), getattr(network, part))
 
     def network(self, params: dict[str, Any]) -> PlainDiscreteAutoencoder:
-        """The plain autoencoder with these arrays."""
         return PlainDiscreteAutoencoder(
             *(getattr(self, name).network(params[name]) for name in self.parts),
             patches=self.patches,

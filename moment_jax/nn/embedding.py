@@ -56,16 +56,13 @@ class Embedding(BayesianModule):
 
     @classmethod
     def options_of(cls, network: nnx.Embed, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BayesianModule`."""
         return {"num_embeddings": network.num_embeddings, "num_features": network.features}
 
     def load(self, network: nnx.Embed) -> None:
-        """Take the rows of an `nnx.Embed` of the same size as means."""
         check_kind(type(self), network)
         set_mean(self.table, network.embedding[...])
 
     def network(self, params: Array) -> nnx.Embed:
-        """The plain `nnx.Embed` with this table."""
         return plain_embed(params)
 
     def __call__(self, ids: Array) -> Moments:
@@ -114,15 +111,12 @@ class LearnedPositions(BayesianModule):
 
     @classmethod
     def options_of(cls, network: PlainPositions, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BayesianModule`."""
         return {"max_length": network.table.num_embeddings, "num_features": network.table.features}
 
     def load(self, network: PlainPositions) -> None:
-        """Take the positions of a plain network of the same size as means."""
         self.embedding.load(network.table)
 
     def network(self, params: Array) -> PlainPositions:
-        """The plain module that adds these positions."""
         return PlainPositions(plain_embed(params))
 
     def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:

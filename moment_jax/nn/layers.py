@@ -50,13 +50,11 @@ class Dense(BayesianModule):
 
     @classmethod
     def options_of(cls, network: nnx.Linear, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BayesianModule`."""
         in_features, out_features = network.kernel.shape
         sizes = {"in_features": in_features, "out_features": out_features}
         return {**sizes, "use_bias": network.bias is not None}
 
     def network(self, params: DenseParams) -> nnx.Linear:
-        """The plain `nnx.Linear` with these arrays."""
         return plain_linear(params)
 
     def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
@@ -93,17 +91,14 @@ class LayerNorm(BayesianModule):
 
     @classmethod
     def options_of(cls, network: nnx.LayerNorm, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BayesianModule`."""
         return {"num_features": network.num_features, "epsilon": network.epsilon}
 
     @property
     def compared(self) -> dict[str, Any]:
-        """See `BayesianModule`."""
         axes = {"axis_name": None, "reduction_axes": -1, "feature_axes": -1}
         return {"epsilon": self.epsilon, **axes}
 
     def network(self, params: NormParams) -> nnx.LayerNorm:
-        """The plain `nnx.LayerNorm` with these arrays."""
         return plain_norm(params, self.scale.mean.shape[0], self.epsilon)
 
     def __call__(self, mean: Array, cov: Covariance | None = None) -> Moments:
@@ -156,12 +151,10 @@ class MultiHeadAttention(BayesianModule):
     def options_of(
         cls, network: nnx.MultiHeadAttention, settings: dict[str, Any]
     ) -> dict[str, Any]:
-        """See `BayesianModule`."""
         sizes = {"num_features": network.in_features, "num_heads": network.num_heads}
         return {**sizes, "use_bias": network.query.bias is not None}
 
     def load(self, network: nnx.MultiHeadAttention) -> None:
-        """Take the weights of an `nnx.MultiHeadAttention` of the same sizes as means."""
         name = "MultiHeadAttention.load"
         check_kind(type(self), network)
         features, width = self.query.kernel.mean.shape
@@ -185,7 +178,6 @@ class MultiHeadAttention(BayesianModule):
         check_loaded(name, self, network)
 
     def network(self, params: AttentionParams) -> nnx.MultiHeadAttention:
-        """The plain `nnx.MultiHeadAttention` with these arrays."""
         return plain_attention(params, self.num_heads)
 
     def __call__(

@@ -71,12 +71,10 @@ class MLP(BayesianModule):
         return new
 
     def load(self, network: PlainMLP) -> None:
-        """Take the weights of a plain MLP of the same sizes as means."""
         activation_name("MLP.load", network, self.activation)
         super().load(network)
 
     def network(self, params: list[DenseParams]) -> PlainMLP:
-        """The plain MLP with these arrays."""
         plain = find_activation(self.activation).plain
         return PlainMLP([plain_linear(layer) for layer in params], plain)
 

@@ -78,13 +78,15 @@ class Settings:
 
     def kernel(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:
         """A belief about an (in, out) kernel, its mean drawn as in Flax (LeCun normal)."""
-        _check_sizes(shape)
+        if min(shape) < 1:
+            raise ValueError(
+                f"A Bayesian layer needs a positive number of inputs and outputs. Got {shape}."
+            )
         mean = nnx.initializers.lecun_normal()(rngs.params(), shape, self.dtype)
         return self._belief(mean, self.posterior, shape[0])
 
     def table(self, shape: tuple[int, int], rngs: nnx.Rngs) -> Belief:
         """A belief about the (V, D) rows of an embedding, its mean drawn as in Flax."""
-        _check_sizes(shape)
         start = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
         return self._belief(start(rngs.params(), shape, self.dtype), self.posterior, shape[1])
 
@@ -109,14 +111,6 @@ class Settings:
             scale=self.relative_scale / fan_in**0.5,
             prior_scale=self.prior_scale,
             learn_prior=self.learn_prior,
-        )
-
-
-def _check_sizes(shape: tuple[int, int]) -> None:
-    """Raise unless both sizes of a matrix of weights are positive."""
-    if min(shape) < 1:
-        raise ValueError(
-            f"A Bayesian layer needs a positive number of inputs and outputs. Got {shape}."
         )
 
 

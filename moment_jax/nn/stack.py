@@ -72,7 +72,6 @@ class Block(BayesianModule):
 
     @classmethod
     def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BayesianModule`."""
         name = f"{cls.__name__}.from_deterministic"
         return {
             "num_features": network.hidden.in_features,
@@ -85,16 +84,13 @@ class Block(BayesianModule):
 
     @property
     def compared(self) -> dict[str, Any]:
-        """See `BayesianModule`."""
         return {"num_heads": self.num_heads, "norm_first": self.norm_first}
 
     def load(self, network: Any) -> None:
-        """Take the weights of a plain block of the same sizes as means."""
         activation_name(f"{type(self).__name__}.load", network, self.activation)
         super().load(network)
 
     def network(self, params: Any) -> Any:
-        """The plain block with these arrays."""
         activation = find_activation(self.activation).plain
         return self.plain_type(params, **{**self.options, "activation": activation})
 
@@ -132,12 +128,10 @@ class Stack(BayesianModule):
 
     @classmethod
     def options_of(cls, network: Any, settings: dict[str, Any]) -> dict[str, Any]:
-        """See `BayesianModule`."""
         blocks = network.blocks
         return {"num_blocks": len(blocks), **cls.block_type.options_of(blocks[0], settings)}
 
     def network(self, params: tuple[list[Any], NormParams | None]) -> Any:
-        """The plain stack with these arrays."""
         blocks, final = params
         features = self.blocks[0].norm1.scale.mean.shape[0]
         return self.plain_type(

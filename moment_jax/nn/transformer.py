@@ -52,13 +52,12 @@ class Transformer(Composite):
         num_encoder_blocks: int,
         num_decoder_blocks: int | None = None,
         *,
-        norm_first: bool = False,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         if num_decoder_blocks is None:
             num_decoder_blocks = num_encoder_blocks
-        size, options = (num_features, num_heads), {"norm_first": norm_first, **options}
+        size = num_features, num_heads
         self.encoder = Encoder(num_encoder_blocks, *size, rngs=rngs, **options)
         self.decoder = Decoder(num_decoder_blocks, *size, rngs=rngs, **options)
         self.settings = self.encoder.settings

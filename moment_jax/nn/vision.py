@@ -126,7 +126,6 @@ class VisionTransformer(BayesianModule):
     def options_of(
         cls, network: PlainVisionTransformer, settings: dict[str, Any]
     ) -> dict[str, Any]:
-        """See `BayesianModule`."""
         patches = network.patches
         if not isinstance(patches, Patches):
             raise TypeError(
@@ -144,11 +143,9 @@ class VisionTransformer(BayesianModule):
 
     @property
     def compared(self) -> dict[str, Any]:
-        """See `BayesianModule`."""
         return {"patches": self.patches}
 
     def network(self, params: Any) -> PlainVisionTransformer:
-        """The plain network with these arrays."""
         embed, head = plain_linear(params.embed), plain_linear(params.head)
         encoder = self.encoder.network(params.encoder)
         return PlainVisionTransformer(embed, params.position, encoder, head, self.patches)

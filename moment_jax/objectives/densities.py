@@ -10,7 +10,7 @@ from moment_jax.covariance.fields import check_array, known_values
 from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.softmax import logsumexp_mean
 from moment_jax.objectives import cubature, likelihoods, moments
-from moment_jax.objectives.bernoulli import expected_softplus
+from moment_jax.objectives.bernoulli import average
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
@@ -148,7 +148,7 @@ def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
         )
     nan = jnp.asarray(jnp.nan, mean.dtype)
     target = jnp.where((target >= 0) & (target <= 1), target, nan)
-    return jnp.sum(target * mean - expected_softplus(mean, variances(mean, cov)))
+    return jnp.sum(target * mean - average(jax.nn.softplus, mean, variances(mean, cov)))
 
 
 def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) -> Array:

@@ -42,8 +42,9 @@ def partition_spec(
     """
     names = [name for name in path if isinstance(name, str)]
     array = next((name for name in reversed(names) if name in KERNELS), None)
-    if array is None:
-        return _fit(_vector(names, len(shape)), shape, sizes)
+    if array is None:  # biases of split outputs are split likewise, Flax's by heads
+        split = "bias" in names and SPLITS_OUTPUTS.intersection(names)
+        return _fit((MODEL, *[None] * (len(shape) - 1)) if split else (), shape, sizes)
     rows, columns = _kernel_axes(names, array)
     if not fsdp:
         rows, columns = (None if axis == DATA else axis for axis in (rows, columns))
@@ -68,13 +69,6 @@ def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | No
     if SPLITS_INPUTS.intersection(names):
         return MODEL, DATA
     return DATA, None
-
-
-def _vector(names: Sequence[str], rank: int) -> tuple[str | None, ...]:
-    """The axes of other arrays: biases of split outputs are split likewise, Flax's by heads."""
-    if "bias" in names and SPLITS_OUTPUTS.intersection(names):
-        return (MODEL, *[None] * (rank - 1))
-    return ()
 
 
 def _fit(

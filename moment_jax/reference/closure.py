@@ -110,23 +110,16 @@ def closure_report(
             fed = jnp.mean(before, axis=0), kept_covariance(structure, before)
             drawn = draw(keys, closed[structure])
             passed[structure] = moments(*passed[structure])
-            agreements = (
-                _agreement((jnp.mean(drawn, axis=0), jnp.var(drawn, axis=0)), exact),
-                _agreement(_variances(passed[structure]), exact),
-                _agreement(_variances(moments(*fed)), exact),
-            )
+            sampled = jnp.mean(drawn, axis=0), jnp.var(drawn, axis=0)
+            passes = ((mean, cov.variance()) for mean, cov in (passed[structure], moments(*fed)))
+            agreements = (_agreement(*one, exact) for one in (sampled, *passes))
             rows.append(ClosureRow(stage.name, structure.__name__, *agreements))
             noise = gaussian_draws(kept_covariance(structure, drawn), noise_key, num_samples)
             closed[structure] = jnp.mean(drawn, axis=0, keepdims=True) + noise
     return rows
 
 
-def _variances(moments: tuple[Array, Covariance]) -> tuple[Array, Array]:
-    return moments[0], moments[1].variance()
-
-
-def _agreement(moments: tuple[Array, Array], draws: Array) -> Agreement:
-    mean, variance = moments
+def _agreement(mean: Array, variance: Array, draws: Array) -> Agreement:
     return Agreement.of(mean, jnp.sqrt(variance), jnp.mean(draws, axis=0), jnp.std(draws, axis=0))
 
 

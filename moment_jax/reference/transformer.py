@@ -47,28 +47,20 @@ def dense_moments(belief: Posterior) -> DenseMoments:
     Source: Transformer derivation, sections 2 and 5 (which print standard deviations in the diagonal
     blocks, where variances are meant).
     """
-    cov = _dense_cov(belief)  # raises for other types
-    return DenseMoments(belief.mean, cov)
-
-
-def _dense_cov(belief: Posterior) -> Array:
-    twice = (*belief.shape, *belief.shape) if isinstance(belief, Posterior) else ()
     if isinstance(belief, posterior.FullNormal):
-        return belief.cov
-    if isinstance(belief, posterior.MatrixNormal):
-        return jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov)
-    if isinstance(belief, posterior.KroneckerEigen):
-        return belief.dense_cov()
-    if isinstance(belief, posterior.Point):
-        return jnp.zeros(twice, belief.mean.dtype)
-    if isinstance(belief, posterior.Factorized):
-        return jnp.diag(belief.variance.ravel()).reshape(twice)
-    if isinstance(belief, posterior.OutputShared):
-        every_entry = jnp.broadcast_to(belief.variance[None, :], belief.shape)
-        return jnp.diag(every_entry.ravel()).reshape(twice)
-    raise TypeError(
-        f"`dense_moments` knows no family {type(belief).__name__}. Use one of moment_jax.posterior."
-    )
+        cov = belief.cov
+    elif isinstance(belief, posterior.MatrixNormal):
+        cov = jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov)
+    elif isinstance(belief, posterior.KroneckerEigen):
+        cov = belief.dense_cov()
+    elif isinstance(belief, posterior.Point | posterior.Factorized | posterior.OutputShared):
+        cov = jnp.diag(belief.marginal_variance().ravel()).reshape(2 * belief.shape)
+    else:
+        raise TypeError(
+            f"`dense_moments` knows no family {type(belief).__name__}. Use one of "
+            "moment_jax.posterior."
+        )
+    return DenseMoments(belief.mean, cov)
 
 
 def dense(mean: Array, cov: Array, params: DenseParams) -> DenseMoments:
