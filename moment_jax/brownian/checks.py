@@ -34,13 +34,9 @@ def check_stochastic(name: str, transition: Array) -> int:
             f"`{name}` needs a matrix of shape (T, T). Got {shape}. For a batch, use "
             f"jax.vmap({name})."
         )
-    if not isinstance(transition, jax.core.Tracer):
-        _check_rows(name, np.asarray(transition))
-    return shape[0]
-
-
-def _check_rows(name: str, transition: np.ndarray) -> None:
-    wide = transition.astype(np.float64)
+    if isinstance(transition, jax.core.Tracer):
+        return shape[0]
+    wide = np.asarray(transition, np.float64)
     if not np.all(np.isfinite(wide)) or np.any(wide < 0):
         raise ValueError(
             f"`{name}` needs probabilities: finite entries, none negative. The smallest is "
@@ -55,3 +51,4 @@ def _check_rows(name: str, transition: np.ndarray) -> None:
             "mj.brownian.row_normalize(kernel). Entry (i, j) is the probability of i -> j: transpose a "
             "matrix whose columns sum to one."
         )
+    return shape[0]

@@ -75,7 +75,9 @@ def diffusion_map(
             f"count={count}, T={size}, time={time}."
         )
     if bandwidth is None:
-        bandwidth = _local_bandwidth(points, min(NEIGHBORS, size - 1))
+        rank = min(NEIGHBORS, size - 1)
+        distances = -jax.lax.top_k(-squared_distances(points, points), rank + 1)[0]
+        bandwidth = jnp.median(jnp.sqrt(distances[:, rank]))
         what = "median distance to near points (many points coincide: pass a bandwidth)"
         check_positive("diffusion_map", what, bandwidth)
     kernel = gaussian_kernel(points, points, bandwidth=bandwidth)
@@ -93,9 +95,3 @@ def diffusion_map(
     coordinates = pairs.vectors[:, 1:] * scale[None, :] / jnp.sqrt(law)[:, None]
     residuals = pairs.residuals[1:]
     return DiffusionMap(coordinates, values, law, time, jnp.asarray(bandwidth), residuals)
-
-
-def _local_bandwidth(points: Array, neighbors: int) -> Array:
-    """The median distance (scalar) of the points to their `neighbors`-th neighbour."""
-    distances = -jax.lax.top_k(-squared_distances(points, points), neighbors + 1)[0]
-    return jnp.median(jnp.sqrt(distances[:, neighbors]))

@@ -9,6 +9,7 @@ from jax import Array
 
 STEPS = 8  # products with a block before a restart
 SPARE = 4  # additional vectors, which speed up the convergence of the last pairs
+RESTARTS = 300  # at most
 STALLED = 4  # restarts without progress after which only rounding is left
 
 
@@ -28,23 +29,17 @@ class _State(NamedTuple):
     restarts: Array
 
 
-@partial(jax.jit, static_argnames=("count", "symmetric", "restarts"))
-def leading_eigenpairs(
-    matrix: Array, *, count: int, symmetric: bool, restarts: int = 300
-) -> Eigenpairs:
-    """The `count` eigenpairs of largest modulus of a (T, T) matrix.
+@partial(jax.jit, static_argnames=("count", "symmetric"))
+def leading_eigenpairs(matrix: Array, *, count: int, symmetric: bool) -> Eigenpairs:
+    """The `count` eigenpairs of largest modulus of a (T, T) matrix, count <= T.
 
     Rayleigh-Ritz on block Krylov spaces of `STEPS` products, restarted from the best Ritz vectors until
     all residuals are at rounding level. It finds multiple eigenvalues, and decomposes no T x T matrix
     unless T is so small that one such space has dimension T.
 
-    Args:
-      matrix: (T, T).
-      count: number of pairs, at most T.
-      symmetric: real values and orthonormal vectors, for symmetric matrices only. Otherwise complex
-        values and right eigenvectors of unit norm; a conjugate pair may be cut at `count`. That uses
-        `jnp.linalg.eig`, which some accelerators lack.
-      restarts: maximum number of restarts.
+    Of a `symmetric` matrix they are real, with orthonormal vectors. Of others they are complex, with
+    right eigenvectors of unit norm; a conjugate pair may be cut at `count`. That takes
+    `jnp.linalg.eig`, which some accelerators lack.
     """
     size, dtype = matrix.shape[0], matrix.dtype
     width, steps = count + SPARE, STEPS
@@ -78,7 +73,7 @@ def leading_eigenpairs(
     def unfinished(state: _State) -> Array:
         # Stop at a plateau only when close to the tolerance.
         rounding = (state.stalled >= STALLED) & (state.best < 1e3 * tolerance)
-        return (state.best > tolerance) & ~rounding & (state.restarts < restarts)
+        return (state.best > tolerance) & ~rounding & (state.restarts < RESTARTS)
 
     none = Eigenpairs(
         jnp.zeros(count, kind), jnp.zeros((size, count), kind), jnp.full(count, jnp.inf, dtype)

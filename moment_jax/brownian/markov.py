@@ -51,15 +51,12 @@ def chain_classes(transition: Array) -> ChainClasses:
     leaves[label[source[label[source] != label[target]]]] = True
     closed = np.flatnonzero(~leaves)
     recurrent = label == closed[0]
-    return ChainClasses(recurrent, len(closed) == 1, _period(steps[np.ix_(recurrent, recurrent)]))
-
-
-def _period(steps: np.ndarray) -> int:
-    """The greatest common divisor of level_i + 1 - level_j over the steps i -> j of a class."""
-    graph = csr_array(steps)
-    level = csgraph.shortest_path(graph, unweighted=True, indices=0).astype(int)
+    # The period is the greatest common divisor of level_i + 1 - level_j over the class's steps i -> j.
+    steps = steps[np.ix_(recurrent, recurrent)]
+    level = csgraph.shortest_path(csr_array(steps), unweighted=True, indices=0).astype(int)
     source, target = np.nonzero(steps)
-    return math.gcd(*np.unique(level[source] + 1 - level[target]).tolist())
+    period = math.gcd(*np.unique(level[source] + 1 - level[target]).tolist())
+    return ChainClasses(recurrent, len(closed) == 1, period)
 
 
 def stationary(transition: Array) -> Array:

@@ -38,10 +38,6 @@ def evaluated(name: str, function: Formula, mean: Array, variance: Array) -> Ele
     """Call `function` with checked arguments in their common dtype; half precision goes through float32.
 
     `name` is the public function, for error messages.
-
-    Raises:
-      ValueError: if the shapes differ.
-      TypeError: if the dtype is not real and floating.
     """
     mean, variance = jnp.asarray(mean), jnp.asarray(variance)
     if mean.shape != variance.shape:
@@ -68,9 +64,6 @@ def checked_row(
     """Check one row of scores for `name`; return mean, cov and the mask of unmasked entries.
 
     Where an entry is masked, by `mask` or by a mean of -inf, the mean is -inf and the covariance 0.
-
-    Raises:
-      ValueError: if the shapes do not fit, or the mask is not boolean.
     """
     mean, cov = jnp.asarray(mean), jnp.asarray(cov)
     if mean.ndim != 1 or cov.shape not in (mean.shape, mean.shape * 2):

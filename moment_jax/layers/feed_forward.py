@@ -124,11 +124,7 @@ def fed_forward(
 
 
 def moments_of(transform: Activation) -> Moments:
-    """The function (mean, variance) -> moments behind an activation of moments.
-
-    Raises:
-      TypeError: if `transform` does not transform moments.
-    """
+    """The function (mean, variance) -> moments behind an activation of moments."""
     if transform is relu:
         return expectations.rectified
     if transform is gelu:

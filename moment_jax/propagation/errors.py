@@ -39,21 +39,19 @@ def where(sources: tuple[Any, ...]) -> str:
     The sources are the `source_info` of an equation and of the calls around it, innermost first. A
     cached trace carries the line of its first call; the enclosing call has the right one.
     """
-    lines = [_lines(source) for source in sources]
+    lines = [
+        [
+            f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+            for frame in getattr(source.traceback, "frames", ())  # innermost first
+            if not frame.file_name.startswith("<")
+            and not any(part in frame.file_name for part in _INNER)
+        ]
+        for source in sources
+    ]
     for inner, outer in zip(lines, [*lines[1:], []], strict=True):
         if inner and (not outer or outer[0] in inner):
             return inner[0]
     return "an unknown line"
-
-
-def _lines(source: Any) -> list[str]:
-    """Lines of the user's program, innermost first."""
-    return [
-        f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-        for frame in getattr(source.traceback, "frames", ())
-        if not frame.file_name.startswith("<")
-        and not any(part in frame.file_name for part in _INNER)
-    ]
 
 
 _INNER = (

@@ -82,7 +82,13 @@ def monte_carlo(
     """
     num_samples = _at_least("num_samples", num_samples, 2, "a variance needs two draws")
     batch_size = _at_least("batch_size", batch_size, 1, "a batch needs a draw")
-    output = _output(fn, params, key)
+    output = jax.eval_shape(lambda k: fn(sample_params(params, k)), key)
+    if not hasattr(output, "shape"):
+        raise TypeError(
+            "`monte_carlo(fn, params, key, num_samples)` needs an fn that returns one array. Got "
+            f"{type(output).__name__}. Pick one output, as in lambda params: fn(params)[0]."
+        )
+    dtype = jnp.result_type(output.dtype, 0.0)
     # Batches of equal size; surplus draws of the last one are not counted.
     num_batches = -(-num_samples // batch_size)
     batch_size = -(-num_samples // num_batches)
@@ -90,14 +96,27 @@ def monte_carlo(
     def add_batch(sums: tuple[Any, ...], batch: Array) -> tuple[tuple[Any, ...], None]:
         indices = batch * batch_size + jnp.arange(batch_size)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
-        draws = jax.vmap(lambda k: fn(sample_params(params, k)))(keys).astype(output.dtype)
+        draws = jax.vmap(lambda k: fn(sample_params(params, k)))(keys).astype(dtype)
         draws, kept = draws.reshape(batch_size, -1), indices < num_samples
         return tuple(merge(old, type(old).of(draws, kept)) for old in sums), None
 
     kinds = (CentralSums, JointSums) if covariance else (CentralSums,)
-    empty: tuple[Any, ...] = tuple(kind.empty(output.size, output.dtype) for kind in kinds)
-    total, _ = jax.lax.scan(add_batch, empty, jnp.arange(num_batches))
-    return _moments(output.shape, *total)
+    empty: tuple[Any, ...] = tuple(kind.empty(output.size, dtype) for kind in kinds)
+    (sums, *joint), _ = jax.lax.scan(add_batch, empty, jnp.arange(num_batches))
+    mean, variance, error = (
+        x.reshape(output.shape) for x in (sums.mean, sums.variance(), sums.variance_error())
+    )
+    deviation, certain = safe_sqrt(variance), variance == 0
+    return MonteCarloMoments(
+        mean=mean,
+        variance=variance,
+        standard_deviation=deviation,
+        mean_error=deviation / jnp.sqrt(sums.num_draws),
+        variance_error=error,
+        sd_error=jnp.where(certain, 0, error / jnp.where(certain, 1, 2 * deviation)),
+        covariance=joint[0].covariance() if covariance else None,
+        covariance_error=joint[0].covariance_error() if covariance else None,
+    )
 
 
 def _at_least(name: str, value: int, lowest: int, why: str) -> int:
@@ -108,36 +127,6 @@ def _at_least(name: str, value: int, lowest: int, why: str) -> int:
             f"{why}."
         )
     return value
-
-
-def _output(fn: Callable[[Any], Array], params: Any, key: Array) -> jax.ShapeDtypeStruct:
-    """Shape of the output, and the floating-point type of its moments."""
-    output = jax.eval_shape(lambda k: fn(sample_params(params, k)), key)
-    if not hasattr(output, "shape"):
-        raise TypeError(
-            "`monte_carlo(fn, params, key, num_samples)` needs an fn that returns one array. Got "
-            f"{type(output).__name__}. Pick one output, as in lambda params: fn(params)[0]."
-        )
-    return jax.ShapeDtypeStruct(output.shape, jnp.result_type(output.dtype, 0.0))
-
-
-def _moments(
-    shape: tuple[int, ...], sums: CentralSums, joint: JointSums | None = None
-) -> MonteCarloMoments:
-    mean, variance, error = (
-        x.reshape(shape) for x in (sums.mean, sums.variance(), sums.variance_error())
-    )
-    deviation, certain = safe_sqrt(variance), variance == 0
-    return MonteCarloMoments(
-        mean=mean,
-        variance=variance,
-        standard_deviation=deviation,
-        mean_error=deviation / jnp.sqrt(sums.num_draws),
-        variance_error=error,
-        sd_error=jnp.where(certain, 0, error / jnp.where(certain, 1, 2 * deviation)),
-        covariance=None if joint is None else joint.covariance(),
-        covariance_error=None if joint is None else joint.covariance_error(),
-    )
 
 
 class JointSums(NamedTuple):
