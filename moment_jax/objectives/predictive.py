@@ -12,13 +12,7 @@ from moment_jax.objectives import cubature, likelihoods
 from moment_jax.objectives.cubature import Pair, count_points
 from moment_jax.objectives.densities import bounded_exp
 from moment_jax.objectives.likelihoods import Gaussian, HeteroscedasticGaussian
-from moment_jax.objectives.moments import (
-    Cov,
-    check_cov,
-    logits_cov,
-    over_batch,
-    variances,
-)
+from moment_jax.objectives.moments import Cov, check_cov, logits_cov, over_batch, variances
 
 
 def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
