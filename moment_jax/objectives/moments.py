@@ -63,8 +63,8 @@ def logits_cov(name: str, mean: Array, cov: Cov) -> Array:
         return cov
     if isinstance(cov, Certain | Diagonal):
         return cov.variance().reshape(shape)
-    own = jax.vmap(type(cov).token_blocks) if len(cov.shape) > 2 else type(cov).token_blocks
-    for _ in cov.shape[3:]:
+    own: Any = type(cov).token_blocks
+    for _ in cov.shape[2:]:
         own = jax.vmap(own)
     return own(cov).reshape(shape + shape[-1:])
 

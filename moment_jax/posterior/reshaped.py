@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.covariance.fields import rebuilt
 from moment_jax.posterior.base import Posterior
 from moment_jax.posterior.prior import GaussianPrior
 
@@ -79,15 +80,9 @@ class Reshaped(Posterior):
     _noise_variance = _noise_block = _input_metric = _rows = _transpose = _refuse
 
 
-def _unflatten(new_shape: tuple[int, ...], children: Any) -> Reshaped:
-    """Without checks: tree transforms stack beliefs, and put other things in their place."""
-    instance: Reshaped = object.__new__(Reshaped)
-    vars(instance).update(belief=next(iter(children)), new_shape=new_shape)
-    return instance
-
-
 jax.tree_util.register_pytree_with_keys(
     Reshaped,
     lambda x: (((jax.tree_util.GetAttrKey("belief"), x.belief),), x.new_shape),
-    _unflatten,
+    # Without checks: tree transforms stack beliefs, and put other things in their place.
+    lambda new_shape, children: rebuilt(Reshaped, (*children, new_shape)),
 )
