@@ -38,7 +38,9 @@ def softmax_mean(mean: Array, cov: Array, *, order: int = 2, mask: Array | None 
     term that order 1 drops).
     """
     mean, cov, keep = checked_row("softmax_mean", mean, cov, mask)
-    return _mean(mean, cov, keep, order)
+    if order not in (1, 2):
+        raise ValueError(f"A softmax mean has order 1 or 2. Got {order!r}.")
+    return masked_softmax(mean, keep) if order == 1 else _mean(mean, cov, keep)
 
 
 def softmax_moments(
@@ -66,7 +68,7 @@ def softmax_moments(
     """
     mean, cov, keep = checked_row("softmax_moments", mean, cov, mask)
     if order == 1:
-        q = _mean(mean, cov, keep, order)
+        q = masked_softmax(mean, keep)
         out = sandwich(softmax_jacobian(q), cov)
         return q, 0.5 * (out + out.T)
     terms = softmax_expansion(mean, cov, mask)
@@ -88,7 +90,7 @@ def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> Sof
     Arguments and errors are those of `softmax_moments`.
     """
     mean, cov, keep = checked_row("softmax_expansion", mean, cov, mask)
-    q = _mean(mean, cov, keep, 2)
+    q = _mean(mean, cov, keep)
     at_mean = softmax_jacobian(q)
     jacobian = expected_softmax_jacobian(q, cov)
     second = _hessian_term(q, cov, at_mean)
@@ -124,7 +126,7 @@ def logsumexp_mean(mean: Array, cov: Array, *, mask: Array | None = None) -> Arr
     mean, cov, keep = checked_row("logsumexp_mean", mean, cov, mask)
     row = _Row(cov)
     raised = jnp.where(keep, mean, 0.0) + 0.5 * row.variance()
-    a = _mean(mean, cov, keep, 2)
+    a = _mean(mean, cov, keep)
     product = row.matvec(a)
     step = 1 / (1 + 0.5 * jnp.maximum(jnp.vdot(a, row.variance()) - jnp.vdot(a, product), 0.0))
     a = (1 - step) * a + step * masked_softmax(raised - product, keep)
@@ -166,11 +168,7 @@ class _Row(NamedTuple):
         return _Row((self.cov / unit[0]) ** 2).matvec(vector)
 
 
-def _mean(mean: Array, cov: Array, keep: Array, order: int) -> Array:
-    if order not in (1, 2):
-        raise ValueError(f"A softmax mean has order 1 or 2. Got {order!r}.")
-    if order == 1:
-        return masked_softmax(mean, keep)
+def _mean(mean: Array, cov: Array, keep: Array) -> Array:
     return expected_softmax(jnp.where(keep, mean, 0.0), _Row(cov), keep, num_iterations=2)
 
 

@@ -64,16 +64,14 @@ def embedding(
             f"`embedding` needs a covariance structure. Got {structure!r}. Use mj.Separable."
         )
     asked, ids = ids, jnp.clip(jnp.asarray(ids), 0, table.shape[0] - 1)
-    mean = table.mean[ids]
-    if known_values(asked) is None:
-        mean = jnp.where((asked == ids)[:, None], mean, jnp.nan)
+    valid = (asked == ids)[:, None]
+    mean = jnp.where(valid, table.mean[ids], jnp.nan)
     if isinstance(table, Point):
         return mean, started(structure, mean.shape, mean.dtype, landmarks)
     # Each token selects the first token with its id, so that equal ids share one row.
     first = jnp.argmax(ids[:, None] == ids[None, :], axis=1)
     choice = jax.nn.one_hot(first, ids.shape[0], dtype=mean.dtype)
-    if known_values(asked) is None:
-        choice = jnp.where((asked == ids)[:, None], choice, jnp.nan)
+    choice = jnp.where(valid, choice, jnp.nan)
     certain = materialized(started(structure, choice.shape, mean.dtype, landmarks))
     return mean, certain.weight_noise(choice, table.rows(ids))
 
