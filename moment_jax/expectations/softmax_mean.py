@@ -123,8 +123,7 @@ class _Start(NamedTuple):
         variance, weights = cov.variance(), masked_softmax(mean, mask)
         contrast = _contrast(weights, variance, cov.matvec(weights))
         spread = _total(weights * contrast)
-        log_total = jnp.log(_nonzero(jnp.max(weights, axis=-1, keepdims=True)))
-        log_total = _highest(mean, mask) - log_total
+        log_total = _highest(mean, mask) - jnp.log(_nonzero(_max(weights)))
         flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
         step = 1 / jnp.sqrt(1 + spread / 2)
         return cls(mean, cov, mask, variance, weights, contrast, flattened, step, log_total)
@@ -165,7 +164,25 @@ def _total(array: Array) -> Array:
 def _highest(scores: Array, mask: Array | None) -> Array:
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    return jnp.max(scores, axis=-1, keepdims=True)
+    return _max(scores)
+
+
+@jax.custom_jvp
+def _max(array: Array) -> Array:
+    """The largest of the last axis, (..., 1), with the derivative of one entry.
+
+    JAX's own derivative looks for entries that equal the maximum. If XLA computes them again and rounds
+    them otherwise, there is none, and the derivative is 0 / 0.
+    """
+    return jnp.max(array, axis=-1, keepdims=True)
+
+
+@_max.defjvp
+def _max_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    ((array,), (change,)) = primals, tangents
+    place = jnp.argmax(array, axis=-1, keepdims=True)
+    here = jax.lax.broadcasted_iota(place.dtype, array.shape, array.ndim - 1) == place
+    return _max(array), jnp.sum(jnp.where(here, change, 0), axis=-1, keepdims=True)
 
 
 def _unit(contrast: Array, mask: Array | None) -> Array:
