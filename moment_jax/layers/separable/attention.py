@@ -2,8 +2,8 @@
 
 Read every input as Cov[x_ti, x_sj] = P_ts C_ij with its token pattern P. Scores have ONE Kronecker
 product as covariance, Cov[s_ac, s_bf] = A_ab B_cf; queries, keys and values are independent in it, and
-share x in the means alone. Queries and keys see the diagonal of C. Kernels' noise has one token pattern
-each, for all heads. Per head, with W = E[softmax] and values v:
+share x in the means alone. Queries and keys see the diagonal of C. Kernels' noise has one token
+pattern for all heads and projections of a sequence. Per head, with W = E[softmax] and values v:
 
     G  += A * (W (B * V) W^T - X - X^T + (a a^T) * (W B W^T)) + W V W^T,  X = ((W V) * (W B)) W^T
 
@@ -70,38 +70,40 @@ class Projection(NamedTuple):
     mean: Array  # (T, K)
     kernel: Array  # mean, (D, K)
     by_input: Array  # (K, K): noise of x, through the kernel's mean and its noise
-    by_kernel: Array  # (K, K): noise of the kernel alone, for the tokens' weighted second moment
+    by_kernel: Array  # (K, K): noise of the kernel alone, in the tokens' weighted sum of squares
     by_bias: Array  # (K, K)
 
     def under(self, metric: Array, pattern: Tokens, noise: Tokens) -> Tokens:
-        """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), from the patterns of x and of kernels' noise."""
-        by_input, by_kernel, by_bias = (jnp.sum(part * metric) for part in self[2:])
-        return by_input * pattern + by_kernel * noise + by_bias
+        """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), without the bias, from both patterns."""
+        return jnp.sum(self.by_input * metric) * pattern + jnp.sum(self.by_kernel * metric) * noise
 
 
 def _projection(
     mean: Array, features: Array, by_mean: Array | None, layer: DenseParams, weights: Array,
-    turn: Array | None, h: int, count: int,
-) -> tuple[Projection, Tokens]:  # fmt: skip
-    """All heads' projections by a layer, and the token pattern of its kernel's noise, (T, T).
+    turn: Array | None, h: int,
+) -> Projection:  # fmt: skip
+    """All heads' projections by a layer.
 
     `features` is C, or its diagonal, and `by_mean` (H, K, K) what the kernel's mean makes of it.
-    `weights` (T,) are those of the tokens over which that pattern's trace is one.
+    `weights` (T,) are those of the tokens in the sum of squares.
     """
-    kernel = layer.kernel
-    kernels = split_heads(kernel.mean, h)
-    by_input = _blocks(kernel_noise(kernel, features, jnp.zeros_like(mean[:1])), h)
+    kernels = split_heads(layer.kernel.mean, h)
     if by_mean is None:
         by_mean = jax.vmap(lambda each: feature_gram(each.T, features))(kernels)
-    noise = gram(mean, kernel.input_metric(), count)
-    projection = Projection(
+    by_input = kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
+    return Projection(
         turned(split_heads(layer.mean_output(mean), h), turn),
         kernels,
-        by_input + by_mean,
-        _blocks(kernel_noise(kernel, None, safe_sqrt(weights)[:, None] * mean), h),
-        _blocks(bias_cov(layer.bias, kernel.shape[1], mean.dtype), h),
+        by_mean + _blocks(by_input, h),
+        _blocks(kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
+        _blocks(bias_cov(layer.bias, layer.kernel.shape[1], mean.dtype), h),
     )
-    return projection, divided(noise, weights @ diagonal_of(noise))
+
+
+def _noise_pattern(mean: Array, weights: Array, count: int, *kernels: Posterior) -> Tokens:
+    """The token pattern of these kernels' noise, (T, T), whose weighted trace is one."""
+    noise = gram(mean, summed_covs(*(kernel.input_metric() for kernel in kernels)), count)
+    return divided(noise, weights @ diagonal_of(noise))
 
 
 def _blocks(cov: Array, num_heads: int) -> Array:
@@ -117,9 +119,8 @@ class _Tokens(NamedTuple):
 
     x: Tokens  # pattern of the queries' input, (T, T)
     source: Tokens  # pattern of the keys' and values' input, (S, S)
-    query: Tokens  # patterns of the kernels' noise
-    key: Tokens
-    value: Tokens
+    query_noise: Tokens  # patterns of the kernels' noise
+    noise: Tokens
     averaged: Array | Nystroem  # `source`, to be multiplied
     own: Array | None  # `source` in full, (T, T), if that is x
     seen: Array  # keys that some query may look at, (S,)
@@ -161,35 +162,37 @@ def attention(
     key_weights = pool_scores(source_cov.pool, mask) if memory is None else source_cov.pool
     query_weights = key_weights if memory is None else cov.pool
     count, key_count = count_of(cov.tokens), count_of(source_cov.tokens)
-    own, others = diagonal_of(cov.features), diagonal_of(source_cov.features)
+    others = diagonal_of(source_cov.features)
+    own = others if memory is None else diagonal_of(cov.features)
     value_kernel = params.value.kernel.mean
     drawn = source_cov.features @ value_kernel
     common = value_kernel.T @ drawn  # noise of x in the values of all heads, (H K, H K)
-    query, query_noise = _projection(
-        mean, own, None, params.query, query_weights, turns[0], h, count
+    query = _projection(mean, own, None, params.query, query_weights, turns[0], h)
+    key = _projection(source, others, None, params.key, key_weights, turns[1], h)
+    value = _projection(
+        source, source_cov.features, _blocks(common, h), params.value, key_weights, None, h
     )
-    key, key_noise = _projection(
-        source, others, None, params.key, key_weights, turns[1], h, key_count
-    )
-    value, value_noise = _projection(
-        source, source_cov.features, _blocks(common, h), params.value, source_cov.pool, None, h,
-        key_count,
-    )  # fmt: skip
+    kernels = params.query.kernel, params.key.kernel, params.value.kernel
+    if memory is None:
+        query_noise = noise = _noise_pattern(mean, key_weights, count, *kernels)
+    else:
+        query_noise = _noise_pattern(mean, query_weights, count, *kernels[:1])
+        noise = _noise_pattern(source, key_weights, key_count, *kernels[1:])
     seen = jnp.ones(len(source), bool) if mask is None else jnp.any(mask, axis=(0, 1))
     pattern = seen_only(source_cov.pattern(), seen)
     averaged = nystroem(pattern)
     own_pattern = pattern if memory is None else cov.pattern()
     tokens = _Tokens(
-        *(own_pattern, pattern, query_noise, key_noise, value_noise),
+        *(own_pattern, pattern, query_noise, noise),
         averaged,
         whole(pattern) if memory is None else None,
         *(seen, cov.pool, query_weights, key_weights),
     )
     centred = safe_sqrt(key_weights)[:, None] * (source - _average(key_weights, source)[None])
     contrasts = _blocks(kernel_noise(params.key.kernel, None, centred), h)
-    output, noise = params.output.kernel.mean, params.output.kernel.input_metric()
+    output, output_metric = params.output.kernel.mean, params.output.kernel.input_metric()
     kernels = output.reshape(h, -1, output.shape[1])
-    metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(noise, h)
+    metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(output_metric, h)
 
     def one_head(head: _Head) -> _Output:
         return _one_head(head, tokens, attending.order)
@@ -204,17 +207,21 @@ def attention(
     shared = jnp.sum(between) - jnp.sum(diagonal_of(between))  # by pairs of different heads
     mixed = merge_heads(out.mean)
     gram_tokens = jax.tree.map(lambda each: jnp.sum(each, axis=0), out.tokens)
-    gram_tokens = gram_tokens + gram(mixed, noise, count)
+    gram_tokens = gram_tokens + gram(mixed, output_metric, count)
     gram_tokens = gram_tokens + shared * gram(jnp.mean(out.weights, axis=0), averaged, count)
 
     # The sum over queries: averages of values' noise, and every head's own.
     total = out.total
     overlap = (total @ averaged) @ total.T
     energy = diagonal_of(overlap)
-    by_values = _own_values(params.value, source_cov, total, total @ source, energy, h)
-    averages = common * overlap[:, None, :, None]
-    by_head = (by_values + out.by_scores)[:, :, None]
-    averages = averages + jnp.where(jnp.eye(h, dtype=bool)[:, None, :, None], by_head, 0)
+    by_kernel = jax.vmap(
+        lambda mean: _blocks(kernel_noise(params.value.kernel, None, mean[None]), h)
+    )
+    by_kernel = jnp.einsum("hhkl->hkl", by_kernel(total @ source))
+    by_head = energy[:, None, None] * value.by_input + by_kernel + out.by_scores
+    by_head = by_head + (jnp.sum(total, axis=1) ** 2)[:, None, None] * value.by_bias
+    same = jnp.eye(h, dtype=bool)[:, None, :, None]
+    averages = jnp.where(same, by_head[:, :, None], common * overlap[:, None, :, None])
     averages = averages.reshape(len(output), -1)
     by_noise = kernel_noise(params.output.kernel, averages, weighted_sum(cov.pool, mixed)[None])
     features = summed_covs(feature_gram(output.T, averages), by_noise)
@@ -222,7 +229,8 @@ def attention(
     out_cov = Separable.unchecked(variances, gram_tokens, features, cov.pool)
     out_cov = with_bias(out_cov, params.output.bias)
     if memory is None:
-        cross = _through_values(cross, cov.pool, value_kernel, kernels, out.weights, total)
+        paths = value.kernel @ kernels
+        cross = _through_values(cross, cov.pool, paths, out.weights, total)
     else:  # x reaches the output through the queries alone
         cross = jax.tree.map(jnp.zeros_like, cross)
     return params.output.mean_output(mixed), out_cov, cross
@@ -232,37 +240,14 @@ def _average(weights: Array, rows: Array) -> Array:
     return safe_divide(weights @ rows, jnp.sum(weights))
 
 
-def _own_values(
-    params: DenseParams, cov: Separable, total: Array, means: Array, energy: Array, h: int
-) -> Array:
-    """Covariance (H, K, K) of each head's sum by its own values' noise: kernel and bias.
-
-    `total` (H, S) are the values' weights in the sum, `means` (H, D) their input's sums with these, and
-    `energy` (H,) is total P total^T.
-    """
-    kernel: Posterior = params.kernel
-
-    def of_head(mean: Array) -> Array:
-        return _blocks(kernel_noise(kernel, None, mean[None]), h)
-
-    by_mean = jnp.einsum("hhkl->hkl", jax.vmap(of_head)(means))
-    by_input = _blocks(kernel_noise(kernel, cov.features, jnp.zeros_like(means[:1])), h)
-    bias = _blocks(bias_cov(params.bias, kernel.shape[1], means.dtype), h)
-    count = jnp.sum(total, axis=1) ** 2
-    return by_mean + energy[:, None, None] * by_input + count[:, None, None] * bias
-
-
-def _through_values(
-    cross: Cross, pool: Array, kernel: Array, output: Array, weights: Array, total: Array
-) -> Cross:
-    """Cov[x, attention], through the values alone."""
+def _through_values(cross: Cross, pool: Array, paths: Array, weights: Array, total: Array) -> Cross:
+    """Cov[x, attention], through the values alone; `paths` (H, D, E) are their kernels' products."""
     pooled = pulled(pool, cross.tokens)
     reached = total @ safe_divide(pooled, pooled @ pool)  # (H,)
-    by_value = split_heads(cross.features @ kernel, len(output))  # (H, D, K)
-    features = jnp.einsum("hik,hko->io", by_value * reached[:, None, None], output)
-    size = jnp.einsum("hdk,hkd->h", by_value, output)
+    size = jnp.tensordot(paths, cross.features.T)
     size = safe_divide(size, jnp.sum(diagonal_of(cross.features)))
-    return Cross(through(cross.tokens, jnp.einsum("h,htc->ct", size, weights)), features)
+    tokens = through(cross.tokens, jnp.tensordot(size, weights, 1).T)
+    return Cross(tokens, cross.features @ jnp.tensordot(reached, paths, 1))
 
 
 def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
@@ -286,7 +271,8 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     average = weights @ value
 
     # Second moments of values v and averages a = W v over tokens, under the metric of the output.
-    noise = seen_only(v.under(metric, tokens.source, tokens.value), tokens.seen)
+    noise = v.under(metric, tokens.source, tokens.noise) + jnp.sum(v.by_bias * metric)
+    noise = seen_only(noise, tokens.seen)
     mapped = value @ metric
     values = product(mapped, value, key_count) + noise
     spread_by = nystroem(noise)
@@ -343,9 +329,10 @@ def _scores(head: _Head, tokens: _Tokens) -> tuple[Tokens, Tokens]:
     centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
     met_twice = centred.T @ centred
     size = jnp.sum(contrasts * moment) + jnp.sum(met_twice * by_query)
-    queries = q.under(contrasts + met_twice, tokens.x, tokens.query)
+    met_twice = met_twice + contrasts
+    queries = q.under(met_twice, tokens.x, tokens.query_noise) + jnp.sum(q.by_bias * met_twice)
     queries = queries + gram(q.mean, contrasts, count_of(queries))
-    keys = k.under(moment, tokens.source, tokens.key)
+    keys = k.under(moment, tokens.source, tokens.noise)
     keys = keys + gram(k.mean, by_query, count_of(keys))
     keys = contrasted(seen_only(keys, tokens.seen), tokens.seen)
     return divided(queries, size * width), seen_only(keys, tokens.seen)

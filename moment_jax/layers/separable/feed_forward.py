@@ -38,11 +38,10 @@ def feed_forward(
     first, second = hidden.kernel.mean, output.kernel.mean
     hidden_bias = bias_cov(hidden.bias, first.shape[1], mean.dtype)
 
-    # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,). Their total
-    # by x is exact; what each has of it is read off the diagonal of C, which saves a (D, D, F) product.
+    # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,). Those by x
+    # are read off the diagonal of C, which saves a (D, D, F) product.
     before = diagonal_of(cov.features)
     own = before @ first**2
-    own = own * safe_divide(jnp.sum(cov.features * feature_gram(first)), jnp.sum(own))
     noise = kernel_noise(hidden.kernel, cov.features, weighted_sum(pool, mean)[None])
     noise = summed_covs(noise, jnp.sum(pool) ** 2 * hidden_bias)
     metric = hidden.kernel.input_metric()
