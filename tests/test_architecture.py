@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "xla": set(),
     "covariance": {"xla"},
-    "expectations": {"xla"},
+    "expectations": {"xla", "covariance"},
     "posterior": {"xla", "covariance"},
     "layers": {"xla", "covariance", "expectations", "posterior"},
     "propagation": {"xla", "covariance", "expectations", "posterior", "layers"},

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.covariance.numerics import nonnegative, safe_divide
 from moment_jax.xla import materialized
 
 
@@ -97,7 +98,7 @@ def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None =
     weights, contrast = start.weights, start.contrast
     unit = _unit(contrast, mask)
     scaled = weights * (contrast / unit)
-    ratio = _quotient(_total(scaled**2), _total(scaled))
+    ratio = safe_divide(_total(scaled**2), _total(scaled))
     shrink = 1 / (1 + _gain(weights, contrast) * unit * ratio)
     raised = mean + 0.5 * shrink * contrast
     step = start.shorter_step(raised)
@@ -130,7 +131,7 @@ class _Start(NamedTuple):
 
     def shorter_step(self, raised: Array) -> Array:
         """Shorten the step where noise would lift a weight above one, outside the quadratic's range."""
-        return self.step / (1 + _nonnegative(_highest(raised, self.mask) - self.log_total))
+        return self.step / (1 + nonnegative(_highest(raised, self.mask) - self.log_total))
 
     def last_step(self, weights: Array, step: Array, shrink: Array) -> Array:
         """A step with the new weights' contrasts and the previous shrinkage, for one product with R."""
@@ -194,17 +195,6 @@ def _nonzero(x: Array) -> Array:
     return jnp.where(x > 0, x, 1)
 
 
-def _nonnegative(x: Array) -> Array:
-    """Clip rounding below zero, keeping the full derivative at zero."""
-    return jnp.where(x < 0, 0, x)
-
-
-def _quotient(x: Array, y: Array) -> Array:
-    """X / y, and 0 where y is not positive or so small that the derivative's 1 / y^2 overflows."""
-    positive = y > 2 * jnp.finfo(y.dtype).tiny ** 0.5
-    return jnp.where(positive, x / jnp.where(positive, y, 1), 0)
-
-
 def _contrast(weights: Array, variance: Array, pulled: Array) -> Array:
     """Var[s_i - a^T s], given R a; 0 where it is rounding, with the full derivative at zero R.
 
@@ -236,11 +226,11 @@ def _shrinkage(
     )
     gain = _gain(weights, contrast)
     # In units again, so that derivatives contain no squared variance.
-    ratio = _quotient(_nonnegative(second), contrast / unit)
+    ratio = safe_divide(nonnegative(second), contrast / unit)
     return 1 / (1 + gain * unit * ratio)
 
 
 def _gain(weights: Array, contrast: Array) -> Array:
     """The average fraction of the Jacobian at the weights that survives, (..., 1)."""
-    ratio = _quotient(_total(weights**2 * contrast), _total(weights * (1 - weights)))
+    ratio = safe_divide(_total(weights**2 * contrast), nonnegative(_total(weights * (1 - weights))))
     return 2 / (1 + jnp.sqrt(1 + 4 * ratio))
