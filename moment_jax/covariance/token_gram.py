@@ -89,10 +89,10 @@ Tokens = Array | TokenGram
 
 
 class Nystroem(NamedTuple):
-    """The symmetric matrix left right^T + diag(rest), (T, T)."""
+    """The symmetric matrix columns inverse columns^T + diag(rest), (T, T)."""
 
-    left: Array  # (T, r)
-    right: Array  # (T, r)
+    columns: Array  # (T, r)
+    inverse: Array  # (r, r)
     rest: Array  # (T,)
 
     @property
@@ -100,16 +100,15 @@ class Nystroem(NamedTuple):
         return 2
 
     def __matmul__(self, rows: Array) -> Array:
-        return self.left @ (self.right.T @ rows) + self.rest[:, None] * rows
+        return self.columns @ (self.inverse @ (self.columns.T @ rows)) + self.rest[:, None] * rows
 
     def __rmatmul__(self, rows: Array) -> Array:
         rest = self.rest if rows.ndim == 1 else self.rest[None, :]
-        return (rows @ self.left) @ self.right.T + rows * rest
+        return ((rows @ self.columns) @ self.inverse) @ self.columns.T + rows * rest
 
     def within(self, rows: Array) -> Array:
         """The quadratic form of each row of (U, T), (U,)."""
-        low = jnp.sum((rows @ self.left) * (rows @ self.right), axis=1)
-        return low + rows**2 @ self.rest
+        return _quadratic(rows @ self.columns, self.inverse) + rows**2 @ self.rest
 
 
 def num_landmarks(name: str, t: int, count: int | None = None) -> int:
@@ -154,12 +153,29 @@ def product(left: Array, right: Array, count: int) -> Tokens:
     return TokenGram(columns, jnp.sum(left * right, axis=1))
 
 
-def symmetric_product(left: Array, right: Array, count: int) -> Tokens:
-    """The symmetric part of left right^T, two (T, D) arrays."""
-    if count >= len(left):
-        half = left @ right.T
-        return 0.5 * (half + half.T)
-    return 0.5 * (product(left, right, count) + product(right, left, count))
+def contracted(weights: Array, matrix: Array, less: Array, plus: Tokens, seen: Array) -> Tokens:
+    """W M W^T + G less the symmetric part of X W^T, all (T, T) and together semidefinite.
+
+    Known from the columns of `seen` (T,) landmarks.
+    """
+    if not isinstance(plus, TokenGram):
+        half = (weights @ matrix - less) @ weights.T
+        return 0.5 * (half + half.T) + plus
+    at, half = weights[plus.places], 0.5 * less
+    columns = weights @ (matrix @ at.T - half[plus.places].T) - half @ at.T + plus.columns
+    known, inverse = _low_rank(columns * seen[plus.places][None, :])
+    return product(known @ inverse, known, count_of(plus))  # semidefinite, which `columns` may miss
+
+
+def congruent(known: Array | Nystroem, rows: Array) -> tuple[Array, Array]:
+    """G W and W^T G W, (T, S) and (S, S), for W (T, S)."""
+    if not isinstance(known, Nystroem):
+        mapped = known @ rows
+        return mapped, rows.T @ mapped
+    low = known.columns.T @ rows
+    half = known.inverse @ low
+    mapped = known.columns @ half + known.rest[:, None] * rows
+    return mapped, low.T @ half + xla.diagonal_matrix(known.rest @ rows**2)
 
 
 def gram(rows: Array, metric: Array | Nystroem | None, count: int) -> Tokens:
@@ -228,14 +244,25 @@ def nystroem(tokens: Tokens) -> Array | Nystroem:
     """
     if not isinstance(tokens, TokenGram):
         return tokens
-    own, places = nonnegative(tokens.diagonal), tokens.places
-    inverse = safe_divide(jnp.ones((), own.dtype), safe_sqrt(own[places]))
-    columns = tokens.columns * inverse[None, :]
-    core = inverse[:, None] * columns[places]
-    left = columns @ _inverse(0.5 * (core + core.T))  # approximated columns need not be symmetric
-    low = nonnegative(jnp.sum(left * columns, axis=1))
+    columns, inverse = _low_rank(tokens.columns)
+    own, low = nonnegative(tokens.diagonal), nonnegative(_quadratic(columns, inverse))
     shrink = jnp.where(low > own, safe_sqrt(safe_divide(own, low)), 1)[:, None]
-    return Nystroem(shrink * left, shrink * columns, nonnegative(own - low))
+    return Nystroem(shrink * columns, inverse, nonnegative(own - low))
+
+
+def _low_rank(columns: Array) -> tuple[Array, Array]:
+    """Columns C of a matrix, scaled, and a symmetric inverse, (r, r), of what they hold at landmarks."""
+    places = landmarks(*columns.shape)
+    own = nonnegative(xla.diagonal_of(columns[places]))
+    scale = safe_divide(jnp.ones((), own.dtype), safe_sqrt(own))
+    columns = columns * scale[None, :]
+    core = scale[:, None] * columns[places]
+    return columns, _inverse(0.5 * (core + core.T))  # approximated columns need not be symmetric
+
+
+def _quadratic(rows: Array, metric: Array) -> Array:
+    """Row metric row^T of each of the rows, (T,)."""
+    return jnp.sum((rows @ metric) * rows, axis=1)
 
 
 def pulled(rows: Array, tokens: Tokens) -> Array:
@@ -267,7 +294,7 @@ def through(cross: Tokens, mapping: Array) -> Tokens:
     weights = mapping.T
     seen: Any = seen_only(cross, jnp.any(weights != 0, axis=0))
     known: Any = nystroem(seen)
-    own = jnp.sum((weights @ known.left) * known.right, axis=1)
+    own = jnp.sum(((weights @ known.columns) @ known.inverse) * known.columns, axis=1)
     own = own + known.rest * xla.diagonal_of(weights)
     return TokenGram(0.5 * (known @ weights[seen.places].T + weights @ seen.columns), own)
 
@@ -286,15 +313,6 @@ def spread_within(weights: Array, own: Array, known: Array | Nystroem) -> Array:
     return jnp.sum(weights * (own[None, :] - weights @ known), axis=1, keepdims=True)
 
 
-def inner(a: Array | Nystroem, b: Array | Nystroem) -> Array:
-    """sum_ts A_ts B_ts of two matrices as `nystroem` gives them, ()."""
-    if not isinstance(a, Nystroem) or not isinstance(b, Nystroem):
-        entries: Any = (a, b)
-        return jnp.sum(entries[0] * entries[1])
-    own = jnp.sum(b.left * b.right, axis=1) + b.rest
-    return jnp.sum(a.left * (b @ a.right)) + a.rest @ own
-
-
 def total(tokens: Tokens) -> Array:
     """The sum of all entries, ()."""
     return jnp.sum(row_sums(tokens)) if isinstance(tokens, TokenGram) else jnp.sum(tokens)
@@ -307,12 +325,13 @@ def row_sums(tokens: Tokens) -> Array:
     return nystroem(tokens) @ jnp.ones((len(tokens.diagonal), 1), tokens.diagonal.dtype)
 
 
-def whole(tokens: Tokens) -> Array:
+def whole(tokens: Tokens | Nystroem) -> Array:
     """The matrix, (T, T)."""
-    if not isinstance(tokens, TokenGram):
-        return tokens
-    left, right, rest = nystroem(tokens)
-    return left @ right.T + xla.diagonal_matrix(rest)
+    known = tokens if isinstance(tokens, Nystroem) else nystroem(tokens)
+    if not isinstance(known, Nystroem):
+        return known
+    columns, inverse, rest = known
+    return (columns @ inverse) @ columns.T + xla.diagonal_matrix(rest)
 
 
 @jax.custom_jvp

@@ -32,21 +32,22 @@ from moment_jax.covariance.token_gram import (
     TokenGram,
     Tokens,
     bounded,
+    congruent,
+    contracted,
     contrasted,
     count_of,
     diagonal_of,
     divided,
     gram,
-    inner,
     nystroem,
     product,
     pulled,
     seen_only,
     spread_within,
-    symmetric_product,
     through,
     whole,
 )
+from moment_jax.covariance.token_gram import total as sum_of
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.heads import (
@@ -255,7 +256,7 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     q, k, v = head.query, head.key, head.value
     root, pool, metric = q.mean.shape[1] ** 0.5, tokens.pool, head.metric
     queries, contrasts = _scores(head, tokens)
-    known, count, key_count = nystroem(contrasts), count_of(queries), count_of(contrasts)
+    known, count = nystroem(contrasts), count_of(queries)
     scores = q.mean @ k.mean.T
     if tokens.own is not None and order == 2:
         scores = scores + tokens.own * head.linked
@@ -274,14 +275,14 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     noise = v.under(metric, tokens.source, tokens.noise) + jnp.sum(v.by_bias * metric)
     noise = seen_only(noise, tokens.seen)
     mapped = value @ metric
-    values = product(mapped, value, key_count) + noise
     spread_by = nystroem(noise)
-    reached, met, seen = weights @ spread_by, weights @ known, contrasts * values
+    values = mapped @ value.T + whole(spread_by)
+    reached, met, seen = weights @ spread_by, weights @ known, whole(known) * values
     crossed = average @ mapped.T + reached
-    half = weights @ nystroem(seen) - 2 * crossed * met
     within, met_twice = (product(x, weights, count) for x in (reached, met))
     averages = gram(average, metric, count) + within
-    by_scores = queries * (symmetric_product(half, weights, count) + averages * met_twice)
+    by_scores = averages * met_twice
+    by_scores = queries * contracted(weights, seen, 2 * crossed * met, by_scores, pool > 0)
     gain = jnp.ones_like(pool)
     if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
         second, found = weights @ diagonal_of(values), nonnegative(diagonal_of(by_scores))
@@ -291,13 +292,13 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     # Through the scores into the sum over queries: from the spread of the mean values, and of noise.
     size = pool * gain
     pairs = size[:, None] * queries * size[None, :]
-    paired = nystroem(pairs) @ weights
-    outer = nystroem(contrasts * product(weights.T, paired.T, key_count))
-    far, near = nystroem(pairs * met_twice), paired * met
+    paired, outer = congruent(nystroem(pairs), weights)
+    outer = whole(known) * outer
+    far, near = pairs * met_twice, paired * met
     bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
-    features = bent + bent.T + average.T @ far @ average
-    noisy = inner(outer, spread_by) - 2 * jnp.sum(near * reached)
-    noisy = noisy + inner(far, nystroem(seen_only(within, pool > 0)))
+    features = bent + bent.T + average.T @ nystroem(far) @ average
+    noisy = jnp.sum(outer * whole(spread_by)) - 2 * jnp.sum(near * reached)
+    noisy = noisy + sum_of(far * within)
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         each = pool @ safe_sqrt(left_within(weights @ value**2, average**2))
         features = jnp.clip(features, -each[:, None] * each[None, :], each[:, None] * each[None, :])
