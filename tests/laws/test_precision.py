@@ -6,12 +6,15 @@ rounded here, as accelerators round them.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import ClosedJaxpr, Literal
 
 import moment_jax as mj
+from moment_jax.covariance import token_gram
 from tests.builders import ALL_STRUCTURES, random_block
 
 TOKENS, FEATURES = 16, 16
@@ -49,8 +52,17 @@ def _evaluate(closed: ClosedJaxpr, arguments):
     return [v.val if isinstance(v, Literal) else values[v] for v in closed.jaxpr.outvars]
 
 
-@pytest.mark.parametrize("structure", [s for s in ALL_STRUCTURES if s is not mj.Full])
-def test_a_block(structure):
+def at_landmarks(variance, count):
+    cov = mj.Separable.independent(variance)
+    tokens = token_gram.at_landmarks(cov.tokens, count)
+    return mj.Separable.unchecked(cov.variances, tokens, cov.features, cov.pool)
+
+
+STARTS = [s.independent for s in ALL_STRUCTURES if s is not mj.Full]
+
+
+@pytest.mark.parametrize("start", [*STARTS, partial(at_landmarks, count=5)])
+def test_a_block(start):
     with jax.enable_x64(False):
         block = jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32),
@@ -59,9 +71,9 @@ def test_a_block(structure):
         x = jax.random.normal(jax.random.key(1), (TOKENS, FEATURES), jnp.float32)
 
         def moments(x, block):
-            start = structure.independent(jnp.full(x.shape, 0.01, x.dtype))
+            known = start(jnp.full(x.shape, 0.01, x.dtype))
             mean, cov = mj.encoder_block(
-                x, start, block, num_heads=2, norm_first=True, activation=mj.gelu
+                x, known, block, num_heads=2, norm_first=True, activation=mj.gelu
             )
             return mean, cov.variance()
 
