@@ -61,7 +61,6 @@ from moment_jax.layers.heads import (
 from moment_jax.layers.params import AttentionParams, DenseParams, bias_cov, with_bias
 from moment_jax.layers.rules import Attending
 from moment_jax.layers.seen import pool_scores
-from moment_jax.posterior import Posterior
 from moment_jax.xla import diagonal_matrix, materialized
 
 
@@ -101,9 +100,8 @@ def _projection(
     )
 
 
-def _noise_pattern(mean: Array, weights: Array, count: int, *kernels: Posterior) -> Tokens:
-    """The token pattern of these kernels' noise, (T, T), whose weighted trace is one."""
-    noise = gram(mean, summed_covs(*(kernel.input_metric() for kernel in kernels)), count)
+def _pattern(noise: Tokens, weights: Array) -> Tokens:
+    """The token Gram matrix of kernels' noise in units of its weighted trace."""
     return divided(noise, weights @ diagonal_of(noise))
 
 
@@ -120,8 +118,9 @@ class _Tokens(NamedTuple):
 
     x: Tokens  # pattern of the queries' input, (T, T)
     source: Tokens  # pattern of the keys' and values' input, (S, S)
-    query_noise: Tokens  # patterns of the kernels' noise
-    noise: Tokens
+    query: Tokens  # patterns of the kernels' noise
+    key: Tokens
+    value: Tokens
     averaged: Array | Nystroem  # `source`, to be multiplied
     own: Array | None  # `source` in full, (T, T), if that is x
     seen: Array  # keys that some query may look at, (S,)
@@ -171,20 +170,22 @@ def attention(
     query = _projection(mean, own, None, params.query, query_weights, turns[0], h)
     key = _projection(source, others, None, params.key, key_weights, turns[1], h)
     value = _projection(
-        source, source_cov.features, _blocks(common, h), params.value, key_weights, None, h
+        source, source_cov.features, _blocks(common, h), params.value, source_cov.pool, None, h
     )
-    kernels = params.query.kernel, params.key.kernel, params.value.kernel
+    metrics = [layer.kernel.input_metric() for layer in (params.query, params.key, params.value)]
     if memory is None:
-        query_noise = noise = _noise_pattern(mean, key_weights, count, *kernels)
+        noise = gram(source, summed_covs(*metrics), key_count)
+        query_noise = key_noise = _pattern(noise, key_weights)
     else:
-        query_noise = _noise_pattern(mean, query_weights, count, *kernels[:1])
-        noise = _noise_pattern(source, key_weights, key_count, *kernels[1:])
+        noise = gram(source, summed_covs(*metrics[1:]), key_count)
+        query_noise = _pattern(gram(mean, metrics[0], count), query_weights)
+        key_noise = _pattern(noise, key_weights)
     seen = jnp.ones(len(source), bool) if mask is None else jnp.any(mask, axis=(0, 1))
     pattern = seen_only(source_cov.pattern(), seen)
     averaged = nystroem(pattern)
     own_pattern = pattern if memory is None else cov.pattern()
     tokens = _Tokens(
-        *(own_pattern, pattern, query_noise, noise),
+        *(own_pattern, pattern, query_noise, key_noise, _pattern(noise, source_cov.pool)),
         averaged,
         whole(pattern) if memory is None else None,
         *(seen, cov.pool, query_weights, key_weights),
@@ -272,7 +273,7 @@ def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
     average = weights @ value
 
     # Second moments of values v and averages a = W v over tokens, under the metric of the output.
-    noise = v.under(metric, tokens.source, tokens.noise) + jnp.sum(v.by_bias * metric)
+    noise = v.under(metric, tokens.source, tokens.value) + jnp.sum(v.by_bias * metric)
     noise = seen_only(noise, tokens.seen)
     mapped = value @ metric
     spread_by = nystroem(noise)
@@ -331,9 +332,9 @@ def _scores(head: _Head, tokens: _Tokens) -> tuple[Tokens, Tokens]:
     met_twice = centred.T @ centred
     size = jnp.sum(contrasts * moment) + jnp.sum(met_twice * by_query)
     met_twice = met_twice + contrasts
-    queries = q.under(met_twice, tokens.x, tokens.query_noise) + jnp.sum(q.by_bias * met_twice)
+    queries = q.under(met_twice, tokens.x, tokens.query) + jnp.sum(q.by_bias * met_twice)
     queries = queries + gram(q.mean, contrasts, count_of(queries))
-    keys = k.under(moment, tokens.source, tokens.noise)
+    keys = k.under(moment, tokens.source, tokens.key)
     keys = keys + gram(k.mean, by_query, count_of(keys))
     keys = contrasted(seen_only(keys, tokens.seen), tokens.seen)
     return divided(queries, size * width), seen_only(keys, tokens.seen)
