@@ -155,11 +155,7 @@ def random_dense_params(
 
 
 def random_block(
-    key: Array,
-    features: int,
-    hidden: int,
-    scale: float = 0.1,
-    family: type[Posterior] = Factorized,
+    key: Array, features: int, hidden: int, scale: float = 0.1, family: type[Posterior] = Factorized
 ) -> EncoderBlockParams:
     """A random encoder block whose weights have a sd of about scale / sqrt(fan_in)."""
     keys = jax.random.split(key, 10)

@@ -35,11 +35,7 @@ DEFAULT = Shape(64, 128, 4, 4)
 QUEUED = 20  # calls that an accelerator is given before the host waits
 SLOW = 4.0  # seconds for the timed runs of one function, unless three take longer
 CPU_GIB = 4.0  # memory limit without an accelerator
-OVER_PLAIN = {
-    "time": "seconds",
-    "memory": "bytes",
-    "compilation": "compile_seconds",
-}
+OVER_PLAIN = {"time": "seconds", "memory": "bytes", "compilation": "compile_seconds"}
 COUNTS = {"operations": "operations", "products": "products"}
 
 

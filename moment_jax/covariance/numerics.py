@@ -7,12 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from moment_jax.xla import (
-    diagonal_matrix,
-    diagonal_of,
-    materialized,
-    on_diagonal,
-)
+from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, on_diagonal
 
 
 @jax.custom_jvp

@@ -60,11 +60,7 @@ def gumbel_max(key: Array, log_probs: Array) -> Array:
 
 
 def gumbel_softmax(
-    key: Array,
-    log_probs: Array,
-    temperature: Array | float,
-    *,
-    straight_through: bool = False,
+    key: Array, log_probs: Array, temperature: Array | float, *, straight_through: bool = False
 ) -> Array:
     """A relaxed draw of Categorical(pi): softmax((g + log pi) / temperature).
 

@@ -109,11 +109,7 @@ def _tail(t: Array) -> Array:
 
 
 def piecewise_linear(
-    mean: Array,
-    variance: Array,
-    kinks: Sequence[float],
-    slopes: Sequence[float],
-    value: float,
+    mean: Array, variance: Array, kinks: Sequence[float], slopes: Sequence[float], value: float
 ) -> ElementwiseMoments:
     """Exact moments of a continuous, piecewise linear function of x ~ N(mean, variance), elementwise.
 

@@ -40,12 +40,7 @@ class MLP(BayesianModule):
     params_type = staticmethod(lambda layers: layers)
 
     def __init__(
-        self,
-        features: Sequence[int],
-        *,
-        activation: str = "relu",
-        rngs: nnx.Rngs,
-        **settings: Any,
+        self, features: Sequence[int], *, activation: str = "relu", rngs: nnx.Rngs, **settings: Any
     ) -> None:
         if len(features) < 2:
             raise ValueError(

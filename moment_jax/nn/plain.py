@@ -176,11 +176,7 @@ class PlainDecoderBlock(PlainBlock):
     norm3: nnx.LayerNorm
 
     def __call__(
-        self,
-        x: Array,
-        memory: Array,
-        mask: Array | None = None,
-        memory_mask: Array | None = None,
+        self, x: Array, memory: Array, mask: Array | None = None, memory_mask: Array | None = None
     ) -> Array:
         """(..., T, D) and a memory (..., S, D) -> (..., T, D)."""
 

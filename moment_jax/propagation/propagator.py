@@ -151,10 +151,7 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
 
 
 def propagate(
-    fn: Callable[..., Any],
-    *,
-    structure: type[Covariance] = Separable,
-    receipt: bool = False,
+    fn: Callable[..., Any], *, structure: type[Covariance] = Separable, receipt: bool = False
 ) -> Callable[..., Any]:
     """Mean and covariance of a function of random weights, in one analytic pass.
 

@@ -49,11 +49,7 @@ def proposition2_as_printed(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: A
 
 
 def _product_cov(
-    mean_a: Array,
-    cov_a: Array,
-    mean_b: Array,
-    cov_b: Array,
-    trace: Callable[[Array, Array], Array],
+    mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array, trace: Callable[[Array, Array], Array]
 ) -> Array:
     """Eq. 9 at every index."""
 

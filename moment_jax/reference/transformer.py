@@ -218,12 +218,7 @@ def feed_forward_cross_cov(mean: Array, cov: Array, params: FeedForwardParams) -
 
 
 def encoder_block(
-    mean: Array,
-    cov: Array,
-    params: EncoderBlockParams,
-    *,
-    num_heads: int,
-    epsilon: float = 1e-6,
+    mean: Array, cov: Array, params: EncoderBlockParams, *, num_heads: int, epsilon: float = 1e-6
 ) -> DenseMoments:
     """First-order moments of norm2(z + feed_forward(z)), z = norm1(x + attention(x)), (T, D).
 

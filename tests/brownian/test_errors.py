@@ -42,10 +42,7 @@ CASES = [
     (lambda: b.brownian_bridge(jnp.zeros(1)), "needs"),
     (lambda: b.brownian_path(jnp.zeros(())), "needs"),
     (lambda: b.milstein(None, None, jnp.zeros(1), jnp.zeros((1, 1)), dt=-1.0), "needs"),
-    (
-        lambda: b.milstein(lambda t, x: x, lambda t, x: ONES, *PATH, dt=0.5),
-        "euler_maruyama",
-    ),
+    (lambda: b.milstein(lambda t, x: x, lambda t, x: ONES, *PATH, dt=0.5), "euler_maruyama"),
     (lambda: heat(1.0, 0.6), "1/2.*as many steps"),
     (lambda: heat(0.0, 0.6), "dx > 0"),
 ]

@@ -12,13 +12,7 @@ import pytest
 
 import moment_jax as mj
 from moment_jax.covariance import Covariance
-from tests.builders import (
-    ALL_STRUCTURES,
-    assert_close,
-    decoder_of,
-    random_block,
-    random_dense,
-)
+from tests.builders import ALL_STRUCTURES, assert_close, decoder_of, random_block, random_dense
 
 pytestmark = pytest.mark.slow
 

@@ -69,8 +69,7 @@ def test_certain_module_is_its_plain_network(name: str):
 
 # Only attention treats dependent weights differently from independent ones.
 @pytest.mark.parametrize(
-    ("name", "family"),
-    [*(("dense", family) for family in KERNEL_FAMILIES), ("attention", MATRIX)],
+    ("name", "family"), [*(("dense", family) for family in KERNEL_FAMILIES), ("attention", MATRIX)]
 )
 @pytest.mark.slow
 def test_every_family_learns(name, family):
@@ -177,11 +176,7 @@ SCALED = mj.bayesian(Scaled(), {"gain": mj.posterior.Factorized(jnp.ones(()), jn
             "`EncoderBlock` takes.*num_heads.*Got heads",
         ),
         (lambda: MODULES["encoder"](heads=2), TypeError, "`Encoder` takes.*num_blocks.*Got heads"),
-        (
-            lambda: tiny_vision(num_head=2),
-            TypeError,
-            "`VisionTransformer` takes.*Got num_head",
-        ),
+        (lambda: tiny_vision(num_head=2), TypeError, "`VisionTransformer` takes.*Got num_head"),
         (lambda: mj.nn.total_kl(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), ValueError, "mj.nn"),
         (lambda: mj.nn.Belief(jnp.ones(3), family=MATRIX), ValueError, "Factorized"),
         (lambda: mj.nn.Decoder(0, 4, 2, rngs=nnx.Rngs(0)), ValueError, "num_blocks >= 1"),

@@ -91,8 +91,7 @@ def as_flax(params: mj.EncoderBlockParams, heads: int):
 
 
 @pytest.mark.parametrize(
-    ("norm_first", "structure"),
-    [(True, mj.Separable), (False, mj.Separable), (False, mj.Diagonal)],
+    ("norm_first", "structure"), [(True, mj.Separable), (False, mj.Separable), (False, mj.Diagonal)]
 )
 def test_flax_blocks_have_the_moments_of_the_library(norm_first, structure):
     block = mj.nn.EncoderBlock(

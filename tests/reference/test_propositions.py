@@ -9,13 +9,7 @@ from moment_jax.covariance import Full
 from moment_jax.layers import NormParams, layer_norm, matmul, softmax
 from moment_jax.posterior import Point
 from tests.builders import VECTOR_FAMILIES, random_psd
-from tests.reference.examples import (
-    FEATURES,
-    assert_same,
-    moments_of,
-    norm_of,
-    product_operands,
-)
+from tests.reference.examples import FEATURES, assert_same, moments_of, norm_of, product_operands
 
 KEY = jax.random.key(8)
 

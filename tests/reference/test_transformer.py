@@ -65,11 +65,7 @@ def test_relu():
 # Only dense layers depend on the family, so each family is tested in some parts of the network.
 @pytest.mark.parametrize(
     ("num_heads", "families"),
-    [
-        (1, [FullNormal]),
-        (2, [Point, FullNormal]),
-        (2, [OutputShared, MatrixNormal]),
-    ],
+    [(1, [FullNormal]), (2, [Point, FullNormal]), (2, [OutputShared, MatrixNormal])],
 )
 def test_attention_with_independent_heads(num_heads, families):
     mean, cov = certain_input(12)

@@ -12,13 +12,7 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted_sum,
 )
-from moment_jax.covariance.separable import (
-    Cross,
-    Separable,
-    average_gain,
-    kernel_noise,
-    spread,
-)
+from moment_jax.covariance.separable import Cross, Separable, average_gain, kernel_noise, spread
 from moment_jax.covariance.token_gram import count_of, diagonal_of, gram, with_diagonal
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
 from moment_jax.layers.rules import Moments
