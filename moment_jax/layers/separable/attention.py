@@ -216,10 +216,10 @@ def attention(
     total = out.total
     overlap = (total @ averaged) @ total.T
     energy = diagonal_of(overlap)
-    by_kernel = jax.vmap(
+    own_noise = jax.vmap(
         lambda mean: _blocks(kernel_noise(params.value.kernel, None, mean[None]), h)
     )
-    by_kernel = jnp.einsum("hhkl->hkl", by_kernel(total @ source))
+    by_kernel = jnp.einsum("hhkl->hkl", own_noise(total @ source))
     by_head = energy[:, None, None] * value.by_input + by_kernel + out.by_scores
     by_head = by_head + (jnp.sum(total, axis=1) ** 2)[:, None, None] * value.by_bias
     same = jnp.eye(h, dtype=bool)[:, None, :, None]
