@@ -7,6 +7,7 @@ costs T^2, with a `TokenGram` T r (Nystroem: Williams and Seeger, 2001).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -100,15 +101,21 @@ class Nystroem(NamedTuple):
         return 2
 
     def __matmul__(self, rows: Array) -> Array:
-        return self.columns @ (self.inverse @ (self.columns.T @ rows)) + self.rest[:, None] * rows
+        low = _dot(self.inverse, _dot(self.columns.T, rows))
+        return _dot(self.columns, low) + self.rest[:, None] * rows
 
     def __rmatmul__(self, rows: Array) -> Array:
         rest = self.rest if rows.ndim == 1 else self.rest[None, :]
-        return ((rows @ self.columns) @ self.inverse) @ self.columns.T + rows * rest
+        return _dot(rows, self.columns, self.inverse, self.columns.T) + rows * rest
 
     def within(self, rows: Array) -> Array:
         """The quadratic form of each row of (U, T), (U,)."""
-        return _quadratic(rows @ self.columns, self.inverse) + rows**2 @ self.rest
+        return _quadratic(_dot(rows, self.columns), self.inverse) + rows**2 @ self.rest
+
+
+def _dot(*factors: Array) -> Array:
+    """The product of matrices from the left, never in bfloat16: the inverse amplifies its rounding."""
+    return functools.reduce(functools.partial(jnp.matmul, precision="highest"), factors)
 
 
 def num_landmarks(name: str, t: int, count: int | None = None) -> int:
@@ -149,7 +156,7 @@ def product(left: Array, right: Array, count: int) -> Tokens:
     """The symmetric product left right^T of two (T, D) arrays."""
     if count >= len(left):
         return left @ right.T
-    columns = left @ right[landmarks(len(left), count)].T
+    columns = _dot(left, right[landmarks(len(left), count)].T)
     return TokenGram(columns, jnp.sum(left * right, axis=1))
 
 
@@ -162,9 +169,13 @@ def contracted(weights: Array, matrix: Array, less: Array, plus: Tokens, seen: A
         half = (weights @ matrix - less) @ weights.T
         return 0.5 * (half + half.T) + plus
     at, half = weights[plus.places], 0.5 * less
-    columns = weights @ (matrix @ at.T - half[plus.places].T) - half @ at.T + plus.columns
+    columns = (
+        _dot(weights, _dot(matrix, at.T) - half[plus.places].T) - _dot(half, at.T) + plus.columns
+    )
     known, inverse = _low_rank(columns * seen[plus.places][None, :])
-    return product(known @ inverse, known, count_of(plus))  # semidefinite, which `columns` may miss
+    return product(
+        _dot(known, inverse), known, count_of(plus)
+    )  # semidefinite, which `columns` may miss
 
 
 def congruent(known: Array | Nystroem, rows: Array) -> tuple[Array, Array]:
@@ -172,10 +183,10 @@ def congruent(known: Array | Nystroem, rows: Array) -> tuple[Array, Array]:
     if not isinstance(known, Nystroem):
         mapped = known @ rows
         return mapped, rows.T @ mapped
-    low = known.columns.T @ rows
-    half = known.inverse @ low
-    mapped = known.columns @ half + known.rest[:, None] * rows
-    return mapped, low.T @ half + xla.diagonal_matrix(known.rest @ rows**2)
+    low = _dot(known.columns.T, rows)
+    half = _dot(known.inverse, low)
+    mapped = _dot(known.columns, half) + known.rest[:, None] * rows
+    return mapped, _dot(low.T, half) + xla.diagonal_matrix(known.rest @ rows**2)
 
 
 def gram(rows: Array, metric: Array | Nystroem | None, count: int) -> Tokens:
@@ -262,7 +273,7 @@ def _low_rank(columns: Array) -> tuple[Array, Array]:
 
 def _quadratic(rows: Array, metric: Array) -> Array:
     """Row metric row^T of each of the rows, (T,)."""
-    return jnp.sum((rows @ metric) * rows, axis=1)
+    return jnp.sum(_dot(rows, metric) * rows, axis=1)
 
 
 def pulled(rows: Array, tokens: Tokens) -> Array:
@@ -294,9 +305,9 @@ def through(cross: Tokens, mapping: Array) -> Tokens:
     weights = mapping.T
     seen: Any = seen_only(cross, jnp.any(weights != 0, axis=0))
     known: Any = nystroem(seen)
-    own = jnp.sum(((weights @ known.columns) @ known.inverse) * known.columns, axis=1)
+    own = jnp.sum(_dot(weights, known.columns, known.inverse) * known.columns, axis=1)
     own = own + known.rest * xla.diagonal_of(weights)
-    return TokenGram(0.5 * (known @ weights[seen.places].T + weights @ seen.columns), own)
+    return TokenGram(0.5 * (known @ weights[seen.places].T + _dot(weights, seen.columns)), own)
 
 
 def form(rows: Array, tokens: Tokens) -> Array:
@@ -331,7 +342,7 @@ def whole(tokens: Tokens | Nystroem) -> Array:
     if not isinstance(known, Nystroem):
         return known
     columns, inverse, rest = known
-    return (columns @ inverse) @ columns.T + xla.diagonal_matrix(rest)
+    return _dot(columns, inverse, columns.T) + xla.diagonal_matrix(rest)
 
 
 @jax.custom_jvp

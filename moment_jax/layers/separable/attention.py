@@ -12,6 +12,7 @@ under the metric of the output, where V is E[v v^T] over tokens and a = W v.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -201,7 +202,10 @@ def attention(
 
     linked = own @ jnp.sum(query.kernel * key.kernel, axis=2).T
     heads = _Head(query, key, value, contrasts, metric, split_heads(drawn, h), linked, mask)
-    out = each_head(one_head, heads, num_scores=h * len(mean) * len(source))
+    # At landmarks what cancels is approximated, and bfloat16 would not cancel.
+    exact = isinstance(source_cov.tokens, TokenGram)
+    with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+        out = each_head(one_head, heads, num_scores=h * len(mean) * len(source))
 
     # All heads average the same noise of x in the values; pairs of heads do with their mean weights.
     common = common.reshape(*(h, len(common) // h) * 2)
