@@ -6,6 +6,7 @@ rounded here, as accelerators round them.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -17,7 +18,7 @@ import moment_jax as mj
 from moment_jax.covariance import token_gram
 from tests.builders import ALL_STRUCTURES, random_block
 
-TOKENS, FEATURES = 16, 16
+FEATURES = 16
 
 
 def in_bfloat16(function):
@@ -58,17 +59,24 @@ def at_landmarks(variance, count):
     return mj.Separable.unchecked(cov.variances, tokens, cov.features, cov.pool)
 
 
-STARTS = [s.independent for s in ALL_STRUCTURES if s is not mj.Full]
+# At landmarks of sharp attention much cancels, which products in bfloat16 must not meet.
+STARTS = [(s.independent, 16, 1.0) for s in ALL_STRUCTURES if s is not mj.Full]
+STARTS.append((partial(at_landmarks, count=12), 48, 4.0))
 
 
-@pytest.mark.parametrize("start", [*STARTS, partial(at_landmarks, count=5)])
-def test_a_block(start):
+@pytest.mark.parametrize(("start", "tokens", "sharpness"), STARTS)
+def test_a_block(start, tokens, sharpness):
     with jax.enable_x64(False):
         block = jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32),
             random_block(jax.random.key(1), FEATURES, 4 * FEATURES, 0.1),
         )
-        x = jax.random.normal(jax.random.key(1), (TOKENS, FEATURES), jnp.float32)
+        kernel = block.attention.query.kernel
+        sharp = dataclasses.replace(kernel, mean=sharpness * kernel.mean)
+        query = dataclasses.replace(block.attention.query, kernel=sharp)
+        attention = dataclasses.replace(block.attention, query=query)
+        block = dataclasses.replace(block, attention=attention)
+        x = jax.random.normal(jax.random.key(1), (tokens, FEATURES), jnp.float32)
 
         def moments(x, block):
             known = start(jnp.full(x.shape, 0.01, x.dtype))
