@@ -169,17 +169,18 @@ def contracted(weights: Array, matrix: Array, less: Array, plus: Tokens, seen: A
         half = (weights @ matrix - less) @ weights.T
         return 0.5 * (half + half.T) + plus
     at, half = weights[plus.places], 0.5 * less
-    columns = (
-        _dot(weights, _dot(matrix, at.T) - half[plus.places].T) - _dot(half, at.T) + plus.columns
-    )
+    columns = _dot(weights, _dot(matrix, at.T) - half[plus.places].T) - _dot(half, at.T)
+    columns = columns + plus.columns
     known, inverse = _low_rank(columns * seen[plus.places][None, :])
-    return product(
-        _dot(known, inverse), known, count_of(plus)
-    )  # semidefinite, which `columns` may miss
+    mapped = _dot(known, inverse)  # one factor twice: semidefinite, as `columns` may not be
+    return product(mapped, known, count_of(plus))
 
 
 def congruent(known: Array | Nystroem, rows: Array) -> tuple[Array, Array]:
-    """G W and W^T G W, (T, S) and (S, S), for W (T, S)."""
+    """G W and W^T G W, (T, S) and (S, S), for W (T, S).
+
+    Of what the diagonal has left, the second takes the diagonal alone: the rest would cost T S^2.
+    """
     if not isinstance(known, Nystroem):
         mapped = known @ rows
         return mapped, rows.T @ mapped

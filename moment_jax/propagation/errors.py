@@ -10,11 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class PropagationError(NotImplementedError):
-    """Raised for an operation on random values that `propagate` has no rule for.
-
-    A `NotImplementedError`, as JAX raises where a primitive lacks a rule of its own.
-    """
+class PropagationError(Exception):
+    """Raised for an operation on random values that `propagate` has no rule for."""
 
 
 LINEARISE = "use mj.linearised(fn), the network linearised in its weights"

@@ -203,7 +203,7 @@ def attention(
     linked = own @ jnp.sum(query.kernel * key.kernel, axis=2).T
     heads = _Head(query, key, value, contrasts, metric, split_heads(drawn, h), linked, mask)
     # At landmarks what cancels is approximated, and bfloat16 would not cancel.
-    exact = isinstance(source_cov.tokens, TokenGram)
+    exact = any(isinstance(c.tokens, TokenGram) for c in (cov, source_cov))
     with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
         out = each_head(one_head, heads, num_scores=h * len(mean) * len(source))
 
@@ -335,8 +335,8 @@ def _scores(head: _Head, tokens: _Tokens) -> tuple[Tokens, Tokens]:
     centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
     met_twice = centred.T @ centred
     size = jnp.sum(contrasts * moment) + jnp.sum(met_twice * by_query)
-    met_twice = met_twice + contrasts
-    queries = q.under(met_twice, tokens.x, tokens.query) + jnp.sum(q.by_bias * met_twice)
+    differences = met_twice + contrasts
+    queries = q.under(differences, tokens.x, tokens.query) + jnp.sum(q.by_bias * differences)
     queries = queries + gram(q.mean, contrasts, count_of(queries))
     keys = k.under(moment, tokens.source, tokens.key)
     keys = keys + gram(k.mean, by_query, count_of(keys))
